@@ -28,8 +28,8 @@ import fsdp_doctor
 from fsdp_doctor.bench import sharded_model
 from fsdp_doctor.bench.measure import Clock
 from fsdp_doctor.fingerprints import keyed_sum
-from fsdp_doctor.matrix.cases import scenario_of
-from fsdp_doctor.plan.meta_model import on_meta
+from fsdp_doctor.matrix.cases import make_scenario
+from fsdp_doctor.plan.meta_model import build_on_meta
 
 _GIB = 1 << 30
 
@@ -69,7 +69,7 @@ def _name(device: torch.device) -> str:
 
 def median(clock: Clock, run: Any, repeat: int) -> float:
     """Seconds. The first two, which compile and warm up, do not count."""
-    times = [clock.seconds(run) for _ in range(repeat + 2)][2:]
+    times = [clock.measure_seconds(run) for _ in range(repeat + 2)][2:]
     return sorted(times)[len(times) // 2]
 
 
@@ -80,10 +80,10 @@ def disagreements(device: torch.device) -> list[str]:
         tensor = (torch.randn(401, 731, device=device) * 50).to(dtype)
         flat, rows = tensor.view(-1), tensor.shape[0]
         blocks = {
-            "whole": keyed_sum.range_block(0, flat, 0),
-            "odd": keyed_sum.range_block(0, flat[3:100_003], 100_003),
-            "columns": keyed_sum.grid_block(0, tensor[:, 301:].contiguous(), (0, 301), (731, 1)),
-            "transposed": keyed_sum.grid_block(0, tensor, (0, 0), (1, rows)),
+            "whole": keyed_sum.make_range_block(0, flat, 0),
+            "odd": keyed_sum.make_range_block(0, flat[3:100_003], 100_003),
+            "columns": keyed_sum.make_grid_block(0, tensor[:, 301:].contiguous(), (0, 301), (731, 1)),
+            "transposed": keyed_sum.make_grid_block(0, tensor, (0, 0), (1, rows)),
         }
         for place, block in blocks.items():
             on_device = torch.zeros(1, 2, dtype=torch.int64, device=device)
@@ -102,9 +102,9 @@ def bandwidth(clock: Clock, nbytes: int, repeat: int) -> dict[str, float]:
     into = torch.zeros(1, 2, dtype=torch.int64, device=clock.device)
     columns = tensor.view(-1, 4096)
     blocks = {
-        "kernel_gb_per_s": keyed_sum.range_block(0, tensor, 0),
-        "kernel_columns_gb_per_s": keyed_sum.grid_block(0, columns, (0, 4096), (8192, 1)),
-        "kernel_odd_gb_per_s": keyed_sum.range_block(0, tensor, 1),
+        "kernel_gb_per_s": keyed_sum.make_range_block(0, tensor, 0),
+        "kernel_columns_gb_per_s": keyed_sum.make_grid_block(0, columns, (0, 4096), (8192, 1)),
+        "kernel_odd_gb_per_s": keyed_sum.make_range_block(0, tensor, 1),
     }
     found = {
         name: nbytes
@@ -113,15 +113,15 @@ def bandwidth(clock: Clock, nbytes: int, repeat: int) -> dict[str, float]:
         for name, block in blocks.items()
     }
     words = tensor[: len(tensor) // 16].view(torch.int32)
-    seconds = median(clock, lambda: keyed_sum.sum_of_words(words, 0), 2)
+    seconds = median(clock, lambda: keyed_sum.sum_words(words, 0), 2)
     return found | {"torch_operations_gb_per_s": words.nbytes / 1e9 / seconds}
 
 
 def of_model(clock: Clock, options: argparse.Namespace, offload: str) -> dict[str, float]:
     """Milliseconds."""
     mesh = init_device_mesh(clock.device.type, (dist.get_world_size(),))
-    scenario = scenario_of({"strategy": "fsdp2", "offload": offload, "staging": "unstaged"})
-    model = sharded_model.sharded(on_meta(options.model), scenario, mesh)
+    scenario = make_scenario({"strategy": "fsdp2", "offload": offload, "staging": "unstaged"})
+    model = sharded_model.shard_model(build_on_meta(options.model), scenario, mesh)
     received = {name: tensor.clone() for name, tensor in fsdp_doctor.full_tensors(model)}
     nbytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in received.values()}.values())
     assert fsdp_doctor.fingerprint(model).tensors == fsdp_doctor.fingerprint_tensors(received).tensors

@@ -45,7 +45,7 @@ def main() -> None:
         torch.get_device_module(options.device).set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
     model = sharded(options.device, options.hidden)
-    arguments = Arguments.given(None, None, (), BUCKET_BYTES, "merged")
+    arguments = Arguments.check(None, None, (), BUCKET_BYTES, "merged")
     ranks = tuple(range(dist.get_world_size()))
 
     def anew() -> None:

@@ -56,7 +56,7 @@ def main() -> None:
     medians = {
         key: [statistics.median(kind) for kind in zip(*times[1:], strict=True)] for key, times in seconds.items()
     }
-    plan, _ = get_plan(model, Arguments.given(None, None, (), nbytes, "merged", in_step=True))
+    plan, _ = get_plan(model, Arguments.check(None, None, (), nbytes, "merged", in_step=True))
     if dist.get_rank() == 0:
         print(f"{len(plan.buckets)} buckets")
         for kind, usual, in_step in zip(("time", "processor"), *medians, strict=True):

@@ -31,14 +31,14 @@ from fsdp_doctor.case import models, runtime
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Trainer
 from fsdp_doctor.extract import full_tensors
-from fsdp_doctor.ledgers.ledger import LedgerFile, StageLedger, ledgers_from_json, ledgers_to_json
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.environment import collect
-from fsdp_doctor.machine.launch import place
-from fsdp_doctor.matrix.cases import Scenario, scenario_of
+from fsdp_doctor.machine.launch import read_place
+from fsdp_doctor.matrix.cases import Scenario, make_scenario
 from fsdp_doctor.matrix.training_size import TrainingSize
 from fsdp_doctor.memory.stage_watch import StageWatch
-from fsdp_doctor.plan.meta_model import on_meta
+from fsdp_doctor.memory_use.records import MemoryFile, StageMemory, format_memory_file, read_memory_file
+from fsdp_doctor.plan.meta_model import build_on_meta
 from fsdp_doctor.plan.named_shapes import MODEL_SHAPES
 from fsdp_doctor.probe.worker import import_what_cases_need
 
@@ -63,7 +63,7 @@ class Model:
     @property
     def scenario(self) -> Scenario:
         staging = "staged" if "param" in self.offload else "unstaged"
-        return scenario_of({"strategy": self.strategy, "offload": self.offload, "staging": staging})
+        return make_scenario({"strategy": self.strategy, "offload": self.offload, "staging": staging})
 
     def job(self, training: TrainingSize) -> str:
         kept = "checkpointing" if training.checkpointing else "activations"
@@ -75,11 +75,11 @@ class ShapeTrainer(Trainer):
 
     shape = "small"
 
-    def _sharded_model(self, weights: models.Weights) -> nn.Module:
+    def _build_sharded_model(self, weights: models.Weights) -> nn.Module:
         policy = "policy" if self.scenario.policy else "none"
-        mesh = self.runtime.mesh(self.scenario.sharding)
-        whole = on_meta(self.shape, _LAYERS[self.shape], dtype=torch.float32)
-        return sharded_model.sharded(whole, self.scenario.changed(offload=policy), mesh)
+        mesh = self.runtime.make_mesh(self.scenario.sharding)
+        whole = build_on_meta(self.shape, _LAYERS[self.shape], dtype=torch.float32)
+        return sharded_model.shard_model(whole, self.scenario.change(offload=policy), mesh)
 
     def resize(self, training: TrainingSize) -> None:
         """Sets the size of the next steps."""
@@ -93,42 +93,42 @@ class ShapeTrainer(Trainer):
 
 def measured(
     model: Model, steps: list[TrainingSize], at: Runtime
-) -> tuple[list[StageLedger], dict[str, dict[str, int]]]:
+) -> tuple[list[StageMemory], dict[str, dict[str, int]]]:
     """Every rank must call it."""
     scenario = model.scenario
     at.training, ShapeTrainer.shape = steps[0], model.shape
     watch = StageWatch(model.job(steps[0]), at.rank, at.device)
-    with watch.stage("built"):
+    with watch.measure_stage("built"):
         trainer = ShapeTrainer(scenario, at)
-        watch.of(trainer.model, trainer.optimizer)
+        watch.set_model(trainer.model, trainer.optimizer)
     trainer.resize(steps[0])
-    with watch.stage("first step"):
+    with watch.measure_stage("first step"):
         trainer.step()
     ledgers, estimates = list(watch.take()), {}
     for training in steps:
         trainer.resize(training)
         job = model.job(training)
-        with watch.stage("trained"):
+        with watch.measure_stage("trained"):
             trainer.step()
-        ledgers += [replace(ledger, job=job) for ledger in watch.take()]
+        ledgers += [replace(memory, job=job) for memory in watch.take()]
         device = ledgers[-1].device
         assert device is not None
         estimates[job] = {"measured": device.peak, **estimated(model.shape, trainer, at.world_size)}
     trainer.resize(steps[0])
-    with watch.stage("offloaded"):
+    with watch.measure_stage("offloaded"):
         trainer.offload()
     if scenario.staging.is_staged:
-        with watch.stage("staged"):
+        with watch.measure_stage("staged"):
             trainer.stage()
-    with watch.stage("extracted", _PATH):
-        for _, tensor in watch.yielding(full_tensors(trainer.model, dtype=torch.bfloat16)):
+    with watch.measure_stage("extracted", _PATH):
+        for _, tensor in watch.count_outputs(full_tensors(trainer.model, dtype=torch.bfloat16)):
             del tensor
-    with watch.stage("offloaded again", _PATH):
+    with watch.measure_stage("offloaded again", _PATH):
         trainer.unstage(undo_staging=True)
-    with watch.stage("loaded", _PATH):
+    with watch.measure_stage("loaded", _PATH):
         trainer.load()
     if scenario.param_offload:
-        with watch.stage("trained again", _PATH):
+        with watch.measure_stage("trained again", _PATH):
             trainer.step()
     return [*ledgers, *watch.take()], estimates
 
@@ -148,7 +148,7 @@ def of_accelerate(shape: str) -> int:
         from accelerate.utils import calculate_maximum_sizes
     except ImportError:
         return 0
-    model = on_meta(shape, _LAYERS[shape], dtype=torch.float32)
+    model = build_on_meta(shape, _LAYERS[shape], dtype=torch.float32)
     return int(max(estimate_training_usage(calculate_maximum_sizes(model)[0], "bfloat16").values()))
 
 
@@ -178,10 +178,10 @@ def measure(model: Model, options: argparse.Namespace) -> None:
     everyone: list[Any] = [None] * at.world_size
     dist.all_gather_object(everyone, ledgers, group=at.control)
     if at.rank == 0:
-        file = ledgers_from_json(options.json.read_text())
+        file = read_memory_file(options.json.read_text())
         found = tuple(ledger for of_rank in everyone for ledger in of_rank)
         file = replace(file, ledgers=(*file.ledgers, *found), estimates={**file.estimates, **estimates})
-        options.json.write_text(ledgers_to_json(file))
+        options.json.write_text(format_memory_file(file))
     dist.barrier(group=at.control)
     os._exit(0)
 
@@ -191,7 +191,7 @@ def started(model: Model, options: argparse.Namespace) -> Runtime:
     device = devices.RunDevice(type=devices.resolve(options.device), late_completion=False)
     return runtime.start(
         dist.PrefixStore(model.name, store),
-        place=place(),
+        place=read_place(),
         run_device=device,
         backend="mixed",
         scratch=pathlib.Path("."),
@@ -212,13 +212,13 @@ def main() -> None:
     options = parser.parse_args()
 
     began = time.monotonic()
-    rank = place().rank
+    rank = read_place().rank
     import_what_cases_need()
     devices.load(devices.RunDevice(type=devices.resolve(options.device)), options.device)
     # Each rank's own: a process that a rank waits for must have been started by it.
     store = dist.PrefixStore("parents", next(dist.rendezvous("env://"))[0])
     if rank == 0:
-        options.json.write_text(ledgers_to_json(empty_file(options)))
+        options.json.write_text(format_memory_file(empty_file(options)))
     forks = multiprocessing.get_context("fork")
     # The offloads in the order of what they cost in time.
     for model in map(Model, *zip(*itertools.product(options.offload, options.shape, options.strategy), strict=True)):
@@ -237,13 +237,13 @@ def main() -> None:
             print(f"{time.monotonic() - began:6.1f} s  {model.name}", flush=True)
 
 
-def empty_file(options: argparse.Namespace) -> LedgerFile:
+def empty_file(options: argparse.Namespace) -> MemoryFile:
     facts = collect()
     accelerators = facts["accelerators"] or [devices.resolve(options.device)]
-    return LedgerFile(
+    return MemoryFile(
         origin="measured",
         command=" ".join(["benchmarks/memory_stages.py", *sys.argv[1:]]),
-        device=f"{place().world_size} x {accelerators[0]}",
+        device=f"{read_place().world_size} x {accelerators[0]}",
         ledgers=(),
         packages=facts["packages"],
     )
@@ -251,8 +251,8 @@ def empty_file(options: argparse.Namespace) -> LedgerFile:
 
 def note(options: argparse.Namespace, rank: int, sentence: str) -> None:
     if rank == 0:
-        file = ledgers_from_json(options.json.read_text())
-        options.json.write_text(ledgers_to_json(replace(file, notes=(*file.notes, sentence))))
+        file = read_memory_file(options.json.read_text())
+        options.json.write_text(format_memory_file(replace(file, notes=(*file.notes, sentence))))
     print(sentence, file=sys.stderr)
 
 

@@ -16,9 +16,9 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_doctor.ledgers.ledger import LedgerFile, MemoryClass, StageLedger, ledgers_from_json
 from fsdp_doctor.matrix.axes import AXIS_OF_VALUE
-from fsdp_doctor.matrix.cases import Scenario, scenario_of
+from fsdp_doctor.matrix.cases import Scenario, make_scenario
+from fsdp_doctor.memory_use.records import MemoryClass, MemoryFile, StageMemory, read_memory_file
 from fsdp_doctor.plan.job import RoleSetup
 from fsdp_doctor.plan.stages import Predictor
 
@@ -75,26 +75,26 @@ def _deviation(predicted: int, measured: int, nothing: int = 0) -> float:
 
 def job_of(name: str, options: argparse.Namespace) -> Job:
     if options.model:
-        scenario = scenario_of({AXIS_OF_VALUE[value]: value for value in name.split("/")})
+        scenario = make_scenario({AXIS_OF_VALUE[value]: value for value in name.split("/")})
         return Job(
             options.model, None, scenario, options.batch, options.sequence, options.checkpointing, of_benchmark=False
         )
     shape, layers, strategy, offload, size, kept = name.split("/")
     batch, sequence = map(int, size.split("x"))
     staging = "staged" if "param" in offload else "unstaged"
-    scenario = scenario_of({"strategy": strategy, "offload": offload, "staging": staging})
+    scenario = make_scenario({"strategy": strategy, "offload": offload, "staging": staging})
     return Job(shape, int(layers), scenario, batch, sequence, kept == "checkpointing", of_benchmark=True)
 
 
-def compared(file: LedgerFile, options: argparse.Namespace) -> Iterator[Compared]:
+def compared(file: MemoryFile, options: argparse.Namespace) -> Iterator[Compared]:
     predictor = functools.cache(Predictor)
-    ranks = 1 + max(ledger.rank for ledger in file.ledgers)
-    jobs = dict.fromkeys(ledger.job for ledger in file.ledgers)
+    ranks = 1 + max(memory.rank for memory in file.ledgers)
+    jobs = dict.fromkeys(memory.job for memory in file.ledgers)
     for name in jobs:
         job = job_of(name, options)
-        measured = [ledger for ledger in file.ledgers if ledger.job == name and ledger.rank == 0]
+        measured = [memory for memory in file.ledgers if memory.job == name and memory.rank == 0]
         if job.of_benchmark:
-            measured = [ledger for ledger in measured if ledger.stage != "built"]
+            measured = [memory for memory in measured if memory.stage != "built"]
         shard_ranks = {"size1": 1, "hsdp": 2}.get(job.scenario.sharding, ranks)
         setup = RoleSetup(
             role=name,
@@ -107,24 +107,24 @@ def compared(file: LedgerFile, options: argparse.Namespace) -> Iterator[Compared
             extracted_bytes=2 if job.of_benchmark else None,
         )
         predicted = {
-            (ledger.stage, ledger.path): ledger
-            for path in dict.fromkeys(ledger.path for ledger in measured)
-            for ledger in predictor(job.model, job.layers).ledgers(replace(setup, path=path))
+            (memory.stage, memory.path): memory
+            for path in dict.fromkeys(memory.path for memory in measured)
+            for memory in predictor(job.model, job.layers).predict_stages(replace(setup, path=path))
         }
         yield from _of_stages(name, measured, predicted)
 
 
 def _of_stages(
-    name: str, measured: Sequence[StageLedger], predicted: dict[tuple[str, str], StageLedger]
+    name: str, measured: Sequence[StageMemory], predicted: dict[tuple[str, str], StageMemory]
 ) -> Iterator[Compared]:
-    for ledger in measured:
-        ours = predicted[ledger.stage, ledger.path]
-        assert ledger.device is not None
+    for memory in measured:
+        ours = predicted[memory.stage, memory.path]
+        assert memory.device is not None
         assert ours.device is not None
-        held = [sum(each.device.held.get(part, 0) for part in EXACT) for each in (ours, ledger) if each.device]
-        host = [each.host.pinned_reserved + each.host.pageable for each in (ours, ledger)]
-        peaks = (ours.device.peak, ledger.device.peak)
-        yield Compared(name, ledger.name, (held[0], held[1]), peaks, (host[0], host[1]))
+        held = [sum(each.device.held.get(part, 0) for part in EXACT) for each in (ours, memory) if each.device]
+        host = [each.host.pinned_reserved + each.host.pageable for each in (ours, memory)]
+        peaks = (ours.device.peak, memory.device.peak)
+        yield Compared(name, memory.name, (held[0], held[1]), peaks, (host[0], host[1]))
 
 
 def main() -> None:
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=16)
     parser.add_argument("--checkpointing", action="store_true")
     options = parser.parse_args()
-    file = ledgers_from_json(options.file.read_text())
+    file = read_memory_file(options.file.read_text())
     rows = list(compared(file, options))
     width = max(len(row.title) for row in rows)
     others = [name for name in _OTHERS if any(name in said for said in file.estimates.values())]

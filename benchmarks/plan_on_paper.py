@@ -12,9 +12,9 @@ import argparse
 from collections.abc import Iterator
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.ledgers.ledger import StageLedger
 from fsdp_doctor.matrix.axes import Offload, Staging, Strategy
 from fsdp_doctor.matrix.cases import Scenario
+from fsdp_doctor.memory_use.records import StageMemory
 from fsdp_doctor.plan.job import RoleSetup
 from fsdp_doctor.plan.stages import Predictor
 
@@ -28,17 +28,17 @@ _HEAD = (
 )
 
 
-def trained(predictor: Predictor, ranks: int, offload: Offload) -> StageLedger:
+def trained(predictor: Predictor, ranks: int, offload: Offload) -> StageMemory:
     scenario = Scenario(strategy=Strategy.FSDP2, offload=offload, staging=Staging.UNSTAGED)
     setup = RoleSetup(
         role="model", scenario=scenario, shard_ranks=ranks, sequences=1, length=4096, checkpointing=True, path=""
     )
-    return next(ledger for ledger in predictor.ledgers(setup) if ledger.stage == "trained")
+    return next(memory for memory in predictor.predict_stages(setup) if memory.stage == "trained")
 
 
 def row(name: str, predictor: Predictor, ranks: int) -> list[str]:
     try:
-        plain, policy = trained(predictor, ranks, Offload()), trained(predictor, ranks, Offload.of(policy=True))
+        plain, policy = trained(predictor, ranks, Offload()), trained(predictor, ranks, Offload.from_flags(policy=True))
     except UsageError as error:
         return [name, f"{ranks:,}", str(error), *[""] * (len(_HEAD) - 3)]
     assert plain.device is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from fsdp_doctor.page import compat_page
+from fsdp_doctor.page import render_page
 from fsdp_doctor.versions.merged import read_merged
 
 _DOCS = pathlib.Path(__file__).resolve().parent
@@ -28,7 +28,7 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the page of the merged report, which is not committed."""
-    page = compat_page(read_merged(_DOCS / "compat" / "merged.json.gz"))
+    page = render_page(read_merged(_DOCS / "compat" / "merged.json.gz"))
     files.append(File.generated(config, "compat/index.html", content=page))
     return files
 

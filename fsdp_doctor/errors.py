@@ -19,14 +19,14 @@ EXIT_OK = 0
 EXIT_BAD_VERDICT = 1
 
 
-def some(names: Collection[str], most: int = 5) -> str:
+def join_some(names: Collection[str], most: int = 5) -> str:
     """The first names, joined by commas, and how many more there are."""
     first = ", ".join(list(names)[:most])
     more = len(names) - most
     return f"{first} and {more} more" if more > 0 else first
 
 
-def first_line(error: BaseException) -> str:
+def read_first_line(error: BaseException) -> str:
     """The first line of an exception's message, or the exception's type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 

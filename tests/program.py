@@ -21,7 +21,7 @@ from support.emulation import needs_emulation
 from support.forked import run_doctor
 from support.places import ROOT, SHARED_DIRECTORY, TESTS
 
-from fsdp_doctor.machine.launch import num_ranks
+from fsdp_doctor.machine.launch import choose_num_ranks
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.journal import read_report
 from fsdp_doctor.verdict.records import RankReport
@@ -160,7 +160,7 @@ def probe(directory: pathlib.Path, *arguments: str, device: str = "cpu", env: di
     if device == "emulated":
         needs_emulation()
     json_file = directory / "report.json"
-    ranks = int(arguments[arguments.index("--nproc") + 1]) if "--nproc" in arguments else num_ranks(device)
+    ranks = int(arguments[arguments.index("--nproc") + 1]) if "--nproc" in arguments else choose_num_ranks(device)
     done = forked_doctor("probe", "--device", device, "--json", str(json_file), *arguments, ranks=ranks, env=env)
     return dataclasses.replace(done, report=read_report(json_file) if json_file.exists() else None)
 

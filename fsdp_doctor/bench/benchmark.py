@@ -23,23 +23,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import assert_never
 
 from fsdp_doctor.bench.measure import Clock, Links, measure_links
-from fsdp_doctor.bench.request import FULL_STATE_DICT, LOADS, BenchOptions, BenchSource, extractions_of
+from fsdp_doctor.bench.request import FULL_STATE_DICT, LOADS, BenchOptions, BenchSource, list_extractions
 from fsdp_doctor.bench.results import BenchResult, Measured
-from fsdp_doctor.bench.sharded_model import DTYPE, fill, shard_bytes, sharded
+from fsdp_doctor.bench.sharded_model import DTYPE, fill, shard_bytes, shard_model
 from fsdp_doctor.case import offloading
-from fsdp_doctor.case.paths.lookup import PathArguments, called_by_name, function_of, load_user_path
+from fsdp_doctor.case.methods.lookup import MethodArguments, call_by_name, find_function, load_user_method
 from fsdp_doctor.errors import CannotRun
 from fsdp_doctor.extract import BUCKET_BYTES, full_state_dict, full_tensors
-from fsdp_doctor.extract.sources import TensorSpec, sources_of, specs
+from fsdp_doctor.extract.sources import TensorSpec, list_sources, list_specs
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.load import load_full_tensors
 from fsdp_doctor.load.full_load import LOAD_BUCKET_BYTES
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.environment import collect
-from fsdp_doctor.machine.launch import Place, place
+from fsdp_doctor.machine.launch import Place, read_place
 from fsdp_doctor.matrix.cases import Scenario
-from fsdp_doctor.matrix.paths import find_path, is_user_path
-from fsdp_doctor.plan.meta_model import on_meta
+from fsdp_doctor.matrix.methods import find_method, is_user_method
+from fsdp_doctor.plan.meta_model import build_on_meta
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 _LINK_BYTES = 1 << 30
@@ -54,9 +54,9 @@ def run(options: BenchOptions) -> BenchResult:
 
     Raises UsageError for a method that cannot be called with a model and a device.
     """
-    here = place()
-    for path in filter(is_user_path, options.paths):
-        load_user_path(path, _GIVEN)
+    here = read_place()
+    for method in filter(is_user_method, options.methods):
+        load_user_method(method, _GIVEN)
     device = _start(options.device, here)
     if device.type == "cpu" and any(scenario.version == 1 for scenario in options.scenarios):
         raise CannotRun("torch's FSDP1 needs an accelerator: --strategy fsdp2, or --device emulated")
@@ -69,7 +69,7 @@ def run(options: BenchOptions) -> BenchResult:
             device=device.type,
             world_size=here.world_size,
             environment=collect(host_name=False),
-            processor=_processor(),
+            processor=_name_processor(),
             links=links,
         )
         measure = _measure_loads if options.direction == "in" else _measure_extractions
@@ -98,7 +98,7 @@ def _start(asked: str, here: Place) -> torch.device:
     return device
 
 
-def _processor() -> str:
+def _name_processor() -> str:
     """The processor's name: how fast a host is decides where a link does not."""
     with contextlib.suppress(OSError):
         for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
@@ -121,9 +121,11 @@ class _Model:
         self.shard_dtype, _, output_dtype = dtypes.partition(":")
         self.dtype = DTYPE[output_dtype] if output_dtype else None
         mesh = init_device_mesh(clock.device.type, (dist.get_world_size(),))
-        self.model = sharded(on_meta(options.model, options.layers, dtype=DTYPE[self.shard_dtype]), scenario, mesh)
-        self.tensors = [spec for source in sources_of(reader.read(self.model)) for spec in specs(source)]
-        self.shard_bytes = clock.highest(shard_bytes(self.model))
+        self.model = shard_model(
+            build_on_meta(options.model, options.layers, dtype=DTYPE[self.shard_dtype]), scenario, mesh
+        )
+        self.tensors = [spec for source in list_sources(reader.read(self.model)) for spec in list_specs(source)]
+        self.shard_bytes = clock.find_highest(shard_bytes(self.model))
 
     @property
     def full_bytes(self) -> int:
@@ -133,29 +135,29 @@ class _Model:
 def _measure_extractions(sharded: _Model, options: BenchOptions, links: Links) -> Iterator[Measured]:
     """Every rank must exhaust it."""
     model, scenario, clock = sharded.model, sharded.scenario, sharded.clock
-    arguments = PathArguments(model=model, device=clock.device)
-    there = extractions_of(scenario)
+    arguments = MethodArguments(model=model, device=clock.device)
+    there = list_extractions(scenario)
     is_staged = scenario.staging.is_staged
 
     def restore() -> None:
         if is_staged:
             offloading.offload(model, non_blocking=False)
 
-    least = _least_extraction_seconds(sharded, links)
-    for name in options.paths or there:
-        if name not in there and not is_user_path(name):
+    least = _compute_least_extraction_seconds(sharded, links)
+    for name in options.methods or there:
+        if name not in there and not is_user_method(name):
             continue
         is_ours = name in ("full_tensors", FULL_STATE_DICT)
         ends_on_host = name in (FULL_STATE_DICT, "get_model_state_dict.full+cpu")
         for bucket_bytes in options.bucket_bytes if is_ours else (None,):
-            function = called_by_name(_extraction(name, scenario, sharded.dtype, bucket_bytes))
+            function = call_by_name(_choose_extraction(name, scenario, sharded.dtype, bucket_bytes))
 
-            def once(function: Callable[[PathArguments], Any] = function) -> None:
+            def once(function: Callable[[MethodArguments], Any] = function) -> None:
                 if is_staged:
                     offloading.load(model, clock.device, non_blocking=False)
                 _consume(function(arguments), sharded.dtype)
 
-            timing = clock.timing(once, restore, options.repeat)
+            timing = clock.time_runs(once, restore, options.repeat)
             has_ceiling = least is not None and not ends_on_host and not timing.error
             yield Measured(
                 scenario=scenario,
@@ -168,7 +170,7 @@ def _measure_extractions(sharded: _Model, options: BenchOptions, links: Links) -
             )
 
 
-def _extraction(
+def _choose_extraction(
     name: str, scenario: Scenario, dtype: torch.dtype | None, bucket_bytes: int | None
 ) -> Callable[..., Any]:
     match name:
@@ -176,10 +178,10 @@ def _extraction(
             return functools.partial(full_tensors, dtype=dtype, bucket_bytes=bucket_bytes or BUCKET_BYTES)
         case _ if name == FULL_STATE_DICT:
             return functools.partial(full_state_dict, dtype=dtype, bucket_bytes=bucket_bytes or BUCKET_BYTES)
-        case _ if is_user_path(name):
-            return load_user_path(name, _GIVEN)[0]
+        case _ if is_user_method(name):
+            return load_user_method(name, _GIVEN)[0]
         case _:
-            return function_of(find_path(name, scenario.version))
+            return find_function(find_method(name, scenario.version))
 
 
 def _consume(result: Any, dtype: torch.dtype | None) -> None:
@@ -189,7 +191,7 @@ def _consume(result: Any, dtype: torch.dtype | None) -> None:
             value.to(dtype)
 
 
-def _least_extraction_seconds(sharded: _Model, links: Links) -> float | None:
+def _compute_least_extraction_seconds(sharded: _Model, links: Links) -> float | None:
     """The time that the bounding link needs; None where there is none.
 
     The link from the host bounds an extraction if the shards are there, else the one between the ranks.
@@ -207,17 +209,17 @@ def _measure_loads(sharded: _Model, options: BenchOptions, links: Links) -> Iter
     """Every rank must exhaust it."""
     scenario, clock = sharded.scenario, sharded.clock
     full_bytes = sum(spec.numel * spec.dtype.itemsize for spec in sharded.tensors)
-    tensors = _filled(sharded.tensors, clock.device)
+    tensors = _make_full_tensors(sharded.tensors, clock.device)
     for source in options.sources:
-        least = _least_load_seconds(source, scenario, links, full_bytes, sharded.shard_bytes)
-        with _given(source, tensors) as given:
+        least = _compute_least_load_seconds(source, scenario, links, full_bytes, sharded.shard_bytes)
+        with _give_source(source, tensors) as given:
             rows = []
-            for name in options.paths or LOADS:
+            for name in options.methods or LOADS:
                 if not _can_load(name, source, scenario):
                     continue
-                load = _load(name, scenario, options.bucket_bytes[0] or LOAD_BUCKET_BYTES)
+                load = _choose_load(name, scenario, options.bucket_bytes[0] or LOAD_BUCKET_BYTES)
                 # A load leaves nothing that has to be undone.
-                timing = clock.timing(functools.partial(load, sharded.model, given), lambda: None, options.repeat)
+                timing = clock.time_runs(functools.partial(load, sharded.model, given), lambda: None, options.repeat)
                 rows.append(
                     Measured(
                         scenario=scenario,
@@ -229,17 +231,17 @@ def _measure_loads(sharded: _Model, options: BenchOptions, links: Links) -> Iter
                         ratio=least / timing.seconds if least is not None and not timing.error else None,
                     )
                 )
-            yield from _compared_with_broadcast(rows)
+            yield from _compare_with_broadcast(rows)
 
 
-def _compared_with_broadcast(rows: list[Measured]) -> Iterator[Measured]:
+def _compare_with_broadcast(rows: list[Measured]) -> Iterator[Measured]:
     broadcast = next((row.timing for row in rows if row.path == _BROADCAST and not row.timing.error), None)
     for row in rows:
         times = broadcast.seconds / row.timing.seconds if broadcast and not row.timing.error else None
         yield replace(row, times_torch=times)
 
 
-def _least_load_seconds(
+def _compute_least_load_seconds(
     source: BenchSource, scenario: Scenario, links: Links, full: float, shards: float
 ) -> float | None:
     """The time that the bounding link needs; None where there is none, as between two hosts' memories.
@@ -262,7 +264,7 @@ def _least_load_seconds(
             assert_never(source)
 
 
-def _filled(wanted: Sequence[TensorSpec], device: torch.device) -> Tensors:
+def _make_full_tensors(wanted: Sequence[TensorSpec], device: torch.device) -> Tensors:
     """Makes full tensors, each once, the same on every rank, in pinned memory where there is a device."""
     torch.manual_seed(0)
     tensors = {}
@@ -274,7 +276,7 @@ def _filled(wanted: Sequence[TensorSpec], device: torch.device) -> Tensors:
 
 
 @contextlib.contextmanager
-def _given(source: BenchSource, tensors: Tensors) -> Iterator[Any]:
+def _give_source(source: BenchSource, tensors: Tensors) -> Iterator[Any]:
     """Yields the argument of a load: a mapping, a directory of files, or None on ranks that have nothing."""
     if source is not BenchSource.FILES:
         yield tensors if source is BenchSource.RANKS or dist.get_rank() == 0 else None
@@ -305,7 +307,7 @@ def _can_load(name: str, source: BenchSource, scenario: Scenario) -> bool:
     return not (is_flat and scenario.param_offload) and (name == _BROADCAST or source is not BenchSource.RANK0)
 
 
-def _load(name: str, scenario: Scenario, bucket_bytes: int) -> Callable[[nn.Module, Any], object]:
+def _choose_load(name: str, scenario: Scenario, bucket_bytes: int) -> Callable[[nn.Module, Any], object]:
     if name == _OURS:
         return functools.partial(load_full_tensors, bucket_bytes=bucket_bytes)
     is_broadcast, is_offloaded = name == _BROADCAST, bool(scenario.offload)

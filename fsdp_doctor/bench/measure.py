@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_doctor.extract.host_copies import threads_of_a_rank
+from fsdp_doctor.extract.host_copies import count_threads
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.matrix.contracts import Direction
 
@@ -46,16 +46,16 @@ class Clock:
         # What all ranks agree over must not be the link that is measured.
         self._control: Any = dist.new_group(backend="gloo")
 
-    def seconds(self, run: Callable[[], object]) -> float:
+    def measure_seconds(self, run: Callable[[], object]) -> float:
         """From the moment when all ranks are ready to the moment when the last is done, its device included."""
         self._synchronize()
         dist.barrier(group=self._control)
         start = time.perf_counter()
         run()
         self._synchronize()
-        return self.highest(time.perf_counter() - start)
+        return self.find_highest(time.perf_counter() - start)
 
-    def peak_bytes(self, run: Callable[[], object]) -> int | None:
+    def measure_peak_bytes(self, run: Callable[[], object]) -> int | None:
         """Device memory in tensors during it, beyond what there was before; the rank with the most."""
         if self._module is None:
             run()
@@ -65,15 +65,15 @@ class Clock:
         before = self._module.memory_allocated()
         run()
         self._synchronize()
-        return int(self.highest(self._module.max_memory_allocated() - before))
+        return int(self.find_highest(self._module.max_memory_allocated() - before))
 
-    def highest(self, value: float) -> float:
+    def find_highest(self, value: float) -> float:
         """The highest value of all ranks."""
         number = torch.tensor([value], dtype=torch.float64)
         dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._control)
         return float(number.item())
 
-    def timing(self, once: Callable[[], object], restore: Callable[[], object], repeat: int) -> Timing:
+    def time_runs(self, once: Callable[[], object], restore: Callable[[], object], repeat: int) -> Timing:
         """Times ``once``: its first run, one whose memory is taken, and those that are timed."""
         self._synchronize()
         dist.barrier(group=self._control)
@@ -84,16 +84,16 @@ class Clock:
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
         self._synchronize()
-        first = self.highest(time.perf_counter() - start)
-        if self.highest(bool(error)):
+        first = self.find_highest(time.perf_counter() - start)
+        if self.find_highest(bool(error)):
             return Timing(error=error or "another rank raised")
         restore()
         gc.collect()
-        peak = self.peak_bytes(once)
+        peak = self.measure_peak_bytes(once)
         restore()
         times: list[float] = []
         while len(times) < repeat and sum(times) < _ENOUGH_SECONDS:
-            times.append(self.seconds(once))
+            times.append(self.measure_seconds(once))
             restore()
         return Timing(seconds=statistics.median(times), first_seconds=first, times=tuple(times), peak_extra_bytes=peak)
 
@@ -121,46 +121,46 @@ class Links:
 
 def measure_links(clock: Clock, nbytes: int, direction: Direction) -> Links:
     """Every rank must call it. nbytes: of each copy, and of the gathered tensor."""
-    links = Links(all_gather=_all_gather_rate(clock, nbytes))
+    links = Links(all_gather=_measure_all_gather(clock, nbytes))
     if clock.device.type != "cpu":
         on_device = torch.empty(nbytes, dtype=torch.uint8, device=clock.device).random_()
         pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         pageable = torch.empty(nbytes, dtype=torch.uint8).fill_(1)
         links = replace(
             links,
-            h2d_pinned=_rate(clock, nbytes, lambda: on_device.copy_(pinned, non_blocking=True)),
-            h2d_pageable=_rate(clock, nbytes, lambda: on_device.copy_(pageable)),
-            d2h_pinned=_rate(clock, nbytes, lambda: pinned.copy_(on_device, non_blocking=True)),
-            d2h_pageable=_rate(clock, nbytes, lambda: pageable.copy_(on_device)),
+            h2d_pinned=_measure_rate(clock, nbytes, lambda: on_device.copy_(pinned, non_blocking=True)),
+            h2d_pageable=_measure_rate(clock, nbytes, lambda: on_device.copy_(pageable)),
+            d2h_pinned=_measure_rate(clock, nbytes, lambda: pinned.copy_(on_device, non_blocking=True)),
+            d2h_pageable=_measure_rate(clock, nbytes, lambda: pageable.copy_(on_device)),
         )
     if direction == "out":
         return links
-    return replace(links, host_copy=_host_copy_rate(clock, nbytes), page_cache=_page_cache_rate(clock, nbytes))
+    return replace(links, host_copy=_measure_host_copies(clock, nbytes), page_cache=_measure_page_cache(clock, nbytes))
 
 
-def _host_copy_rate(clock: Clock, nbytes: int) -> float:
+def _measure_host_copies(clock: Clock, nbytes: int) -> float:
     source, target = (torch.empty(nbytes, dtype=torch.uint8).fill_(1) for _ in range(2))
-    with ThreadPoolExecutor(threads_of_a_rank()) as pool:
+    with ThreadPoolExecutor(count_threads()) as pool:
         parts = list(zip(target.split(_CHUNK_BYTES), source.split(_CHUNK_BYTES), strict=True))
-        return _rate(clock, nbytes, lambda: list(pool.map(lambda part: part[0].copy_(part[1]), parts)))
+        return _measure_rate(clock, nbytes, lambda: list(pool.map(lambda part: part[0].copy_(part[1]), parts)))
 
 
-def _page_cache_rate(clock: Clock, nbytes: int) -> float:
+def _measure_page_cache(clock: Clock, nbytes: int) -> float:
     memory = bytearray(nbytes)
-    with tempfile.TemporaryFile() as file, ThreadPoolExecutor(threads_of_a_rank()) as pool:
+    with tempfile.TemporaryFile() as file, ThreadPoolExecutor(count_threads()) as pool:
         file.write(memory)
         file.flush()
         whole = memoryview(memory)
         offsets = range(0, nbytes, _CHUNK_BYTES)
         read = functools.partial(_read, file.fileno(), whole)
-        return _rate(clock, nbytes, lambda: list(pool.map(read, offsets)))
+        return _measure_rate(clock, nbytes, lambda: list(pool.map(read, offsets)))
 
 
 def _read(fd: int, whole: memoryview, offset: int) -> None:
     os.preadv(fd, [whole[offset : offset + _CHUNK_BYTES]], offset)
 
 
-def _all_gather_rate(clock: Clock, nbytes: int) -> float | None:
+def _measure_all_gather(clock: Clock, nbytes: int) -> float | None:
     size = dist.get_world_size()
     if size == 1:
         return None
@@ -168,9 +168,9 @@ def _all_gather_rate(clock: Clock, nbytes: int) -> float | None:
     received = torch.empty(sent.numel() * size, dtype=torch.uint8, device=clock.device)
     group = dist.group.WORLD
     assert group is not None
-    return _rate(clock, sent.numel() * (size - 1), lambda: private.all_gather(group, [received], [sent]).wait())
+    return _measure_rate(clock, sent.numel() * (size - 1), lambda: private.all_gather(group, [received], [sent]).wait())
 
 
-def _rate(clock: Clock, nbytes: int, move: Callable[[], object]) -> float:
+def _measure_rate(clock: Clock, nbytes: int, move: Callable[[], object]) -> float:
     move()
-    return nbytes / statistics.median(clock.seconds(move) for _ in range(_LINK_REPEAT))
+    return nbytes / statistics.median(clock.measure_seconds(move) for _ in range(_LINK_REPEAT))

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from enum import Enum
 
 from fsdp_doctor.matrix.axes import AXIS, Offload
-from fsdp_doctor.matrix.cases import Scenario, scenario_of
+from fsdp_doctor.matrix.cases import Scenario, make_scenario
 from fsdp_doctor.matrix.contracts import Direction
-from fsdp_doctor.matrix.paths import is_user_path, paths_for
+from fsdp_doctor.matrix.methods import is_user_method, list_methods
 
 STRATEGIES = tuple(AXIS["strategy"].values)
 # An offload of the optimizer makes no difference here: there is none.
-OFFLOADS: tuple[str, ...] = tuple(map(str, (Offload(), Offload.of(param=True), Offload.of(policy=True))))
+OFFLOADS: tuple[str, ...] = tuple(
+    map(str, (Offload(), Offload.from_flags(param=True), Offload.from_flags(policy=True)))
+)
 # The methods of the matrix that are compared, and full_state_dict, which is no method of it.
 FULL_STATE_DICT = "fsdp_doctor:full_state_dict"
 EXTRACTIONS = (
@@ -54,18 +56,18 @@ class BenchOptions:
     layers: int | None
     dtypes: tuple[str, ...]
     bucket_bytes: tuple[int | None, ...]
-    paths: tuple[str, ...]
+    methods: tuple[str, ...]
     repeat: int
     device: str
 
 
-def scenarios_of(
+def list_scenarios(
     strategies: Iterable[str], offloads: Iterable[str], stagings: Iterable[str], pinnings: Iterable[str]
 ) -> tuple[Scenario, ...]:
     """Returns the combinations that can be built; of the staged ones, those that have something to move."""
     names = ("strategy", "offload", "staging", "pinning")
     combined = (
-        scenario_of(dict(zip(names, values, strict=True)))
+        make_scenario(dict(zip(names, values, strict=True)))
         for values in itertools.product(strategies, offloads, stagings, pinnings)
     )
     return tuple(
@@ -75,14 +77,14 @@ def scenarios_of(
     )
 
 
-def extractions_of(scenario: Scenario) -> tuple[str, ...]:
+def list_extractions(scenario: Scenario) -> tuple[str, ...]:
     """Returns the methods that are measured in a scenario, without those that are known to unshard nothing there.
 
     FSDP2 ignores summon_full_params, and torch cannot unshard what a manual offload has moved to the host.
     """
-    there = {path.name for path in paths_for(scenario, "out")}
+    there = {method.name for method in list_methods(scenario, "out")}
     if scenario.version == 2:
         there.discard("summon_full_params")
     if scenario.param_offload and not scenario.staging.is_staged:
         there &= {"full_tensors"} if scenario.version == 1 else there - {"unshard"}
-    return tuple(name for name in EXTRACTIONS if is_user_path(name) or name in there)
+    return tuple(name for name in EXTRACTIONS if is_user_method(name) or name in there)

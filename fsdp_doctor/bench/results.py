@@ -49,7 +49,7 @@ class BenchResult:
     measured: list[Measured] = field(default_factory=list)
 
 
-def as_json(result: BenchResult) -> str:
+def render_json(result: BenchResult) -> str:
     head = {"schema": "fsdp-doctor/bench", "schema_version": 2, "version": __version__}
     body = dataclasses.asdict(result)
     for row, measured in zip(body["measured"], result.measured, strict=True):
@@ -59,7 +59,7 @@ def as_json(result: BenchResult) -> str:
     return json.dumps(head | body, indent=1) + "\n"
 
 
-def as_text(result: BenchResult, width: int) -> str:
+def render_text(result: BenchResult, width: int) -> str:
     console = Console(width=width, file=io.StringIO(), highlight=False)
     packages = ", ".join(f"{name} {version}" for name, version in result.environment["packages"].items())
     console.print(f"{result.world_size} ranks of {result.device}; {packages}", soft_wrap=True)
@@ -74,13 +74,13 @@ def as_text(result: BenchResult, width: int) -> str:
     for column in ("first ms", "ms", "GB/s", "of ceiling", *(["x torch"] if is_load else []), "peak extra MiB"):
         table.add_column(column, justify="right")
     for row in result.measured:
-        table.add_row(*_cells(row, is_load))
+        table.add_row(*_format_cells(row, is_load))
     console.print(table)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def _cells(row: Measured, is_load: bool) -> list[str]:
+def _format_cells(row: Measured, is_load: bool) -> list[str]:
     scenario, timing = row.scenario, row.timing
     words = [str(scenario.strategy), str(scenario.offload), *(["staged"] if scenario.staging.is_staged else [])]
     words += [] if scenario.pinning.is_pinned else ["unpinned"]

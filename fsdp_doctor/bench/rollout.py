@@ -25,27 +25,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_doctor.bench.sharded_model import DTYPE, sharded
+from fsdp_doctor.bench.sharded_model import DTYPE, shard_model
 from fsdp_doctor.case.runtime import start as start_runtime
-from fsdp_doctor.errors import CannotRun, first_line
-from fsdp_doctor.ledgers.ledger import (
-    CLASSES,
-    Bytes,
-    DeviceLedger,
-    HostLedger,
-    LedgerFile,
-    MemoryClass,
-    StageLedger,
-    ledgers_to_json,
-)
-from fsdp_doctor.ledgers.ledger_views import unit_for
+from fsdp_doctor.errors import CannotRun, read_first_line
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.matrix.axes import Backend, Offload, Sharding, Staging, Strategy
 from fsdp_doctor.matrix.cases import Scenario
-from fsdp_doctor.memory.snapshot import DeviceCounters, check_counted, held_on, owned_tensors
-from fsdp_doctor.plan.meta_model import on_meta
+from fsdp_doctor.memory.snapshot import DeviceCounters, check_counted, list_owned_tensors, sum_bytes_on
+from fsdp_doctor.memory_use.records import (
+    CLASSES,
+    Bytes,
+    DeviceMemory,
+    HostMemory,
+    MemoryClass,
+    MemoryFile,
+    StageMemory,
+    format_memory_file,
+)
+from fsdp_doctor.memory_use.views import choose_unit
+from fsdp_doctor.plan.meta_model import build_on_meta
 
 # Whether the trainer's worker has loaded the FSDP model, or only has its context.
 TrainerState: TypeAlias = Literal["loaded", "not loaded"]
@@ -103,8 +103,8 @@ class RolloutAttempt:
     """One start of the engine. trainer, engine: the memory of the first rank's process, and of the engine's."""
 
     trainer_state: TrainerState
-    trainer: StageLedger
-    engine: StageLedger
+    trainer: StageMemory
+    engine: StageMemory
     start: EngineStart
 
 
@@ -130,10 +130,10 @@ def start_engine_beside_trainer(request: RolloutRequest, weights: Sequence[int])
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    return [_attempt(context, request, weights, state) for state in ("loaded", "not loaded")]
+    return [_attempt_start(context, request, weights, state) for state in ("loaded", "not loaded")]
 
 
-def _attempt(
+def _attempt_start(
     context: ForkServerContext, request: RolloutRequest, weights: Sequence[int], state: TrainerState
 ) -> RolloutAttempt:
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as running:
@@ -143,11 +143,11 @@ def _attempt(
             return running.enter_context(RunningProcess(context, name, function, request, state, scratch, *arguments))
 
         ranks = [start(f"rank {rank} of the trainer", _run_trainer, rank) for rank in range(request.ranks)]
-        reports = [rank.report() for rank in ranks]
+        reports = [rank.receive_report() for rank in ranks]
         for report in reports:
             if isinstance(report, str):
                 raise CannotRun(f"the trainer's worker cannot load the model: {report}")
-        ended, engine = start("the engine", _run_engine, weights).report()
+        ended, engine = start("the engine", _run_engine, weights).receive_report()
         return RolloutAttempt(trainer_state=state, trainer=reports[0], engine=engine, start=ended)
 
 
@@ -172,7 +172,7 @@ class RunningProcess:
             self._process.kill()
             self._process.join()
 
-    def report(self) -> Any:
+    def receive_report(self) -> Any:
         """The next object that the process sends. Raises CannotRun where the process ends first."""
         try:
             return self._pipe.recv()
@@ -190,10 +190,10 @@ def _run_trainer(
     try:
         device, model = _load_trainer(request, state, rank, scratch)
     except torch.OutOfMemoryError as error:
-        pipe.send(first_line(error))
+        pipe.send(read_first_line(error))
         return
-    held = held_on(device, owned_tensors(model, None))
-    pipe.send(_ledger(f"trainer, FSDP model {state}", rank, device, held))
+    by_class = sum_bytes_on(device, list_owned_tensors(model, None))
+    pipe.send(_make_stage_memory(f"trainer, FSDP model {state}", rank, device, by_class))
     pipe.recv()
 
 
@@ -211,9 +211,9 @@ def _load_trainer(
     )
     model = nn.Module()
     if state == "loaded":
-        whole = on_meta(request.model, request.layers, dtype=DTYPE[request.dtype])
+        whole = build_on_meta(request.model, request.layers, dtype=DTYPE[request.dtype])
         scenario = Scenario(strategy=request.strategy, offload=Offload(), staging=Staging.UNSTAGED)
-        model = sharded(whole, scenario, runtime.mesh(request.sharding))
+        model = shard_model(whole, scenario, runtime.make_mesh(request.sharding))
     runtime.synchronize()
     return runtime.device, model
 
@@ -236,9 +236,9 @@ def _run_engine(
             parameters = [torch.empty(numel, dtype=torch.bfloat16, device=device) for numel in weights]
             cache = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in pieces if nbytes]
         except torch.OutOfMemoryError as error:
-            start = dataclasses.replace(start, refusal=first_line(error))
-    held: Bytes = {"parameters": sum(t.nbytes for t in parameters), "buffers": sum(t.nbytes for t in cache)}
-    pipe.send((start, _ledger(f"engine beside FSDP model {state}", 0, device, held)))
+            start = dataclasses.replace(start, refusal=read_first_line(error))
+    by_class: Bytes = {"parameters": sum(t.nbytes for t in parameters), "buffers": sum(t.nbytes for t in cache)}
+    pipe.send((start, _make_stage_memory(f"engine beside FSDP model {state}", 0, device, by_class)))
     pipe.recv()
 
 
@@ -254,7 +254,7 @@ def _request_memory(request: RolloutRequest, device: torch.device, weights: int)
     if request.memory is not None and request.memory < capacity:
         free, capacity = max(0, request.memory - (capacity - free)), request.memory
     requested = int(capacity * request.utilization)
-    unit, size = unit_for(capacity)
+    unit, size = choose_unit(capacity)
     refusal = ""
     if free < requested:
         refusal = (
@@ -266,10 +266,10 @@ def _request_memory(request: RolloutRequest, device: torch.device, weights: int)
     return EngineStart(free=free, total=capacity, requested=requested, weights=weights, refusal=refusal)
 
 
-def _ledger(job: str, rank: int, device: torch.device, held: Bytes) -> StageLedger:
-    on_device = DeviceCounters(device).read().ledger(held, at_peak=held)
-    host = HostLedger(held={}, pinned=0, pinned_reserved=0, pageable=0)
-    return StageLedger(job=job, stage="built", rank=rank, host=host, device=on_device)
+def _make_stage_memory(job: str, rank: int, device: torch.device, by_class: Bytes) -> StageMemory:
+    on_device = DeviceCounters(device).read().make_device_memory(by_class, at_peak=by_class)
+    host = HostMemory(held={}, pinned=0, pinned_reserved=0, pageable=0)
+    return StageMemory(job=job, stage="built", rank=rank, host=host, device=on_device)
 
 
 def find_remedies(request: RolloutRequest, loaded: RolloutAttempt) -> list[Remedy]:
@@ -280,7 +280,7 @@ def find_remedies(request: RolloutRequest, loaded: RolloutAttempt) -> list[Remed
     start, device = loaded.start, loaded.trainer.device
     assert device is not None
     if start.requested < start.weights:
-        return _larger_share(start)
+        return _propose_larger_share(start)
     lacking = start.requested - start.free
     if lacking <= 0:
         return []
@@ -295,10 +295,10 @@ def find_remedies(request: RolloutRequest, loaded: RolloutAttempt) -> list[Remed
     freeing = [
         Remedy(setting=setting, frees=nbytes, suffices=nbytes >= lacking) for setting, nbytes in freed.items() if nbytes
     ]
-    return [*freeing, *_smaller_share(start)]
+    return [*freeing, *_propose_smaller_share(start)]
 
 
-def _smaller_share(start: EngineStart) -> list[Remedy]:
+def _propose_smaller_share(start: EngineStart) -> list[Remedy]:
     # Two digits, rounded down.
     share = int(100 * start.free / start.total) / 100
     if share == 0:
@@ -307,7 +307,7 @@ def _smaller_share(start: EngineStart) -> list[Remedy]:
     return [Remedy(setting=setting, frees=0, suffices=int(start.total * share) > start.weights)]
 
 
-def _larger_share(start: EngineStart) -> list[Remedy]:
+def _propose_larger_share(start: EngineStart) -> list[Remedy]:
     """The least share of two digits in which the weights have room, and something is left for a cache."""
     for percent in range(1, 101):
         if (nbytes := int(start.total * percent / 100)) > start.weights:
@@ -316,15 +316,15 @@ def _larger_share(start: EngineStart) -> list[Remedy]:
     return []
 
 
-def rollout_as_text(request: RolloutRequest, attempts: Sequence[RolloutAttempt]) -> str:
+def render_rollout_text(request: RolloutRequest, attempts: Sequence[RolloutAttempt]) -> str:
     """The memory of both processes side by side for each start, the refusal, and the remedies."""
     ranks = f"{request.ranks} rank(s) of the trainer, {request.strategy}"
     lines = [f"{request.model}: {SHARDINGS[request.sharding]}; {ranks}", ""]
     for attempt in attempts:
-        lines += [*_attempt_lines(attempt), ""]
+        lines += [*_describe_attempt(attempt), ""]
     loaded = attempts[0]
     if loaded.start.refusal and (remedies := find_remedies(request, loaded)):
-        unit, size = unit_for(loaded.start.total)
+        unit, size = choose_unit(loaded.start.total)
         lines.append("What would free how much on this device:")
         for remedy in remedies:
             suffices = "the engine starts" if remedy.suffices else "not enough"
@@ -332,27 +332,27 @@ def rollout_as_text(request: RolloutRequest, attempts: Sequence[RolloutAttempt])
     return "\n".join(lines).rstrip() + "\n"
 
 
-def rollout_as_json(request: RolloutRequest, attempts: Sequence[RolloutAttempt]) -> str:
+def render_rollout_json(request: RolloutRequest, attempts: Sequence[RolloutAttempt]) -> str:
     """A file of ledgers: the trainer's and the engine's of each start."""
     notes = [f"FSDP model {each.trainer_state}: {each.start.refusal or 'the engine started'}" for each in attempts]
-    return ledgers_to_json(
-        LedgerFile(
+    return format_memory_file(
+        MemoryFile(
             origin="measured",
             command="fsdp-doctor " + " ".join(sys.argv[1:]),
             device=f"{request.ranks} x {request.device}",
-            ledgers=tuple(ledger for each in attempts for ledger in (each.trainer, each.engine)),
+            ledgers=tuple(memory for each in attempts for memory in (each.trainer, each.engine)),
             notes=tuple(notes),
         )
     )
 
 
-def _attempt_lines(attempt: RolloutAttempt) -> list[str]:
+def _describe_attempt(attempt: RolloutAttempt) -> list[str]:
     start, trainer, engine = attempt.start, attempt.trainer.device, attempt.engine.device
     assert trainer is not None
     assert engine is not None
-    unit, size = unit_for(start.total)
+    unit, size = choose_unit(start.total)
 
-    def cells(device: DeviceLedger, names: dict[MemoryClass, str]) -> list[str]:
+    def format_cells(device: DeviceMemory, names: dict[MemoryClass, str]) -> list[str]:
         rows = [(names.get(name, name), device.held[name]) for name in CLASSES if device.held.get(name)]
         rows.append(("cached by the allocator", device.reserved - device.allocated))
         rows.append(("elsewhere on the device", device.elsewhere or 0))
@@ -360,7 +360,7 @@ def _attempt_lines(attempt: RolloutAttempt) -> list[str]:
         rows = [row for row in rows if row[1] >= size / 200] + [("reserved in all", device.reserved)]
         return [f"{name:24}{nbytes / size:8.2f}" for name, nbytes in rows]
 
-    left, right = cells(trainer, _TRAINER_CLASSES), cells(engine, _ENGINE_CLASSES)
+    left, right = format_cells(trainer, _TRAINER_CLASSES), format_cells(engine, _ENGINE_CLASSES)
     free = f"{start.total / size:.2f} {unit}, of which {start.free / size:.2f} were free"
     lines = [f"FSDP model {attempt.trainer_state}: {free} when the engine asked for {start.requested / size:.2f}", ""]
     for row in [("trainer worker", "engine"), *itertools.zip_longest(left, right, fillvalue="")]:

@@ -10,29 +10,29 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_doctor.case import offloading
 from fsdp_doctor.case.sharding import shard_fsdp1, shard_fsdp2
-from fsdp_doctor.extract.sources import device_of
+from fsdp_doctor.extract.sources import find_device
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.matrix.cases import Scenario
 
 DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def sharded(whole: nn.Module, scenario: Scenario, mesh: DeviceMesh) -> nn.Module:
+def shard_model(whole: nn.Module, scenario: Scenario, mesh: DeviceMesh) -> nn.Module:
     """Shards a model that is on the meta device, fills it with numbers, and offloads it as the scenario says.
 
     It is not staged. Every rank must call it.
     """
-    device = device_of(mesh.device_type)
+    device = find_device(mesh.device_type)
     if scenario.version == 2:
-        model = _sharded_by_fsdp2(whole, scenario, mesh, device)
+        model = _shard_by_fsdp2(whole, scenario, mesh, device)
     else:
-        model = _sharded_by_fsdp1(whole, scenario, mesh, device)
+        model = _shard_by_fsdp1(whole, scenario, mesh, device)
     if scenario.param_offload:
         offloading.offload(model, non_blocking=False)
     return model
 
 
-def _sharded_by_fsdp2(whole: Any, scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+def _shard_by_fsdp2(whole: Any, scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     model = shard_fsdp2(
         whole,
         mesh,
@@ -42,12 +42,12 @@ def _sharded_by_fsdp2(whole: Any, scenario: Scenario, mesh: DeviceMesh, device: 
     )
     model.to_empty(device="cpu" if scenario.policy else device)
     whole.tie_weights()
-    for tensor in reader.read(model).tensors():
-        fill(private.local_tensor(tensor.tensor), device)
+    for tensor in reader.read(model).list_tensors():
+        fill(private.read_local_tensor(tensor.tensor), device)
     return model
 
 
-def _sharded_by_fsdp1(whole: Any, scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+def _shard_by_fsdp1(whole: Any, scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     # Whole for a moment, because FSDP1 made from the meta device forgets which weights are tied.
     whole.to_empty(device=device)
     whole.tie_weights()
@@ -59,7 +59,7 @@ def _sharded_by_fsdp1(whole: Any, scenario: Scenario, mesh: DeviceMesh, device: 
         policy=scenario.policy,
         use_orig_params=scenario.strategy.uses_original_parameters,
     )
-    private.fsdp1_lazy_init(model)
+    private.run_fsdp1_lazy_init(model)
     for unit in reader.read(model).fsdp1_units:
         # Lazy initialization under CPUOffload has pinned a copy, which is used from the first forward on.
         unit.unite_memories()
@@ -71,7 +71,7 @@ def shard_bytes(model: nn.Module) -> float:
     """Bytes of this rank's shards."""
     parts = reader.read(model)
     units = [unit.shard.nbytes for unit in parts.fsdp1_units]
-    return sum(units) or sum(private.local_tensor(tensor.tensor).nbytes for tensor in parts.tensors())
+    return sum(units) or sum(private.read_local_tensor(tensor.tensor).nbytes for tensor in parts.list_tensors())
 
 
 @torch.no_grad()

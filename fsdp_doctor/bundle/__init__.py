@@ -7,7 +7,16 @@ all of them, by private_text.toml; issue writes issue.md and the zip file.
 from __future__ import annotations
 
 from fsdp_doctor.bundle.command_run import CommandRun, run
-from fsdp_doctor.bundle.evidence import FailureEvidence, as_file, gather
+from fsdp_doctor.bundle.evidence import FailureEvidence, gather, make_readable_file
 from fsdp_doctor.bundle.issue import Bundle, make_bundle, write_bundle
 
-__all__ = ["Bundle", "CommandRun", "FailureEvidence", "as_file", "gather", "make_bundle", "run", "write_bundle"]
+__all__ = [
+    "Bundle",
+    "CommandRun",
+    "FailureEvidence",
+    "gather",
+    "make_bundle",
+    "make_readable_file",
+    "run",
+    "write_bundle",
+]

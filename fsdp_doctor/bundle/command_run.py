@@ -29,8 +29,8 @@ from typing import BinaryIO, Literal, TypeAlias
 import psutil
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.machine.versions import at_least, installed_versions
-from fsdp_doctor.report.layout import main_thread
+from fsdp_doctor.machine.versions import is_at_least, read_installed_versions
+from fsdp_doctor.report.layout import find_main_thread
 
 _PR_SET_CHILD_SUBREAPER = 36
 # Frames of torch, of other packages and of Python itself.
@@ -50,7 +50,7 @@ class RankStack:
     @property
     def place(self) -> str:
         """The innermost frame outside torch, other packages and Python; else the innermost one."""
-        frames = [line.strip() for line in main_thread(self.stack) if line.lstrip().startswith("File ")]
+        frames = [line.strip() for line in find_main_thread(self.stack) if line.lstrip().startswith("File ")]
         outside = [frame for frame in frames if not _OTHERS.search(frame)]
         return (outside or frames or [NO_STACK])[0]
 
@@ -101,7 +101,7 @@ def _find_ranks(processes: Sequence[psutil.Process]) -> dict[str, psutil.Process
 
 
 def _take_stack(process: psutil.Process, output: Callable[[float], bytes]) -> str:
-    file = _standard_error_file(process)
+    file = _find_standard_error_file(process)
     begin = file.stat().st_size if file is not None else 0
     # A stack is wanted, not gigabytes of memory.
     with contextlib.suppress(psutil.Error, OSError, ValueError):
@@ -123,7 +123,7 @@ def _take_stack(process: psutil.Process, output: Callable[[float], bytes]) -> st
     return text[min(begins) :].split("\nExtension modules:")[0].strip() if begins else NO_STACK
 
 
-def _standard_error_file(process: psutil.Process) -> pathlib.Path | None:
+def _find_standard_error_file(process: psutil.Process) -> pathlib.Path | None:
     """The file that standard error goes to, as torchrun's --redirects has it; None if it is no file."""
     with contextlib.suppress(psutil.Error):
         return next((pathlib.Path(file.path) for file in process.open_files() if file.fd == 2), None)
@@ -198,10 +198,10 @@ def run(command: Sequence[str], *, output: pathlib.Path, dumps: pathlib.Path, ha
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     dumps.mkdir()
-    environment = {**_diagnostic_variables(dumps), **os.environ}
+    environment = {**_choose_diagnostic_variables(dumps), **os.environ}
     begun = time.monotonic()
     process = _start(command, environment)
-    with open(output, "wb") as kept, _signals_as_interrupts():
+    with open(output, "wb") as kept, _turn_signals_into_interrupts():
         watched = _Output(process, kept)
         end: CommandEnd = "hung"
         stacks: list[RankStack] = []
@@ -225,15 +225,15 @@ def run(command: Sequence[str], *, output: pathlib.Path, dumps: pathlib.Path, ha
         seconds=time.monotonic() - begun,
         silent=silent,
         output=output,
-        rank_exit_codes=_rank_exit_codes(output),
+        rank_exit_codes=_read_rank_exit_codes(output),
         dumps=tuple(sorted(file for file in dumps.iterdir() if file.stat().st_size)),
         stacks=tuple(stacks),
     )
 
 
-def _diagnostic_variables(dumps: pathlib.Path) -> dict[str, str]:
-    torch = installed_versions(["torch"]).get("torch", "")
-    size, place = _RECORDER_FROM_2_9 if torch and at_least(torch, "2.9") else _RECORDER
+def _choose_diagnostic_variables(dumps: pathlib.Path) -> dict[str, str]:
+    torch = read_installed_versions(["torch"]).get("torch", "")
+    size, place = _RECORDER_FROM_2_9 if torch and is_at_least(torch, "2.9") else _RECORDER
     return {
         "PYTHONFAULTHANDLER": "1",
         size: "2000",
@@ -252,7 +252,7 @@ def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Po
         raise UsageError(f"cannot start {shlex.join(command)}: {error.strerror or error}") from None
 
 
-def _rank_exit_codes(output: pathlib.Path) -> dict[int, int]:
+def _read_rank_exit_codes(output: pathlib.Path) -> dict[int, int]:
     """Exit codes of the ranks that failed, from the summary at the end of torchrun's output."""
     with open(output, "rb") as file:
         file.seek(max(0, output.stat().st_size - _SUMMARY_BYTES))
@@ -325,7 +325,7 @@ class _Output:
 
 
 @contextlib.contextmanager
-def _signals_as_interrupts() -> Iterator[None]:
+def _turn_signals_into_interrupts() -> Iterator[None]:
     """SIGTERM and SIGHUP end the command as Ctrl-C does: what it wrote is kept, and nothing of it stays behind."""
 
     def interrupt(*_: object) -> None:

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from fsdp_doctor import repro
 from fsdp_doctor.bundle.command_run import CommandRun
 from fsdp_doctor.bundle.redaction import IS_PLACEHOLDER
-from fsdp_doctor.check import CheckResult, cases, presentation
+from fsdp_doctor.check import CheckResult, list_cases, presentation
 from fsdp_doctor.errors import FsdpDoctorError, UsageError
 from fsdp_doctor.explain import Explanation, explain, text
 from fsdp_doctor.explain.exceptions import Raised
 from fsdp_doctor.explain.flight_recorder import read_dump
 from fsdp_doctor.explain.log_input import LogInput
-from fsdp_doctor.machine.environment import EnvironmentFacts, lines_of
+from fsdp_doctor.machine.environment import EnvironmentFacts, format_lines
 from fsdp_doctor.matrix.cases import AnyCase, Case
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.report.document import CaseResult, Report
-from fsdp_doctor.report.failure_groups import distinct_failures
+from fsdp_doctor.report.failure_groups import group_failures
 from fsdp_doctor.report.layout import rerun_command
 
 _BEGIN_LINES = 40
@@ -72,54 +72,54 @@ def gather(
     )
 
 
-def texts(evidence: FailureEvidence) -> dict[str, str]:
+def make_texts(evidence: FailureEvidence) -> dict[str, str]:
     """The texts of a bundle by file name, with everything private still in them; without the case and the report."""
-    files = {"environment.txt": "\n".join(lines_of(evidence.environment)) + "\n"}
+    files = {"environment.txt": "\n".join(format_lines(evidence.environment)) + "\n"}
     if evidence.explanation is not None:
-        files["explain.txt"] = text.as_text(evidence.explanation, _WIDTH)
+        files["explain.txt"] = text.render_text(evidence.explanation, _WIDTH)
         # Without dumps of the flight recorder, which `explain` reads and people do not.
         logs = [log for log in evidence.logs if read_dump(log, 0) is None]
         for number, log in enumerate(logs, start=1):
-            files["log.txt" if number == 1 else f"log-{number}.txt"] = excerpt(log, evidence.explanation)
+            files["log.txt" if number == 1 else f"log-{number}.txt"] = cut_excerpt(log, evidence.explanation)
     if evidence.configuration is not None:
         files["check.txt"] = presentation.as_text(evidence.configuration)
     if evidence.run is not None:
-        files["command.txt"] = _command_text(evidence.run)
+        files["command.txt"] = _describe_command(evidence.run)
         if evidence.run.stacks:
             files["stacks.txt"] = "\n\n".join(f"{rank.name}:\n{rank.stack}" for rank in evidence.run.stacks) + "\n"
     return files
 
 
-def _command_text(run: CommandRun) -> str:
+def _describe_command(run: CommandRun) -> str:
     ranks = [f"rank {rank}: exit code {code}" for rank, code in run.rank_exit_codes.items()]
     return "\n".join([shlex.join(run.command), "", run.sentence, *ranks]) + "\n"
 
 
-def as_file(path: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
+def make_readable_file(method: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
     """Returns a file that can be read twice: the log, or a copy in ``directory`` of a pipe or standard input.
 
     Raises UsageError for a log that cannot be read.
     """
-    if path.is_file() or not (path.exists() or str(path) == "-"):
-        return path
+    if method.is_file() or not (method.exists() or str(method) == "-"):
+        return method
     copy = directory / f"log-{len(list(directory.iterdir())) + 1}.txt"
     with open(copy, "w", encoding="utf-8", errors="replace") as file:
-        for piece in LogInput(None if str(path) == "-" else path).pieces():
+        for piece in LogInput(None if str(method) == "-" else method).pieces():
             file.writelines(f"{line}\n" for line in piece.written)
     return copy
 
 
-def excerpt(path: pathlib.Path, explanation: Explanation) -> str:
+def cut_excerpt(method: pathlib.Path, explanation: Explanation) -> str:
     """Whole lines of the log at ``path``: its beginning, around the failure, and its end. Left-out lines are counted.
 
     explanation: of the log.
     """
-    places = _failure_lines(explanation, LogInput(path).name)
+    places = _find_failure_lines(explanation, LogInput(method).name)
     windows = [(1, _BEGIN_LINES), *((max(1, line - _BEFORE), line + _AFTER) for line in places)]
     kept: dict[int, str] = {}
     end: deque[tuple[int, str]] = deque(maxlen=_END_LINES)
     number = 0
-    for piece in LogInput(path).pieces():
+    for piece in LogInput(method).pieces():
         for number, line in enumerate(piece.written, start=number + 1):  # noqa: B020, the number goes on over the pieces
             end.append((number, line))
             if any(first <= number <= last for first, last in windows):
@@ -127,7 +127,7 @@ def excerpt(path: pathlib.Path, explanation: Explanation) -> str:
     return "\n".join(_join_lines(kept | dict(end), number)) + "\n"
 
 
-def _failure_lines(explanation: Explanation, name: str) -> list[int]:
+def _find_failure_lines(explanation: Explanation, name: str) -> list[int]:
     """Numbers of the lines of that file that have the cause, and the first exceptions beside it."""
     raised: Iterable[Raised] = (
         *([explanation.cause.first] if explanation.cause else []),
@@ -171,17 +171,17 @@ class ChosenCase:
 
 def choose_case(evidence: FailureEvidence) -> ChosenCase | None:
     """Chooses the case that fits the log, the configuration and the report best; None if nothing names a case."""
-    for case_id, why in _case_candidates(evidence):
+    for case_id, why in _list_case_candidates(evidence):
         try:
             case = select(Selection(case_ids=(case_id,)))[0]
         except FsdpDoctorError:
             # A user's own path, or a case of another version.
             continue
-        return _with_script(case, why, evidence.report)
+        return _add_script(case, why, evidence.report)
     return None
 
 
-def _case_candidates(evidence: FailureEvidence) -> Iterator[tuple[str, str]]:
+def _list_case_candidates(evidence: FailureEvidence) -> Iterator[tuple[str, str]]:
     """Pairs of an id and the reason for it, the best first."""
     report, configuration, explanation = evidence.report, evidence.configuration, evidence.explanation
     matches = explanation.matches if explanation is not None else ()
@@ -189,7 +189,7 @@ def _case_candidates(evidence: FailureEvidence) -> Iterator[tuple[str, str]]:
     ids = [entry.id for entry in named]
     if report is not None:
         yield from ((bad.id, f"the report shows {bad.known} there") for bad in report.bad if bad.known in ids)
-        for failure in distinct_failures(report):
+        for failure in group_failures(report):
             yield failure.results[0].id, f"it is {failure.kind} in the report"
     findings = [finding for finding in configuration.findings if finding.bad] if configuration is not None else []
     for finding in findings:
@@ -201,17 +201,17 @@ def _case_candidates(evidence: FailureEvidence) -> Iterator[tuple[str, str]]:
     for finding in findings:
         yield from ((case, "the configuration amounts to it, and it is known to fail") for case in finding.cases)
     if configuration is not None:
-        yield from ((case.id, "the configuration amounts to it") for case in cases(configuration))
+        yield from ((case.id, "the configuration amounts to it") for case in list_cases(configuration))
 
 
-def _with_script(case: AnyCase, why: str, report: Report | None) -> ChosenCase:
+def _add_script(case: AnyCase, why: str, report: Report | None) -> ChosenCase:
     result = next((each for each in report.results if each.case == case), None) if report is not None else None
     command = rerun_command(report, result) if report is not None and result is not None else ""
     script, no_script = "", ""
     try:
         if isinstance(case, FrameworkCase):
             raise UsageError("there is no script for a framework's own code")
-        script = repro.script(case, _expectation(case, report), SCRIPT)
+        script = repro.render_script(case, _choose_expectation(case, report), SCRIPT)
     except UsageError as error:
         no_script = str(error)
     return ChosenCase(
@@ -224,18 +224,18 @@ def _with_script(case: AnyCase, why: str, report: Report | None) -> ChosenCase:
     )
 
 
-def _expectation(case: Case, report: Report | None) -> repro.Expectation:
+def _choose_expectation(case: Case, report: Report | None) -> repro.Expectation:
     """The failure that a script must show: as in the report, or as in the catalogue where the report has none."""
     if report is None:
-        return repro.expected(case)
+        return repro.find_expected(case)
     try:
-        expectation = repro.reported(case, report)
+        expectation = repro.read_reported(case, report)
     except UsageError:
-        return repro.expected(case)
+        return repro.find_expected(case)
     return dataclasses.replace(expectation, message=IS_PLACEHOLDER.sub(r"\\S+", expectation.message))
 
 
-def case_texts(chosen: ChosenCase) -> dict[str, str]:
+def make_case_texts(chosen: ChosenCase) -> dict[str, str]:
     """The texts of the case by file name: the case, and its script where there is one."""
     lines = [chosen.case.id, "", f"Why this one: {chosen.why}.", f"Run it: {chosen.command}"]
     if chosen.result is not None:

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import jinja2
 
-from fsdp_doctor.bundle.evidence import SCRIPT, ChosenCase, FailureEvidence, case_texts, choose_case, texts
+from fsdp_doctor.bundle.evidence import SCRIPT, ChosenCase, FailureEvidence, choose_case, make_case_texts, make_texts
 from fsdp_doctor.bundle.redaction import PLACEHOLDER, Redactor
 from fsdp_doctor.errors import DoctorFault
 from fsdp_doctor.explain import Explanation
-from fsdp_doctor.explain.text import telling_frames
-from fsdp_doctor.report.document import Report, report_from_dict, report_to_dict
+from fsdp_doctor.explain.text import choose_frames
+from fsdp_doctor.report.document import Report, convert_report_to_dict, read_report_dict
 from fsdp_doctor.report.journal import replace_file
 
 _VERSIONS = ("fsdp-doctor", "torch", "transformers", "accelerate", "peft")
@@ -65,11 +65,11 @@ class Head:
 def make_head(evidence: FailureEvidence, chosen: ChosenCase | None) -> Head:
     """The first lines of the issue, from whatever evidence there is."""
     return Head(
-        title=_as_line(_issue_title(evidence, chosen)),
-        what=_as_line(_what_line(evidence, chosen)),
-        where=_as_line(_where_line(evidence, chosen)),
-        versions=_as_line(_versions_line(evidence)),
-        reproduce=_as_line(_reproduce_line(evidence, chosen)),
+        title=_join_lines(_issue_title(evidence, chosen)),
+        what=_join_lines(_describe_failure(evidence, chosen)),
+        where=_join_lines(_describe_place(evidence, chosen)),
+        versions=_join_lines(_describe_versions(evidence)),
+        reproduce=_join_lines(_reproduce_line(evidence, chosen)),
     )
 
 
@@ -77,7 +77,7 @@ def _issue_title(evidence: FailureEvidence, chosen: ChosenCase | None) -> str:
     explanation = evidence.explanation
     if explanation is not None and explanation.entry is not None:
         return explanation.entry.title
-    if sentences := _failure_sentences(explanation):
+    if sentences := _describe_cause(explanation):
         return sentences[0]
     if evidence.run is not None:
         return evidence.run.sentence
@@ -86,10 +86,10 @@ def _issue_title(evidence: FailureEvidence, chosen: ChosenCase | None) -> str:
     return f"{chosen.case.id} is known to fail" if chosen is not None else "No failure was found"
 
 
-def _what_line(evidence: FailureEvidence, chosen: ChosenCase | None) -> str:
+def _describe_failure(evidence: FailureEvidence, chosen: ChosenCase | None) -> str:
     parts = [evidence.run.sentence] if evidence.run is not None else []
     explanation = evidence.explanation
-    parts += _failure_sentences(explanation)
+    parts += _describe_cause(explanation)
     if explanation is not None and explanation.matches:
         parts.append(f"({explanation.matches[0].grade}: {explanation.matches[0].entry.id})")
     elif explanation is not None and explanation.showing == "failure":
@@ -99,25 +99,25 @@ def _what_line(evidence: FailureEvidence, chosen: ChosenCase | None) -> str:
     return " ".join(parts) or "no failure in the given logs, configuration and report"
 
 
-def _failure_sentences(explanation: Explanation | None) -> list[str]:
+def _describe_cause(explanation: Explanation | None) -> list[str]:
     """The exception that is the cause; or where the ranks stop to agree, or the rank that torchrun saw fail."""
     if explanation is None:
         return []
     if explanation.hang is not None and explanation.showing == "hang":
-        return list(explanation.hang.parting) or ["A collective did not end."]
+        return list(explanation.hang.sentences) or ["A collective did not end."]
     if explanation.summary is not None and explanation.showing in ("consequences", "nothing"):
         return [f"{explanation.summary.sentence}."]
     return [explanation.cause.first.text or "an exception without a message"] if explanation.cause is not None else []
 
 
-def _where_line(evidence: FailureEvidence, chosen: ChosenCase | None) -> str:
+def _describe_place(evidence: FailureEvidence, chosen: ChosenCase | None) -> str:
     run, explanation = evidence.run, evidence.explanation
     if run is not None and run.stacks:
         parts = [f"{stack.name}: {stack.place}" for stack in run.stacks]
     else:
-        parts = _failed_ranks(evidence)[:_MOST_RANKS]
+        parts = _list_failed_ranks(evidence)[:_MOST_RANKS]
     if explanation is not None and explanation.cause is not None and explanation.showing == "failure":
-        parts += telling_frames(explanation.cause.first)
+        parts += choose_frames(explanation.cause.first)
     if chosen is not None:
         parts.append(f"case {chosen.case.id}")
     if evidence.report is not None:
@@ -125,7 +125,7 @@ def _where_line(evidence: FailureEvidence, chosen: ChosenCase | None) -> str:
     return "; ".join(dict.fromkeys(parts)) or "not known"
 
 
-def _failed_ranks(evidence: FailureEvidence) -> list[str]:
+def _list_failed_ranks(evidence: FailureEvidence) -> list[str]:
     """The ranks that raised the cause, or the one that torchrun saw fail first: it ends the others itself."""
     explanation = evidence.explanation
     if explanation is not None:
@@ -137,17 +137,17 @@ def _failed_ranks(evidence: FailureEvidence) -> list[str]:
     return [f"rank {rank}" for rank in evidence.run.rank_exit_codes] if evidence.run is not None else []
 
 
-def _versions_line(evidence: FailureEvidence) -> str:
+def _describe_versions(evidence: FailureEvidence) -> str:
     facts = evidence.report.environment if evidence.report is not None else evidence.environment
     packages = facts.get("packages", {})
     parts = [f"{name} {packages[name]}" for name in _VERSIONS if name in packages]
     parts += [f"Python {facts['python']}"] if "python" in facts else []
     parts += [f"CUDA {facts['cuda']}"] if facts.get("cuda") else []
     parts += [f"{count} x {name}" for name, count in Counter(facts.get("accelerators", [])).items()]
-    return f"{', '.join(parts)}{_origin_of_versions(evidence)}"
+    return f"{', '.join(parts)}{_name_origin_of_versions(evidence)}"
 
 
-def _origin_of_versions(evidence: FailureEvidence) -> str:
+def _name_origin_of_versions(evidence: FailureEvidence) -> str:
     """The source of the versions: a log does not say where it was written."""
     if evidence.report is not None:
         return " (of the report)"
@@ -161,7 +161,7 @@ def _reproduce_line(evidence: FailureEvidence, chosen: ChosenCase | None) -> str
     return "; or ".join(filter(None, (chosen.script_command and f"{chosen.script_command} (below)", chosen.command)))
 
 
-def _as_line(text: str) -> str:
+def _join_lines(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]} ..."
 
@@ -175,7 +175,7 @@ def render_issue(head: Head, files: Mapping[str, str], replaced: Counter[str]) -
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"fenced": _fenced, "code": _code}
+    environment.filters |= {"fenced": _fence, "code": _quote_as_code}
     shown = {name: _cut(files[name], most) for name, most in _MOST.items() if name in files}
     text = environment.get_template("issue.md.jinja").render(
         head=head, shown=shown, files=sorted(files), replaced=replaced.most_common(), script=SCRIPT
@@ -192,14 +192,14 @@ def _cut(text: str, most: int) -> str:
     return f"{begin}\n{_LEFT_OUT}\n{end}".rstrip("\n")
 
 
-def _fenced(text: str, language: str = "") -> str:
+def _fence(text: str, language: str = "") -> str:
     """Quotes a text as a block of code, with a fence longer than any run of backticks in it."""
     text = _MANY_BACKTICKS.sub("`" * 16, text)
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}\n{fence}"
 
 
-def _code(text: str) -> str:
+def _quote_as_code(text: str) -> str:
     """Quotes a text as code within a line."""
     text = _MANY_BACKTICKS.sub("`" * 16, text)
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
@@ -217,36 +217,36 @@ class Bundle:
 
 def make_bundle(evidence: FailureEvidence, redactor: Redactor | None = None) -> Bundle:
     """Makes a bundle, with everything private replaced. redactor: by default one that knows this machine's names."""
-    redactor = redactor or Redactor.of_this_machine()
-    raw = texts(evidence)
+    redactor = redactor or Redactor.for_this_machine()
+    raw = make_texts(evidence)
     for text in raw.values():
         redactor.learn(text)
     if evidence.report is not None:
-        evidence = dataclasses.replace(evidence, report=_without_private(evidence.report, redactor))
+        evidence = dataclasses.replace(evidence, report=_remove_private(evidence.report, redactor))
     # From the clean report, so that no private text is in the pattern of a script.
     chosen = choose_case(evidence)
     head = make_head(evidence, chosen)
     redactor.learn(head.text)
     clean_head = Head(**{name: redactor.clean(text) for name, text in dataclasses.asdict(head).items()})
-    raw |= case_texts(chosen) if chosen is not None else {}
+    raw |= make_case_texts(chosen) if chosen is not None else {}
     files = {name: redactor.clean(text) for name, text in raw.items()}
     if evidence.report is not None:
-        files[_REPORT] = json.dumps(report_to_dict(evidence.report), indent=1) + "\n"
-    files[_REPLACED] = _replaced_text(redactor.counts)
+        files[_REPORT] = json.dumps(convert_report_to_dict(evidence.report), indent=1) + "\n"
+    files[_REPLACED] = _describe_replacements(redactor.counts)
     return Bundle(
         files={"issue.md": render_issue(clean_head, files, redactor.counts), **files}, replaced=redactor.counts
     )
 
 
-def _without_private(report: Report, redactor: Redactor) -> Report:
-    values = json.loads(json.dumps(report_to_dict(report)))
+def _remove_private(report: Report, redactor: Redactor) -> Report:
+    values = json.loads(json.dumps(convert_report_to_dict(report)))
     # With `probe --host-name`; nothing beside it shows that it is the name of a host.
     redactor.learn_host(report.environment.get("host", ""))
     redactor.learn_values(values)
-    return report_from_dict(redactor.clean_values(values))
+    return read_report_dict(redactor.clean_values(values))
 
 
-def write_bundle(path: pathlib.Path, bundle: Bundle) -> None:
+def write_bundle(method: pathlib.Path, bundle: Bundle) -> None:
     """Writes the zip file. Raises DoctorFault where the disk does not take it."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
@@ -254,12 +254,12 @@ def write_bundle(path: pathlib.Path, bundle: Bundle) -> None:
             entry = zipfile.ZipInfo(name, _DATE)
             archive.writestr(entry, text.encode("utf-8", errors="replace"), zipfile.ZIP_DEFLATED)
     try:
-        replace_file(path, content.getvalue())
+        replace_file(method, content.getvalue())
     except OSError as error:
-        raise DoctorFault(f"cannot write {path}: {error.strerror or error}") from None
+        raise DoctorFault(f"cannot write {method}: {error.strerror or error}") from None
 
 
-def _replaced_text(counts: Counter[str]) -> str:
+def _describe_replacements(counts: Counter[str]) -> str:
     lines = [f"{count:6}  {kind} ({PLACEHOLDER[kind]}_1, ...)" for kind, count in counts.most_common()]
     heading = "What was replaced, and how often; the same text has the same placeholder in every file."
     return "\n".join([heading, "", *(lines or ["nothing"])]) + "\n"

@@ -100,16 +100,16 @@ def replace_addresses(text: str, replace: Replace) -> str:
 def replace_hosts(text: str, replace: Replace) -> str:
     """Replaces the hosts of URLs and whole domain names except public ones such as github.com."""
 
-    def in_url(match: re.Match[str]) -> str:
+    def replace_in_url(match: re.Match[str]) -> str:
         host = match["host"]
         if _PUBLIC_HOSTS.fullmatch(host) or _QUAD.fullmatch(host):
             return match[0]
         return f"{match['credentials'] or ''}{replace(host)}"
 
-    def dotted(match: re.Match[str]) -> str:
+    def replace_dotted(match: re.Match[str]) -> str:
         return replace(match[0]) if _is_host(match[0]) else match[0]
 
-    return _DOTTED.sub(dotted, _IN_URL.sub(in_url, text))
+    return _DOTTED.sub(replace_dotted, _IN_URL.sub(replace_in_url, text))
 
 
 def _is_ipv4(match: re.Match[str], text: str) -> bool:
@@ -169,7 +169,7 @@ class Redactor:
         self._cleaned: dict[str, str] = {}
 
     @classmethod
-    def of_this_machine(cls) -> Redactor:
+    def for_this_machine(cls) -> Redactor:
         """A redactor that knows the names of this host and user."""
         host = socket.gethostname()
         users = [os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")]
@@ -199,17 +199,17 @@ class Redactor:
 
     def learn_values(self, value: Any) -> None:
         """Takes in what the strings of a JSON value show."""
-        self.learn("\n".join(dict.fromkeys(_strings(value))))
+        self.learn("\n".join(dict.fromkeys(_walk_strings(value))))
 
     def clean(self, text: str) -> str:
         """Replaces everything private in ``text``."""
         for home in sorted(self._homes, key=len, reverse=True):
-            text = _whole(home).sub(self._replacement("home directory"), text)
+            text = _match_whole(home).sub(self._make_replacement("home directory"), text)
         for rule in _RULES:
-            text = rule.pattern.sub(self._group_replacement(rule.kind), text)
+            text = rule.pattern.sub(self._make_group_replacement(rule.kind), text)
         text = self._replace_names(text, "named key or secret", self._secrets, re.RegexFlag(0))
-        text = replace_hosts(text, lambda host: self._placeholder("host", host))
-        text = replace_addresses(text, lambda address: self._placeholder(_address_kind(address), address))
+        text = replace_hosts(text, lambda host: self._choose_placeholder("host", host))
+        text = replace_addresses(text, lambda address: self._choose_placeholder(_classify_address(address), address))
         for kind, names in self._names.items():
             text = self._replace_names(text, kind, names, re.IGNORECASE)
         return text
@@ -240,25 +240,25 @@ class Redactor:
         longest_first = sorted(present.values(), key=len, reverse=True)
         pattern = re.compile(rf"{_BEGIN}(?:{'|'.join(map(re.escape, longest_first))})(?![A-Za-z0-9])", flags)
         return pattern.sub(
-            lambda match: self._placeholder(kind, present[match[0].lower() if flags else match[0]]), text
+            lambda match: self._choose_placeholder(kind, present[match[0].lower() if flags else match[0]]), text
         )
 
-    def _replacement(self, kind: str) -> Callable[[re.Match[str]], str]:
-        return lambda match: self._placeholder(kind, match[0])
+    def _make_replacement(self, kind: str) -> Callable[[re.Match[str]], str]:
+        return lambda match: self._choose_placeholder(kind, match[0])
 
-    def _group_replacement(self, kind: str) -> Callable[[re.Match[str]], str]:
-        def replaced(match: re.Match[str]) -> str:
+    def _make_group_replacement(self, kind: str) -> Callable[[re.Match[str]], str]:
+        def replace_group(match: re.Match[str]) -> str:
             value = match["x"]
             begin, end = (at - match.start() for at in match.span("x"))
             # Code has the name as its value, too: password=password.
             is_harmless = kind not in _PERSONAL and (_NOT_SECRET.fullmatch(value) or value in match[0][:begin])
             if is_harmless or IS_PLACEHOLDER.match(value):
                 return match[0]
-            return match[0][:begin] + self._placeholder(kind, value) + match[0][end:]
+            return match[0][:begin] + self._choose_placeholder(kind, value) + match[0][end:]
 
-        return replaced
+        return replace_group
 
-    def _placeholder(self, kind: str, value: str) -> str:
+    def _choose_placeholder(self, kind: str, value: str) -> str:
         if IS_PLACEHOLDER.match(value):
             return value
         kind = self._kinds.setdefault(value, kind)
@@ -269,16 +269,16 @@ class Redactor:
         return self._placeholders[value]
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _walk_strings(value: Any) -> Iterator[str]:
     match value:
         case str():
             yield value
         case list():
             for item in value:
-                yield from _strings(item)
+                yield from _walk_strings(item)
         case dict():
             for item in value.values():
-                yield from _strings(item)
+                yield from _walk_strings(item)
 
 
 def _matches(patterns: Iterable[re.Pattern[str]], text: str) -> set[str]:
@@ -290,7 +290,7 @@ def _is_name(name: str) -> bool:
     return plain and not name.isdigit() and IS_PLACEHOLDER.match(name) is None
 
 
-def _address_kind(address: str) -> str:
+def _classify_address(address: str) -> str:
     return "IPv6 address" if ":" in address else "IPv4 address"
 
 
@@ -299,5 +299,5 @@ def _is_remarkable(value: str) -> bool:
     return mixed and len(value) >= _SHORTEST_SECRET and not _NOT_SECRET.fullmatch(value)
 
 
-def _whole(path: str) -> re.Pattern[str]:
+def _match_whole(path: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![\w/.-]){re.escape(path)}(?![\w.-])")

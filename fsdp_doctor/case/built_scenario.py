@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import assert_never
 
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.reader import HeldModel
+from fsdp_doctor.fsdp.reader import ModelContents
 from fsdp_doctor.matrix.axes import Backend, CheckpointFit, Model, Sharding, Strategy
 from fsdp_doctor.matrix.cases import Scenario
 
@@ -69,12 +69,12 @@ class NotAsNamed(Exception):
     """A scenario was built otherwise than its id says, which is the doctor's fault and no verdict about torch."""
 
 
-def mismatches(found: BuiltFacts, asked: BuiltFacts) -> list[str]:
+def find_mismatches(actual: BuiltFacts, asked: BuiltFacts) -> list[str]:
     """One sentence for each fact that differs from the one asked for; it begins with the fact's name."""
     return [
-        f"{field.name}: {_in_words(getattr(found, field.name))} where {_in_words(wanted)} was asked for"
+        f"{field.name}: {_put_into_words(getattr(actual, field.name))} where {_put_into_words(wanted)} was asked for"
         for field in dataclasses.fields(BuiltFacts)
-        if (wanted := getattr(asked, field.name)) is not None and getattr(found, field.name) != wanted
+        if (wanted := getattr(asked, field.name)) is not None and getattr(actual, field.name) != wanted
     ]
 
 
@@ -83,7 +83,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, scenario: Scenario
 
     device: the type of the compute device. ranks: the number that the run was asked to have.
     """
-    different = mismatches(facts_of(model, optimizer), asked_for(scenario, device=device, ranks=ranks))
+    different = find_mismatches(read_facts(model, optimizer), derive_facts(scenario, device=device, ranks=ranks))
     if different:
         raise NotAsNamed(f"{scenario.id} was built otherwise than its id says: {'; '.join(different)}")
 
@@ -91,55 +91,55 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, scenario: Scenario
 # What is found
 
 
-def facts_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> BuiltFacts:
+def read_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> BuiltFacts:
     """Reads the facts of a sharded model in any state, its optimizer, and the default process group."""
-    held = reader.read(model)
-    names = {name for every in held.all_names() for name in every}
-    parameters = list(_parameters(held))
-    locals_ = [private.local_tensor(parameter) for parameter in parameters]
+    contents = reader.read(model)
+    names = {name for every in contents.list_all_names() for name in every}
+    parameters = list(_list_parameters(contents))
+    locals_ = [private.read_local_tensor(parameter) for parameter in parameters]
     state = [value for values in optimizer.state.values() for value in values.values()]
-    moments = [private.local_tensor(value) for value in state if isinstance(value, torch.Tensor) and value.ndim]
+    moments = [private.read_local_tensor(value) for value in state if isinstance(value, torch.Tensor) and value.ndim]
     plain = model.module if isinstance(model, FullyShardedDataParallel) else model
-    text = _text_config(plain)
+    text = _read_text_config(plain)
     on_host = [local for local in locals_ if local.device.type == "cpu" and local.numel()]
     return BuiltFacts(
-        strategy=_strategy(held),
-        units=Counter(_unit_kinds(model)),
-        spreads=frozenset(_spreads(held)),
-        groups=len({id(group) for group in _groups(held)}),
-        policy=frozenset(_policies(held)),
-        casts_to=frozenset(param for param, _ in _precisions(held)),
-        reduces_in=frozenset(reduce for _, reduce in _precisions(held)),
+        strategy=_recognize_strategy(contents),
+        units=Counter(_list_unit_kinds(model)),
+        spreads=frozenset(_list_spreads(contents)),
+        groups=len({id(group) for group in _list_groups(contents)}),
+        policy=frozenset(_list_policies(contents)),
+        casts_to=frozenset(param for param, _ in _list_precisions(contents)),
+        reduces_in=frozenset(reduce for _, reduce in _list_precisions(contents)),
         dtypes=frozenset(parameter.dtype for parameter in parameters),
         shards_on=frozenset(local.device.type for local in locals_),
         shown_on=frozenset(parameter.device.type for parameter in parameters),
         pinned=frozenset(local.is_pinned() for local in on_host),
         moments_on=frozenset(moment.device.type for moment in moments),
         has_stepped=bool(state),
-        model=_class_name(plain),
-        is_tied=any(len(every) > 1 for every in held.all_names()),
+        model=_name_class(plain),
+        is_tied=any(len(every) > 1 for every in contents.list_all_names()),
         has_adapters=any(".lora_" in name for name in names),
-        has_buffers=bool(held.buffers),
+        has_buffers=bool(contents.buffers),
         has_even_vocabulary=text.vocab_size % 2 == 0 if text is not None else None,
-        backends=_backends(),
+        backends=_read_backends(),
         ranks=dist.get_world_size(),
     )
 
 
-def _parameters(held: HeldModel) -> Iterator[torch.Tensor]:
-    yield from (unit.flat_parameter for unit in held.fsdp1_units)
-    yield from (parameter.tensor for parameter in held.parameters)
+def _list_parameters(contents: ModelContents) -> Iterator[torch.Tensor]:
+    yield from (unit.flat_parameter for unit in contents.fsdp1_units)
+    yield from (parameter.tensor for parameter in contents.parameters)
 
 
-def _strategy(held: HeldModel) -> Strategy | Literal["several", "none"]:
-    strategies = {Strategy.FSDP1_ORIG if unit.keeps_originals else Strategy.FSDP1 for unit in held.fsdp1_units}
-    strategies |= {Strategy.FSDP2} if held.fsdp2_units else set()
+def _recognize_strategy(contents: ModelContents) -> Strategy | Literal["several", "none"]:
+    strategies = {Strategy.FSDP1_ORIG if unit.keeps_originals else Strategy.FSDP1 for unit in contents.fsdp1_units}
+    strategies |= {Strategy.FSDP2} if contents.fsdp2_units else set()
     if len(strategies) > 1:
         return "several"
     return strategies.pop() if strategies else "none"
 
 
-def _unit_kinds(model: nn.Module) -> Iterator[UnitKind]:
+def _list_unit_kinds(model: nn.Module) -> Iterator[UnitKind]:
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule | FullyShardedDataParallel):
             continue
@@ -151,11 +151,11 @@ def _unit_kinds(model: nn.Module) -> Iterator[UnitKind]:
         elif isinstance(inner, nn.Embedding):
             yield "embedding"
         else:
-            yield "decoder layer" if _class_name(inner).endswith("DecoderLayer") else "other"
+            yield "decoder layer" if _name_class(inner).endswith("DecoderLayer") else "other"
 
 
-def _spreads(held: HeldModel) -> Iterator[Spread]:
-    for parameter in held.parameters:
+def _list_spreads(contents: ModelContents) -> Iterator[Spread]:
+    for parameter in contents.parameters:
         tensor = parameter.tensor
         if isinstance(tensor, DTensor):
             shape = tensor.device_mesh.mesh.shape
@@ -163,54 +163,54 @@ def _spreads(held: HeldModel) -> Iterator[Spread]:
                 ("replicated" if placement.is_replicate() else "sharded", int(size))
                 for placement, size in zip(tensor.placements, shape, strict=True)
             )
-    for unit in held.fsdp1_units:
+    for unit in contents.fsdp1_units:
         replicas = unit.replica_group
         sharded: Spread = (("sharded", unit.group.size()),)
         yield sharded if replicas is None else (("replicated", replicas.size()), *sharded)
 
 
-def _groups(held: HeldModel) -> Iterator[Any]:
-    for parameter in held.parameters:
+def _list_groups(contents: ModelContents) -> Iterator[Any]:
+    for parameter in contents.parameters:
         if isinstance(parameter.tensor, DTensor):
             yield from parameter.tensor.device_mesh.get_all_groups()
-    yield from (unit.group for unit in held.fsdp1_units)
+    yield from (unit.group for unit in contents.fsdp1_units)
 
 
-def _policies(held: HeldModel) -> Iterator[Literal["none", "cpu", "pinned", "unpinned"]]:
-    for unit in held.fsdp2_units:
+def _list_policies(contents: ModelContents) -> Iterator[Literal["none", "cpu", "pinned", "unpinned"]]:
+    for unit in contents.fsdp2_units:
         if isinstance(unit.policy, CPUOffloadPolicy):
             yield "pinned" if unit.policy.pin_memory else "unpinned"
         else:
             yield "none"
-    yield from ("cpu" if unit.offloads else "none" for unit in held.fsdp1_units)
+    yield from ("cpu" if unit.offloads else "none" for unit in contents.fsdp1_units)
 
 
-def _precisions(held: HeldModel) -> Iterator[tuple[torch.dtype | None, torch.dtype | None]]:
-    for unit in held.fsdp2_units:
+def _list_precisions(contents: ModelContents) -> Iterator[tuple[torch.dtype | None, torch.dtype | None]]:
+    for unit in contents.fsdp2_units:
         yield unit.mixed_precision.param_dtype, unit.mixed_precision.reduce_dtype
-    for flat_unit in held.fsdp1_units:
+    for flat_unit in contents.fsdp1_units:
         precision: Any = flat_unit.module.mixed_precision
         yield precision.param_dtype, precision.reduce_dtype
 
 
-def _class_name(module: nn.Module) -> str:
+def _name_class(module: nn.Module) -> str:
     """The class of the model that was given to FSDP and to peft; fully_shard adds a prefix to its name."""
     get_base_model = getattr(module, "get_base_model", None)
     base = get_base_model() if get_base_model is not None else module
     return type(base).__name__.removeprefix("FSDP").removeprefix("Replicate")
 
 
-def _text_config(model: nn.Module) -> Any:
+def _read_text_config(model: nn.Module) -> Any:
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if config is not None else None
 
 
-def _backends() -> dict[str, str]:
+def _read_backends() -> dict[str, str]:
     """The backend of the default process group by device type."""
     return dict(pair.split(":", 1) for pair in dist.get_backend_config().split(","))
 
 
-def _in_words(fact: Any) -> str:
+def _put_into_words(fact: Any) -> str:
     if isinstance(fact, frozenset):
         return " and ".join(sorted(map(str, fact))) or "nothing"
     return ", ".join(f"{many} {what}" for what, many in fact.items()) if isinstance(fact, Counter) else str(fact)
@@ -231,7 +231,7 @@ _CLASSES: dict[Model, str] = {
 }
 
 
-def asked_for(scenario: Scenario, *, device: str, ranks: int) -> BuiltFacts:
+def derive_facts(scenario: Scenario, *, device: str, ranks: int) -> BuiltFacts:
     """The facts that the id of a scenario implies, when the method is called.
 
     device: the type of the compute device. ranks: the number that the run was asked to have. Facts that follow from
@@ -241,29 +241,29 @@ def asked_for(scenario: Scenario, *, device: str, ranks: int) -> BuiltFacts:
     casts = scenario.precision.casts
     return BuiltFacts(
         strategy=scenario.strategy,
-        units=_units_asked_for(scenario) if built_in else None,
-        spreads=_spreads_asked_for(scenario, ranks),
-        groups=_groups_asked_for(scenario),
-        policy=frozenset({_policy_asked_for(scenario, device)}),
+        units=_derive_units(scenario) if built_in else None,
+        spreads=_derive_spreads(scenario, ranks),
+        groups=_derive_groups(scenario),
+        policy=frozenset({_derive_policy(scenario, device)}),
         casts_to=frozenset({torch.bfloat16 if casts else None}),
         reduces_in=frozenset({torch.float32 if casts else None}),
         dtypes=frozenset({torch.bfloat16 if scenario.checkpoint is CheckpointFit.FP32 else torch.float32}),
-        shards_on=_shards_asked_on(scenario, device),
+        shards_on=_derive_shard_devices(scenario, device),
         shown_on=frozenset({device}) if scenario.staging.is_staged and scenario.version == 2 else None,
-        pinned=_pinned_asked_for(scenario, device),
-        moments_on=_moments_asked_on(scenario, device),
+        pinned=_derive_pinned(scenario, device),
+        moments_on=_derive_moment_devices(scenario, device),
         has_stepped=scenario.phase.is_trained,
         model=_CLASSES[scenario.model] if built_in else None,
         is_tied=scenario.model.is_tied if built_in else None,
         has_adapters=scenario.model.has_adapters if built_in else None,
         has_buffers=scenario.model.has_buffers if built_in else None,
         has_even_vocabulary=scenario.dims.is_even if built_in else None,
-        backends=_backends_asked_for(scenario, device),
+        backends=_derive_backends(scenario, device),
         ranks=ranks,
     )
 
 
-def _units_asked_for(scenario: Scenario) -> Counter[UnitKind]:
+def _derive_units(scenario: Scenario) -> Counter[UnitKind]:
     units: Counter[UnitKind] = Counter({"root": 1, "decoder layer": _LAYERS})
     if scenario.version == 2 and not scenario.model.is_tied:
         units["embedding"] = 1
@@ -272,7 +272,7 @@ def _units_asked_for(scenario: Scenario) -> Counter[UnitKind]:
     return units
 
 
-def _spreads_asked_for(scenario: Scenario, ranks: int) -> frozenset[Spread]:
+def _derive_spreads(scenario: Scenario, ranks: int) -> frozenset[Spread]:
     match scenario.sharding:
         case Sharding.FULL | Sharding.EXPERTS:
             return frozenset({(("sharded", ranks),)})
@@ -289,7 +289,7 @@ def _spreads_asked_for(scenario: Scenario, ranks: int) -> frozenset[Spread]:
             assert_never(scenario.sharding)
 
 
-def _groups_asked_for(scenario: Scenario) -> int | None:
+def _derive_groups(scenario: Scenario) -> int | None:
     match scenario.sharding:
         case Sharding.FULL | Sharding.REPLICATE:
             return 1
@@ -303,7 +303,7 @@ def _groups_asked_for(scenario: Scenario) -> int | None:
             assert_never(scenario.sharding)
 
 
-def _policy_asked_for(scenario: Scenario, device: str) -> Literal["none", "cpu", "pinned", "unpinned"]:
+def _derive_policy(scenario: Scenario, device: str) -> Literal["none", "cpu", "pinned", "unpinned"]:
     if not scenario.policy:
         return "none"
     if scenario.version == 1:
@@ -312,7 +312,7 @@ def _policy_asked_for(scenario: Scenario, device: str) -> Literal["none", "cpu",
     return "pinned" if scenario.pinning.is_pinned and device != "cpu" else "unpinned"
 
 
-def _shards_asked_on(scenario: Scenario, device: str) -> frozenset[str] | None:
+def _derive_shard_devices(scenario: Scenario, device: str) -> frozenset[str] | None:
     if scenario.init.is_meta:
         return frozenset({"meta"})
     if scenario.policy:
@@ -321,8 +321,8 @@ def _shards_asked_on(scenario: Scenario, device: str) -> frozenset[str] | None:
     return frozenset({"cpu" if scenario.param_offload and not scenario.staging.is_staged else device})
 
 
-def _pinned_asked_for(scenario: Scenario, device: str) -> frozenset[bool] | None:
-    on = _shards_asked_on(scenario, device)
+def _derive_pinned(scenario: Scenario, device: str) -> frozenset[bool] | None:
+    on = _derive_shard_devices(scenario, device)
     if device == "cpu" or on != frozenset({"cpu"}):
         return frozenset() if on == frozenset({device}) != frozenset({"cpu"}) else None
     if scenario.policy and scenario.version == 2:
@@ -333,13 +333,13 @@ def _pinned_asked_for(scenario: Scenario, device: str) -> frozenset[bool] | None
     return frozenset({False}) if scenario.transfer.is_blocking else None
 
 
-def _moments_asked_on(scenario: Scenario, device: str) -> frozenset[str]:
+def _derive_moment_devices(scenario: Scenario, device: str) -> frozenset[str]:
     if not scenario.phase.is_trained:
         return frozenset()
     return frozenset({"cpu" if scenario.policy or scenario.optimizer_offload else device})
 
 
-def _backends_asked_for(scenario: Scenario, device: str) -> dict[str, str] | None:
+def _derive_backends(scenario: Scenario, device: str) -> dict[str, str] | None:
     if device == "cpu":
         # torch lists gloo for accelerators that are not there, too.
         return None

@@ -14,22 +14,22 @@ from fsdp_doctor.case import built_scenario, checkpoints
 from fsdp_doctor.case.consumers import consume
 from fsdp_doctor.case.extraction import ExtractionSteps
 from fsdp_doctor.case.loading import LoadingSteps
-from fsdp_doctor.case.paths.lookup import (
-    PathArguments,
-    PathFunction,
-    called_by_name,
-    function_of,
-    in_context,
-    load_user_path,
+from fsdp_doctor.case.methods.lookup import (
+    MethodArguments,
+    MethodFunction,
+    call_by_name,
+    find_function,
+    load_user_method,
+    run_in_context,
 )
 from fsdp_doctor.case.recorder import Recorder, RecordSink, SharedOutcome
 from fsdp_doctor.case.runtime import Runtime
-from fsdp_doctor.case.side_effects import SideEffects, torch_functions
+from fsdp_doctor.case.side_effects import SideEffects, read_torch_functions
 from fsdp_doctor.case.trainer import Trainer, Unsupported
 from fsdp_doctor.matrix.cases import Case, Scenario
 from fsdp_doctor.matrix.contracts import Contract, Direction
-from fsdp_doctor.matrix.paths import Path, find_path, impossible, is_user_path
-from fsdp_doctor.verdict.records import Record, failure_from
+from fsdp_doctor.matrix.methods import MatrixMethod, explain_impossible, find_method, is_user_method
+from fsdp_doctor.verdict.records import Record, make_failure
 
 
 class CaseRun:
@@ -43,13 +43,13 @@ class CaseRun:
     undoes_staging: whether a staged module is moved back to the CPU before the next step.
     """
 
-    given: PathArguments
+    given: MethodArguments
 
     def __init__(
         self,
         case: Case,
-        method: Path,
-        function: PathFunction,
+        method: MatrixMethod,
+        function: MethodFunction,
         *,
         runtime: Runtime,
         side_effects: SideEffects,
@@ -82,12 +82,12 @@ class CaseRun:
 
     def run(self, kept: Trainer | None) -> Trainer | None:
         """Runs the whole case. Returns the trainer, between two steps, if the next case may use it."""
-        trainer = self._cycle(kept)
+        trainer = self._run_cycle(kept)
         if trainer is not None and self._is_called_again():
             # What is measured is the first call, as of every other method.
             first = self.record
             self._recorder.add(call=2)
-            trainer = self._cycle(trainer)
+            trainer = self._run_cycle(trainer)
             self._recorder.add(seconds=first.seconds, peak_extra_bytes=first.peak_extra_bytes)
         if self._runtime.with_ledgers and trainer is None and not self.record.retire:
             # torch lets go of all of an FSDP1 model but its parameters: they would be in the next one's ledgers.
@@ -96,7 +96,7 @@ class CaseRun:
         self._recorder.report()
         return trainer
 
-    def _cycle(self, kept: Trainer | None) -> Trainer | None:
+    def _run_cycle(self, kept: Trainer | None) -> Trainer | None:
         """From one state between two training steps to the next, with the method between them."""
         trainer = self.prepare(kept)
         if trainer is not None:
@@ -112,15 +112,15 @@ class CaseRun:
     def prepare(self, kept: Trainer | None) -> Trainer | None:
         """Builds and trains the model, or takes the kept one; offloads and stages it. None where that failed."""
         recorder, scenario = self._recorder, self._scenario
-        with recorder.catching():
+        with recorder.record_exceptions():
             trainer = kept or self._build()
             self._steps.take_reference(trainer)
             recorder.enter("offload")
-            with recorder.measured(trainer.watch, "offloaded"):
+            with recorder.measure_memory(trainer.watch, "offloaded"):
                 trainer.offload()
             if scenario.staging.is_staged:
                 recorder.enter("staging")
-                with recorder.measured(trainer.watch, "staged"):
+                with recorder.measure_memory(trainer.watch, "staged"):
                     trainer.stage()
             self._steps.note_state(trainer)
             recorder.enter("fingerprint")
@@ -128,11 +128,11 @@ class CaseRun:
             built_scenario.check(
                 trainer.model, trainer.optimizer, scenario, device=runtime.device.type, ranks=runtime.world_size
             )
-            self.given = PathArguments(
+            self.given = MethodArguments(
                 model=trainer.model,
                 device=runtime.device,
                 optimizer=trainer.optimizer,
-                scratch=runtime.directory_of(self.record),
+                scratch=runtime.name_directory(self.record),
                 control=runtime.control,
                 state=self._steps.state,
                 buffers=self._steps.buffers,
@@ -142,7 +142,7 @@ class CaseRun:
 
     def train_and_prepare(self, trainer: Trainer) -> Trainer | None:
         """Trains a prepared model a step and prepares it again, with its new weights as the reference."""
-        with self._recorder.catching():
+        with self._recorder.record_exceptions():
             self._recorder.enter("next step")
             trainer.resume(undo_staging=self.undoes_staging)
             trainer.step()
@@ -159,7 +159,7 @@ class CaseRun:
 
         owned: whether nobody but ``call`` holds the method's result, so that its memory can be measured.
         """
-        with self._recorder.catching():
+        with self._recorder.record_exceptions():
             self._steps.run_method(trainer, call, owned)
 
     def go_on(self, trainer: Trainer | None) -> Trainer | None:
@@ -167,7 +167,7 @@ class CaseRun:
         recorder = self._recorder
         outcome = SharedOutcome() if self.record.unsupported else recorder.agree(self._runtime)
         if outcome.works and recorder.unbroken and trainer:
-            with recorder.catching():
+            with recorder.record_exceptions():
                 self._train_on(trainer)
             outcome = recorder.agree(self._runtime)
         reusable = recorder.unbroken and not outcome.poisoned and self._steps.is_reusable()
@@ -177,21 +177,21 @@ class CaseRun:
         recorder, name = self._recorder, self._method.name
         recorder.enter("next step")
         self._steps.prepare_optimizer(trainer)
-        with recorder.measured(trainer.watch, "offloaded again", name):
+        with recorder.measure_memory(trainer.watch, "offloaded again", name):
             trainer.unstage(undo_staging=self.undoes_staging)
-        with recorder.measured(trainer.watch, "loaded", name):
+        with recorder.measure_memory(trainer.watch, "loaded", name):
             trainer.load()
         recorder.enter("fingerprint")
         self._steps.check_resumed(trainer)
         recorder.enter("next step")
-        with recorder.measured(trainer.watch, "trained again", name):
+        with recorder.measure_memory(trainer.watch, "trained again", name):
             self._steps.train_step(trainer)
         recorder.enter("fingerprint")
         self._steps.check_trained(trainer)
 
     def _build(self) -> Trainer:
         self._recorder.enter("build")
-        if reason := _why_not(self._method, self._scenario, self._runtime):
+        if reason := _explain_impossible(self._method, self._scenario, self._runtime):
             raise Unsupported(reason)
         return self._steps.build()
 
@@ -200,7 +200,7 @@ class CaseRun:
 
         The same on every rank. A case whose memory is measured has one call.
         """
-        if not is_user_path(self._method.name) or self._runtime.with_ledgers or not self.record.healthy:
+        if not is_user_method(self._method.name) or self._runtime.with_ledgers or not self.record.healthy:
             return False
         outcome = self._recorder.agree(self._runtime)
         return outcome.works and outcome.sound
@@ -212,10 +212,10 @@ class CaseRunner:
     report: called with the record each time the case reaches another stage.
     """
 
-    def __init__(self, runtime: Runtime, user_paths: tuple[str, ...], report: RecordSink) -> None:
-        torch_functions()
+    def __init__(self, runtime: Runtime, user_methods: tuple[str, ...], report: RecordSink) -> None:
+        read_torch_functions()
         self._runtime = runtime
-        self._user_paths = {name: load_user_path(name) for name in user_paths}
+        self._user_methods = {name: load_user_method(name) for name in user_methods}
         self._report = report
         self._side_effects = SideEffects(runtime.device)
         self._trainer: Trainer | None = None
@@ -223,20 +223,20 @@ class CaseRunner:
 
     def examine(self, case: Case) -> Record:
         """Runs one case. Every rank must call it with the same case; of exceptions it raises SystemExit alone."""
-        method = find_path(case.path, case.scenario.version)
-        if is_user_path(case.path):
-            function, contract = self._user_paths[case.path]
+        method = find_method(case.method, case.scenario.version)
+        if is_user_method(case.method):
+            function, contract = self._user_methods[case.method]
             method = dataclasses.replace(method, contract=contract)
         else:
-            function = function_of(method)
-        run = self._open(case, method, in_context(case.scenario.context, called_by_name(function)))
+            function = find_function(method)
+        run = self._open(case, method, run_in_context(case.scenario.context, call_by_name(function)))
         self._trainer = run.run(self._take_kept(case.scenario, method))
         return run.record
 
     def open(self, case: Case, contract: Contract) -> CaseRun:
         """Returns the run of a case whose method the caller runs itself; the caller keeps its trainer, too."""
-        method = dataclasses.replace(find_path(case.path, case.scenario.version), contract=contract)
-        return self._open(case, method, _never_called)
+        method = dataclasses.replace(find_method(case.method, case.scenario.version), contract=contract)
+        return self._open(case, method, _refuse_call)
 
     def save(self, case: Case) -> Record:
         """Saves the checkpoint that a case in other processes is given. Every rank must call it with the same case."""
@@ -247,12 +247,12 @@ class CaseRunner:
         except Unsupported as reason:
             record = dataclasses.replace(record, unsupported=str(reason))
         except Exception as error:
-            record = dataclasses.replace(record, failure=failure_from(error))
+            record = dataclasses.replace(record, failure=make_failure(error))
         record = dataclasses.replace(record, done=True)
         self._report(record)
         return record
 
-    def _open(self, case: Case, method: Path, function: PathFunction) -> CaseRun:
+    def _open(self, case: Case, method: MatrixMethod, function: MethodFunction) -> CaseRun:
         return CaseRun(
             case,
             method,
@@ -263,7 +263,7 @@ class CaseRunner:
             report=self._report,
         )
 
-    def _take_kept(self, scenario: Scenario, method: Path) -> Trainer | None:
+    def _take_kept(self, scenario: Scenario, method: MatrixMethod) -> Trainer | None:
         """The trainer of the last case if it is of this scenario; a load needs a new one."""
         kept, self._trainer = self._trainer, None
         same = kept is not None and (kept.scenario, kept.with_mesh) == (scenario, not method.without_mesh)
@@ -277,13 +277,13 @@ class CaseRunner:
         return None
 
 
-def _never_called(given: PathArguments) -> None:
+def _refuse_call(given: MethodArguments) -> None:
     raise AssertionError("the method of an open case is run by its opener")
 
 
-def _why_not(method: Path, scenario: Scenario, runtime: Runtime) -> str:
+def _explain_impossible(method: MatrixMethod, scenario: Scenario, runtime: Runtime) -> str:
     """Why the method cannot be tried in this scenario; empty if it can."""
-    if reason := impossible(method, scenario):
+    if reason := explain_impossible(method, scenario):
         return reason
     on_disk = method.name == "dcp" or method.contract.given in ("dcp", "rank_files")
     if on_disk and runtime.num_nodes > 1:

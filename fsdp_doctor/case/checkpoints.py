@@ -27,11 +27,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from typing_extensions import assert_never
 
-from fsdp_doctor.case import held_pieces, lora_reference, reference
-from fsdp_doctor.case.held_pieces import Full, expected_part
+from fsdp_doctor.case import local_pieces, lora_reference, reference
+from fsdp_doctor.case.local_pieces import Full, cut_part
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Start, Trainer
-from fsdp_doctor.case.training_state import StepOutcome, outcome_of, train_one_step
+from fsdp_doctor.case.training_state import StepOutcome, digest_outcome, train_one_step
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.matrix.axes import CheckpointFit, Offload, Phase, Sharding
 from fsdp_doctor.matrix.cases import Scenario
@@ -67,10 +67,10 @@ class Checkpoint:
     directory: pathlib.Path | None = None
 
 
-def source_of(scenario: Scenario) -> Scenario:
+def find_source(scenario: Scenario) -> Scenario:
     """The scenario whose run is saved: the same one as far as it decides the bits of a training step."""
-    return scenario.changed(
-        offload=Offload.of(policy=scenario.policy),
+    return scenario.change(
+        offload=Offload.from_flags(policy=scenario.policy),
         staging="unstaged",
         phase="trained",
         transfer="blocking",
@@ -85,14 +85,14 @@ def take(scenario: Scenario, runtime: Runtime, save: Callable[[Trainer], None] =
 
     save: called after the second step too.
     """
-    trainer = Trainer(source_of(scenario), runtime, start=Start(same_batches=_needs_same_batches(scenario)))
+    trainer = Trainer(find_source(scenario), runtime, start=Start(same_batches=_needs_same_batches(scenario)))
     trainer.step()
     trainer.step()
     truth = reference.take(trainer.model, trainer.optimizer, runtime)
-    tied = [names for names in reader.read(trainer.model).all_names() if len(names) > 1]
+    tied = [names for names in reader.read(trainer.model).list_all_names() if len(names) > 1]
     (group,) = trainer.optimizer.state_dict()["param_groups"]
     raw_optimizer = copy.deepcopy(trainer.optimizer.state_dict())
-    data_position = trainer.data_position()
+    data_position = trainer.read_data_position()
     save(trainer)
     train_one_step(trainer)
     return Checkpoint(
@@ -103,18 +103,18 @@ def take(scenario: Scenario, runtime: Runtime, save: Callable[[Trainer], None] =
         options={key: value for key, value in group.items() if key != "params"},
         raw_optimizer=raw_optimizer,
         data_position=data_position,
-        went_on=outcome_of(trainer.model, trainer.optimizer),
+        went_on=digest_outcome(trainer.model, trainer.optimizer),
     )
 
 
-def directory_of(scenario: Scenario, scratch: pathlib.Path) -> pathlib.Path:
+def name_directory(scenario: Scenario, scratch: pathlib.Path) -> pathlib.Path:
     """Where the processes that save the checkpoint of a scenario leave it."""
-    return scratch / "saved" / f"{source_of(scenario).id.replace('/', '-')}-{scenario.checkpoint}"
+    return scratch / "saved" / f"{find_source(scenario).id.replace('/', '-')}-{scenario.checkpoint}"
 
 
 def save(scenario: Scenario, runtime: Runtime) -> None:
     """Takes the checkpoint of a scenario and leaves it for processes that come later. Every rank must call it."""
-    directory = directory_of(scenario, runtime.scratch)
+    directory = name_directory(scenario, runtime.scratch)
     directory.mkdir(parents=True, exist_ok=True)
     checkpoint = take(scenario, runtime, lambda trainer: save_as_frameworks(trainer, directory))
     if runtime.rank == 0:
@@ -149,7 +149,7 @@ def _write_rank_files(
 
 def _read(scenario: Scenario, runtime: Runtime) -> Checkpoint:
     """Reads what :func:`save` left. A rank more than there were then goes on with the data of one of them."""
-    directory = directory_of(scenario, runtime.scratch)
+    directory = name_directory(scenario, runtime.scratch)
     saved_by: int
     checkpoint: Checkpoint
     saved_by, checkpoint = torch.load(directory / "whole.pt", weights_only=False)
@@ -162,7 +162,7 @@ def _read(scenario: Scenario, runtime: Runtime) -> Checkpoint:
     )
 
 
-def _as_saved(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch.Tensor]:
+def _make_saved_weights(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch.Tensor]:
     """The weights as a checkpoint of that fit has them; fresh tensors on the host."""
     saved = {name: tensor.clone() for name, tensor in checkpoint.weights.items()}
     match fit:
@@ -186,12 +186,12 @@ def _as_saved(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch.Ten
             assert_never(fit)
 
 
-def right_weights(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch.Tensor]:
+def make_expected_weights(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str, torch.Tensor]:
     """The weights that the model must have after a load of a checkpoint of that fit, in the dtypes of its parameters.
 
     A name that the checkpoint lacks is left out.
     """
-    saved = {name: checkpoint.weights[name] for name in checkpoint.tied_names} | _as_saved(checkpoint, fit)
+    saved = {name: checkpoint.weights[name] for name in checkpoint.tied_names} | _make_saved_weights(checkpoint, fit)
     return {name: saved[name].to(weight.dtype) for name, weight in checkpoint.weights.items() if name in saved}
 
 
@@ -220,9 +220,9 @@ class SavedCheckpoints:
         self._checkpoints: dict[tuple[Scenario, str], Checkpoint] = {}
         self._next_steps: dict[tuple[Scenario, Phase, CheckpointFit, bool], StepOutcome] = {}
 
-    def of(self, scenario: Scenario) -> Checkpoint:
+    def choose(self, scenario: Scenario) -> Checkpoint:
         """The checkpoint that a load in the scenario is given."""
-        key = (source_of(scenario), scenario.checkpoint if scenario.checkpoint.saved_elsewhere else "")
+        key = (find_source(scenario), scenario.checkpoint if scenario.checkpoint.saved_elsewhere else "")
         if key not in self._checkpoints:
             self._checkpoints[key] = (_read if scenario.checkpoint.saved_elsewhere else take)(scenario, self._runtime)
         return self._checkpoints[key]
@@ -236,33 +236,35 @@ class SavedCheckpoints:
             trainer.resume()
         return trainer
 
-    def next_step(self, scenario: Scenario, loads: Loads) -> StepOutcome:
+    def expect_next_step(self, scenario: Scenario, loads: Loads) -> StepOutcome:
         """The outcome that the step after a load must have: that of the saved run's next step, if it can be compared.
 
         Where weights alone are loaded, or another number of ranks saved the run: the step of a model to which the
         same state is written by hand.
         """
-        checkpoint = self.of(scenario)
+        checkpoint = self.choose(scenario)
         with_optimizer = loads != "model"
         if with_optimizer and checkpoint.went_on is not None:
             return checkpoint.went_on
-        key = (source_of(scenario), scenario.phase, scenario.checkpoint, with_optimizer)
+        key = (find_source(scenario), scenario.phase, scenario.checkpoint, with_optimizer)
         if key not in self._next_steps:
-            self._next_steps[key] = self._step_from(checkpoint, scenario, with_optimizer)
+            self._next_steps[key] = self._train_from(checkpoint, scenario, with_optimizer)
         return self._next_steps[key]
 
-    def _step_from(self, checkpoint: Checkpoint, scenario: Scenario, with_optimizer: bool) -> StepOutcome:
+    def _train_from(self, checkpoint: Checkpoint, scenario: Scenario, with_optimizer: bool) -> StepOutcome:
         # An optimizer has a state that can be written to once it has made a step.
-        source = source_of(scenario).changed(phase="trained" if with_optimizer else scenario.phase)
+        source = find_source(scenario).change(phase="trained" if with_optimizer else scenario.phase)
         trainer = self.start(source, start_of(source))
-        held_pieces.write(held_pieces.of_model(trainer.model, right_weights(checkpoint, scenario.checkpoint)))
+        local_pieces.write(
+            local_pieces.list_model_pieces(trainer.model, make_expected_weights(checkpoint, scenario.checkpoint))
+        )
         if with_optimizer:
-            moments, _ = held_pieces.of_optimizer(trainer.model, trainer.optimizer, checkpoint.moments)
-            held_pieces.write(moments)
+            moments, _ = local_pieces.list_optimizer_pieces(trainer.model, trainer.optimizer, checkpoint.moments)
+            local_pieces.write(moments)
             trainer.optimizer.param_groups[0].update(checkpoint.options)
             trainer.seek(checkpoint.data_position)
         train_one_step(trainer)
-        return outcome_of(trainer.model, trainer.optimizer)
+        return digest_outcome(trainer.model, trainer.optimizer)
 
 
 class CheckpointForms:
@@ -273,58 +275,58 @@ class CheckpointForms:
 
     def __init__(self, checkpoint: Checkpoint, fit: CheckpointFit, trainer: Trainer, directory: pathlib.Path) -> None:
         self._checkpoint = checkpoint
-        self._weights = _as_saved(checkpoint, fit)
+        self._weights = _make_saved_weights(checkpoint, fit)
         self._model = trainer.model
         self._runtime = trainer.runtime
         self._scenario = trainer.scenario
         self._directory = directory
 
-    def state(self, contract: Contract) -> Any:
+    def make_state(self, contract: Contract) -> Any:
         """The argument ``state`` of a method with that contract."""
         saved = self._checkpoint.directory
         match contract.given:
             case "full":
                 if contract.ranks == "rank0" and self._runtime.rank != 0:
-                    return _what_is_loaded(contract, {}, {})
+                    return _select_loaded(contract, {}, {})
                 weights = self._weights
                 if contract.weights == "adapter":
-                    weights = lora_reference.adapter_weights(weights)
-                return _what_is_loaded(contract, weights, self._optimizer_state(sharded=False))
+                    weights = lora_reference.select_adapter_weights(weights)
+                return _select_loaded(contract, weights, self._make_optimizer_state(sharded=False))
             case "sharded":
-                return _what_is_loaded(contract, self._sharded_weights(), self._optimizer_state(sharded=True))
+                return _select_loaded(contract, self._make_sharded_weights(), self._make_optimizer_state(sharded=True))
             case "dcp":
                 if saved:
                     return saved / _DCP
-                state = {"model": self._sharded_weights(), "optimizer": self._optimizer_state(sharded=True)}
+                state = {"model": self._make_sharded_weights(), "optimizer": self._make_optimizer_state(sharded=True)}
                 dcp.save(state, checkpoint_id=self._directory)
             case "rank_files":
                 if saved:
                     return saved / _RANK_FILES
                 _write_rank_files(
-                    self._directory, self._runtime, self._sharded_weights(), self._checkpoint.raw_optimizer
+                    self._directory, self._runtime, self._make_sharded_weights(), self._checkpoint.raw_optimizer
                 )
             case _:
                 assert_never(contract.given)
         dist.barrier(group=self._runtime.control)
         return self._directory
 
-    def _sharded_weights(self) -> dict[str, Any]:
-        like = self._sharded_names()
-        return {name: self._sharded(like.get(name), tensor) for name, tensor in self._weights.items()}
+    def _make_sharded_weights(self) -> dict[str, Any]:
+        like = self._find_sharded_tensors()
+        return {name: self._make_sharded(like.get(name), tensor) for name, tensor in self._weights.items()}
 
-    def _sharded_names(self) -> dict[str, torch.Tensor | None]:
+    def _find_sharded_tensors(self) -> dict[str, torch.Tensor | None]:
         """By name the tensor that a sharded entry is divided like; None for one that FSDP1 shards by its first dim."""
-        held = reader.read(self._model)
-        like: dict[str, torch.Tensor | None] = {name: t.tensor for t in held.tensors() for name in t.names}
-        return like | dict.fromkeys(name for unit in held.fsdp1_units for names in unit.names for name in names)
+        contents = reader.read(self._model)
+        like: dict[str, torch.Tensor | None] = {name: t.tensor for t in contents.list_tensors() for name in t.names}
+        return like | dict.fromkeys(name for unit in contents.fsdp1_units for names in unit.names for name in names)
 
-    def _sharded(self, like: torch.Tensor | None, full: torch.Tensor) -> torch.Tensor:
+    def _make_sharded(self, like: torch.Tensor | None, full: torch.Tensor) -> torch.Tensor:
         device = self._runtime.device
-        mesh = self._runtime.mesh(self._scenario.sharding)
+        mesh = self._runtime.make_mesh(self._scenario.sharding)
         num_shards = mesh.size(mesh.ndim - 1)
         if isinstance(like, DTensor):
             mesh, placements = like.device_mesh, like.placements
-            local = expected_part(like, full).clone().to(device)
+            local = cut_part(like, full).clone().to(device)
         elif like is None and self._is_sharded_by_fsdp1(full) and num_shards > 1:
             placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
             chunks = full.chunk(num_shards)
@@ -340,20 +342,20 @@ class CheckpointForms:
         """Whether it is in an FSDP1 unit, whose sharded state dict exists in a shard group of several."""
         return self._scenario.version == 1 and bool(full.ndim) and full.shape != _EXTRA_SHAPE
 
-    def _optimizer_state(self, *, sharded: bool) -> dict[str, Any]:
+    def _make_optimizer_state(self, *, sharded: bool) -> dict[str, Any]:
         """As ``get_optimizer_state_dict`` has it: by parameter names."""
-        like = self._sharded_names()
+        like = self._find_sharded_tensors()
         state: dict[str, dict[str, Any]] = {}
         for name, full in self._checkpoint.moments.items():
             parameter, _, key = name.rpartition(".")
-            value = self._sharded(like[parameter], full) if sharded and full.ndim else full.clone()
+            value = self._make_sharded(like[parameter], full) if sharded and full.ndim else full.clone()
             state.setdefault(parameter, {})[key] = value
         buffers = {name for buffer in reader.read(self._model).buffers for name in buffer.names}
         names = [name for name in like if name not in buffers and name not in self._checkpoint.tied_names]
         return {"state": state, "param_groups": [{**self._checkpoint.options, "params": names}]}
 
 
-def _what_is_loaded(contract: Contract, weights: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
+def _select_loaded(contract: Contract, weights: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
     match contract.loads:
         case "model":
             return weights

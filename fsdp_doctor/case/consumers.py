@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from typing_extensions import assert_never
 
-from fsdp_doctor.case.paths.lookup import PathArguments, PathFunction
+from fsdp_doctor.case.methods.lookup import MethodArguments, MethodFunction
 from fsdp_doctor.case.receiver import start_receiver
-from fsdp_doctor.case.yielded import entries_of
+from fsdp_doctor.case.yielded import iterate_entries
 from fsdp_doctor.engines.packed_bucket import PackedBucket, packed_buckets, read_bucket
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.matrix.axes import Consumer
@@ -37,26 +37,26 @@ class ConsumerError(RuntimeError):
     """Planted: as a sender may raise while it handles an entry."""
 
 
-def consume(consumer: Consumer, function: PathFunction, given: PathArguments, note: _Note) -> Any:
+def consume(consumer: Consumer, function: MethodFunction, given: MethodArguments, note: _Note) -> Any:
     """Calls the method, and does with what it gives as the consumer does. note: for a race that was detected."""
     pull = functools.partial(function, given)
     match consumer:
         case Consumer.ALONE:
             return pull()
         case Consumer.SECOND_GROUP:
-            return _send_each(entries_of(pull()), 0.0)
+            return _send_each(iterate_entries(pull()), 0.0)
         case Consumer.SLOW:
-            return _send_each(entries_of(pull()), _SECONDS_OF_A_SLOW_RECEIVER)
+            return _send_each(iterate_entries(pull()), _SECONDS_OF_A_SLOW_RECEIVER)
         case Consumer.PACKED:
             return _send_packed(pull, given, note)
         case Consumer.STEP_IN_FLIGHT:
             return _send_packed(pull, given, note, before=functools.partial(_write_weights, given))
         case Consumer.COLOCATED:
-            return _send_colocated(entries_of(pull()), given)
+            return _send_colocated(iterate_entries(pull()), given)
         case Consumer.KEEPS_VIEWS:
-            return iter(list(entries_of(pull())))
+            return iter(list(iterate_entries(pull())))
         case Consumer.IN_PLACE:
-            return _overwrite(entries_of(pull()))
+            return _overwrite(iterate_entries(pull()))
         case Consumer.STOPS:
             return _stop(pull, given)
         case Consumer.RAISES:
@@ -89,7 +89,7 @@ def _take_received(devices: dict[str, torch.device]) -> _Entries:
 
 
 def _send_packed(
-    pull: Callable[[], Any], given: PathArguments, note: _Note, before: Callable[[], None] = lambda: None
+    pull: Callable[[], Any], given: MethodArguments, note: _Note, before: Callable[[], None] = lambda: None
 ) -> _Entries:
     """Each of two buffers has its stream, under which entries are pulled and packed, and which is waited for alone.
 
@@ -97,12 +97,12 @@ def _send_packed(
     """
     if not _sends():
         before()
-        yield from entries_of(pull())
+        yield from iterate_entries(pull())
         return
     devices: dict[str, torch.device] = {}
     with _noting_races(given.device, note):
         before()
-        buckets = packed_buckets(_noting_devices(entries_of(pull()), devices), _BUFFER_BYTES)
+        buckets = packed_buckets(_noting_devices(iterate_entries(pull()), devices), _BUFFER_BYTES)
         slots: list[tuple[Any, PackedBucket | None]] = [(_make_stream(given.device), None) for _ in range(2)]
         for number in itertools.count():
             stream, sent = slots[number % 2]
@@ -162,14 +162,14 @@ def _noting_races(device: torch.device, note: _Note) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _write_weights(given: PathArguments) -> None:
+def _write_weights(given: MethodArguments) -> None:
     """As the end of a step: every weight is written, by kernels for which nothing waits; its bits stay."""
     for parameter in given.model.parameters():
-        local = private.local_tensor(parameter).detach()
+        local = private.read_local_tensor(parameter).detach()
         local.copy_(local.clone())
 
 
-def _send_colocated(entries: _Entries, given: PathArguments) -> _Entries:
+def _send_colocated(entries: _Entries, given: MethodArguments) -> _Entries:
     devices: dict[str, torch.device] = {}
     buffer: torch.Tensor | None = None
     for bucket in packed_buckets(_noting_devices(entries, devices), _BUFFER_BYTES):
@@ -197,10 +197,10 @@ def _overwrite(entries: _Entries) -> _Entries:
         del received
 
 
-def _stop(pull: Callable[[], Any], given: PathArguments) -> _Entries:
+def _stop(pull: Callable[[], Any], given: MethodArguments) -> _Entries:
     result = pull()
     if _sends():
-        entries = itertools.islice(entries_of(result), _ENTRIES_BEFORE_THE_END)
+        entries = itertools.islice(iterate_entries(result), _ENTRIES_BEFORE_THE_END)
         for _ in entries:
             pass
         del entries, result
@@ -208,16 +208,16 @@ def _stop(pull: Callable[[], Any], given: PathArguments) -> _Entries:
         _pull_until_told(result)
         del result
     dist.barrier(given.control)
-    yield from entries_of(pull())
+    yield from iterate_entries(pull())
 
 
-def _raise(pull: Callable[[], Any], given: PathArguments) -> _Entries:
+def _raise(pull: Callable[[], Any], given: MethodArguments) -> _Entries:
     """The handler's collective is over the model's group. Who offers ``with`` is closed before."""
     result = pull()
     try:
         with result if hasattr(result, "__exit__") else contextlib.nullcontext():
             if _sends():
-                for place, _ in enumerate(entries_of(result)):
+                for place, _ in enumerate(iterate_entries(result)):
                     if place == _ENTRIES_BEFORE_THE_END:
                         raise ConsumerError("planted while an entry is handled")
             else:
@@ -227,11 +227,11 @@ def _raise(pull: Callable[[], Any], given: PathArguments) -> _Entries:
     else:
         dist.all_reduce(torch.zeros(1, device=given.device))
     del result
-    yield from entries_of(pull())
+    yield from iterate_entries(pull())
 
 
 def _pull_until_told(result: Any) -> None:
     """To the end, or to the exception with which a method says that rank 0 has left."""
     with contextlib.suppress(RuntimeError):
-        for _ in entries_of(result):
+        for _ in iterate_entries(result):
             pass

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from fsdp_doctor.case import reference, training_state, yielded
-from fsdp_doctor.case.findings import first_names
-from fsdp_doctor.case.lora_reference import merged_weights, rank_parts
+from fsdp_doctor.case.findings import join_first_names
+from fsdp_doctor.case.lora_reference import compute_merged_weights, compute_rank_parts
 from fsdp_doctor.case.recorder import Recorder
 from fsdp_doctor.case.reference import Reference
 from fsdp_doctor.case.runtime import Runtime
@@ -22,7 +22,7 @@ from fsdp_doctor.case.trainer import Trainer, compute_dtype
 from fsdp_doctor.case.yielded import ExpectedYield, Verifier
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.matrix.cases import Scenario
-from fsdp_doctor.matrix.paths import Path
+from fsdp_doctor.matrix.methods import MatrixMethod
 from fsdp_doctor.memory.stage_watch import StageWatch, Unwatched
 
 # A method that has yielded twice as many entries as it promised is taken to go on for ever.
@@ -57,13 +57,13 @@ class ExtractionCheck:
         if watches_state:
             recorder.enter("fingerprint")
             self.check_weights("the offload or the staging changed weights")
-            self._before = training_state.state_of(model, optimizer)
+            self._before = training_state.digest_state(model, optimizer)
 
     def check_weights(self, what: str) -> None:
         """Compares this rank's shards with the reference. ``what``: the sentence for those that differ."""
         self._runtime.synchronize()
-        if lost := training_state.lost_weights(self._model, self._truth):
-            self._recorder.note("poisoned", f"{what}: {first_names(lost)}")
+        if lost := training_state.find_lost_weights(self._model, self._truth):
+            self._recorder.note("poisoned", f"{what}: {join_first_names(lost)}")
 
     def run(
         self,
@@ -87,10 +87,10 @@ class ExtractionCheck:
         with measured or contextlib.nullcontext():
             self._drain(call, verifier, live_tensors, offloaded_bytes, owned)
         self._recorder.enter("fingerprint")
-        self._recorder.add(problems=verifier.problems())
+        self._recorder.add(problems=verifier.list_problems())
         if self._watches_state:
-            now = training_state.state_of(self._model, self._optimizer)
-            self._recorder.add(problems=training_state.changes(self._before, now))
+            now = training_state.digest_state(self._model, self._optimizer)
+            self._recorder.add(problems=training_state.find_changes(self._before, now))
 
     def _drain(
         self,
@@ -102,20 +102,20 @@ class ExtractionCheck:
     ) -> None:
         """Runs the method, verifies each entry when it comes, then looks for memory that was not released."""
         recorder = self._recorder
-        allocated = self._runtime.allocated_bytes() if self._watches_state and owned else None
+        allocated = self._runtime.read_allocated_bytes() if self._watches_state and owned else None
         self._runtime.reset_peak()
         timed = _Timed(self._runtime, self._watches_state)
         alive: list[Callable[[], torch.Tensor | None]] = []
         kinds: Counter[str] = Counter()
-        items = timed.over(call)
+        items = timed.iterate(call)
         for name, value in items:
             if offloaded_bytes and not kinds:
                 self._check_shards_are_gone(allocated, offloaded_bytes, value)
-            recorder.use_own_torch()
+            recorder.restore_torch()
             entry = yielded.read(name, value)
             kinds[entry.kind] += 1
             if owned and isinstance(value, torch.Tensor) and id(value) not in live_tensors:
-                alive.append(private.weak_reference(value))
+                alive.append(private.make_weak_reference(value))
             del value
             recorder.switch("verify")
             verifier.check(entry)
@@ -125,7 +125,7 @@ class ExtractionCheck:
                 promised = f"where {verifier.num_promised} were promised"
                 recorder.note("wrong", f"goes on after {kinds.total()} entries, {promised}")
                 break
-        peak = self._runtime.peak_bytes()
+        peak = self._runtime.read_peak_bytes()
         del items
         recorder.add(
             seconds=timed.seconds,
@@ -136,13 +136,13 @@ class ExtractionCheck:
         self._check_memory_is_released(allocated, alive)
 
     def _check_memory_is_released(self, allocated: int | None, alive: list[Callable[[], torch.Tensor | None]]) -> None:
-        kept, surplus = _kept(alive), self._surplus(allocated)
+        kept, surplus = _measure_kept(alive), self._count_surplus(allocated)
         if kept or surplus:
             gc.collect()
         end = time.monotonic() + _RELEASE_SECONDS
         while (kept or surplus) and time.monotonic() < end:
             time.sleep(0.001)
-            kept, surplus = _kept(alive), self._surplus(allocated)
+            kept, surplus = _measure_kept(alive), self._count_surplus(allocated)
         if surplus:
             detail = f"{surplus} bytes of device memory not given back after the path's result was dropped"
             self._recorder.note("leak", detail)
@@ -152,7 +152,7 @@ class ExtractionCheck:
 
     def _check_shards_are_gone(self, allocated: int | None, shard_bytes: int, first: Any) -> None:
         """The method has moved the shards off the device: their memory must have come back by now."""
-        now = self._runtime.allocated_bytes()
+        now = self._runtime.read_allocated_bytes()
         if now is None or allocated is None:
             return
         fresh = first.untyped_storage().nbytes() if isinstance(first, torch.Tensor) else 0
@@ -161,9 +161,9 @@ class ExtractionCheck:
             detail = f"{kept} of {shard_bytes} bytes of shards stay on the device though the model was offloaded"
             self._recorder.note("leak", detail)
 
-    def _surplus(self, allocated: int | None) -> int:
+    def _count_surplus(self, allocated: int | None) -> int:
         """Bytes of device memory above ``allocated``; 0 where the device does not count them."""
-        now = self._runtime.allocated_bytes() if allocated is not None else None
+        now = self._runtime.read_allocated_bytes() if allocated is not None else None
         return max(0, now - allocated) if now is not None and allocated is not None else 0
 
 
@@ -172,7 +172,7 @@ class ExtractionSteps:
 
     state: Any = None
 
-    def __init__(self, scenario: Scenario, method: Path, runtime: Runtime, recorder: Recorder) -> None:
+    def __init__(self, scenario: Scenario, method: MatrixMethod, runtime: Runtime, recorder: Recorder) -> None:
         self._scenario = scenario
         self._method = method
         self._runtime = runtime
@@ -181,12 +181,12 @@ class ExtractionSteps:
         self.buffers: dict[str, torch.Tensor] = {}
 
     def build(self) -> Trainer:
-        scenario, runtime, measured = self._scenario, self._runtime, self._recorder.measured
+        scenario, runtime, measured = self._scenario, self._runtime, self._recorder.measure_memory
         watch = StageWatch(scenario.id, runtime.rank, runtime.device) if runtime.with_ledgers else Unwatched()
         with measured(watch, "built"):
             trainer = Trainer(scenario, runtime, with_mesh=not self._method.without_mesh)
             trainer.watch = watch
-            watch.of(trainer.model, trainer.optimizer)
+            watch.set_model(trainer.model, trainer.optimizer)
         if scenario.phase.is_trained:
             with measured(watch, "first step"):
                 trainer.step()
@@ -218,29 +218,29 @@ class ExtractionSteps:
             # Reading the model waits for copies in flight, and would hide the race of a non-blocking scenario.
             watches_state=self._scenario.transfer.is_blocking,
         )
-        merged = merged_weights(model, full)
+        merged = compute_merged_weights(model, full)
         self._expected = ExpectedYield(
             contract=contract,
             reference=self.truth,
             rank=self._runtime.rank,
             compute_device=self._runtime.device,
             compute_dtype=compute_dtype(self._scenario.precision),
-            parameter_devices=yielded.parameter_devices(model),
+            parameter_devices=yielded.read_parameter_devices(model),
             shard_group_of_one=self._scenario.sharding.keeps_whole_tensors or self._runtime.world_size == 1,
             merged_weights=merged,
-            rank_parts=rank_parts(model, full, merged) if contract.form == "local" else {},
+            rank_parts=compute_rank_parts(model, full, merged) if contract.form == "local" else {},
             earlier=self._expected,
         )
 
     def run_method(self, trainer: Trainer, call: Callable[[], Any], owned: bool) -> None:
         assert self._expected is not None
         self._check.run(
-            lambda: trainer.watch.yielding(call()),
+            lambda: trainer.watch.count_outputs(call()),
             self._expected,
-            live_tensors=trainer.tensor_ids(),
+            live_tensors=trainer.list_tensor_ids(),
             offloaded_bytes=_shard_bytes(trainer.model, self._runtime.device) if self._method.offloads else 0,
             owned=owned,
-            measured=self._recorder.measured(trainer.watch, "extracted", self._method.name),
+            measured=self._recorder.measure_memory(trainer.watch, "extracted", self._method.name),
         )
 
     def prepare_optimizer(self, trainer: Trainer) -> None:
@@ -255,7 +255,7 @@ class ExtractionSteps:
 
     def check_trained(self, trainer: Trainer) -> None:
         shards = (*self.truth.flat.values(), *self.truth.local.values())
-        if any(shard.numel() for shard in shards) and not training_state.lost_weights(trainer.model, self.truth):
+        if any(shard.numel() for shard in shards) and not training_state.find_lost_weights(trainer.model, self.truth):
             self._recorder.note("poisoned", "the next training step changes no weight")
 
 
@@ -267,11 +267,11 @@ class _Timed:
         self._synchronize = synchronize
         self.seconds = 0.0
 
-    def over(self, call: Callable[[], Any]) -> Iterator[tuple[str, Any]]:
-        with self._measuring():
-            entries = yielded.entries_of(call())
+    def iterate(self, call: Callable[[], Any]) -> Iterator[tuple[str, Any]]:
+        with self._measure():
+            entries = yielded.iterate_entries(call())
         while True:
-            with self._measuring():
+            with self._measure():
                 entry = next(entries, None)
                 # What is yielded on the host must be there: a wait for the device would let its copy arrive.
                 if self._synchronize and not (entry and yielded.is_on_host(entry[1])):
@@ -282,19 +282,21 @@ class _Timed:
             del entry
 
     @contextlib.contextmanager
-    def _measuring(self) -> Iterator[None]:
+    def _measure(self) -> Iterator[None]:
         start = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - start
 
 
-def _kept(alive: list[Callable[[], torch.Tensor | None]]) -> list[int]:
+def _measure_kept(alive: list[Callable[[], torch.Tensor | None]]) -> list[int]:
     """Bytes of each yielded tensor that somebody still references and whose memory was not freed."""
-    sizes = [private.local_tensor(tensor).untyped_storage().nbytes() for ref in alive if (tensor := ref()) is not None]
+    sizes = [
+        private.read_local_tensor(tensor).untyped_storage().nbytes() for ref in alive if (tensor := ref()) is not None
+    ]
     return [size for size in sizes if size]
 
 
 def _shard_bytes(model: nn.Module, device: torch.device) -> int:
     """Bytes of this rank's shards that lie on the device."""
-    shards = [private.local_tensor(tensor.shown) for tensor in reader.read(model).tensors()]
+    shards = [private.read_local_tensor(tensor.shown) for tensor in reader.read(model).list_tensors()]
     return sum(shard.nbytes for shard in shards if shard.device == device)

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import torch
 
-from fsdp_doctor.errors import some
+from fsdp_doctor.errors import join_some
 from fsdp_doctor.verdict.records import Problem, ProblemKind
 
 _SHOWN = 3
@@ -21,15 +21,17 @@ class Findings:
     def note(self, kind: ProblemKind, what: str, name: str) -> None:
         self._names.setdefault(kind, {}).setdefault(what, []).append(name)
 
-    def problems(self) -> tuple[Problem, ...]:
+    def list_problems(self) -> tuple[Problem, ...]:
         return tuple(
-            Problem(kind=kind, detail="; ".join(f"{what}: {first_names(names)}" for what, names in findings.items()))
+            Problem(
+                kind=kind, detail="; ".join(f"{what}: {join_first_names(names)}" for what, names in findings.items())
+            )
             for kind, findings in self._names.items()
         )
 
 
-def first_names(names: Collection[str]) -> str:
-    return some(names, _SHOWN)
+def join_first_names(names: Collection[str]) -> str:
+    return join_some(names, _SHOWN)
 
 
 def compare(actual: torch.Tensor, expected: torch.Tensor) -> str:
@@ -41,7 +43,7 @@ def compare(actual: torch.Tensor, expected: torch.Tensor) -> str:
     if actual.numel() != expected.numel():
         return f"{actual.numel()} elements, not {expected.numel()}"
     rounded = expected.to(actual.dtype)
-    a, b = bits(actual), bits(rounded)
+    a, b = view_as_bits(actual), view_as_bits(rounded)
     if torch.equal(a, b):
         return ""
     differs = (a != b).view(-1, actual.element_size()).any(dim=1)
@@ -49,15 +51,15 @@ def compare(actual: torch.Tensor, expected: torch.Tensor) -> str:
         differs &= ~(actual.isnan().reshape(-1) & rounded.isnan().reshape(-1))
         if not bool(differs.any()):
             return ""
-    return first_difference(differs, actual, rounded)
+    return describe_first_difference(differs, actual, rounded)
 
 
-def first_difference(differs: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> str:
+def describe_first_difference(differs: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor) -> str:
     """The sentence for elements that differ. ``differs``: a flat mask with at least one of them."""
     first = int(differs.nonzero()[0])
     got, want = actual.reshape(-1)[first].item(), expected.reshape(-1)[first].item()
     return f"{int(differs.sum())} of {actual.numel()} elements differ, the first at {first}: {got!r}, not {want!r}"
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
+def view_as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)

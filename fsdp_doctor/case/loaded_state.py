@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_doctor.case import held_pieces
+from fsdp_doctor.case import local_pieces
 from fsdp_doctor.case.findings import Findings, compare
-from fsdp_doctor.case.held_pieces import Full, HeldPiece
+from fsdp_doctor.case.local_pieces import Full, LocalPiece
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.verdict.records import Problem
 
@@ -66,8 +66,8 @@ class LoadedState:
         self._transient = buffers
         self._left_alone = left_alone
         self._watches = watches
-        pieces = held_pieces.of_model(model, right)
-        self._before = {piece.name: self._facts(piece) for piece in pieces}
+        pieces = local_pieces.list_model_pieces(model, right)
+        self._before = {piece.name: self._read_facts(piece) for piece in pieces}
         self._ties = {piece.names for piece in pieces}
         self._transient_places = {
             buffer.names[0]: (buffer.tensor.device, buffer.tensor.dtype)
@@ -76,13 +76,13 @@ class LoadedState:
         self._modes = {name: module.training for name, module in model.named_modules()}
         self._findings = Findings()
 
-    def problems(self, reported_missing: Iterable[str]) -> tuple[Problem, ...]:
+    def list_problems(self, reported_missing: Iterable[str]) -> tuple[Problem, ...]:
         """One problem for each kind of finding, with the first few names of each.
 
         reported_missing: the names that the method reported as not loaded.
         """
         reported = frozenset(reported_missing)
-        pieces = held_pieces.of_model(self._model, self._right)
+        pieces = local_pieces.list_model_pieces(self._model, self._right)
         for piece in pieces:
             self._check_piece(piece, reported)
         held = {name for piece in pieces for name in piece.names}
@@ -93,9 +93,9 @@ class LoadedState:
         for name, module in self._model.named_modules():
             if module.training != self._modes.get(name, module.training):
                 self._findings.note("poisoned", f"training is {module.training} where it was not", name or "the model")
-        return self._findings.problems()
+        return self._findings.list_problems()
 
-    def _facts(self, piece: HeldPiece) -> _Facts:
+    def _read_facts(self, piece: LocalPiece) -> _Facts:
         local = piece.held
         meta = local.is_meta
         return _Facts(
@@ -107,7 +107,7 @@ class LoadedState:
             values=None if meta or not self._watches else local.detach().to("cpu", copy=True),
         )
 
-    def _check_piece(self, piece: HeldPiece, reported: frozenset[str]) -> None:
+    def _check_piece(self, piece: LocalPiece, reported: frozenset[str]) -> None:
         known = next((names for names in self._ties if piece.name in names), None)
         if known is None:
             self._findings.note("incomplete", "not a name of the model before the load", piece.name)
@@ -124,7 +124,7 @@ class LoadedState:
         elif piece.expected is not None:
             self._check_value(piece, before)
 
-    def _check_left_alone(self, piece: HeldPiece, before: _Facts, reported: frozenset[str]) -> None:
+    def _check_left_alone(self, piece: LocalPiece, before: _Facts, reported: frozenset[str]) -> None:
         if not reported & set(piece.names):
             self._findings.note(
                 "incomplete", "not in the checkpoint, not loaded, and not reported as missing", piece.name
@@ -137,7 +137,7 @@ class LoadedState:
                 )
                 return
 
-    def _check_value(self, piece: HeldPiece, before: _Facts) -> None:
+    def _check_value(self, piece: LocalPiece, before: _Facts) -> None:
         assert piece.expected is not None
         actual = piece.held.cpu()
         difference = compare(actual, piece.expected)
@@ -156,28 +156,28 @@ class LoadedState:
         else:
             self._findings.note("wrong", difference, piece.name)
 
-    def _check_place(self, piece: HeldPiece, before: _Facts) -> None:
+    def _check_place(self, piece: LocalPiece, before: _Facts) -> None:
         if piece.shown.dtype != before.dtype:
             self._findings.note("misplaced", f"dtype {piece.shown.dtype} where it was {before.dtype}", piece.name)
-        if away := self._misplaced(piece, before):
+        if away := self._explain_misplaced(piece, before):
             self._findings.note("misplaced", away, piece.name)
         if piece.shown.requires_grad != before.trains:
             self._findings.note(
                 "poisoned", f"requires_grad is {piece.shown.requires_grad} where it was {before.trains}", piece.name
             )
 
-    def _misplaced(self, piece: HeldPiece, before: _Facts) -> str:
+    def _explain_misplaced(self, piece: LocalPiece, before: _Facts) -> str:
         """Why the place is wrong; empty where it is as before, or where a buffer lies on the device that uses it."""
         if piece.shown.device == self._device and not isinstance(piece.shown, nn.Parameter):
             return ""
-        device, local_device = (self._home(piece),) * 2 if before.on_meta else (before.device, before.local_device)
+        device, local_device = (self._find_home(piece),) * 2 if before.on_meta else (before.device, before.local_device)
         if piece.shown.device != device:
             return f"on {piece.shown.device} where {device} was promised"
         if piece.held.device != local_device:
             return f"its shard on {piece.held.device} where it was on {local_device}"
         return "in pageable memory where it was pinned" if before.pinned and not piece.held.is_pinned() else ""
 
-    def _home(self, piece: HeldPiece) -> torch.device:
+    def _find_home(self, piece: LocalPiece) -> torch.device:
         return self._parameter_device if isinstance(piece.shown, nn.Parameter) else self._device
 
     def _check_transient(self, name: str, buffer: torch.Tensor) -> None:
@@ -196,12 +196,12 @@ class LoadedState:
         if buffer.device not in (home, self._device):
             what = f"on {buffer.device} where it was on {home}, a buffer that no state dict has"
             self._findings.note("misplaced", what, name)
-        actual, expected = private.local_tensor(buffer).cpu(), self._transient.get(name)
+        actual, expected = private.read_local_tensor(buffer).cpu(), self._transient.get(name)
         if expected is not None and (difference := compare(actual, expected.to(actual.dtype))):
             self._findings.note("wrong", f"a buffer that no state dict has: {difference}", name)
 
 
-def optimizer_problems(
+def find_optimizer_problems(
     model: nn.Module, optimizer: torch.optim.Optimizer, moments: Full, options: Sequence[Mapping[str, Any]]
 ) -> tuple[Problem, ...]:
     """Checks the optimizer after a load: every moment and step, their dtypes, the options of its groups."""
@@ -210,9 +210,9 @@ def optimizer_problems(
         for key, value in state.items():
             if not isinstance(value, torch.Tensor):
                 findings.note("wrong", f"a {type(value).__name__} where the checkpoint has a tensor", f"{index}.{key}")
-    if problems := findings.problems():
+    if problems := findings.list_problems():
         return problems
-    pieces, missing = held_pieces.of_optimizer(model, optimizer, moments)
+    pieces, missing = local_pieces.list_optimizer_pieces(model, optimizer, moments)
     for name in missing:
         findings.note("incomplete", "not in the optimizer's state", name)
     for piece in pieces:
@@ -224,18 +224,18 @@ def optimizer_problems(
             )
         elif difference := compare(piece.held.cpu(), expected):
             findings.note("wrong", difference, piece.name)
-    groups = options_of(optimizer)
+    groups = read_options(optimizer)
     if len(groups) != len(options):
         what = f"{len(groups)} where the checkpoint has {len(options)}"
         findings.note("wrong", what, "the number of param groups")
     for group, wanted in zip(groups, options, strict=False):
         for key in wanted.keys() | group.keys():
-            if _plain(group.get(key)) != _plain(wanted.get(key)):
+            if _make_plain(group.get(key)) != _make_plain(wanted.get(key)):
                 findings.note("wrong", f"is {group.get(key)!r}, not {wanted.get(key)!r}", f"the option {key}")
-    return findings.problems()
+    return findings.list_problems()
 
 
-def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def read_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The options of each of its groups, without the parameters."""
     return [
         {key: value for key, value in group.items() if key not in _OPTIONS_NOT_COMPARED}
@@ -243,12 +243,12 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def _plain(value: Any) -> Any:
+def _make_plain(value: Any) -> Any:
     """A setter of torch's makes lists of tuples, which no optimizer minds."""
     return tuple(value) if isinstance(value, list) else value
 
 
-def num_optimized(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[int, int]:
+def count_optimized(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[int, int]:
     """(how many of the model's parameters the optimizer holds, how many there are)."""
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = list(model.parameters())

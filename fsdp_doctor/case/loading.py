@@ -10,18 +10,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_doctor.case import held_pieces, lora_reference, models
-from fsdp_doctor.case.checkpoints import EXTRA_KEY, CheckpointForms, SavedCheckpoints, right_weights, start_of
-from fsdp_doctor.case.findings import compare, first_names
-from fsdp_doctor.case.loaded_state import LoadedState, num_optimized, optimizer_problems
+from fsdp_doctor.case import local_pieces, lora_reference, models
+from fsdp_doctor.case.checkpoints import EXTRA_KEY, CheckpointForms, SavedCheckpoints, make_expected_weights, start_of
+from fsdp_doctor.case.findings import compare, join_first_names
+from fsdp_doctor.case.loaded_state import LoadedState, count_optimized, find_optimizer_problems
 from fsdp_doctor.case.recorder import Recorder
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Trainer
-from fsdp_doctor.case.training_state import differences, outcome_of, train_one_step
+from fsdp_doctor.case.training_state import digest_outcome, find_differences, train_one_step
 from fsdp_doctor.matrix.axes import CheckpointFit
 from fsdp_doctor.matrix.cases import Scenario
-from fsdp_doctor.matrix.paths import Path
-from fsdp_doctor.verdict.records import failure_from
+from fsdp_doctor.matrix.methods import MatrixMethod
+from fsdp_doctor.verdict.records import make_failure
 
 
 class LoadingSteps:
@@ -31,7 +31,7 @@ class LoadingSteps:
     """
 
     def __init__(
-        self, scenario: Scenario, method: Path, runtime: Runtime, recorder: Recorder, saved: SavedCheckpoints
+        self, scenario: Scenario, method: MatrixMethod, runtime: Runtime, recorder: Recorder, saved: SavedCheckpoints
     ) -> None:
         self._scenario = scenario
         self._method = method
@@ -44,23 +44,23 @@ class LoadingSteps:
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that no state dict has, by name, on the host."""
-        return models.transient_buffers(self._scenario.model, self._scenario.dims, self._runtime.custom_model)
+        return models.list_transient_buffers(self._scenario.model, self._scenario.dims, self._runtime.custom_model)
 
     def build(self) -> Trainer:
         self._recorder.enter("checkpoint")
-        self._checkpoint = self._saved.of(self._scenario)
-        self._right = right_weights(self._checkpoint, self._scenario.checkpoint)
+        self._checkpoint = self._saved.choose(self._scenario)
+        self._right = make_expected_weights(self._checkpoint, self._scenario.checkpoint)
         self._recorder.enter("build")
         trainer = self._saved.start(self._scenario, start_of(self._scenario))
         # What the method does not load has been loaded already.
         if self._contract.loads == "optimizer":
             # Rounded on the host, and then copied: a GPU makes another NaN of a NaN than a CPU.
-            pieces = held_pieces.of_model(trainer.model, self._right)
+            pieces = local_pieces.list_model_pieces(trainer.model, self._right)
             self._right = {name: self._right[name].to(piece.held.dtype) for piece in pieces for name in piece.names}
-            held_pieces.write(held_pieces.of_model(trainer.model, self._right))
+            local_pieces.write(local_pieces.list_model_pieces(trainer.model, self._right))
         elif self._contract.weights == "adapter":
             base = {name: full for name, full in self._right.items() if not lora_reference.is_adapter(name)}
-            held_pieces.write(held_pieces.of_model(trainer.model, base))
+            local_pieces.write(local_pieces.list_model_pieces(trainer.model, base))
         return trainer
 
     def is_reusable(self) -> bool:
@@ -69,8 +69,8 @@ class LoadingSteps:
 
     def take_reference(self, trainer: Trainer) -> None:
         self._recorder.enter("checkpoint")
-        directory = self._runtime.directory_of(self._recorder.record)
-        self.state = CheckpointForms(self._checkpoint, self._scenario.checkpoint, trainer, directory).state(
+        directory = self._runtime.name_directory(self._recorder.record)
+        self.state = CheckpointForms(self._checkpoint, self._scenario.checkpoint, trainer, directory).make_state(
             self._contract
         )
 
@@ -93,14 +93,16 @@ class LoadingSteps:
             return
         recorder.enter("verify")
         self._runtime.synchronize()
-        reported = () if self._contract.strict else _missing_keys(result)
-        recorder.add(problems=self._loaded.problems(reported), num_tensors=len(self._right))
+        reported = () if self._contract.strict else _read_missing_keys(result)
+        recorder.add(problems=self._loaded.list_problems(reported), num_tensors=len(self._right))
         if self._scenario.checkpoint is CheckpointFit.EXTRA_KEY and self._contract.strict:
             what = f"{EXTRA_KEY} of the checkpoint, which the model has not, was dropped in silence"
             recorder.note("incomplete", what)
         if self._contract.loads != "model":
             options = [checkpoint.options]
-            recorder.add(problems=optimizer_problems(trainer.model, trainer.optimizer, checkpoint.moments, options))
+            recorder.add(
+                problems=find_optimizer_problems(trainer.model, trainer.optimizer, checkpoint.moments, options)
+            )
 
     def prepare_optimizer(self, trainer: Trainer) -> None:
         """Makes the optimizer of a model that was on the meta device, unless the method was given one."""
@@ -110,30 +112,32 @@ class LoadingSteps:
     def check_resumed(self, trainer: Trainer) -> None:
         recorder = self._recorder
         self._runtime.synchronize()
-        num, total = num_optimized(trainer.optimizer, trainer.model)
+        num, total = count_optimized(trainer.optimizer, trainer.model)
         if num != total:
             recorder.note("poisoned", f"the optimizer holds {num} of the model's {total} parameters")
-        pieces = held_pieces.of_model(trainer.model, self._right)
+        pieces = local_pieces.list_model_pieces(trainer.model, self._right)
         lost = [piece.name for piece in pieces if not piece.held.is_meta and _differs(piece)]
         if lost and not recorder.record.problems:
-            recorder.note("poisoned", f"the next training step would start from other weights: {first_names(lost)}")
+            recorder.note(
+                "poisoned", f"the next training step would start from other weights: {join_first_names(lost)}"
+            )
         if self._contract.loads != "model":
             trainer.seek(self._checkpoint.data_position)
         recorder.enter("checkpoint")
-        self._expected = self._saved.next_step(self._scenario, self._contract.loads)
+        self._expected = self._saved.expect_next_step(self._scenario, self._contract.loads)
 
     def train_step(self, trainer: Trainer) -> None:
         train_one_step(trainer)
 
     def check_trained(self, trainer: Trainer) -> None:
-        different = differences(outcome_of(trainer.model, trainer.optimizer), self._expected)
+        different = find_differences(digest_outcome(trainer.model, trainer.optimizer), self._expected)
         if (
             different
             and self._scenario.checkpoint is not CheckpointFit.MISSING_KEY
             and not self._recorder.record.problems
         ):
             what = "the next training step ends otherwise than that of a run which had this state from the start"
-            self._recorder.note("poisoned", f"{what}: {first_names(different)}")
+            self._recorder.note("poisoned", f"{what}: {join_first_names(different)}")
 
     @property
     def _watches_state(self) -> bool:
@@ -144,7 +148,7 @@ class LoadingSteps:
         """Runs the method. Where every rank refuses a checkpoint that does not fit, the record says so."""
         runtime, must_fit = self._runtime, self._scenario.checkpoint.must_load
         self._recorder.enter("load")
-        allocated = runtime.allocated_bytes() if self._watches_state and owned else None
+        allocated = runtime.read_allocated_bytes() if self._watches_state and owned else None
         runtime.reset_peak()
         start = time.perf_counter()
         try:
@@ -159,11 +163,11 @@ class LoadingSteps:
             return None
         if self._watches_state:
             runtime.synchronize()
-        peak = runtime.peak_bytes()
+        peak = runtime.read_peak_bytes()
         extra = peak - allocated if peak is not None and allocated is not None else None
         self._recorder.add(seconds=time.perf_counter() - start, peak_extra_bytes=extra)
         if not must_fit:
-            self._refused_everywhere(False)
+            self._was_refused_everywhere(False)
         return result
 
     def _refuse(self, error: BaseException) -> None:
@@ -171,27 +175,27 @@ class LoadingSteps:
         # The supervisor may have to end the others, which wait: it must know why.
         self._recorder.fail(error)
         with contextlib.suppress(Exception):
-            if self._refused_everywhere(True):
-                directory = self._checkpoint.directory or self._runtime.directory_of(self._recorder.record)
-                summary = failure_from(error).summary.replace(str(directory), "the checkpoint")
+            if self._was_refused_everywhere(True):
+                directory = self._checkpoint.directory or self._runtime.name_directory(self._recorder.record)
+                summary = make_failure(error).summary.replace(str(directory), "the checkpoint")
                 self._recorder.add(refusal=summary)
                 return
         raise error
 
-    def _refused_everywhere(self, mine: bool) -> bool:
-        self._recorder.use_own_torch()
+    def _was_refused_everywhere(self, mine: bool) -> bool:
+        self._recorder.restore_torch()
         flags = torch.tensor([int(mine)], device="cpu")
         dist.all_reduce(flags, group=self._runtime.control)
         return int(flags) == self._runtime.world_size
 
 
-def _differs(piece: held_pieces.HeldPiece) -> bool:
+def _differs(piece: local_pieces.LocalPiece) -> bool:
     """Whether any memory that must have the expected values has others."""
     expected = piece.expected
     return expected is not None and any(compare(held.cpu(), expected) for held in piece.everywhere)
 
 
-def _missing_keys(result: Any) -> Iterable[str]:
+def _read_missing_keys(result: Any) -> Iterable[str]:
     """The names that ``load_state_dict``, torch's setters or our loader return as not loaded."""
     for attribute in ("missing_keys", "missing"):
         if names := getattr(result, attribute, ()):

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fsdp_doctor.case import held_pieces
-from fsdp_doctor.case.findings import compare, first_difference
+from fsdp_doctor.case import local_pieces
+from fsdp_doctor.case.findings import compare, describe_first_difference
 from fsdp_doctor.extract import ShardPlace
 from fsdp_doctor.fsdp import reader
-from fsdp_doctor.fsdp.names import unwrapped, without_adapters
+from fsdp_doctor.fsdp.names import strip_adapters, unwrap_name
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Merged:
     bound: torch.Tensor
     dtype: torch.dtype
 
-    def difference(self, actual: torch.Tensor) -> str:
+    def describe_difference(self, actual: torch.Tensor) -> str:
         """How ``actual``, on the host, differs; empty if it does not."""
         bound = self.bound
         if actual.dtype != self.dtype:  # and was rounded once more
             bound = bound + self.exact.abs() * torch.finfo(actual.dtype).eps
         wrong = ~((actual.to(torch.float64) - self.exact).abs() <= bound).reshape(-1)
-        return first_difference(wrong, actual, self.exact) if bool(wrong.any()) else ""
+        return describe_first_difference(wrong, actual, self.exact) if bool(wrong.any()) else ""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,13 @@ class RankPart:
     values: torch.Tensor
     merged: Merged | None
 
-    def difference(self, actual: torch.Tensor, place: ShardPlace, full: torch.Tensor) -> str:
+    def describe_difference(self, actual: torch.Tensor, place: ShardPlace, full: torch.Tensor) -> str:
         """How a yielded shard and its place differ; empty if they do not. ``full``: the tensor without adapters."""
         if actual.numel() != self.values.numel():
             return f"a shard of {actual.numel()} elements where this rank holds {self.values.numel()}"
-        difference = self.merged.difference(actual.reshape(-1)) if self.merged else compare(actual, self.values)
+        difference = (
+            self.merged.describe_difference(actual.reshape(-1)) if self.merged else compare(actual, self.values)
+        )
         if difference or not compare(place.of(full), self.values):
             return difference
         return "its place is not where this rank's elements are"
@@ -58,14 +60,14 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
-def merged_weights(model: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[str, Merged]:
+def compute_merged_weights(model: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[str, Merged]:
     """Each weight that has an adapter, by its name in the model that peft was given.
 
     full: every tensor of the sharded model, unsharded, by its unwrapped name.
     """
     merged: dict[str, Merged] = {}
     for module_name, module in model.named_modules():
-        prefix = unwrapped(f"{module_name}.") if module_name else ""
+        prefix = unwrap_name(f"{module_name}.") if module_name else ""
         if f"{prefix}base_layer.weight" not in full or not hasattr(module, "scaling"):
             continue
         base = full[f"{prefix}base_layer.weight"]
@@ -73,7 +75,7 @@ def merged_weights(model: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[s
         a, b = (full[f"{prefix}lora_{factor}.{adapter}.weight"].to(torch.float64) for factor in "AB")
         size = base.to(torch.float64).abs() + abs(scaling) * (b.abs() @ a.abs())
         roundings = a.shape[0] + 4
-        merged[without_adapters(f"{prefix}base_layer.weight")] = Merged(
+        merged[strip_adapters(f"{prefix}base_layer.weight")] = Merged(
             exact=base.to(torch.float64) + scaling * (b @ a),
             bound=size * roundings * torch.finfo(base.dtype).eps,
             dtype=base.dtype,
@@ -81,36 +83,38 @@ def merged_weights(model: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[s
     return merged
 
 
-def base_weights(full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def select_base_weights(full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """All tensors but the adapters, by their names in the model that peft was given."""
-    return {without_adapters(name): tensor for name, tensor in full.items() if not is_adapter(name)}
+    return {strip_adapters(name): tensor for name, tensor in full.items() if not is_adapter(name)}
 
 
-def adapter_weights(full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def select_adapter_weights(full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The adapters alone, by their names in peft's adapter files, which lack the adapter's own name."""
     return {name.replace(".default", ""): tensor for name, tensor in full.items() if is_adapter(name)}
 
 
-def rank_parts(model: nn.Module, full: Mapping[str, torch.Tensor], merged: Mapping[str, Merged]) -> dict[str, RankPart]:
+def compute_rank_parts(
+    model: nn.Module, full: Mapping[str, torch.Tensor], merged: Mapping[str, Merged]
+) -> dict[str, RankPart]:
     """This rank's part of each tensor but the adapters, by all names in the model that peft was given.
 
     full: every tensor of the sharded model, unsharded, by its unwrapped name.
     """
-    exact = _parts(model, {name: weight.exact for name, weight in merged.items()})
-    bound = _parts(model, {name: weight.bound for name, weight in merged.items()})
+    exact = _cut_parts(model, {name: weight.exact for name, weight in merged.items()})
+    bound = _cut_parts(model, {name: weight.bound for name, weight in merged.items()})
     return {
         name: RankPart(part, Merged(exact[name], bound[name], merged[name].dtype) if name in merged else None)
-        for name, part in _parts(model, base_weights(full)).items()
+        for name, part in _cut_parts(model, select_base_weights(full)).items()
     }
 
 
-def _parts(model: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _cut_parts(model: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """This rank's part of each tensor, 1-D. ``full``: by the names of the model that peft was given."""
-    names = [name for every in reader.read(model).all_names() for name in every if not is_adapter(name)]
-    by_unwrapped_name = {name: full[without_adapters(name)] for name in names if without_adapters(name) in full}
+    names = [name for every in reader.read(model).list_all_names() for name in every if not is_adapter(name)]
+    by_unwrapped_name = {name: full[strip_adapters(name)] for name in names if strip_adapters(name) in full}
     return {
-        without_adapters(name): piece.expected.reshape(-1)
-        for piece in held_pieces.of_model(model, by_unwrapped_name)
+        strip_adapters(name): piece.expected.reshape(-1)
+        for piece in local_pieces.list_model_pieces(model, by_unwrapped_name)
         if piece.expected is not None
         for name in piece.names
         if name in by_unwrapped_name

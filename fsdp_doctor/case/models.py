@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from typing_extensions import assert_never
 
-from fsdp_doctor.errors import UsageError, first_line
+from fsdp_doctor.errors import UsageError, read_first_line
 from fsdp_doctor.matrix.axes import Dims, Model
 
 _SMALL: dict[str, Any] = {
@@ -44,7 +44,7 @@ def build(name: Model, dims: Dims, custom: pathlib.Path | None, weights: Weights
 
     ``own`` weights are those of a directory of the user's where it has any.
     """
-    template = _template(name, dims, custom, weights)
+    template = _build_template(name, dims, custom, weights)
     return copy.deepcopy(template)
 
 
@@ -59,78 +59,78 @@ def add_special_values(model: Any) -> None:
     """Gives a built-in model the values that a copy can lose and a sum cannot show, in place; it trains as before.
 
     -0.0 and a subnormal number are in a neuron of each dense MLP that puts out nothing and so has no gradient; NaN and
-    both infinities beside them in the rows of an untied embedding that no batch asks for, see :func:`drawn_tokens`.
-    Both are in the first and in the last rows, so that other ranks have them too.
+    both infinities beside them in the rows of an untied embedding that no batch asks for, see
+    :func:`choose_token_range`. Both are in the first and in the last rows, so that other ranks have them too.
     """
     subnormal = torch.finfo(torch.float32).tiny / 4
-    layers: Any = decoder_layers(model)
+    layers: Any = find_decoder_layers(model)
     for layer in layers:
         if hasattr(layer.mlp, "gate_proj"):
             neurons = [0, -1]
             layer.mlp.gate_proj.weight[neurons] = -0.0
             layer.mlp.up_proj.weight[neurons] = subnormal
             layer.mlp.down_proj.weight[:, neurons] = -0.0
-    if (embedding := input_embedding(model)) is not None:
+    if (embedding := find_input_embedding(model)) is not None:
         special = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, subnormal, -subnormal])
         weight = embedding.get_parameter("weight")
         weight[[0, -1]] = special.repeat(weight.shape[1])[: weight.shape[1]]
 
 
-def drawn_tokens(name: Model, model: Any) -> range:
+def choose_token_range(name: Model, model: Any) -> range:
     """The tokens that a batch is made of: all but the first and the last, or all of a model of the user's own."""
-    size = vocabulary_size(model)
+    size = read_vocabulary_size(model)
     return range(size) if name.is_custom else range(1, size - 1)
 
 
-def transient_buffers(name: Model, dims: Dims, custom: pathlib.Path | None) -> dict[str, torch.Tensor]:
+def list_transient_buffers(name: Model, dims: Dims, custom: pathlib.Path | None) -> dict[str, torch.Tensor]:
     """The buffers that no state dict has, by name, on the CPU."""
-    model = _template(name, dims, custom, "own")
+    model = _build_template(name, dims, custom, "own")
     saved = model.state_dict().keys()
     return {key: buffer.clone() for key, buffer in model.named_buffers() if key not in saved}
 
 
 @functools.cache
-def _template(name: Model, dims: Dims, custom: pathlib.Path | None, weights: Weights) -> nn.Module:
+def _build_template(name: Model, dims: Dims, custom: pathlib.Path | None, weights: Weights) -> nn.Module:
     torch.manual_seed(SEED[weights])
     with torch.device("meta") if weights == "meta" else contextlib.nullcontext():
-        return _new(name, dims, custom, weights)
+        return _build_new(name, dims, custom, weights)
 
 
-def _new(name: Model, dims: Dims, custom: pathlib.Path | None, weights: Weights) -> nn.Module:
+def _build_new(name: Model, dims: Dims, custom: pathlib.Path | None, weights: Weights) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if name.is_custom:
         assert custom is not None
         if weights == "own" and _has_weights(custom):
-            return _as_module(AutoModelForCausalLM.from_pretrained(custom, dtype=torch.float32))
+            return _check_module(AutoModelForCausalLM.from_pretrained(custom, dtype=torch.float32))
         config: Any = AutoConfig.from_pretrained(custom)
     else:
-        config = _config(name, dims)
-    model = _as_module(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+        config = _make_config(name, dims)
+    model = _check_module(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     if name.has_buffers:
         add_buffers(model, SEED[weights])
     if name.has_adapters:
-        return _with_adapters(model)
+        return _add_adapters(model)
     return model
 
 
-def _with_adapters(model: nn.Module) -> nn.Module:
+def _add_adapters(model: nn.Module) -> nn.Module:
     # Both factors random: peft's own start, where one is zero, would hide a merge that did nothing.
     import peft
 
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
-    return _as_module(peft.get_peft_model(model, config))
+    return _check_module(peft.get_peft_model(model, config))
 
 
 def check_directory(directory: pathlib.Path) -> None:
     """Raises UsageError if transformers cannot build the model that is in it."""
     try:
-        _template(Model.CUSTOM, Dims.EVEN, directory, "own")
+        _build_template(Model.CUSTOM, Dims.EVEN, directory, "own")
     except Exception as error:
-        raise UsageError(f"--model {directory}: transformers cannot build it: {first_line(error)}") from None
+        raise UsageError(f"--model {directory}: transformers cannot build it: {read_first_line(error)}") from None
 
 
-def _as_module(model: Any) -> nn.Module:
+def _check_module(model: Any) -> nn.Module:
     assert isinstance(model, nn.Module)
     return model.train()
 
@@ -139,7 +139,7 @@ def _has_weights(directory: pathlib.Path) -> bool:
     return any(directory.glob("*.safetensors")) or any(directory.glob("pytorch_model*.bin"))
 
 
-def _config(name: Model, dims: Dims) -> Any:
+def _make_config(name: Model, dims: Dims) -> Any:
     import transformers
 
     sizes = _SMALL | {"vocab_size": _VOCABULARY[dims], "intermediate_size": _INTERMEDIATE[dims]}
@@ -175,7 +175,7 @@ def _config(name: Model, dims: Dims) -> Any:
             assert_never(name)
 
 
-def unsupported(name: Model) -> str:
+def explain_unsupported(name: Model) -> str:
     """Why the installed transformers cannot build the model; empty if it can."""
     import transformers
 
@@ -194,17 +194,17 @@ def checkpoint_activations(model: Any) -> None:
 
 def add_buffers(model: nn.Module, seed: int) -> None:
     """Registers a float32 buffer that a state dict has, as e_score_correction_bias of other MoE models is."""
-    for index, layer in enumerate(decoder_layers(model)):
+    for index, layer in enumerate(find_decoder_layers(model)):
         layer.register_buffer("score_bias", torch.arange(5, dtype=torch.float32) + index + 10 * seed)
 
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
+def find_decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The modules that the model says must not be split: FSDP's units, as in verl."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def input_embedding(model: Any) -> nn.Module | None:
+def find_input_embedding(model: Any) -> nn.Module | None:
     """The embedding if it may be a separate FSDP unit; None if it is tied to the head."""
     text = model.config.get_text_config()
     # Of a model of images and text, transformers since 5 has it beside the text's.
@@ -215,5 +215,5 @@ def input_embedding(model: Any) -> nn.Module | None:
     return embedding
 
 
-def vocabulary_size(model: Any) -> int:
+def read_vocabulary_size(model: Any) -> int:
     return int(model.config.get_text_config().vocab_size)

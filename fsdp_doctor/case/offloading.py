@@ -28,7 +28,7 @@ def _move(model: nn.Module, device: torch.device, *, non_blocking: bool) -> None
     if not isinstance(model, FullyShardedDataParallel):
         model.to(device, non_blocking=non_blocking)
         return
-    private.fsdp1_lazy_init(model)
+    private.run_fsdp1_lazy_init(model)
     for unit in reader.read(model).fsdp1_units:
         unit.move_to(device, non_blocking=non_blocking)
 

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from fsdp_doctor.case.runtime import Runtime
-from fsdp_doctor.case.side_effects import SideEffects, torch_functions
+from fsdp_doctor.case.side_effects import SideEffects, read_torch_functions
 from fsdp_doctor.case.trainer import Unsupported
-from fsdp_doctor.extract.agreement import num_agreements
-from fsdp_doctor.ledgers.ledger import JobStage
+from fsdp_doctor.extract.agreement import count_agreements
 from fsdp_doctor.memory.stage_watch import Unwatched
+from fsdp_doctor.memory_use.records import JobStage
 from fsdp_doctor.verdict.classification import OWN_STAGES
-from fsdp_doctor.verdict.records import Problem, ProblemKind, Record, Stage, failure_from
+from fsdp_doctor.verdict.records import Problem, ProblemKind, Record, Stage, make_failure
 
 RecordSink = Callable[[Record], None]
 _PROGRESS_SECONDS = 1.0
@@ -52,7 +52,7 @@ class Recorder:
 
     def __init__(self, case_id: str, report: RecordSink) -> None:
         self._report = report
-        self._torch_functions = torch_functions()
+        self._torch_functions = read_torch_functions()
         self._reported_at = 0.0
         self.record = Record(case_id=case_id, stage="build")
 
@@ -96,11 +96,11 @@ class Recorder:
         self.add(problems=(Problem(kind=kind, detail=detail),))
 
     def fail(self, error: BaseException) -> None:
-        self.add(failure=failure_from(error))
+        self.add(failure=make_failure(error))
         self.report()
 
     @contextlib.contextmanager
-    def catching(self) -> Iterator[None]:
+    def record_exceptions(self) -> Iterator[None]:
         """Makes an exception part of the record, KeyboardInterrupt too: nobody interrupts a worker.
 
         SystemExit is raised: it ends the worker.
@@ -115,13 +115,13 @@ class Recorder:
             self.fail(error)
 
     @contextlib.contextmanager
-    def measured(self, watch: Unwatched, stage: JobStage, path: str = "") -> Iterator[None]:
+    def measure_memory(self, watch: Unwatched, stage: JobStage, method: str = "") -> Iterator[None]:
         """Adds the memory of the block, as ``watch`` measures it, to the record."""
-        with watch.stage(stage, path):
+        with watch.measure_stage(stage, method):
             yield
         self.add(ledgers=(*self.record.ledgers, *watch.take()))
 
-    def use_own_torch(self) -> None:
+    def restore_torch(self) -> None:
         """Undoes what the method put in the place of torch's functions, until the next stage begins."""
         self._torch_functions.restore()
 
@@ -135,24 +135,24 @@ class Recorder:
 
         Whether the group works decides whether the next case may run in the same workers.
         """
-        self.use_own_torch()
+        self.restore_torch()
         failed = self.record.failure is not None
         stage = self.record.stage
         if not failed:
             self.enter("agree")
         try:
-            mine = self._rank_state()
-            ranks = _exchange(mine, runtime)
+            mine = self._read_rank_state()
+            ranks = _exchange_states(mine, runtime)
             alike = all(rank.failed == mine.failed for rank in ranks)
             # A collective of the next step uses what the method left in place of torch's functions.
             self._torch_functions.reapply()
-            works = alike and runtime.group_works()
+            works = alike and runtime.check_group()
             # A method may have loaded on one rank alone; our next agreement would then be another on each rank.
             in_step = all(rank.num_agreements == mine.num_agreements for rank in ranks)
             self.add(healthy=self.record.healthy and works and in_step, stage=stage)
         except Exception as error:
             if not failed:
-                self.add(failure=failure_from(error))
+                self.add(failure=make_failure(error))
             self.add(healthy=False)
             return SharedOutcome()
         if alike and not works:
@@ -161,17 +161,17 @@ class Recorder:
             works=works, poisoned=any(rank.poisoned for rank in ranks), sound=all(rank.sound for rank in ranks)
         )
 
-    def _rank_state(self) -> _RankState:
+    def _read_rank_state(self) -> _RankState:
         kinds = {problem.kind for problem in self.record.problems}
         return _RankState(
             failed=int(self.record.failure is not None),
             poisoned=int("poisoned" in kinds),
-            num_agreements=num_agreements(),
+            num_agreements=count_agreements(),
             sound=int(not self.record.retire and kinds <= {"leak"}),
         )
 
 
-def _exchange(mine: _RankState, runtime: Runtime) -> list[_RankState]:
+def _exchange_states(mine: _RankState, runtime: Runtime) -> list[_RankState]:
     # The method may have left another default device.
     sent = torch.tensor(mine, device="cpu")
     received = [torch.zeros_like(sent) for _ in range(runtime.world_size)]

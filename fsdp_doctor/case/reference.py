@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.reader import Fsdp1Unit, HeldModel
-from fsdp_doctor.fsdp.shards import HeldPart, LayoutError, held_part
+from fsdp_doctor.fsdp.reader import Fsdp1Unit, ModelContents
+from fsdp_doctor.fsdp.shards import LayoutError, LocalPart, compute_part
 
 _BATCH_BYTES = 256 << 20
 # In the same order on every rank.
@@ -46,7 +46,7 @@ class Reference:
     flat: dict[str, torch.Tensor] = field(default_factory=dict)
     optimizer: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def buffers(self) -> dict[str, torch.Tensor]:
+    def list_buffers(self) -> dict[str, torch.Tensor]:
         """The persistent buffers alone."""
         return {name: self.full[name] for name in self.buffer_names}
 
@@ -65,47 +65,51 @@ def take(model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Run
     Every rank must call it. Raises LayoutError where the shards do not fit together.
     """
     runtime.synchronize()
-    held = reader.read(model)
-    reference = Reference(buffer_names=frozenset(name for buffer in held.buffers for name in buffer.names))
-    parts = [*_unit_parts(reference, held, optimizer), *_tensor_parts(reference, held, optimizer)]
+    contents = reader.read(model)
+    reference = Reference(buffer_names=frozenset(name for buffer in contents.buffers for name in buffer.names))
+    parts = [*_list_unit_parts(reference, contents, optimizer), *_list_tensor_parts(reference, contents, optimizer)]
     for part, pieces in zip(parts, _gather([part.local for part in parts], runtime), strict=True):
         part.join(pieces)
-    _add_tied_names(reference, held)
+    _add_tied_names(reference, contents)
     return reference
 
 
-def _tensor_parts(reference: Reference, held: HeldModel, optimizer: torch.optim.Optimizer | None) -> Iterator[_Part]:
+def _list_tensor_parts(
+    reference: Reference, contents: ModelContents, optimizer: torch.optim.Optimizer | None
+) -> Iterator[_Part]:
     """The tensors that are in no FSDP1 unit: FSDP2's parameters, plain parameters and buffers."""
-    for tensor in held.tensors():
+    for tensor in contents.list_tensors():
         name = tensor.names[0]
-        local = reference.local[name] = _to_host(private.local_tensor(tensor.tensor))
-        yield _Part(local, _joiner(reference.full, name, tensor.tensor))
-    for parameter in held.parameters:
+        local = reference.local[name] = _copy_to_host(private.read_local_tensor(tensor.tensor))
+        yield _Part(local, _make_joiner(reference.full, name, tensor.tensor))
+    for parameter in contents.parameters:
         name = parameter.names[0]
         reference.parameters.append(name)
-        for key, state in _states(optimizer, parameter.tensor):
-            local = _to_host(private.local_tensor(state))
-            yield _Part(local, _joiner(reference.optimizer, f"{name}.{key}", state))
+        for key, state in _list_states(optimizer, parameter.tensor):
+            local = _copy_to_host(private.read_local_tensor(state))
+            yield _Part(local, _make_joiner(reference.optimizer, f"{name}.{key}", state))
 
 
-def _states(optimizer: torch.optim.Optimizer | None, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+def _list_states(optimizer: torch.optim.Optimizer | None, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """A parameter's states in the order of torch's optimizers: a load may have left another order on each rank."""
     states = optimizer.state.get(parameter, {}) if optimizer is not None else {}
     return sorted(states.items(), key=lambda state: (state[0] != "step", state[0]))
 
 
-def _joiner(into: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> Callable[[list[torch.Tensor]], None]:
+def _make_joiner(
+    into: dict[str, torch.Tensor], name: str, tensor: torch.Tensor
+) -> Callable[[list[torch.Tensor]], None]:
     def join(pieces: list[torch.Tensor]) -> None:
         if not isinstance(tensor, DTensor):
             into[name] = pieces[dist.get_rank()].view(tensor.shape)
             return
         full = torch.empty(tensor.shape, dtype=tensor.dtype)
-        replicas: dict[HeldPart, torch.Tensor] = {}
+        replicas: dict[LocalPart, torch.Tensor] = {}
         owners = set(tensor.device_mesh.mesh.flatten().tolist())
         for rank, piece in enumerate(pieces):
             if rank not in owners:  # its own mesh, over which it has the same tensor
                 continue
-            part = held_part(rank, tensor.shape, tensor.device_mesh.mesh, tensor.placements)
+            part = compute_part(rank, tensor.shape, tensor.device_mesh.mesh, tensor.placements)
             if part.shape.numel() != piece.numel():
                 raise LayoutError(
                     f"rank {rank} holds {piece.numel()} elements of {name}, {tuple(tensor.shape)}, "
@@ -119,58 +123,60 @@ def _joiner(into: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> C
     return join
 
 
-def _unit_parts(reference: Reference, held: HeldModel, optimizer: torch.optim.Optimizer | None) -> Iterator[_Part]:
+def _list_unit_parts(
+    reference: Reference, contents: ModelContents, optimizer: torch.optim.Optimizer | None
+) -> Iterator[_Part]:
     """FSDP1's units: flat shards, joined in rank order and cut along the unit's metadata."""
-    for unit in held.fsdp1_units:
+    for unit in contents.fsdp1_units:
         names = [names[0] for names in unit.names]
         reference.parameters += names
         # What a state dict and summon_full_params take: FlatParameter.data, while it is this rank's shard.
-        local = _to_host(unit.attributes_with_weights[0][0])
+        local = _copy_to_host(unit.attributes_with_weights[0][0])
         reference.flat[unit.flat_name] = local[: local.numel() - unit.padding]
-        yield _Part(local, _cutter(reference.full, names, "", unit))
+        yield _Part(local, _make_cutter(reference.full, names, "", unit))
         if optimizer is None or not unit.flat_parameter.requires_grad:
             continue
         if unit.keeps_originals:
-            yield from _original_state_parts(reference, names, unit, optimizer)
+            yield from _list_original_state_parts(reference, names, unit, optimizer)
             continue
-        for key, state in _states(optimizer, unit.flat_parameter):
-            yield _Part(_to_host(state), _cutter(reference.optimizer, names, f".{key}", unit))
+        for key, state in _list_states(optimizer, unit.flat_parameter):
+            yield _Part(_copy_to_host(state), _make_cutter(reference.optimizer, names, f".{key}", unit))
 
 
-def _cutter(
+def _make_cutter(
     into: dict[str, torch.Tensor], names: list[str], suffix: str, unit: Fsdp1Unit
 ) -> Callable[[list[torch.Tensor]], None]:
     """Cuts the joined flat parameter, or a flat state of it, into its parameters."""
 
     def cut(pieces: list[torch.Tensor]) -> None:
-        shards = _of_shard_group(pieces, unit)
+        shards = _select_shard_group(pieces, unit)
         if shards[0].numel() == 1 and suffix == ".step":
             views = [shards[0].view(())] * len(names)
         else:
             flat = torch.cat(shards)
-            views = [flat.as_strided(place.shape, place.stride, place.offset) for place in unit.layout()]
+            views = [flat.as_strided(place.shape, place.stride, place.offset) for place in unit.read_layout()]
         for name, view in zip(names, views, strict=True):
             into[name + suffix] = view.clone()
 
     return cut
 
 
-def _original_state_parts(
+def _list_original_state_parts(
     reference: Reference, names: list[str], unit: Fsdp1Unit, optimizer: torch.optim.Optimizer
 ) -> Iterator[_Part]:
     """With use_orig_params each rank's state holds the piece of the parameter that is in its shard, or nothing."""
     for name, shape, parameter in zip(names, unit.shapes, unit.originals, strict=True):
         states = dict(optimizer.state.get(parameter, {}))
         for key in _ADAM_STATE:
-            local = _to_host(states[key]) if key in states else torch.empty(0)
-            yield _Part(local, _stitcher(reference.optimizer, f"{name}.{key}", shape, unit))
+            local = _copy_to_host(states[key]) if key in states else torch.empty(0)
+            yield _Part(local, _make_stitcher(reference.optimizer, f"{name}.{key}", shape, unit))
 
 
-def _stitcher(
+def _make_stitcher(
     into: dict[str, torch.Tensor], name: str, shape: torch.Size, unit: Fsdp1Unit
 ) -> Callable[[list[torch.Tensor]], None]:
     def stitch(pieces: list[torch.Tensor]) -> None:
-        held = [piece for piece in _of_shard_group(pieces, unit) if piece.numel()]
+        held = [piece for piece in _select_shard_group(pieces, unit) if piece.numel()]
         if not held:
             # A frozen parameter has no state.
             return
@@ -179,19 +185,22 @@ def _stitcher(
     return stitch
 
 
-def _of_shard_group(pieces: list[torch.Tensor], unit: Fsdp1Unit) -> list[torch.Tensor]:
+def _select_shard_group(pieces: list[torch.Tensor], unit: Fsdp1Unit) -> list[torch.Tensor]:
     """The pieces of the ranks over which this rank's unit is sharded; this rank's where it is not."""
     if not unit.is_sharded:
         return [pieces[dist.get_rank()]]
     return [pieces[rank] for rank in dist.get_process_group_ranks(unit.group)]
 
 
-def _add_tied_names(reference: Reference, held: HeldModel) -> None:
-    for names in (*(names for unit in held.fsdp1_units for names in unit.names), *(t.names for t in held.tensors())):
+def _add_tied_names(reference: Reference, contents: ModelContents) -> None:
+    for names in (
+        *(names for unit in contents.fsdp1_units for names in unit.names),
+        *(t.names for t in contents.list_tensors()),
+    ):
         reference.full |= dict.fromkeys(names[1:], reference.full[names[0]])
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous copy on the host that nothing else writes to."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
@@ -207,13 +216,13 @@ def _gather(tensors: list[torch.Tensor], runtime: Runtime) -> Iterator[list[torc
     sizes = torch.stack([of_rank[:, 0] for of_rank in everyone])
     holders = sizes.argmax(dim=0).tolist()
     dtypes = [_DTYPES[int(everyone[holder][index, 1])] for index, holder in enumerate(holders)]
-    for begin, end in batches(sizes.amax(dim=0).tolist()):
+    for begin, end in divide_into_batches(sizes.amax(dim=0).tolist()):
         pieces = _gather_batch(tensors[begin:end], sizes[:, begin:end].tolist(), runtime)
         for dtype, parts in zip(dtypes[begin:end], pieces, strict=True):
             yield [part.view(dtype) for part in parts]
 
 
-def batches(sizes: list[int]) -> Iterator[tuple[int, int]]:
+def divide_into_batches(sizes: list[int]) -> Iterator[tuple[int, int]]:
     """Yields ranges of tensors that are moved in one go. ``sizes``: their bytes."""
     begin, total = 0, 0
     for index, size in enumerate(sizes):

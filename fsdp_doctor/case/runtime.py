@@ -52,29 +52,29 @@ class Runtime:
     def has_accelerator(self) -> bool:
         return self.device.type != "cpu"
 
-    def directory_of(self, record: Record) -> pathlib.Path:
+    def name_directory(self, record: Record) -> pathlib.Path:
         """A directory for this call of the case, the same on every rank, not yet made."""
         name = record.case_id.replace("/", "-")
         return self.scratch / (name if record.call == 1 else f"{name}-{record.call}")
 
-    def mesh(self, sharding: Sharding) -> DeviceMesh:
+    def make_mesh(self, sharding: Sharding) -> DeviceMesh:
         """The mesh of a value of the axis ``sharding``. Every rank must call it."""
         if sharding not in self._meshes:
-            self._meshes[sharding] = _mesh(self.device.type, sharding, self.world_size)
+            self._meshes[sharding] = _make_mesh(self.device.type, sharding, self.world_size)
         return self._meshes[sharding]
 
     def synchronize(self) -> None:
         if self.has_accelerator:
             torch.get_device_module(self.device).synchronize()
 
-    def group_works(self) -> bool:
+    def check_group(self) -> bool:
         """Whether a collective over the group that the model uses gives what it should. Every rank must call it."""
         ones = torch.ones(4, device=self.device)
         dist.all_reduce(ones)
         self.synchronize()
         return bool((ones == self.world_size).all())
 
-    def allocated_bytes(self) -> int | None:
+    def read_allocated_bytes(self) -> int | None:
         """Device memory in tensors now; None where the device does not count it."""
         if not self.has_accelerator:
             return None
@@ -85,13 +85,13 @@ class Runtime:
         if self.has_accelerator:
             torch.get_device_module(self.device).reset_peak_memory_stats()
 
-    def peak_bytes(self) -> int | None:
+    def read_peak_bytes(self) -> int | None:
         if not self.has_accelerator:
             return None
         return int(torch.get_device_module(self.device).max_memory_allocated())
 
 
-def _mesh(device_type: str, sharding: Sharding, world_size: int) -> DeviceMesh:
+def _make_mesh(device_type: str, sharding: Sharding, world_size: int) -> DeviceMesh:
     match sharding:
         case Sharding.FULL | Sharding.EXPERTS | Sharding.REPLICATE:
             return init_device_mesh(device_type, (world_size,), mesh_dim_names=("fsdp",))
@@ -115,25 +115,25 @@ def start(
     custom_model: pathlib.Path | None,
 ) -> Runtime:
     """Joins the process groups of one generation of workers. Every rank must call it."""
-    device = device_of(place, run_device)
+    device = choose_device(place, run_device)
     if device.type == "cuda":
         wait_for_cuda_without_spinning(place.local_rank)
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
     set_up_device(device, run_device)
     dist.init_process_group(
-        _backend_name(device.type, backend),
+        _name_backend(device.type, backend),
         store=store,
         rank=place.rank,
         world_size=place.world_size,
         timeout=_NEVER,
     )
-    runtime = of_present_group(place, device, scratch, custom_model)
+    runtime = make_for_present_group(place, device, scratch, custom_model)
     dist.all_reduce(torch.zeros(1, device=device))
     return runtime
 
 
-def device_of(place: Place, run_device: RunDevice) -> torch.device:
+def choose_device(place: Place, run_device: RunDevice) -> torch.device:
     return torch.device(run_device.type, place.local_rank) if run_device.type != "cpu" else torch.device("cpu")
 
 
@@ -145,7 +145,7 @@ def set_up_device(device: torch.device, run_device: RunDevice) -> None:
         torch.get_device_module(device).set_late_completion(run_device.late_completion)
 
 
-def of_present_group(
+def make_for_present_group(
     place: Place, device: torch.device, scratch: pathlib.Path, custom_model: pathlib.Path | None = None
 ) -> Runtime:
     """Makes the control group beside a default process group that is there. Every rank must call it."""
@@ -176,8 +176,8 @@ def wait_for_cuda_without_spinning(index: int) -> None:
         driver.cuDevicePrimaryCtxSetFlags_v2(device, _CU_CTX_SCHED_BLOCKING_SYNC)
 
 
-def _backend_name(device_type: str, backend: Backend) -> str:
+def _name_backend(device_type: str, backend: Backend) -> str:
     if device_type == "cpu":
         return "gloo"
-    own = dist.get_default_backend_for_device(device_type)
-    return own if backend == "device-only" else f"cpu:gloo,{device_type}:{own}"
+    default = dist.get_default_backend_for_device(device_type)
+    return default if backend == "device-only" else f"cpu:gloo,{device_type}:{default}"

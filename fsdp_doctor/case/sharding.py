@@ -45,12 +45,12 @@ def shard_fsdp2(
     if compute_dtype is not None:
         mp_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     offload_policy = CPUOffloadPolicy(pin_memory=pin_memory) if policy else OffloadPolicy()
-    units = models.decoder_layers(model)
-    embedding = models.input_embedding(model)
+    units = models.find_decoder_layers(model)
+    embedding = models.find_input_embedding(model)
     shard: Callable[..., Any] = private.replicate if kind is Sharding.REPLICATE else fully_shard
     options: dict[str, Any] = {"mp_policy": mp_policy, "offload_policy": offload_policy}
     if kind is Sharding.EXPERTS:
-        options["shard_placement_fn"] = _experts_apart(model, mesh)
+        options["shard_placement_fn"] = _place_experts_apart(model, mesh)
     if kind is Sharding.TP:
         for layer in units:
             parallelize_module(layer, mesh["tp"], _TENSOR_PARALLEL)
@@ -68,15 +68,15 @@ _TENSOR_PARALLEL: dict[str, ParallelStyle] = {
 }
 
 
-def _experts_apart(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+def _place_experts_apart(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
     """Places the experts on a mesh of the same ranks with another process group."""
-    apart = private.placement_on(_mesh_of_its_own(mesh.device_type))
+    apart = private.make_placement(_make_separate_mesh(mesh.device_type))
     experts = {id(parameter) for name, parameter in model.named_parameters() if ".experts." in name}
     return lambda parameter: apart if id(parameter) in experts else None
 
 
 @functools.cache
-def _mesh_of_its_own(device_type: str) -> DeviceMesh:
+def _make_separate_mesh(device_type: str) -> DeviceMesh:
     """A mesh of all ranks with another process group than the default one, which ``init_device_mesh`` would take."""
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
@@ -103,23 +103,23 @@ def shard_fsdp1(
         device_id=device,
         device_mesh=mesh,
         sharding_strategy=strategy,
-        mixed_precision=_mixed_precision(model, compute_dtype) if compute_dtype is not None else None,
+        mixed_precision=_choose_mixed_precision(model, compute_dtype) if compute_dtype is not None else None,
         cpu_offload=CPUOffload(offload_params=True) if policy else None,
         use_orig_params=use_orig_params,
     )
 
 
-def _mixed_precision(model: nn.Module, compute_dtype: torch.dtype) -> MixedPrecision:
+def _choose_mixed_precision(model: nn.Module, compute_dtype: torch.dtype) -> MixedPrecision:
     return MixedPrecision(
         param_dtype=compute_dtype,
         reduce_dtype=torch.float32,
         buffer_dtype=torch.float32,
         # peft casts what goes into an adapter to the dtype of its shards.
-        cast_forward_inputs=not _all_train(model),
+        cast_forward_inputs=not _are_all_trained(model),
     )
 
 
-def _all_train(model: nn.Module) -> bool:
+def _are_all_trained(model: nn.Module) -> bool:
     return all(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -128,8 +128,8 @@ def _wrap_policy(model: nn.Module) -> Any:
 
     A flat parameter is trained as a whole or not at all.
     """
-    layer_classes = {type(layer) for layer in models.decoder_layers(model)}
-    if _all_train(model):
+    layer_classes = {type(layer) for layer in models.find_decoder_layers(model)}
+    if _are_all_trained(model):
         return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layer_classes)
 
     def is_unit(module: nn.Module) -> bool:

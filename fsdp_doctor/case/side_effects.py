@@ -37,7 +37,7 @@ _ABSENT = object()
 
 
 @functools.cache
-def torch_functions() -> TorchFunctions:
+def read_torch_functions() -> TorchFunctions:
     """torch's functions in this process, which must ask for them before any code of the user's runs."""
     return TorchFunctions()
 
@@ -46,12 +46,12 @@ class TorchFunctions:
     """torch's functions and methods as they were when this was made: those that the doctor's own work uses."""
 
     def __init__(self) -> None:
-        self._original = _snapshots()
+        self._original = _take_snapshots()
         self._replacements: list[tuple[Any, str, Any]] = []
 
     def restore(self) -> None:
         """Puts torch's functions back in the place of others, for what the doctor itself does."""
-        patched = list(_differing(self._original))
+        patched = list(_find_differing(self._original))
         self._replacements += [(place, name, vars(place).get(name, _ABSENT)) for place, name, _ in patched]
         _put(patched)
 
@@ -69,7 +69,7 @@ class _Snapshot:
         self._functions = {name: value for name, value in vars(place).items() if _is_function(value)}
         self._all = list(vars(place).values())
 
-    def differing(self) -> Iterator[tuple[Any, str, Any]]:
+    def find_differing(self) -> Iterator[tuple[Any, str, Any]]:
         """Yields (where, name, the value before) of every function that is not as before."""
         now, before = vars(self._place), self._functions
         if len(now) == len(self._all) and all(map(operator.is_, now.values(), self._all)):
@@ -82,12 +82,12 @@ class _Snapshot:
         yield from ((self._place, name, value) for name, value in changed)
 
 
-def _snapshots() -> list[_Snapshot]:
+def _take_snapshots() -> list[_Snapshot]:
     return [_Snapshot(place) for place in _OF_TORCH]
 
 
-def _differing(before: list[_Snapshot]) -> Iterator[tuple[Any, str, Any]]:
-    return itertools.chain.from_iterable(snapshot.differing() for snapshot in before)
+def _find_differing(before: list[_Snapshot]) -> Iterator[tuple[Any, str, Any]]:
+    return itertools.chain.from_iterable(snapshot.find_differing() for snapshot in before)
 
 
 def _is_function(value: Any) -> bool:
@@ -108,7 +108,7 @@ class SideEffects:
     """Compares the process with what it was before a method was called."""
 
     def __init__(self, device: torch.device) -> None:
-        self._settings = list(_settings(device))
+        self._settings = list(_list_settings(device))
         self._before: list[Any] = []
         self._threads: set[threading.Thread] = set()
         self._num_descriptors = 0
@@ -116,9 +116,9 @@ class SideEffects:
 
     def look_before(self) -> None:
         """Takes note of the process as it is, just before the method is called."""
-        self._before = [setting.value() for setting in self._settings]
+        self._before = [setting.read_value() for setting in self._settings]
         self._threads = set(threading.enumerate())
-        self._num_descriptors = _num_open_descriptors()
+        self._num_descriptors = _count_open_descriptors()
 
     def undo(self) -> str:
         """Undoes what changed since :meth:`look_before`. Returns what cannot be undone, in words; empty if all is.
@@ -134,7 +134,7 @@ class SideEffects:
             # Those of a pool that was released end by themselves.
             thread.join(max(0.0, end - time.monotonic()))
         left += [f"the thread {thread.name}" for thread in new if thread.is_alive()]
-        self._num_leaked_descriptors += max(0, _num_open_descriptors() - self._num_descriptors)
+        self._num_leaked_descriptors += max(0, _count_open_descriptors() - self._num_descriptors)
         if self._num_leaked_descriptors > _DESCRIPTORS_ALLOWED:
             left.append(f"{self._num_leaked_descriptors} open descriptors")
         self._before = []
@@ -150,7 +150,7 @@ class _Setting:
     write: Callable[[Any], object] | None
     same: Callable[[Any, Any], bool] = operator.eq
 
-    def value(self) -> Any:
+    def read_value(self) -> Any:
         try:
             return self.read()
         except Exception:
@@ -168,13 +168,13 @@ class _Setting:
             return False
 
 
-def _settings(device: torch.device) -> Iterator[_Setting]:
+def _list_settings(device: torch.device) -> Iterator[_Setting]:
     """In the order in which they are put back: those that decide how tensors are made come first."""
     yield _Setting(
         "torch's functions",
-        _snapshots,
-        lambda before: _put(list(_differing(before))),
-        lambda _, before: next(_differing(before), None) is None,
+        _take_snapshots,
+        lambda before: _put(list(_find_differing(before))),
+        lambda _, before: next(_find_differing(before), None) is None,
     )
     yield _Setting("the default process group", lambda: dist.group.WORLD, None, operator.is_)
     yield _Setting("inference mode", torch.is_inference_mode_enabled, None)
@@ -189,8 +189,8 @@ def _settings(device: torch.device) -> Iterator[_Setting]:
     )
     yield _Setting("deterministic mode", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode)
     for device_type in dict.fromkeys(("cpu", device.type)):
-        yield _autocast(device_type)
-    yield _Setting("autocast", _autocast_nesting, _set_autocast_nesting)
+        yield _read_autocast(device_type)
+    yield _Setting("autocast", _read_autocast_nesting, _set_autocast_nesting)
     yield _Setting("the number of threads", torch.get_num_threads, torch.set_num_threads)
     yield _Setting("torch's random numbers", torch.get_rng_state, torch.set_rng_state, torch.equal)
     yield _Setting("Python's random numbers", random.getstate, random.setstate)
@@ -213,7 +213,7 @@ def _settings(device: torch.device) -> Iterator[_Setting]:
         yield _Setting("the current device", module.current_device, module.set_device)
     yield _Setting("the working directory", os.getcwd, os.chdir)
     yield _Setting("the environment", lambda: dict(os.environ), _set_environment)
-    yield _Setting("signal handlers", _signal_handlers, _set_signal_handlers)
+    yield _Setting("signal handlers", _read_signal_handlers, _set_signal_handlers)
     yield _Setting(
         "blocked signals",
         lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
@@ -228,7 +228,7 @@ def _settings(device: torch.device) -> Iterator[_Setting]:
     yield _Setting("standard streams", lambda: [os.readlink(f"/proc/self/fd/{number}") for number in range(3)], None)
 
 
-def _autocast(device_type: str) -> _Setting:
+def _read_autocast(device_type: str) -> _Setting:
     def read() -> tuple[bool, torch.dtype]:
         return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
 
@@ -240,7 +240,7 @@ def _autocast(device_type: str) -> _Setting:
     return _Setting(f"autocast of {device_type}", read, write)
 
 
-def _autocast_nesting() -> tuple[int, bool]:
+def _read_autocast_nesting() -> tuple[int, bool]:
     """How many contexts are open, which only opening one more shows; whether they keep what they cast."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting(), torch.is_autocast_cache_enabled()
@@ -248,9 +248,9 @@ def _autocast_nesting() -> tuple[int, bool]:
 
 def _set_autocast_nesting(before: tuple[int, bool]) -> None:
     depth, cache_enabled = before
-    while _autocast_nesting()[0] > depth:
+    while _read_autocast_nesting()[0] > depth:
         torch.autocast_decrement_nesting()
-    while _autocast_nesting()[0] < depth:
+    while _read_autocast_nesting()[0] < depth:
         torch.autocast_increment_nesting()
     torch.set_autocast_cache_enabled(cache_enabled)
     torch.clear_autocast_cache()
@@ -261,7 +261,7 @@ def _set_environment(before: dict[str, str]) -> None:
     os.environ.update(before)
 
 
-def _signal_handlers() -> dict[int, Any]:
+def _read_signal_handlers() -> dict[int, Any]:
     return {number: signal.getsignal(number) for number in signal.valid_signals()}
 
 
@@ -275,7 +275,7 @@ def _set_signal_handlers(before: dict[int, Any]) -> None:
 _OF_FAULTHANDLER = (signal.SIGUSR1, signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
 
 
-def _num_open_descriptors() -> int:
+def _count_open_descriptors() -> int:
     try:
         return len(os.listdir("/proc/self/fd"))
     except OSError:

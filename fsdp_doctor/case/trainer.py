@@ -63,15 +63,15 @@ class Trainer:
     watch = Unwatched()
 
     def __init__(self, scenario: Scenario, runtime: Runtime, *, with_mesh: bool = True, start: Start = START) -> None:
-        reason = _why_not(scenario, runtime)
+        reason = _explain_impossible(scenario, runtime)
         if reason:
             raise Unsupported(reason)
         self.scenario = scenario
         self.runtime = runtime
         self.with_mesh = with_mesh
         self.num_steps = 0
-        self.model = self._sharded_model(start.weights)
-        self._tokens = models.drawn_tokens(scenario.model, self.model)
+        self.model = self._build_sharded_model(start.weights)
+        self._tokens = models.choose_token_range(scenario.model, self.model)
         self._options = dict(start.options)
         self.optimizer = self.make_optimizer()
         # Tensor-parallel ranks, which are two next to each other, compute on one batch.
@@ -79,7 +79,7 @@ class Trainer:
         self._generator = torch.Generator().manual_seed(0 if start.same_batches else data_rank)
         self._staged = False
 
-    def _sharded_model(self, weights: models.Weights) -> nn.Module:
+    def _build_sharded_model(self, weights: models.Weights) -> nn.Module:
         plain = models.build(self.scenario.model, self.scenario.dims, self.runtime.custom_model, weights)
         if weights == "own" and not self.scenario.model.is_custom:
             models.add_special_values(plain)
@@ -95,7 +95,7 @@ class Trainer:
         foreach = False if self.scenario.sharding in (Sharding.TP, Sharding.EXPERTS) else None
         return torch.optim.AdamW(self.model.parameters(), foreach=foreach, **self._options)
 
-    def data_position(self) -> torch.Tensor:
+    def read_data_position(self) -> torch.Tensor:
         """Where in the order of its batches this rank is; for :meth:`seek`."""
         return self._generator.get_state()
 
@@ -153,11 +153,11 @@ class Trainer:
         if self.scenario.optimizer_offload:
             self._move_optimizer(self.runtime.device, non_blocking=False)
 
-    def tensor_ids(self) -> set[int]:
+    def list_tensor_ids(self) -> set[int]:
         """Ids of the tensors that live as long as the trainer: yielding one of them keeps nothing alive."""
         state = (value for values in self.optimizer.state.values() for value in values.values())
         tensors = (*self.model.parameters(), *self.model.buffers(), *state)
-        shards = (private.local_tensor(tensor) for tensor in tensors if isinstance(tensor, DTensor))
+        shards = (private.read_local_tensor(tensor) for tensor in tensors if isinstance(tensor, DTensor))
         return {id(tensor) for tensor in (*tensors, *shards)}
 
     def _load_parameters(self) -> None:
@@ -175,7 +175,7 @@ class Trainer:
 
 
 def _shard(plain: nn.Module, scenario: Scenario, runtime: Runtime, with_mesh: bool) -> nn.Module:
-    mesh = runtime.mesh(scenario.sharding)
+    mesh = runtime.make_mesh(scenario.sharding)
     if scenario.version == 2:
         return sharding.shard_fsdp2(
             plain,
@@ -196,7 +196,7 @@ def _shard(plain: nn.Module, scenario: Scenario, runtime: Runtime, with_mesh: bo
     )
 
 
-def _why_not(scenario: Scenario, runtime: Runtime) -> str:
+def _explain_impossible(scenario: Scenario, runtime: Runtime) -> str:
     """Why the scenario cannot be built here; empty if it can."""
     if scenario.version == 1 and not runtime.has_accelerator:
         return "torch's FSDP1 needs an accelerator"
@@ -213,4 +213,4 @@ def _why_not(scenario: Scenario, runtime: Runtime) -> str:
         return scenario.contradiction
     if scenario.model.is_custom and runtime.custom_model is None:
         return "the model 'custom' needs --model DIR"
-    return models.unsupported(scenario.model)
+    return models.explain_unsupported(scenario.model)

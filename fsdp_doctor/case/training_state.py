@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_doctor.case import held_pieces
-from fsdp_doctor.case.findings import bits, first_names
-from fsdp_doctor.case.reference import Reference, batches
+from fsdp_doctor.case import local_pieces
+from fsdp_doctor.case.findings import join_first_names, view_as_bits
+from fsdp_doctor.case.reference import Reference, divide_into_batches
 from fsdp_doctor.case.trainer import Trainer
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.verdict.records import Problem
@@ -44,20 +44,20 @@ class _StateTensor:
     keeps_gradient: bool = False
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDigest:
+def digest_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDigest:
     """Digests the training state of this rank.
 
     Shards, buffers and their placements; which parameters train and have gradients; the optimizer's state, options and
     parameters; train or eval; how gradients are reduced; the hooks, and forwards that replace those of the classes.
     """
-    held = reader.read(model)
+    contents = reader.read(model)
     states = [
-        _StateTensor(f"optimizer state {index}.{key}", value, private.local_tensor(value))
-        for index, key, value in _optimizer_states(optimizer)
+        _StateTensor(f"optimizer state {index}.{key}", value, private.read_local_tensor(value))
+        for index, key, value in _list_optimizer_states(optimizer)
     ]
-    tensors = [*_of_model(held), *states]
+    tensors = [*_list_state_tensors(contents), *states]
     state: dict[str, tuple[str, ...]] = {}
-    for tensor, digest in zip(tensors, _digests([tensor.local for tensor in tensors]), strict=True):
+    for tensor, digest in zip(tensors, _digest_tensors([tensor.local for tensor in tensors]), strict=True):
         shown, local = tensor.shown, tensor.local
         placements = shown.placements if isinstance(shown, DTensor) else ()
         place = (str(shown.device), str(local.device), str(local.dtype), str(tuple(local.shape)), str(placements))
@@ -69,48 +69,53 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDigest:
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     state["options of the optimizer"] = (str(options),)
     state["training mode"] = (str([module.training for module in model.modules()]),)
-    state["hooks and forwards"] = (str([_runs_in_a_step(module) for module in model.modules()]),)
-    switches = [*(unit.switches for unit in held.fsdp1_units), *(unit.switches for unit in held.fsdp2_units)]
+    state["hooks and forwards"] = (str([_list_step_hooks(module) for module in model.modules()]),)
+    switches = [*(unit.switches for unit in contents.fsdp1_units), *(unit.switches for unit in contents.fsdp2_units)]
     state["reduction of the gradients"] = tuple(str(unit.effects) for unit in switches)
     # Between a forward and the next an unsharded parameter stands beside its shard: memory, and nothing else.
-    unsharded = frozenset(name for own in held.parameters if own.shown is not own.tensor for name in own.names)
+    unsharded = frozenset(
+        name
+        for model_tensor in contents.parameters
+        if model_tensor.shown is not model_tensor.tensor
+        for name in model_tensor.names
+    )
     return StateDigest(parts=state, unsharded=unsharded)
 
 
-def changes(before: StateDigest, after: StateDigest) -> tuple[Problem, ...]:
+def find_changes(before: StateDigest, after: StateDigest) -> tuple[Problem, ...]:
     """A problem if the extraction changed what the next training step starts from, and one if it left it unsharded."""
     problems: list[Problem] = []
     was, now = before.parts, after.parts
     if changed := [name for name in sorted(was | now) if was.get(name) != now.get(name)]:
         many = f"{len(changed)} of {len(was)} parts of the training state"
-        problems.append(Problem(kind="poisoned", detail=f"the extraction changed {many}: {first_names(changed)}"))
+        problems.append(Problem(kind="poisoned", detail=f"the extraction changed {many}: {join_first_names(changed)}"))
     if left := sorted(after.unsharded - before.unsharded):
-        problems.append(Problem(kind="leak", detail=f"left unsharded: {first_names(left)}"))
+        problems.append(Problem(kind="leak", detail=f"left unsharded: {join_first_names(left)}"))
     return tuple(problems)
 
 
-def lost_weights(model: nn.Module, truth: Reference) -> list[str]:
+def find_lost_weights(model: nn.Module, truth: Reference) -> list[str]:
     """The parameters and buffers whose local shard on this rank is not what the reference says.
 
     The caller has synchronized with the device.
     """
-    held = reader.read(model)
+    contents = reader.read(model)
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    for unit in held.fsdp1_units:
+    for unit in contents.fsdp1_units:
         expected = truth.flat[unit.flat_name]
         for index, shard in enumerate(unit.attributes_with_weights[0]):
             pairs[f"{unit.flat_name}{index or ''}"] = (shard[: expected.numel()], expected)
-    for tensor in held.tensors():
+    for tensor in contents.list_tensors():
         if tensor.names[0] in truth.local:
-            local = private.local_tensor(tensor.tensor).detach()
+            local = private.read_local_tensor(tensor.tensor).detach()
             pairs |= dict.fromkeys(tensor.names, (local, truth.local[tensor.names[0]]))
-    now = _digests([actual for actual, _ in pairs.values()])
-    then = _digests([expected for _, expected in pairs.values()])
+    now = _digest_tensors([actual for actual, _ in pairs.values()])
+    then = _digest_tensors([expected for _, expected in pairs.values()])
     return [name for name, a, b in zip(pairs, now, then, strict=True) if a != b]
 
 
-def _of_model(held: reader.HeldModel) -> Iterator[_StateTensor]:
-    for unit in held.fsdp1_units:
+def _list_state_tensors(contents: reader.ModelContents) -> Iterator[_StateTensor]:
+    for unit in contents.fsdp1_units:
         flat = unit.flat_parameter
         # With use_orig_params zero_grad() clears the original parameters' gradients, and the flat parameter
         # keeps its own until the next unshard, an extraction's or a forward's, drops it.
@@ -119,18 +124,18 @@ def _of_model(held: reader.HeldModel) -> Iterator[_StateTensor]:
         yield _StateTensor(unit.flat_name, flat, local, keeps_gradient=unit.keeps_originals)
         yield from (_StateTensor(f"{unit.flat_name}, in another memory", shard, shard) for shard in shards)
         yield from (_StateTensor(name, shown, shown.detach()) for name, shown in unit.shown.items())
-    for tensor in (*held.tensors(), *held.transient_buffers):
-        local = private.local_tensor(tensor.tensor).detach()
+    for tensor in (*contents.list_tensors(), *contents.transient_buffers):
+        local = private.read_local_tensor(tensor.tensor).detach()
         yield from (_StateTensor(name, tensor.tensor, local) for name in tensor.names)
 
 
-def _runs_in_a_step(module: nn.Module) -> tuple[Any, ...]:
+def _list_step_hooks(module: nn.Module) -> tuple[Any, ...]:
     """A module's hooks by the numbers that torch gave them, and the forward that replaces its class's, if any."""
     own_forward = id(vars(module)["forward"]) if "forward" in vars(module) else None
-    return (own_forward, *map(tuple, private.hooks_of_a_step(module)))
+    return (own_forward, *map(tuple, private.list_step_hooks(module)))
 
 
-def _optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, str, Any]]:
+def _list_optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, str, Any]]:
     """(number of the parameter, name of the state, its value)."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
@@ -138,14 +143,14 @@ def _optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, s
             yield index, key, value
 
 
-def _digests(tensors: list[torch.Tensor]) -> list[str]:
+def _digest_tensors(tensors: list[torch.Tensor]) -> list[str]:
     """A digest of each tensor's bits. Tensors of one device are copied to the host together."""
     digests = [""] * len(tensors)
     for device in {tensor.device for tensor in tensors}:
         here = [index for index, tensor in enumerate(tensors) if tensor.device == device]
         sizes = [tensors[index].numel() * tensors[index].element_size() for index in here]
-        for begin, end in batches(sizes):
-            on_host = torch.cat([bits(tensors[index].detach()) for index in here[begin:end]]).cpu()
+        for begin, end in divide_into_batches(sizes):
+            on_host = torch.cat([view_as_bits(tensors[index].detach()) for index in here[begin:end]]).cpu()
             for index, data in zip(here[begin:end], on_host.split(sizes[begin:end]), strict=True):
                 digests[index] = hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()
     return digests
@@ -156,13 +161,13 @@ StepOutcome = dict[str, str]
 
 def train_one_step(trainer: Trainer) -> None:
     """Trains one deterministic step, and waits for it. Every rank must call it."""
-    with deterministic():
+    with use_deterministic_algorithms():
         trainer.step()
         trainer.runtime.synchronize()
 
 
 @contextlib.contextmanager
-def deterministic() -> Iterator[None]:
+def use_deterministic_algorithms() -> Iterator[None]:
     """Has training steps use torch's deterministic algorithms: two runs from the same state end in the same bits."""
     mode, settings = torch.get_deterministic_debug_mode(), cast(Any, torch.utils.deterministic)
     filling = settings.fill_uninitialized_memory
@@ -175,19 +180,19 @@ def deterministic() -> Iterator[None]:
         torch.set_deterministic_debug_mode(mode)
 
 
-def outcome_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> StepOutcome:
+def digest_outcome(model: nn.Module, optimizer: torch.optim.Optimizer) -> StepOutcome:
     """The digest of each shard on this rank and of each of its moments, by name. The device must be synchronized."""
-    values = {piece.name: _with_one_nan(piece.held) for piece in held_pieces.of_model(model, {})}
-    for index, key, state in _optimizer_states(optimizer):
-        values[f"{key} of parameter {index}"] = _with_one_nan(private.local_tensor(state).detach())
-    return dict(zip(values, _digests(list(values.values())), strict=True))
+    values = {piece.name: _unify_nans(piece.held) for piece in local_pieces.list_model_pieces(model, {})}
+    for index, key, state in _list_optimizer_states(optimizer):
+        values[f"{key} of parameter {index}"] = _unify_nans(private.read_local_tensor(state).detach())
+    return dict(zip(values, _digest_tensors(list(values.values())), strict=True))
 
 
-def _with_one_nan(value: torch.Tensor) -> torch.Tensor:
+def _unify_nans(value: torch.Tensor) -> torch.Tensor:
     # Which NaN a load makes where it rounds depends on the device and its instructions.
     return torch.where(value.isnan(), torch.nan, value) if value.dtype in (torch.bfloat16, torch.float16) else value
 
 
-def differences(actual: StepOutcome, expected: StepOutcome) -> list[str]:
+def find_differences(actual: StepOutcome, expected: StepOutcome) -> list[str]:
     """The names that differ, or that one of the two lacks."""
     return [name for name in sorted(actual | expected) if actual.get(name) != expected.get(name)]

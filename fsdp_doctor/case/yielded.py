@@ -17,9 +17,9 @@ from fsdp_doctor.case.findings import Findings, compare
 from fsdp_doctor.case.lora_reference import Merged, RankPart
 from fsdp_doctor.case.reference import Reference
 from fsdp_doctor.extract import LocalShard, ShardPlace
-from fsdp_doctor.extract.sources import dtype_name
+from fsdp_doctor.extract.sources import name_dtype
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.shards import HeldPart, held_part
+from fsdp_doctor.fsdp.shards import LocalPart, compute_part
 from fsdp_doctor.matrix.contracts import Contract, PromisedForm
 from fsdp_doctor.verdict.records import Problem
 
@@ -47,7 +47,7 @@ class YieldedEntry:
     local_device: torch.device | None = None
     mesh: torch.Tensor | None = None
     placements: tuple[Placement, ...] = ()
-    rank_part: HeldPart | None = None
+    rank_part: LocalPart | None = None
     num_elements: int = 0
     place: ShardPlace | None = None
 
@@ -65,9 +65,9 @@ class YieldedEntry:
         place = self.device.type
         if self.local_device is not None and self.local_device.type != place:
             place += f" with its local part on {self.local_device.type}"
-        return f"{self.form_in_words} {dtype_name(self.dtype)} {place}"
+        return f"{self.form_in_words} {name_dtype(self.dtype)} {place}"
 
-    def why_no_shard(self, shard_group_of_one: bool) -> str:
+    def explain_no_shard(self, shard_group_of_one: bool) -> str:
         """Why the parts of a sharded entry are not those of one tensor; empty if they are.
 
         shard_group_of_one: whether a rank's part is the whole, so that it may also be called replicated.
@@ -77,16 +77,16 @@ class YieldedEntry:
             return f"placed as {placements}, so what a rank holds is a summand and not a shard"
         if self.mesh is not None:
             whole = shard_group_of_one or self.mesh.numel() == 1
-            divided = whole or any(map(private.num_interleaved, self.placements))
+            divided = whole or any(map(private.count_interleaved, self.placements))
         else:
             divided = self.num_elements == self.shape.numel()
         return "" if divided else "its shards do not make up the whole tensor once"
 
-    def part(self, rank: int) -> HeldPart:
+    def find_part(self, rank: int) -> LocalPart:
         """Which part of the tensor the rank's data is. Raises LayoutError for placements that are not understood."""
         if self.mesh is not None:
-            return held_part(rank, self.shape, self.mesh, self.placements)
-        return self.rank_part or HeldPart.of_slices(tuple(slice(0, 0) for _ in self.shape))
+            return compute_part(rank, self.shape, self.mesh, self.placements)
+        return self.rank_part or LocalPart.from_slices(tuple(slice(0, 0) for _ in self.shape))
 
 
 def read(name: str, value: Any) -> YieldedEntry:
@@ -99,21 +99,21 @@ def read(name: str, value: Any) -> YieldedEntry:
             shape=value.shape,
             dtype=shard.dtype,
             device=shard.device,
-            data=_to_host(shard),
+            data=_copy_to_host(shard),
             place=value.place,
         )
     if isinstance(value, tuple):
         shape, dtype = value
         return YieldedEntry(name=name, form="info", shape=shape, dtype=dtype, device=torch.device("meta"))
     if isinstance(value, DTensor):
-        local = private.local_tensor(value)
+        local = private.read_local_tensor(value)
         return YieldedEntry(
             name=name,
             form="dtensor",
             shape=value.shape,
             dtype=value.dtype,
             device=value.device,
-            data=_to_host(local),
+            data=_copy_to_host(local),
             local_device=local.device,
             mesh=value.device_mesh.mesh,
             placements=tuple(value.placements),
@@ -122,7 +122,12 @@ def read(name: str, value: Any) -> YieldedEntry:
         return _read_sharded_tensor(name, value)
     if isinstance(value, torch.Tensor):
         return YieldedEntry(
-            name=name, form="tensor", shape=value.shape, dtype=value.dtype, device=value.device, data=_to_host(value)
+            name=name,
+            form="tensor",
+            shape=value.shape,
+            dtype=value.dtype,
+            device=value.device,
+            data=_copy_to_host(value),
         )
     nowhere = torch.device("meta")
     type_name = type(value).__name__
@@ -138,30 +143,30 @@ def _read_sharded_tensor(name: str, value: Any) -> YieldedEntry:
     if shards:
         metadata = shards[0].metadata
         begins_and_sizes = zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)
-        rank_part = HeldPart.of_slices(tuple(slice(begin, begin + size) for begin, size in begins_and_sizes))
+        rank_part = LocalPart.from_slices(tuple(slice(begin, begin + size) for begin, size in begins_and_sizes))
     return YieldedEntry(
         name=name,
         form="sharded tensor",
         shape=value.size(),
         dtype=value.dtype,
         device=local.device,
-        data=_to_host(local),
+        data=_copy_to_host(local),
         rank_part=rank_part,
         num_elements=sum(math.prod(shard.shard_sizes) for shard in value.metadata().shards_metadata),
     )
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor | None:
+def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor's data; None on the meta device, where there is none."""
     return None if tensor.is_meta else tensor.detach().cpu()
 
 
 def is_on_host(value: Any) -> bool:
     """Whether it is a tensor whose data, or this rank's part of it, lies in host memory."""
-    return isinstance(value, torch.Tensor) and private.local_tensor(value).device.type == "cpu"
+    return isinstance(value, torch.Tensor) and private.read_local_tensor(value).device.type == "cpu"
 
 
-def entries_of(result: Any) -> Iterator[tuple[str, Any]]:
+def iterate_entries(result: Any) -> Iterator[tuple[str, Any]]:
     """Iterates over (name, value) of what a method returned: a mapping, or anything that yields pairs.
 
     An entry is released before the next one is asked for, so that what is streamed is not held twice.
@@ -170,10 +175,10 @@ def entries_of(result: Any) -> Iterator[tuple[str, Any]]:
         result = result.items()
     if not isinstance(result, Iterable):
         raise TypeError(f"a path returns a mapping or yields (name, tensor), not {type(result).__name__}")
-    yield from map(_pair, result)
+    yield from map(_unpack_pair, result)
 
 
-def _pair(item: Any) -> tuple[str, Any]:
+def _unpack_pair(item: Any) -> tuple[str, Any]:
     name, value = item
     if not isinstance(name, str):
         raise TypeError(f"a path yields (name, tensor) with a str for a name, not {type(name).__name__}")
@@ -215,7 +220,7 @@ class Verifier:
         self._contract = expectation.contract
         self._reference = expectation.reference
         self._merged = expectation.merged_weights if self._contract.weights == "merged" else {}
-        self._expected = self._expected_tensors()
+        self._expected = self._list_expected_tensors()
         self._earlier = Verifier(expectation.earlier) if expectation.earlier else None
         self._seen: set[str] = set()
         self._findings = Findings()
@@ -234,24 +239,24 @@ class Verifier:
         if expected is None or not self._has_right_form(entry):
             return
         self._check_place(entry, expected)
-        difference = self._difference(entry, expected)
+        difference = self._describe_difference(entry, expected)
         earlier = self._earlier
-        if difference and earlier and not earlier._difference(entry, earlier._expected[entry.name]):
+        if difference and earlier and not earlier._describe_difference(entry, earlier._expected[entry.name]):
             difference = "stale, the values of before the last training step"
         if difference:
             self._findings.note("wrong", difference, entry.name)
 
-    def problems(self) -> tuple[Problem, ...]:
+    def list_problems(self) -> tuple[Problem, ...]:
         """One problem for each kind of finding, with the first few names of each."""
         self._check_names()
-        return self._findings.problems()
+        return self._findings.list_problems()
 
-    def _expected_tensors(self) -> dict[str, torch.Tensor]:
+    def _list_expected_tensors(self) -> dict[str, torch.Tensor]:
         if self._contract.form == "flat":
             if self._expectation.shard_group_of_one:
                 # torch says in a warning that it returns the full state dict where nothing is sharded.
                 return self._reference.full
-            return self._reference.flat | self._reference.buffers()
+            return self._reference.flat | self._reference.list_buffers()
         if self._contract.form == "optimizer":
             return self._reference.optimizer
         full = self._reference.full
@@ -259,9 +264,9 @@ class Verifier:
             full = {name: full[name] for name in self._reference.parameters}
         match self._contract.weights:
             case "merged":
-                return lora_reference.base_weights(full)
+                return lora_reference.select_base_weights(full)
             case "adapter":
-                return lora_reference.adapter_weights(full)
+                return lora_reference.select_adapter_weights(full)
             case "own":
                 return full
             case _:
@@ -290,22 +295,22 @@ class Verifier:
         return fits
 
     def _check_place(self, entry: YieldedEntry, expected: torch.Tensor) -> None:
-        dtype = self._promised_dtype(entry, expected)
+        dtype = self._choose_promised_dtype(entry, expected)
         if entry.dtype != dtype:
-            what = f"dtype {dtype_name(entry.dtype)} where {dtype_name(dtype)} was promised"
+            what = f"dtype {name_dtype(entry.dtype)} where {name_dtype(dtype)} was promised"
             self._findings.note("misplaced", what, entry.name)
         # The step counter of Adam is a host scalar wherever its parameter lies.
         host_scalar = self._contract.form == "optimizer" and expected.ndim == 0
         if entry.form == "info" or self._contract.device == "any" or host_scalar:
             return
-        device = self._promised_device(entry.name)
+        device = self._choose_promised_device(entry.name)
         if entry.device != device:
             self._findings.note("misplaced", f"on {entry.device} where {device} was promised", entry.name)
         elif entry.local_device is not None and entry.local_device != entry.device:
             split = f"half-moved, says {entry.device} and has its local shard on {entry.local_device}"
             self._findings.note("misplaced", split, entry.name)
 
-    def _promised_dtype(self, entry: YieldedEntry, expected: torch.Tensor) -> torch.dtype:
+    def _choose_promised_dtype(self, entry: YieldedEntry, expected: torch.Tensor) -> torch.dtype:
         match self._contract.dtype:
             case "any":
                 return entry.dtype
@@ -316,7 +321,7 @@ class Verifier:
             case _:
                 assert_never(self._contract.dtype)
 
-    def _promised_device(self, name: str) -> torch.device:
+    def _choose_promised_device(self, name: str) -> torch.device:
         match self._contract.device:
             case "cpu":
                 return torch.device("cpu")
@@ -327,20 +332,20 @@ class Verifier:
             case _:
                 assert_never(self._contract.device)
 
-    def _difference(self, entry: YieldedEntry, expected: torch.Tensor) -> str:
+    def _describe_difference(self, entry: YieldedEntry, expected: torch.Tensor) -> str:
         """How the value differs; empty if it does not."""
         if tuple(entry.shape) != tuple(expected.shape) and self._contract.form != "flat":
             return f"shape {tuple(entry.shape)}, not {tuple(expected.shape)}"
         if entry.data is None:
             return ""
         if entry.is_sharded and self._contract.form == "sharded":
-            if why_not := entry.why_no_shard(self._expectation.shard_group_of_one):
+            if why_not := entry.explain_no_shard(self._expectation.shard_group_of_one):
                 return why_not
-            expected = entry.part(self._expectation.rank).read(expected)
+            expected = entry.find_part(self._expectation.rank).read(expected)
         if entry.place is not None:
-            return self._expectation.rank_parts[entry.name].difference(entry.data, entry.place, expected)
+            return self._expectation.rank_parts[entry.name].describe_difference(entry.data, entry.place, expected)
         if entry.name in self._merged:
-            return self._merged[entry.name].difference(entry.data)
+            return self._merged[entry.name].describe_difference(entry.data)
         return compare(entry.data, expected)
 
     def _check_names(self) -> None:
@@ -372,11 +377,11 @@ _FORM_IN_WORDS: dict[PromisedForm, str] = {
 }
 
 
-def parameter_devices(model: nn.Module) -> dict[str, torch.device]:
+def read_parameter_devices(model: nn.Module) -> dict[str, torch.device]:
     """The device that each parameter, flat parameter and buffer reports, under its unwrapped name."""
-    held = reader.read(model)
-    devices = {name: tensor.shown.device for tensor in held.tensors() for name in tensor.names}
-    for unit in held.fsdp1_units:
+    contents = reader.read(model)
+    devices = {name: tensor.shown.device for tensor in contents.list_tensors() for name in tensor.names}
+    for unit in contents.fsdp1_units:
         devices[unit.flat_name] = unit.flat_parameter.device
         devices |= {name: shown.device for name, shown in unit.shown.items()}
     return devices

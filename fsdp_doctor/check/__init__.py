@@ -1,7 +1,7 @@
 """``fsdp-doctor check``: the cases that a training configuration amounts to, and what is known of them.
 
 Nothing here imports torch or a framework. ``reading`` makes settings of files, launch commands and overrides; each of
-``frameworks`` makes uses of them; ``findings`` and ``configured_model`` hold what follows; ``presentation`` prints it.
+``frameworks`` makes uses of them; ``findings`` holds what follows; ``presentation`` prints it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsdp_doctor.check.findings import (
     find_replaced_values,
     find_unknown_keys,
     note,
-    unknown,
+    report_unknown,
 )
 from fsdp_doctor.check.framework import Framework
 from fsdp_doctor.check.frameworks import FRAMEWORKS
@@ -35,8 +35,8 @@ from fsdp_doctor.check.launch_commands import NOT_READ, count_launched_ranks
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.check.use import CANNOT_BE_DETERMINED, Role, Use, merge_equal
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, CannotRun, UsageError
-from fsdp_doctor.known.catalogue import known_failures
-from fsdp_doctor.machine.versions import installed_versions
+from fsdp_doctor.known.catalogue import read_catalogue
+from fsdp_doctor.machine.versions import read_installed_versions
 from fsdp_doctor.matrix.cases import Case
 
 VersionSource: TypeAlias = Literal["given", "installed here", "not known"]
@@ -128,17 +128,19 @@ def check(
         return run(settings)
     # A size that cannot be read is no reason to say nothing: what holds for every size is said.
     first, *others = [
-        run(Settings.joined(settings, [Setting(row.key, size, row.where) for row in strange])) for size in _SHARD_GROUPS
+        run(Settings.join(settings, [Setting(row.key, size, row.where) for row in strange])) for size in _SHARD_GROUPS
     ]
     said = [{(finding.kind, finding.entry or finding.sentence) for finding in result.findings} for result in others]
     held = [one for one in first.findings if all((one.kind, one.entry or one.sentence) in other for other in said)]
     sentence = "this number cannot be read; what is said here holds whatever it is"
-    return dataclasses.replace(first, findings=(*held, unknown(sentence, *strange, decides=True)), settings=settings)
+    return dataclasses.replace(
+        first, findings=(*held, report_unknown(sentence, *strange, decides=True)), settings=settings
+    )
 
 
 def _shard_groups(kind: type[Framework], settings: Settings) -> list[Setting]:
     keys = dict.fromkeys(key for table in kind.facts.models.values() for key in table.shard_group)
-    return [row for key in keys if (row := settings.first(key)) is not None]
+    return [row for key in keys if (row := settings.find_first(key)) is not None]
 
 
 def _is_number(row: Setting) -> bool:
@@ -164,22 +166,24 @@ def _check_as(
         if ranks is None:
             ranks = _read_world_size(kind, settings, findings)
         framework = kind(settings, version.version, ranks)
-        for role, sections in framework.models().items():
-            strange = [row for name in sections for row in find_unknown_keys(settings, name, framework.section_keys())]
+        for role, sections in framework.list_models().items():
+            strange = [
+                row for name in sections for row in find_unknown_keys(settings, name, framework.list_section_keys())
+            ]
             try:
                 one_model = framework.read(role)
                 with_model, of_model = apply_model(merge_equal(one_model.uses), one_model.model)
             except Unreadable as error:
                 uses.append(Use(role=role, why_not=CANNOT_BE_DETERMINED))
-                findings += [unknown(f"{role}: {error}"), *strange]
+                findings += [report_unknown(f"{role}: {error}"), *strange]
                 continue
             uses += with_model
             models[role] = one_model.model
             findings += [*one_model.findings, *of_model, *strange]
-        findings += framework.findings()
+        findings += framework.find_problems()
     except Unreadable as error:
         uses, models, ranks = [Use(role="model", why_not=CANNOT_BE_DETERMINED)], {}, world_size
-        findings = [unknown(str(error))]
+        findings = [report_unknown(str(error))]
     if facts.cpu_collectives:
         findings += find_missing_backends(uses)
     run = ConfiguredRun(
@@ -209,18 +213,18 @@ def _find_packages(version: CheckedVersion) -> dict[str, str]:
     """
     if version.source == "not known" and version.asked:
         return {}
-    names = {name for entry in known_failures() for name in entry.versions}
-    return installed_versions(names) | ({version.of: str(version.version)} if version.version else {})
+    names = {name for entry in read_catalogue() for name in entry.versions}
+    return read_installed_versions(names) | ({version.of: str(version.version)} if version.version else {})
 
 
-def with_ranks(result: CheckResult, world_size: int) -> CheckResult:
+def set_ranks(result: CheckResult, world_size: int) -> CheckResult:
     """The uses and models of the same configuration on another number of ranks, without findings.
 
     Raises Unreadable.
     """
     kind = next(kind for kind in FRAMEWORKS if kind.facts.name == result.framework)
     framework = kind(result.settings, result.version.version, world_size)
-    readings = {role: framework.read(role) for role in framework.models()}
+    readings = {role: framework.read(role) for role in framework.list_models()}
     return dataclasses.replace(
         result,
         world_size=world_size,
@@ -230,7 +234,7 @@ def with_ranks(result: CheckResult, world_size: int) -> CheckResult:
     )
 
 
-def cases(result: CheckResult) -> list[Case]:
+def list_cases(result: CheckResult) -> list[Case]:
     """Every case of every use, once, in their order: what ``--probe`` runs."""
     return list(dict.fromkeys(case for use in result.uses for case in use.cases))
 
@@ -282,7 +286,7 @@ def _read_world_size(kind: type[Framework], settings: Settings, findings: list[C
     try:
         ranks = kind.count_ranks(settings) or count_launched_ranks(settings)
     except Unreadable as error:
-        findings.append(unknown(str(error)))
+        findings.append(report_unknown(str(error)))
         return None
     return ranks if ranks is not None and ranks > 0 else None
 
@@ -290,7 +294,7 @@ def _read_world_size(kind: type[Framework], settings: Settings, findings: list[C
 def _find_not_read(settings: Settings) -> list[ConfigFinding]:
     """Findings on named files that are not here, and on further launch commands."""
     missing = "this names a file that cannot be read here, so what it sets is not known; give it beside"
-    findings = [unknown(missing, row) for row in reading.find_missing_files(settings)]
-    if others := settings.first(NOT_READ):
+    findings = [report_unknown(missing, row) for row in reading.find_missing_files(settings)]
+    if others := settings.find_first(NOT_READ):
         findings.append(note("of several commands that look like the training the last is read", others))
     return findings

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from fsdp_doctor.check.settings import Setting
-from fsdp_doctor.errors import UsageError, first_line
+from fsdp_doctor.errors import UsageError, read_first_line
 from fsdp_doctor.machine.waited_input import read_parts
 
 if sys.version_info >= (3, 11):
@@ -107,7 +107,7 @@ def parse_json(row: Setting) -> list[Setting]:
 def flatten(data: Any, name: str, where: Callable[[str], str]) -> Iterator[Setting]:
     """The leaves of nested dictionaries. where: the place of a leaf, by the last part of its key. Raises UsageError."""
     if not isinstance(data, dict):
-        raise _not_a_mapping(name)
+        raise _refuse_non_mapping(name)
     stack = [("", iter(data.items()))]
     while stack:
         prefix, items = stack[-1]
@@ -126,9 +126,9 @@ def flatten(data: Any, name: str, where: Callable[[str], str]) -> Iterator[Setti
 
 def _read_bytes(argument: str) -> bytes:
     """The whole file, or one byte more than is allowed."""
-    path = None if argument == "-" else pathlib.Path(os.path.expanduser(argument))
+    method = None if argument == "-" else pathlib.Path(os.path.expanduser(argument))
     data = b""
-    for part in read_parts(path, size=1 << 16):
+    for part in read_parts(method, size=1 << 16):
         data += part
         if len(data) > _MAX_BYTES:
             break
@@ -180,11 +180,11 @@ def _find_lines(text: str, name: str) -> Callable[[str], str]:
         if match := _KEY_OF_LINE.match(line[: 2 * _MAX_KEY]):
             lines.setdefault(match[1], []).append(number)
 
-    def where(key: str) -> str:
+    def name_key(key: str) -> str:
         numbers = lines.get(key, ())
         return f"{name}:{numbers[0]}" if len(numbers) == 1 else name
 
-    return where
+    return name_key
 
 
 def _parse_yaml(text: str, name: str) -> Iterator[Setting]:
@@ -199,12 +199,12 @@ def _parse_yaml(text: str, name: str) -> Iterator[Setting]:
                 mappings += 1
                 yield from _flatten_yaml(loader, document, "", name)
         if not mappings:
-            raise _not_a_mapping(name)
+            raise _refuse_non_mapping(name)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise UsageError(f"{name}{f':{mark.line + 1}' if mark else ''}: invalid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise UsageError(f"{name}: invalid YAML: {first_line(error)}") from None
+        raise UsageError(f"{name}: invalid YAML: {read_first_line(error)}") from None
     except ValueError as error:
         raise UsageError(f"{name}: invalid YAML: {error}") from None
 
@@ -257,7 +257,7 @@ def _check_yaml_size(text: str, name: str) -> None:
             raise UsageError(f"cannot read {name}: with its aliases written out it is too large")
 
 
-def _not_a_mapping(name: str) -> UsageError:
+def _refuse_non_mapping(name: str) -> UsageError:
     return UsageError(f"{name} does not contain settings: expected names with values, not a list or a single value")
 
 

@@ -16,7 +16,7 @@ from fsdp_doctor.check.settings import Setting, Settings
 from fsdp_doctor.check.use import Use
 from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.run_context import RunContext, Shards
-from fsdp_doctor.matrix.axes import AxisName, AxisValue, Dims, Model, nearest
+from fsdp_doctor.matrix.axes import AxisName, AxisValue, Dims, Model, describe_nearest
 from fsdp_doctor.matrix.cases import Scenario
 
 # In the order in which they are shown.
@@ -70,7 +70,7 @@ class ConfigFinding:
 class ConfiguredRun(RunContext):
     """A run of the user's own model, whose dimensions are not those of the matrix's small one."""
 
-    def possible_shards(self, scenario: Scenario) -> tuple[Shards, ...]:
+    def list_possible_shards(self, scenario: Scenario) -> tuple[Shards, ...]:
         """Uneven where the model is known to be; else both, unless the ranks are a power of two, as most dimensions."""
         group = self.shard_group(scenario)
         if not scenario.dims.is_even:
@@ -78,35 +78,37 @@ class ConfiguredRun(RunContext):
         return ("even",) if group & (group - 1) == 0 else ("even", "uneven")
 
 
-def conflict(sentence: str, *settings: Setting | None) -> ConfigFinding:
-    return _finding("conflict", sentence, settings)
+def report_conflict(sentence: str, *settings: Setting | None) -> ConfigFinding:
+    return _make_finding("conflict", sentence, settings)
 
 
 def note(sentence: str, *settings: Setting | None) -> ConfigFinding:
-    return _finding("note", sentence, settings)
+    return _make_finding("note", sentence, settings)
 
 
-def unknown(sentence: str, *settings: Setting | None, decides: bool = False) -> ConfigFinding:
-    return dataclasses.replace(_finding("unknown", sentence, settings), decides=decides)
+def report_unknown(sentence: str, *settings: Setting | None, decides: bool = False) -> ConfigFinding:
+    return dataclasses.replace(_make_finding("unknown", sentence, settings), decides=decides)
 
 
-def known(entry: str, *settings: Setting | None) -> ConfigFinding:
+def report_known(entry: str, *settings: Setting | None) -> ConfigFinding:
     """An entry of the catalogue that settings trigger and no case of the matrix shows."""
-    failure = catalogue.known_failure(entry)
-    finding = _finding("known", f"{failure.title} ({failure.verdict})", settings)
+    failure = catalogue.find_entry(entry)
+    finding = _make_finding("known", f"{failure.title} ({failure.verdict})", settings)
     return dataclasses.replace(finding, entry=entry)
 
 
 def find_unknown_keys(settings: Settings, section: str, known_keys: Sequence[str]) -> list[ConfigFinding]:
     """The keys of a section that are not in ``known_keys``; a known key may have anything below it."""
-    names = {row.key.removeprefix(f"{section}.").partition(".")[0]: row for row in settings.below(section)}
+    names = {row.key.removeprefix(f"{section}.").partition(".")[0]: row for row in settings.list_below(section)}
     strange = {name: row for name, row in names.items() if name not in known_keys}
     findings = [
-        unknown(f"{name!r} is not a known key of {section}{nearest(name, known_keys)}", row, decides=True)
+        report_unknown(
+            f"{name!r} is not a known key of {section}{describe_nearest(name, known_keys)}", row, decides=True
+        )
         for name, row in itertools.islice(strange.items(), _MAX_UNKNOWN)
     ]
     if len(strange) > _MAX_UNKNOWN:
-        findings.append(unknown(f"{len(strange) - _MAX_UNKNOWN} more keys of {section} are not known"))
+        findings.append(report_unknown(f"{len(strange) - _MAX_UNKNOWN} more keys of {section} are not known"))
     return findings
 
 
@@ -124,8 +126,8 @@ def find_known_failures(uses: Iterable[Use], context: RunContext) -> list[Config
     findings: dict[str, ConfigFinding] = {}
     for use in uses:
         for case in use.cases:
-            for entry in catalogue.expected_failures(case, context):
-                finding = findings.get(entry.id) or known(entry.id)
+            for entry in catalogue.list_expected_failures(case, context):
+                finding = findings.get(entry.id) or report_known(entry.id)
                 findings[entry.id] = dataclasses.replace(
                     finding,
                     cases=tuple(dict.fromkeys((*finding.cases, case.id))),
@@ -158,7 +160,7 @@ def find_missing_backends(uses: Sequence[Use]) -> list[ConfigFinding]:
     ]
 
 
-def _finding(kind: FindingKind, sentence: str, settings: Iterable[Setting | None]) -> ConfigFinding:
+def _make_finding(kind: FindingKind, sentence: str, settings: Iterable[Setting | None]) -> ConfigFinding:
     return ConfigFinding(kind=kind, sentence=sentence, settings=tuple(str(row) for row in settings if row))
 
 
@@ -189,17 +191,17 @@ def apply_model(uses: Sequence[Use], model: ConfiguredModel) -> tuple[tuple[Use,
         return tuple(uses), []
     local = _read_local_model(model.path)
     if local is None or model.ranks is None:
-        return tuple(uses), [_unknown_dims(model)] if any(map(_races_where_uneven, uses)) else []
+        return tuple(uses), [_report_unknown_dims(model)] if any(map(_races_where_uneven, uses)) else []
     findings = []
     if local.built_in is None:
         sentence = f"the probe has no model of type {local.model_type!r} and uses {scenarios[0].model} in its place"
         findings.append(note(sentence, model.path))
     sizes = ", ".join(f"{name}={size}" for name, size in local.sizes.items() if size % model.ranks)
     where = f"config.json of {model.path}" + (f": {sizes} over {model.ranks} ranks" if sizes else "")
-    changed = tuple(use.changed(_changes(use, local, uneven=bool(sizes)), where) for use in uses)
+    changed = tuple(use.change(_list_changes(use, local, uneven=bool(sizes)), where) for use in uses)
     racing = [use for use in changed if sizes and _races_where_uneven(use)]
     if racing:
-        findings.append(_race(racing, sizes, model.ranks))
+        findings.append(_report_race(racing, sizes, model.ranks))
     return changed, findings
 
 
@@ -234,7 +236,7 @@ def _read_sizes(config: Mapping[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def _changes(use: Use, local: _LocalModel, *, uneven: bool) -> dict[AxisName, AxisValue]:
+def _list_changes(use: Use, local: _LocalModel, *, uneven: bool) -> dict[AxisName, AxisValue]:
     changes: dict[AxisName, AxisValue] = {}
     if use.scenario is None:
         return changes
@@ -257,7 +259,7 @@ def _races_where_uneven(use: Use) -> bool:
     )
 
 
-def _race(racing: Sequence[Use], sizes: str, ranks: int) -> ConfigFinding:
+def _report_race(racing: Sequence[Use], sizes: str, ranks: int) -> ConfigFinding:
     sentence = (
         f"the manual offload does not wait for its copies, and {sizes} cannot be divided evenly among the {ranks} "
         "ranks of a shard group: FSDP2 pads such a shard on the host while the copy is still running, and weights are "
@@ -269,7 +271,7 @@ def _race(racing: Sequence[Use], sizes: str, ranks: int) -> ConfigFinding:
     return ConfigFinding(kind="conflict", sentence=sentence, settings=settings, cases=ids, holds_for=titles)
 
 
-def _unknown_dims(model: ConfiguredModel) -> ConfigFinding:
+def _report_unknown_dims(model: ConfiguredModel) -> ConfigFinding:
     if model.ranks is None:
         missing = "the configuration does not say how many ranks there are; give --world-size"
     elif model.path is None:

@@ -19,7 +19,7 @@ from packaging.version import Version
 
 from fsdp_doctor.check.findings import ConfigFinding, ConfiguredModel, note
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
-from fsdp_doctor.check.use import Because, Chosen, ExtractionPoint, OffloadChoice, Role, Use, use_of
+from fsdp_doctor.check.use import Because, Chosen, ExtractionPoint, OffloadChoice, Role, Use, make_use
 from fsdp_doctor.matrix.axes import AxisName, Backend, Model, Sharding
 from fsdp_doctor.matrix.cases import Scenario
 
@@ -140,19 +140,19 @@ class Framework(ABC):
     def read(self, role: Role) -> ModelReading:
         """The uses of one of the models."""
 
-    def models(self) -> Mapping[Role, tuple[str, ...]]:
+    def list_models(self) -> Mapping[Role, tuple[str, ...]]:
         """By role of each model of the run, the sections of its FSDP settings."""
-        return {"model": self.keys("model").sections}
+        return {"model": self.list_keys("model").sections}
 
-    def section_keys(self) -> Keys:
+    def list_section_keys(self) -> Keys:
         """All that a section of FSDP settings can have; empty where that is not known."""
         return tuple(self.facts.section_keys.split())
 
-    def findings(self) -> Iterable[ConfigFinding]:
+    def find_problems(self) -> Iterable[ConfigFinding]:
         """Findings on the configuration as a whole."""
         return ()
 
-    def keys(self, role: Role) -> KeyTable:
+    def list_keys(self, role: Role) -> KeyTable:
         table: KeyTable = self.facts.models.get(role, KeyTable())
         return table
 
@@ -165,79 +165,79 @@ class FsdpFramework(Framework, Generic[V]):
         """The values of the axes that a model has under those versions, in the order in which they are shown."""
 
     @abstractmethod
-    def extractions(self, role: Role, versions: V, scenario: Scenario) -> Iterable[ExtractionPoint]:
+    def list_extractions(self, role: Role, versions: V, scenario: Scenario) -> Iterable[ExtractionPoint]:
         """Where those versions extract the weights of a model, or load them."""
 
-    def ranges(self) -> Sequence[V]:
+    def list_ranges(self) -> Sequence[V]:
         """The ranges that contain the version; all of them where none is given."""
-        return matching(self.facts.versions or (VersionRange(),), self.version)
+        return select_matching(self.facts.versions or (VersionRange(),), self.version)
 
-    def reading(
+    def read_role(
         self, role: Role, findings: Iterable[ConfigFinding] = (), ranges: Sequence[V] | None = None
     ) -> ModelReading:
         """The reading of a model under FSDP. ranges: of versions; None for all in question."""
         uses = [
-            use_of(
+            make_use(
                 role,
                 versions.label,
                 self.choose_axes(role, versions),
-                functools.partial(self.extractions, role, versions),
+                functools.partial(self.list_extractions, role, versions),
             )
-            for versions in (self.ranges() if ranges is None else ranges)
+            for versions in (self.list_ranges() if ranges is None else ranges)
         ]
-        return ModelReading(uses=uses, model=self.configured_model(role), findings=tuple(findings))
+        return ModelReading(uses=uses, model=self.read_model(role), findings=tuple(findings))
 
-    def configured_model(self, role: Role) -> ConfiguredModel:
-        keys = self.keys(role)
-        path, ranks = self.settings.first(*keys.path), self._shard_group(keys)
+    def read_model(self, role: Role) -> ConfiguredModel:
+        keys = self.list_keys(role)
+        path, ranks = self.settings.find_first(*keys.path), self._shard_group(keys)
         if self.world_size is None:
             return ConfiguredModel(path=path)
         if not 0 < ranks < self.world_size:
-            ranks = max(1, self.world_size // (self.settings.number(*keys.replicas) or 1))
+            ranks = max(1, self.world_size // (self.settings.read_number(*keys.replicas) or 1))
         return ConfiguredModel(path=path, ranks=ranks)
 
     def choose_offload(self, role: Role, default: str) -> OffloadChoice:
         """The policy if it is on, or else the manual offloads that are. default: where no setting says anything."""
-        keys = self.keys(role)
-        policy = self.settings.first(*keys.policy)
-        if self.settings.flag(*keys.policy):
+        keys = self.list_keys(role)
+        policy = self.settings.find_first(*keys.policy)
+        if self.settings.read_flag(*keys.policy):
             return OffloadChoice(policy=policy)
         return OffloadChoice(
-            param=self.settings.first_true(*keys.param_offload),
-            optimizer=self.settings.first_true(*keys.optimizer_offload),
+            param=self.settings.find_first_true(*keys.param_offload),
+            optimizer=self.settings.find_first_true(*keys.optimizer_offload),
             default=str(policy or default),
         )
 
     def choose_sharding(self, role: Role) -> Chosen:
-        keys = self.keys(role)
-        replicas, group = self.settings.number(*keys.replicas) or 1, self._shard_group(keys)
-        row = self.settings.first(*keys.replicas) or self.settings.first(*keys.shard_group)
+        keys = self.list_keys(role)
+        replicas, group = self.settings.read_number(*keys.replicas) or 1, self._shard_group(keys)
+        row = self.settings.find_first(*keys.replicas) or self.settings.find_first(*keys.shard_group)
         if self.world_size and 0 < group < self.world_size:
             return Chosen(Sharding.SIZE1 if group == 1 else Sharding.HSDP, f"{row} of {self.world_size} ranks")
         return Chosen(Sharding.HSDP, row) if replicas > 1 else Chosen(Sharding.FULL)
 
     def choose_model(self, role: Role) -> Chosen:
-        row = self.settings.first(*self.keys(role).lora_rank)
-        has_adapter = row is not None and (self.settings.number(row.key) or 0) > 0
+        row = self.settings.find_first(*self.list_keys(role).lora_rank)
+        has_adapter = row is not None and (self.settings.read_number(row.key) or 0) > 0
         return Chosen(Model.QWEN3_LORA, row) if has_adapter else Chosen(Model.QWEN3)
 
     def find_other_parallelisms(self, section: str, degrees: Sequence[str]) -> list[ConfigFinding]:
         """A note on the degrees of other parallelisms that are more than 1."""
-        rows = [self.settings.first(f"{section}.{degree}") for degree in degrees]
-        others = [row for row in rows if row and (self.settings.number(row.key) or 1) > 1]
+        rows = [self.settings.find_first(f"{section}.{degree}") for degree in degrees]
+        others = [row for row in rows if row and (self.settings.read_number(row.key) or 1) > 1]
         sentence = "the probe has no other parallelism beside FSDP; these settings are left out of the cases"
         return [note(sentence, *others)] if others else []
 
     def _shard_group(self, keys: KeyTable) -> int:
         """Raises Unreadable for 0, by which verl and SkyRL divide (create_device_mesh)."""
-        size = self.settings.number(*keys.shard_group)
+        size = self.settings.read_number(*keys.shard_group)
         if size == 0:
-            row = self.settings.first(*keys.shard_group)
+            row = self.settings.find_first(*keys.shard_group)
             raise Unreadable(f"{row} is a group of no ranks, and the job fails; all are -1")
         return -1 if size is None else size
 
 
-def not_under_fsdp(role: Role, because: Because, *findings: ConfigFinding) -> ModelReading:
+def report_not_under_fsdp(role: Role, because: Because, *findings: ConfigFinding) -> ModelReading:
     """The reading of a model that another engine or wrapper trains."""
     return ModelReading(uses=(Use(role=role, why_not=f"not under FSDP: {because}"),), findings=findings)
 
@@ -255,7 +255,7 @@ def choose_backend(row: Setting | None, default: str) -> Chosen:
     return Chosen(Backend.MIXED if "gloo" in backends else Backend.DEVICE_ONLY, row or default)
 
 
-def matching(ranges: Sequence[V], version: Version | None) -> list[V]:
+def select_matching(ranges: Sequence[V], version: Version | None) -> list[V]:
     """The ranges that contain the version; all of them where none is given. A pre-release counts as its release."""
     if version is None:
         return list(ranges)

@@ -91,22 +91,22 @@ def read_script(text: str, name: str) -> Iterator[Setting]:
     Raises UsageError where variables that contain one another would become too long.
     """
     script = _Script(_COMMENT.sub("", text), name)
-    return itertools.chain(_choose_command(script), script.overrides())
+    return itertools.chain(_choose_command(script), script.list_overrides())
 
 
 def count_launched_ranks(settings: Settings) -> int | None:
     """The number of ranks that the command starts; None where it does not say. Raises Unreadable."""
-    if processes := settings.number(f"{SECTION}.num_processes"):
+    if processes := settings.read_number(f"{SECTION}.num_processes"):
         return processes
-    per_node, nodes = settings.text(*_RANKS_OF_A_NODE), settings.text(*_NODES)
+    per_node, nodes = settings.read_text(*_RANKS_OF_A_NODE), settings.read_text(*_NODES)
     if per_node in ("", "cpu") or "$" in per_node or ":" in nodes or "$" in nodes:
         return None
-    ranks = _visible_devices(settings) if per_node in ("gpu", "auto") else settings.number(*_RANKS_OF_A_NODE)
-    return ranks * (settings.number(*_NODES) or 1) if ranks else None
+    ranks = _count_visible_devices(settings) if per_node in ("gpu", "auto") else settings.read_number(*_RANKS_OF_A_NODE)
+    return ranks * (settings.read_number(*_NODES) or 1) if ranks else None
 
 
-def _visible_devices(settings: Settings) -> int | None:
-    devices = settings.text(f"{ENVIRONMENT}.CUDA_VISIBLE_DEVICES")
+def _count_visible_devices(settings: Settings) -> int | None:
+    devices = settings.read_text(f"{ENVIRONMENT}.CUDA_VISIBLE_DEVICES")
     return None if not devices or "$" in devices else sum(bool(name.strip()) for name in devices.split(","))
 
 
@@ -137,21 +137,21 @@ class _Script:
     def expand(self, text: str) -> str:
         """``text`` with the values of its known variables; an unknown one stays as it is written."""
 
-        def value_of(match: re.Match[str]) -> str:
+        def find_value(match: re.Match[str]) -> str:
             name = match["braced"] or match["bare"]
             default = match[0] if match["default"] is None else match["default"]
             value = match[0] if name in self.unknown else self.variables.get(name, default)
             self._expanded += len(value)
             if self._expanded > _MAX_EXPANDED:
-                raise self._too_long()
+                raise self._refuse_too_long()
             return value
 
-        expanded = _VARIABLE.sub(value_of, _QUOTED_ARRAY.sub(r"\1", text))
+        expanded = _VARIABLE.sub(find_value, _QUOTED_ARRAY.sub(r"\1", text))
         if len(expanded) > max(_MAX_VALUE, len(text)):
-            raise self._too_long()
+            raise self._refuse_too_long()
         return expanded
 
-    def overrides(self) -> Iterator[Setting]:
+    def list_overrides(self) -> Iterator[Setting]:
         """Every ``a.b=value`` of the script that no ``~a.b`` removes, in their order."""
         deleted = {match["key"] for match in _DELETION.finditer(self.text)}
         line, seen = 1, 0
@@ -161,7 +161,7 @@ class _Script:
             if match["key"] not in deleted:
                 yield Setting(match["key"], parse_scalar(self.expand(value)), f"{self.name}:{line}")
 
-    def lines(self) -> Iterator[tuple[int, str]]:
+    def iterate_lines(self) -> Iterator[tuple[int, str]]:
         """Each line with its number; a line that a backslash continues is one with the next."""
         parts: list[str] = []
         for number, line in enumerate(self.text.split("\n"), 1):
@@ -173,7 +173,7 @@ class _Script:
         if parts:
             yield self.text.count("\n") + 2 - len(parts), "".join(parts)
 
-    def _too_long(self) -> UsageError:
+    def _refuse_too_long(self) -> UsageError:
         return UsageError(f"{self.name}: its variables, which contain one another, become too long")
 
 
@@ -215,7 +215,7 @@ def _choose_command(script: _Script) -> list[Setting]:
 
 def _read_commands(script: _Script) -> list[_Command]:
     commands: list[_Command] = []
-    for line, text in script.lines():
+    for line, text in script.iterate_lines():
         if len(text) > _MAX_COMMAND or not any(name in (expanded := script.expand(text)) for name in _NAMES):
             continue
         words = [_QUOTING.sub(lambda m: m[1] or m[2] or m[3] or "", match[0]) for match in _WORD.finditer(expanded)]

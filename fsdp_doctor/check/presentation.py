@@ -8,7 +8,7 @@ import json
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from fsdp_doctor.check import CheckResult, cases
+from fsdp_doctor.check import CheckResult, list_cases
 from fsdp_doctor.check.findings import ConfigFinding, FindingKind
 from fsdp_doctor.check.use import VERSIONS_BETWEEN, Use
 from fsdp_doctor.known import catalogue
@@ -34,7 +34,7 @@ def as_text(result: CheckResult) -> str:
         lines += ["", _HEADINGS[kind], *(line for finding in findings for line in _finding_lines(finding, result))]
     for role, uses in itertools.groupby(result.uses, key=lambda use: use.role):
         lines += ["", *_role_lines(role, list(uses))]
-    if tried := cases(result):
+    if tried := list_cases(result):
         words = ["fsdp-doctor probe", *(f"--case {case.id}" for case in tried)]
         lines += ["", "Try them", "  " + " \\\n    ".join(words)]
     return "\n".join(lines) + "\n"
@@ -56,7 +56,7 @@ def as_json(result: CheckResult) -> str:
         "world_size": result.world_size,
         "read_in": result.read_in,
         "exit_code": result.exit_code,
-        "cases": [case.id for case in cases(result)],
+        "cases": [case.id for case in list_cases(result)],
         "uses": [_use_as_dict(use) for use in result.uses],
         "findings": [_finding_as_dict(finding, result) for finding in result.findings],
     }
@@ -70,7 +70,7 @@ def _summary(result: CheckResult) -> str:
         return f"not all of it could be read{f'; {findings}' if findings else ''}"
     if not result.under_fsdp:
         return f"not FSDP{f'; {findings}' if findings else ', nothing to check'}"
-    count = len(cases(result))
+    count = len(list_cases(result))
     if not count and not bad:
         return "no case to try"
     return f"{count} case{'s' * (count != 1)}, {findings or 'nothing known to break, no conflict'}"
@@ -116,7 +116,7 @@ def _numbered(uses: Sequence[Use], lines: Sequence[Sequence[str]]) -> Iterator[t
 
 
 def _finding_lines(finding: ConfigFinding, result: CheckResult) -> Iterator[str]:
-    entry = catalogue.known_failure(finding.entry) if finding.entry else None
+    entry = catalogue.find_entry(finding.entry) if finding.entry else None
     yield from _wrap(f"- {f'{entry.id}: ' if entry else ''}{finding.sentence}", 2)
     if finding.bad:
         every = f"every version of {result.framework} that reads these settings"
@@ -179,7 +179,7 @@ def _use_as_dict(use: Use) -> dict[str, object]:
 def _finding_as_dict(finding: ConfigFinding, result: CheckResult) -> dict[str, object]:
     data: dict[str, object] = dataclasses.asdict(finding)
     if finding.entry:
-        entry = catalogue.known_failure(finding.entry)
+        entry = catalogue.find_entry(finding.entry)
         data |= {name: getattr(entry, name) for name in ("verdict", "cause", "remedy", "references")}
         data |= {
             "conditions": list(_conditions(entry, result)),

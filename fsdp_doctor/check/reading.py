@@ -30,7 +30,7 @@ def read(arguments: Sequence[str]) -> Settings:
     Raises UsageError for what cannot be read, with the file and, where it is known, the line.
     """
     overrides = [match for match in map(_match_override, arguments) if match is not None]
-    settings = Settings.of(
+    settings = Settings.from_rows(
         row for argument in arguments if _match_override(argument) is None for row in _read_file(argument)
     )
     for match in overrides:
@@ -45,7 +45,7 @@ def read(arguments: Sequence[str]) -> Settings:
             f"no settings found in {names}: expected YAML, JSON, TOML, a shell script that starts a training, or "
             "overrides like a.b=value"
         )
-    return _with_named_files(settings)
+    return _add_named_files(settings)
 
 
 def follow(row: Setting) -> Settings | None:
@@ -58,7 +58,7 @@ def follow(row: Setting) -> Settings | None:
         path = os.path.expanduser(path)
         if os.path.isfile(path):
             try:
-                return Settings.of(_read_file(path))
+                return Settings.from_rows(_read_file(path))
             except UsageError as error:
                 raise Unreadable(f"{row}: {error}") from None
     return None
@@ -66,7 +66,7 @@ def follow(row: Setting) -> Settings | None:
 
 def find_missing_files(settings: Settings) -> Iterator[Setting]:
     """The settings that name a configuration file which cannot be read here."""
-    return (row for row in _naming(settings) if _follow_if_readable(row) is None)
+    return (row for row in _find_naming(settings) if _follow_if_readable(row) is None)
 
 
 def _match_override(argument: str) -> re.Match[str] | None:
@@ -87,16 +87,16 @@ def _read_file(argument: str) -> list[Setting]:
     return config_files.parse(text, name, read_script)
 
 
-def _with_named_files(settings: Settings) -> Settings:
-    names = _naming(settings)
+def _add_named_files(settings: Settings) -> Settings:
+    names = _find_naming(settings)
     for _ in range(_MAX_FOLLOWED):
         if names and (named := _follow_if_readable(names.pop(0))) is not None:
-            settings = Settings.joined(named, settings)
-            names += _naming(named)
+            settings = Settings.join(named, settings)
+            names += _find_naming(named)
     return settings
 
 
-def _naming(settings: Settings) -> list[Setting]:
+def _find_naming(settings: Settings) -> list[Setting]:
     rows = [settings.rows[key] for key in _NAMING if key in settings]
     return [row for row in rows if isinstance(row.value, str) and _FILE.fullmatch(row.value)]
 

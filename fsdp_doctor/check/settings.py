@@ -58,16 +58,16 @@ class Settings:
     _below: dict[str, dict[str, None]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rows: Iterable[Setting]) -> Settings:
+    def from_rows(cls, rows: Iterable[Setting]) -> Settings:
         settings = cls()
         for row in rows:
             settings.put(row)
         return settings
 
     @classmethod
-    def joined(cls, *parts: Settings | Iterable[Setting]) -> Settings:
+    def join(cls, *parts: Settings | Iterable[Setting]) -> Settings:
         """Several parts as one; a later part replaces an earlier one, and ``replaced`` is kept."""
-        settings = cls.of(row for part in parts for row in part)
+        settings = cls.from_rows(row for part in parts for row in part)
         for part in parts:
             if isinstance(part, Settings):
                 for key, pair in part.replaced.items():
@@ -81,25 +81,25 @@ class Settings:
     def __iter__(self) -> Iterator[Setting]:
         return iter(self.rows.values())
 
-    def below(self, prefix: str) -> list[Setting]:
+    def list_below(self, prefix: str) -> list[Setting]:
         """The settings whose key begins with ``prefix`` and a dot."""
         return [self.rows[key] for key in self._below.get(prefix, ())]
 
-    def first(self, *keys: str) -> Setting | None:
+    def find_first(self, *keys: str) -> Setting | None:
         """The setting of the first of ``keys`` that is set and not null, with references followed."""
         for key in keys:
             if key in self.rows and (row := self._follow(self.rows[key])).value is not None:
                 return row
         return None
 
-    def text(self, *keys: str) -> str:
+    def read_text(self, *keys: str) -> str:
         """The value of the first of ``keys`` that is set, as it is written; empty where none is."""
-        row = self.first(*keys)
+        row = self.find_first(*keys)
         return "" if row is None else str(row.value)
 
-    def flag(self, *keys: str, default: bool = False) -> bool:
+    def read_flag(self, *keys: str, default: bool = False) -> bool:
         """A truth value, in any of the spellings of frameworks. Raises Unreadable for any other value."""
-        row = self.first(*keys)
+        row = self.find_first(*keys)
         if row is None:
             return default
         word = str(row.value).strip().lower()
@@ -107,13 +107,13 @@ class Settings:
             raise Unreadable(f"{row} is neither true nor false")
         return word in _TRUE
 
-    def first_true(self, *keys: str) -> Setting | None:
+    def find_first_true(self, *keys: str) -> Setting | None:
         """The setting of the first of ``keys`` that is set, if it is true. Raises Unreadable as ``flag``."""
-        return self.first(*keys) if self.flag(*keys) else None
+        return self.find_first(*keys) if self.read_flag(*keys) else None
 
-    def number(self, *keys: str, default: int | None = None) -> int | None:
+    def read_number(self, *keys: str, default: int | None = None) -> int | None:
         """A whole number. Raises Unreadable for any other value."""
-        row = self.first(*keys)
+        row = self.find_first(*keys)
         if row is None:
             return default
         try:
@@ -129,7 +129,7 @@ class Settings:
 
         None for -1, which means all devices, and for any other word.
         """
-        row = self.first(*keys)
+        row = self.find_first(*keys)
         if row is None:
             return None
         if isinstance(row.value, list):
@@ -138,11 +138,11 @@ class Settings:
         names = [name.strip() for name in text.split(",") if name.strip()]
         if "," in text and names and all(map(str.isdecimal, names)):
             return len(names)
-        return self.number(row.key) if text != "-1" and text.removeprefix("-").isdecimal() else None
+        return self.read_number(row.key) if text != "-1" and text.removeprefix("-").isdecimal() else None
 
-    def word(self, *keys: str, default: str = "") -> str:
+    def read_word(self, *keys: str, default: str = "") -> str:
         """A text. Raises Unreadable for a reference to a value that is not in the configuration."""
-        row = self.first(*keys)
+        row = self.find_first(*keys)
         if row is None:
             return default
         if "${" in str(row.value):

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from fsdp_doctor.check.settings import Setting
 from fsdp_doctor.matrix.axes import AxisName, AxisValue, Offload, Phase, Staging
-from fsdp_doctor.matrix.cases import Case, Scenario, scenario_of
+from fsdp_doctor.matrix.cases import Case, Scenario, make_scenario
 
 CANNOT_BE_DETERMINED = "cannot be determined"
 VERSIONS_BETWEEN = "; "
@@ -63,17 +63,17 @@ class Use:
     def cases(self) -> tuple[Case, ...]:
         return tuple(dict.fromkeys(extraction.case for extraction in self.extractions))
 
-    def changed(self, values: Mapping[AxisName, AxisValue], because: str) -> Use:
+    def change(self, values: Mapping[AxisName, AxisValue], because: str) -> Use:
         """This use with other values on some axes, in its scenario and in its cases, for one reason."""
         if self.scenario is None or not values:
             return self
         by_name = {str(axis): value for axis, value in values.items()}
         return dataclasses.replace(
             self,
-            scenario=self.scenario.changed(**by_name),
+            scenario=self.scenario.change(**by_name),
             reasons=(*self.reasons, *(Reason(axis=a, value=str(v), because=because) for a, v in values.items())),
             extractions=tuple(
-                dataclasses.replace(point, case=Case(point.case.scenario.changed(**by_name), point.case.path))
+                dataclasses.replace(point, case=Case(point.case.scenario.change(**by_name), point.case.method))
                 for point in self.extractions
             ),
         )
@@ -104,13 +104,13 @@ class OffloadChoice:
         reasons = [because for because in (self.policy, self.param, self.optimizer) if because is not None]
         if not reasons:
             return Chosen(Offload(), self.default)
-        offload = Offload.of(
+        offload = Offload.from_flags(
             policy=self.policy is not None, param=self.param is not None, optimizer=self.optimizer is not None
         )
         return Chosen(offload, "; ".join(dict.fromkeys(map(str, reasons))))
 
 
-def use_of(
+def make_use(
     role: Role,
     versions: str,
     chosen: Mapping[AxisName, Chosen],
@@ -118,7 +118,7 @@ def use_of(
 ) -> Use:
     """A use in which each axis has the value that was chosen, or else its default."""
     values = {"offload": "none", "staging": "unstaged"} | {str(axis): str(c.value) for axis, c in chosen.items()}
-    scenario = scenario_of(values)
+    scenario = make_scenario(values)
     reasons = (Reason(axis=axis, value=str(c.value), because=str(c.because)) for axis, c in chosen.items() if c.because)
     return Use(
         role=role,
@@ -129,15 +129,15 @@ def use_of(
     )
 
 
-def extraction(purpose: str, scenario: Scenario, path: str, *, staged: bool = False) -> ExtractionPoint:
+def make_extraction_point(purpose: str, scenario: Scenario, method: str, *, staged: bool = False) -> ExtractionPoint:
     """The extraction of a model in that scenario by a path."""
     staging = Staging.STAGED if staged else Staging.UNSTAGED
-    return ExtractionPoint(purpose=purpose, case=Case(dataclasses.replace(scenario, staging=staging), path))
+    return ExtractionPoint(purpose=purpose, case=Case(dataclasses.replace(scenario, staging=staging), method))
 
 
-def loading(purpose: str, scenario: Scenario, path: str, *, staged: bool = False) -> ExtractionPoint:
+def make_loading_point(purpose: str, scenario: Scenario, method: str, *, staged: bool = False) -> ExtractionPoint:
     """The load by a path into a model in that scenario, before its first step."""
-    return extraction(purpose, dataclasses.replace(scenario, phase=Phase.FRESH), path, staged=staged)
+    return make_extraction_point(purpose, dataclasses.replace(scenario, phase=Phase.FRESH), method, staged=staged)
 
 
 def merge_equal(uses: Sequence[Use]) -> tuple[Use, ...]:

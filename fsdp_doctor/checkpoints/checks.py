@@ -23,7 +23,7 @@ from fsdp_doctor.checkpoints.record import (
 )
 from fsdp_doctor.checkpoints.scanning import PAGE_BYTES, Scans, SpanScan
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
-from fsdp_doctor.errors import some
+from fsdp_doctor.errors import join_some
 
 # Pairs of boxes are compared one by one.
 _MOST_BOXES = 2000
@@ -143,7 +143,7 @@ def compare_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
             continue
         here = {piece.rank for piece in tensor.pieces}
         if state.arrangement is Arrangement.RANK_FILES and here != ranks:
-            what = f"rank {some(sorted(map(str, here)))} alone has it, of {len(ranks)} ranks"
+            what = f"rank {join_some(sorted(map(str, here)))} alone has it, of {len(ranks)} ranks"
             yield Symptom(Trouble.RANKS_DISAGREE, what, tensor.file, tensor.name)
         values: dict[Any, tuple[SavedPiece, int | None]] = {}
         for piece, scan in evidence.scans_of(tensor) if state.arrangement is not Arrangement.WHOLE else ():
@@ -168,7 +168,7 @@ def compare_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
         if len(set(by_rank.values())) > 1:
             numbers = sorted({f"{number:g}" for number in by_rank.values()})
             file = next((file for file, _ in by_rank if file), state.directory)
-            yield Symptom(Trouble.STEPS, f"the ranks have {some(numbers)}", file, ".".join(path))
+            yield Symptom(Trouble.STEPS, f"the ranks have {join_some(numbers)}", file, ".".join(path))
     steps = {number for path, by_rank in values.items() if "state" in ".".join(path) for number in by_rank.values()}
     if len(steps) > 1:
         what = f"the parameters' steps are between {min(steps):g} and {max(steps):g}"
@@ -279,7 +279,7 @@ def find_experts(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom
         name, file = f"{layer}.*.{rest}", next(iter(by_number.values())).file
         expected = said or max(by_number) + 1
         if missing := sorted(set(range(expected)) - by_number.keys()):
-            what = f"of {expected} experts {len(missing)} are missing: {some(list(map(str, missing)))}"
+            what = f"of {expected} experts {len(missing)} are missing: {join_some(list(map(str, missing)))}"
             yield Symptom(Trouble.EXPERTS, what, file, name)
         sums = {evidence.checksum(tensor) for tensor in by_number.values()}
         one = by_number[min(by_number)]
@@ -389,7 +389,7 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
         said = config.get("num_hidden_layers", config.get("n_layer")) if len(stacks) == 1 else None
         expected = max(said if isinstance(said, int) else 0, max(layers) + 1)
         if missing := sorted(set(range(expected)) - layers.keys()):
-            what = f"of {expected} layers {some(list(map(str, missing)))} are missing"
+            what = f"of {expected} layers {join_some(list(map(str, missing)))} are missing"
             yield Symptom(Trouble.MISSING_TENSOR, what, state.files[0], stack)
         forms = Counter(frozenset(rests) for rests in layers.values())
         if len(forms) == 2 and min(forms.values()) == 1:
@@ -442,7 +442,7 @@ def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
         ids = {f"{number:g}" for (path, _), number in state.numbers.items() if path[-2:-1] == ("params",)}
         with_state |= {name for name, _ in slots}
         if lacking := sorted(ids - {name for name, _ in slots}) if slots else []:
-            what = f"of {len(ids)} parameters {len(lacking)} have no state: {some(lacking)}"
+            what = f"of {len(ids)} parameters {len(lacking)} have no state: {join_some(lacking)}"
             yield Symptom(Trouble.NO_OPTIMIZER, what, state.directory)
     model = {
         parameter_name(tensor): tensor for state in states for tensor in state.of_role("model") if len(tensor.shape) > 0

@@ -10,7 +10,7 @@ from typing import IO, Any, NamedTuple
 
 from fsdp_doctor.checkpoints.dtypes import DTYPE_OF_STORAGE, DTYPES
 from fsdp_doctor.checkpoints.files import BadFile
-from fsdp_doctor.errors import first_line
+from fsdp_doctor.errors import read_first_line
 
 # What is nested deeper, or has more values for each byte of its pickle, is no state dict but a bomb.
 _MOST_DEPTH = 64
@@ -146,7 +146,7 @@ def load_pickle(file: IO[bytes]) -> Any:
     except BadFile:
         raise
     except Exception as error:  # a damaged pickle may raise anything
-        raise BadFile(f"has a damaged pickle ({type(error).__name__}: {first_line(error)})") from None
+        raise BadFile(f"has a damaged pickle ({type(error).__name__}: {read_first_line(error)})") from None
 
 
 def _check_lengths(file: IO[bytes]) -> None:

@@ -27,7 +27,7 @@ from fsdp_doctor.checkpoints.record import (
 from fsdp_doctor.checkpoints.safetensors_files import Header, parse_json, read_header, read_weight_map
 from fsdp_doctor.checkpoints.torch_files import TorchTensors, read_torch_file, tensors_of
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
-from fsdp_doctor.errors import some
+from fsdp_doctor.errors import join_some
 
 _T = TypeVar("_T")
 _MOST_DEPTH = 5
@@ -44,22 +44,22 @@ _WHOLE = re.compile(
 _ANY_CLASSES = re.compile(r"training_args\.bin|scheduler.*|rng_state.*|scaler\.pt|meta\.pt|.*dataloader.*")
 
 
-def read_checkpoint(path: pathlib.Path) -> SavedCheckpoint:
+def read_checkpoint(method: pathlib.Path) -> SavedCheckpoint:
     """Reads the metadata of all states in a directory and in those below it, or of a file alone.
 
     No tensor is read. What is wrong is noted, not raised.
     """
-    reading = _Reading(SavedCheckpoint(path if path.is_dir() else path.parent))
-    if path.is_dir():
+    reading = _Reading(SavedCheckpoint(method if method.is_dir() else method.parent))
+    if method.is_dir():
         for directory, names in reading.directories():
             reading.read_directory(directory, names)
     else:
-        reading.read_directory(".", {path.name})
+        reading.read_directory(".", {method.name})
     found = reading.checkpoint
     for state in found.states:
         state.has_model_key = any(map(is_under_model_key, state.tensors))
     if not found.states and not found.symptoms:
-        reading.note(Trouble.UNKNOWN, f"no file of a known format lies in {path}")
+        reading.note(Trouble.UNKNOWN, f"no file of a known format lies in {method}")
     return found
 
 
@@ -84,7 +84,7 @@ class _Reading:
             below[:] = sorted(name for name in below if depth < _MOST_DEPTH and not name.startswith("."))
             if unfinished := [name for name in below if name.startswith("tmp_")]:
                 below[:] = [name for name in below if name not in unfinished]
-                self.note(Trouble.UNFINISHED, "a save that did not end left it", some(unfinished))
+                self.note(Trouble.UNFINISHED, "a save that did not end left it", join_some(unfinished))
             count += len(names)
             if count > _MOST_FILES:
                 self.note(Trouble.UNKNOWN, f"the directory has more than {_MOST_FILES} files, which is no checkpoint")
@@ -194,7 +194,10 @@ class _Reading:
             elif not (self.checkpoint.root / path).exists():
                 what = f"the metadata names it, and it is not there; of {len(of_file)} items in it: "
                 self.note(
-                    Trouble.MISSING_FILE, what + some([item.name for item in of_file], 3), path, rank=dcp.rank_of(path)
+                    Trouble.MISSING_FILE,
+                    what + join_some([item.name for item in of_file], 3),
+                    path,
+                    rank=dcp.rank_of(path),
                 )
             else:
                 self._read(path, functools.partial(self._read_items, state, of_file))
@@ -203,7 +206,7 @@ class _Reading:
                 _add_item(state, item, None)
         unnamed = sorted(name for name in names if name.endswith(".distcp") and name not in items)
         if is_known and unnamed:
-            self.note(Trouble.LEFTOVER, "the metadata does not name it", _join(directory, some(unnamed)))
+            self.note(Trouble.LEFTOVER, "the metadata does not name it", _join(directory, join_some(unnamed)))
 
     def _read_items(self, state: State, items: list[dcp.Item], file: OpenFile, saved: SavedFile) -> None:
         header = dcp.read_safetensors_header(file)
@@ -298,14 +301,14 @@ class _Reading:
         if isinstance(said, int) and said not in ranks:
             self.note(
                 Trouble.WORLD_SIZE,
-                f"fsdp_config.json says {said} ranks, the names {some([str(size) for size in sorted(ranks)])}",
+                f"fsdp_config.json says {said} ranks, the names {join_some([str(size) for size in sorted(ranks)])}",
                 _join(directory, label),
             )
         whole = [size for size, of in sorted(ranks.items()) if of >= set(range(size))]
         chosen = said if said in ranks else (whole or sorted(ranks))[-1]
         if others := [name for name, (_, of) in files.items() if of not in (chosen, None)]:
             self.note(
-                Trouble.LEFTOVER, f"it is of another number of ranks than {chosen}", _join(directory, some(others))
+                Trouble.LEFTOVER, f"it is of another number of ranks than {chosen}", _join(directory, join_some(others))
             )
         return chosen
 

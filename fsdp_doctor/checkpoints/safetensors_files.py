@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from fsdp_doctor.checkpoints.dtypes import DTYPES, NAME_OF_CODE
 from fsdp_doctor.checkpoints.files import BadFile, OpenFile
-from fsdp_doctor.errors import some
+from fsdp_doctor.errors import join_some
 
 # The limit of the safetensors package.
 _LONGEST_HEADER = 100_000_000
@@ -98,7 +98,9 @@ def read_weight_map(index: pathlib.Path) -> dict[str, str]:
         raise BadFile("is no index of a checkpoint: its weight_map does not map names to files")
     outside = {name for name in weight_map.values() if name in ("", "..") or pathlib.PurePath(name).name != name}
     if outside:
-        raise BadFile(f"names files outside of its directory: {some(sorted(name or repr(name) for name in outside))}")
+        raise BadFile(
+            f"names files outside of its directory: {join_some(sorted(name or repr(name) for name in outside))}"
+        )
     return weight_map
 
 

@@ -111,7 +111,7 @@ def scan(checkpoint: SavedCheckpoint, progress: Callable[[int], None] | None = N
 
 
 def _scan_file(
-    path: pathlib.Path,
+    method: pathlib.Path,
     saved: SavedFile,
     pieces: dict[tuple[int, int], _Place],
     progress: Callable[[int], None] | None,
@@ -119,7 +119,7 @@ def _scan_file(
     scans = Scans()
     waiting = sorted(pieces.items(), key=lambda item: item[0])
     try:
-        with OpenFile(path) as file:
+        with OpenFile(method) as file:
             for member in sorted(saved.members, key=lambda member: member.begin):
                 inside = [each for each in waiting if member.begin <= each[0][0] < member.begin + member.nbytes]
                 waiting = waiting[len(inside) :]

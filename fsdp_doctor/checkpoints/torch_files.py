@@ -13,7 +13,7 @@ from fsdp_doctor.checkpoints.dtypes import DTYPES
 from fsdp_doctor.checkpoints.files import BadFile, NotRead, OpenFile
 from fsdp_doctor.checkpoints.pickles import Pickled, Storage, leaves, load_pickle
 from fsdp_doctor.checkpoints.record import Member, SavedPiece, SavedTensor, Shape
-from fsdp_doctor.errors import first_line
+from fsdp_doctor.errors import read_first_line
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LARGEST_PICKLE = 1 << 28
@@ -107,7 +107,7 @@ def read_torch_file(file: OpenFile, begin: int = 0, length: int | None = None) -
     except BadFile:
         raise
     except Exception as error:  # zipfile raises whatever a damaged directory leads to
-        raise BadFile(f"is truncated or no file of torch.save ({first_line(error)})") from None
+        raise BadFile(f"is truncated or no file of torch.save ({read_first_line(error)})") from None
     roots = {member.name.partition("/")[0] for member in members}
     root = roots.pop() if len(roots) == 1 else ""
     named = {member.name.removeprefix(f"{root}/"): member for member in members}

@@ -136,7 +136,7 @@ def _run() -> None:
     if launch.is_rank_zero() or words[:1] == ["bench"]:
         _refuse_old_spelling(words)
         command = typer.main.get_command(app)
-        defaults = project_defaults.of(command)
+        defaults = project_defaults.read_defaults(command)
         try:
             raise SystemExit(command(prog_name="fsdp-doctor", default_map=defaults, standalone_mode=False))
         except _WrongUsage as error:

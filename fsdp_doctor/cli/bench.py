@@ -19,18 +19,25 @@ from fsdp_doctor.bench.request import (
     STRATEGIES,
     BenchOptions,
     BenchSource,
-    extractions_of,
-    scenarios_of,
+    list_extractions,
+    list_scenarios,
 )
 from fsdp_doctor.cli import options, output
-from fsdp_doctor.cli.options import RankOptions, bytes_of, model_shape, one_of, output_file, word_list
-from fsdp_doctor.cli.selection import axis_option
+from fsdp_doctor.cli.options import (
+    RankOptions,
+    declare_choice,
+    declare_model_shape,
+    declare_output_file,
+    declare_words,
+    parse_bytes,
+)
+from fsdp_doctor.cli.selection import declare_axis
 from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.machine import imports, launch
 from fsdp_doctor.matrix.axes import AXIS, Staging
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.matrix.contracts import Direction
-from fsdp_doctor.matrix.paths import is_user_path
+from fsdp_doctor.matrix.methods import is_user_method
 
 if TYPE_CHECKING:
     from fsdp_doctor.bench.results import BenchResult
@@ -46,37 +53,40 @@ class MeasuredOptions:
     PANEL: ClassVar[str] = "Measured"
 
     direction: Annotated[
-        str, one_of(get_args(Direction), help="out: full tensors out of a sharded model; in: into one. One of")
+        str, declare_choice(get_args(Direction), help="out: full tensors out of a sharded model; in: into one. One of")
     ] = "out"
     source: Annotated[
         list[str] | None,
-        one_of(SOURCES, help="With --direction in, where the full tensors are, by default all of"),
+        declare_choice(SOURCES, help="With --direction in, where the full tensors are, by default all of"),
     ] = None
-    model: Annotated[str, model_shape()] = "small"
+    model: Annotated[str, declare_model_shape()] = "small"
     layers: Annotated[int | None, typer.Option(min=1, help="Number of decoder layers, instead of the model's own.")] = (
         None
     )
-    strategy: Annotated[list[str] | None, one_of(STRATEGIES, default="fsdp2")] = None
-    offload: Annotated[list[str] | None, one_of(OFFLOADS, default="none")] = None
+    strategy: Annotated[list[str] | None, declare_choice(STRATEGIES, default="fsdp2")] = None
+    offload: Annotated[list[str] | None, declare_choice(OFFLOADS, default="none")] = None
     staging: Annotated[
         list[str] | None,
-        one_of(
+        declare_choice(
             AXIS["staging"].values,
             help="Under a manual offload, staged: to move the whole model to the device is part of the extraction.",
             default="unstaged",
         ),
     ] = None
-    pinning: Annotated[list[str] | None, axis_option("pinning", "pinned")] = None
+    pinning: Annotated[list[str] | None, declare_axis("pinning", "pinned")] = None
     dtype: Annotated[
-        list[str] | None, one_of(DTYPES, help="Of the shards and, after a colon, of the output:", default="bf16")
+        list[str] | None,
+        declare_choice(DTYPES, help="Of the shards and, after a colon, of the output:", default="bf16"),
     ] = None
     bucket_bytes: Annotated[
         list[str] | None,
-        word_list(metavar="SIZE", help="Device memory of one bucket of full_tensors: default, or a size like 128MiB."),
+        declare_words(
+            metavar="SIZE", help="Device memory of one bucket of full_tensors: default, or a size like 128MiB."
+        ),
     ] = None
     method: Annotated[
         list[str] | None,
-        word_list("--method", "--path", help="Only this method; module:function measures a function of your own."),
+        declare_words("--method", "--path", help="Only this method; module:function measures a function of your own."),
     ] = None
     repeat: Annotated[int, typer.Option(min=1, help="Timed runs of each method; the median is reported.")] = 5
 
@@ -86,7 +96,7 @@ class MeasuredOptions:
             raise UsageError("--source says where a load is from: use it with --direction in")
         if self.direction == "in" and Staging.STAGED in self.staging:
             raise UsageError("--staging staged is of an extraction: use it with --direction out")
-        scenarios = scenarios_of(self.strategy or (), self.offload or (), self.staging, self.pinning or ())
+        scenarios = list_scenarios(self.strategy or (), self.offload or (), self.staging, self.pinning or ())
         if not scenarios:
             raise UsageError(
                 "--offload, --staging and --pinning do not go together: staged needs --offload param, and "
@@ -94,7 +104,7 @@ class MeasuredOptions:
             )
         direction = cast(Direction, self.direction)
         buckets = [
-            None if word == "default" else bytes_of(word, "'--bucket-bytes'")
+            None if word == "default" else parse_bytes(word, "'--bucket-bytes'")
             for word in self.bucket_bytes or ["default"]
         ]
         return BenchOptions(
@@ -105,7 +115,7 @@ class MeasuredOptions:
             scenarios=scenarios,
             dtypes=tuple(self.dtype or ()),
             bucket_bytes=tuple(dict.fromkeys(buckets)),
-            paths=_known_methods(self.method or [], scenarios, direction),
+            methods=_check_methods(self.method or [], scenarios, direction),
             repeat=self.repeat,
             device=device,
         )
@@ -115,7 +125,9 @@ def bench(
     *,
     measured: MeasuredOptions,
     ranks: RankOptions,
-    json_file: Annotated[pathlib.Path | None, output_file("--json", help="Write everything that was measured.")] = None,
+    json_file: Annotated[
+        pathlib.Path | None, declare_output_file("--json", help="Write everything that was measured.")
+    ] = None,
 ) -> None:
     """Measure how fast weights can be extracted, or loaded, against the bandwidth.
 
@@ -125,30 +137,30 @@ def bench(
     """
     asked = measured.read(ranks.device)
     options.check_versions()
-    if not launch.under_torchrun():
+    if not launch.is_under_torchrun():
         options.start_ranks(ranks)
-    with imports.of_what_stays():
+    with imports.freeze_imports():
         from fsdp_doctor.bench import results
         from fsdp_doctor.bench.benchmark import run as measure
 
     result = measure(asked)
     if launch.is_rank_zero():
-        sys.stdout.write(results.as_text(result, shutil.get_terminal_size((132, 24)).columns))
+        sys.stdout.write(results.render_text(result, shutil.get_terminal_size((132, 24)).columns))
         if json_file is not None:
-            output.write(json_file, results.as_json(result))
+            output.write(json_file, results.render_json(result))
         _report_unmeasured(asked, result)
 
 
-def _known_methods(names: list[str], scenarios: tuple[Scenario, ...], direction: Direction) -> tuple[str, ...]:
+def _check_methods(names: list[str], scenarios: tuple[Scenario, ...], direction: Direction) -> tuple[str, ...]:
     """Raises UsageError for a method that none of the strategies has."""
     if direction == "in":
         if unknown := [name for name in names if name not in LOADS]:
             raise UsageError(f"--method: no method that loads is called {unknown[0]!r}; use one of {', '.join(LOADS)}")
         return tuple(names)
     strategies = dict.fromkeys(scenario.strategy for scenario in scenarios)
-    known = dict.fromkeys(name for each in scenarios for name in extractions_of(each.without_offload()))
+    known = dict.fromkeys(name for each in scenarios for name in list_extractions(each.drop_offload()))
     for name in names:
-        if not is_user_path(name) and name not in known:
+        if not is_user_method(name) and name not in known:
             raise UsageError(
                 f"--method: {' and '.join(strategies)} has no method {name!r} to measure; "
                 f"use one of {', '.join(known)}, or module:function"
@@ -159,8 +171,8 @@ def _known_methods(names: list[str], scenarios: tuple[Scenario, ...], direction:
 def _report_unmeasured(asked: BenchOptions, result: BenchResult) -> None:
     """Prints which named methods were not measured. Raises CannotRun if none was."""
     measured = {(row.scenario, row.path) for row in result.measured}
-    wanted = itertools.product(asked.scenarios, asked.paths)
-    missing = [f"{scenario.id}/{path}" for scenario, path in wanted if (scenario, path) not in measured]
+    wanted = itertools.product(asked.scenarios, asked.methods)
+    missing = [f"{scenario.id}/{method}" for scenario, method in wanted if (scenario, method) not in measured]
     if missing:
         print(
             f"note: not measured: {', '.join(missing)}; "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdp_doctor.cli.options import output_file
+from fsdp_doctor.cli.options import declare_output_file
 from fsdp_doctor.cli.output import check_writable
 from fsdp_doctor.errors import UsageError
 
@@ -41,7 +41,7 @@ def bundle(
         float,
         typer.Option(min=0.001, metavar="SECONDS", help="How long the command may be silent before it counts as hung."),
     ] = 600.0,
-    output: Annotated[pathlib.Path, output_file("--output", "-o", help="The zip file to write.")],
+    output: Annotated[pathlib.Path, declare_output_file("--output", "-o", help="The zip file to write.")],
     command: Annotated[
         list[str] | None,
         typer.Argument(metavar="-- COMMAND", help="A command to run, after --.", show_default=False),
@@ -63,7 +63,7 @@ def bundle(
     if command:
         check_writable(record)
     with tempfile.TemporaryDirectory(prefix="fsdp-doctor-") as directory:
-        logs = [bundle.as_file(path, pathlib.Path(directory)) for path in log or ()]
+        logs = [bundle.make_readable_file(method, pathlib.Path(directory)) for method in log or ()]
         # A log that cannot be read is refused before the command runs for hours.
         bundle.gather({}, logs=logs)
         configuration = check(config) if config else None
@@ -97,7 +97,7 @@ def env(
 
     Works where torch cannot be imported, too.
     """
-    from fsdp_doctor.machine.environment import collect, lines_of
+    from fsdp_doctor.machine.environment import collect, format_lines
 
     facts = collect(host_name)
-    print(json.dumps(facts, indent=1) if as_json else "\n".join(lines_of(facts)))
+    print(json.dumps(facts, indent=1) if as_json else "\n".join(format_lines(facts)))

@@ -62,7 +62,7 @@ def check(
     if not probe:
         raise SystemExit(result.exit_code)
     sys.stdout.flush()
-    selection = [word for case in check.cases(result) for word in ("--case", case.id)]
+    selection = [word for case in check.list_cases(result) for word in ("--case", case.id)]
     if not selection:
         raise CannotRun("the configuration does not amount to any case that the probe can run")
     options.check_versions()

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fsdp_doctor.cli.options import output_file
+from fsdp_doctor.cli.options import declare_output_file
 from fsdp_doctor.cli.output import write
-from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError, some
+from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError, join_some
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,9 @@ def verify(
     against: Annotated[
         pathlib.Path | None, typer.Option(metavar="DIR", help="A checkpoint of any format that has the same weights.")
     ] = None,
-    json_file: Annotated[pathlib.Path | None, output_file("--json", help="Write the findings there as JSON.")] = None,
+    json_file: Annotated[
+        pathlib.Path | None, declare_output_file("--json", help="Write the findings there as JSON.")
+    ] = None,
 ) -> None:
     """Find what is damaged in a checkpoint on disk, without torch, without the model, and without running a pickle.
 
@@ -80,7 +82,7 @@ def _compare_with(directory: pathlib.Path, base: pathlib.Path | None, against: p
             symptoms += [Symptom(Trouble.DIFFERS, each.detail, tensor=each.name) for each in found.differences]
         elif found.equal:
             trouble = Trouble.UNTRAINED if len(found.equal) == found.compared else Trouble.PARTLY_UNTRAINED
-            what = f"{len(found.equal)} of {found.compared} tensors are those of {base}: {some(found.equal)}"
+            what = f"{len(found.equal)} of {found.compared} tensors are those of {base}: {join_some(found.equal)}"
             symptoms.append(Symptom(trouble, what))
     return symptoms
 
@@ -101,7 +103,7 @@ def diff(
     ] = None,
     strip: Annotated[list[str] | None, typer.Option(metavar="PREFIX", help="Take it from the names of both.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
-    output: Annotated[pathlib.Path | None, output_file(help="Write there, not to stdout.")] = None,
+    output: Annotated[pathlib.Path | None, declare_output_file(help="Write there, not to stdout.")] = None,
 ) -> None:
     """Compare the models in two checkpoints, whatever their formats and sharding: which tensors differ, and how.
 
@@ -124,7 +126,7 @@ def fingerprint(
     checkpoint: Annotated[pathlib.Path, typer.Argument(help="A checkpoint of any format.")],
     dtype: Annotated[str | None, _DTYPE] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
-    output: Annotated[pathlib.Path | None, output_file(help="Write there, not to stdout.")] = None,
+    output: Annotated[pathlib.Path | None, declare_output_file(help="Write there, not to stdout.")] = None,
 ) -> None:
     """Print 128 bits for each tensor of the model in a checkpoint, to compare it later, or with a model in training."""
     _check_output(output, checkpoint)
@@ -132,7 +134,7 @@ def fingerprint(
 
     cast_to = _torch_dtype(dtype)
     with _usage_errors(checkpoint):
-        write(output, _listed(read_fingerprints(checkpoint, cast_to), as_json))
+        write(output, _render_list(read_fingerprints(checkpoint, cast_to), as_json))
     raise SystemExit(EXIT_OK)
 
 
@@ -153,7 +155,7 @@ def _compare(
 
 
 @contextlib.contextmanager
-def _usage_errors(path: pathlib.Path) -> Iterator[None]:
+def _usage_errors(method: pathlib.Path) -> Iterator[None]:
     """Raises UsageError for what is no checkpoint, or cannot be read."""
     from fsdp_doctor.fingerprints import FingerprintError
 
@@ -162,7 +164,7 @@ def _usage_errors(path: pathlib.Path) -> Iterator[None]:
     except FingerprintError as error:
         raise UsageError(str(error)) from None
     except OSError as error:
-        raise UsageError(f"cannot read {error.filename or path}: {error.strerror or error}") from None
+        raise UsageError(f"cannot read {error.filename or method}: {error.strerror or error}") from None
 
 
 def _torch_dtype(name: str | None) -> torch.dtype | None:
@@ -175,7 +177,7 @@ def _torch_dtype(name: str | None) -> torch.dtype | None:
     return dtype
 
 
-def _listed(fingerprints: Fingerprints, as_json: bool) -> str:
+def _render_list(fingerprints: Fingerprints, as_json: bool) -> str:
     if as_json:
         return fingerprints.to_json() + "\n"
     return "".join(

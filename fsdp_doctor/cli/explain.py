@@ -50,11 +50,11 @@ def _print_catalogue(entry: str | None, *, as_json: bool, width: int) -> None:
     from fsdp_doctor.explain import text
     from fsdp_doctor.known import catalogue
 
-    chosen = catalogue.known_failures() if entry is None else (catalogue.known_failure(entry),)
+    chosen = catalogue.read_catalogue() if entry is None else (catalogue.find_entry(entry),)
     if as_json:
-        print(json.dumps([text.entry_as_dict(known) for known in chosen], indent=1))
+        print(json.dumps([text.convert_entry_to_dict(known) for known in chosen], indent=1))
     elif entry is not None:
-        print("\n".join(text.entry_lines(chosen[0], width)))
+        print("\n".join(text.render_entry(chosen[0], width)))
     else:
         print("\n".join(f"{known.id}\t{known.verdict}\t{known.evidence}\t{known.title}" for known in chosen))
 
@@ -63,5 +63,5 @@ def _print_explanation(logs: list[pathlib.Path | None], *, as_json: bool, width:
     from fsdp_doctor.explain import explain, text
 
     explanation = explain(logs)
-    sys.stdout.write(text.as_json(explanation) + "\n" if as_json else text.as_text(explanation, width))
+    sys.stdout.write(text.render_json(explanation) + "\n" if as_json else text.render_text(explanation, width))
     raise SystemExit(EXIT_OK if explanation.entry is not None else EXIT_BAD_VERDICT)

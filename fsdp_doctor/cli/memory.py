@@ -12,8 +12,15 @@ import typer
 
 from fsdp_doctor.bench.request import STRATEGIES
 from fsdp_doctor.cli import options, output, probe
-from fsdp_doctor.cli.options import DeviceOptions, model_shape, one_of, output_file, size, word_list
-from fsdp_doctor.cli.selection import Selected, SelectionOptions, axis_option
+from fsdp_doctor.cli.options import (
+    DeviceOptions,
+    declare_choice,
+    declare_model_shape,
+    declare_output_file,
+    declare_size,
+    declare_words,
+)
+from fsdp_doctor.cli.selection import Selected, SelectionOptions, declare_axis
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
 from fsdp_doctor.machine import devices, imports
 from fsdp_doctor.matrix.axes import Sharding, Strategy
@@ -44,18 +51,18 @@ _LEAST_MEMORY = 1 << 20
 class JobOptions:
     PANEL: ClassVar[str] = "Job"
 
-    strategy: Annotated[list[str] | None, axis_option("strategy", "fsdp2")] = None
-    offload: Annotated[list[str] | None, axis_option("offload", "none,param+optimizer,policy")] = None
-    staging: Annotated[list[str] | None, axis_option("staging", "staged")] = None
-    sharding: Annotated[list[str] | None, axis_option("sharding", "full")] = None
-    pinning: Annotated[list[str] | None, axis_option("pinning", "pinned")] = None
+    strategy: Annotated[list[str] | None, declare_axis("strategy", "fsdp2")] = None
+    offload: Annotated[list[str] | None, declare_axis("offload", "none,param+optimizer,policy")] = None
+    staging: Annotated[list[str] | None, declare_axis("staging", "staged")] = None
+    sharding: Annotated[list[str] | None, declare_axis("sharding", "full")] = None
+    pinning: Annotated[list[str] | None, declare_axis("pinning", "pinned")] = None
     model: Annotated[
         list[str] | None,
-        word_list(help="A built-in model (see `fsdp-doctor list --axes`), or the directory of a configuration."),
+        declare_words(help="A built-in model (see `fsdp-doctor list --axes`), or the directory of a configuration."),
     ] = None
     method: Annotated[
         list[str] | None,
-        word_list(
+        declare_words(
             "--method",
             "--path",
             help="The method that extracts; module:function adds one of your own.  [default: full_tensors]",
@@ -87,17 +94,19 @@ class JobOptions:
             method=methods,
         ).select()
         # With a function of the user, a probe runs all methods of the matrix, too.
-        return dataclasses.replace(selected, cases=tuple(case for case in selected.cases if case.path in methods))
+        return dataclasses.replace(selected, cases=tuple(case for case in selected.cases if case.method in methods))
 
 
 def measure(
     *,
     job: JobOptions,
     ranks: DeviceOptions,
-    format: Annotated[str, one_of(_FORMATS, help="Of stdout:")] = "table",
-    json_file: Annotated[pathlib.Path | None, output_file("--json", help="Write every rank's ledgers.")] = None,
-    svg: Annotated[pathlib.Path | None, output_file(help="Write the picture.")] = None,
-    html: Annotated[pathlib.Path | None, output_file(help="Write the picture into a page, with the verdicts.")] = None,
+    format: Annotated[str, declare_choice(_FORMATS, help="Of stdout:")] = "table",
+    json_file: Annotated[pathlib.Path | None, declare_output_file("--json", help="Write every rank's ledgers.")] = None,
+    svg: Annotated[pathlib.Path | None, declare_output_file(help="Write the picture.")] = None,
+    html: Annotated[
+        pathlib.Path | None, declare_output_file(help="Write the picture into a page, with the verdicts.")
+    ] = None,
 ) -> None:
     """Measure the memory of each rank at each stage of a job, by class.
 
@@ -129,7 +138,7 @@ def measure(
 class JobSizeOptions:
     PANEL: ClassVar[str] = "Job"
 
-    model: Annotated[str | None, model_shape(help="  [default: as configured]")] = None
+    model: Annotated[str | None, declare_model_shape(help="  [default: as configured]")] = None
     layers: Annotated[
         int | None,
         typer.Option(min=1, max=MOST_LAYERS, help="Number of decoder layers, instead of the model's own."),
@@ -138,8 +147,8 @@ class JobSizeOptions:
         None
     )
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.  [default: as configured]")] = None
-    gpu_memory: Annotated[int, size(help="Of each device.", show_default="80GiB")] = 80 << 30
-    host_memory: Annotated[int | None, size(help="Of each node.")] = None
+    gpu_memory: Annotated[int, declare_size(help="Of each device.", show_default="80GiB")] = 80 << 30
+    host_memory: Annotated[int | None, declare_size(help="Of each node.")] = None
     length: Annotated[
         int | None, typer.Option("--seq-len", min=1, help="Tokens of a sequence.  [default: as configured]")
     ] = None
@@ -159,8 +168,10 @@ def plan(
     framework_version: Annotated[
         str | None, typer.Option(metavar="VERSION", help="Of the framework, as for check.")
     ] = None,
-    json_file: Annotated[pathlib.Path | None, output_file("--json", help="Write the predicted ledgers.")] = None,
-    svg: Annotated[pathlib.Path | None, output_file(help="Write a picture of the stages.")] = None,
+    json_file: Annotated[
+        pathlib.Path | None, declare_output_file("--json", help="Write the predicted ledgers.")
+    ] = None,
+    svg: Annotated[pathlib.Path | None, declare_output_file(help="Write a picture of the stages.")] = None,
 ) -> None:
     """Predict the memory of a training job on each device and host, without a GPU and without weights.
 
@@ -174,17 +185,17 @@ def plan(
 
     job_setup = read_job(config, PlanOptions(framework_version=framework_version, **vars(job)))
     options.check_versions()
-    from fsdp_doctor.ledgers.ledger_views import ledgers_svg
+    from fsdp_doctor.memory_use.views import render_memory_svg
     from fsdp_doctor.plan.job_plan import Planner
-    from fsdp_doctor.plan.plan_text import plan_as_json, plan_as_text
+    from fsdp_doctor.plan.plan_text import render_plan_json, render_plan_text
 
     planner = Planner()
     plan = planner.plan(job_setup)
-    sys.stdout.write(plan_as_text(plan, planner.advise(plan)))
+    sys.stdout.write(render_plan_text(plan, planner.advise(plan)))
     if json_file is not None:
-        output.write(json_file, plan_as_json(plan))
+        output.write(json_file, render_plan_json(plan))
     if svg is not None:
-        output.write(svg, ledgers_svg(ledger for role in plan.roles for ledger in role.first))
+        output.write(svg, render_memory_svg(stage_memory for role in plan.roles for stage_memory in role.first))
     raise SystemExit(EXIT_OK if plan.fits else EXIT_BAD_VERDICT)
 
 
@@ -192,13 +203,13 @@ def plan(
 class TrainerOptions:
     PANEL: ClassVar[str] = "Trainer"
 
-    model: Annotated[str, model_shape()] = "small"
+    model: Annotated[str, declare_model_shape()] = "small"
     layers: Annotated[int | None, typer.Option(min=1, help="Number of decoder layers, instead of the model's own.")] = (
         None
     )
-    strategy: Annotated[str, one_of(STRATEGIES)] = "fsdp2"
-    sharding: Annotated[str, one_of(("size1", "full"))] = "size1"
-    dtype: Annotated[str, one_of(("bf16", "fp32"), help="Of the trainer's parameters:")] = "bf16"
+    strategy: Annotated[str, declare_choice(STRATEGIES)] = "fsdp2"
+    sharding: Annotated[str, declare_choice(("size1", "full"))] = "size1"
+    dtype: Annotated[str, declare_choice(("bf16", "fp32"), help="Of the trainer's parameters:")] = "bf16"
     nproc: Annotated[
         int, typer.Option(min=1, help="Number of ranks of the trainer; the engine is on the first device.")
     ] = 1
@@ -212,15 +223,15 @@ class EngineOptions:
         float,
         typer.Option(min=0.001, max=1, help="The share of the device's memory that the engine wants."),
     ] = 0.8
-    device: Annotated[str, one_of(devices.NAMES, help="One of")] = "auto"
-    device_memory: Annotated[int | None, size(help="Memory that each device has, for example 24GiB.")] = None
+    device: Annotated[str, declare_choice(devices.NAMES, help="One of")] = "auto"
+    device_memory: Annotated[int | None, declare_size(help="Memory that each device has, for example 24GiB.")] = None
 
 
 def rollout(
     *,
     trainer: TrainerOptions,
     engine: EngineOptions,
-    json_file: Annotated[pathlib.Path | None, output_file("--json", help="Write all ledgers.")] = None,
+    json_file: Annotated[pathlib.Path | None, declare_output_file("--json", help="Write all ledgers.")] = None,
 ) -> None:
     """Start a rollout engine beside a trainer's worker: what each holds, and whether the engine's share is free.
 
@@ -228,9 +239,9 @@ def rollout(
     It is started beside a worker that has loaded the FSDP model, and beside one that has not.
     """
     options.check_versions()
-    with imports.of_what_stays():
+    with imports.freeze_imports():
         from fsdp_doctor.bench import rollout
-        from fsdp_doctor.plan.meta_model import on_meta
+        from fsdp_doctor.plan.meta_model import build_on_meta
 
     request = rollout.RolloutRequest(
         model=trainer.model,
@@ -243,9 +254,9 @@ def rollout(
         memory=engine.device_memory,
         ranks=trainer.nproc,
     )
-    weights = [parameter.numel() for parameter in on_meta(request.model, request.layers).parameters()]
+    weights = [parameter.numel() for parameter in build_on_meta(request.model, request.layers).parameters()]
     attempts = rollout.start_engine_beside_trainer(request, weights)
-    sys.stdout.write(rollout.rollout_as_text(request, attempts))
+    sys.stdout.write(rollout.render_rollout_text(request, attempts))
     if json_file is not None:
-        output.write(json_file, rollout.rollout_as_json(request, attempts))
+        output.write(json_file, rollout.render_rollout_json(request, attempts))
     raise SystemExit(EXIT_BAD_VERDICT if attempts[0].start.refusal else EXIT_OK)

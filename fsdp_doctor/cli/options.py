@@ -21,7 +21,7 @@ from fsdp_doctor.cli.output import check_writable
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine import devices, launch, versions
 from fsdp_doctor.machine.devices import RunDevice
-from fsdp_doctor.matrix.axes import nearest
+from fsdp_doctor.matrix.axes import describe_nearest
 from fsdp_doctor.plan.named_shapes import MODEL_SHAPES
 from fsdp_doctor.report.formats import FORMATS
 
@@ -68,12 +68,12 @@ def split(values: Iterable[str] | None) -> list[str]:
     return list(dict.fromkeys(filter(None, words)))
 
 
-def word_list(*names: str, help: str, metavar: str | None = None) -> Any:
+def declare_words(*names: str, help: str, metavar: str | None = None) -> Any:
     """An option of any words: it can be repeated, or take several separated by commas."""
     return typer.Option(*names, help=help, metavar=metavar, callback=split)
 
 
-def one_of(known: Iterable[str], *names: str, help: str = "", default: str = "") -> Any:
+def declare_choice(known: Iterable[str], *names: str, help: str = "", default: str = "") -> Any:
     """An option whose value is among ``known``; of type list, one that takes several, also separated by commas.
 
     known: the values, or their meanings by value. default: of a list, as it is written on the command line.
@@ -85,7 +85,7 @@ def one_of(known: Iterable[str], *names: str, help: str = "", default: str = "")
         chosen = split(value or [default]) if several else [value] if value is not None else []
         for word in chosen:
             if word not in words:
-                raise typer.BadParameter(f"{word!r} is not one of {', '.join(words)}{nearest(word, words)}")
+                raise typer.BadParameter(f"{word!r} is not one of {', '.join(words)}{describe_nearest(word, words)}")
         return chosen if several else value
 
     def complete() -> list[Any]:
@@ -96,12 +96,12 @@ def one_of(known: Iterable[str], *names: str, help: str = "", default: str = "")
     return typer.Option(*names, help=shown, callback=check, autocompletion=complete)
 
 
-def size(*names: str, help: str, show_default: str | bool = True) -> Any:
+def declare_size(*names: str, help: str, show_default: str | bool = True) -> Any:
     """An option whose value is a number of bytes, written like 512MiB, 8GiB or 1000000."""
-    return typer.Option(*names, help=help, metavar="SIZE", parser=bytes_of, show_default=show_default)
+    return typer.Option(*names, help=help, metavar="SIZE", parser=parse_bytes, show_default=show_default)
 
 
-def bytes_of(text: str, option: str | None = None) -> int:
+def parse_bytes(text: str, option: str | None = None) -> int:
     """Raises BadParameter, which names ``option`` if it is given, and otherwise the option that is being read."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", str(text), re.IGNORECASE)
     if match is None or float(match[1]) <= 0:
@@ -111,7 +111,7 @@ def bytes_of(text: str, option: str | None = None) -> int:
     return int(float(match[1]) * step ** (" kmgt".index(unit[0]) if unit else 0))
 
 
-def output_file(*names: str, help: str, metavar: str = "FILE") -> Any:
+def declare_output_file(*names: str, help: str, metavar: str = "FILE") -> Any:
     """An option that names a file to write. It is refused if it cannot be written, or if another option names it."""
     return typer.Option(*names, help=help, metavar=metavar, callback=_check_output)
 
@@ -129,19 +129,19 @@ def _check_output(
     return file
 
 
-def model_shape(*, help: str = "") -> Any:
+def declare_model_shape(*, help: str = "") -> Any:
     """An option for a model without weights: one of our shapes, or the directory of a configuration."""
 
     def check(value: str | None) -> str | None:
         if value is None or value in MODEL_SHAPES:
             return value
-        return str(model_directory(value, MODEL_SHAPES))
+        return str(find_model_directory(value, MODEL_SHAPES))
 
     text = f"{', '.join(MODEL_SHAPES)}; or the directory of a Hugging Face configuration.{help}"
     return typer.Option(help=text, callback=check, autocompletion=lambda: list(MODEL_SHAPES))
 
 
-def model_directory(value: str, built_in: Collection[str]) -> pathlib.Path:
+def find_model_directory(value: str, built_in: Collection[str]) -> pathlib.Path:
     """The directory of a Hugging Face configuration. Raises UsageError if it does not hold one."""
     directory = pathlib.Path(os.path.expanduser(value))
     # pathlib's is_dir raises for a name that is too long.
@@ -173,9 +173,9 @@ def read_expectation(value: str | None, *, strict: bool = False) -> Baseline:
     return read_expected_failures(file) if file.suffix == ".toml" else read_report(file)
 
 
-def report_format(*beside: str, help: str = "") -> Any:
+def declare_report_format(*beside: str, help: str = "") -> Any:
     """An option for a format of reports, or for one of the words ``beside``."""
-    return one_of((*beside, *FORMATS), help=help)
+    return declare_choice((*beside, *FORMATS), help=help)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +183,7 @@ class RankOptions:
     PANEL: ClassVar[str] = "Ranks and devices"
 
     device: Annotated[
-        str, one_of(devices.NAMES, help="auto is the accelerator that torch sees, or else emulated. One of")
+        str, declare_choice(devices.NAMES, help="auto is the accelerator that torch sees, or else emulated. One of")
     ] = "auto"
     nproc: Annotated[
         int | None,
@@ -197,7 +197,7 @@ class RankOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions(RankOptions):
-    device_memory: Annotated[int | None, size(help="Memory that each device has, for example 2GiB.")] = None
+    device_memory: Annotated[int | None, declare_size(help="Memory that each device has, for example 2GiB.")] = None
     no_late_completion: Annotated[
         bool,
         typer.Option("--no-late-completion", help="Let non-blocking copies of the emulated device finish immediately."),
@@ -219,5 +219,5 @@ def start_ranks(ranks: RankOptions, arguments: Sequence[str] | None = None) -> N
 
     arguments: of the program; by default those of this command line.
     """
-    nproc = ranks.nproc or launch.num_ranks(ranks.device)
+    nproc = ranks.nproc or launch.choose_num_ranks(ranks.device)
     raise SystemExit(launch.start_torchrun(sys.argv[1:] if arguments is None else arguments, nproc))

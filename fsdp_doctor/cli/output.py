@@ -57,24 +57,24 @@ def prepare_streams() -> None:
             # Gets the lowest free number, which is this one.
             os.open(os.devnull, flags)
     if sys.stdout is sys.__stdout__:
-        sys.stdout = _Output(**_settings(sys.stdout, 1))
+        sys.stdout = _Output(**_read_settings(sys.stdout, 1))
     if sys.stderr is sys.__stderr__:
-        sys.stderr = _Messages(**_settings(sys.stderr, 2))
+        sys.stderr = _Messages(**_read_settings(sys.stderr, 2))
 
 
 class _Output(io.TextIOWrapper):
     """Standard output. Raises OutputClosed if nobody reads it any more, DoctorFault if it cannot be written."""
 
     def write(self, text: str) -> int:
-        with self._own_errors():
+        with self._raise_own_errors():
             return super().write(text)
 
     def flush(self) -> None:
-        with self._own_errors():
+        with self._raise_own_errors():
             super().flush()
 
     @contextlib.contextmanager
-    def _own_errors(self) -> Iterator[None]:
+    def _raise_own_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -100,7 +100,7 @@ class _Messages(io.TextIOWrapper):
             super().flush()
 
 
-def _settings(stream: Any, descriptor: int) -> dict[str, Any]:
+def _read_settings(stream: Any, descriptor: int) -> dict[str, Any]:
     """The settings of Python's own stream, or Python's defaults for one that is closed."""
     is_error = descriptor == 2
     return {

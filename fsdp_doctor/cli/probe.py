@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 import typer
 
 from fsdp_doctor.cli import options, output
-from fsdp_doctor.cli.options import DeviceOptions, output_file, report_format, size
+from fsdp_doctor.cli.options import DeviceOptions, declare_output_file, declare_report_format, declare_size
 from fsdp_doctor.cli.selection import SelectionOptions
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine import launch
@@ -27,7 +27,7 @@ PROBE_EXIT_CODES = (
 REPRO_EXIT_CODES = "Exit codes: 0 written; 2 usage; 4 the output cannot be written."
 
 
-def _seconds(*, help: str) -> Any:
+def _declare_seconds(*, help: str) -> Any:
     return typer.Option(min=0.001, metavar="SECONDS", help=help)
 
 
@@ -49,26 +49,32 @@ class LimitOptions:
 
     timeout: Annotated[
         float | None,
-        _seconds(help="Seconds for each stage of a case.  [default: 5 to 30, following what stages have taken]"),
+        _declare_seconds(
+            help="Seconds for each stage of a case.  [default: 5 to 30, following what stages have taken]"
+        ),
     ] = None
-    start_timeout: Annotated[float, _seconds(help="Seconds for starting workers and building a model.")] = 300.0
+    start_timeout: Annotated[float, _declare_seconds(help="Seconds for starting workers and building a model.")] = 300.0
     grace: Annotated[
         float | None,
-        _seconds(help="Seconds to wait for the other ranks after one has failed.  [default: 5, or 2 if they idle]"),
+        _declare_seconds(
+            help="Seconds to wait for the other ranks after one has failed.  [default: 5, or 2 if they idle]"
+        ),
     ] = None
-    host_memory: Annotated[int | None, size(help="Host memory that one worker may use, for example 8GiB.")] = None
+    host_memory: Annotated[int | None, declare_size(help="Host memory that one worker may use, for example 8GiB.")] = (
+        None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
     PANEL: ClassVar[str] = "Output"
 
-    format: Annotated[str, report_format("auto", help="memory, memory-svg and ledgers need --memory.")] = "auto"
-    json_file: Annotated[pathlib.Path | None, output_file("--json", help="Write the whole report.")] = None
-    markdown: Annotated[pathlib.Path | None, output_file(help="Write the report for a GitHub issue.")] = None
-    junit: Annotated[pathlib.Path | None, output_file(help="Write JUnit XML.")] = None
-    svg: Annotated[pathlib.Path | None, output_file(help="Write a picture of the matrix.")] = None
-    html: Annotated[pathlib.Path | None, output_file(help="Write a page to look cases up in.")] = None
+    format: Annotated[str, declare_report_format("auto", help="memory, memory-svg and ledgers need --memory.")] = "auto"
+    json_file: Annotated[pathlib.Path | None, declare_output_file("--json", help="Write the whole report.")] = None
+    markdown: Annotated[pathlib.Path | None, declare_output_file(help="Write the report for a GitHub issue.")] = None
+    junit: Annotated[pathlib.Path | None, declare_output_file(help="Write JUnit XML.")] = None
+    svg: Annotated[pathlib.Path | None, declare_output_file(help="Write a picture of the matrix.")] = None
+    html: Annotated[pathlib.Path | None, declare_output_file(help="Write a page to look cases up in.")] = None
     memory: Annotated[
         bool,
         typer.Option("--memory", help="Add to the report what each rank holds at each stage, of cases that extract."),
@@ -119,12 +125,12 @@ def probe(
     An option that selects cases can be repeated, or take several values separated by commas.
     """
     from fsdp_doctor.probe.probe_options import ProbeOptions
-    from fsdp_doctor.report.journal import journal_of, read_report
+    from fsdp_doctor.report.journal import name_journal, read_report
 
     if resume and outputs.json_file is None:
         raise UsageError("--resume continues the report that --json names; give --json FILE")
     if outputs.json_file is not None:
-        output.check_writable(journal_of(outputs.json_file))
+        output.check_writable(name_journal(outputs.json_file))
     selected = selection.select()
     earlier = outputs.json_file if resume else None
     conduct(
@@ -150,7 +156,7 @@ def probe(
 def conduct(asked: ProbeOptions, ranks: options.RankOptions) -> None:
     """Runs a probe as rank 0, or starts torchrun if this is no rank of a job, and exits as the probe does."""
     options.check_versions()
-    if not launch.under_torchrun():
+    if not launch.is_under_torchrun():
         options.start_ranks(ranks)
     from fsdp_doctor.probe.command import conduct
 
@@ -180,9 +186,11 @@ def repro(
     from fsdp_doctor.report.journal import read_report
 
     chosen = select(Selection(case_ids=(case,)))[0]
-    expectation = repro.reported(chosen, read_report(report)) if report is not None else repro.expected(chosen)
+    expectation = (
+        repro.read_reported(chosen, read_report(report)) if report is not None else repro.find_expected(chosen)
+    )
     name = out.name if out is not None else "repro.py"
     if isinstance(chosen, FrameworkCase):
-        output.write(out, repro.framework_script(chosen, expectation, name))
+        output.write(out, repro.render_framework_script(chosen, expectation, name))
     else:
-        output.write(out, repro.script(chosen, expectation, name))
+        output.write(out, repro.render_script(chosen, expectation, name))

@@ -15,7 +15,7 @@ else:
     import tomli as tomllib
 
 
-def of(program: Any) -> dict[str, Any]:
+def read_defaults(program: Any) -> dict[str, Any]:
     """The defaults of ``program``, a click group, as click's ``default_map`` takes them.
 
     They are read from the pyproject.toml in this directory or the nearest one above it. A key is an option without its
@@ -29,10 +29,10 @@ def of(program: Any) -> dict[str, Any]:
         tools = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {})
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {file}: {error}") from None
-    return _defaults(program, tools.get("fsdp-doctor", {}), f"{file}: [tool.fsdp-doctor")
+    return _select_defaults(program, tools.get("fsdp-doctor", {}), f"{file}: [tool.fsdp-doctor")
 
 
-def _defaults(command: Any, table: Any, where: str) -> dict[str, Any]:
+def _select_defaults(command: Any, table: Any, where: str) -> dict[str, Any]:
     """The defaults of a command or, by their names, of the commands of a group.
 
     where: the header of the table without its closing bracket, for a message.
@@ -44,7 +44,7 @@ def _defaults(command: Any, table: Any, where: str) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     for name, value in table.items():
         if commands is not None:
-            defaults[name] = _defaults(
+            defaults[name] = _select_defaults(
                 _look_up(commands, name, f"{where}] names the command"), value, f"{where}.{name}"
             )
         else:

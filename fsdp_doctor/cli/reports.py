@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from fsdp_doctor.cli import output
-from fsdp_doctor.cli.options import flatten, one_of, output_file, read_expectation, report_format, word_list
+from fsdp_doctor.cli.options import (
+    declare_choice,
+    declare_output_file,
+    declare_report_format,
+    declare_words,
+    flatten,
+    read_expectation,
+)
 from fsdp_doctor.cli.probe import probe
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, FsdpDoctorError, Interrupted, UsageError
 from fsdp_doctor.report.comparison import IGNORABLE
@@ -39,7 +46,7 @@ def show(
     *,
     file: Annotated[pathlib.Path, typer.Argument(help="A JSON report, complete or partial, also as .json.gz.")],
     format: Annotated[
-        str, report_format(help="memory, memory-svg and ledgers of a report made with --memory.")
+        str, declare_report_format(help="memory, memory-svg and ledgers of a report made with --memory.")
     ] = "table",
     expect: Annotated[
         str | None,
@@ -49,7 +56,7 @@ def show(
         ),
     ] = None,
     out: Annotated[
-        pathlib.Path | None, output_file("--output", "-o", help="Write to a file instead of stdout.")
+        pathlib.Path | None, declare_output_file("--output", "-o", help="Write to a file instead of stdout.")
     ] = None,
 ) -> None:
     """Convert a JSON report to any of the formats."""
@@ -57,7 +64,7 @@ def show(
     from fsdp_doctor.report import formats
     from fsdp_doctor.report.github import write_step_summary
     from fsdp_doctor.report.journal import read_report
-    from fsdp_doctor.report.layout import summary
+    from fsdp_doctor.report.layout import summarize
 
     report = read_report(file)
     judgement = Judgement(report, read_expectation(expect))
@@ -75,14 +82,14 @@ def show(
     output.write(out, text)
     for note in report.notes:
         print(f"note: {note}", file=sys.stderr)
-    print(summary(report), file=sys.stderr)
+    print(summarize(report), file=sys.stderr)
 
 
 def diff(
     *,
     left: Annotated[pathlib.Path, typer.Argument(help="A JSON report, also as .json.gz.")],
     right: Annotated[pathlib.Path, typer.Argument(help="Another one.")],
-    ignore: Annotated[list[str] | None, one_of(IGNORABLE, help="Treat all device types as the same:")] = None,
+    ignore: Annotated[list[str] | None, declare_choice(IGNORABLE, help="Treat all device types as the same:")] = None,
     common: Annotated[
         bool, typer.Option("--common", help="List the cases that only one report has, but do not count them.")
     ] = False,
@@ -96,14 +103,14 @@ def diff(
     from fsdp_doctor.report.journal import read_report
 
     reports = read_report(left), read_report(right)
-    differences = comparison.differences(*reports, frozenset(ignore or ()))
+    differences = comparison.list_differences(*reports, frozenset(ignore or ()))
     if as_json:
         print(json.dumps([dataclasses.asdict(difference) for difference in differences], indent=1))
     else:
         for difference in differences:
             print(*dataclasses.astuple(difference), sep="\t")
-    print(comparison.sentence(differences, *reports), file=sys.stderr)
-    counted = comparison.on_common_cases(differences) if common else differences
+    print(comparison.summarize(differences, *reports), file=sys.stderr)
+    counted = comparison.select_common_cases(differences) if common else differences
     raise SystemExit(EXIT_BAD_VERDICT if counted else EXIT_OK)
 
 
@@ -112,10 +119,13 @@ def merge(
     reports: Annotated[list[pathlib.Path], typer.Argument(help="JSON reports, also partial, merged or .json.gz.")],
     json_file: Annotated[
         pathlib.Path | None,
-        output_file("--json", metavar="MERGED", help="Write the merged report; gzip's if the name ends in .gz."),
+        declare_output_file(
+            "--json", metavar="MERGED", help="Write the merged report; gzip's if the name ends in .gz."
+        ),
     ] = None,
     html: Annotated[
-        pathlib.Path | None, output_file(help="Write a page to look cases up in: one file, which needs no network.")
+        pathlib.Path | None,
+        declare_output_file(help="Write a page to look cases up in: one file, which needs no network."),
     ] = None,
     changes: Annotated[
         bool, typer.Option("--changes", help="Print only the cases that two versions do not agree on.")
@@ -131,16 +141,16 @@ def merge(
     """
     from fsdp_doctor.page import write_page
     from fsdp_doctor.versions.merged import (
-        case_lines,
-        environment_lines,
-        incomplete_lines,
-        merged_summary,
         read_either,
+        render_cases,
+        render_environments,
+        render_incomplete,
+        summarize_merged,
         write_merged,
     )
-    from fsdp_doctor.versions.merging import merge, names_beside
+    from fsdp_doctor.versions.merging import choose_names, merge
 
-    names = names_beside(reports, json_file)
+    names = choose_names(reports, json_file)
     merged = merge({name: read_either(file) for name, file in zip(names, reports, strict=True)})
     if json_file is not None:
         write_merged(json_file, merged)
@@ -148,29 +158,29 @@ def merge(
         write_page(html, merged)
     brief = (json_file is not None or html is not None) and not every_case
     lines = [
-        *(environment_lines(merged) if brief and not changes else incomplete_lines(merged)),
-        *case_lines(merged, only_changes=changes or brief),
+        *(render_environments(merged) if brief and not changes else render_incomplete(merged)),
+        *render_cases(merged, only_changes=changes or brief),
     ]
     if lines:
         print("\n".join(lines))
-    print(merged_summary(merged), file=sys.stderr)
+    print(summarize_merged(merged), file=sys.stderr)
 
 
 def expect(
     *,
     report: Annotated[pathlib.Path, typer.Argument(help="A JSON report, also as .json.gz.")],
     out: Annotated[
-        pathlib.Path | None, output_file("--output", "-o", help="Write to a file instead of stdout.")
+        pathlib.Path | None, declare_output_file("--output", "-o", help="Write to a file instead of stdout.")
     ] = None,
 ) -> None:
     """Write the bad verdicts of a report as a TOML file for `fsdp-doctor probe --expect`.
 
     It has a table for each failure: patterns of the cases, the verdict, words of its reason, a link.
     """
-    from fsdp_doctor.report.expectation_toml import expectation_toml
+    from fsdp_doctor.report.expectation_toml import render_expectation_toml
     from fsdp_doctor.report.journal import read_report
 
-    output.write(out, expectation_toml(read_report(report)))
+    output.write(out, render_expectation_toml(read_report(report)))
 
 
 def sweep(
@@ -179,11 +189,11 @@ def sweep(
         list[str] | None, typer.Argument(metavar="-- PROBE OPTIONS", help="Options of `fsdp-doctor probe`.")
     ] = None,
     torch: Annotated[
-        list[str] | None, word_list(help="Versions, separated by commas. 2.10 is its newest patch release.")
+        list[str] | None, declare_words(help="Versions, separated by commas. 2.10 is its newest patch release.")
     ] = None,
     beside: Annotated[
         list[str] | None,
-        word_list("--with", metavar="PACKAGE==VERSION", help="Install this, too; several are separated by commas."),
+        declare_words("--with", metavar="PACKAGE==VERSION", help="Install this, too; several are separated by commas."),
     ] = None,
     directory: Annotated[
         pathlib.Path, typer.Option(help="Where the reports and logs are kept, and environments are made.")
@@ -221,7 +231,7 @@ def sweep(
     try:
         for version in sweeping.run(planned):
             swept.append(version)
-            print(_result_line(version), flush=True)
+            print(_describe_result(version), flush=True)
     except _Signal as name:
         raise Interrupted(f"stopped by {name}; what ran is kept, and the same command goes on with it") from None
     # The worst of all versions: a fault of ours, then a version that could not run, then a verdict.
@@ -257,10 +267,10 @@ def _parse_probe(words: Sequence[str]) -> dict[str, Any]:
     return typer.main.get_command(app).make_context("fsdp-doctor probe", list(words)).params
 
 
-def _result_line(swept: Swept) -> str:
-    from fsdp_doctor.report.layout import summary
+def _describe_result(swept: Swept) -> str:
+    from fsdp_doctor.report.layout import summarize
 
-    result = summary(swept.report) if swept.report.results else swept.trouble
+    result = summarize(swept.report) if swept.report.results else swept.trouble
     return f"torch {swept.version}\t{result}\t{swept.file}"
 
 

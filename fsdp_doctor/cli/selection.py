@@ -12,18 +12,18 @@ from typing import Annotated, Any, ClassVar, cast, get_args
 
 import typer
 
-from fsdp_doctor.cli.options import model_directory, one_of, split, word_list
+from fsdp_doctor.cli.options import declare_choice, declare_words, find_model_directory, split
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.axes import AXES, AXIS, Axis, AxisName, Model
 from fsdp_doctor.matrix.cases import AnyCase
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.extent import Level
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
-from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkPath
-from fsdp_doctor.matrix.frameworks.framework_scenarios import frameworks_named
-from fsdp_doctor.matrix.paths import PATHS, Path
+from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMethod
+from fsdp_doctor.matrix.frameworks.framework_scenarios import find_frameworks
+from fsdp_doctor.matrix.methods import METHODS, MatrixMethod
 from fsdp_doctor.matrix.selection import Selection, select
-from fsdp_doctor.report.layout import counted
+from fsdp_doctor.report.layout import format_count
 
 LIST_EXIT_CODES = "Exit codes: 0 printed; 2 usage; 3 no case is selected; 4 the doctor's own fault."
 _BUILT_IN_MODELS = tuple(str(model) for model in Model if not model.is_custom)
@@ -37,9 +37,9 @@ class Selected:
     model: pathlib.Path | None
 
 
-def axis_option(name: AxisName, default: str = "") -> Any:
+def declare_axis(name: AxisName, default: str = "") -> Any:
     """An option that takes values of an axis."""
-    return one_of(AXIS[name].values, f"--{name}", default=default)
+    return declare_choice(AXIS[name].values, f"--{name}", default=default)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,29 +47,29 @@ class SelectionOptions:
     PANEL: ClassVar[str] = "Selection"
 
     direction: Annotated[
-        str, one_of((*get_args(Direction), "both"), help="out extracts weights, in loads them. One of")
+        str, declare_choice((*get_args(Direction), "both"), help="out extracts weights, in loads them. One of")
     ] = "both"
-    strategy: Annotated[list[str] | None, axis_option("strategy")] = None
-    offload: Annotated[list[str] | None, axis_option("offload")] = None
-    staging: Annotated[list[str] | None, axis_option("staging")] = None
-    dims: Annotated[list[str] | None, axis_option("dims")] = None
-    phase: Annotated[list[str] | None, axis_option("phase")] = None
-    backend: Annotated[list[str] | None, axis_option("backend")] = None
-    sharding: Annotated[list[str] | None, axis_option("sharding")] = None
-    pinning: Annotated[list[str] | None, axis_option("pinning")] = None
-    transfer: Annotated[list[str] | None, axis_option("transfer")] = None
-    precision: Annotated[list[str] | None, axis_option("precision")] = None
-    init: Annotated[list[str] | None, axis_option("init")] = None
-    checkpoint: Annotated[list[str] | None, axis_option("checkpoint")] = None
-    context: Annotated[list[str] | None, axis_option("context")] = None
-    consumer: Annotated[list[str] | None, axis_option("consumer")] = None
+    strategy: Annotated[list[str] | None, declare_axis("strategy")] = None
+    offload: Annotated[list[str] | None, declare_axis("offload")] = None
+    staging: Annotated[list[str] | None, declare_axis("staging")] = None
+    dims: Annotated[list[str] | None, declare_axis("dims")] = None
+    phase: Annotated[list[str] | None, declare_axis("phase")] = None
+    backend: Annotated[list[str] | None, declare_axis("backend")] = None
+    sharding: Annotated[list[str] | None, declare_axis("sharding")] = None
+    pinning: Annotated[list[str] | None, declare_axis("pinning")] = None
+    transfer: Annotated[list[str] | None, declare_axis("transfer")] = None
+    precision: Annotated[list[str] | None, declare_axis("precision")] = None
+    init: Annotated[list[str] | None, declare_axis("init")] = None
+    checkpoint: Annotated[list[str] | None, declare_axis("checkpoint")] = None
+    context: Annotated[list[str] | None, declare_axis("context")] = None
+    consumer: Annotated[list[str] | None, declare_axis("consumer")] = None
     model: Annotated[
         list[str] | None,
-        word_list(help=f"{', '.join(_BUILT_IN_MODELS)}; or the directory of a Hugging Face configuration."),
+        declare_words(help=f"{', '.join(_BUILT_IN_MODELS)}; or the directory of a Hugging Face configuration."),
     ] = None
     method: Annotated[
         list[str] | None,
-        word_list(
+        declare_words(
             "--method",
             "--path",
             help="Only this method (see `fsdp-doctor list --methods`); module:function adds a function of your own.",
@@ -77,7 +77,7 @@ class SelectionOptions:
     ] = None
     framework: Annotated[
         list[str] | None,
-        word_list(help=f"Instead of the matrix, what {', '.join(FRAMEWORKS)} do themselves; all: those installed."),
+        declare_words(help=f"Instead of the matrix, what {', '.join(FRAMEWORKS)} do themselves; all: those installed."),
     ] = None
     case: Annotated[list[str] | None, typer.Option(metavar="ID", help="One case, by its id.")] = None
     expression: Annotated[
@@ -85,7 +85,7 @@ class SelectionOptions:
     ] = ""
     level: Annotated[
         str | None,
-        one_of(
+        declare_choice(
             get_args(Level),
             help="quick (37 cases, less than 15 seconds on 2 cores: what breaks most often), default (about 1,400 "
             "cases), or full (about 12,000 cases: every axis). One of",
@@ -108,7 +108,7 @@ class SelectionOptions:
         if self.full and self.level not in (None, "full"):
             raise UsageError(f"--full is --level full, and cannot be combined with --level {self.level}")
         names = split(self.model)
-        directories = [model_directory(name, _BUILT_IN_MODELS) for name in names if name not in _BUILT_IN_MODELS]
+        directories = [find_model_directory(name, _BUILT_IN_MODELS) for name in names if name not in _BUILT_IN_MODELS]
         if len(directories) > 1:
             raise UsageError("--model takes one directory")
         models = [name for name in names if name in _BUILT_IN_MODELS] + ["custom"] * len(directories)
@@ -116,18 +116,18 @@ class SelectionOptions:
         selection = Selection(
             directions=() if self.direction == "both" else (cast(Direction, self.direction),),
             axes={axis: tuple(values) for axis, values in axes.items() if values},
-            case_ids=(*(self.case or ()), *(_bad_cases(self.last_failed) if self.last_failed else ())),
-            paths=tuple(self.method or ()),
+            case_ids=(*(self.case or ()), *(_read_bad_cases(self.last_failed) if self.last_failed else ())),
+            methods=tuple(self.method or ()),
             expression=self.expression,
             level="full" if self.full else cast(Level, self.level or "default"),
             fix=self.fix,
             custom_model=bool(directories),
-            frameworks=tuple(frameworks_named(self.framework or ())),
+            frameworks=tuple(find_frameworks(self.framework or ())),
         )
         return Selected(cases=tuple(select(selection)), model=directories[0] if directories else None)
 
 
-def _bad_cases(file: pathlib.Path) -> tuple[str, ...]:
+def _read_bad_cases(file: pathlib.Path) -> tuple[str, ...]:
     from fsdp_doctor.report.journal import read_report
 
     bad = tuple(result.id for result in read_report(file).bad)
@@ -146,43 +146,45 @@ def list_cases(
     axes: Annotated[bool, typer.Option("--axes", help="Print the axes and their values, instead of cases.")] = False,
 ) -> None:
     """Print the selected cases, or the methods or axes; runs nothing."""
-    matrices = [FRAMEWORKS[name] for name in frameworks_named(selection.framework or ())]
-    all_methods = [path for matrix in matrices for path in matrix.paths] if matrices else PATHS
+    matrices = [FRAMEWORKS[name] for name in find_frameworks(selection.framework or ())]
+    all_methods = [method for matrix in matrices for method in matrix.methods] if matrices else METHODS
     all_axes = [axis for matrix in matrices for axis in matrix.axes] if matrices else AXES
     if methods:
         print(
-            json.dumps(list(map(dataclasses.asdict, all_methods)), indent=1) if as_json else _method_lines(all_methods)
+            json.dumps(list(map(dataclasses.asdict, all_methods)), indent=1)
+            if as_json
+            else _render_methods(all_methods)
         )
     elif axes:
-        print(json.dumps({a.name: a.values for a in all_axes}, indent=1) if as_json else _axis_lines(all_axes))
+        print(json.dumps({a.name: a.values for a in all_axes}, indent=1) if as_json else _render_axes(all_axes))
     else:
         cases = selection.select().cases
-        rows = [{"id": case.id, "path": case.path, **case.scenario.to_json()} for case in cases]
+        rows = [{"id": case.id, "path": case.method, **case.scenario.to_json()} for case in cases]
         print(json.dumps(rows, indent=1) if as_json else "\n".join(case.id for case in cases))
         scenarios = {case.scenario for case in cases}
-        print(f"{counted(len(cases), 'case')} in {counted(len(scenarios), 'scenario')}", file=sys.stderr)
+        print(f"{format_count(len(cases), 'case')} in {format_count(len(scenarios), 'scenario')}", file=sys.stderr)
 
 
-def _method_lines(paths: Iterable[Path | FrameworkPath]) -> str:
+def _render_methods(methods: Iterable[MatrixMethod | FrameworkMethod]) -> str:
     lines = []
-    for path in paths:
-        lines.append(f"{path.name}  [{_kind(path)}]")
-        lines.append(f"    {path.summary}")
-        if isinstance(path, Path) or path.kind == "extraction":
-            contract = dataclasses.asdict(path.contract)
+    for method in methods:
+        lines.append(f"{method.name}  [{_name_kind(method)}]")
+        lines.append(f"    {method.summary}")
+        if isinstance(method, MatrixMethod) or method.kind == "extraction":
+            contract = dataclasses.asdict(method.contract)
             lines.append(f"    promises {', '.join(f'{name} {value}' for name, value in contract.items())}")
-        if isinstance(path, Path) and path.used_by:
-            lines.append(f"    used by {path.used_by}")
+        if isinstance(method, MatrixMethod) and method.used_by:
+            lines.append(f"    used by {method.used_by}")
     return "\n".join(lines)
 
 
-def _kind(path: Path | FrameworkPath) -> str:
-    if isinstance(path, FrameworkPath):
-        return path.kind
-    return f"{path.direction}, {'+'.join(f'fsdp{version}' for version in path.fsdp)}"
+def _name_kind(method: MatrixMethod | FrameworkMethod) -> str:
+    if isinstance(method, FrameworkMethod):
+        return method.kind
+    return f"{method.direction}, {'+'.join(f'fsdp{version}' for version in method.fsdp)}"
 
 
-def _axis_lines(axes: Iterable[Axis]) -> str:
+def _render_axes(axes: Iterable[Axis]) -> str:
     lines = []
     for axis in axes:
         lines.append(f"{axis.name}  (default {axis.default})")

@@ -41,17 +41,17 @@ def _register() -> None:
     torch._register_device_module("emulated", device)
     torch.utils.generate_methods_for_privateuse1_backend()
     if dist.is_available():
-        dist.Backend.register_backend("emulated", _backend, devices=["emulated"])
+        dist.Backend.register_backend("emulated", _make_backend, devices=["emulated"])
         dist.Backend.backend_capability["gloo"].append("emulated")
 
 
-def _backend(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:
+def _make_backend(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:
     from fsdp_doctor.emulated.library import _C
 
     store = dist.PrefixStore("emulated", store)
     host = dist.ProcessGroupGloo(store, rank, size, timeout)
     file = shared_memory.open_for_group(store, rank, size, _C.shared_bytes(size))
-    backend: dist.Backend = _C.make_backend(host, file, timeout, _backend)
+    backend: dist.Backend = _C.make_backend(host, file, timeout, _make_backend)
     return backend
 
 

@@ -45,14 +45,14 @@ def is_available() -> bool:
 
 def set_device(device: _Device) -> None:
     """Make ``device`` the current one of this thread."""
-    _C.exchange_device(_index(device))
+    _C.exchange_device(_find_index(device))
 
 
 class device:  # noqa: N801, torch.cuda's name
     """Context in which ``device`` is the current device; None changes nothing."""
 
     def __init__(self, device: _Device) -> None:
-        self.idx = -1 if device is None else _index(device)
+        self.idx = -1 if device is None else _find_index(device)
         self.prev_idx = -1
 
     def __enter__(self) -> None:
@@ -91,7 +91,7 @@ class DeviceProperties:
 
 def get_device_properties(device: _Device = None) -> DeviceProperties:
     """The properties of ``device``. Raises AssertionError, as CUDA does, if there is no such device."""
-    index = _index(device)
+    index = _find_index(device)
     if not 0 <= index < device_count():
         raise AssertionError("Invalid device id")
     major, minor = get_device_capability(index)
@@ -113,7 +113,7 @@ def get_arch_list() -> list[str]:
     return []
 
 
-def _index(device: _Device) -> int:
+def _find_index(device: _Device) -> int:
     if isinstance(device, int):
         return device
     index = torch.device(device).index if device is not None else None
@@ -129,7 +129,7 @@ class Stream(torch.Stream):
     def __new__(cls, device: _Device = None, priority: int = 0, **kwargs: Any) -> Stream:
         if kwargs:
             return super().__new__(cls, priority=priority, **kwargs)
-        return super().__new__(cls, torch.device(_NAME, _index(device)), priority=priority)
+        return super().__new__(cls, torch.device(_NAME, _find_index(device)), priority=priority)
 
 
 class Event(torch.Event):
@@ -152,12 +152,12 @@ class Event(torch.Event):
 
 def current_stream(device: _Device = None) -> torch.Stream:
     """The stream that kernels of this thread are issued on."""
-    return torch.accelerator.current_stream(_index(device))
+    return torch.accelerator.current_stream(_find_index(device))
 
 
 def default_stream(device: _Device = None) -> torch.Stream:
     """The stream that is current in a thread that has set no other."""
-    return Stream(stream_id=0, device_index=_index(device), device_type=_TYPE)
+    return Stream(stream_id=0, device_index=_find_index(device), device_type=_TYPE)
 
 
 def set_stream(stream: torch.Stream | None) -> None:
@@ -202,46 +202,46 @@ def _sleep(cycles: int) -> None:
 
 def synchronize(device: _Device = None) -> None:
     """Wait for all streams of ``device``, including the copies in flight."""
-    _C.synchronize_device(_index(device))
+    _C.synchronize_device(_find_index(device))
 
 
 # Random numbers
 
 
-def _generator(device: _Device) -> torch.Generator:
-    generator: torch.Generator = _C.default_generator(_index(device))
+def _find_generator(device: _Device) -> torch.Generator:
+    generator: torch.Generator = _C.default_generator(_find_index(device))
     return generator
 
 
 def manual_seed(seed: int) -> None:
     """Seed the current device's generator."""
-    _generator(None).manual_seed(seed)
+    _find_generator(None).manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
     """Seed the generators of all devices."""
     for index in range(device_count()):
-        _generator(index).manual_seed(seed)
+        _find_generator(index).manual_seed(seed)
 
 
 def seed() -> int:
     """Seed the current device's generator from the system's randomness, and return the seed."""
-    return _generator(None).seed()
+    return _find_generator(None).seed()
 
 
 def initial_seed() -> int:
     """The seed of the current device's generator."""
-    return _generator(None).initial_seed()
+    return _find_generator(None).initial_seed()
 
 
 def get_rng_state(device: _Device = _NAME) -> torch.Tensor:
     """The generator's seed and offset: a CPU tensor of 16 bytes, as CUDA's."""
-    return _generator(device).get_state()
+    return _find_generator(device).get_state()
 
 
 def set_rng_state(state: torch.Tensor, device: _Device = _NAME) -> None:
     """Restore a state that ``get_rng_state`` returned."""
-    _generator(device).set_state(state)
+    _find_generator(device).set_state(state)
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
@@ -279,29 +279,29 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
 # Memory, in bytes
 
 
-def _stats(device: _Device) -> dict[str, int]:
-    stats: dict[str, int] = _C.memory_stats(_index(device))
+def _read_stats(device: _Device) -> dict[str, int]:
+    stats: dict[str, int] = _C.memory_stats(_find_index(device))
     return stats
 
 
 def memory_allocated(device: _Device = None) -> int:
     """Bytes that tensors of the device take now, each rounded up to a multiple of 512 as CUDA's allocator does."""
-    return _stats(device)["allocated"]
+    return _read_stats(device)["allocated"]
 
 
 def max_memory_allocated(device: _Device = None) -> int:
     """The maximum of ``memory_allocated`` since the last reset."""
-    return _stats(device)["peak"]
+    return _read_stats(device)["peak"]
 
 
 def memory_reserved(device: _Device = None) -> int:
     """Bytes in the caching allocator's segments; equal to ``memory_allocated`` without ``use_caching_allocator``."""
-    return _stats(device)["reserved"]
+    return _read_stats(device)["reserved"]
 
 
 def max_memory_reserved(device: _Device = None) -> int:
     """The maximum of ``memory_reserved`` since the last reset."""
-    return _stats(device)["reserved_peak"]
+    return _read_stats(device)["reserved_peak"]
 
 
 memory_cached = memory_reserved
@@ -310,7 +310,7 @@ max_memory_cached = max_memory_reserved
 
 def memory_stats(device: _Device = None) -> dict[str, int]:
     """The counters of ``torch.cuda.memory_stats`` that are emulated, under the same names."""
-    stats = _stats(device)
+    stats = _read_stats(device)
     allocated = {"current": stats["allocated"], "peak": stats["peak"]}
     reserved = {"current": stats["reserved"], "peak": stats["reserved_peak"]}
     bytes_by_kind = {"allocated_bytes": allocated, "active_bytes": allocated, "reserved_bytes": reserved}
@@ -338,7 +338,7 @@ def memory_stats_as_nested_dict(device: _Device = None) -> dict[str, Any]:
 
 def memory_summary(device: _Device = None, abbreviated: bool = False) -> str:
     """``memory_stats`` as text: one line for each counter, bytes in MiB."""
-    lines = [f"memory of emulated:{_index(device)}"]
+    lines = [f"memory of emulated:{_find_index(device)}"]
     for name, value in memory_stats(device).items():
         lines.append(f"{name:<36} {f'{value / _MIB:.1f} MiB' if 'bytes' in name else value:>14}")
     return "\n".join(lines)
@@ -351,7 +351,7 @@ def host_memory_stats() -> dict[str, int]:
 
 def reset_peak_memory_stats(device: _Device = None) -> None:
     """Set the peaks to what is allocated and reserved now."""
-    _C.reset_peak(_index(device))
+    _C.reset_peak(_find_index(device))
 
 
 reset_max_memory_allocated = reset_peak_memory_stats
@@ -360,12 +360,12 @@ reset_max_memory_cached = reset_peak_memory_stats
 
 def reset_accumulated_memory_stats(device: _Device = None) -> None:
     """Set the numbers of allocations, retries and out-of-memory errors to zero."""
-    _C.reset_accumulated(_index(device))
+    _C.reset_accumulated(_find_index(device))
 
 
 def mem_get_info(device: _Device = None) -> tuple[int, int]:
     """Bytes (free, total) of ``device``; the total is the host's memory if no limit is set."""
-    free, total = _C.memory_info(_index(device))
+    free, total = _C.memory_info(_find_index(device))
     return int(free), int(total)
 
 
@@ -387,7 +387,7 @@ def set_per_process_memory_fraction(fraction: float, device: _Device = None) -> 
     """Limit each device to this fraction of its memory. Raises ValueError outside 0 to 1."""
     if not 0 <= fraction <= 1:
         raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
-    limit = _stats(device)["limit"]
+    limit = _read_stats(device)["limit"]
     if limit:
         _C.set_memory_limit(0)
     _C.set_memory_limit(int(fraction * mem_get_info(device)[1]))
@@ -395,7 +395,7 @@ def set_per_process_memory_fraction(fraction: float, device: _Device = None) -> 
 
 def get_per_process_memory_fraction(device: _Device = None) -> float:
     """The limit as a fraction of the host's memory; 1 without a limit."""
-    limit = _stats(device)["limit"]
+    limit = _read_stats(device)["limit"]
     return limit / int(_C.host_bytes()) if limit else 1.0
 
 

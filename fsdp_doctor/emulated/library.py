@@ -9,7 +9,7 @@ from fsdp_doctor.emulated import build
 
 
 def _load() -> Any:
-    spec = importlib.util.spec_from_file_location("fsdp_doctor.emulated._C", build.library())
+    spec = importlib.util.spec_from_file_location("fsdp_doctor.emulated._C", build.find_library())
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -108,7 +108,7 @@ def vllm_weight_source(model: nn.Module, **options: Unpack[ExtractionOptions]) -
         def metadata(self) -> list[Any]:
             asked = {key: value for key, value in options.items() if key not in ("bucket_bytes", "in_step")}
             return [
-                base.ParamMeta(name, info.dtype, tuple(info.shape), **_layout(base, places.get(name)))
+                base.ParamMeta(name, info.dtype, tuple(info.shape), **_describe_layout(base, places.get(name)))
                 for name, info in weights_info(model, **asked).items()  # type: ignore[arg-type]
             ]
 
@@ -129,7 +129,7 @@ def _can_be_described(place: ShardPlace) -> bool:
     return all(type(placement) in (Shard, Replicate) for placement in place.placements)
 
 
-def _layout(base: Any, place: ShardPlace | None) -> dict[str, Any]:
+def _describe_layout(base: Any, place: ShardPlace | None) -> dict[str, Any]:
     """The owners and placements of a parameter, in vLLM's terms; empty where it is whole on every rank."""
     if place is None or place.mesh is None or place.placements is None or not _can_be_described(place):
         return {}

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from fsdp_doctor.extract.full import BUCKET_BYTES
-from fsdp_doctor.extract.sources import dtype_name
+from fsdp_doctor.extract.sources import name_dtype
 from fsdp_doctor.extract.streams import HomeStream
-from fsdp_doctor.fsdp.decorators import without_autograd
+from fsdp_doctor.fsdp.decorators import disable_autograd
 
 # Every dtype can be viewed where it begins at a multiple of this, and so can what a kernel reads at once.
 _ALIGNMENT = 16
@@ -35,7 +35,7 @@ class PackedBucket:
     index: tuple[PackedTensor, ...]
 
 
-@without_autograd
+@disable_autograd
 def packed_buckets(
     tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[PackedBucket]:
@@ -60,7 +60,7 @@ def packed_buckets(
             buffer = torch.empty(max(bucket_bytes, tensor.nbytes), dtype=torch.uint8, device=tensor.device)
         if tensor.device != buffer.device:
             raise ValueError(f"{name} is on {tensor.device}, and its bucket on {buffer.device}")
-        dtype = dtype_name(tensor.dtype)
+        dtype = name_dtype(tensor.dtype)
         index.append(PackedTensor(name, dtype, tuple(tensor.shape), start, start + tensor.nbytes))
         ((_, view),) = read_bucket(buffer, index[-1:])
         view.copy_(tensor.detach())
@@ -69,7 +69,7 @@ def packed_buckets(
         yield PackedBucket(buffer[: index[-1].end], tuple(index))
 
 
-@without_autograd
+@disable_autograd
 def read_bucket(buffer: torch.Tensor, index: Sequence[PackedTensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a bucket, as views of its memory.
 

@@ -13,7 +13,7 @@ import torch
 from rich.console import RenderableType
 from torch import nn
 
-from fsdp_doctor.examination.display import plain_text, render
+from fsdp_doctor.examination.display import render, render_plain_text
 from fsdp_doctor.examination.facts import (
     Facts,
     FsdpUnit,
@@ -27,7 +27,7 @@ from fsdp_doctor.examination.facts import (
 from fsdp_doctor.examination.findings import Finding, find_in_places
 from fsdp_doctor.examination.model_findings import find_after_load, find_in_gradients, find_in_memory
 from fsdp_doctor.fsdp import reader
-from fsdp_doctor.fsdp.decorators import without_garbage_collection
+from fsdp_doctor.fsdp.decorators import defer_garbage_collection
 
 __all__ = [
     "Examination",
@@ -75,7 +75,7 @@ class Examination:
         return tuple(finding for finding in self.findings if finding.bad)
 
     def __str__(self) -> str:
-        return plain_text(self.facts, self.findings)
+        return render_plain_text(self.facts, self.findings)
 
     def __rich__(self) -> RenderableType:
         return render(self.facts, self.findings)
@@ -119,7 +119,7 @@ def examine(
     return examination
 
 
-@without_garbage_collection
+@defer_garbage_collection
 def _examine(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Examination:
     contents = reader.read(model)
     facts = read_facts(model, contents, optimizer)

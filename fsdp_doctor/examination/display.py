@@ -10,17 +10,17 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_doctor.errors import some
+from fsdp_doctor.errors import join_some
 from fsdp_doctor.examination.facts import Facts, FsdpUnit, NameFacts, OptimizerFacts, TensorFacts, TensorState
 from fsdp_doctor.examination.findings import Finding
-from fsdp_doctor.extract.sources import dtype_name
+from fsdp_doctor.extract.sources import name_dtype
 
 _WIDTH = 120
 _STYLE = {"bad": "bold red", "hazard": "yellow", "note": "dim"}
 _COLUMNS = ("what", "count", "says", "lies on", "pinned", "dtype", "placements", "mesh", "even", "first")
 
 
-def plain_text(facts: Facts, findings: tuple[Finding, ...]) -> str:
+def render_plain_text(facts: Facts, findings: tuple[Finding, ...]) -> str:
     console = Console(width=_WIDTH, file=io.StringIO(), no_color=True, highlight=False, legacy_windows=False)
     console.print(render(facts, findings))
     assert isinstance(console.file, io.StringIO)
@@ -28,12 +28,12 @@ def plain_text(facts: Facts, findings: tuple[Finding, ...]) -> str:
 
 
 def render(facts: Facts, findings: tuple[Finding, ...]) -> RenderableType:
-    return Group(*_head(facts), _table(facts), *_lines(findings))
+    return Group(*_render_head(facts), _render_table(facts), *_render_lines(findings))
 
 
-def _head(facts: Facts) -> Iterator[Text]:
+def _render_head(facts: Facts) -> Iterator[Text]:
     for unit in facts.units:
-        yield Text(_unit(unit))
+        yield Text(_describe_unit(unit))
     count = sum(len(row.holds) or 1 for row in facts.parameters if not row.tied_to)
     tied = sum(bool(row.tied_to) for row in facts.parameters)
     yield Text(f"{count} parameters{f' and {tied} tied names' if tied else ''}, {len(facts.buffers)} buffers")
@@ -50,59 +50,59 @@ def _names(names: NameFacts) -> str:
         return "names: as on the Hub"
     name, of_hub = max(names.others.items(), key=lambda item: len(item[1]))
     count = f"{len(names.others)} of {names.model_names} tensors are called otherwise on the Hub"
-    return f"names: {count}; {name} is {some(of_hub, 1)} there"
+    return f"names: {count}; {name} is {join_some(of_hub, 1)} there"
 
 
-def _unit(unit: FsdpUnit) -> str:
+def _describe_unit(unit: FsdpUnit) -> str:
     pinning = (", pinned" if unit.pins else ", not pinned") if unit.policy else ""
     offload = f"under CPU offload{pinning}" if unit.policy else "no offload policy"
     fresh = "" if unit.initialized else ", before the first forward"
     return f"{unit.strategy} on {unit.compute_device}, {offload}{fresh}"
 
 
-def _table(facts: Facts) -> Table:
+def _render_table(facts: Facts) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in _COLUMNS:
         table.add_column(column, justify="right" if column == "count" else "left")
     for state, rows in (*facts.by_state.items(), *facts.buffers_by_state.items()):
-        table.add_row(*map(Text, _cells(state, rows)))
+        table.add_row(*map(Text, _format_cells(state, rows)))
     for group in facts.optimizer:
-        table.add_row(*map(Text, _optimizer_cells(group)))
+        table.add_row(*map(Text, _format_optimizer_cells(group)))
     return table
 
 
-def _cells(state: TensorState, rows: list[TensorFacts]) -> tuple[str, ...]:
+def _format_cells(state: TensorState, rows: list[TensorFacts]) -> tuple[str, ...]:
     return (
         "fsdp1 flat" if state.kind == "fsdp1" else state.kind,
         str(sum(not row.tied_to for row in rows)),
         str(state.wrapper_device),
         str(state.device),
-        _word(state.pinned),
-        dtype_name(state.dtype),
+        _choose_word(state.pinned),
+        name_dtype(state.dtype),
         " ".join(map(str, state.placements)),
-        _mesh(state),
-        _word(state.even),
+        _describe_mesh(state),
+        _choose_word(state.even),
         rows[0].name,
     )
 
 
-def _optimizer_cells(group: OptimizerFacts) -> tuple[str, ...]:
-    count, pinned = str(len(group.names)), _word(group.pinned if group.device.type == "cpu" else None)
+def _format_optimizer_cells(group: OptimizerFacts) -> tuple[str, ...]:
+    count, pinned = str(len(group.names)), _choose_word(group.pinned if group.device.type == "cpu" else None)
     return f"state {group.entry}", count, "", str(group.device), pinned, "", "", "", "", group.names[0]
 
 
-def _mesh(state: TensorState) -> str:
+def _describe_mesh(state: TensorState) -> str:
     if state.mesh is None:
         return ""
     names = state.mesh.names or [""] * len(state.mesh.shape)
     return " x ".join(f"{name} {size}".strip() for name, size in zip(names, state.mesh.shape, strict=True))
 
 
-def _word(answer: bool | None) -> str:
+def _choose_word(answer: bool | None) -> str:
     return {None: "", True: "yes", False: "no"}[answer]
 
 
-def _lines(findings: tuple[Finding, ...]) -> Iterator[Text]:
+def _render_lines(findings: tuple[Finding, ...]) -> Iterator[Text]:
     if not findings:
         yield Text("nothing found")
     for finding in findings:

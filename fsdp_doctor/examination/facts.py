@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_doctor.fsdp import private
-from fsdp_doctor.fsdp.reader import Fsdp1Unit, Fsdp2Unit, HeldModel, HeldTensor
+from fsdp_doctor.fsdp.reader import Fsdp1Unit, Fsdp2Unit, ModelContents, ModelTensor
 from fsdp_doctor.names.hub_names import HubNamesUnknown, list_shapes, revert_names
 from fsdp_doctor.names.views import NamesError
 
@@ -154,10 +154,10 @@ class Facts:
     stream_idle: bool | None
 
 
-def read_facts(model: nn.Module, contents: HeldModel, optimizer: torch.optim.Optimizer | None) -> Facts:
-    units = [*map(_unit_facts, contents.fsdp1_units), *map(_unit_facts, contents.fsdp2_units)]
+def read_facts(model: nn.Module, contents: ModelContents, optimizer: torch.optim.Optimizer | None) -> Facts:
+    units = [*map(_read_unit, contents.fsdp1_units), *map(_read_unit, contents.fsdp2_units)]
     parameters, buffers = _Rows(), _Rows()
-    of_units = [parameters.add_flat(_flat_facts(unit), unit) for unit in contents.fsdp1_units]
+    of_units = [parameters.add_flat(_read_flat_parameter(unit), unit) for unit in contents.fsdp1_units]
     of_parameters = parameters.add(contents.parameters, "plain")
     buffers.add((*contents.buffers, *contents.transient_buffers), "buffer")
     optimizer_facts: tuple[OptimizerFacts, ...] = ()
@@ -165,7 +165,7 @@ def read_facts(model: nn.Module, contents: HeldModel, optimizer: torch.optim.Opt
         facts_of = {id(p.tensor): facts for p, facts in zip(contents.parameters, of_parameters, strict=True)}
         for unit, facts in zip(contents.fsdp1_units, of_units, strict=True):
             facts_of |= {id(tensor): facts for tensor in unit.optimized}
-        optimizer_facts = _optimizer_facts(optimizer, facts_of)
+        optimizer_facts = _read_optimizer(optimizer, facts_of)
     compute_device = units[0].compute_device if units else None
     num_copied = count_left_by_copy((parameters.by_state, buffers.by_state), optimizer_facts)
     return Facts(
@@ -182,7 +182,7 @@ def read_facts(model: nn.Module, contents: HeldModel, optimizer: torch.optim.Opt
     )
 
 
-def _read_names(model: nn.Module, contents: HeldModel) -> NameFacts:
+def _read_names(model: nn.Module, contents: ModelContents) -> NameFacts:
     shapes, others = list_shapes(contents), dict[str, list[str]]()
     try:
         for name, view in revert_names(model, shapes).items():
@@ -202,12 +202,12 @@ def count_left_by_copy(tensors: tuple[ByState, ...], optimizer: tuple[OptimizerF
     return first_names + sum(len(facts.names) for facts in optimizer if facts.pinned)
 
 
-def same_device(one: torch.device, other: torch.device) -> bool:
+def is_same_device(one: torch.device, other: torch.device) -> bool:
     """A device without an index is any of its kind."""
     return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
 
 
-def _unit_facts(unit: Fsdp1Unit | Fsdp2Unit) -> FsdpUnit:
+def _read_unit(unit: Fsdp1Unit | Fsdp2Unit) -> FsdpUnit:
     if isinstance(unit, Fsdp1Unit):
         pins = unit.offloads
     else:
@@ -230,17 +230,17 @@ class _Rows:
         self._known: dict[tuple[Any, ...], tuple[TensorFacts, list[TensorFacts]]] = {}
         self._meshes: dict[int, Mesh] = {}
 
-    def add(self, tensors: Iterable[HeldTensor], kind: Literal["plain", "buffer"]) -> list[TensorFacts]:
+    def add(self, tensors: Iterable[ModelTensor], kind: Literal["plain", "buffer"]) -> list[TensorFacts]:
         """Adds a row for every name, and returns those of the first names."""
         added: list[TensorFacts] = []
         for entry in tensors:
             tensor, unit = entry.tensor, entry.unit
-            local = private.local_tensor(tensor)
+            local = private.read_local_tensor(tensor)
             layout = (id(tensor.device_mesh), tensor.placements, id(unit)) if isinstance(tensor, DTensor) else None
             pinned = local.is_cpu and local.is_pinned()
             key = (tensor.device, local.device, pinned, tensor.dtype, tensor.shape, local.shape, layout)
             if (alike := self._known.get(key)) is None:
-                state = self._state(tensor, local, kind, unit)
+                state = self._read_state(tensor, local, kind, unit)
                 facts = TensorFacts(entry.names[0], "", tensor.shape, local.shape, state)
                 alike = self._known[key] = facts, self.by_state.setdefault(state, [])
             like, rows = alike
@@ -265,25 +265,25 @@ class _Rows:
         self.rows += tied
         self.by_state[facts.state] += tied
 
-    def _state(
+    def _read_state(
         self, tensor: torch.Tensor, local: torch.Tensor, kind: TensorKind, unit: Fsdp2Unit | None
     ) -> TensorState:
         plain = TensorState(
-            kind=kind, wrapper_device=tensor.device, device=local.device, pinned=_pinned(local), dtype=tensor.dtype
+            kind=kind, wrapper_device=tensor.device, device=local.device, pinned=_is_pinned(local), dtype=tensor.dtype
         )
         if not isinstance(tensor, DTensor):
             return plain
-        of_fsdp2 = _unit_facts(unit) if unit is not None and kind != "buffer" else None
+        of_fsdp2 = _read_unit(unit) if unit is not None and kind != "buffer" else None
         return replace(
             plain,
             kind="fsdp2" if of_fsdp2 is not None else "dtensor",
             placements=tuple(tensor.placements),
-            mesh=self._mesh(tensor.device_mesh),
+            mesh=self._read_mesh(tensor.device_mesh),
             even=_is_even(tensor),
             unit=of_fsdp2,
         )
 
-    def _mesh(self, mesh: DeviceMesh) -> Mesh:
+    def _read_mesh(self, mesh: DeviceMesh) -> Mesh:
         if id(mesh) not in self._meshes:
             self._meshes[id(mesh)] = Mesh(
                 names=tuple(mesh.mesh_dim_names or ()),
@@ -294,7 +294,7 @@ class _Rows:
         return self._meshes[id(mesh)]
 
 
-def _pinned(local: torch.Tensor) -> bool | None:
+def _is_pinned(local: torch.Tensor) -> bool | None:
     return local.is_pinned() if local.is_cpu and local.numel() else None
 
 
@@ -314,7 +314,7 @@ def _is_even(tensor: DTensor) -> bool | None:
     return all(tensor.shape[dim] % count == 0 for dim, count in parts.items()) if parts else None
 
 
-def _flat_facts(unit: Fsdp1Unit) -> TensorFacts:
+def _read_flat_parameter(unit: Fsdp1Unit) -> TensorFacts:
     flat = unit.flat_parameter
     # A unit that torch does not shard uses the flat parameter itself; a policy keeps the CPU's memory all the same.
     local = unit.memories[-1] if unit.is_sharded or unit.offloads else flat
@@ -324,7 +324,7 @@ def _flat_facts(unit: Fsdp1Unit) -> TensorFacts:
         kind="fsdp1",
         wrapper_device=flat.device if is_shown else local.device,
         device=local.device,
-        pinned=_pinned(local),
+        pinned=_is_pinned(local),
         dtype=local.dtype,
         mesh=Mesh(
             names=(),
@@ -333,14 +333,14 @@ def _flat_facts(unit: Fsdp1Unit) -> TensorFacts:
             carries_cpu=private.has_backend_for(unit.group, CPU),
         ),
         even=True if unit.is_sharded else None,
-        unit=_unit_facts(unit),
+        unit=_read_unit(unit),
     )
     length = sum(shape.numel() for shape in unit.shapes)
     holds = tuple(names[0] for names in unit.names)
     return TensorFacts(f"{unit.prefix}flat_param", "", (length,), local.shape, state, holds)
 
 
-def _optimizer_facts(optimizer: torch.optim.Optimizer, facts_of: dict[int, TensorFacts]) -> tuple[OptimizerFacts, ...]:
+def _read_optimizer(optimizer: torch.optim.Optimizer, facts_of: dict[int, TensorFacts]) -> tuple[OptimizerFacts, ...]:
     """Ignores the state of other models' parameters."""
     by_home: dict[torch.device, dict[tuple[str, torch.device, bool, bool], list[str]]] = {}
     for parameter, entries in optimizer.state.items():
@@ -349,7 +349,7 @@ def _optimizer_facts(optimizer: torch.optim.Optimizer, facts_of: dict[int, Tenso
         alike = by_home.setdefault(facts.state.device, {})
         for entry, value in entries.items():
             if isinstance(value, torch.Tensor):
-                local = private.local_tensor(value)
+                local = private.read_local_tensor(value)
                 key = (entry, local.device, local.is_cpu and local.is_pinned(), not local.dim())
                 alike.setdefault(key, []).append(facts.name)
     return tuple(

@@ -16,8 +16,8 @@ from typing import Literal
 
 import torch
 
-from fsdp_doctor.examination.facts import Facts, TensorFacts, TensorState, count_left_by_copy, same_device
-from fsdp_doctor.report.layout import counted
+from fsdp_doctor.examination.facts import Facts, TensorFacts, TensorState, count_left_by_copy, is_same_device
+from fsdp_doctor.report.layout import format_count
 
 Severity = Literal["bad", "hazard", "note"]
 _SHOWN_NAMES = 3
@@ -44,9 +44,9 @@ class Finding:
         return self.severity == "bad"
 
 
-def few(names: Sequence[str], noun: str = "parameter") -> str:
+def join_few(names: Sequence[str], noun: str = "parameter") -> str:
     shown = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
-    return f"{counted(len(names), noun)} ({shown})"
+    return f"{format_count(len(names), noun)} ({shown})"
 
 
 def find_in_places(facts: Facts) -> Iterator[Finding]:
@@ -54,20 +54,20 @@ def find_in_places(facts: Facts) -> Iterator[Finding]:
         yield from function(facts)
 
 
-def not_fsdp(facts: Facts) -> Iterator[Finding]:
+def check_not_fsdp(facts: Facts) -> Iterator[Finding]:
     if not facts.units:
         what = "no module of it was given to fully_shard or FullyShardedDataParallel"
         yield Finding(kind="not-fsdp", severity="note", sentence=f"The {facts.wrapper} is not an FSDP model: {what}.")
 
 
-def half_moved(facts: Facts) -> Iterator[Finding]:
+def check_half_moved(facts: Facts) -> Iterator[Finding]:
     # FSDP2 brings a shard back under a pinning policy (``reset_sharded_param``); the DTensor around it stays moved.
     names, state = _choose(facts, lambda state: state.kind == "fsdp2" and _is_half_moved(state))
     if state is not None:
         yield Finding(
             kind="half-moved",
             severity="bad",
-            sentence=f"Reporting {state.wrapper_device} with the local shard on {state.device}: {few(names)}; "
+            sentence=f"Reporting {state.wrapper_device} with the local shard on {state.device}: {join_few(names)}; "
             "the module was moved under CPUOffloadPolicy, which moved the DTensors and not their shards.",
             names=names,
             entry="fsdp2-pinned-policy-half-moved",
@@ -78,7 +78,7 @@ def half_moved(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="half-moved",
             severity="bad",
-            sentence=f"Reporting {state.wrapper_device} with the shard on {state.device}: {few(names, _FLAT)}; "
+            sentence=f"Reporting {state.wrapper_device} with the shard on {state.device}: {join_few(names, _FLAT)}; "
             "the module was moved, which did not move the local shards that FSDP1 keeps beside flat parameters.",
             names=names,
             entry="fsdp1-moved-with-policy-offload" if state.policy else "fsdp1-manual-offload-then-state-dict",
@@ -86,7 +86,7 @@ def half_moved(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def policy_shards_off_cpu(facts: Facts) -> Iterator[Finding]:
+def check_policy_shards(facts: Facts) -> Iterator[Finding]:
     names, state = _choose(
         facts,
         lambda state: state.policy and state.device.type not in ("cpu", "meta") and not _is_half_moved(state),
@@ -100,28 +100,28 @@ def policy_shards_off_cpu(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="policy-shards-off-cpu",
             severity="bad",
-            sentence=f"On {state.device}, under a CPU offload that expects its shards on the CPU: {few(names)}.",
+            sentence=f"On {state.device}, under a CPU offload that expects its shards on the CPU: {join_few(names)}.",
             names=names,
             entry=entry,
             remedy=_UNDO_MOVE,
         )
 
 
-def fsdp1_away(facts: Facts) -> Iterator[Finding]:
+def check_fsdp1_away(facts: Facts) -> Iterator[Finding]:
     names, state = _choose(facts, lambda state: state.kind == "fsdp1" and _is_away(state) and not _is_half_moved(state))
     if state is not None and state.unit is not None:
         yield Finding(
             kind="fsdp1-away",
             severity="bad",
             sentence=f"On {state.device}, where every unshard onto {state.unit.compute_device} asserts (forward, "
-            f"state_dict): {few(names, _FLAT)}.",
+            f"state_dict): {join_few(names, _FLAT)}.",
             names=names,
             entry="fsdp1-manual-offload-then-state-dict",
             remedy="load the model with what offloaded it before it is used; full_tensors() reads it as it is.",
         )
 
 
-def fsdp2_away(facts: Facts) -> Iterator[Finding]:
+def check_fsdp2_away(facts: Facts) -> Iterator[Finding]:
     """All of FSDP2's shards away from the device is an offload by hand; some of them is a broken one."""
     names, state = _choose(facts, lambda state: state.kind == "fsdp2" and _is_away(state) and not _is_half_moved(state))
     at_home, _ = _choose(facts, lambda state: state.kind == "fsdp2" and not state.policy and not _is_away(state))
@@ -129,7 +129,7 @@ def fsdp2_away(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="partly-moved",
             severity="bad",
-            sentence=f"Not on {facts.compute_device}, where others ({len(at_home)}) are: {few(names)}.",
+            sentence=f"Not on {facts.compute_device}, where others ({len(at_home)}) are: {join_few(names)}.",
             names=names,
             remedy="move the whole model, or what was left behind.",
         )
@@ -137,55 +137,56 @@ def fsdp2_away(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="elsewhere",
             severity="bad",
-            sentence=f"On {state.device}, and not on {facts.compute_device}, where the model computes: {few(names)}.",
+            sentence=f"On {state.device}, and not on {facts.compute_device}, where the model computes: "
+            f"{join_few(names)}.",
             names=names,
             remedy=f"model.to({str(facts.compute_device)!r}).",
         )
     elif names:
-        buffers = [row.name for row in _buffers_away(facts)]
-        also = f", and {few(buffers, 'buffer')}" if buffers else ""
+        buffers = [row.name for row in _list_buffers_away(facts)]
+        also = f", and {join_few(buffers, 'buffer')}" if buffers else ""
         yield Finding(
             kind="offloaded",
             severity="note",
-            sentence=f"Offloaded by hand, off {facts.compute_device}: {few(names)}{also}.",
+            sentence=f"Offloaded by hand, off {facts.compute_device}: {join_few(names)}{also}.",
             names=names,
             remedy=f"model.to({str(facts.compute_device)!r}) before the next training step.",
         )
 
 
-def plain_parameters_away(facts: Facts) -> Iterator[Finding]:
+def check_plain_parameters(facts: Facts) -> Iterator[Finding]:
     names, _ = _choose(facts, lambda state: state.unit is None and not _is_on(state, facts))
     if names and _is_at_work(facts):
         yield Finding(
             kind="ignored-away",
             severity="hazard",
-            sentence=f"Not managed by FSDP, and not on {facts.compute_device}, where it computes: {few(names)}.",
+            sentence=f"Not managed by FSDP, and not on {facts.compute_device}, where it computes: {join_few(names)}.",
             names=names,
             remedy="move them there, unless their module is meant to compute where they are.",
         )
 
 
-def buffers_left_behind(facts: Facts) -> Iterator[Finding]:
+def check_buffers(facts: Facts) -> Iterator[Finding]:
     """A policy moves parameters alone; ``to_empty(device="cpu")`` and ``to("cpu")`` move the buffers too.
 
     FSDP1 moves the buffers itself at its lazy initialization, so that before it there is no finding.
     """
-    names = tuple(row.name for row in _buffers_away(facts))
+    names = tuple(row.name for row in _list_buffers_away(facts))
     fsdp1_moves_them = all(unit.strategy == "fsdp1" and not unit.initialized for unit in facts.units)
     if names and _is_at_work(facts) and not fsdp1_moves_them:
         yield Finding(
             kind="buffers-left-behind",
             severity="bad",
-            sentence=f"Not on {facts.compute_device}, where the model computes: {few(names, 'buffer')}.",
+            sentence=f"Not on {facts.compute_device}, where the model computes: {join_few(names, 'buffer')}.",
             names=names,
             entry="fsdp2-buffers-left-on-cpu" if facts.units[0].strategy == "fsdp2" else "",
             remedy="for buffer in model.buffers(): buffer.data = buffer.data.to(device)",
         )
 
 
-def optimizer_elsewhere(facts: Facts) -> Iterator[Finding]:
+def check_optimizer_devices(facts: Facts) -> Iterator[Finding]:
     """``step`` has no dimensions: torch's optimizers keep it on the CPU or beside the parameter, and take either."""
-    apart = [group for group in facts.optimizer if not group.scalar and not same_device(group.device, group.home)]
+    apart = [group for group in facts.optimizer if not group.scalar and not is_same_device(group.device, group.home)]
     if apart:
         names = tuple(dict.fromkeys(name for group in apart for name in group.names))
         entries = ", ".join(dict.fromkeys(group.entry for group in apart))
@@ -193,14 +194,14 @@ def optimizer_elsewhere(facts: Facts) -> Iterator[Finding]:
             kind="optimizer-elsewhere",
             severity="bad",
             sentence=f"Optimizer state ({entries}) on {apart[0].device}, and on {apart[0].home} this rank's part of "
-            f"{few(names)}: the next optimizer step fails.",
+            f"{join_few(names)}: the next optimizer step fails.",
             names=names,
             entry="optim-on-wrong-device-after-offload",
             remedy="move the state to where its parameter lies before optimizer.step().",
         )
 
 
-def uneven_after_nonblocking(facts: Facts) -> Iterator[Finding]:
+def check_uneven_after_nonblocking(facts: Facts) -> Iterator[Finding]:
     """FSDP2 pads a shard that is shorter than another rank's as soon as it was moved: on the host, a read too early.
 
     What it padded is in pageable memory again, so the evidence is the pinned memory of the other shards.
@@ -215,15 +216,16 @@ def uneven_after_nonblocking(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="uneven-nonblocking",
             severity="hazard",
-            sentence=f"Sharded unevenly, and offloaded to pinned memory as a non-blocking copy does: {few(names)}; "
-            "a rank with a shorter shard has padded it on the host at once, perhaps before it arrived.",
+            sentence="Sharded unevenly, and offloaded to pinned memory as a non-blocking copy does: "
+            f"{join_few(names)}; a rank with a shorter shard has padded it on the host at once, perhaps before it "
+            "arrived.",
             names=names,
             entry="nonblocking-offload-uneven-shards",
             remedy='offload with model.to("cpu"), which blocks.',
         )
 
 
-def copy_outstanding(facts: Facts) -> Iterator[Finding]:
+def check_outstanding_copy(facts: Facts) -> Iterator[Finding]:
     count = count_left_by_copy((facts.by_state, facts.buffers_by_state), facts.optimizer)
     if not count or not _has_device(facts):
         return
@@ -236,14 +238,15 @@ def copy_outstanding(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         kind="copy-outstanding",
         severity="note" if facts.stream_idle else "hazard",
-        sentence=f"In pinned host memory by no policy, as a non-blocking copy leaves it: {counted(count, 'tensor')}; "
-        f"{known} whether one on another stream is under way cannot be known without waiting.",
+        sentence="In pinned host memory by no policy, as a non-blocking copy leaves it: "
+        f"{format_count(count, 'tensor')}; {known} whether one on another stream is under way cannot be known "
+        "without waiting.",
         entry="non-blocking-d2h-read-too-early",
         remedy="torch.accelerator.synchronize() before the host reads them.",
     )
 
 
-def no_backend_for_cpu(facts: Facts) -> Iterator[Finding]:
+def check_backend_for_cpu(facts: Facts) -> Iterator[Finding]:
     names, state = _choose(
         facts,
         lambda state: state.device.type == "cpu" and state.mesh is not None and state.mesh.carries_cpu is False,
@@ -253,7 +256,7 @@ def no_backend_for_cpu(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="no-backend-for-cpu",
             severity="hazard",
-            sentence=f"On the CPU, in a process group with a backend for {kind} alone: {few(names)}; whatever "
+            sentence=f"On the CPU, in a process group with a backend for {kind} alone: {join_few(names)}; whatever "
             "communicates them where they lie fails (full_tensor, a full state dict, the norm of the gradients).",
             names=names,
             entry="full-tensor-cpu-shard-nccl-only",
@@ -262,22 +265,22 @@ def no_backend_for_cpu(facts: Facts) -> Iterator[Finding]:
 
 
 _ALL: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
-    not_fsdp,
-    half_moved,
-    policy_shards_off_cpu,
-    fsdp1_away,
-    fsdp2_away,
-    plain_parameters_away,
-    buffers_left_behind,
-    optimizer_elsewhere,
-    uneven_after_nonblocking,
-    copy_outstanding,
-    no_backend_for_cpu,
+    check_not_fsdp,
+    check_half_moved,
+    check_policy_shards,
+    check_fsdp1_away,
+    check_fsdp2_away,
+    check_plain_parameters,
+    check_buffers,
+    check_optimizer_devices,
+    check_uneven_after_nonblocking,
+    check_outstanding_copy,
+    check_backend_for_cpu,
 )
 
 
 def _is_half_moved(state: TensorState) -> bool:
-    return not same_device(state.wrapper_device, state.device)
+    return not is_same_device(state.wrapper_device, state.device)
 
 
 def _is_away(state: TensorState) -> bool:
@@ -287,7 +290,7 @@ def _is_away(state: TensorState) -> bool:
 
 
 def _is_at(state: TensorState, device: torch.device) -> bool:
-    return state.device.type == "meta" or same_device(state.device, device)
+    return state.device.type == "meta" or is_same_device(state.device, device)
 
 
 def _is_on(state: TensorState, facts: Facts) -> bool:
@@ -296,7 +299,7 @@ def _is_on(state: TensorState, facts: Facts) -> bool:
         return True
     if any(unit.compute_device != facts.compute_device for unit in facts.units):
         return state.device.type == facts.compute_device.type
-    return same_device(state.device, facts.compute_device)
+    return is_same_device(state.device, facts.compute_device)
 
 
 def _is_at_work(facts: Facts) -> bool:
@@ -308,7 +311,7 @@ def _has_device(facts: Facts) -> bool:
     return facts.compute_device is not None and facts.compute_device.type != "cpu"
 
 
-def _buffers_away(facts: Facts) -> list[TensorFacts]:
+def _list_buffers_away(facts: Facts) -> list[TensorFacts]:
     return [row for state, rows in facts.buffers_by_state.items() if not _is_on(state, facts) for row in rows]
 
 

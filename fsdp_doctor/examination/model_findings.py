@@ -17,38 +17,38 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_doctor.examination.facts import Facts
-from fsdp_doctor.examination.findings import Finding, few
+from fsdp_doctor.examination.findings import Finding, join_few
 from fsdp_doctor.fsdp import private
-from fsdp_doctor.fsdp.names import unwrapped
-from fsdp_doctor.fsdp.reader import HeldModel
-from fsdp_doctor.ledgers.ledger import power_of_two
-from fsdp_doctor.memory.snapshot import device_bytes, storages
-from fsdp_doctor.report.layout import bytes_text, counted
+from fsdp_doctor.fsdp.names import unwrap_name
+from fsdp_doctor.fsdp.reader import ModelContents
+from fsdp_doctor.memory.snapshot import count_device_bytes, list_storages
+from fsdp_doctor.memory_use.records import round_to_power_of_two
+from fsdp_doctor.report.layout import format_bytes, format_count
 
 # Memory that is too small to be mentioned.
 _LEAST_BYTES = 1 << 20
 
 
 def find_after_load(
-    model: nn.Module, contents: HeldModel, facts: Facts, optimizer: torch.optim.Optimizer | None
+    model: nn.Module, contents: ModelContents, facts: Facts, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[Finding]:
-    yield from _on_meta(facts)
+    yield from _check_meta(facts)
     if optimizer is not None:
-        yield from _not_in_the_optimizer(contents, optimizer)
-        yield from _rounded_moments(contents, optimizer)
-    yield from _changed_parameters(model, contents)
+        yield from _check_optimizer_parameters(contents, optimizer)
+        yield from _check_moment_dtypes(contents, optimizer)
+    yield from _check_changed_parameters(model, contents)
 
 
-def _on_meta(facts: Facts) -> Iterator[Finding]:
+def _check_meta(facts: Facts) -> Iterator[Finding]:
     """A load that copies in place writes nothing to meta, and no load brings a buffer that no state dict has."""
     parameters = tuple(row.name for row in facts.parameters if row.state.device.type == "meta" and not row.tied_to)
     buffers = tuple(row.name for row in facts.buffers if row.state.device.type == "meta" and not row.tied_to)
     if parameters:
-        also = f", and {few(buffers, 'buffer')}" if buffers else ""
+        also = f", and {join_few(buffers, 'buffer')}" if buffers else ""
         yield Finding(
             kind="meta",
             severity="bad",
-            sentence=f"On the meta device, without values: {few(parameters)}{also}.",
+            sentence=f"On the meta device, without values: {join_few(parameters)}{also}.",
             names=parameters + buffers,
             entry="in-place-load-into-meta",
             remedy="model.to_empty(device=...), the CPU under CPUOffloadPolicy, then load the weights.",
@@ -57,28 +57,30 @@ def _on_meta(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="meta",
             severity="bad",
-            sentence=f"On the meta device, without values, unlike the parameters: {few(buffers, 'buffer')}.",
+            sentence=f"On the meta device, without values, unlike the parameters: {join_few(buffers, 'buffer')}.",
             names=buffers,
             entry="meta-buffers-stay-on-meta",
             remedy="compute them again on the device; a load brings no buffer that no state dict has.",
         )
 
 
-def _not_in_the_optimizer(contents: HeldModel, optimizer: torch.optim.Optimizer) -> Iterator[Finding]:
+def _check_optimizer_parameters(contents: ModelContents, optimizer: torch.optim.Optimizer) -> Iterator[Finding]:
     """Several optimizers may share a model's parameters, and one may hold masters that a framework copies back."""
     in_groups = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-    parameters = list(_trainable(contents))
+    parameters = list(_list_trainable(contents))
     known = {id(parameter) for _, parameter in parameters}
     trained = {name: id(parameter) in in_groups for name, parameter in parameters if parameter.requires_grad}
     unheld = tuple(name for name, is_held in trained.items() if not is_held)
     num_held = len(trained) - len(unheld)
     others = [parameter for key, parameter in in_groups.items() if key not in known]
-    holds_masters = bool(others) and min(map(_bits, others)) > max((_bits(p) for _, p in parameters), default=0)
+    holds_masters = bool(others) and min(map(_count_bits, others)) > max(
+        (_count_bits(p) for _, p in parameters), default=0
+    )
     if unheld and not num_held and not holds_masters:
         yield Finding(
             kind="optimizer-holds-none",
             severity="bad",
-            sentence=f"The optimizer holds none of the parameters that train, {few(unheld)}, so its steps change "
+            sentence=f"The optimizer holds none of the parameters that train, {join_few(unheld)}, so its steps change "
             "nothing: it was made before the parameters that the model has now.",
             names=unheld,
             entry="assign-leaves-the-optimizer-behind",
@@ -89,31 +91,31 @@ def _not_in_the_optimizer(contents: HeldModel, optimizer: torch.optim.Optimizer)
             kind="optimizer-holds-some",
             severity="hazard",
             sentence=f"The optimizer holds {num_held} of {len(trained)} parameters that train, and not "
-            f"{few(unheld)}: unless another optimizer does, nothing trains them.",
+            f"{join_few(unheld)}: unless another optimizer does, nothing trains them.",
             names=unheld,
             entry="assign-leaves-the-optimizer-behind",
             remedy="make the optimizer after the load, or load in place.",
         )
 
 
-def _rounded_moments(contents: HeldModel, optimizer: torch.optim.Optimizer) -> Iterator[Finding]:
-    rounded = list(_rounded(optimizer, {id(parameter): name for name, parameter in _trainable(contents)}))
+def _check_moment_dtypes(contents: ModelContents, optimizer: torch.optim.Optimizer) -> Iterator[Finding]:
+    rounded = list(_find_rounded(optimizer, {id(parameter): name for name, parameter in _list_trainable(contents)}))
     if rounded:
         names = tuple(dict.fromkeys(name for name, _ in rounded))
         entries = ", ".join(dict.fromkeys(entry for _, entry in rounded))
         yield Finding(
             kind="moments-rounded",
             severity="hazard",
-            sentence=f"Optimizer state ({entries}) in a dtype of fewer bits than its parameter's: {few(names)}; unless "
-            "the optimizer keeps it so, a load has rounded it.",
+            sentence=f"Optimizer state ({entries}) in a dtype of fewer bits than its parameter's: {join_few(names)}; "
+            "unless the optimizer keeps it so, a load has rounded it.",
             names=names,
             entry="moments-take-the-parameters-dtype",
             remedy="load the state while the parameters have their own dtype; load_optimizer_state() keeps it.",
         )
 
 
-def _changed_parameters(model: nn.Module, contents: HeldModel) -> Iterator[Finding]:
-    if untied := list(_untied(model, contents)):
+def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iterator[Finding]:
+    if untied := list(_find_untied(model, contents)):
         # transformers does not tie where a checkpoint has two tensors, whatever the configuration says.
         yield Finding(
             kind="untied",
@@ -124,32 +126,32 @@ def _changed_parameters(model: nn.Module, contents: HeldModel) -> Iterator[Findi
             entry="load-from-meta-unties",
             remedy="model.tie_weights() after the load, before the optimizer is made.",
         )
-    if replaced := _replaced(model, contents):
+    if replaced := _find_replaced(model, contents):
         yield Finding(
             kind="replaced",
             severity="bad",
             sentence="Assigned or swapped after the first forward, while FSDP2 continues to gather the former ones: "
-            f"{few(replaced)}; the next forward does not use what the module has now.",
+            f"{join_few(replaced)}; the next forward does not use what the module has now.",
             names=replaced,
             remedy="copy the values into the parameter that FSDP2 has, or tie and assign before fully_shard.",
         )
-    if recast := _names(contents, [parameter for unit in contents.fsdp2_units for parameter in unit.recast]):
+    if recast := _list_names(contents, [parameter for unit in contents.fsdp2_units for parameter in unit.recast]):
         yield Finding(
             kind="recast",
             severity="bad",
-            sentence=f"Cast after the first forward, while FSDP2 expects the former dtype: {few(recast)}; the "
+            sentence=f"Cast after the first forward, while FSDP2 expects the former dtype: {join_few(recast)}; the "
             "next forward or backward fails because of the dtype.",
             names=recast,
             remedy="cast back, and cast before the first forward or compute in another dtype by MixedPrecisionPolicy.",
         )
-    if second_memories := tuple(_second_memories(contents)):
+    if second_memories := tuple(_find_second_memories(contents)):
         # torch gathers ``FlatParameter.data`` in full precision, casts ``_local_shard`` under mixed precision, and
         # returns to ``_local_shard`` at each reshard.
         yield Finding(
             kind="second-memory",
             severity="hazard",
             sentence="With a local shard in other memory than the flat parameter, as model.cpu() and model.to(device), "
-            f"or lazy initialization under CPUOffload leave it: {few(second_memories, 'unit')}. A state dict "
+            f"or lazy initialization under CPUOffload leave it: {join_few(second_memories, 'unit')}. A state dict "
             "reads the flat parameter, a forward under mixed precision the local shard, and each forward ends with the "
             "local shard: what optimizer.step() writes to the flat parameter now is lost there.",
             names=second_memories,
@@ -159,23 +161,24 @@ def _changed_parameters(model: nn.Module, contents: HeldModel) -> Iterator[Findi
         yield Finding(
             kind="stray-piece",
             severity="bad",
-            sentence=f"Tied to a parameter of another FSDP1 unit before it was wrapped: {few(contents.stray_pieces)}; "
-            "that unit alone gathers it, and the module has this rank's piece of it.",
+            sentence="Tied to a parameter of another FSDP1 unit before it was wrapped: "
+            f"{join_few(contents.stray_pieces)}; that unit alone gathers it, and the module has this rank's piece of "
+            "it.",
             names=contents.stray_pieces,
             remedy="put the modules that share the parameter into one FSDP1 unit.",
         )
 
 
-def find_in_gradients(model: nn.Module, contents: HeldModel) -> Iterator[Finding]:
+def find_in_gradients(model: nn.Module, contents: ModelContents) -> Iterator[Finding]:
     """No attribute says whether the next backward is the last of an accumulation, for which these switches are wrong.
 
     A loss that is a sum over tokens has its gradients summed, and not averaged, on purpose.
     """
-    if mixed := tuple(_mixed(contents)):
+    if mixed := tuple(_find_mixed(contents)):
         yield Finding(
             kind="mixed-dtypes",
             severity="bad",
-            sentence=f"Of several dtypes and trained in one unit of FSDP2, which takes one: {few(mixed)}; "
+            sentence=f"Of several dtypes and trained in one unit of FSDP2, which takes one: {join_few(mixed)}; "
             "the first forward fails (FSDP expects uniform original parameter dtype).",
             names=mixed,
             entry="fsdp2-unit-of-several-dtypes",
@@ -197,7 +200,7 @@ def find_in_gradients(model: nn.Module, contents: HeldModel) -> Iterator[Finding
         yield Finding(
             kind="gradients-unsynchronized",
             severity="hazard",
-            sentence=f"With gradient synchronization off: {few(unsynchronized)}; the next backward leaves "
+            sentence=f"With gradient synchronization off: {join_few(unsynchronized)}; the next backward leaves "
             "their gradients on their rank, and an optimizer step after it does not train them, or trains each rank "
             "apart.",
             names=unsynchronized,
@@ -208,7 +211,7 @@ def find_in_gradients(model: nn.Module, contents: HeldModel) -> Iterator[Finding
         yield Finding(
             kind="gradients-unreplicated",
             severity="hazard",
-            sentence=f"With the all-reduce over the replicas off: {few(unreplicated)}; the next backward "
+            sentence=f"With the all-reduce over the replicas off: {join_few(unreplicated)}; the next backward "
             "reduces their gradients within a shard group alone.",
             names=unreplicated,
             remedy="set_requires_all_reduce(True) before the last backward of an accumulation.",
@@ -217,18 +220,18 @@ def find_in_gradients(model: nn.Module, contents: HeldModel) -> Iterator[Finding
         yield Finding(
             kind="backward-open-ended",
             severity="hazard",
-            sentence=f"With the next backward declared not to be the last: {few(open_ended)}; it does not "
+            sentence=f"With the next backward declared not to be the last: {join_few(open_ended)}; it does not "
             "wait for the reduced gradients, which an optimizer step after it would use.",
             names=open_ended,
             remedy="set_is_last_backward(True) before the last backward of an accumulation.",
         )
-    replaced = _replaced(model, contents)
-    if unmanaged := tuple(name for name in _unmanaged(model, contents) if name not in replaced):
+    replaced = _find_replaced(model, contents)
+    if unmanaged := tuple(name for name in _find_unmanaged(model, contents) if name not in replaced):
         yield Finding(
             kind="gradients-unmanaged",
             severity="hazard",
             sentence=f"Trained, and not sharded by FSDP, which reduces the gradients of sharded ones: "
-            f"{few(unmanaged)}; unless the job reduces these itself, each rank trains another copy.",
+            f"{join_few(unmanaged)}; unless the job reduces these itself, each rank trains another copy.",
             names=unmanaged,
             remedy="give the module that owns them to fully_shard, too, or all-reduce their gradients.",
         )
@@ -236,57 +239,57 @@ def find_in_gradients(model: nn.Module, contents: HeldModel) -> Iterator[Finding
         yield Finding(
             kind="gradients-divided",
             severity="note",
-            sentence=f"With gradients divided by {divisor}, and not by the number of ranks: {few(names)}; "
+            sentence=f"With gradients divided by {divisor}, and not by the number of ranks: {join_few(names)}; "
             "set_gradient_divide_factor was called, and it stays until it is called again.",
             names=tuple(names),
         )
 
 
-def find_in_memory(contents: HeldModel, facts: Facts) -> Iterator[Finding]:
-    gradients = list(_gradients_left(contents))
-    if nbytes := _device_bytes(gradient for _, gradient in gradients):
+def find_in_memory(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
+    gradients = list(_find_gradients_left(contents))
+    if nbytes := _count_device_bytes(gradient for _, gradient in gradients):
         names = tuple(name for name, _ in gradients)
         yield Finding(
             kind="gradients-kept",
             severity="hazard",
-            sentence=f"With gradients on the device ({bytes_text(nbytes)}) and shards that were offloaded by hand: "
-            f"{few(names)}.",
+            sentence=f"With gradients on the device ({format_bytes(nbytes)}) and shards that were offloaded by hand: "
+            f"{join_few(names)}.",
             names=names,
             remedy="optimizer.zero_grad() before the offload, or offload the gradients too.",
         )
-    views = [(name, view) for name, view in _views_of_former_memory(contents) if _device_bytes([view])]
+    views = [(name, view) for name, view in _find_views_of_former_memory(contents) if _count_device_bytes([view])]
     if views:
         names = tuple(dict.fromkeys(name for name, _ in views))
-        nbytes = _device_bytes(view for _, view in views)
+        nbytes = _count_device_bytes(view for _, view in views)
         yield Finding(
             kind="offload-frees-nothing",
             severity="hazard",
-            sentence=f"Moved, while their former memory ({bytes_text(nbytes)} of the device) stays until the next "
-            f"forward, because the modules' parameters are views of it: {few(names)}; they are not sharded, and have "
-            "the dtype of the computation.",
+            sentence=f"Moved, while their former memory ({format_bytes(nbytes)} of the device) stays until the next "
+            f"forward, because the modules' parameters are views of it: {join_few(names)}; they are not sharded, and "
+            "have the dtype of the computation.",
             names=names,
             entry="fsdp1-no-shard-offload-frees-nothing",
             remedy="use_orig_params=True, shards over at least two ranks, or float32 parameters with mixed precision.",
         )
-    unsharded = [(name, tensor) for name, tensor in _unsharded(contents) if _device_bytes([tensor])]
+    unsharded = [(name, tensor) for name, tensor in _find_unsharded(contents) if _count_device_bytes([tensor])]
     num_sharded = sum(p.unit is not None for p in contents.parameters) + len(contents.fsdp1_units)
     if num_sharded and len(unsharded) == num_sharded:
         names = tuple(name for name, _ in unsharded)
-        nbytes = _device_bytes(tensor for _, tensor in unsharded)
+        nbytes = _count_device_bytes(tensor for _, tensor in unsharded)
         yield Finding(
             kind="unsharded-copy",
             severity="note",
-            sentence=f"Unsharded on the device beside the shards, {bytes_text(nbytes)} in all: {few(names)}; a forward "
-            "without a backward leaves them, or reshard_after_forward=False.",
+            sentence=f"Unsharded on the device beside the shards, {format_bytes(nbytes)} in all: {join_few(names)}; "
+            "a forward without a backward leaves them, or reshard_after_forward=False.",
             names=names,
             remedy="module.reshard() of each FSDP module; it is undone in the next forward.",
         )
-    for number, nbytes in _copies(contents):
+    for number, nbytes in _find_copies(contents):
         yield Finding(
             kind="state-dict-held",
             severity="note",
-            sentence=f"In a dictionary with the model's names, beside the model: {counted(number, 'tensor')} with "
-            f"{bytes_text(nbytes)} of device memory; it lives as long as something refers to it.",
+            sentence=f"In a dictionary with the model's names, beside the model: {format_count(number, 'tensor')} with "
+            f"{format_bytes(nbytes)} of device memory; it lives as long as something refers to it.",
             remedy="del it when it has been read, or read full_tensors(), which holds one tensor at a time.",
         )
     # CUDA's allocator of pinned memory takes a power of two for each tensor.
@@ -296,29 +299,29 @@ def find_in_memory(contents: HeldModel, facts: Facts) -> Iterator[Finding]:
         for row in rows
         if state.pinned and not row.tied_to
     ]
-    pinned, taken = sum(sizes), sum(map(power_of_two, sizes))
+    pinned, taken = sum(sizes), sum(map(round_to_power_of_two, sizes))
     if taken - pinned >= max(_LEAST_BYTES, pinned // 2):
         yield Finding(
             kind="pinned-twice",
             severity="note",
-            sentence=f"Pinned on the host: {bytes_text(pinned)} of shards, for which the allocator of pinned memory "
-            f"takes {bytes_text(taken)}, the next power of two for each, and does not give it back.",
+            sentence=f"Pinned on the host: {format_bytes(pinned)} of shards, for which the allocator of pinned memory "
+            f"takes {format_bytes(taken)}, the next power of two for each, and does not give it back.",
             entry="pinned-host-memory-doubles",
             remedy="CPUOffloadPolicy(pin_memory=False), where host memory is short.",
         )
 
 
-def _replaced(model: nn.Module, contents: HeldModel) -> tuple[str, ...]:
+def _find_replaced(model: nn.Module, contents: ModelContents) -> tuple[str, ...]:
     """Names under which modules have other parameters, or other memory, than FSDP2 gathers."""
     names: list[str] = []
     if places := [place for unit in contents.fsdp2_units for place in unit.replaced]:
         prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
-        names += [unwrapped(prefixes[id(module)] + name) for module, name in places]
+        names += [unwrap_name(prefixes[id(module)] + name) for module, name in places]
     moved = [parameter for unit in contents.fsdp2_units for parameter, _ in unit.moved]
-    return (*names, *_names(contents, moved))
+    return (*names, *_list_names(contents, moved))
 
 
-def _second_memories(contents: HeldModel) -> Iterator[str]:
+def _find_second_memories(contents: ModelContents) -> Iterator[str]:
     """Units with two memories on one device; on two devices the unit is half-moved, which is another finding."""
     for unit in contents.fsdp1_units:
         memories = unit.memories
@@ -326,12 +329,12 @@ def _second_memories(contents: HeldModel) -> Iterator[str]:
             yield unit.flat_name
 
 
-def _names(contents: HeldModel, parameters: list[nn.Parameter]) -> tuple[str, ...]:
+def _list_names(contents: ModelContents, parameters: list[nn.Parameter]) -> tuple[str, ...]:
     wanted = set(map(id, parameters))
     return tuple(tensor.names[0] for tensor in contents.parameters if id(tensor.tensor) in wanted)
 
 
-def _trainable(contents: HeldModel) -> Iterator[tuple[str, torch.Tensor]]:
+def _list_trainable(contents: ModelContents) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, parameter) of all that an optimizer made now would have."""
     yield from ((tensor.names[0], tensor.tensor) for tensor in contents.parameters)
     for unit in contents.fsdp1_units:
@@ -341,32 +344,32 @@ def _trainable(contents: HeldModel) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{unit.prefix}flat_param", unit.flat_parameter
 
 
-def _rounded(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, str]]:
+def _find_rounded(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, str]]:
     for parameter, entries in optimizer.state.items():
         if id(parameter) not in names:
             continue
         for entry, value in entries.items():
             is_moment = isinstance(value, torch.Tensor) and value.ndim and value.is_floating_point()
-            if is_moment and _bits(value) < _bits(parameter):
+            if is_moment and _count_bits(value) < _count_bits(parameter):
                 yield names[id(parameter)], entry
 
 
-def _bits(tensor: torch.Tensor) -> int:
+def _count_bits(tensor: torch.Tensor) -> int:
     """The bits of a floating dtype; 0 for another."""
     return torch.finfo(tensor.dtype).bits if tensor.is_floating_point() else 0
 
 
-def _untied(model: nn.Module, contents: HeldModel) -> Iterator[tuple[str, str]]:
-    first_name = {name: names[0] for names in contents.all_names() for name in names}
+def _find_untied(model: nn.Module, contents: ModelContents) -> Iterator[tuple[str, str]]:
+    first_name = {name: names[0] for names in contents.list_all_names() for name in names}
     for prefix, module in model.named_modules():
-        root = unwrapped(f"{prefix}." if prefix else "")
-        for name, tied_to in _tied_by_configuration(module).items():
+        root = unwrap_name(f"{prefix}." if prefix else "")
+        for name, tied_to in _read_configured_ties(module).items():
             pair = root + name, root + tied_to
             if first_name.keys() >= set(pair) and first_name[pair[0]] != first_name[pair[1]]:
                 yield pair
 
 
-def _tied_by_configuration(module: nn.Module) -> Mapping[str, str]:
+def _read_configured_ties(module: nn.Module) -> Mapping[str, str]:
     """Maps the name of a weight to that of the one to which a model of transformers ties it.
 
     Before transformers 5 that is always the embedding's.
@@ -380,10 +383,10 @@ def _tied_by_configuration(module: nn.Module) -> Mapping[str, str]:
     get_embedding: Any = getattr(module, "get_input_embeddings", None)
     embedding = get_embedding() if get_embedding is not None else None
     names = [name for name, child in module.named_modules() if child is embedding]
-    return {name: f"{unwrapped(names[0])}.weight" for name in tied} if names else {}
+    return {name: f"{unwrap_name(names[0])}.weight" for name in tied} if names else {}
 
 
-def _unmanaged(model: nn.Module, contents: HeldModel) -> Iterator[str]:
+def _find_unmanaged(model: nn.Module, contents: ModelContents) -> Iterator[str]:
     is_over_several_ranks = any(unit.group.size() > 1 for unit in contents.fsdp1_units) or any(
         p.unit is not None and isinstance(p.tensor, DTensor) and p.tensor.device_mesh.size() > 1
         for p in contents.parameters
@@ -395,7 +398,7 @@ def _unmanaged(model: nn.Module, contents: HeldModel) -> Iterator[str]:
                 yield parameter.names[0]
 
 
-def _mixed(contents: HeldModel) -> Iterator[str]:
+def _find_mixed(contents: ModelContents) -> Iterator[str]:
     names = {id(parameter.tensor): parameter.names[0] for parameter in contents.parameters}
     for unit in contents.fsdp2_units:
         for parameters in [] if unit.is_initialized else unit.trained_together:
@@ -403,7 +406,7 @@ def _mixed(contents: HeldModel) -> Iterator[str]:
                 yield from (names[id(parameter)] for parameter in parameters if id(parameter) in names)
 
 
-def _unsharded(contents: HeldModel) -> Iterator[tuple[str, torch.Tensor]]:
+def _find_unsharded(contents: ModelContents) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((p.names[0], p.shown) for p in contents.parameters if p.shown is not p.tensor)
     for unit in contents.fsdp1_units:
         flat = unit.flat_parameter.detach()
@@ -411,49 +414,49 @@ def _unsharded(contents: HeldModel) -> Iterator[tuple[str, torch.Tensor]]:
             yield unit.flat_name, flat
 
 
-def _gradients_left(contents: HeldModel) -> Iterator[tuple[str, torch.Tensor]]:
+def _find_gradients_left(contents: ModelContents) -> Iterator[tuple[str, torch.Tensor]]:
     """Gradients of shards that were offloaded by hand."""
     for parameter in contents.parameters:
         by_hand = parameter.unit is not None and not parameter.unit.offloads
-        if by_hand and parameter.tensor.grad is not None and private.local_tensor(parameter.tensor).is_cpu:
+        if by_hand and parameter.tensor.grad is not None and private.read_local_tensor(parameter.tensor).is_cpu:
             yield parameter.names[0], parameter.tensor.grad
     for unit in contents.fsdp1_units:
         if not unit.offloads and unit.memories[0].is_cpu:
             yield from ((unit.flat_name, owner.grad) for owner in unit.optimized if owner.grad is not None)
 
 
-def _views_of_former_memory(contents: HeldModel) -> Iterator[tuple[str, torch.Tensor]]:
+def _find_views_of_former_memory(contents: ModelContents) -> Iterator[tuple[str, torch.Tensor]]:
     """In a unit that is not sharded the modules have views of the flat parameter, which do not move with it."""
     for unit in contents.fsdp1_units:
         if not unit.is_sharded and not unit.offloads:
-            present = {id(storage) for storage in storages(unit.flat_parameter.detach())}
+            present = {id(storage) for storage in list_storages(unit.flat_parameter.detach())}
             for view in unit.views:
-                if present.isdisjoint(map(id, storages(view))):
+                if present.isdisjoint(map(id, list_storages(view))):
                     yield unit.flat_name, view
 
 
-def _copies(contents: HeldModel) -> Iterator[tuple[int, int]]:
+def _find_copies(contents: ModelContents) -> Iterator[tuple[int, int]]:
     """Recognizes a state dict by its keys: they have dots, unlike those of the dictionaries of modules."""
-    names = [names[0] for names in contents.all_names() if "." in names[0]]
-    known = {id(storage) for tensor in _tensors_of(contents) for storage in storages(tensor)}
+    names = [names[0] for names in contents.list_all_names() if "." in names[0]]
+    known = {id(storage) for tensor in _list_tensors(contents) for storage in list_storages(tensor)}
     for dictionary in gc.get_objects():
         if type(dictionary) not in (dict, OrderedDict) or len(dictionary) <= 1:
             continue
         if names and names[0] in dictionary and 2 * sum(name in dictionary for name in names) > len(names):
             tensors = [value for value in dictionary.values() if isinstance(value, torch.Tensor)]
-            others = [tensor for tensor in tensors if known.isdisjoint(map(id, storages(tensor)))]
-            if nbytes := _device_bytes(others):
+            others = [tensor for tensor in tensors if known.isdisjoint(map(id, list_storages(tensor)))]
+            if nbytes := _count_device_bytes(others):
                 yield len(others), nbytes
 
 
-def _tensors_of(contents: HeldModel) -> Iterator[torch.Tensor]:
+def _list_tensors(contents: ModelContents) -> Iterator[torch.Tensor]:
     for tensor in (*contents.parameters, *contents.buffers, *contents.transient_buffers):
         yield from (tensor.tensor, tensor.shown)
     for unit in contents.fsdp1_units:
         yield from (*unit.memories, unit.flat_parameter.detach(), *unit.shown.values())
 
 
-def _device_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def _count_device_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Device memory of the tensors, each storage once."""
-    unique = {id(storage): storage for tensor in tensors for storage in storages(tensor)}
-    return sum(device_bytes(storage) for storage in unique.values() if storage.device.type != "cpu")
+    unique = {id(storage): storage for tensor in tensors for storage in list_storages(tensor)}
+    return sum(count_device_bytes(storage) for storage in unique.values() if storage.device.type != "cpu")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from fsdp_doctor.explain.exceptions import ExceptionReader, Raised
-from fsdp_doctor.explain.flight_recorder import Dump, ranks_where_dumps_differ, read_dump
+from fsdp_doctor.explain.flight_recorder import Dump, find_waiting_ranks, read_dump
 from fsdp_doctor.explain.hangs import Hang, WatchdogReader, make_hang
 from fsdp_doctor.explain.log_input import LogInput, LogPiece, parse_line
 from fsdp_doctor.known import catalogue, signatures
@@ -211,9 +211,9 @@ def explain(files: Sequence[pathlib.Path | None]) -> Explanation:
     have them, decide what came first.
     """
     logs = _Logs()
-    for path in files:
-        logs.read(path)
-    return logs.explanation()
+    for method in files:
+        logs.read(method)
+    return logs.explain()
 
 
 class _Logs:
@@ -229,11 +229,11 @@ class _Logs:
         self._truncated: list[str] = []
         self._killed_for_memory = ""
 
-    def read(self, path: pathlib.Path | None) -> None:
-        if path is not None and (dump := read_dump(path, len(self._dumps))) is not None:
+    def read(self, method: pathlib.Path | None) -> None:
+        if method is not None and (dump := read_dump(method, len(self._dumps))) is not None:
             self._dumps.append(dump)
             return
-        log = LogInput(path)
+        log = LogInput(method)
         reader, summaries = ExceptionReader(log.name), SummaryReader()
         for piece in log.pieces():
             if not self._killed_for_memory and any(hint in piece.text for hint in _HINTS_OF_KILLERS):
@@ -251,22 +251,22 @@ class _Logs:
 
     def _add(self, exceptions: Iterable[Raised]) -> None:
         for raised in exceptions:
-            key = _group_key(raised.text)
+            key = _make_group_key(raised.text)
             if key not in self._groups:
                 signed = has_signature(raised.text)
                 limit = _MAX_GROUPS * (2 if signed or raised.frames else 1)
                 if len(self._groups) >= limit:
                     self._dropped += 1
                     continue
-                self._groups[key] = Group(raised, signed, _first_kind(_CONSEQUENCES, raised.text))
+                self._groups[key] = Group(raised, signed, _find_first_kind(_CONSEQUENCES, raised.text))
             self._groups[key].add(raised)
 
-    def explanation(self) -> Explanation:
-        groups = _ordered(list(self._groups.values()))
-        hang = self._hang()
+    def explain(self) -> Explanation:
+        groups = _sort_groups(list(self._groups.values()))
+        hang = self._find_hang()
         causes = [group for group in groups if not group.consequence]
         for group in causes:
-            group.matches = tuple(match_evidence(self._evidence(group))) if group.signed else ()
+            group.matches = tuple(match_evidence(self._collect_evidence(group))) if group.signed else ()
         first_failed = [group for group in causes if self._summary and self._summary.is_one_of(group.sources)]
         # sorted() keeps the order of groups that are equally likely.
         likeliest = sorted(first_failed or causes, key=lambda group: group.doubt)
@@ -285,9 +285,9 @@ class _Logs:
             cause=cause,
             matches=matches,
             about_fsdp=about_fsdp,
-            under_fsdp=cause is not None and self._evidence(cause).shows("fsdp"),
-            foreign=_first_kind(_FOREIGN, text) if is_failure and not about_fsdp else "",
-            near=tuple(catalogue.nearest(text)) if is_failure and about_fsdp and not matches else (),
+            under_fsdp=cause is not None and self._collect_evidence(cause).shows("fsdp"),
+            foreign=_find_first_kind(_FOREIGN, text) if is_failure and not about_fsdp else "",
+            near=tuple(catalogue.find_nearest(text)) if is_failure and about_fsdp and not matches else (),
             hang=hang,
             consequences=_count_consequences(groups, cause),
             others=tuple(group.first for group in causes if group is not cause and not (whole and group.first.cut)),
@@ -298,7 +298,7 @@ class _Logs:
             killed_for_memory=self._killed_for_memory,
         )
 
-    def _evidence(self, group: Group) -> Evidence:
+    def _collect_evidence(self, group: Group) -> Evidence:
         first = group.first
         return Evidence(
             message=first.text,
@@ -309,13 +309,13 @@ class _Logs:
             torch=self._clues.torch,
         )
 
-    def _hang(self) -> Hang | None:
+    def _find_hang(self) -> Hang | None:
         """The hang that the dumps show, which say more than the watchdog, or else the watchdog's."""
-        from_dumps = make_hang(ranks_where_dumps_differ(self._dumps)) if self._dumps else None
-        return from_dumps or self._watchdog.hang()
+        from_dumps = make_hang(find_waiting_ranks(self._dumps)) if self._dumps else None
+        return from_dumps or self._watchdog.find_hang()
 
     def _is_about_fsdp(self, cause: Group) -> bool:
-        under_fsdp = self._evidence(cause).shows("fsdp")
+        under_fsdp = self._collect_evidence(cause).shows("fsdp")
         if any(match.grade != "possible" or under_fsdp for match in cause.matches):
             return True
         return _names_fsdp(cause.first.text, cause.first.frames, under_fsdp=under_fsdp)
@@ -360,7 +360,7 @@ def _gathers(frames: str) -> bool:
     return _GATHERING.search(frames) is not None
 
 
-def _first_kind(kinds: Mapping[str, Sequence[re.Pattern[str]]], message: str) -> str:
+def _find_first_kind(kinds: Mapping[str, Sequence[re.Pattern[str]]], message: str) -> str:
     return next((name for name, patterns in kinds.items() if any(p.search(message) for p in patterns)), "")
 
 
@@ -383,9 +383,9 @@ def _count_consequences(groups: list[Group], cause: Group | None) -> dict[str, i
 
 
 @functools.lru_cache(maxsize=4096)
-def _group_key(text: str) -> str:
+def _make_group_key(text: str) -> str:
     """The first line, without what differs between ranks and attempts."""
-    return _DIGITS.sub("#", fold(signatures.one_line(text.split("\n", 1)[0])))
+    return _DIGITS.sub("#", fold(signatures.join_lines(text.split("\n", 1)[0])))
 
 
 def _is_earlier(raised: Raised, other: Raised) -> bool:
@@ -395,13 +395,13 @@ def _is_earlier(raised: Raised, other: Raised) -> bool:
     return raised.time is not None and other.time is not None and raised.time < other.time
 
 
-def _ordered(groups: list[Group]) -> list[Group]:
+def _sort_groups(groups: list[Group]) -> list[Group]:
     """By time where all have one; else in the order of the files and of their lines."""
     files = {name: index for index, name in enumerate(dict.fromkeys(group.first.file for group in groups))}
     all_timed = all(group.first.time is not None for group in groups)
 
-    def key(group: Group) -> tuple[float, int, int]:
+    def make_key(group: Group) -> tuple[float, int, int]:
         first = group.first
         return (first.time or 0.0) if all_timed else 0.0, files[first.file], first.line
 
-    return sorted(groups, key=key)
+    return sorted(groups, key=make_key)

@@ -9,8 +9,8 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from fsdp_doctor.explain.log_input import Line, LogPiece, has_clock, lines_in, parse_line, parse_time
-from fsdp_doctor.known.catalogue import anchors, has_signature
+from fsdp_doctor.explain.log_input import Line, LogPiece, has_clock, parse_line, parse_time, split_lines
+from fsdp_doctor.known.catalogue import has_signature, list_anchors
 
 _BEGIN = "Traceback (most recent call last)"
 # Ray says so before it repeats the traceback of a remote task.
@@ -138,7 +138,7 @@ class _Open:
     fatal: bool = False
 
     def end_box(self) -> None:
-        self.frames.extend(_frames_in_box(self.box))
+        self.frames.extend(_list_frames_in_box(self.box))
         self.box.clear()
 
 
@@ -159,7 +159,7 @@ class ExceptionReader:
         # Of each source the last time; and the lines with a time that were not looked at so far.
         self._times: OrderedDict[str, float] = OrderedDict()
         self._recent: deque[str] = deque(maxlen=_REMEMBERED)
-        self._anchors = anchors()
+        self._anchors = list_anchors()
 
     def read(self, piece: LogPiece) -> Iterator[Raised]:
         present = [anchor for anchor in self._anchors if anchor in piece.text]
@@ -181,8 +181,8 @@ class ExceptionReader:
                 if number >= self._next_sweep:
                     self._next_sweep = number + _SWEEP_EVERY
                     yield from self._close_old(number)
-                for line in lines_in(number, raw):
-                    yield from self._read_line(self._without_label(line), present)
+                for line in split_lines(number, raw):
+                    yield from self._read_line(self._strip_label(line), present)
             if has_clock(raw):
                 self._recent.append(raw)
 
@@ -190,7 +190,7 @@ class ExceptionReader:
         for source in list(self._open):
             yield from self._close(source)
 
-    def _without_label(self, line: Line) -> Line:
+    def _strip_label(self, line: Line) -> Line:
         """The line without the label of a container that was before a traceback; the label becomes its source."""
         if self._labels and line.text.startswith(self._labels):
             label = next(label for label in self._labels if line.text.startswith(label))
@@ -212,7 +212,7 @@ class ExceptionReader:
             if opened is not None and opened.raised is None:
                 del self._open[line.source]
             yield from self._close(line.source)
-            self._open[line.source] = _Open(line, self._time(line))
+            self._open[line.source] = _Open(line, self._find_time(line))
         elif line.text.lstrip().startswith(_CHAINED):
             yield from self._close(line.source)
             if _HANDLING in line.text and line.source in self._last:
@@ -229,9 +229,9 @@ class ExceptionReader:
         before, _, after = line.text.partition(_BEGIN)
         if _LABEL.match(before) and "Exception Group" not in before and len(self._labels) < _MAX_LABELS:
             self._labels = tuple(dict.fromkeys((*self._labels, before)))
-            line = self._without_label(line)
+            line = self._strip_label(line)
         yield from self._close(line.source)
-        opened = self._open[line.source] = _Open(line, self._time(line), indent=_indent_of(line.text))
+        opened = self._open[line.source] = _Open(line, self._find_time(line), indent=_indent_of(line.text))
         after = after.lstrip(": ")
         if matches := list(_INSIDE.finditer(after)):
             # A whole traceback that lost its line breaks.
@@ -244,18 +244,18 @@ class ExceptionReader:
         lid = line.text.lstrip().startswith("╭")
         if (lid and _BEGIN in line.text) or ((opened is None or opened.raised is not None) and _begins_box(line.text)):
             yield from self._close(line.source)
-            opened = self._open[line.source] = _Open(line, self._time(line), indent=_indent_of(line.text))
+            opened = self._open[line.source] = _Open(line, self._find_time(line), indent=_indent_of(line.text))
         if opened is None or lid:
             return
         if line.text.lstrip().startswith("╰"):
             opened.end_box()
         elif len(opened.box) < _MAX_BOX_LINES:
-            opened.box.append(_box_content(line.text))
+            opened.box.append(_read_box_content(line.text))
 
     def _continue(self, opened: _Open, line: Line, present: list[str]) -> Iterator[Raised]:
         opened.lines += 1
         if opened.raised is None:
-            self._frame_or_end(opened, line)
+            self._read_frame_or_end(opened, line)
             if opened.raised is None and opened.lines > _MAX_OWN_LINES:
                 yield from self._close(line.source)
             return
@@ -274,7 +274,7 @@ class ExceptionReader:
         message = f"{opened.raised.message}\n{line.text[:_MAX_OF_A_LINE]}"
         opened.raised.message = _once(message)[:_MAX_MESSAGE_CHARACTERS]
 
-    def _frame_or_end(self, opened: _Open, line: Line) -> None:
+    def _read_frame_or_end(self, opened: _Open, line: Line) -> None:
         if opened.box:
             opened.end_box()
         if (frame := _parse_frame(line.text)) is not None:
@@ -288,7 +288,7 @@ class ExceptionReader:
         if match is not None:
             opened.raised = self._parse_raised(line, match, list(opened.frames), opened.time)
             if opened.frames and opened.source is not None:
-                opened.raised.script = _raising_file(opened.frames[-1], opened.source, opened.raised.message)
+                opened.raised.script = _find_raising_file(opened.frames[-1], opened.source, opened.raised.message)
         elif not text[:1].isspace() and not _SOURCE.match(text) and has_signature(text):
             opened.raised = self._make_raised(line, list(opened.frames))
         elif opened.source is None and opened.frames:
@@ -299,7 +299,7 @@ class ExceptionReader:
         if (frame := _parse_frame(line.text)) is not None:
             # A frame is two columns within its traceback.
             indent = _indent_of(line.text)
-            self._open[line.source] = opened = _Open(line, self._time(line), indent=indent - 2 * (indent > 1))
+            self._open[line.source] = opened = _Open(line, self._find_time(line), indent=indent - 2 * (indent > 1))
             opened.frames.append(_once(frame))
         elif (match := _INSIDE.search(line.text)) and not _SOURCE.match(line.text):
             raised = self._parse_raised(line, match, [])
@@ -332,7 +332,7 @@ class ExceptionReader:
             file=self._file,
             line=line.number,
             source=line.source,
-            time=self._time(line),
+            time=self._find_time(line),
             type="",
             message=_once(line.text.strip())[:_MAX_MESSAGE_CHARACTERS],
             frames=frames,
@@ -366,7 +366,7 @@ class ExceptionReader:
             while len(by_source) > _MAX_SOURCES:
                 by_source.popitem(last=False)
 
-    def _time(self, line: Line) -> float | None:
+    def _find_time(self, line: Line) -> float | None:
         """The time of the line, or of the last line before it by the same source that has one."""
         while self._recent:
             raw = self._recent.popleft()
@@ -399,11 +399,11 @@ def _parse_frame(text: str) -> str | None:
     if _PYTHON.match(text):
         return text.strip()[:_MAX_FRAME]
     if match := _IPYTHON.match(text):
-        return _as_python(match)
+        return _write_as_python(match)
     return None
 
 
-def _raising_file(innermost: str, source: str, message: str) -> str:
+def _find_raising_file(innermost: str, source: str, message: str) -> str:
     """The file of a traceback's innermost frame, if its line raised the message and it is not torch's; else empty.
 
     A line that raises nothing itself may call C++, which raises without a frame. A package passes on what torch raised,
@@ -428,17 +428,17 @@ def _is_boxed(text: str) -> bool:
 
 def _begins_box(text: str) -> bool:
     """Whether a line in a box belongs to a traceback: it has the marker, or a frame."""
-    content = _box_content(text)
+    content = _read_box_content(text)
     return "❱" in content or _RICH_BEGIN.match(content) is not None
 
 
-def _box_content(text: str) -> str:
+def _read_box_content(text: str) -> str:
     """The text between the sides of the box, with its indentation."""
     text = text.strip().removeprefix("│").removeprefix("┃").removeprefix(" ")
     return text.removesuffix("│").removesuffix("┃").rstrip()
 
 
-def _frames_in_box(lines: Iterable[str]) -> Iterator[str]:
+def _list_frames_in_box(lines: Iterable[str]) -> Iterator[str]:
     """The frames in the content of one box."""
     joined = ""
     for line in (*lines, ""):
@@ -447,9 +447,9 @@ def _frames_in_box(lines: Iterable[str]) -> Iterator[str]:
             joined += f" {line}" if line.startswith("in ") or joined.endswith(" in") else line
             continue
         if match := _RICH.match(joined):
-            yield _as_python(match)
+            yield _write_as_python(match)
         joined = ""
 
 
-def _as_python(match: re.Match[str]) -> str:
+def _write_as_python(match: re.Match[str]) -> str:
     return f'File "{match["file"]}", line {match["line"]}, in {match["function"]}'[:_MAX_FRAME]

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_doctor.errors import UsageError, first_line
+from fsdp_doctor.errors import UsageError, read_first_line
 from fsdp_doctor.explain.hangs import Waiting
 
 _MAX_PICKLE = 32 << 20
@@ -53,41 +53,41 @@ class Dump:
     groups: Mapping[str, Mapping[int, _Call]]
 
 
-def read_dump(path: pathlib.Path, index: int) -> Dump | None:
+def read_dump(method: pathlib.Path, index: int) -> Dump | None:
     """The dump in a file; None where it is something else. index: the rank where the file's name has none.
 
     Raises UsageError for a dump that cannot be read.
     """
     try:
-        if not path.is_file():
+        if not method.is_file():
             return None
-        with open(path, "rb") as file:
+        with open(method, "rb") as file:
             begin = file.read(8192)
             is_pickle, is_json = _PICKLE.match(begin) is not None, _JSON.match(begin) is not None
             if not (is_pickle or is_json):
                 return None
             data = begin + file.read(_MAX_PICKLE if is_pickle else _MAX_JSON)
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+        raise UsageError(f"cannot read {method}: {error.strerror or error}") from None
     if len(data) > (_MAX_PICKLE if is_pickle else _MAX_JSON):
-        raise UsageError(f"{path} is larger than a flight recorder's dump that can be read")
-    content = _unpickle(path, data) if is_pickle else _parse_json(path, data)
+        raise UsageError(f"{method} is larger than a flight recorder's dump that can be read")
+    content = _unpickle(method, data) if is_pickle else _parse_json(method, data)
     entries = content.get("entries") if isinstance(content, dict) else None
     if not isinstance(entries, list):
-        raise UsageError(f"{path} is no dump of torch's flight recorder: it has no list of entries")
-    rank = _RANK.search(path.name)
-    return Dump(int(rank[1]) if rank else index, _by_group(entries))
+        raise UsageError(f"{method} is no dump of torch's flight recorder: it has no list of entries")
+    rank = _RANK.search(method.name)
+    return Dump(int(rank[1]) if rank else index, _group_calls(entries))
 
 
-def ranks_where_dumps_differ(dumps: Sequence[Dump]) -> list[Waiting]:
+def find_waiting_ranks(dumps: Sequence[Dump]) -> list[Waiting]:
     """Each rank at the first collective that differs, in the first group that has one; else in what did not end."""
     groups = list(dict.fromkeys(name for dump in dumps for name in dump.groups))
     for name in groups:
         members = [dump for dump in dumps if name in dump.groups]
-        if (number := _first_difference([dump.groups[name] for dump in members])) is not None:
-            return [_waiting_at(dump, name, number) for dump in members]
+        if (number := _find_first_difference([dump.groups[name] for dump in members])) is not None:
+            return [_find_waiting(dump, name, number) for dump in members]
     return [
-        _waiting(dump, name, call)
+        _make_waiting(dump, name, call)
         for name in groups
         for dump in dumps
         if (call := next((call for call in dump.groups.get(name, {}).values() if not call.ended), None))
@@ -101,34 +101,36 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
-def _unpickle(path: pathlib.Path, data: bytes) -> Any:
+def _unpickle(method: pathlib.Path, data: bytes) -> Any:
     try:
         return _PlainUnpickler(io.BytesIO(data)).load()
     # A damaged pickle makes the unpickler raise nearly anything, MemoryError for a size that it only announces.
     except Exception as error:
-        raise UsageError(f"{path} is a pickle, but no dump of torch's flight recorder: {first_line(error)}") from None
+        raise UsageError(
+            f"{method} is a pickle, but no dump of torch's flight recorder: {read_first_line(error)}"
+        ) from None
 
 
-def _parse_json(path: pathlib.Path, data: bytes) -> Any:
+def _parse_json(method: pathlib.Path, data: bytes) -> Any:
     try:
         return json.loads(data.decode("utf-8", errors="replace"))
     except (ValueError, RecursionError):
-        raise UsageError(f"{path} begins like a flight recorder's dump and is no whole JSON document") from None
+        raise UsageError(f"{method} begins like a flight recorder's dump and is no whole JSON document") from None
 
 
-def _by_group(entries: list[Any]) -> dict[str, dict[int, _Call]]:
+def _group_calls(entries: list[Any]) -> dict[str, dict[int, _Call]]:
     groups: dict[str, dict[int, _Call]] = {}
     for entry in entries[-_MAX_ENTRIES:]:
         if not isinstance(entry, dict) or entry.get("is_p2p"):
             continue
-        number = _number(entry.get("collective_seq_id"))
+        number = _read_number(entry.get("collective_seq_id"))
         if number is not None:
             groups.setdefault(_parse_group(entry), {})[number] = _parse_call(entry, number)
     return groups
 
 
 def _parse_call(entry: Mapping[str, Any], number: int) -> _Call:
-    name = str(_text(entry.get("profiling_name"))).rpartition(":")[2]
+    name = str(_show(entry.get("profiling_name"))).rpartition(":")[2]
     ended = entry.get("state") == "completed" or entry.get("retired") is True
     return _Call(
         number,
@@ -142,14 +144,16 @@ def _parse_call(entry: Mapping[str, Any], number: int) -> _Call:
 
 def _parse_group(entry: Mapping[str, Any]) -> str:
     names = entry.get("process_group")
-    texts = [_text(name) for name in names[:2]] if isinstance(names, list | tuple) else []
-    return next(filter(None, reversed(texts)), None) or f"group {_number(entry.get('pg_id')) or 0}"
+    texts = [_show(name) for name in names[:2]] if isinstance(names, list | tuple) else []
+    return next(filter(None, reversed(texts)), None) or f"group {_read_number(entry.get('pg_id')) or 0}"
 
 
 def _parse_sizes(value: Any) -> str:
     """``[[4, 8]]`` as ``4x8``, several with a comma."""
     shapes = value[:4] if isinstance(value, list | tuple) else []
-    texts = ["x".join(str(_number(size)) for size in shape[:8]) for shape in shapes if isinstance(shape, list | tuple)]
+    texts = [
+        "x".join(str(_read_number(size)) for size in shape[:8]) for shape in shapes if isinstance(shape, list | tuple)
+    ]
     more = f", {len(value) - 4} more" if isinstance(value, list | tuple) and len(value) > 4 else ""
     return ", ".join(text or "scalar" for text in texts) + more
 
@@ -157,21 +161,21 @@ def _parse_sizes(value: Any) -> str:
 def _parse_frames(value: Any) -> tuple[str, ...]:
     frames = value[:_MAX_FRAMES] if isinstance(value, list | tuple) else []
     return tuple(
-        f'File "{_text(frame.get("filename"))}", line {_number(frame.get("line"))}, in {_text(frame.get("name"))}'
+        f'File "{_show(frame.get("filename"))}", line {_read_number(frame.get("line"))}, in {_show(frame.get("name"))}'
         for frame in frames
         if isinstance(frame, dict)
     )
 
 
-def _text(value: Any) -> str:
+def _show(value: Any) -> str:
     return value[:200] if isinstance(value, str) else ""
 
 
-def _number(value: Any) -> int | None:
+def _read_number(value: Any) -> int | None:
     return value if isinstance(value, int) and -_LARGEST < value < _LARGEST else None
 
 
-def _first_difference(calls: Sequence[Mapping[int, _Call]]) -> int | None:
+def _find_first_difference(calls: Sequence[Mapping[int, _Call]]) -> int | None:
     """The first number at which one rank calls something else than another, or nothing while another goes on."""
     begin = max(min(of_rank) for of_rank in calls)
     end = max(max(of_rank) for of_rank in calls)
@@ -183,16 +187,16 @@ def _first_difference(calls: Sequence[Mapping[int, _Call]]) -> int | None:
     return None
 
 
-def _waiting_at(dump: Dump, group: str, number: int) -> Waiting:
+def _find_waiting(dump: Dump, group: str, number: int) -> Waiting:
     calls = dump.groups[group]
     if number in calls:
-        return _waiting(dump, group, calls[number])
-    last = _waiting(dump, group, calls[max(calls)])
+        return _make_waiting(dump, group, calls[number])
+    last = _make_waiting(dump, group, calls[max(calls)])
     last.entered = False
     return last
 
 
-def _waiting(dump: Dump, group: str, call: _Call) -> Waiting:
+def _make_waiting(dump: Dump, group: str, call: _Call) -> Waiting:
     calls = dump.groups[group]
     return Waiting(
         rank=dump.rank,

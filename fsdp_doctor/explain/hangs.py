@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fsdp_doctor.explain.log_input import Line, LogPiece, lines_in
+from fsdp_doctor.explain.log_input import Line, LogPiece, split_lines
 
 _MAX_PLACES = 4
 _HINTS = ("WorkNCCL(", "NCCL work:", "last enqueued work:", "failed collective", "Culprit rank", " from ", "PG ID")
@@ -71,7 +71,7 @@ class Hang:
     """waiting: by rank. parting: sentences on where the ranks differ. differs: whether they are in different places."""
 
     waiting: tuple[Waiting, ...]
-    parting: tuple[str, ...]
+    sentences: tuple[str, ...]
     differs: bool
 
 
@@ -81,8 +81,8 @@ def make_hang(waiting: Iterable[Waiting], sentences: Sequence[str] = ()) -> Hang
     if not ranks and not sentences:
         return None
     sentence, differs = _compare(ranks) if ranks else ("", True)
-    parting = (*sentences, sentence) if sentence else tuple(sentences)
-    return Hang(waiting=tuple(ranks), parting=parting, differs=differs or bool(sentences))
+    all_sentences = (*sentences, sentence) if sentence else tuple(sentences)
+    return Hang(waiting=tuple(ranks), sentences=all_sentences, differs=differs or bool(sentences))
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -107,7 +107,7 @@ def _compare(waiting: list[Waiting]) -> tuple[str, bool]:
     inside = [rank for rank in waiting if rank.entered]
     if late and inside:
         whose = "its" if len(late) == 1 else "their"
-        last = f"{_names(late)} never came there, the last of {whose} calls being {late[0].call}"
+        last = f"{_name_waiting_ranks(late)} never came there, the last of {whose} calls being {late[0].call}"
         return f"{_describe_places(inside)}; {last}.", True
     if len({rank.call for rank in inside}) > 1:
         return f"{_describe_places(inside)}{_describe_delay(inside)}.", True
@@ -117,7 +117,7 @@ def _compare(waiting: list[Waiting]) -> tuple[str, bool]:
     call = waiting[0].call
     if len(sizes) > 1:
         shares = [
-            f"{_names(ranks)} with {sent or '?'} in and {received or '?'} out"
+            f"{_name_waiting_ranks(ranks)} with {sent or '?'} in and {received or '?'} out"
             for (sent, received), ranks in list(sizes.items())[:_MAX_PLACES]
         ]
         return f"The ranks are in the same collective, {call}, with different sizes: {', '.join(shares)}.", True
@@ -128,7 +128,10 @@ def _describe_places(waiting: list[Waiting]) -> str:
     places: dict[str, list[Waiting]] = {}
     for rank in waiting:
         places.setdefault(rank.call, []).append(rank)
-    shown = [f"{_names(ranks)} {_verb(ranks)} in {call}" for call, ranks in list(places.items())[:_MAX_PLACES]]
+    shown = [
+        f"{_name_waiting_ranks(ranks)} {_choose_verb(ranks)} in {call}"
+        for call, ranks in list(places.items())[:_MAX_PLACES]
+    ]
     more = f", the others in {len(places) - _MAX_PLACES} more places" if len(places) > _MAX_PLACES else ""
     return _capitalize(", ".join(shown) + more)
 
@@ -139,7 +142,7 @@ def _describe_delay(waiting: list[Waiting]) -> str:
     if len(numbers) < len(waiting) or len({rank.group for rank in waiting}) > 1 or min(numbers) == max(numbers):
         return ""
     behind = [rank for rank in waiting if rank.number == min(numbers)]
-    return f": {_names(behind)} {_verb(behind)} {max(numbers) - min(numbers)} behind"
+    return f": {_name_waiting_ranks(behind)} {_choose_verb(behind)} {max(numbers) - min(numbers)} behind"
 
 
 def _describe_same_place(waiting: list[Waiting], call: str) -> str:
@@ -156,11 +159,11 @@ def _describe_same_place(waiting: list[Waiting], call: str) -> str:
     return f"{start} with the same sizes: they do not part there, so look at the network and the devices."
 
 
-def _names(waiting: Iterable[Waiting]) -> str:
+def _name_waiting_ranks(waiting: Iterable[Waiting]) -> str:
     return name_ranks(rank.rank for rank in waiting)
 
 
-def _verb(waiting: Iterable[Waiting]) -> str:
+def _choose_verb(waiting: Iterable[Waiting]) -> str:
     return "is" if len({rank.rank for rank in waiting}) == 1 else "are"
 
 
@@ -186,10 +189,10 @@ class WatchdogReader:
         hints = [hint for hint in _HINTS if hint in text and (hint != " from " or self._stacks or _STACK in text)]
         for raw in piece.lines if hints else ():
             if any(hint in raw for hint in hints):
-                for line in lines_in(0, raw):
+                for line in split_lines(0, raw):
                     self._read_line(line)
 
-    def hang(self) -> Hang | None:
+    def find_hang(self) -> Hang | None:
         more = self._culprits - len(self._sentences)
         sentences = [*self._sentences, f"And {more} more ranks."] if more > 0 else self._sentences
         return make_hang(self._waiting.values(), sentences)
@@ -206,7 +209,7 @@ class WatchdogReader:
                 waiting.frames += (f'File "{call["file"]}", line {call["line"]}, in {call["function"]}',)
             return
         work, status = _WORK.search(line.text), _STATUS.search(line.text)
-        rank = self._rank_of(line)
+        rank = self._find_rank(line)
         if rank is None and status:
             # A line that a terminal has broken goes on without its beginning.
             rank = self._last_rank
@@ -224,7 +227,7 @@ class WatchdogReader:
             if _STACK in line.text and not waiting.frames:
                 self._stacks[line.source] = rank
 
-    def _rank_of(self, line: Line) -> int | None:
+    def _find_rank(self, line: Line) -> int | None:
         """The rank in the job, which stands before the line; the watchdog's own may be that in a group."""
         if line.source.startswith("rank "):
             rank = int(line.source.removeprefix("rank "))

@@ -107,9 +107,9 @@ class LogPiece:
 class LogInput:
     """One log; ``None`` is standard input. truncated: whether only its first MAX_STREAM bytes were read."""
 
-    def __init__(self, path: pathlib.Path | None) -> None:
-        self.path = path
-        self.name = str(path) if path is not None else "standard input"
+    def __init__(self, method: pathlib.Path | None) -> None:
+        self.path = method
+        self.name = str(method) if method is not None else "standard input"
         self.truncated = False
 
     def pieces(self) -> Iterator[LogPiece]:
@@ -280,7 +280,7 @@ def _join_wrapped(lines: Sequence[str], width: int) -> tuple[list[str], list[int
     return joined, begins
 
 
-def lines_in(number: int, raw: str) -> Iterator[Line]:
+def split_lines(number: int, raw: str) -> Iterator[Line]:
     """The lines that were joined in one; mostly there is only one."""
     raw = raw[:_MAX_LINE]
     if raw.find("[rank", 1) > 0 or "   20" in raw:
@@ -298,14 +298,14 @@ def parse_line(number: int, raw: str) -> Line:
     while match := _PREFIX.match(raw, position):
         position = match.end()
         stamped = stamped or match["stamp"] is not None
-        if source := _source_of(match):
+        if source := _name_source(match):
             sources.append(source)
     # torchrun's rank is more precise than the processes around it.
     rank = next((source for source in reversed(sources) if source.startswith("rank")), "")
     return Line(number, rank or " ".join(dict.fromkeys(sources)), raw[position:], raw, stamped)
 
 
-def _source_of(match: re.Match[str]) -> str:
+def _name_source(match: re.Match[str]) -> str:
     if match["rank"] is not None:
         return f"rank {int(match['rank'])}"
     if match["task"] is not None:
@@ -327,13 +327,13 @@ def parse_time(raw: str) -> float | None:
     if not has_clock(raw):
         return None
     if match := _STAMP.search(raw):
-        return _seconds(*match.groups())
+        return _convert_to_seconds(*match.groups())
     if match := _GLOG.search(raw):
-        return _seconds(str(datetime.now().year), *match.groups())
+        return _convert_to_seconds(str(datetime.now().year), *match.groups())
     return None
 
 
-def _seconds(year: str, month: str, day: str, *clock: str | None) -> float | None:
+def _convert_to_seconds(year: str, month: str, day: str, *clock: str | None) -> float | None:
     hour, minute, second, fraction = clock
     try:
         whole = datetime(int(year), int(month), int(day), int(hour or 0), int(minute or 0), int(second or 0))

@@ -43,14 +43,14 @@ _ASK_FOR_DUMPS = (
 )
 
 
-def as_text(explanation: Explanation, width: int) -> str:
+def render_text(explanation: Explanation, width: int) -> str:
     """width: in columns. Code and commands are not wrapped."""
-    lines = _heading(explanation)
+    lines = _render_heading(explanation)
     if explanation.hang is not None:
-        lines += _hang_lines(explanation.hang, width, ask=explanation.showing == "hang")
-    lines += _notes(explanation)
+        lines += _render_hang(explanation.hang, width, ask=explanation.showing == "hang")
+    lines += _render_notes(explanation)
     if explanation.showing == "failure" and not explanation.about_fsdp:
-        lines += _foreign_lines(explanation, width)
+        lines += _render_foreign(explanation, width)
     elif explanation.matches:
         frames = explanation.cause.first.frames if explanation.cause is not None else ()
         lines += _match_lines(explanation.matches, width, "\n".join(frames))
@@ -62,7 +62,7 @@ def as_text(explanation: Explanation, width: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_json(explanation: Explanation) -> str:
+def render_json(explanation: Explanation) -> str:
     cause, entry, hang = explanation.cause, explanation.entry, explanation.hang
     data = {
         "schema": "fsdp-doctor/explanation",
@@ -70,13 +70,13 @@ def as_json(explanation: Explanation) -> str:
         "showing": explanation.showing,
         "matched": entry is not None,
         "grade": explanation.grade,
-        "cause": _cause_as_dict(cause) if cause is not None else None,
-        "entry": entry_as_dict(entry) if entry is not None else None,
+        "cause": _convert_cause_to_dict(cause) if cause is not None else None,
+        "entry": convert_entry_to_dict(entry) if entry is not None else None,
         "matches": [_match_as_dict(match) for match in explanation.matches],
         "near": [near.id for near in explanation.near],
         "ours": explanation.about_fsdp,
         "foreign": explanation.foreign,
-        "hang": _hang_as_dict(hang) if hang is not None else None,
+        "hang": _convert_hang_to_dict(hang) if hang is not None else None,
         "consequences": explanation.consequences,
         "others": [
             {"text": raised.text, "file": raised.file, "line": raised.line}
@@ -89,7 +89,7 @@ def as_json(explanation: Explanation) -> str:
     return json.dumps(data, indent=1)
 
 
-def telling_frames(raised: Raised) -> list[str]:
+def choose_frames(raised: Raised) -> list[str]:
     """The innermost frame, and before it the innermost one that is not torch's."""
     outside = [frame for frame in raised.frames if "/torch/" not in frame and 'File "torch/' not in frame]
     return list(dict.fromkeys([*outside[-1:], *raised.frames[-1:]]))
@@ -103,7 +103,7 @@ def _needs_report(explanation: Explanation) -> bool:
 # The heading, and notes on the rest of the log
 
 
-def _heading(explanation: Explanation) -> list[str]:
+def _render_heading(explanation: Explanation) -> list[str]:
     cause, summary = explanation.cause, explanation.summary
     if explanation.showing == "hang":
         return ["The job hung: a collective did not end."]
@@ -113,24 +113,24 @@ def _heading(explanation: Explanation) -> list[str]:
             sentence = "There is no exception in the log."
         if explanation.dumps:
             sentence = "Every collective in the flight recorder's dumps has ended, and the ranks called the same ones."
-        return [sentence, *_host_memory_lines(explanation)]
+        return [sentence, *_render_host_memory_hint(explanation)]
     if explanation.showing == "cut":
-        return _cause_lines("The log ends within a traceback, before its exception", cause)
+        return _render_cause("The log ends within a traceback, before its exception", cause)
     if explanation.showing == "consequences":
         heading = f"The log has only consequences of a failure elsewhere ({cause.consequence}); the first of them"
-        return _cause_lines(heading, cause)
-    return _cause_lines("Root cause", cause)
+        return _render_cause(heading, cause)
+    return _render_cause("Root cause", cause)
 
 
-def _cause_lines(heading: str, group: Group) -> list[str]:
-    lines = [f"{heading}: {_place(group.first)}{_raised_by(group)}", ""]
+def _render_cause(heading: str, group: Group) -> list[str]:
+    lines = [f"{heading}: {_describe_place(group.first)}{_name_raising_ranks(group)}", ""]
     message = [] if group.first.cut else group.first.text.splitlines()
     lines += [f"    {line.strip()}" for line in message[:_MAX_LINES]]
     lines += ["    ..."] if len(message) > _MAX_LINES else []
-    return lines + [f"      at {frame}" for frame in telling_frames(group.first)]
+    return lines + [f"      at {frame}" for frame in choose_frames(group.first)]
 
 
-def _host_memory_lines(explanation: Explanation) -> list[str]:
+def _render_host_memory_hint(explanation: Explanation) -> list[str]:
     """A hint that a process which left no message may have been killed for lack of host memory."""
     if explanation.killed_for_memory:
         return [f"A process was killed for want of host memory ({explanation.killed_for_memory}): look there first."]
@@ -142,7 +142,7 @@ def _host_memory_lines(explanation: Explanation) -> list[str]:
     ]
 
 
-def _notes(explanation: Explanation) -> list[str]:
+def _render_notes(explanation: Explanation) -> list[str]:
     lines = []
     is_elsewhere = explanation.showing == "consequences"
     if is_elsewhere and not explanation.killed_for_memory:
@@ -150,10 +150,10 @@ def _notes(explanation: Explanation) -> list[str]:
             "The rank that failed or hung first is not in this log: look at its own log, and at every rank's stack."
         )
     if is_elsewhere or (explanation.killed_for_memory and explanation.showing != "nothing"):
-        lines += _host_memory_lines(explanation)
+        lines += _render_host_memory_hint(explanation)
     for other in explanation.others[:_MAX_OTHERS]:
         doubt = "Came first, on another rank" if _came_first(other, explanation.cause) else "Probably not the cause"
-        lines.append(f"{doubt}: {(other.text.splitlines() or [''])[0][:200]} ({_place(other)})")
+        lines.append(f"{doubt}: {(other.text.splitlines() or [''])[0][:200]} ({_describe_place(other)})")
     if (more := max(0, len(explanation.others) - _MAX_OTHERS) + explanation.dropped) > 0:
         lines.append(f"and {more} more exceptions")
     for name, count in explanation.consequences.items() if explanation.showing != "hang" else ():
@@ -173,30 +173,30 @@ def _came_first(other: Raised, cause: Group | None) -> bool:
     return other.line < cause.first.line
 
 
-def _raised_by(group: Group) -> str:
+def _name_raising_ranks(group: Group) -> str:
     """The ranks that raised it, or how often it was raised; empty where it was once and nothing says by whom."""
-    sources = sorted((source for source in group.sources if source), key=_natural_order)
+    sources = sorted((source for source in group.sources if source), key=_make_natural_key)
     if not sources:
         return f" ({group.count} times)" if group.count > 1 else ""
     more = f" and {len(sources) - _MAX_RANKS} more" if len(sources) > _MAX_RANKS else ""
     return f" ({', '.join(sources[:_MAX_RANKS])}{more})"
 
 
-def _natural_order(source: str) -> tuple[str, int]:
+def _make_natural_key(source: str) -> tuple[str, int]:
     """For sorting: ``rank 10`` after ``rank 9``."""
     word, _, number = source.partition(" ")
     first = number.split(" ")[0]
     return word, int(first) if first.isdecimal() and len(first) < 20 else 0
 
 
-def _place(raised: Raised) -> str:
+def _describe_place(raised: Raised) -> str:
     return f"{raised.file}, line {raised.line}"
 
 
 # Entries of the catalogue
 
 
-def entry_lines(entry: KnownFailure, width: int, *, conditions: Sequence[str] = (), places: str = "") -> list[str]:
+def render_entry(entry: KnownFailure, width: int, *, conditions: Sequence[str] = (), places: str = "") -> list[str]:
     """The lines of the whole entry, of at most ``width`` columns.
 
     conditions: what is not sure of it. places: the traceback, for the remedies of the frameworks in it; empty for all.
@@ -222,11 +222,11 @@ def entry_lines(entry: KnownFailure, width: int, *, conditions: Sequence[str] = 
     if entry.frameworks:
         lines += wrap(f"Seen in: {', '.join(entry.frameworks)}", width)
     lines += wrap(f"References: {', '.join(entry.references)}", width)
-    lines += [_reproduction_line(entry), f"Versions: {_PAGE}#entry-{entry.id}"]
+    lines += [_describe_reproduction(entry), f"Versions: {_PAGE}#entry-{entry.id}"]
     return lines
 
 
-def entry_as_dict(entry: KnownFailure) -> dict[str, Any]:
+def convert_entry_to_dict(entry: KnownFailure) -> dict[str, Any]:
     return {
         "id": entry.id,
         "title": entry.title,
@@ -243,7 +243,7 @@ def entry_as_dict(entry: KnownFailure) -> dict[str, Any]:
         "code": entry.code.strip("\n"),
         "references": list(entry.references),
         "evidence": entry.evidence,
-        "command": _command(entry),
+        "command": _make_command(entry),
     }
 
 
@@ -251,12 +251,12 @@ def wrap(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width=max(40, width), break_long_words=False, break_on_hyphens=False)
 
 
-def _reproduction_line(entry: KnownFailure) -> str:
+def _describe_reproduction(entry: KnownFailure) -> str:
     unknown = "no case of the matrix shows it; it is known from the references above."
-    return f"Reproduce: {_command(entry) or unknown}"
+    return f"Reproduce: {_make_command(entry) or unknown}"
 
 
-def _command(entry: KnownFailure) -> str:
+def _make_command(entry: KnownFailure) -> str:
     if not entry.reproduced:
         return ""
     device = f" --device {entry.evidence_device}" if entry.evidence_device else ""
@@ -271,7 +271,7 @@ def _match_lines(matches: tuple[Match, ...], width: int, places: str) -> list[st
     whole = [match for match in matches if match.grade == grade][: 1 if grade == "known" else _MAX_ENTRIES]
     lines = []
     for match in whole:
-        entry = entry_lines(match.entry, width, conditions=match.open, places=places or "no place")
+        entry = render_entry(match.entry, width, conditions=match.open, places=places or "no place")
         lines += ["", f"{match.grade.capitalize()}: {entry[0]}", *entry[1:]]
     rest = tuple(match.entry for match in matches if match not in whole)
     return lines + _list_entries("Other entries with the same message (`fsdp-doctor explain --entry ID`):", rest)
@@ -282,7 +282,7 @@ def _possible_lines(matches: tuple[Match, ...]) -> list[str]:
     return ["", "Possible, and what would decide (`fsdp-doctor explain --entry ID`):", *lines[:_MAX_POSSIBLE]]
 
 
-def _foreign_lines(explanation: Explanation, width: int) -> list[str]:
+def _render_foreign(explanation: Explanation, width: int) -> list[str]:
     has_frames = explanation.cause is not None and bool(explanation.cause.first.frames)
     is_sure = has_frames + bool(explanation.foreign) > explanation.under_fsdp
     verdict = "No failure of FSDP's." if is_sure else "Nothing says that it is a failure of FSDP's."
@@ -306,30 +306,34 @@ def _list_entries(heading: str, entries: tuple[KnownFailure, ...]) -> list[str]:
 # Hangs
 
 
-def _hang_lines(hang: Hang, width: int, *, ask: bool) -> list[str]:
-    lines = ["", *(line for sentence in hang.parting for line in wrap(sentence, width)), *_hang_table(hang.waiting)]
+def _render_hang(hang: Hang, width: int, *, ask: bool) -> list[str]:
+    lines = [
+        "",
+        *(line for sentence in hang.sentences for line in wrap(sentence, width)),
+        *_render_hang_table(hang.waiting),
+    ]
     for waiting in hang.waiting[:_MAX_ROWS]:
-        if frame := _calling_frame(waiting):
+        if frame := _find_calling_frame(waiting):
             lines.append(f"{name_ranks([waiting.rank])} called it at {frame}")
     if ask and any(not waiting.frames for waiting in hang.waiting):
         lines += wrap(_ASK_FOR_DUMPS, width)
     return lines
 
 
-def _calling_frame(waiting: Waiting) -> str:
+def _find_calling_frame(waiting: Waiting) -> str:
     """The innermost frame of the user's code, or else of a package but torch; empty where there is none."""
     frames = [frame for frame in waiting.frames if "/torch/" not in frame and "<frozen" not in frame]
     return next((frame for frame in frames if "-packages/" not in frame), frames[0] if frames else "")
 
 
-def _hang_table(waiting: tuple[Waiting, ...]) -> list[str]:
+def _render_hang_table(waiting: tuple[Waiting, ...]) -> list[str]:
     """Ranks that are in the same place share a row; an empty column is left out."""
     rows: dict[tuple[str, ...], list[Waiting]] = {}
     for rank in waiting:
         call = rank.call if rank.entered else f"not there; last in {rank.call}"
         launched, done = ("" if number is None else str(number) for number in (rank.enqueued, rank.completed))
         rows.setdefault((rank.group, call, rank.sent, rank.received, launched, done), []).append(rank)
-    cells = [(_rank_numbers(ranks), *row, _longest_wait(ranks)) for row, ranks in rows.items()]
+    cells = [(_format_rank_numbers(ranks), *row, _format_longest_wait(ranks)) for row, ranks in rows.items()]
     used = [index for index in range(len(_HANG_HEADER)) if any(row[index] for row in cells)]
     table = [tuple(row[index] for index in used) for row in (_HANG_HEADER, *cells[:_MAX_ROWS])]
     widths = [max(len(row[column]) for row in table) for column in range(len(used))]
@@ -338,11 +342,11 @@ def _hang_table(waiting: tuple[Waiting, ...]) -> list[str]:
     return ["", *(f"    {line}" for line in (*lines, *more)), ""] if cells else []
 
 
-def _rank_numbers(waiting: list[Waiting]) -> str:
+def _format_rank_numbers(waiting: list[Waiting]) -> str:
     return name_ranks(rank.rank for rank in waiting).partition(" ")[2]
 
 
-def _longest_wait(waiting: list[Waiting]) -> str:
+def _format_longest_wait(waiting: list[Waiting]) -> str:
     """In seconds."""
     times = [rank.waited_s for rank in waiting if rank.waited_s is not None]
     return f"{max(times):.0f}" if times else ""
@@ -357,14 +361,14 @@ def _match_as_dict(match: Match) -> dict[str, Any]:
     return {"id": entry.id, "grade": match.grade, "open": list(match.open), "against": list(match.against), **advice}
 
 
-def _hang_as_dict(hang: Hang) -> dict[str, Any]:
+def _convert_hang_to_dict(hang: Hang) -> dict[str, Any]:
     return {
-        "parting": list(hang.parting),
+        "parting": list(hang.sentences),
         "waiting": [{**dataclasses.asdict(rank), "call": rank.call} for rank in hang.waiting[:_MAX_WAITING_IN_JSON]],
     }
 
 
-def _cause_as_dict(group: Group) -> dict[str, Any]:
+def _convert_cause_to_dict(group: Group) -> dict[str, Any]:
     first = group.first
     return {
         "type": first.type,
@@ -372,7 +376,7 @@ def _cause_as_dict(group: Group) -> dict[str, Any]:
         "file": first.file,
         "line": first.line,
         "source": first.source,
-        "sources": sorted(filter(None, group.sources), key=_natural_order),
+        "sources": sorted(filter(None, group.sources), key=_make_natural_key),
         "count": group.count,
         "time": first.time,
         "frames": first.frames,

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from fsdp_doctor.errors import first_line
+from fsdp_doctor.errors import read_first_line
 from fsdp_doctor.extract.rank_groups import Comparison
 from fsdp_doctor.fsdp import private
 
@@ -63,7 +63,7 @@ _under_way: list[Agreement] = []
 _lock = threading.Lock()
 
 
-def num_agreements() -> int:
+def count_agreements() -> int:
     """The number of this process so far. A rank that made fewer takes part in other agreements from then on."""
     return sum(_num_agreements.values())
 
@@ -108,7 +108,7 @@ class Agreement:
         self._key = f"fsdp_doctor/{hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}/{self._number}"
         self._rank = dist.get_rank()
         with self._store_is_there():
-            self._store = _connection(private.default_store())
+            self._store = _connection(private.find_default_store())
 
     def expect(self, plan: Callable[[], ComparedPlan], comparison: Comparison | None = None) -> None:
         """Sets what is compared before the first bucket: the plan, which is asked for while shards are being loaded.
@@ -123,7 +123,7 @@ class Agreement:
         self._counted.append(f"{self._key}/count/{what}")
         self._store.add(self._counted[-1], number)
 
-    def num_next(self, num_left: int) -> int:
+    def count_next(self, num_left: int) -> int:
         """How many buckets the next promise may be for: one more than there were, so 1, 2, 4, ..."""
         return num_left if self._over else min(self._buckets + 1, num_left)
 
@@ -137,7 +137,7 @@ class Agreement:
         # Two that are read in turns promise one bucket each: nobody would know the order of what both have promised.
         first = next(filter(self.concerns, _under_way), self)
         with self._store_is_there():
-            agreed = self._came_to_stage(one_only or first is not self)
+            agreed = self._come_to_stage(one_only or first is not self)
             if agreed == _COMPARE:
                 self._compare()
         promised = num_buckets if agreed == _ALL else 1
@@ -151,11 +151,11 @@ class Agreement:
         """
         if self._over:
             return message
-        stage = self._stage_key()
+        stage = self._make_stage_key()
         with self._store_is_there():
             if self._speaker == self._rank:
                 self._store.set(f"{stage}/message", message)
-            agreed = self._came_to_stage(one_only=True)
+            agreed = self._come_to_stage(one_only=True)
             if self._speaker not in (None, self._rank):
                 message = self._store.get(f"{stage}/message").decode()
             self.sums = self.sums or [self._store.add(key, 0) for key in self._counted]
@@ -169,11 +169,11 @@ class Agreement:
         if not self._over:
             # Without a store, or a process group, there is nobody left to tell.
             with contextlib.suppress(RuntimeError, ValueError):
-                self._answer_with(self._leaving_answer(why))
+                self._answer_with(self._make_leaving_answer(why))
             self._end()
 
     @contextlib.contextmanager
-    def leaving(self) -> Iterator[None]:
+    def announce_leaving(self) -> Iterator[None]:
         """Ends the agreement at an error inside, and tells the other ranks."""
         try:
             yield
@@ -185,7 +185,7 @@ class Agreement:
         """Returns when every rank has had everything. Raises RankLeft where one stopped before that."""
         if not self._over:
             with self._store_is_there():
-                self._came_to_stage(one_only=True)
+                self._come_to_stage(one_only=True)
             self._end()
 
     def end(self) -> None:
@@ -215,7 +215,7 @@ class Agreement:
             _under_way.append(self)
         self._keys = _leftover.pop(self._ranks, self._keys)
 
-    def _leaving_answer(self, why: str) -> str:
+    def _make_leaving_answer(self, why: str) -> str:
         after = f"left after {self._buckets} buckets" if self._buckets else "left before the first bucket"
         return f"{_LEFT}:rank {self._rank} {'failed' if self._verb == 'load' else after}: {why}"
 
@@ -225,20 +225,20 @@ class Agreement:
 
     def _compare(self) -> None:
         assert self._comparison is not None
-        key = f"{self._stage_key()}/of"
-        self._store.set(f"{key}/{self._rank}", self._comparison.statement())
-        self._comparison.conclude(self._came_to_stage(True, functools.partial(self._conclusion, key)))
+        key = f"{self._make_stage_key()}/of"
+        self._store.set(f"{key}/{self._rank}", self._comparison.make_statement())
+        self._comparison.conclude(self._come_to_stage(True, functools.partial(self._wait_for_conclusion, key)))
 
-    def _conclusion(self, key: str) -> str:
+    def _wait_for_conclusion(self, key: str) -> str:
         assert self._comparison is not None
         keys = {rank: f"{key}/{rank}" for rank in self._ranks}
         statements = self._store.multi_get(list(keys.values()))
-        conclusion = self._comparison.conclusion({r: s.decode() for r, s in zip(keys, statements, strict=True)})
+        conclusion = self._comparison.draw_conclusion({r: s.decode() for r, s in zip(keys, statements, strict=True)})
         for each in keys.values():
             self._store.delete_key(each)
         return conclusion
 
-    def _came_to_stage(self, one_only: bool, conclusion: Callable[[], str] | None = None) -> str:
+    def _come_to_stage(self, one_only: bool, conclusion: Callable[[], str] | None = None) -> str:
         """Returns the answer of the last rank to come: its conclusion, or whether one promised one bucket only."""
         self._heed_interrupt()
         plan = self._plan() if not self._stage else None
@@ -246,13 +246,13 @@ class Agreement:
             self._begin()
         is_due = self._comparison is not None and self._comparison.is_due
         added = (plan.number + is_due if plan else int(one_only)) << _RANKS_BITS
-        total = self._store.add(f"{self._stage_key()}/came", added + 1)
+        total = self._store.add(f"{self._make_stage_key()}/came", added + 1)
         came, rest = total % 2**_RANKS_BITS, total >> _RANKS_BITS
         if came == 1:
             for key in self._keys.read:
                 self._store.delete_key(key)
         if came < len(self._ranks):
-            answer = self._awaited_answer()
+            answer = self._await_answer()
         elif plan and not 0 <= rest - plan.number * came <= came:
             answer = self._answer_with(_DIFFERS)
         elif plan:
@@ -262,29 +262,29 @@ class Agreement:
         kind, _, sentence = answer.partition(":")
         if kind != _GO:
             if kind == _DIFFERS:
-                sentence = self._difference()
+                sentence = self._describe_difference()
             self._end()
             self._heed_interrupt()
             raise (PlanMismatch if kind == _DIFFERS else RankLeft)(sentence)
         # Every rank has read the answer of the stage before, for it has come to this one.
-        self._keys = _Keys(self._keys.unread, self._keys_of(self._stage))
+        self._keys = _Keys(self._keys.unread, self._list_keys(self._stage))
         self._stage += 1
         return sentence
 
-    def _difference(self) -> str:
+    def _describe_difference(self) -> str:
         """The sentence that all ranks get: the first line that differs from the plan that was in the store first."""
         plan = self._plan().lines
         written = "\n".join([str(self._rank), *plan])
         other, *others = self._store.compare_set(f"{self._key}/plan", "", written).decode().split("\n")
         if others == list(plan):
             return self._store.get(f"{self._key}/difference").decode()
-        sentence = first_difference(f"rank {other}", others, f"rank {self._rank}", plan, self._verb)
+        sentence = describe_first_difference(f"rank {other}", others, f"rank {self._rank}", plan, self._verb)
         return self._store.compare_set(f"{self._key}/difference", "", sentence).decode()
 
-    def _awaited_answer(self) -> str:
+    def _await_answer(self) -> str:
         """An interrupt is heeded once the others know, or at the next stage where they have gone on meanwhile."""
         # While one thread waits over the only connection, no other can use it.
-        has_one_store = self._store is private.default_store()
+        has_one_store = self._store is private.find_default_store()
         try:
             if has_one_store or self._is_answered_soon():
                 return self._wait().decode()
@@ -292,19 +292,19 @@ class Agreement:
         except dist.DistNetworkError:
             raise
         except dist.DistStoreError:
-            return self._answer_with(f"{_LEFT}:{self._too_few_came()}")
+            return self._answer_with(f"{_LEFT}:{self._describe_missing_ranks()}")
         except Exception:
             raise
         except BaseException as interrupt:
             self._interrupt = interrupt
             # In place of the connection over which a thread is still waiting.
             _connections.store = None
-            self._store = _connection(private.default_store())
-            return self._answer_with(self._leaving_answer(type(interrupt).__name__))
+            self._store = _connection(private.find_default_store())
+            return self._answer_with(self._make_leaving_answer(type(interrupt).__name__))
 
-    def _too_few_came(self) -> str:
+    def _describe_missing_ranks(self) -> str:
         """A sentence for all: a rank that is not here is behind, or was not meant to come."""
-        came = self._store.add(f"{self._stage_key()}/came", 0) % 2**_RANKS_BITS
+        came = self._store.add(f"{self._make_stage_key()}/came", 0) % 2**_RANKS_BITS
         call = f"call {self._number} over ranks {list(self._ranks)}"
         where = f"bucket {self._buckets} of {call} in time" if self._stage else f"{call} in time"
         made = "" if self._stage else f", and the others have come to {self._number - 1} at most"
@@ -319,12 +319,12 @@ class Agreement:
             return False
         for seconds in _ASKED_AFTER:
             time.sleep(seconds)
-            if self._store.check([self._stage_key()]):
+            if self._store.check([self._make_stage_key()]):
                 return True
         return False
 
     def _wait(self) -> bytes:
-        return self._store.get(self._stage_key())
+        return self._store.get(self._make_stage_key())
 
     @contextlib.contextmanager
     def _store_is_there(self) -> Iterator[None]:
@@ -333,17 +333,18 @@ class Agreement:
         except (dist.DistStoreError, dist.DistNetworkError) as error:
             self._end()
             raise RankLeft(
-                f"the process that has the process group's store has ended, or cannot be reached: {first_line(error)}"
+                "the process that has the process group's store has ended, or cannot be reached: "
+                f"{read_first_line(error)}"
             ) from error
 
     def _answer_with(self, answer: str) -> str:
         """The stage's answer: this one, or the one that another rank gave before. A stage has one answer."""
-        return self._store.compare_set(self._stage_key(), "", answer).decode()
+        return self._store.compare_set(self._make_stage_key(), "", answer).decode()
 
-    def _stage_key(self) -> str:
+    def _make_stage_key(self) -> str:
         return f"{self._key}/{self._stage}"
 
-    def _keys_of(self, stage: int) -> list[str]:
+    def _list_keys(self, stage: int) -> list[str]:
         key = f"{self._key}/{stage}"
         message = [f"{key}/message"] if self._speaker is not None else []
         return [*([] if stage else self._counted), *message, f"{key}/came", key]
@@ -357,18 +358,18 @@ class Agreement:
         keys = self._keys if self._stage else _leftover.get(self._ranks, self._keys)
         # A rank may leave before the next stage, and one that differs says how.
         difference = [f"{self._key}/plan", f"{self._key}/difference"] if not self._stage else []
-        keys.unread += [*difference, *self._keys_of(self._stage)]
+        keys.unread += [*difference, *self._list_keys(self._stage)]
         _leftover[self._ranks] = keys
 
 
-def first_difference(one: str, plan: Sequence[str], other: str, others: Sequence[str], verb: str) -> str:
+def describe_first_difference(name: str, plan: Sequence[str], other_name: str, others: Sequence[str], verb: str) -> str:
     """A sentence about the first line that two plans do not share."""
     for index in range(max(len(plan), len(others))):
         left = plan[index] if index < len(plan) else "nothing more"
         right = others[index] if index < len(others) else "nothing more"
         if left != right:
-            return f"the ranks do not {verb} the same: {one} has {left}, {other} has {right}"
-    return f"{one} and {other} agree"
+            return f"the ranks do not {verb} the same: {name} has {left}, {other_name} has {right}"
+    return f"{name} and {other_name} agree"
 
 
 _connections = threading.local()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from typing_extensions import assert_never
 
-from fsdp_doctor.extract.sources import FlatUnit, OutputDtypes, Placed, Plain, Rows, Source, specs
+from fsdp_doctor.extract.sources import FlatUnit, OutputDtypes, Placed, Plain, Rows, Source, list_specs
 from fsdp_doctor.extract.transfers import (
     FlatGather,
     FlatLayout,
@@ -56,7 +56,7 @@ class Bucket:
     @functools.cached_property
     def rounding_bytes(self) -> int:
         """How much more an allocator may take for that: 512 bytes for each tensor, and 2 MiB for one of 10 MiB."""
-        num_tensors = len(self.names()) + len(self.transfers)
+        num_tensors = len(self.list_names()) + len(self.transfers)
         return 512 * num_tensors + (2 << 20) * min(num_tensors, self.launched_bytes // (10 << 20))
 
     @functools.cached_property
@@ -69,7 +69,7 @@ class Bucket:
         """The FSDP1 units of which it gathers a part, by their order."""
         return frozenset(transfer.unit.order for transfer in self.transfers if isinstance(transfer, FlatGather))
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """The first name of each tensor of which it has a part."""
         return [name for transfer in self.transfers for name in transfer.names]
 
@@ -86,7 +86,7 @@ class _OpenBucket:
         orders.append(order)
         sources.append(source)
 
-    def closed(self, end: int, sizes: Sequence[int]) -> Bucket:
+    def close(self, end: int, sizes: Sequence[int]) -> Bucket:
         bucket = self.bucket
         bucket.transfers += [RowsGather(*rows, dtype) for (_, dtype), rows in self._rows.items()]
         bucket.end, bucket.last_bytes = end, sizes[end - 1] if end else 0
@@ -124,25 +124,27 @@ class Division:
 
     @functools.cached_property
     def _sizes(self) -> list[int]:
-        return [spec.numel * self.dtypes.of(spec).itemsize for source in self.sources for spec in specs(source)]
+        return [
+            spec.numel * self.dtypes.choose(spec).itemsize for source in self.sources for spec in list_specs(source)
+        ]
 
     @functools.cached_property
     def most_bytes(self) -> int:
         return count_most_bytes(self._sizes, self.bucket_bytes)
 
-    def buckets(self) -> Iterator[Bucket]:
+    def make_buckets(self) -> Iterator[Bucket]:
         """Each takes ``bucket_bytes`` at most, unless one tensor alone takes more; the last ones take less.
 
         Where two larger ones and a tensor fit into ``most_bytes`` they are larger: what the largest tensor needs is
         there anyway.
         """
         bucket_bytes, sizes = self.bucket_bytes, self._sizes
-        parts = list(self._parts())
+        parts = list(self._make_parts())
         usual = max((size for size in sizes if size <= bucket_bytes), default=0)
         larger_bytes = min((self.most_bytes - max(usual, bucket_bytes // 8)) // 2, _MOST_TIMES * bucket_bytes)
         if _is_mostly_large(sizes, bucket_bytes):
             # The next large one is to fit beside a bucket, and beside small tensors that were gathered early.
-            bucket_bytes -= min(sum(nbytes for _, nbytes in self._packs()) // 2, bucket_bytes // 4)
+            bucket_bytes -= min(sum(nbytes for _, nbytes in self._make_packs()) // 2, bucket_bytes // 4)
             larger_bytes = bucket_bytes
         limit = bucket_bytes
         left = sum(nbytes for _, _, nbytes in parts)
@@ -153,7 +155,7 @@ class Division:
             # Nothing runs beside the last gather.
             longest = min(limit, max(left // 2, bucket_bytes // 4))
             if bucket.nbytes and bucket.gathered_bytes + nbytes + max(bucket.copied_bytes, copied) > longest:
-                yield filling.closed(max(order, end), sizes)
+                yield filling.close(max(order, end), sizes)
                 filling = _OpenBucket()
                 bucket = filling.bucket
                 # The caller has the tensor before it, and the bucket before that may be gone.
@@ -166,37 +168,39 @@ class Division:
             if isinstance(part, TensorTransfer):
                 bucket.transfers.append(part)
             else:
-                filling.add_row(order, part, self.dtypes.of(part.spec))
-        last = filling.closed(len(sizes), sizes)
+                filling.add_row(order, part, self.dtypes.choose(part.spec))
+        last = filling.close(len(sizes), sizes)
         if last.transfers:
             yield last
 
-    def _parts(self) -> Iterator[tuple[int, TensorTransfer | Rows, int]]:
+    def _make_parts(self) -> Iterator[tuple[int, TensorTransfer | Rows, int]]:
         """(order, a transfer or a tensor that is gathered with others, device memory that it takes)."""
-        packs = {pack.order: (pack, nbytes) for pack, nbytes in self._packs()}
+        packs = {pack.order: (pack, nbytes) for pack, nbytes in self._make_packs()}
         packed = {order for pack, _ in packs.values() for order in pack.orders}
         order = last_bytes = 0
         for source in self.sources:
             if order in packs:
                 yield order, *packs[order]
             elif isinstance(source, Rows) and order not in packed:
-                yield order, source, self._gathered_bytes(source) + self._extra_bytes(source.spec.names[:1])
+                yield order, source, self._count_gathered_bytes(source) + self._count_extra_bytes(source.spec.names[:1])
             elif not isinstance(source, Rows):
                 # The caller has the last tensor of those before, and what is left of the memory is there anyway.
-                for transfer in self._transfers(order, source, max(self.bucket_bytes, self.most_bytes - last_bytes)):
-                    yield order, transfer, transfer.nbytes + self._extra_bytes(transfer.names)
-            order += len(specs(source))
+                for transfer in self._make_transfers(
+                    order, source, max(self.bucket_bytes, self.most_bytes - last_bytes)
+                ):
+                    yield order, transfer, transfer.nbytes + self._count_extra_bytes(transfer.names)
+            order += len(list_specs(source))
             last_bytes = self._sizes[order - 1] if order else 0
 
-    def _packs(self) -> Iterator[tuple[PackedGather, int]]:
+    def _make_packs(self) -> Iterator[tuple[PackedGather, int]]:
         """(small tensors that share an all-gather, device memory that they take), from wherever in the model."""
         longest = min(_PACK_BYTES, self.bucket_bytes // 8)
         open_packs: dict[tuple[tuple[int, ...], torch.dtype], tuple[list[int], list[Rows], int]] = {}
         order = 0
         for source in self.sources:
             if isinstance(source, Rows):
-                dtype = self.dtypes.of(source.spec)
-                nbytes = 2 * self._gathered_bytes(source) + self._extra_bytes(source.spec.names[:1])
+                dtype = self.dtypes.choose(source.spec)
+                nbytes = 2 * self._count_gathered_bytes(source) + self._count_extra_bytes(source.spec.names[:1])
                 if nbytes <= min(2 * SMALL_BYTES, longest):
                     key = source.shard_group.ranks, dtype
                     orders, rows, packed_bytes = open_packs.get(key, ([], [], 0))
@@ -206,24 +210,24 @@ class Division:
                     orders.append(order)
                     rows.append(source)
                     open_packs[key] = orders, rows, packed_bytes + nbytes
-            order += len(specs(source))
+            order += len(list_specs(source))
         for (_, dtype), (orders, rows, packed_bytes) in open_packs.items():
             yield PackedGather(orders, rows, dtype), packed_bytes
 
-    def _transfers(self, order: int, source: Plain | Placed | FlatUnit, room: int) -> Iterator[TensorTransfer]:
+    def _make_transfers(self, order: int, source: Plain | Placed | FlatUnit, room: int) -> Iterator[TensorTransfer]:
         match source:
             case Plain():
-                yield LocalCopy(order, source, self.dtypes.of(source.spec))
+                yield LocalCopy(order, source, self.dtypes.choose(source.spec))
             case Placed():
-                yield Redistribution(order, source, self.dtypes.of(source.spec))
+                yield Redistribution(order, source, self.dtypes.choose(source.spec))
             case FlatUnit():
                 unit = FlatLayout(order, source, self.dtypes)
                 yield from divide_unit(unit, self.bucket_bytes, room, self.extra_bytes.keys())
             case _:
                 assert_never(source)
 
-    def _gathered_bytes(self, source: Rows) -> int:
-        return source.chunk * source.shard_group.size * self.dtypes.of(source.spec).itemsize
+    def _count_gathered_bytes(self, source: Rows) -> int:
+        return source.chunk * source.shard_group.size * self.dtypes.choose(source.spec).itemsize
 
-    def _extra_bytes(self, names: Sequence[str]) -> int:
+    def _count_extra_bytes(self, names: Sequence[str]) -> int:
         return sum(self.extra_bytes.get(name, 0) for name in names)

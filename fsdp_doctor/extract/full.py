@@ -23,16 +23,23 @@ from typing_extensions import Self
 
 from fsdp_doctor.extract.agreement import Agreement, PlanMismatch
 from fsdp_doctor.extract.buckets import Bucket, Division
-from fsdp_doctor.extract.host_copies import HostCopies, flat_bytes, threads_of_a_rank
+from fsdp_doctor.extract.host_copies import HostCopies, count_threads, view_as_bytes
 from fsdp_doctor.extract.loader import CastBuffer, Loader
 from fsdp_doctor.extract.lora import Delta, Lora, LoraAdapter, list_factor_names, make_deltas
-from fsdp_doctor.extract.plan import Arguments, Plan, get_plan, ranks_of
-from fsdp_doctor.extract.rank_groups import Comparison, read_groups, refusal
-from fsdp_doctor.extract.sources import OutputDtypes, TensorSpec, sources_of, specs
+from fsdp_doctor.extract.plan import Arguments, Plan, get_plan, list_ranks
+from fsdp_doctor.extract.rank_groups import Comparison, describe_conflicts, read_groups
+from fsdp_doctor.extract.sources import OutputDtypes, TensorSpec, list_sources, list_specs
 from fsdp_doctor.extract.streams import HomeStream, Streams, wait_for_device
-from fsdp_doctor.extract.transfers import Call, OrderedResult, TensorTransfer, all_gather, materialize, take_results
+from fsdp_doctor.extract.transfers import (
+    Call,
+    OrderedResult,
+    TensorTransfer,
+    launch_all_gathers,
+    materialize,
+    take_results,
+)
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.decorators import without_autograd, without_garbage_collection
+from fsdp_doctor.fsdp.decorators import defer_garbage_collection, disable_autograd
 from fsdp_doctor.names.hub_names import Names
 
 _T = TypeVar("_T")
@@ -113,8 +120,8 @@ def full_tensors(
     LoRA). On every rank: PlanMismatch where the ranks have different models or arguments, and where groups of them have
     other tensors under one name, as of experts, which is looked for once for a plan that is kept.
     """
-    with announced(model):
-        arguments = Arguments.given(device, dtype, keep_dtype, bucket_bytes, lora, names, in_step=in_step)
+    with announce_errors(model):
+        arguments = Arguments.check(device, dtype, keep_dtype, bucket_bytes, lora, names, in_step=in_step)
     return ClosingIterator(_yield_each_name(extract(model, arguments)))
 
 
@@ -131,18 +138,18 @@ def weights_info(
     Any rank may call it alone (verl's ``get_actor_weights_info``, which PR 4726 mends, gathers).
     Arguments and errors are those of :func:`full_tensors`.
     """
-    plan, _ = get_plan(model, Arguments.given(None, dtype, keep_dtype, BUCKET_BYTES, lora, names))
+    plan, _ = get_plan(model, Arguments.check(None, dtype, keep_dtype, BUCKET_BYTES, lora, names))
     return {
-        name: WeightInfo(part.shape, plan.dtypes.of(spec))
+        name: WeightInfo(part.shape, plan.dtypes.choose(spec))
         for source in plan.sources
-        for spec in specs(source)
+        for spec in list_specs(source)
         for part, _ in plan.names.list_parts(spec)
         for name in part.names
     }
 
 
 @contextlib.contextmanager
-def announced(model: nn.Module) -> Iterator[None]:
+def announce_errors(model: nn.Module) -> Iterator[None]:
     """Tells the other ranks about an error: those of the model, or all where it does not say who they are."""
     try:
         yield
@@ -155,33 +162,33 @@ def announced(model: nn.Module) -> Iterator[None]:
 
 def _find_ranks(model: nn.Module) -> tuple[int, ...]:
     with contextlib.suppress(Exception):
-        held = reader.read(model)
-        ranks = read_groups(held).ranks or ranks_of(sources_of(held))
+        contents = reader.read(model)
+        ranks = read_groups(contents).ranks or list_ranks(list_sources(contents))
         if len(ranks) > 1:
             return ranks
     return tuple(range(dist.get_world_size()))
 
 
-class OfExtraction(Comparison):
+class ExtractionComparison(Comparison):
     """Raises PlanMismatch on every rank where groups of them have other tensors under one name."""
 
     def conclude(self, conclusion: str) -> None:
         super().conclude(conclusion)
         if self.conflicts:
-            raise PlanMismatch(refusal(self.conflicts))
+            raise PlanMismatch(describe_conflicts(self.conflicts))
 
 
 def extract(model: nn.Module, arguments: Arguments) -> TensorStream:
     """Yields every full tensor once, with all of its names, or its parts."""
-    with announced(model):
+    with announce_errors(model):
         plan, shards = get_plan(model, arguments)
     return start_extraction(plan, shards)
 
 
 def start_extraction(plan: Plan, shards: Sequence[torch.Tensor]) -> TensorStream:
     agreement = Agreement(plan.ranks)
-    agreement.expect(lambda: plan.compared, OfExtraction(plan.groups, shards, plan.device))
-    with agreement.leaving():
+    agreement.expect(lambda: plan.compared, ExtractionComparison(plan.groups, shards, plan.device))
+    with agreement.announce_leaving():
         pipeline = Pipeline(plan, shards, agreement)
     return TensorStream(plan.names.divide(pipeline.run()), agreement, HomeStream(plan.device))
 
@@ -298,8 +305,8 @@ class Pipeline:
         results: list[OrderedResult] = []
         last_bytes = 0
         try:
-            while self._upcoming() is not None or pending:
-                while (bucket := self._upcoming()) is not None and self._may_load(bucket, last_bytes):
+            while self._find_next() is not None or pending:
+                while (bucket := self._find_next()) is not None and self._may_load(bucket, last_bytes):
                     # The host may be a bucket further than what it hands out, not more: before torch 2.8
                     # a process group holds on to memory until the device is through with it.
                     if last_done[0] is not None:
@@ -314,8 +321,8 @@ class Pipeline:
                 if self._plan.in_step:
                     wait_for_device(self._plan.device)
                 last_done.append(pending[0].done)
-                results = self._results(pending.popleft())
-                self._keep_spare(self._promised_buckets())
+                results = self._make_results(pending.popleft())
+                self._keep_spare(self._list_promised_buckets())
                 while results:
                     _, spec, result = results.pop()
                     tensor = materialize(result)
@@ -335,7 +342,7 @@ class Pipeline:
         finally:
             self._leave()
 
-    def _upcoming(self) -> Bucket | None:
+    def _find_next(self) -> Bucket | None:
         """The next bucket to load."""
         place = self._num_launched + sum(not pending.is_launched for pending in self._pending)
         return self._plan.buckets[place] if place < len(self._plan.buckets) else None
@@ -344,25 +351,27 @@ class Pipeline:
         """last_bytes: of the tensor that the caller had last, and still has as a rule."""
         together = [*(pending.bucket for pending in self._pending), bucket]
         units = {unit for each in together for unit in each.units} & self._call.units.keys()
-        held = sum(each.nbytes for each in together) + sum(self._call.units[unit].held_bytes() for unit in units)
-        held += sum(result.nbytes for _, _, result in self._early if isinstance(result, torch.Tensor))
-        return not self._pending or held + last_bytes <= self._plan.most_bytes
+        kept_bytes = sum(each.nbytes for each in together) + sum(
+            self._call.units[unit].count_kept_bytes() for unit in units
+        )
+        kept_bytes += sum(result.nbytes for _, _, result in self._early if isinstance(result, torch.Tensor))
+        return not self._pending or kept_bytes + last_bytes <= self._plan.most_bytes
 
     # Reading shards.
 
-    @without_autograd
-    @without_garbage_collection
+    @disable_autograd
+    @defer_garbage_collection
     def _load(self, bucket: Bucket) -> None:
         """Loading this rank's part needs no other rank."""
         self._spare = None
-        transfers = [transfer.begun(self._call) for transfer in bucket.transfers]
+        transfers = [transfer.begin(self._call) for transfer in bucket.transfers]
         loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies)
         self._pending.append(_PendingBucket(bucket, transfers, loader))
-        with self._loading(loader):
-            _begin(loader, transfers, self._merged_into(bucket))
+        with self._fill_where_left(loader):
+            _begin(loader, transfers, self._find_merged(bucket))
 
     @contextlib.contextmanager
-    def _loading(self, loader: Loader) -> Iterator[None]:
+    def _fill_where_left(self, loader: Loader) -> Iterator[None]:
         """Fills what a rank that leaves cannot load with NaN or 0: it has promised to gather it."""
         try:
             yield
@@ -380,17 +389,17 @@ class Pipeline:
 
     # Gathering.
 
-    @without_autograd
-    @without_garbage_collection
+    @disable_autograd
+    @defer_garbage_collection
     def _launch(self, pending: _PendingBucket) -> None:
         """Launches the bucket's collectives. All that may fail comes before the ranks agree, or the others would wait.
 
         Only what is merged into the shards needs a gather first. If that fails, the bucket is gathered all the same.
         """
-        merged = self._merged_into(pending.bucket)
-        factors = self._loaded_factors(merged) if merged else None
+        merged = self._find_merged(pending.bucket)
+        factors = self._load_factors(merged) if merged else None
         if factors is None:
-            with self._loading(pending.loader):
+            with self._fill_where_left(pending.loader):
                 pending.loader.finish({})
         self._try_room(pending.transfers)
         self._agree()
@@ -405,7 +414,7 @@ class Pipeline:
         """Raises where the device has no memory for what torch allocates in the transfers' own collectives."""
         nbytes = max(transfer.collecting_bytes for transfer in transfers)
         if nbytes:
-            with self._streams.gathering():
+            with self._streams.use_gathering_stream():
                 torch.empty(nbytes, dtype=torch.uint8, device=self._plan.device)
 
     def _agree(self) -> None:
@@ -416,8 +425,8 @@ class Pipeline:
         if len(self._plan.ranks) == 1:
             self._promised = num_left
             return
-        wanted = 1 if self._plan.in_step else self._agreement.num_next(num_left)
-        num_next = self._plan.num_promisable(first, wanted)
+        wanted = 1 if self._plan.in_step else self._agreement.count_next(num_left)
+        num_next = self._plan.count_promisable(first, wanted)
         one_only = False
         try:
             self._keep_spare(self._plan.buckets[first + 1 : first + num_next])
@@ -425,7 +434,7 @@ class Pipeline:
             one_only = True
         self._promised = self._agreement.promise(num_next, one_only=one_only)
 
-    def _promised_buckets(self) -> Sequence[Bucket]:
+    def _list_promised_buckets(self) -> Sequence[Bucket]:
         """Those that are yet to be launched, because other ranks rely on it."""
         if len(self._plan.ranks) == 1:
             return ()
@@ -435,37 +444,37 @@ class Pipeline:
         """Raises where what is pending, once it is let go of, is not memory enough to launch each of these."""
         self._spare = None
         needed = max((bucket.launched_bytes + bucket.rounding_bytes for bucket in promised), default=0)
-        units = sum(unit.held_bytes() for unit in self._call.units.values())
-        held = units + sum(pending.bucket.held_bytes for pending in self._pending)
-        if needed > held:
-            self._spare = torch.empty(needed - held, dtype=torch.uint8, device=self._plan.device)
+        units = sum(unit.count_kept_bytes() for unit in self._call.units.values())
+        kept_bytes = units + sum(pending.bucket.held_bytes for pending in self._pending)
+        if needed > kept_bytes:
+            self._spare = torch.empty(needed - kept_bytes, dtype=torch.uint8, device=self._plan.device)
 
     def _gather(self, transfers: Sequence[TensorTransfer], deltas: dict[str, list[Delta]]) -> Any:
         """Launches the collectives, and returns the event after them."""
         self._has_begun = True
-        with self._streams.gathering():
-            all_gather(transfers)
+        with self._streams.use_gathering_stream():
+            launch_all_gathers(transfers)
             for transfer in transfers:
                 transfer.collect(deltas)
-        return self._streams.gathered()
+        return self._streams.record_gathering()
 
     # Merging adapters.
 
-    def _merged_into(self, bucket: Bucket) -> dict[str, list[LoraAdapter]]:
+    def _find_merged(self, bucket: Bucket) -> dict[str, list[LoraAdapter]]:
         adapters = self._plan.adapters
         if not adapters:
             return {}
-        return {name: adapters[name] for name in dict.fromkeys(bucket.names()) if name in adapters}
+        return {name: adapters[name] for name in dict.fromkeys(bucket.list_names()) if name in adapters}
 
-    def _loaded_factors(self, merged: Mapping[str, list[LoraAdapter]]) -> tuple[list[TensorTransfer], Loader]:
+    def _load_factors(self, merged: Mapping[str, list[LoraAdapter]]) -> tuple[list[TensorTransfer], Loader]:
         """This rank's part of the factors, and the loader, which holds what is being copied."""
         # The factors of one unit of FSDP1 are as many units.
         call = Call(self._plan.device, self._call.shards, frozenset())
         factors = [self._plan.factors[name] for name in list_factor_names(merged)]
-        parts = Division(factors, OutputDtypes(), bucket_bytes=1 << 62).buckets()
-        transfers = [transfer.begun(call) for part in parts for transfer in part.transfers]
+        parts = Division(factors, OutputDtypes(), bucket_bytes=1 << 62).make_buckets()
+        transfers = [transfer.begin(call) for part in parts for transfer in part.transfers]
         loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies)
-        with self._loading(loader):
+        with self._fill_where_left(loader):
             _begin(loader, transfers, ())
             loader.finish({})
         self._try_room(transfers)
@@ -494,9 +503,9 @@ class Pipeline:
 
     # Handing out.
 
-    @without_autograd
-    @without_garbage_collection
-    def _results(self, launched: _PendingBucket) -> list[OrderedResult]:
+    @disable_autograd
+    @defer_garbage_collection
+    def _make_results(self, launched: _PendingBucket) -> list[OrderedResult]:
         """The bucket's tensors, last first; the caller's stream has them once it gets there."""
         self._streams.wait(launched.done)
         results = [*self._early, *take_results(launched.transfers)]
@@ -511,8 +520,8 @@ class Pipeline:
         if self._pending:
             # Threads may be reading into their memory.
             self._copies.close()
-            with self._streams.gathering():
-                all_of_it = self._streams.gathered()
+            with self._streams.use_gathering_stream():
+                all_of_it = self._streams.record_gathering()
             self._streams.wait(all_of_it)
         self._pending.clear()
         self._early.clear()
@@ -527,7 +536,7 @@ class Pipeline:
     def _carry_out(self) -> None:
         """Launches the promised buckets one after the other: for that there is memory."""
         self._leaves, self._spare = True, None
-        while self._promised_buckets() and not self._has_begun:
+        while self._list_promised_buckets() and not self._has_begun:
             self._load(self._plan.buckets[self._num_launched])
             self._launch(self._pending[0])
             self._streams.wait(self._pending.popleft().done)
@@ -536,9 +545,9 @@ class Pipeline:
 
 def _begin(loader: Loader, transfers: Sequence[TensorTransfer], merged: Collection[str]) -> None:
     loader.begin(
-        (piece for transfer in transfers for piece in transfer.pieces()),
+        (piece for transfer in transfers for piece in transfer.list_pieces()),
         merged,
-        (transfer.copies() for transfer in transfers),
+        (transfer.list_copies() for transfer in transfers),
     )
 
 
@@ -550,7 +559,7 @@ _HOST_CHUNK_BYTES = 32 << 20
 _MOST_HOST_THREADS = 8
 
 
-@without_autograd
+@disable_autograd
 def full_state_dict(
     model: nn.Module,
     *,
@@ -570,10 +579,10 @@ def full_state_dict(
 
     Raises ValueError for another word.
     """
-    with announced(model):
+    with announce_errors(model):
         if ranks not in get_args(CollectingRanks):
             raise ValueError(f"ranks must be one of {', '.join(get_args(CollectingRanks))}, not {ranks!r}")
-        arguments = Arguments.given(None, dtype, keep_dtype, bucket_bytes, lora, names)
+        arguments = Arguments.check(None, dtype, keep_dtype, bucket_bytes, lora, names)
     collects = ranks == "all" or not dist.is_initialized() or dist.get_rank() == 0
     state: dict[str, torch.Tensor] = {}
     with _ToHost() as copies, contextlib.closing(extract(model, arguments)) as tensors:
@@ -595,7 +604,7 @@ class _ToHost:
         self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         self._num_chunks = 0
         self._jobs: list[Future[None]] = []
-        self._most_chunks = threads_of_a_rank(_MOST_HOST_THREADS)
+        self._most_chunks = count_threads(_MOST_HOST_THREADS)
         self._pool = ThreadPoolExecutor(self._most_chunks)
 
     def __enter__(self) -> _ToHost:
@@ -613,16 +622,18 @@ class _ToHost:
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        parts = zip(flat_bytes(tensor).split(_HOST_CHUNK_BYTES), flat_bytes(host).split(_HOST_CHUNK_BYTES), strict=True)
+        parts = zip(
+            view_as_bytes(tensor).split(_HOST_CHUNK_BYTES), view_as_bytes(host).split(_HOST_CHUNK_BYTES), strict=True
+        )
         for source, target in parts:
-            chunk = self._chunk()
+            chunk = self._allocate_chunk()
             pinned = chunk[: source.numel()]
             pinned.copy_(source, non_blocking=True)
             arrival = torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
             self._jobs.append(self._pool.submit(self._finish, arrival, chunk, pinned, target))
         return host
 
-    def _chunk(self) -> torch.Tensor:
+    def _allocate_chunk(self) -> torch.Tensor:
         if self._num_chunks < self._most_chunks:
             self._num_chunks += 1
             return torch.empty(_HOST_CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)

@@ -91,20 +91,20 @@ class _Submission:
         try:
             read(self._batches.popleft())
         except BaseException as error:
-            self.failed(error)
+            self.note_failure(error)
         else:
-            self.carried()
+            self.note_done()
 
-    def carried(self) -> None:
+    def note_done(self) -> None:
         self._done.append(None)
         if len(self._done) == self._count:
             self._over.set()
 
-    def failed(self, error: BaseException) -> None:
+    def note_failure(self, error: BaseException) -> None:
         self._error = error
         self._over.set()
 
-    def result(self) -> None:
+    def wait(self) -> None:
         self._over.wait()
         if self._error is not None:
             raise self._error
@@ -119,7 +119,7 @@ class HostCopies:
     def __init__(self, streams: Streams, most_threads: int = 16, chunk_bytes: int = 8 << 20) -> None:
         self._chunk_bytes = chunk_bytes
         self._streams = streams
-        self._num_threads = threads_of_a_rank(most_threads)
+        self._num_threads = count_threads(most_threads)
         self._readers: _Readers | None = None
         self._begun: list[_Batch] = []
         self._num_submitted = 0
@@ -135,17 +135,17 @@ class HostCopies:
         self._readers = None
         self._begun.clear()
         self._submissions.clear()
-        self._streams.loaded()
+        self._streams.wait_until_loaded()
 
     def copy(self, portion: Portion, target: torch.Tensor, start: int = 0) -> None:
         """Copies as many bytes as the target has, from ``start`` on."""
         memory = portion.memory
-        if memory is not None and _by_device(memory, target):
+        if memory is not None and _is_copied_by_device(memory, target):
             self._streams.load(target, memory[start : start + target.numel()])
             return
         done, nbytes = 0, target.numel()
         while done < nbytes:
-            batch = self._batch(on_host=target.device.type == "cpu")
+            batch = self._find_batch(on_host=target.device.type == "cpu")
             length = min(nbytes - done, self._chunk_bytes - batch.nbytes)
             batch.pieces.append(_Piece(portion, start + done, target[done : done + length], batch.nbytes))
             batch.nbytes += -(-length // _ALIGNMENT) * _ALIGNMENT
@@ -168,15 +168,15 @@ class HostCopies:
         """
         last = self.submit() if submitted is None else submitted
         while self._num_submitted - len(self._submissions) < last:
-            self._submissions.popleft().result()
-        self._streams.loaded_by_threads()
+            self._submissions.popleft().wait()
+        self._streams.wait_for_threads()
 
     def finish(self) -> None:
         """Returns when all copies are done."""
         self.flush()
-        self._streams.loaded()
+        self._streams.wait_until_loaded()
 
-    def _batch(self, *, on_host: bool) -> _Batch:
+    def _find_batch(self, *, on_host: bool) -> _Batch:
         begun = self._begun[-1] if self._begun else None
         if begun is None or begun.nbytes >= self._chunk_bytes or begun.on_host != on_host:
             begun = _Batch(on_host)
@@ -184,7 +184,7 @@ class HostCopies:
         return begun
 
 
-def _by_device(memory: torch.Tensor, target: torch.Tensor) -> bool:
+def _is_copied_by_device(memory: torch.Tensor, target: torch.Tensor) -> bool:
     if memory.device.type != "cpu":
         return True
     return target.device.type != "cpu" and memory.is_pinned()
@@ -232,7 +232,7 @@ class _Readers:
                 nonlocal is_ready
                 # Here, because what this raises is somebody's error, too.
                 if not is_ready:
-                    stack.enter_context(self._streams.of_thread())
+                    stack.enter_context(self._streams.enter_thread())
                     is_ready = True
                 _read(batch, chunks)
 
@@ -265,16 +265,16 @@ class _Chunks:
 
     def give(self, memory: torch.Tensor) -> None:
         """After the copies from it were put into the stream."""
-        self._free.append((memory, self._streams.loading_event()))
+        self._free.append((memory, self._streams.record_loading()))
 
 
-def threads_of_a_rank(most: int = 16) -> int:
+def count_threads(most: int = 16) -> int:
     """The number of the host's processors for each of its ranks, within limits."""
     processors = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(2, min(most, processors))
 
 
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A view of a contiguous tensor's bytes, 1-D."""
     return tensor.view(-1).view(torch.uint8)
 

@@ -59,7 +59,7 @@ class CastBuffer:
         self._cast: list[Any] = [None, None]
         self.turn = 0
 
-    def half(self, turn: int) -> torch.Tensor:
+    def reserve_half(self, turn: int) -> torch.Tensor:
         """Bytes that may be loaded in that turn, after what was in them has been cast."""
         if not self._halves:
             self._halves = [torch.empty(_HALF_BYTES, dtype=torch.uint8, device=self._device) for _ in range(2)]
@@ -67,7 +67,7 @@ class CastBuffer:
         self._streams.load_after(self._cast[self.turn], turn)
         return self._halves[self.turn]
 
-    def done(self) -> None:
+    def note_cast(self) -> None:
         """The half's cast is under way."""
         self._cast[self.turn] = self._streams.cast()
         self.turn = 1 - self.turn
@@ -121,7 +121,7 @@ class Loader:
         self._launched = turns
         for turn, launched in enumerate(turns):
             if launched.targets:
-                with self._streams.loading(turn):
+                with self._streams.use_loading_stream(turn):
                     private.copy_all(launched.targets, launched.sources, non_blocking=True)
         self._missing = [piece.target for piece in (*pageable, *self._to_cast)]
         for piece in pageable:
@@ -151,7 +151,7 @@ class Loader:
 
     def spoil(self) -> None:
         """Fills what is missing with NaN or 0, after ``begin`` or ``finish`` has failed: no memory is needed for it."""
-        with self._streams.casting():
+        with self._streams.use_casting_stream():
             for target in self._missing:
                 target.fill_(torch.nan if target.is_floating_point() or target.is_complex() else 0)
 
@@ -164,7 +164,7 @@ class Loader:
         pageable = [_is_pageable(piece.source) for piece in pieces]
         # What threads read is loaded in turn 0.
         turn = 0 if any(pageable) else self._cast_buffer.turn
-        memory = self._cast_buffer.half(turn)
+        memory = self._cast_buffer.reserve_half(turn)
         sizes = [_pad(piece.source.nbytes) for piece in pieces]
         loaded = [
             part[: piece.source.nbytes].view(piece.source.dtype)
@@ -176,20 +176,20 @@ class Loader:
         if any(pageable):
             self._copies.flush()
         copied = [index for index, is_pageable in enumerate(pageable) if not is_pageable]
-        with self._streams.loading(turn):
+        with self._streams.use_loading_stream(turn):
             private.copy_all([loaded[i] for i in copied], [pieces[i].source for i in copied], non_blocking=True)
-        with self._streams.casting():
+        with self._streams.use_casting_stream():
             merged = [
                 _merge(values, piece, deltas) if piece.name in deltas else values
                 for values, piece in zip(loaded, pieces, strict=True)
             ]
             private.copy_all([piece.target for piece in pieces], merged, non_blocking=True)
-        self._cast_buffer.done()
+        self._cast_buffer.note_cast()
 
 
 def _merge(values: torch.Tensor, piece: Piece, deltas: Mapping[str, list[Delta]]) -> torch.Tensor:
     for delta in deltas[piece.name]:
-        values = values + delta.part(piece.start, values.numel())
+        values = values + delta.compute_part(piece.start, values.numel())
     return values
 
 

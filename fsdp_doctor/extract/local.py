@@ -27,20 +27,20 @@ from fsdp_doctor.extract.full import (
     MOST_THREADS,
     ClosingIterator,
     TensorStream,
-    announced,
+    announce_errors,
     start_extraction,
 )
 from fsdp_doctor.extract.host_copies import HostCopies
 from fsdp_doctor.extract.loader import CastBuffer, Loader, Piece
 from fsdp_doctor.extract.lora import Delta, Lora, LoraAdapter
 from fsdp_doctor.extract.output_names import OutputNames
-from fsdp_doctor.extract.plan import Arguments, Plan, get_plan, signature
-from fsdp_doctor.extract.rank_groups import refusal
+from fsdp_doctor.extract.plan import Arguments, Plan, describe_plan, get_plan
+from fsdp_doctor.extract.rank_groups import describe_conflicts
 from fsdp_doctor.extract.sources import FlatUnit, OutputDtypes, Placed, Plain, Rows, Source, TensorSpec
 from fsdp_doctor.extract.streams import HomeStream, Streams
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.decorators import without_autograd, without_garbage_collection
-from fsdp_doctor.fsdp.shards import HeldPart, held_part, row_major
+from fsdp_doctor.fsdp.decorators import defer_garbage_collection, disable_autograd
+from fsdp_doctor.fsdp.shards import LocalPart, compute_part, row_major
 from fsdp_doctor.names.hub_names import Names
 from fsdp_doctor.names.views import NamesError, TensorView, find_box
 
@@ -66,15 +66,15 @@ class ShardPlace:
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] | None = None
     group: dist.ProcessGroup | None = None
-    part: HeldPart | None = None
+    part: LocalPart | None = None
 
-    def held_part(self, shape: Sequence[int]) -> HeldPart:
+    def held_part(self, shape: Sequence[int]) -> LocalPart:
         """Which indices of each dim the shard has. Of a DTensor's shard alone, and where ``part`` says it."""
         if self.part is not None:
             return self.part
         assert self.mesh is not None
         assert self.placements is not None
-        return held_part(dist.get_rank(), shape, self.mesh.mesh, self.placements)
+        return compute_part(dist.get_rank(), shape, self.mesh.mesh, self.placements)
 
     def of(self, full: torch.Tensor) -> torch.Tensor:
         """The part of a full tensor that is in the shard: in the shard's own shape for a DTensor's, else 1-D."""
@@ -123,15 +123,15 @@ def local_shards(
     LayoutError (RuntimeError) for placements that do not divide a tensor into shards, and NamesError for a name of the
     Hub whose elements on a rank are no range and no block of it.
     """
-    with announced_where_merged(model, lora):
+    with announce_errors_where_merged(model, lora):
         request = request_of(model, dtype, keep_dtype, bucket_bytes, lora, names)
         refuse_unknown(request)
-    return ClosingIterator(_yield_each_name(request, factor_stream(request)))
+    return ClosingIterator(_yield_each_name(request, start_factor_stream(request)))
 
 
 def _yield_each_name(request: ShardRequest, factors: TensorStream | None) -> Generator[LocalShard]:
     home = HomeStream(request.device)
-    with contextlib.closing(home.run(loaded_shards(request, gathered_deltas(request, factors), own=True))) as shards:
+    with contextlib.closing(home.run(load_shards(request, gather_deltas(request, factors), own=True))) as shards:
         for shard in shards:
             for spec, tensor, place, _ in divide_shard(request.plan.names, shard):
                 for name in spec.names:
@@ -142,20 +142,20 @@ def _yield_each_name(request: ShardRequest, factors: TensorStream | None) -> Gen
 
 
 @contextlib.contextmanager
-def announced_where_merged(model: nn.Module, lora: Lora) -> Iterator[None]:
+def announce_errors_where_merged(model: nn.Module, lora: Lora) -> Iterator[None]:
     """Tells the other ranks about an error, if they will wait for this one: to gather the adapters' factors."""
     try:
         yield
     except Exception:
         if lora not in ("base", "adapter") and _has_adapters(model):
-            with announced(model):
+            with announce_errors(model):
                 raise
         raise
 
 
 def _has_adapters(model: nn.Module) -> bool:
     with contextlib.suppress(Exception):
-        return adapters.read(adapters.find_adapter_modules(reader.innermost(model))).has_adapters
+        return adapters.read(adapters.find_adapter_modules(reader.find_innermost(model))).has_adapters
     return False
 
 
@@ -186,7 +186,7 @@ def request_of(
     lora: Lora,
     names: Names = "model",
 ) -> ShardRequest:
-    plan, shards = get_plan(model, Arguments.given(None, dtype, keep_dtype, bucket_bytes, lora, names))
+    plan, shards = get_plan(model, Arguments.check(None, dtype, keep_dtype, bucket_bytes, lora, names))
     return ShardRequest(
         plan=plan,
         shards=shards,
@@ -199,11 +199,11 @@ def request_of(
 
 def refuse_unknown(request: ShardRequest) -> None:
     """Raises PlanMismatch where other ranks may have other tensors under one name; plain ones it cannot know alone."""
-    if unknown := request.plan.groups.unknown():
-        raise PlanMismatch(refusal(unknown))
+    if unknown := request.plan.groups.find_unknown():
+        raise PlanMismatch(describe_conflicts(unknown))
 
 
-def factor_stream(request: ShardRequest) -> TensorStream | None:
+def start_factor_stream(request: ShardRequest) -> TensorStream | None:
     """Begins to gather the adapters' factors; letting go of the stream unread tells the other ranks.
 
     Where no adapter is active here, it compares that with the other ranks. None for a model without adapters.
@@ -221,16 +221,16 @@ def factor_stream(request: ShardRequest) -> TensorStream | None:
         adapters={},
         factors={},
         dtypes=dtypes,
-        buckets=list(division.buckets()),
+        buckets=list(division.make_buckets()),
         most_bytes=division.most_bytes,
         ready=frozenset(),
         names=OutputNames(),
-        compared=ComparedPlan(signature(factors, dtypes, settings, request.adapters)),
+        compared=ComparedPlan(describe_plan(factors, dtypes, settings, request.adapters)),
     )
     return start_extraction(gathering, request.shards)
 
 
-def gathered_deltas(request: ShardRequest, factors: TensorStream | None) -> dict[str, list[Delta]]:
+def gather_deltas(request: ShardRequest, factors: TensorStream | None) -> dict[str, list[Delta]]:
     """The products to merge into each weight. Every rank must call it, if there are factors to gather."""
     full = {name: tensor for spec, tensor in factors or () for name in spec.names}
     return adapters.make_deltas(request.adapters, full)
@@ -245,20 +245,22 @@ class LoadedShard(NamedTuple):
     is_copy: bool
 
 
-def loaded_shards(request: ShardRequest, deltas: Mapping[str, list[Delta]], *, own: bool) -> Generator[LoadedShard]:
-    """Yields every shard once, without another rank. deltas: of :func:`gathered_deltas`.
+def load_shards(request: ShardRequest, deltas: Mapping[str, list[Delta]], *, own: bool) -> Generator[LoadedShard]:
+    """Yields every shard once, without another rank. deltas: of :func:`gather_deltas`.
 
     own: copies what already lies on the device as it is to be, instead of showing it.
     """
     loading = _ShardLoading(request.device, request.dtypes, deltas, own)
     pending: collections.deque[_LoadedBucket] = collections.deque()
     try:
-        for bucket in _buckets(read_own_shards(request.sources, request.shards), request.dtypes, request.bucket_bytes):
+        for bucket in _divide_into_buckets(
+            read_own_shards(request.sources, request.shards), request.dtypes, request.bucket_bytes
+        ):
             pending.append(loading.launch(bucket))
             if len(pending) > 1:
-                yield from loading.results(pending.popleft())
+                yield from loading.yield_results(pending.popleft())
         while pending:
-            yield from loading.results(pending.popleft())
+            yield from loading.yield_results(pending.popleft())
     finally:
         for launched in pending:
             loading.streams.wait(launched.done)
@@ -310,11 +312,13 @@ def _dividing_group(place: ShardPlace) -> dist.ProcessGroup | None:
     return place.mesh.get_group(next(dim for dim, one in enumerate(placements) if not isinstance(one, Replicate)))
 
 
-def _buckets(shards: Iterable[OwnShard], dtypes: OutputDtypes, bucket_bytes: int) -> Iterator[list[OwnShard]]:
-    bucket: list[OwnShard] = []
+def _divide_into_buckets(
+    shards: Iterable[SourceShard], dtypes: OutputDtypes, bucket_bytes: int
+) -> Iterator[list[SourceShard]]:
+    bucket: list[SourceShard] = []
     total = 0
     for shard in shards:
-        nbytes = shard.local.numel() * dtypes.of(shard.spec).itemsize
+        nbytes = shard.local.numel() * dtypes.choose(shard.spec).itemsize
         if bucket and total + nbytes > bucket_bytes:
             yield bucket
             bucket, total = [], 0
@@ -342,15 +346,15 @@ class _ShardLoading:
         self._cast_buffer = CastBuffer(device, self.streams)
         self.copies = HostCopies(self.streams, MOST_THREADS, CHUNK_BYTES)
 
-    @without_autograd
-    @without_garbage_collection
-    def launch(self, bucket: list[OwnShard]) -> _LoadedBucket:
+    @disable_autograd
+    @defer_garbage_collection
+    def launch(self, bucket: list[SourceShard]) -> _LoadedBucket:
         """Outputs are allocated on the caller's stream; loading waits for it, and nothing waits for the device."""
         results: list[LoadedShard] = []
         pieces: list[Piece] = []
-        in_blocks: list[tuple[OwnShard, torch.Tensor, torch.Tensor]] = []
+        in_blocks: list[tuple[SourceShard, torch.Tensor, torch.Tensor]] = []
         for shard in bucket:
-            spec, local, dtype = shard.spec, shard.local.detach(), self._dtypes.of(shard.spec)
+            spec, local, dtype = shard.spec, shard.local.detach(), self._dtypes.choose(shard.spec)
             merged = spec.names[0] in self._deltas
             if not (self._own or merged) and local.device == self._device and local.dtype == dtype:
                 results.append(LoadedShard(spec, local.view(shard.shape), shard.place, is_copy=False))
@@ -367,32 +371,32 @@ class _ShardLoading:
             return _LoadedBucket(results)
         return _LoadedBucket(results, self._load(pieces, in_blocks), (pieces, in_blocks))
 
-    def _load(self, pieces: list[Piece], in_blocks: list[tuple[OwnShard, torch.Tensor, torch.Tensor]]) -> Any:
+    def _load(self, pieces: list[Piece], in_blocks: list[tuple[SourceShard, torch.Tensor, torch.Tensor]]) -> Any:
         try:
             loader = Loader(self._device, self.streams, self._cast_buffer, self.copies)
             loader.begin(pieces, self._deltas.keys())
             loader.finish(self._deltas)
-            with self.streams.gathering():
+            with self.streams.use_gathering_stream():
                 for shard, whole, target in in_blocks:
                     self._merge_blocks(shard, whole, target)
         except BaseException:
-            self.streams.wait(self._after_all())
+            self.streams.wait(self._record_all())
             raise
-        return self._after_all()
+        return self._record_all()
 
-    def _after_all(self) -> Any:
-        with self.streams.gathering():
-            return self.streams.gathered()
+    def _record_all(self) -> Any:
+        with self.streams.use_gathering_stream():
+            return self.streams.record_gathering()
 
-    def _merge_blocks(self, shard: OwnShard, whole: torch.Tensor, target: torch.Tensor) -> None:
+    def _merge_blocks(self, shard: SourceShard, whole: torch.Tensor, target: torch.Tensor) -> None:
         """A shard that is no range of the flattened weight: each block of it gets its block of the product."""
         values = whole.view(shard.shape)
-        for (rows, columns), own in shard.place.held_part(shard.spec.shape).blocks():
+        for (rows, columns), own in shard.place.held_part(shard.spec.shape).list_blocks():
             for delta in self._deltas[shard.spec.names[0]]:
                 values[own] = values[own] + delta.block(rows, columns)
         target.view(shard.shape).copy_(values)
 
-    def results(self, launched: _LoadedBucket) -> Iterator[LoadedShard]:
+    def yield_results(self, launched: _LoadedBucket) -> Iterator[LoadedShard]:
         """Yields the shards for use on the caller's stream, and keeps none that was handed out."""
         self.streams.wait(launched.done)
         launched.in_use = None
@@ -405,7 +409,7 @@ class _ShardLoading:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class OwnShard:
+class SourceShard:
     """local: as it lies, 1-D, in the order of the place. shape: in which it is handed out."""
 
     spec: TensorSpec
@@ -414,7 +418,7 @@ class OwnShard:
     place: ShardPlace
 
 
-def read_own_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -> Iterator[OwnShard]:
+def read_own_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -> Iterator[SourceShard]:
     """This rank's shard of each tensor, in the order of the sources; without elements where it has no part of it.
 
     shards: what this rank holds, by the places of the sources.
@@ -424,7 +428,7 @@ def read_own_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -
         match source:
             case Plain(spec=spec):
                 place = ShardPlace(numel=spec.numel, offset=0, stride=row_major(spec.shape))
-                yield OwnShard(spec=spec, local=source.whole(local).reshape(-1), shape=spec.shape, place=place)
+                yield SourceShard(spec=spec, local=source.view_whole(local).reshape(-1), shape=spec.shape, place=place)
             case Rows():
                 yield _read_rows(source, local.reshape(-1))
             case Placed():
@@ -441,15 +445,15 @@ def _place_on_mesh(source: Rows | Placed, local: torch.Tensor, offset: int | Non
     return ShardPlace(numel=local.numel(), offset=offset, stride=stride, mesh=source.mesh, placements=placements)
 
 
-def _read_rows(source: Rows, local: torch.Tensor) -> OwnShard:
+def _read_rows(source: Rows, local: torch.Tensor) -> SourceShard:
     spec = source.spec
     place = _place_on_mesh(source, local, min(source.shard_group.rank * source.chunk, spec.numel))
     # A row may have no elements.
     rows = local.numel() * spec.shape[0] // spec.numel if spec.numel else place.held_part(spec.shape).shape[0]
-    return OwnShard(spec=spec, local=local, shape=torch.Size((rows, *spec.shape[1:])), place=place)
+    return SourceShard(spec=spec, local=local, shape=torch.Size((rows, *spec.shape[1:])), place=place)
 
 
-def _read_placed(source: Placed, local: torch.Tensor) -> OwnShard:
+def _read_placed(source: Placed, local: torch.Tensor) -> SourceShard:
     place = _place_on_mesh(source, local, None)
     shape = place.held_part(source.spec.shape).shape
     if shape.numel() != local.numel():
@@ -457,10 +461,10 @@ def _read_placed(source: Placed, local: torch.Tensor) -> OwnShard:
             f"{source.spec.names[0]}: this rank holds {local.numel()} elements where "
             f"{source.placements} gives it {shape.numel()}"
         )
-    return OwnShard(spec=source.spec, local=local.reshape(-1), shape=shape, place=place)
+    return SourceShard(spec=source.spec, local=local.reshape(-1), shape=shape, place=place)
 
 
-def _read_unit(unit: FlatUnit, local: torch.Tensor) -> Iterator[OwnShard]:
+def _read_unit(unit: FlatUnit, local: torch.Tensor) -> Iterator[SourceShard]:
     begin = unit.shard_group.rank * unit.chunk
     end = begin + unit.chunk
     for span in unit.spans:
@@ -469,4 +473,4 @@ def _read_unit(unit: FlatUnit, local: torch.Tensor) -> Iterator[OwnShard]:
         part = local[first - begin : last - begin]
         offset = min(max(first - span.offset, 0), span.spec.numel)
         place = ShardPlace(numel=part.numel(), offset=offset, stride=span.stride, group=unit.shard_group.group)
-        yield OwnShard(spec=span.spec, local=part, shape=part.shape, place=place)
+        yield SourceShard(spec=span.spec, local=part, shape=part.shape, place=place)

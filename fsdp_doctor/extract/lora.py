@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from typing_extensions import assert_never
 
-from fsdp_doctor.extract.sources import FlatUnit, Source, TensorSpec, specs
-from fsdp_doctor.fsdp.names import unwrapped, without_adapters
+from fsdp_doctor.extract.sources import FlatUnit, Source, TensorSpec, list_specs
+from fsdp_doctor.fsdp.names import strip_adapters, unwrap_name
 
 Lora = Literal["merged", "adapter", "base"]
 
@@ -34,7 +34,7 @@ class Delta:
     scaling: float
     transposed: bool
 
-    def part(self, start: int, numel: int) -> torch.Tensor:
+    def compute_part(self, start: int, numel: int) -> torch.Tensor:
         """The elements [start, start + numel) of the flattened product, 1-D."""
         left, right = (self.a.t(), self.b.t()) if self.transposed else (self.b, self.a)
         columns = right.shape[1]
@@ -98,7 +98,7 @@ def make_deltas(
 ) -> dict[str, list[Delta]]:
     """The products to merge into each weight. factors: the full tensors by their names."""
     return {
-        weight: [Delta(factors[one.a], factors[one.b], one.scaling, one.transposed) for one in many]
+        weight: [Delta(factors[adapter.a], factors[adapter.b], adapter.scaling, adapter.transposed) for adapter in many]
         for weight, many in adapters.items()
     }
 
@@ -139,7 +139,7 @@ def select(layers: Layers, sources: Sequence[Source], lora: Lora) -> tuple[list[
 def _refuse_ties(sources: Sequence[Source], layers: Layers) -> None:
     """peft adds an adapter to a tied weight under all of its names, though only one of them computes with it."""
     for source in sources:
-        for spec in specs(source):
+        for spec in list_specs(source):
             adapted = [name for name in spec.names if name in layers.adapters]
             if adapted and len(spec.names) > 1:
                 raise NotImplementedError(
@@ -171,7 +171,7 @@ def find_adapter_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     kinds = (PeftModel, BaseTunerLayer, AuxiliaryTrainingWrapper)
     named = ((name, module) for name, module in model.named_modules() if isinstance(module, kinds))
-    return [(unwrapped(f"{name}." if name else ""), module) for name, module in named]
+    return [(unwrap_name(f"{name}." if name else ""), module) for name, module in named]
 
 
 def read(modules: Iterable[tuple[str, nn.Module]]) -> Layers:
@@ -258,7 +258,7 @@ def _make_adapter(prefix: str, module: Any, name: str) -> LoraAdapter:
 def _make_merged_names(layers: Layers) -> Callable[[str], str | None]:
     for weight, why in layers.unsupported.items():
         raise NotImplementedError(
-            f"{without_adapters(weight)}: adapters of this kind cannot be merged out of place ({why})"
+            f"{strip_adapters(weight)}: adapters of this kind cannot be merged out of place ({why})"
         )
     return _make_plain_names(layers, [(copy, prefix) for copy, _, prefix in layers.copies])
 
@@ -273,15 +273,15 @@ def _make_plain_names(layers: Layers, copies: list[tuple[str, str]]) -> Callable
     """The name in the model that peft was given; None for what that model does not have."""
     _refuse_wrappers(layers)
 
-    def name_of(name: str) -> str | None:
+    def find_name(name: str) -> str | None:
         for copy, prefix in copies:
             if name.startswith(copy):
                 name = prefix + name[len(copy) :]
         if ".modules_to_save." in name or ".original_module." in name or ".lora_" in name:
             return None
-        return without_adapters(name)
+        return strip_adapters(name)
 
-    return name_of
+    return find_name
 
 
 def _make_adapter_names(layers: Layers) -> Callable[[str], str | None]:
@@ -296,7 +296,7 @@ def _make_adapter_names(layers: Layers) -> Callable[[str], str | None]:
         tuple(f"{prefix}base_layer." for prefix in layers.embeddings) if _saves_embeddings(layers, adapter) else ()
     )
 
-    def name_of(name: str) -> str | None:
+    def find_name(name: str) -> str | None:
         if name.startswith(embeddings):
             return name
         if f".modules_to_save.{adapter}." in name:
@@ -311,7 +311,7 @@ def _make_adapter_names(layers: Layers) -> Callable[[str], str | None]:
         rest = parts[kind + 2 :] if parts[kind] != "lora_magnitude_vector" else []
         return ".".join([*parts[: kind + 1], *rest])
 
-    return name_of
+    return find_name
 
 
 def _saves_embeddings(layers: Layers, adapter: str) -> bool:
@@ -321,7 +321,7 @@ def _saves_embeddings(layers: Layers, adapter: str) -> bool:
     targets = layers.targets.get(adapter, frozenset())
     if not isinstance(targets, str):
         return not targets.isdisjoint(EMBEDDING_LAYER_NAMES)
-    names = [without_adapters(prefix).removesuffix(".") for prefix in layers.layers]
+    names = [strip_adapters(prefix).removesuffix(".") for prefix in layers.layers]
     return any(re.fullmatch(targets, name) for name in names if name.rpartition(".")[2] in EMBEDDING_LAYER_NAMES)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import assert_never
 
-from fsdp_doctor.errors import some
+from fsdp_doctor.errors import join_some
 from fsdp_doctor.extract import lora as adapters
 from fsdp_doctor.extract.agreement import ComparedPlan
 from fsdp_doctor.extract.buckets import Bucket, Division
@@ -29,13 +29,13 @@ from fsdp_doctor.extract.sources import (
     Source,
     check_shards,
     compute_device,
-    device_of,
-    shards_of,
-    sources_of,
-    specs,
+    find_device,
+    list_shards,
+    list_sources,
+    list_specs,
 )
 from fsdp_doctor.fsdp import reader
-from fsdp_doctor.fsdp.decorators import without_garbage_collection
+from fsdp_doctor.fsdp.decorators import defer_garbage_collection
 from fsdp_doctor.fsdp.snapshot import Snapshot
 from fsdp_doctor.names.hub_names import NameChoice, Names, check_names, choose_names
 from fsdp_doctor.names.views import NamesError, TensorView
@@ -57,7 +57,7 @@ class Arguments:
     in_step: bool
 
     @classmethod
-    def given(
+    def check(
         cls,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
@@ -112,7 +112,7 @@ class Plan:
     compared: ComparedPlan
     names: OutputNames
 
-    def num_promisable(self, first: int, wanted: int) -> int:
+    def count_promisable(self, first: int, wanted: int) -> int:
         """How many buckets from ``first`` on a rank may promise at once: 1 at least, ``wanted`` at most.
 
         While the caller has the tensors of one, there is to be memory to launch any of the later ones.
@@ -130,33 +130,34 @@ class _KeptPlan:
     """A plan, and what it was made from."""
 
     def __init__(self, model: nn.Module, arguments: Arguments) -> None:
-        held = reader.read(model)
-        if unused := held.unused():
+        contents = reader.read(model)
+        if unused := contents.list_unused():
             raise RuntimeError(
-                f"FSDP2 does not compute with what the model has as {some(unused)}: it was assigned or swapped after "
-                "the first forward. Copy values into the parameter that FSDP2 has instead of replacing it or its memory"
+                f"FSDP2 does not compute with what the model has as {join_some(unused)}: it was assigned or swapped "
+                "after the first forward. Copy values into the parameter that FSDP2 has instead of replacing it "
+                "or its memory"
             )
-        peft_modules = adapters.find_adapter_modules(reader.innermost(model))
-        self._snapshot = Snapshot(model, held)
+        peft_modules = adapters.find_adapter_modules(reader.find_innermost(model))
+        self._snapshot = Snapshot(model, contents)
         self._peft_modules = [(prefix, weakref.ref(module)) for prefix, module in peft_modules]
         self._layers = adapters.read(peft_modules)
-        self.shards = shards_of(held)
-        self.plan = _make_plan(model, held, self.shards, self._layers, arguments)
+        self.shards = list_shards(contents)
+        self.plan = _make_plan(model, contents, self.shards, self._layers, arguments)
         asked = [torch.device(arguments.device).type] if arguments.device is not None else []
         self._device_types = {*(group.device.type for group in list_shard_groups(self.plan.all_sources)), *asked}
-        self._devices = self._current_devices()
+        self._devices = self._read_devices()
 
-    def current_shards(self, model: nn.Module) -> list[torch.Tensor] | None:
+    def find_shards(self, model: nn.Module) -> list[torch.Tensor] | None:
         """None if the model is no longer what the plan was made from."""
-        shards = self._snapshot.shards(model)
-        if shards is None or self._current_devices() != self._devices:
+        shards = self._snapshot.find_shards(model)
+        if shards is None or self._read_devices() != self._devices:
             return None
         layers = adapters.read((prefix, module) for prefix, known in self._peft_modules if (module := known()))
         return shards if layers == self._layers else None
 
-    def _current_devices(self) -> list[torch.device]:
+    def _read_devices(self) -> list[torch.device]:
         """This rank's, of the types that shards are gathered on or that were asked for: a thread may change them."""
-        return [device_of(device_type) for device_type in self._device_types]
+        return [find_device(device_type) for device_type in self._device_types]
 
 
 _kept: weakref.WeakKeyDictionary[nn.Module, dict[Arguments, _KeptPlan]] = weakref.WeakKeyDictionary()
@@ -164,14 +165,14 @@ _kept: weakref.WeakKeyDictionary[nn.Module, dict[Arguments, _KeptPlan]] = weakre
 atexit.register(_kept.clear)
 
 
-@without_garbage_collection
+@defer_garbage_collection
 def get_plan(model: nn.Module, arguments: Arguments) -> tuple[Plan, list[torch.Tensor]]:
     """The plan, and this rank's shards as they are now, by the places of the sources."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
     plans = _kept.get(model, {})
     kept = plans.get(arguments)
-    shards = kept.current_shards(model) if kept is not None else None
+    shards = kept.find_shards(model) if kept is not None else None
     if kept is None or shards is None:
         kept = _KeptPlan(model, arguments)
         shards, kept.shards = kept.shards, []
@@ -188,19 +189,19 @@ def forget(model: nn.Module) -> None:
 
 def _make_plan(
     model: nn.Module,
-    held: reader.HeldModel,
+    contents: reader.ModelContents,
     shards: Sequence[torch.Tensor],
     layers: adapters.Layers,
     arguments: Arguments,
 ) -> Plan:
-    everything = sources_of(held)
+    everything = list_sources(contents)
     check_shards(everything, shards)
     sources, merged = adapters.select(layers, everything, arguments.lora)
     dtypes = OutputDtypes(arguments.dtype, arguments.keep_dtype)
     dtypes.check(sources)
-    device = _choose_device(arguments.device, compute_device(held, everything), bool(list_shard_groups(everything)))
+    device = _choose_device(arguments.device, compute_device(contents, everything), bool(list_shard_groups(everything)))
     factors = adapters.find_factors(everything, merged)
-    groups = read_groups(held)
+    groups = read_groups(contents)
     names = _choose_names(model, sources, arguments)
     settings = (
         f"dtype={dtypes.dtype} bucket_bytes={arguments.bucket_bytes} lora={arguments.lora} {names} "
@@ -215,13 +216,13 @@ def _make_plan(
         factors=factors,
         dtypes=dtypes,
         device=device,
-        ranks=groups.ranks or ranks_of(everything),
-        groups=groups.of({source.place for source in (*sources, *factors.values())}),
-        buckets=list(division.buckets()),
+        ranks=groups.ranks or list_ranks(everything),
+        groups=groups.find({source.place for source in (*sources, *factors.values())}),
+        buckets=list(division.make_buckets()),
         most_bytes=division.most_bytes,
         ready=_find_ready_places(sources, shards, dtypes, device, merged),
         in_step=arguments.in_step,
-        compared=ComparedPlan(signature(sources, dtypes, settings, merged)),
+        compared=ComparedPlan(describe_plan(sources, dtypes, settings, merged)),
         names=names,
     )
 
@@ -233,7 +234,7 @@ def _choose_names(model: nn.Module, sources: Sequence[Source], arguments: Argume
         if names != "auto":
             raise NamesError("lora=\"adapter\" has the names of peft's files: the Hub's are those of the weights")
         names = "model"
-    shapes = {name: spec.shape for source in sources for spec in specs(source) for name in spec.names}
+    shapes = {name: spec.shape for source in sources for spec in list_specs(source) for name in spec.names}
     return OutputNames(choose_names(dict(names) if isinstance(names, tuple) else names, model, shapes))
 
 
@@ -242,7 +243,7 @@ def _choose_device(asked: torch.device | str | None, computes: torch.device, is_
         return computes
     device = torch.device(asked)
     if not is_sharded:
-        return device if device.index is not None or device.type in ("cpu", "meta") else device_of(device.type)
+        return device if device.index is not None or device.type in ("cpu", "meta") else find_device(device.type)
     if device.type != computes.type or device.index not in (None, computes.index):
         raise ValueError(f"device={device}: the model's shards are gathered on {computes}")
     return computes
@@ -251,7 +252,7 @@ def _choose_device(asked: torch.device | str | None, computes: torch.device, is_
 def _count_merging_bytes(merged: Mapping[str, list[LoraAdapter]], factors: Mapping[str, Source]) -> dict[str, int]:
     """Device memory that a weight's adapters take while they are merged into it, by the weight's name."""
     return {
-        weight: 2 * sum(s.numel * s.dtype.itemsize for a in many for f in (a.a, a.b) for s in specs(factors[f]))
+        weight: 2 * sum(s.numel * s.dtype.itemsize for a in many for f in (a.a, a.b) for s in list_specs(factors[f]))
         for weight, many in merged.items()
     }
 
@@ -267,10 +268,10 @@ def _find_ready_places(
 
     def is_ready(source: Source) -> bool:
         shard = shards[source.place]
-        names = {spec.names[0] for spec in specs(source)}
+        names = {spec.names[0] for spec in list_specs(source)}
         there = shard.device == device and shard.is_contiguous() and names.isdisjoint(merged)
         is_even = not isinstance(source, Rows) or source.spec.numel == source.chunk * source.shard_group.size
-        return there and is_even and {dtypes.of(spec) for spec in specs(source)} == {shard.dtype}
+        return there and is_even and {dtypes.choose(spec) for spec in list_specs(source)} == {shard.dtype}
 
     return frozenset(source.place for source in sources if isinstance(source, Rows | FlatUnit) and is_ready(source))
 
@@ -280,19 +281,19 @@ def list_shard_groups(sources: Sequence[Source]) -> list[ShardGroup]:
     return list(groups.values())
 
 
-def ranks_of(sources: Sequence[Source]) -> tuple[int, ...]:
+def list_ranks(sources: Sequence[Source]) -> tuple[int, ...]:
     """All that take part: of the shard groups of a model the largest has the others in it."""
     return max((shard_group.ranks for shard_group in list_shard_groups(sources)), key=len, default=(0,))
 
 
-def signature(
+def describe_plan(
     sources: Sequence[Source], dtypes: OutputDtypes, settings: str, merged: Mapping[str, Sequence[LoraAdapter]]
 ) -> list[str]:
     """The lines that must be alike on all ranks: the settings, each tensor, each adapter that is merged."""
     lines = [settings]
     for source in sources:
         layout = _describe_layout(source)
-        lines += [f"{' = '.join(s.names)}: {list(s.shape)} {dtypes.of(s)} {layout}" for s in specs(source)]
+        lines += [f"{' = '.join(s.names)}: {list(s.shape)} {dtypes.choose(s)} {layout}" for s in list_specs(source)]
     return lines + [
         f"{weight} += {adapter.scaling} * {adapter.b} @ {adapter.a}{', transposed' if adapter.transposed else ''}"
         for weight, many in merged.items()

@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from typing_extensions import assert_never
 
-from fsdp_doctor.errors import some
-from fsdp_doctor.fsdp.reader import HeldModel
+from fsdp_doctor.errors import join_some
+from fsdp_doctor.fsdp.reader import ModelContents
 
 # Of so many tensors at most, spread over all, so many elements each.
 _COMPARED_TENSORS, _COMPARED_ELEMENTS = 256, 8
@@ -72,10 +72,10 @@ class RankGroups:
     parts: list[Part] = field(default_factory=list)
     is_settled: bool = False
 
-    def of(self, places: Collection[int]) -> RankGroups:
+    def find(self, places: Collection[int]) -> RankGroups:
         return replace(self, parts=[part for part in self.parts if part.place in places])
 
-    def unknown(self) -> dict[str, Conflict]:
+    def find_unknown(self) -> dict[str, Conflict]:
         """What is refused without asking the other ranks, by name."""
         return {
             name: Conflict("unknown", (part.ranks, tuple(sorted({*self.ranks} - {*part.ranks}))))
@@ -85,10 +85,10 @@ class RankGroups:
         }
 
 
-def read_groups(held: HeldModel) -> RankGroups:
+def read_groups(contents: ModelContents) -> RankGroups:
     """Reads attributes alone: any rank may call it."""
     on_meshes: dict[int, tuple[DeviceMesh, tuple[int, ...]]] = {}
-    for parameter in held.parameters:
+    for parameter in contents.parameters:
         if isinstance(parameter.tensor, DTensor) and id(parameter.tensor.device_mesh) not in on_meshes:
             mesh = parameter.tensor.device_mesh
             on_meshes[id(mesh)] = mesh, tuple(mesh.mesh.flatten().tolist())
@@ -96,22 +96,22 @@ def read_groups(held: HeldModel) -> RankGroups:
         tuple(range(dist.get_world_size()))
         if unit.replica_group is not None
         else tuple(dist.get_process_group_ranks(unit.group))
-        for unit in held.fsdp1_units
+        for unit in contents.fsdp1_units
     ]
     everyone = max([*(ranks for _, ranks in on_meshes.values()), *of_units], key=len, default=())
     if len(everyone) < 2:
         return RankGroups(())
     # Of a mesh that overlaps with the largest it is not known which ranks it is together with.
     lacking = {key: (mesh, ranks) for key, (mesh, ranks) in on_meshes.items() if {*ranks} < {*everyone}}
-    whole = [t for p in held.parameters if isinstance(t := p.tensor, DTensor) and id(t.device_mesh) not in lacking]
+    whole = [t for p in contents.parameters if isinstance(t := p.tensor, DTensor) and id(t.device_mesh) not in lacking]
     on_whole = {(id(t.device_mesh), t.placements): (t.device_mesh, t.placements) for t in whole}.values()
     relations: dict[tuple[int, tuple[Placement, ...]], Relation] = {}
     parts = [
         Part(tuple(names[0] for names in unit.names), place, ranks, "unknown")
-        for place, (unit, ranks) in enumerate(zip(held.fsdp1_units, of_units, strict=True))
+        for place, (unit, ranks) in enumerate(zip(contents.fsdp1_units, of_units, strict=True))
         if {*ranks} < {*everyone}
     ]
-    for place, parameter in enumerate(held.parameters, len(held.fsdp1_units)):
+    for place, parameter in enumerate(contents.parameters, len(contents.fsdp1_units)):
         tensor, name = parameter.tensor, parameter.names[:1]
         if not isinstance(tensor, DTensor):
             parts.append(Part(name, place, (), "plain"))
@@ -170,7 +170,7 @@ class Comparison:
         """Whether there is anything left to compare."""
         return bool(self._compared or self._unknown) and not self._groups.is_settled
 
-    def statement(self) -> str:
+    def make_statement(self) -> str:
         """This rank's groups and values. Waits for its device, which may still be writing to a shard."""
         compared = self._compared[:: -(-len(self._compared) // _COMPARED_TENSORS) or 1]
         if compared and self._device.type not in ("cpu", "meta"):
@@ -179,13 +179,13 @@ class Comparison:
         values = {
             part.names[0]: [part.ranks, part.ranks.index(rank) if part.ranks else 0, elements]
             for part in compared
-            if (elements := _sample(self._shards[part.place])) is not None
+            if (elements := _sample_values(self._shards[part.place])) is not None
         }
         return json.dumps(
             {"unknown": {part.names[0]: ranks for ranks, part in self._unknown.items()}, "values": values}
         )
 
-    def conclusion(self, statements: Mapping[int, str]) -> str:
+    def draw_conclusion(self, statements: Mapping[int, str]) -> str:
         groups: dict[str, set[tuple[int, ...]]] = {}
         values: dict[str, dict[int, list[Any]]] = {}
         for rank, statement in statements.items():
@@ -209,7 +209,7 @@ class Comparison:
         self._groups.is_settled = not self.conflicts
 
 
-def _sample(shard: torch.Tensor) -> list[float] | None:
+def _sample_values(shard: torch.Tensor) -> list[float] | None:
     """A few, spread over all; None for a tensor without elements, or of a class whose elements cannot be read."""
     local = shard.detach().reshape(1) if not shard.ndim else shard.detach()
     if local.is_meta or not local.numel() or type(local) is not torch.Tensor:
@@ -245,11 +245,11 @@ def _are_near(one: Sequence[float], other: Sequence[float]) -> bool:
     return apart <= _DRIFT**2 * max(sum(value**2 for value in one), sum(value**2 for value in other))
 
 
-def refusal(conflicts: Mapping[str, Conflict]) -> str:
+def describe_conflicts(conflicts: Mapping[str, Conflict]) -> str:
     """A sentence about the first of them, with the names of others."""
     name, conflict = next(iter(conflicts.items()))
-    groups = some([str(list(ranks)) for ranks in conflict.groups])
-    others = f" The same holds for {some(list(conflicts)[1:])}." if len(conflicts) > 1 else ""
+    groups = join_some([str(list(ranks)) for ranks in conflict.groups])
+    others = f" The same holds for {join_some(list(conflicts)[1:])}." if len(conflicts) > 1 else ""
     match conflict.relation:
         case "unknown":
             return (

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp_doctor.fsdp import private
-from fsdp_doctor.fsdp.reader import FlatSlice, Fsdp1Unit, HeldModel, HeldTensor
+from fsdp_doctor.fsdp.reader import FlatSlice, Fsdp1Unit, ModelContents, ModelTensor
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +51,7 @@ class Plain:
     place: int
     part: FlatSlice | None = None
 
-    def whole(self, shard: torch.Tensor) -> torch.Tensor:
+    def view_whole(self, shard: torch.Tensor) -> torch.Tensor:
         if self.part is None:
             return shard
         return shard.as_strided(self.part.shape, self.part.stride, shard.storage_offset() + self.part.offset)
@@ -112,11 +112,11 @@ class FlatUnit:
 Source: TypeAlias = Plain | Rows | Placed | FlatUnit
 
 
-def specs(source: Source) -> list[TensorSpec]:
+def list_specs(source: Source) -> list[TensorSpec]:
     return [span.spec for span in source.spans] if isinstance(source, FlatUnit) else [source.spec]
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def name_dtype(dtype: torch.dtype) -> str:
     """As torch names it, without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
@@ -132,7 +132,7 @@ class OutputDtypes:
     dtype: torch.dtype | None = None
     keep: Collection[str] = ()
 
-    def of(self, spec: TensorSpec) -> torch.dtype:
+    def choose(self, spec: TensorSpec) -> torch.dtype:
         if self.dtype is None or not spec.dtype.is_floating_point:
             return spec.dtype
         is_kept = any(fnmatch.fnmatchcase(name, pattern) for name in spec.names for pattern in self.keep)
@@ -140,7 +140,7 @@ class OutputDtypes:
 
     def check(self, sources: Sequence[Source]) -> None:
         """Raises TypeError for a dtype that is not floating-point, ValueError for a pattern that is no tensor's."""
-        names = [name for source in sources for spec in specs(source) for name in spec.names]
+        names = [name for source in sources for spec in list_specs(source) for name in spec.names]
         for pattern in self.keep:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 raise ValueError(f"keep_dtype: no parameter and no buffer is called {pattern}")
@@ -148,32 +148,35 @@ class OutputDtypes:
             raise TypeError(f"dtype must be a floating-point dtype, not {self.dtype}")
 
 
-def sources_of(held: HeldModel) -> list[Source]:
+def list_sources(contents: ModelContents) -> list[Source]:
     """Every parameter and persistent buffer, each once, in the order of the model; FSDP1's units come first.
 
     Raises RuntimeError for a parameter that is only a piece of another unit's flat parameter.
     """
-    if held.stray_pieces:
-        raise RuntimeError(held.stray_sentence)
+    if contents.stray_pieces:
+        raise RuntimeError(contents.stray_sentence)
     groups = _ShardGroups()
-    units = [source for place, unit in enumerate(held.fsdp1_units) for source in _make_unit_sources(place, unit)]
+    units = [source for place, unit in enumerate(contents.fsdp1_units) for source in _make_unit_sources(place, unit)]
     return [
         *units,
-        *(_make_source(place, tensor, groups) for place, tensor in enumerate(held.tensors(), len(held.fsdp1_units))),
+        *(
+            _make_source(place, tensor, groups)
+            for place, tensor in enumerate(contents.list_tensors(), len(contents.fsdp1_units))
+        ),
     ]
 
 
-def shards_of(held: HeldModel) -> list[torch.Tensor]:
+def list_shards(contents: ModelContents) -> list[torch.Tensor]:
     """This rank's shards as they lie, by the places of the sources."""
-    units = [unit.shard for unit in held.fsdp1_units]
-    return [*units, *(private.local_tensor(tensor.tensor) for tensor in held.tensors())]
+    units = [unit.shard for unit in contents.fsdp1_units]
+    return [*units, *(private.read_local_tensor(tensor.tensor) for tensor in contents.list_tensors())]
 
 
 def check_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -> None:
     """Raises RuntimeError for a shard on the meta device or of a wrong length, and for a group without a backend."""
     for source in sources:
         if shards[source.place].is_meta:
-            name = specs(source)[0].names[0]
+            name = list_specs(source)[0].names[0]
             raise RuntimeError(f"{name} is on the meta device: initialize the model before extracting it")
         if not isinstance(source, Plain) and not private.has_backend_for(
             source.shard_group.group, source.shard_group.device
@@ -189,29 +192,29 @@ def check_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -> N
             )
 
 
-def compute_device(held: HeldModel, sources: Sequence[Source]) -> torch.device:
+def compute_device(contents: ModelContents, sources: Sequence[Source]) -> torch.device:
     """Where the model's collectives run; for a model without shards, where its parameters are."""
     for source in sources:
         if not isinstance(source, Plain):
             return source.shard_group.device
-    for parameter in held.parameters:
+    for parameter in contents.parameters:
         if isinstance(parameter.tensor, DTensor):
-            return device_of(parameter.tensor.device_mesh.device_type)
-    for unit in held.fsdp1_units:
+            return find_device(parameter.tensor.device_mesh.device_type)
+    for unit in contents.fsdp1_units:
         return unit.compute_device
-    return next((parameter.tensor.device for parameter in held.parameters), torch.device("cpu"))
+    return next((parameter.tensor.device for parameter in contents.parameters), torch.device("cpu"))
 
 
-def device_of(device_type: str) -> torch.device:
+def find_device(device_type: str) -> torch.device:
     """This rank's device of that type."""
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
-def _make_source(place: int, held: HeldTensor, groups: _ShardGroups) -> Source:
-    tensor = held.tensor
-    spec = TensorSpec(names=held.names, shape=tensor.shape, numel=tensor.numel(), dtype=tensor.dtype)
+def _make_source(place: int, model_tensor: ModelTensor, groups: _ShardGroups) -> Source:
+    tensor = model_tensor.tensor
+    spec = TensorSpec(names=model_tensor.names, shape=tensor.shape, numel=tensor.numel(), dtype=tensor.dtype)
     if not isinstance(tensor, DTensor):
         return Plain(spec=spec, place=place)
     if not dist.is_initialized():
@@ -228,9 +231,9 @@ def _make_source(place: int, held: HeldTensor, groups: _ShardGroups) -> Source:
             mesh=mesh,
             placements=placements,
             stride=tensor.stride(),
-            shard_group=groups.of_mesh(mesh),
+            shard_group=groups.find_for_mesh(mesh),
         )
-    shard_group = groups.of_dim(mesh, split[0])
+    shard_group = groups.find_for_dim(mesh, split[0])
     if shard_group.size == 1:
         return Plain(spec=spec, place=place)
     length = spec.shape[0]
@@ -244,18 +247,18 @@ class _ShardGroups:
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], ShardGroup] = {}
 
-    def of_dim(self, mesh: DeviceMesh, dim: int) -> ShardGroup:
+    def find_for_dim(self, mesh: DeviceMesh, dim: int) -> ShardGroup:
         key = id(mesh), dim
         if key not in self._known:
-            self._known[key] = shard_group(mesh.get_group(dim), device_of(mesh.device_type))
+            self._known[key] = shard_group(mesh.get_group(dim), find_device(mesh.device_type))
         return self._known[key]
 
-    def of_mesh(self, mesh: DeviceMesh) -> ShardGroup:
+    def find_for_mesh(self, mesh: DeviceMesh) -> ShardGroup:
         """All ranks of a mesh of several dims; the group, of the first, stands for the backends of all."""
         key = id(mesh), -1
         if key not in self._known:
             ranks = tuple(mesh.mesh.flatten().tolist())
-            first = self.of_dim(mesh, 0)
+            first = self.find_for_dim(mesh, 0)
             place = ranks.index(dist.get_rank())
             self._known[key] = replace(first, ranks=ranks, size=len(ranks), rank=place)
         return self._known[key]
@@ -274,7 +277,7 @@ def _make_unit_sources(place: int, unit: Fsdp1Unit) -> Iterator[FlatUnit | Plain
     local = unit.shard
     parts = [
         (TensorSpec(names=names, shape=part.shape, numel=part.shape.numel(), dtype=local.dtype), part)
-        for names, part in zip(unit.names, unit.layout(), strict=True)
+        for names, part in zip(unit.names, unit.read_layout(), strict=True)
     ]
     if unit.is_sharded:
         yield FlatUnit(

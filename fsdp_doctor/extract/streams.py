@@ -34,14 +34,14 @@ class HomeStream:
             self._stream.wait_stream(self._module.current_stream(self._device))
         try:
             while True:
-                with self._current():
+                with self._enter_current():
                     item = next(items, None)
                 if item is None:
                     return
                 yield item
                 del item
         finally:
-            with self._current():
+            with self._enter_current():
                 items.close()
 
     def hand_out(self, tensor: torch.Tensor) -> None:
@@ -54,7 +54,7 @@ class HomeStream:
     def _is_away(self) -> bool:
         return self._module is not None and self._module.current_stream(self._device) != self._stream
 
-    def _current(self) -> contextlib.AbstractContextManager[Any]:
+    def _enter_current(self) -> contextlib.AbstractContextManager[Any]:
         context: contextlib.AbstractContextManager[Any] = (
             self._module.stream(self._stream) if self._is_away() else contextlib.nullcontext()
         )
@@ -67,7 +67,7 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device.type) if device.type != "cpu" else None
-        self._loading, self._other_loading, self._casting, self._gathering = _streams(device)
+        self._loading, self._other_loading, self._casting, self._gathering = _make_streams(device)
         # Those with something that is yet to be gathered.
         self._used: list[Any] = []
 
@@ -78,40 +78,40 @@ class Streams:
             for stream in (self._loading, self._other_loading, self._gathering):
                 stream.wait_event(event)
 
-    def loading(self, turn: int = 0) -> contextlib.AbstractContextManager[Any]:
+    def use_loading_stream(self, turn: int = 0) -> contextlib.AbstractContextManager[Any]:
         """turn: 0 or 1, which of the two streams."""
-        return self._on(self._use(self._other_loading if turn else self._loading))
+        return self._enter(self._use(self._other_loading if turn else self._loading))
 
-    def casting(self) -> contextlib.AbstractContextManager[Any]:
+    def use_casting_stream(self) -> contextlib.AbstractContextManager[Any]:
         """After all that was loaded."""
         if self._module:
             self._casting.wait_stream(self._loading)
             self._casting.wait_stream(self._other_loading)
-        return self._on(self._use(self._casting))
+        return self._enter(self._use(self._casting))
 
     def load(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies, without waiting. The source may be let go of at once; in host memory it must stay as it is."""
         if self._module and source.device.type != "cpu":
             source.record_stream(self._loading)
-        with self.loading():
+        with self.use_loading_stream():
             target.copy_(source, non_blocking=True)
 
-    def loaded(self) -> None:
+    def wait_until_loaded(self) -> None:
         """The host waits for all that was loaded."""
         if self._module:
             self._loading.synchronize()
             self._other_loading.synchronize()
 
-    def of_thread(self) -> contextlib.AbstractContextManager[Any]:
-        """For another thread: its copies inside are loads of turn 0, after this one's ``loaded_by_threads``."""
-        return self._on(self._loading)
+    def enter_thread(self) -> contextlib.AbstractContextManager[Any]:
+        """For another thread: its copies inside are loads of turn 0, after this one's ``wait_for_threads``."""
+        return self._enter(self._loading)
 
-    def loaded_by_threads(self) -> None:
+    def wait_for_threads(self) -> None:
         """Gathers from now on come after all that other threads have loaded."""
         if self._module:
             self._use(self._loading)
 
-    def loading_event(self) -> Any:
+    def record_loading(self) -> Any:
         """An event after all that was loaded in turn 0."""
         return self._loading.record_event() if self._module else None
 
@@ -124,15 +124,15 @@ class Streams:
         if event is not None:
             (self._other_loading if turn else self._loading).wait_event(event)
 
-    def gathering(self) -> contextlib.AbstractContextManager[Any]:
+    def use_gathering_stream(self) -> contextlib.AbstractContextManager[Any]:
         """After all that was loaded and cast."""
         if self._module:
             for stream in self._used:
                 self._gathering.wait_stream(stream)
         self._used.clear()
-        return self._on(self._gathering)
+        return self._enter(self._gathering)
 
-    def gathered(self) -> Any:
+    def record_gathering(self) -> Any:
         """An event after all that was gathered."""
         return self._gathering.record_event() if self._module else None
 
@@ -146,7 +146,7 @@ class Streams:
             self._used.append(stream)
         return stream
 
-    def _on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+    def _enter(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         context: contextlib.AbstractContextManager[Any] = (
             self._module.stream(stream) if self._module else contextlib.nullcontext()
         )
@@ -160,7 +160,7 @@ def wait_for_device(device: torch.device) -> None:
 
 
 @functools.cache
-def _streams(device: torch.device) -> tuple[Any, Any, Any, Any]:
+def _make_streams(device: torch.device) -> tuple[Any, Any, Any, Any]:
     """The same ones every time: what an allocator has kept for a stream is of use to no other."""
     if device.type == "cpu":
         return None, None, None, None

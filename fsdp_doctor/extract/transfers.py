@@ -23,7 +23,7 @@ from fsdp_doctor.extract.loader import Piece
 from fsdp_doctor.extract.lora import Delta
 from fsdp_doctor.extract.sources import FlatUnit, OutputDtypes, Placed, Plain, Rows, ShardGroup, Span, TensorSpec
 from fsdp_doctor.fsdp import private
-from fsdp_doctor.fsdp.decorators import without_autograd
+from fsdp_doctor.fsdp.decorators import disable_autograd
 
 Result: TypeAlias = torch.Tensor | Callable[[], torch.Tensor]
 """A tensor, or what copies it out of memory that it shares with others."""
@@ -71,7 +71,7 @@ class TensorTransfer(ABC):
     shard_group: ShardGroup | None
     _gathers: Sequence[Gather] = ()
 
-    def begun(self, call: Call) -> Self:
+    def begin(self, call: Call) -> Self:
         """Returns a copy with memory, allocated on the caller's stream."""
         transfer = copy.copy(self)
         try:
@@ -87,14 +87,14 @@ class TensorTransfer(ABC):
         """Allocates all memory that is needed until the collective has been launched."""
 
     @abstractmethod
-    def pieces(self) -> Iterable[Piece]:
+    def list_pieces(self) -> Iterable[Piece]:
         """The parts of this rank's shards that are to be loaded, and where."""
 
-    def copies(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    def list_copies(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """(targets, sources) beside the pieces: of the same shapes and dtypes, and all of them on the device."""
         return (), ()
 
-    def gathers(self) -> Sequence[Gather]:
+    def list_gathers(self) -> Sequence[Gather]:
         """The all-gathers that become part of one collective of the bucket."""
         return self._gathers
 
@@ -102,18 +102,18 @@ class TensorTransfer(ABC):
         """Runs further collectives on the gathering stream, after the bucket's."""
 
     @abstractmethod
-    def results(self) -> Iterable[OrderedResult]:
+    def make_results(self) -> Iterable[OrderedResult]:
         """The full tensors, on the caller's stream, once it has waited for the gather."""
 
 
-def all_gather(transfers: Sequence[TensorTransfer]) -> None:
+def launch_all_gathers(transfers: Sequence[TensorTransfer]) -> None:
     """Launches one collective for each shard group and dtype of the bucket, in the order of the transfers.
 
     gloo joins the tensors of a coalesced all-gather as if they had one dtype.
     """
     gathers: dict[tuple[tuple[int, ...], torch.dtype], tuple[dist.ProcessGroup, list[Gather]]] = {}
     for transfer in transfers:
-        for gather in transfer.gathers():
+        for gather in transfer.list_gathers():
             assert transfer.shard_group is not None
             key = transfer.shard_group.ranks, gather.output.dtype
             gathers.setdefault(key, (transfer.shard_group.group, []))[1].append(gather)
@@ -125,7 +125,7 @@ def all_gather(transfers: Sequence[TensorTransfer]) -> None:
 def take_results(transfers: list[TensorTransfer]) -> Iterator[OrderedResult]:
     """Yields all results, and lets go of each transfer once it has given its own."""
     while transfers:
-        yield from transfers.pop(0).results()
+        yield from transfers.pop(0).make_results()
 
 
 def materialize(result: Result) -> torch.Tensor:
@@ -157,13 +157,13 @@ class LocalCopy(TensorTransfer):
         self.nbytes = source.spec.numel * dtype.itemsize
 
     def allocate(self, call: Call) -> None:
-        self._local = self._source.whole(call.shards[self._source.place])
+        self._local = self._source.view_whole(call.shards[self._source.place])
         self._full = torch.empty(self._source.spec.shape, dtype=self._dtype, device=call.device)
 
-    def pieces(self) -> Iterable[Piece]:
+    def list_pieces(self) -> Iterable[Piece]:
         return [Piece(self._full.view(-1), self._local.reshape(-1), self.names[0], 0)]
 
-    def results(self) -> Iterable[OrderedResult]:
+    def make_results(self) -> Iterable[OrderedResult]:
         return [(self.order, self._source.spec, self._full)]
 
 
@@ -197,10 +197,10 @@ class RowsGather(TensorTransfer):
             self._pieces.append(Piece(target, shard.reshape(-1), spec.names[0], rank * chunk))
             self._gathers.append(Gather(full.view(-1), part))
 
-    def pieces(self) -> Iterable[Piece]:
+    def list_pieces(self) -> Iterable[Piece]:
         return self._pieces
 
-    def results(self) -> Iterable[OrderedResult]:
+    def make_results(self) -> Iterable[OrderedResult]:
         for order, source, full in zip(self._orders, self._sources, self._full, strict=True):
             spec = source.spec
             yield order, spec, full if full.shape == spec.shape else full[: spec.numel].view(spec.shape)
@@ -228,12 +228,12 @@ class PackedGather(TensorTransfer):
         self._is_ready = self._places <= call.ready
         self._gathers = [Gather(self._rows.view(-1), self._rows[self.shard_group.rank])]
 
-    def copies(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    def list_copies(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         if not self._is_ready:
             return (), ()
-        return private.views_like(self._rows[self.shard_group.rank], self._shards), self._shards
+        return private.make_views_like(self._rows[self.shard_group.rank], self._shards), self._shards
 
-    def pieces(self) -> Iterator[Piece]:
+    def list_pieces(self) -> Iterator[Piece]:
         if self._is_ready:
             return
         rank = self.shard_group.rank
@@ -242,7 +242,7 @@ class PackedGather(TensorTransfer):
             part = target if source.held == source.chunk else target[: source.held]
             yield Piece(part, shard.reshape(-1), source.spec.names[0], rank * source.chunk)
 
-    def results(self) -> Iterator[OrderedResult]:
+    def make_results(self) -> Iterator[OrderedResult]:
         torch.split_with_sizes_copy(self._rows, self._chunks, dim=1, out=self._outputs)
         for order, source, output in zip(self.orders, self._sources, self._outputs, strict=True):
             spec = source.spec
@@ -264,7 +264,7 @@ class Redistribution(TensorTransfer):
         self._local = torch.empty(self._shard.shape, dtype=self._shard.dtype, device=call.device)
         self._full = torch.empty(self._source.spec.shape, dtype=self._dtype, device=call.device)
 
-    def pieces(self) -> Iterable[Piece]:
+    def list_pieces(self) -> Iterable[Piece]:
         return [Piece(self._local.view(-1), self._shard.reshape(-1), "", 0)]
 
     def collect(self, deltas: Mapping[str, list[Delta]]) -> None:
@@ -272,10 +272,10 @@ class Redistribution(TensorTransfer):
         merged = deltas.get(spec.names[0], [])
         full = _redistribute(self._local if merged else self._local.to(self._dtype), self._source)
         for delta in merged:
-            full = full + delta.part(0, spec.numel).view(spec.shape)
+            full = full + delta.compute_part(0, spec.numel).view(spec.shape)
         self._full.copy_(full)
 
-    def results(self) -> Iterable[OrderedResult]:
+    def make_results(self) -> Iterable[OrderedResult]:
         return [(self.order, self._source.spec, self._full)]
 
 
@@ -320,11 +320,11 @@ class FlatLayout:
 
     def __init__(self, order: int, source: FlatUnit, dtypes: OutputDtypes) -> None:
         self.order, self.source = order, source
-        self.dtypes = [dtypes.of(span.spec) for span in source.spans]
+        self.dtypes = [dtypes.choose(span.spec) for span in source.spans]
         self.nbytes = [span.spec.numel * d.itemsize for span, d in zip(source.spans, self.dtypes, strict=True)]
         self.names = [span.spec.names[0] for span in source.spans]
 
-    def rows(self, dtype: torch.dtype) -> list[list[_Segment]]:
+    def list_rows(self, dtype: torch.dtype) -> list[list[_Segment]]:
         """Each rank's segments of the spans that are gathered in that dtype, in the order of its shard."""
         shard = self.source.chunk
         rows: list[list[_Segment]] = [[] for _ in range(self.source.shard_group.size)]
@@ -349,11 +349,11 @@ class UnitOutputs:
         self._flat: dict[int, torch.Tensor] = {}
         self._begun: set[int] = set()
 
-    def held_bytes(self) -> int:
+    def count_kept_bytes(self) -> int:
         """Device memory of the tensors that have been gathered in part."""
         return sum(self._unit.nbytes[index] for index in self._begun)
 
-    def flat(self, index: int, device: torch.device) -> torch.Tensor:
+    def allocate_flat(self, index: int, device: torch.device) -> torch.Tensor:
         """The tensor's memory, 1-D, in the order in which it lies in the flat parameter."""
         if index not in self._flat:
             numel = self._unit.source.spans[index].spec.numel
@@ -384,7 +384,7 @@ def divide_unit(unit: FlatLayout, bucket_bytes: int, room: int, merged: Collecti
             yield whole
             return
     for dtype in dict.fromkeys(unit.dtypes):
-        rows = unit.rows(dtype)
+        rows = unit.list_rows(dtype)
         longest = max(bucket_bytes // (2 * unit.source.shard_group.size * dtype.itemsize), 1)
         missing: dict[int, int] = {}
         while any(rows):
@@ -439,9 +439,9 @@ class FlatGather(TensorTransfer):
         self.opened_bytes = sum(unit.nbytes[index] for index in {segment.index for segment in segments} - begun)
         self.nbytes = length * self.shard_group.size * dtype.itemsize + self.opened_bytes
         self._local = [segment for segment in segments if segment.rank == self.shard_group.rank]
-        self._start = self._stretch()
+        self._start = self._find_stretch()
 
-    def _stretch(self) -> int | None:
+    def _find_stretch(self) -> int | None:
         """Where this rank's part begins in its shard, if it lies there as it is to be gathered."""
         start = self._local[0].source if self._local else 0
         in_one = all(segment.source - segment.offset == start for segment in self._local)
@@ -462,14 +462,14 @@ class FlatGather(TensorTransfer):
                 self._pieces.append(Piece(target, source, self.unit.names[s.index], s.start))
         self._gathers = [Gather(self._rows, part)]
 
-    def pieces(self) -> Iterable[Piece]:
+    def list_pieces(self) -> Iterable[Piece]:
         return self._pieces
 
-    def results(self) -> Iterator[OrderedResult]:
+    def make_results(self) -> Iterator[OrderedResult]:
         targets, parts = [], []
         for s in self._segments:
             begin = s.rank * self._length + s.offset
-            targets.append(self._outputs.flat(s.index, self._rows.device)[s.start : s.start + s.numel])
+            targets.append(self._outputs.allocate_flat(s.index, self._rows.device)[s.start : s.start + s.numel])
             parts.append(self._rows[begin : begin + s.numel])
         private.copy_all(targets, parts)
         for s in self._segments:
@@ -492,7 +492,7 @@ class UnitGather(TensorTransfer):
         self.shard_group: ShardGroup = source.shard_group
         self._numel = source.chunk * self.shard_group.size
         self.nbytes = self._numel * self._dtype.itemsize
-        self._in_place = self._index_in_place()
+        self._in_place = self._find_index_in_place()
         copied = [index for index in range(len(unit.nbytes)) if index != self._in_place]
         self._groups = _group_neighbours(copied, unit.nbytes, together_bytes)
         # The caller has the last of those before.
@@ -502,7 +502,7 @@ class UnitGather(TensorTransfer):
             default=0,
         )
 
-    def _index_in_place(self) -> int | None:
+    def _find_index_in_place(self) -> int | None:
         """Which tensor is all but a small part of the unit, and begins where memory may."""
         for index, span in enumerate(self._unit.source.spans):
             is_aligned = span.offset * self._dtype.itemsize % _ALIGNMENT == 0
@@ -521,10 +521,10 @@ class UnitGather(TensorTransfer):
             part = target
         self._gathers = [Gather(self._flat, part)]
 
-    def pieces(self) -> Iterable[Piece]:
+    def list_pieces(self) -> Iterable[Piece]:
         return self._pieces
 
-    def results(self) -> Iterator[OrderedResult]:
+    def make_results(self) -> Iterator[OrderedResult]:
         spans = self._unit.source.spans
         copied = _CopiedOut(self._flat, spans, self._groups)
         for index, span in enumerate(spans):
@@ -547,7 +547,7 @@ class _CopiedOut:
             self._copy(self._groups.popleft())
         return _view_span(self._copied.pop(index), self._spans[index], 0)
 
-    @without_autograd
+    @disable_autograd
     def _copy(self, group: Sequence[int]) -> None:
         flat = self._flat
         assert flat is not None

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from fsdp_doctor.errors import some
+from fsdp_doctor.errors import join_some
 from fsdp_doctor.fingerprints.fingerprint_set import (
     FingerprintError,
     Fingerprints,
@@ -90,7 +90,7 @@ def compare_fingerprints(
         fingerprints.require_whole(whose)
     reasons = not_comparable or {}
     if unknown := [name for name in reasons if name not in trainer.tensors and name not in engine.tensors]:
-        raise FingerprintError(f"{some(unknown, 2)} is said not to be comparable, and neither side has it")
+        raise FingerprintError(f"{join_some(unknown, 2)} is said not to be comparable, and neither side has it")
     comparison = _Comparison(trainer, engine, history, base, variants or {}, reasons, *called)
     comparison.require_one_model()
     return [*comparison.find_differences(), *comparison.find_superfluous()]
@@ -119,7 +119,7 @@ class _Comparison:
         if (trainers or engines) and not common:
             raise FingerprintError(
                 f"fingerprints of different models, or by different names: {self.trainers_name} has "
-                f"{some(trainers, 2)}, {self.engines_name} {some(engines, 2)}"
+                f"{join_some(trainers, 2)}, {self.engines_name} {join_some(engines, 2)}"
             )
         if common and all(trainers[name].numel != engines[name].numel for name in common):
             raise FingerprintError(

@@ -71,12 +71,12 @@ class WordRun:
     first: int
 
 
-def range_block(number: int, tensor: torch.Tensor, first: int) -> IndexedBlock:
+def make_range_block(number: int, tensor: torch.Tensor, first: int) -> IndexedBlock:
     """A block whose elements are consecutive in the whole tensor too, from element ``first`` on."""
     return IndexedBlock(number, tensor, first, (tensor.numel(),), (1,))
 
 
-def grid_block(number: int, tensor: torch.Tensor, offsets: Sequence[int], strides: Sequence[int]) -> IndexedBlock:
+def make_grid_block(number: int, tensor: torch.Tensor, offsets: Sequence[int], strides: Sequence[int]) -> IndexedBlock:
     """A part of the tensor that begins at ``offsets``. strides: the distance of neighbours along each dim."""
     base = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     return IndexedBlock(number, tensor, base, tuple(tensor.shape), tuple(strides))
@@ -86,7 +86,7 @@ class BlockSums:
     """The sums of blocks of memory on one device; ``add`` may be called again while they stay where they are."""
 
     def __init__(self, blocks: Sequence[IndexedBlock], device: torch.device) -> None:
-        pieces = [piece for block in blocks for piece in in_words(block)]
+        pieces = [piece for block in blocks for piece in divide_into_words(block)]
         self._runs = [piece for piece in pieces if isinstance(piece, WordRun)]
         self._grids = [piece for piece in pieces if isinstance(piece, IndexedBlock)]
         self._device = device
@@ -109,9 +109,9 @@ class BlockSums:
                 self._table.add(into)
             return
         for run in self._runs:
-            into[run.number] += sum_of_words(run.words, run.first)
+            into[run.number] += sum_words(run.words, run.first)
         for grid in self._grids:
-            into[grid.number] += _sum_of_elements(grid)
+            into[grid.number] += _sum_elements(grid)
 
 
 @functools.cache
@@ -119,7 +119,7 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def keys(counters: torch.Tensor, family: int) -> torch.Tensor:
+def compute_keys(counters: torch.Tensor, family: int) -> torch.Tensor:
     """splitmix64 of ``4 * counters + family``, made odd. int64, in and out, on any device."""
     mixed = (4 * counters + family + 1) * _GAMMA
     for shift, factor in zip(_SHIFTS, (*_FACTORS, None), strict=True):
@@ -130,22 +130,22 @@ def keys(counters: torch.Tensor, family: int) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=16)
-def column_keys(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def compute_column_keys(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys of both lanes, int64."""
     columns = torch.arange(ROW_WORDS, device=device)
-    return keys(columns, 0), keys(columns, 1)
+    return compute_keys(columns, 0), compute_keys(columns, 1)
 
 
-def row_keys(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return keys(rows, 2), keys(rows, 3)
+def compute_row_keys(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return compute_keys(rows, 2), compute_keys(rows, 3)
 
 
-def in_words(block: IndexedBlock) -> Iterator[WordRun | IndexedBlock]:
+def divide_into_words(block: IndexedBlock) -> Iterator[WordRun | IndexedBlock]:
     """Divides the block into whole words and, where they are not consecutive, 1-D integers of at most 4 bytes."""
     if not block.tensor.numel():
         return
-    flat, base, sizes, strides = _integers(block)
-    sizes, strides = _merged(sizes, strides)
+    flat, base, sizes, strides = _view_as_integers(block)
+    sizes, strides = _merge_dims(sizes, strides)
     if len(sizes) == 1 and strides[0] == 1:
         yield from _run(block.number, flat, base)
         return
@@ -158,7 +158,7 @@ def in_words(block: IndexedBlock) -> Iterator[WordRun | IndexedBlock]:
     yield IndexedBlock(block.number, flat, base, sizes, strides)
 
 
-def _integers(block: IndexedBlock) -> tuple[torch.Tensor, int, tuple[int, ...], tuple[int, ...]]:
+def _view_as_integers(block: IndexedBlock) -> tuple[torch.Tensor, int, tuple[int, ...], tuple[int, ...]]:
     """The block as integers of at most 4 bytes; each 4 bytes of a longer element count as one."""
     # The values of a conjugate view are not in memory yet.
     flat = block.tensor.resolve_conj().reshape(-1)
@@ -172,7 +172,7 @@ def _integers(block: IndexedBlock) -> tuple[torch.Tensor, int, tuple[int, ...], 
     return flat, block.base * per_element, (*block.sizes, per_element), strides
 
 
-def _merged(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _merge_dims(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Joins dims along which the elements are consecutive, and drops those of length one."""
     merged: list[tuple[int, int]] = []
     for size, stride in zip(sizes, strides, strict=True):
@@ -201,7 +201,7 @@ def _run(number: int, flat: torch.Tensor, base: int) -> Iterator[WordRun | Index
             yield IndexedBlock(number, flat[begin:end], base + begin, (end - begin,), (1,))
 
 
-def sum_of_words(words: torch.Tensor, first: int) -> torch.Tensor:
+def sum_words(words: torch.Tensor, first: int) -> torch.Tensor:
     """Both lanes, int64, of consecutive words: int32, 1-D. first: the index of the first one."""
     total = torch.zeros(2, dtype=torch.int64, device=words.device)
     column = first % ROW_WORDS
@@ -212,31 +212,31 @@ def sum_of_words(words: torch.Tensor, first: int) -> torch.Tensor:
     while words.numel():
         part = words[: rows.numel() - column]
         num_rows = -(-(column + part.numel()) // ROW_WORDS)
-        total += _sum_of_rows(part, first // ROW_WORDS, column, rows[:num_rows], swapped[:num_rows])
+        total += _sum_rows(part, first // ROW_WORDS, column, rows[:num_rows], swapped[:num_rows])
         words, first, column = words[part.numel() :], first + part.numel(), 0
     return total
 
 
-def _sum_of_rows(words: torch.Tensor, row: int, column: int, rows: torch.Tensor, swapped: torch.Tensor) -> torch.Tensor:
+def _sum_rows(words: torch.Tensor, row: int, column: int, rows: torch.Tensor, swapped: torch.Tensor) -> torch.Tensor:
     """rows, swapped: memory that is used again, which spares the CPU new pages at each step."""
     flat = rows.view(-1)
     flat[:column], flat[column + words.numel() :] = 0, 0
     flat[column : column + words.numel()] = words
     rows &= 0xFFFFFFFF
     torch.bitwise_right_shift(rows, 16, out=swapped)
-    one, two = row_keys(torch.arange(row, row + len(rows), device=words.device))
-    of_column_one, of_column_two = column_keys(words.device)
-    first_lane = _times(rows, of_column_one).mul_(one).sum()
+    one, two = compute_row_keys(torch.arange(row, row + len(rows), device=words.device))
+    of_column_one, of_column_two = compute_column_keys(words.device)
+    first_lane = _multiply(rows, of_column_one).mul_(one).sum()
     swapped |= rows.bitwise_and_(0xFFFF).mul_(1 << 16)
-    return torch.stack([first_lane, _times(swapped, of_column_two).mul_(two).sum()])
+    return torch.stack([first_lane, _multiply(swapped, of_column_two).mul_(two).sum()])
 
 
-def _times(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+def _multiply(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """The product of a matrix and a vector; torch's own is for int64 on the CPU alone."""
     return torch.mv(rows, columns) if rows.device.type == "cpu" else (rows * columns).sum(dim=1)
 
 
-def _sum_of_elements(grid: IndexedBlock) -> torch.Tensor:
+def _sum_elements(grid: IndexedBlock) -> torch.Tensor:
     """Both lanes of elements in any places; ``grid.tensor`` is int8, int16 or int32, 1-D."""
     elements = grid.tensor
     total = torch.zeros(2, dtype=torch.int64, device=elements.device)
@@ -252,13 +252,13 @@ def _sum_of_elements(grid: IndexedBlock) -> torch.Tensor:
         bits = part << (index % per_word * (32 // per_word))
         row, column = word // ROW_WORDS, word % ROW_WORDS
         lanes = []
-        for of_row, of_column in zip(row_keys(row), column_keys(elements.device), strict=True):
+        for of_row, of_column in zip(compute_row_keys(row), compute_column_keys(elements.device), strict=True):
             lanes.append((bits * of_column[column] * of_row).sum())
-            bits = _halves_swapped(bits)
+            bits = _swap_halves(bits)
         total += torch.stack(lanes)
     return total
 
 
-def _halves_swapped(words: torch.Tensor) -> torch.Tensor:
+def _swap_halves(words: torch.Tensor) -> torch.Tensor:
     """The words with their halves in the other order: int64 of which 32 bits are used."""
     return (words >> 16) | ((words & 0xFFFF) << 16)

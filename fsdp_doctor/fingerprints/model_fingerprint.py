@@ -19,20 +19,20 @@ from torch.distributed.tensor import Replicate
 from typing_extensions import assert_never
 
 from fsdp_doctor.extract.agreement import Agreement, ComparedPlan
-from fsdp_doctor.extract.full import BUCKET_BYTES, OfExtraction, announced
+from fsdp_doctor.extract.full import BUCKET_BYTES, ExtractionComparison, announce_errors
 from fsdp_doctor.extract.local import (
     LoadedShard,
     ShardRequest,
-    announced_where_merged,
+    announce_errors_where_merged,
     divide_shard,
-    factor_stream,
-    gathered_deltas,
-    loaded_shards,
+    gather_deltas,
+    load_shards,
     refuse_unknown,
     request_of,
+    start_factor_stream,
 )
 from fsdp_doctor.extract.lora import Delta, Lora
-from fsdp_doctor.extract.plan import Plan, signature
+from fsdp_doctor.extract.plan import Plan, describe_plan
 from fsdp_doctor.extract.sources import (
     FlatUnit,
     OutputDtypes,
@@ -41,14 +41,20 @@ from fsdp_doctor.extract.sources import (
     Rows,
     Source,
     TensorSpec,
-    dtype_name,
-    specs,
+    list_specs,
+    name_dtype,
 )
 from fsdp_doctor.fingerprints.differences import FingerprintVariant
-from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Fingerprints, TensorFingerprint, to_lanes
+from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Fingerprints, TensorFingerprint, reduce_to_lanes
 from fsdp_doctor.fingerprints.keyed_sum import IndexedBlock
-from fsdp_doctor.fingerprints.summing import FingerprintSums, blocks_of_shard, parts_of_shard, swap_halves, unsummed
-from fsdp_doctor.fsdp.decorators import without_autograd
+from fsdp_doctor.fingerprints.summing import (
+    FingerprintSums,
+    divide_shard_into_blocks,
+    divide_shard_into_parts,
+    make_unsummed,
+    swap_halves,
+)
+from fsdp_doctor.fsdp.decorators import disable_autograd
 from fsdp_doctor.fsdp.shards import row_major
 from fsdp_doctor.names.hub_names import Names
 
@@ -57,7 +63,7 @@ _INTERMEDIATE_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torc
 _BlocksOf: TypeAlias = Callable[[LoadedShard], list[IndexedBlock]]
 
 
-@without_autograd
+@disable_autograd
 def fingerprint(
     model: nn.Module,
     *,
@@ -94,10 +100,10 @@ def fingerprint(
     if combined:
         repeated.start()
         return repeated.read()
-    with announced_where_merged(model, lora):
+    with announce_errors_where_merged(model, lora):
         request = repeated.request()
         refuse_unknown(request)
-    deltas = gathered_deltas(request, factor_stream(request))
+    deltas = gather_deltas(request, start_factor_stream(request))
     return _by_all_names(_list_parts(request), _sum_shards(request, deltas).fingerprints().tensors)
 
 
@@ -126,14 +132,16 @@ class RepeatedFingerprint:
         self._sums = FingerprintSums()
         self._summed: tuple[Plan, list[int]] | None = None
 
-    @without_autograd
+    @disable_autograd
     def start(self) -> None:
         """Sums the shards as the current stream finds them. Every rank must call it; raises as :func:`fingerprint`."""
-        with announced(self._model):
+        with announce_errors(self._model):
             request = self.request()
         summed = request.plan, [shard.data_ptr() for shard in request.shards]
-        deltas = gathered_deltas(request, factor_stream(request))
-        with _agreed(request, f"fingerprints dtype={self._dtype} lora={self._lora} {request.plan.names}") as agree:
+        deltas = gather_deltas(request, start_factor_stream(request))
+        with _agree_on_request(
+            request, f"fingerprints dtype={self._dtype} lora={self._lora} {request.plan.names}"
+        ) as agree:
             if summed != self._summed or not self._sums.repeat():
                 self._sums, self._summed = _sum_shards(request, deltas), summed
             self._added = _SumsOverRanks(request, self._sums)
@@ -141,7 +149,7 @@ class RepeatedFingerprint:
             self._added.add()
             self._specs = _list_parts(request)
 
-    @without_autograd
+    @disable_autograd
     def read(self) -> Fingerprints:
         """Of the last start. Waits for the device; no other rank is needed."""
         return _by_all_names(self._specs, self._added.read())
@@ -153,7 +161,7 @@ class RepeatedFingerprint:
 def _list_parts(request: ShardRequest) -> list[TensorSpec]:
     """What is summed under names of its own: the tensors, or their parts."""
     names = request.plan.names
-    return [part for source in request.sources for spec in specs(source) for part, _ in names.list_parts(spec)]
+    return [part for source in request.sources for spec in list_specs(source) for part, _ in names.list_parts(spec)]
 
 
 def _by_all_names(every: Sequence[TensorSpec], by_first_name: Mapping[str, TensorFingerprint]) -> Fingerprints:
@@ -178,17 +186,19 @@ def fingerprint_variants(
     Every rank must call it with the same names, as :func:`fingerprint`. Raises the same errors, and FingerprintError
     for a name that the model does not have.
     """
-    with announced(model):
+    with announce_errors(model):
         request = request_of(model, dtype, keep_dtype, BUCKET_BYTES, lora)
         sources = _restrict(request.sources, names)
-        known = {name for source in sources for spec in specs(source) for name in spec.names}
+        known = {name for source in sources for spec in list_specs(source) for name in spec.names}
         if unknown := sorted(set(names) - known):
             raise FingerprintError(f"the model has no {unknown[0]}")
         adapters = {name: factors for name, factors in request.adapters.items() if name in known}
         request = replace(request, sources=sources, adapters=adapters)
-    deltas = gathered_deltas(request, factor_stream(request))
-    with _agreed(request, f"variants of fingerprints dtype={dtype} lora={lora}") as agree:
-        sums = [(variant, _SumsOverRanks(request, of_variant)) for variant, of_variant in _variants(request, deltas)]
+    deltas = gather_deltas(request, start_factor_stream(request))
+    with _agree_on_request(request, f"variants of fingerprints dtype={dtype} lora={lora}") as agree:
+        sums = [
+            (variant, _SumsOverRanks(request, of_variant)) for variant, of_variant in _sum_variants(request, deltas)
+        ]
         agree()
         for _, over_ranks in sums:
             over_ranks.add()
@@ -197,19 +207,19 @@ def fingerprint_variants(
         for name, tensor in over_ranks.read().items():
             if tensor.is_whole:
                 by_first_name.setdefault(name, []).append(replace(variant, lanes=tensor.lanes))
-    every = [spec for source in request.sources for spec in specs(source)]
+    every = [spec for source in request.sources for spec in list_specs(source)]
     return {name: by_first_name.get(spec.names[0], []) for spec in every for name in spec.names if name in names}
 
 
 @contextlib.contextmanager
-def _agreed(request: ShardRequest, settings: str) -> Iterator[Callable[[], object]]:
+def _agree_on_request(request: ShardRequest, settings: str) -> Iterator[Callable[[], object]]:
     """Yields a function that compares the ranks' models and waits for all; tells the others if this one raises."""
     agreement = Agreement(request.plan.ranks)
     agreement.expect(
-        lambda: ComparedPlan(signature(request.sources, request.dtypes, settings, request.adapters)),
-        OfExtraction(request.plan.groups, request.shards, request.device),
+        lambda: ComparedPlan(describe_plan(request.sources, request.dtypes, settings, request.adapters)),
+        ExtractionComparison(request.plan.groups, request.shards, request.device),
     )
-    with agreement.leaving():
+    with agreement.announce_leaving():
         yield agreement.proceed
         agreement.end()
 
@@ -220,9 +230,9 @@ def _sum_shards(request: ShardRequest, deltas: Mapping[str, list[Delta]]) -> Fin
     # In the order of their first tensors, which is the same on every rank.
     by_groups: dict[tuple[int, ...], list[Source]] = {}
     for source in request.sources:
-        by_groups.setdefault(tuple(map(id, _dividing_groups(source))), []).append(source)
+        by_groups.setdefault(tuple(map(id, _find_dividing_groups(source))), []).append(source)
     request = replace(request, sources=list(itertools.chain.from_iterable(by_groups.values())))
-    with contextlib.closing(loaded_shards(request, deltas, own=False)) as shards:
+    with contextlib.closing(load_shards(request, deltas, own=False)) as shards:
         for shard in shards:
             for part in divide_shard(request.plan.names, shard):
                 _add_shard(sums, part)
@@ -234,8 +244,8 @@ def _sum_shards(request: ShardRequest, deltas: Mapping[str, list[Delta]]) -> Fin
 
 def _add_shard(sums: FingerprintSums, shard: LoadedShard, blocks_of: _BlocksOf | None = None) -> None:
     spec, tensor, place, is_copy = shard
-    blocks = blocks_of_shard(tensor, spec.shape, place) if blocks_of is None else blocks_of(shard)
-    part = unsummed(tensor.dtype, spec.shape, blocks)
+    blocks = divide_shard_into_blocks(tensor, spec.shape, place) if blocks_of is None else blocks_of(shard)
+    part = make_unsummed(tensor.dtype, spec.shape, blocks)
     sums.add_blocks(spec.names[0], part, blocks, memory=None if is_copy else tensor)
 
 
@@ -254,8 +264,8 @@ class _SumsOverRanks:
         groups_of = {
             part.names[0]: groups
             for source in request.sources
-            for groups in (_dividing_groups(source),)
-            for spec in specs(source)
+            for groups in (_find_dividing_groups(source),)
+            for spec in list_specs(source)
             for part, _ in list_parts(spec)
         }
         self._done: Any = None
@@ -280,12 +290,12 @@ class _SumsOverRanks:
         if self._done is not None:
             self._done.synchronize()
         return {
-            name: TensorFingerprint(part.dtype, part.shape, 0, num_summed, to_lanes(lanes))
+            name: TensorFingerprint(part.dtype, part.shape, 0, num_summed, reduce_to_lanes(lanes))
             for (name, part), (*lanes, num_summed) in zip(self._parts, self._on_host.tolist(), strict=True)
         }
 
 
-def _dividing_groups(source: Source) -> list[dist.ProcessGroup]:
+def _find_dividing_groups(source: Source) -> list[dist.ProcessGroup]:
     match source:
         case Plain():
             return []
@@ -311,21 +321,21 @@ def _restrict(sources: Sequence[Source], names: Collection[str]) -> list[Source]
     return chosen
 
 
-def _variants(
+def _sum_variants(
     request: ShardRequest, deltas: Mapping[str, list[Delta]]
 ) -> Iterator[tuple[FingerprintVariant, FingerprintSums]]:
     """(variant without lanes, this rank's part of the sums of the tensors to which it applies) of each mistake."""
-    dims = max((len(spec.shape) for source in request.sources for spec in specs(source)), default=0)
-    yield FingerprintVariant("transposed", "transposed", (0, 0)), _sum_variant(request, deltas, _transposed)
+    dims = max((len(spec.shape) for source in request.sources for spec in list_specs(source)), default=0)
+    yield FingerprintVariant("transposed", "transposed", (0, 0)), _sum_variant(request, deltas, _transpose_blocks)
     for dim in range(dims):
         variant = FingerprintVariant("halves swapped", f"the halves of dim {dim} are swapped", (0, 0))
         yield variant, _sum_variant(request, deltas, functools.partial(_swap_halves, dim=dim))
     # Integers are buffers, which are sources of their own.
-    floating = replace(request, sources=[s for s in request.sources if specs(s)[0].dtype.is_floating_point])
+    floating = replace(request, sources=[s for s in request.sources if list_specs(s)[0].dtype.is_floating_point])
     for dtype in _INTERMEDIATE_DTYPES:
-        variant = FingerprintVariant("cast twice", f"cast twice: to {dtype_name(dtype)} and back", (0, 0))
+        variant = FingerprintVariant("cast twice", f"cast twice: to {name_dtype(dtype)} and back", (0, 0))
         yield variant, _sum_variant(floating, deltas, back_from=dtype)
-        variant = FingerprintVariant("cast twice", f"cast twice: to {dtype_name(dtype)} first", (0, 0))
+        variant = FingerprintVariant("cast twice", f"cast twice: to {name_dtype(dtype)} first", (0, 0))
         yield variant, _sum_variant(floating, deltas, first_to=dtype)
 
 
@@ -342,10 +352,10 @@ def _sum_variant(
     first_to: a dtype to which they are cast before that of the fingerprint. back_from: a dtype to which they are cast
     after it, and back.
     """
-    dtypes = {spec.names[0]: request.dtypes.of(spec) for source in request.sources for spec in specs(source)}
+    dtypes = {spec.names[0]: request.dtypes.choose(spec) for source in request.sources for spec in list_specs(source)}
     read = request if first_to is None else replace(request, dtypes=OutputDtypes(first_to))
     sums = FingerprintSums()
-    with contextlib.closing(loaded_shards(read, deltas, own=False)) as shards:
+    with contextlib.closing(load_shards(read, deltas, own=False)) as shards:
         for shard in shards:
             dtype = dtypes[shard.spec.names[0]]
             if back_from == dtype or (first_to is not None and (first_to == dtype or shard.spec.dtype == dtype)):
@@ -357,18 +367,18 @@ def _sum_variant(
     return sums
 
 
-def _transposed(shard: LoadedShard) -> list[IndexedBlock]:
+def _transpose_blocks(shard: LoadedShard) -> list[IndexedBlock]:
     shape = shard.spec.shape
     if len(shape) < 2:
         return []
     strides = (*row_major(shape)[:-2], 1, shape[-2])
-    return blocks_of_shard(shard.tensor, shape, shard.place, strides)
+    return divide_shard_into_blocks(shard.tensor, shape, shard.place, strides)
 
 
 def _swap_halves(shard: LoadedShard, dim: int) -> list[IndexedBlock]:
     shape = shard.spec.shape
     return [
         block
-        for part, offsets in parts_of_shard(shard.tensor, shape, shard.place)
+        for part, offsets in divide_shard_into_parts(shard.tensor, shape, shard.place)
         for block in swap_halves(part, offsets, shape, dim)
     ]

@@ -37,7 +37,7 @@ class SumTable:
         }
         by_size = {size: [grid for grid in grids if grid.tensor.element_size() == size] for size in (1, 2, 4)}
         self._elements = {
-            size: torch.cat([_element_programs(part) for grid in chosen for part in _with_few_dims(grid)]).to(
+            size: torch.cat([_list_element_programs(part) for grid in chosen for part in _reduce_dims(grid)]).to(
                 device, non_blocking=True
             )
             for size, chosen in by_size.items()
@@ -87,7 +87,7 @@ def _is_aligned(run: WordRun) -> bool:
     return (run.words.data_ptr() - 4 * run.first) % 16 == 0
 
 
-def _with_few_dims(grid: IndexedBlock) -> list[IndexedBlock]:
+def _reduce_dims(grid: IndexedBlock) -> list[IndexedBlock]:
     """Divides the grid along its first dims until it has no more than the kernel handles."""
     if len(grid.sizes) <= _MOST_DIMS:
         return [grid]
@@ -95,13 +95,13 @@ def _with_few_dims(grid: IndexedBlock) -> list[IndexedBlock]:
     return [
         few
         for index, elements in enumerate(parts)
-        for few in _with_few_dims(
+        for few in _reduce_dims(
             IndexedBlock(grid.number, elements, grid.base + index * grid.strides[0], grid.sizes[1:], grid.strides[1:])
         )
     ]
 
 
-def _element_programs(grid: IndexedBlock) -> torch.Tensor:
+def _list_element_programs(grid: IndexedBlock) -> torch.Tensor:
     """A row of arguments for each program, on the host."""
     missing = _MOST_DIMS - len(grid.sizes)
     sizes, strides = (1,) * missing + grid.sizes, (0,) * missing + grid.strides
@@ -117,7 +117,7 @@ def _element_programs(grid: IndexedBlock) -> torch.Tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _keys(counters, family: tl.constexpr):  # type: ignore[no-untyped-def]
+def _compute_keys(counters, family: tl.constexpr):  # type: ignore[no-untyped-def]
     """splitmix64, as ``keyed_sum.keys``."""
     mixed = (counters.to(tl.uint64) * 4 + (family + 1)) * 0x9E3779B97F4A7C15
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
@@ -160,12 +160,12 @@ def _sum_words(  # type: ignore[no-untyped-def]
             lower = tl.load(memory + place + ROW, mask=(place + ROW >= first) & (place + ROW < last), other=0)
         upper = upper.to(tl.uint32, bitcast=True)
         lower = lower.to(tl.uint32, bitcast=True)
-        one += upper.to(tl.int64) * _keys(index, 2) + lower.to(tl.int64) * _keys(index + 1, 2)
+        one += upper.to(tl.int64) * _compute_keys(index, 2) + lower.to(tl.int64) * _compute_keys(index + 1, 2)
         upper = (upper >> 16) | (upper << 16)
         lower = (lower >> 16) | (lower << 16)
-        two += upper.to(tl.int64) * _keys(index, 3) + lower.to(tl.int64) * _keys(index + 1, 3)
-    tl.atomic_add(into + number * stride, tl.sum(one * _keys(columns, 0), axis=0), sem="relaxed")
-    tl.atomic_add(into + number * stride + 1, tl.sum(two * _keys(columns, 1), axis=0), sem="relaxed")
+        two += upper.to(tl.int64) * _compute_keys(index, 3) + lower.to(tl.int64) * _compute_keys(index + 1, 3)
+    tl.atomic_add(into + number * stride, tl.sum(one * _compute_keys(columns, 0), axis=0), sem="relaxed")
+    tl.atomic_add(into + number * stride + 1, tl.sum(two * _compute_keys(columns, 1), axis=0), sem="relaxed")
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -197,8 +197,8 @@ def _sum_elements(  # type: ignore[no-untyped-def]
         word = index // (32 // ITEM_BITS)
         bits = bits << (index % (32 // ITEM_BITS) * ITEM_BITS)
         row, column = word // ROW, word % ROW
-        one += bits * _keys(row, 2) * _keys(column, 0)
+        one += bits * _compute_keys(row, 2) * _compute_keys(column, 0)
         bits = (bits >> 16) | ((bits & 0xFFFF) << 16)
-        two += bits * _keys(row, 3) * _keys(column, 1)
+        two += bits * _compute_keys(row, 3) * _compute_keys(column, 1)
     tl.atomic_add(into + number * stride, tl.sum(one, axis=0), sem="relaxed")
     tl.atomic_add(into + number * stride + 1, tl.sum(two, axis=0), sem="relaxed")

@@ -10,15 +10,15 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_doctor.extract.local import ShardPlace
-from fsdp_doctor.extract.sources import dtype_name
+from fsdp_doctor.extract.sources import name_dtype
 from fsdp_doctor.fingerprints.fingerprint_set import (
     FingerprintError,
     Fingerprints,
     TensorFingerprint,
     add_fingerprint,
-    to_lanes,
+    reduce_to_lanes,
 )
-from fsdp_doctor.fingerprints.keyed_sum import BlockSums, IndexedBlock, grid_block, range_block
+from fsdp_doctor.fingerprints.keyed_sum import BlockSums, IndexedBlock, make_grid_block, make_range_block
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.shards import row_major
 from fsdp_doctor.load.source import describe_unless_dense
@@ -122,7 +122,7 @@ class FingerprintSums:
         Raises as :meth:`add`. Of what is not contiguous, 64 MiB of copies are kept until they are summed.
         """
         for name, tensor in tensors:
-            part, blocks = _blocks_of(name, tensor)
+            part, blocks = _divide_into_blocks(name, tensor)
             self.add_blocks(name, part, blocks, memory=_local_of(tensor))
         self.flush()
 
@@ -186,7 +186,7 @@ class FingerprintSums:
                 self._same_tensor[-1].append(name)
             else:
                 self._same_tensor.append([name])
-            last = private.weak_reference(tensor)
+            last = private.make_weak_reference(tensor)
             self.add(name, tensor)
             yield name, tensor
             del tensor
@@ -196,9 +196,9 @@ class FingerprintSums:
         self.flush()
         for launch in self._launches:
             for name, part, row in zip(launch.names, launch.parts, launch.rows.tolist(), strict=True):
-                add_fingerprint(self._sums, name, replace(part, lanes=to_lanes(row[:2])))
+                add_fingerprint(self._sums, name, replace(part, lanes=reduce_to_lanes(row[:2])))
         self._launches = []
-        return _with_ties(dict(self._sums), self._same_tensor)
+        return _add_ties(dict(self._sums), self._same_tensor)
 
 
 def fingerprint_tensors(
@@ -249,14 +249,14 @@ class RepeatedFingerprintOfTensors:
         sums: dict[str, TensorFingerprint] = {}
         rows = self._sums.rows(torch.device("cpu")).tolist()
         for (name, part), row in zip(self._sums.named_parts(), rows, strict=True):
-            add_fingerprint(sums, name, replace(part, lanes=to_lanes(row[:2])))
+            add_fingerprint(sums, name, replace(part, lanes=reduce_to_lanes(row[:2])))
         same_memory: dict[tuple[torch.device, int, torch.Size, tuple[int, ...]], list[str]] = {}
         for name, tensor in self._tensors:
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and tensor.numel():
                 key = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
                 same_memory.setdefault(key, []).append(name)
         # One memory may be read as two dtypes, or as the conjugate of itself.
-        return _with_ties(sums, same_memory.values())
+        return _add_ties(sums, same_memory.values())
 
     def _sum(self) -> FingerprintSums:
         sums = FingerprintSums(repeats=True)
@@ -267,7 +267,7 @@ class RepeatedFingerprintOfTensors:
         return [_local_of(tensor).data_ptr() for _, tensor in self._tensors]
 
 
-def _with_ties(tensors: Mapping[str, TensorFingerprint], groups: Iterable[Sequence[str]]) -> Fingerprints:
+def _add_ties(tensors: Mapping[str, TensorFingerprint], groups: Iterable[Sequence[str]]) -> Fingerprints:
     """groups: names that are tied if their tensors are the same."""
     tied = tuple(tuple(names) for names in groups if len(names) > 1 and len({tensors[name] for name in names}) == 1)
     return Fingerprints(tensors, tied)
@@ -279,15 +279,15 @@ def require_dense(name: str, tensor: torch.Tensor) -> None:
         raise FingerprintError(f"{name} is {form}; fingerprints are of dense tensors that are in memory")
 
 
-def unsummed(dtype: torch.dtype, shape: Sequence[int], blocks: Sequence[IndexedBlock]) -> TensorFingerprint:
+def make_unsummed(dtype: torch.dtype, shape: Sequence[int], blocks: Sequence[IndexedBlock]) -> TensorFingerprint:
     """The fingerprint of the blocks with lanes of zero."""
     filled = [block for block in blocks if block.tensor.numel()]
     first = min((block.base for block in filled), default=0)
     num_summed = sum(block.tensor.numel() for block in filled)
-    return TensorFingerprint(dtype_name(dtype), tuple(shape), first, num_summed, (0, 0))
+    return TensorFingerprint(name_dtype(dtype), tuple(shape), first, num_summed, (0, 0))
 
 
-def _blocks_of(name: str, tensor: torch.Tensor | TensorPart) -> tuple[TensorFingerprint, list[IndexedBlock]]:
+def _divide_into_blocks(name: str, tensor: torch.Tensor | TensorPart) -> tuple[TensorFingerprint, list[IndexedBlock]]:
     if not isinstance(name, str):
         raise TypeError(f"the name of a tensor is a string, not {type(name).__name__}")
     values = tensor.tensor if isinstance(tensor, TensorPart) else tensor
@@ -297,9 +297,9 @@ def _blocks_of(name: str, tensor: torch.Tensor | TensorPart) -> tuple[TensorFing
         require_dense(name, tensor.tensor)
         tensor.check(name)
         offsets = tensor.offsets or (0,) * len(tensor.shape)
-        blocks = [grid_block(0, tensor.tensor.detach().contiguous(), offsets, row_major(tensor.shape))]
-        return unsummed(tensor.tensor.dtype, tensor.shape, blocks), blocks
-    local = private.local_tensor(tensor).detach()
+        blocks = [make_grid_block(0, tensor.tensor.detach().contiguous(), offsets, row_major(tensor.shape))]
+        return make_unsummed(tensor.tensor.dtype, tensor.shape, blocks), blocks
+    local = private.read_local_tensor(tensor).detach()
     require_dense(name, local)
     if isinstance(tensor, DTensor) and not all(isinstance(p, Replicate) for p in tensor.placements):
         place = ShardPlace(
@@ -309,17 +309,17 @@ def _blocks_of(name: str, tensor: torch.Tensor | TensorPart) -> tuple[TensorFing
             mesh=tensor.device_mesh,
             placements=tuple(tensor.placements),
         )
-        blocks = blocks_of_shard(local, tensor.shape, place)
+        blocks = divide_shard_into_blocks(local, tensor.shape, place)
     else:
-        blocks = [range_block(0, local.contiguous(), 0)]
-    return unsummed(tensor.dtype, tensor.shape, blocks), blocks
+        blocks = [make_range_block(0, local.contiguous(), 0)]
+    return make_unsummed(tensor.dtype, tensor.shape, blocks), blocks
 
 
 def _local_of(tensor: torch.Tensor | TensorPart) -> torch.Tensor:
-    return private.local_tensor(tensor.tensor if isinstance(tensor, TensorPart) else tensor)
+    return private.read_local_tensor(tensor.tensor if isinstance(tensor, TensorPart) else tensor)
 
 
-def blocks_of_shard(
+def divide_shard_into_blocks(
     local: torch.Tensor, shape: Sequence[int], place: ShardPlace, strides: Sequence[int] | None = None
 ) -> list[IndexedBlock]:
     """The blocks of a shard, with the places of their elements in the whole tensor.
@@ -328,8 +328,11 @@ def blocks_of_shard(
     """
     whole = row_major(shape)
     if place.offset is not None and place.stride == whole and strides is None:
-        return [range_block(0, local, place.offset)]
-    return [grid_block(0, part, offsets, strides or whole) for part, offsets in parts_of_shard(local, shape, place)]
+        return [make_range_block(0, local, place.offset)]
+    return [
+        make_grid_block(0, part, offsets, strides or whole)
+        for part, offsets in divide_shard_into_parts(local, shape, place)
+    ]
 
 
 def swap_halves(part: torch.Tensor, offsets: Sequence[int], shape: Sequence[int], dim: int) -> Iterator[IndexedBlock]:
@@ -342,27 +345,27 @@ def swap_halves(part: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]
         if length:
             target = list(offsets)
             target[dim] += begin + moved
-            yield grid_block(0, part.narrow(dim, begin, length).contiguous(), target, row_major(shape))
+            yield make_grid_block(0, part.narrow(dim, begin, length).contiguous(), target, row_major(shape))
 
 
-def parts_of_shard(
+def divide_shard_into_parts(
     local: torch.Tensor, shape: Sequence[int], place: ShardPlace
 ) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
     """Divides a shard into contiguous blocks with the tensor's dims, and yields each with its offsets in the tensor."""
     if place.offset is None:
         held = place.held_part(shape)
         view = local.reshape(held.shape)
-        for in_tensor, in_shard in held.blocks():
+        for in_tensor, in_shard in held.list_blocks():
             yield view[in_shard].contiguous(), tuple(dim.start for dim in in_tensor)
         return
     # The dims may have another order in memory than in the tensor.
     order = sorted(range(len(shape)), key=lambda dim: (-place.stride[dim], dim))
     inverse = [order.index(dim) for dim in range(len(shape))]
-    for part, offsets in _parts_of_range(local.reshape(-1), place.offset, [shape[dim] for dim in order]):
+    for part, offsets in _divide_range(local.reshape(-1), place.offset, [shape[dim] for dim in order]):
         yield part.permute(inverse).contiguous(), tuple(offsets[at] for at in inverse)
 
 
-def _parts_of_range(
+def _divide_range(
     flat: torch.Tensor, first: int, shape: Sequence[int]
 ) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
     """Divides a range of a flattened tensor into a part of a row, whole rows, and a part of another row."""
@@ -381,6 +384,6 @@ def _parts_of_range(
         if whole_rows:
             yield part.view(whole_rows, *shape[1:]), (index, *(0 for _ in shape[1:]))
         else:
-            for inner, offsets in _parts_of_range(part, inside, shape[1:]):
+            for inner, offsets in _divide_range(part, inside, shape[1:]):
                 yield inner.unsqueeze(0), (index, *offsets)
         begin += length

@@ -24,7 +24,7 @@ from torch import nn
 from fsdp_doctor.case import models
 from fsdp_doctor.case.lora_reference import is_adapter
 from fsdp_doctor.machine.launch import Place
-from fsdp_doctor.machine.versions import installed_versions
+from fsdp_doctor.machine.versions import read_installed_versions
 from fsdp_doctor.matrix.axes import Dims, Model
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix
 
@@ -92,7 +92,7 @@ class FrameworkSession(abc.ABC):
         raise NotImplementedError
 
     @abc.abstractmethod
-    def extractions(self) -> Mapping[str, Extractor]:
+    def list_extractions(self) -> Mapping[str, Extractor]:
         """The extractions by the names of their methods. Each is given a directory, not yet made, for files."""
 
     def train(self, num_steps: int, at: Callable[[int], None], resume_from: pathlib.Path | None = None) -> None:
@@ -107,7 +107,7 @@ class FrameworkSession(abc.ABC):
             self.num_steps = STEPS_BEFORE
         at(0)
         for done in range(1, num_steps + 1):
-            self.step(self.plain.batch(self.num_steps))
+            self.step(self.plain.make_batch(self.num_steps))
             self.num_steps += 1
             at(done)
 
@@ -121,17 +121,17 @@ class Adapter(abc.ABC):
     matrix: ClassVar[FrameworkMatrix]
     modules: ClassVar[tuple[str, ...]]
 
-    def unavailable(self) -> str:
+    def explain_unavailable(self) -> str:
         """Why it cannot be run here; empty if it can. Imports nothing of the framework."""
         package = self.matrix.distributions[0]
-        return "" if installed_versions([package]) else f"{package} is not installed"
+        return "" if read_installed_versions([package]) else f"{package} is not installed"
 
     def preload(self) -> None:
         """Imports ``modules`` once, in the process from which workers are forked: no thread may stay."""
         for name in self.modules:
             importlib.import_module(name)
 
-    def on_emulated(self, shims: Shims) -> None:  # noqa: B027, some need nothing
+    def prepare_emulated_device(self, shims: Shims) -> None:  # noqa: B027, some need nothing
         """Makes the framework find the emulated device. Called in a worker, for no other device.
 
         Must make every change that ``matrix.shims`` lists, and no other.
@@ -173,7 +173,7 @@ class PlainModel:
     def has_adapters(self) -> bool:
         return self.name == "lora"
 
-    def module(self) -> nn.Module:
+    def build_module(self) -> nn.Module:
         """Builds the model: float32, on the CPU, in training mode; with peft's adapters if it has any."""
         module = self._build(self.weights)
         if not self.has_adapters or self.weights == "own":
@@ -184,11 +184,11 @@ class PlainModel:
         module.load_state_dict(adapters, strict=False)
         return module
 
-    def without_adapters(self) -> nn.Module:
+    def build_without_adapters(self) -> nn.Module:
         """Builds it as it is before peft's adapters are added, for a framework that adds them itself."""
         return models.build(*_MODEL["qwen3"], None, "own") if self.has_adapters else self._build(self.weights)
 
-    def pretrained(self) -> pathlib.Path:
+    def write_pretrained(self) -> pathlib.Path:
         """Writes :meth:`without_adapters` as a Hugging Face directory of this rank's own, and returns the directory.
 
         With ``save_pretrained`` only one of several ranks would write it.
@@ -198,32 +198,32 @@ class PlainModel:
         directory = self.workspace / f"pretrained-{self.weights}-{self.place.rank}"
         if not directory.exists():
             directory.mkdir()
-            module: Any = self.without_adapters()
+            module: Any = self.build_without_adapters()
             module.config.architectures = [type(module).__name__]
             module.config.to_json_file(directory / "config.json")
             save_model(module, str(directory / "model.safetensors"), metadata={"format": "pt"})
         return directory
 
-    def with_buffers(self, module: nn.Module) -> nn.Module:
+    def add_buffers(self, module: nn.Module) -> nn.Module:
         """Adds the model's buffers to a module that the framework made of :meth:`pretrained`: no class has them."""
         if self.name == "buffers":
             models.add_buffers(module, models.SEED[self.weights])
         return module
 
-    def batch(self, number: int) -> torch.Tensor:
+    def make_batch(self, number: int) -> torch.Tensor:
         """The tokens of a training step on this rank: int64, (2, 16), on the CPU."""
-        return self._tokens(_BATCH, seed=1000 * self.place.rank + number)
+        return self._draw_tokens(_BATCH, seed=1000 * self.place.rank + number)
 
-    def sequences(self, count: int) -> torch.Tensor:
+    def make_sequences(self, count: int) -> torch.Tensor:
         """A data set, the same on every rank, for a framework that reads one: int64, (count, 16), on the CPU."""
-        return self._tokens((count, _BATCH[1]), seed=0)
+        return self._draw_tokens((count, _BATCH[1]), seed=0)
 
-    def _tokens(self, shape: tuple[int, int], seed: int) -> torch.Tensor:
+    def _draw_tokens(self, shape: tuple[int, int], seed: int) -> torch.Tensor:
         return torch.randint(0, self._vocabulary_size, shape, generator=torch.Generator().manual_seed(seed))
 
     @functools.cached_property
     def _vocabulary_size(self) -> int:
-        return models.vocabulary_size(self._build(self.weights))
+        return models.read_vocabulary_size(self._build(self.weights))
 
     def _build(self, weights: models.Weights) -> nn.Module:
         return models.build(*_MODEL[self.name], None, weights)

@@ -21,17 +21,17 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 from typing_extensions import assert_never
 
-from fsdp_doctor.case import held_pieces, models, reference, yielded
+from fsdp_doctor.case import local_pieces, models, reference, yielded
 from fsdp_doctor.case.extraction import ExtractionCheck
-from fsdp_doctor.case.findings import Findings, compare, first_names
-from fsdp_doctor.case.held_pieces import Full, HeldPiece
-from fsdp_doctor.case.loaded_state import num_optimized, optimizer_problems, options_of
-from fsdp_doctor.case.lora_reference import merged_weights
+from fsdp_doctor.case.findings import Findings, compare, join_first_names
+from fsdp_doctor.case.loaded_state import count_optimized, find_optimizer_problems, read_options
+from fsdp_doctor.case.local_pieces import Full, LocalPiece
+from fsdp_doctor.case.lora_reference import compute_merged_weights
 from fsdp_doctor.case.reference import Reference
-from fsdp_doctor.case.training_state import StepOutcome, deterministic, differences, outcome_of
+from fsdp_doctor.case.training_state import StepOutcome, digest_outcome, find_differences, use_deterministic_algorithms
 from fsdp_doctor.frameworks.adapter import STEPS_BEFORE, FrameworkSession, SavedFiles
 from fsdp_doctor.fsdp import private
-from fsdp_doctor.matrix.frameworks.framework_matrix import PathKind
+from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMethodKind
 
 if TYPE_CHECKING:
     from fsdp_doctor.frameworks.framework_runner import FrameworkRun
@@ -56,7 +56,7 @@ class MethodSteps:
     takes_kept: bool = True
 
 
-def steps_of(kind: PathKind) -> MethodSteps:
+def choose_steps(kind: FrameworkMethodKind) -> MethodSteps:
     match kind:
         case "prepare":
             return MethodSteps(train=_prepare, takes_kept=False)
@@ -74,7 +74,7 @@ def _prepare(run: FrameworkRun, session: FrameworkSession, kept: bool) -> None:
     """Wraps and trains one step, which is a part of building: a step that fails is a crash of it."""
     before = Reference()
 
-    def at(number: int) -> None:
+    def act_at(number: int) -> None:
         nonlocal before
         run.recorder.enter("reference")
         now = reference.take(session.model, None, run.runtime)
@@ -86,13 +86,15 @@ def _prepare(run: FrameworkRun, session: FrameworkSession, kept: bool) -> None:
         else:
             _check_training(run, session, before, now)
 
-    session.train(1, run.between_steps(at))
+    session.train(1, run.wrap_hook(act_at))
 
 
-def _compare_pieces(session: FrameworkSession, expected: Full, of: str, whose: str) -> tuple[list[HeldPiece], Findings]:
+def _compare_pieces(
+    session: FrameworkSession, expected: Full, of: str, whose: str
+) -> tuple[list[LocalPiece], Findings]:
     """Compares each piece of the model on this rank with the expected tensor of its name."""
     findings = Findings()
-    pieces = held_pieces.of_model(session.model, expected)
+    pieces = local_pieces.list_model_pieces(session.model, expected)
     for piece in pieces:
         if piece.expected is None:
             findings.note("incomplete", f"not a name of {of}", piece.name)
@@ -103,7 +105,7 @@ def _compare_pieces(session: FrameworkSession, expected: Full, of: str, whose: s
 
 def _check_wrapped(run: FrameworkRun, session: FrameworkSession) -> None:
     """Checks that the wrapped model has the plain model's names and weights, where they were asked for."""
-    plain = session.plain.module().state_dict()
+    plain = session.plain.build_module().state_dict()
     pieces, findings = _compare_pieces(session, plain, "the plain model", "the plain model's")
     for piece in pieces:
         promised = session.shards_on if isinstance(piece.shown, nn.Parameter) else None
@@ -112,12 +114,12 @@ def _check_wrapped(run: FrameworkRun, session: FrameworkSession) -> None:
     names = {name for piece in pieces for name in piece.names}
     for name in sorted(plain.keys() - names):
         findings.note("incomplete", "of the plain model, not in the wrapped one", name)
-    run.recorder.add(problems=findings.problems(), num_tensors=len(pieces))
+    run.recorder.add(problems=findings.list_problems(), num_tensors=len(pieces))
 
 
 def _check_training(run: FrameworkRun, session: FrameworkSession, before: Reference, now: Reference) -> None:
     """Checks that a step changed every parameter that trains, on some rank at least, and nothing else."""
-    trains = {name for name, parameter in session.plain.module().named_parameters() if parameter.requires_grad}
+    trains = {name for name, parameter in session.plain.build_module().named_parameters() if parameter.requires_grad}
     findings = Findings()
     for name, values in now.full.items():
         changed = bool(compare(values, before.full[name]))
@@ -126,8 +128,8 @@ def _check_training(run: FrameworkRun, session: FrameworkSession, before: Refere
             findings.note("poisoned", "a training step did not change", name)
         elif name not in trains and changed and not is_tied:
             findings.note("poisoned", "a training step changed what is frozen", name)
-    run.recorder.add(problems=findings.problems())
-    optimized, total = num_optimized(session.optimizer, session.model)
+    run.recorder.add(problems=findings.list_problems())
+    optimized, total = count_optimized(session.optimizer, session.model)
     if trains and not optimized:
         run.recorder.note("poisoned", f"the optimizer holds {optimized} of the model's {total} parameters")
 
@@ -136,13 +138,13 @@ def _extract(run: FrameworkRun, session: FrameworkSession, kept: bool) -> None:
     """Takes a reference, offloads, runs the method, and trains the next step."""
     first = 0 if kept else STEPS_BEFORE
 
-    def at(number: int) -> None:
+    def act_at(number: int) -> None:
         if number == first:
             _check_extraction(run, session)
         elif number > first:
             run.runtime.synchronize()
 
-    session.train(first + 1, run.between_steps(at))
+    session.train(first + 1, run.wrap_hook(act_at))
 
 
 def _check_extraction(run: FrameworkRun, session: FrameworkSession) -> None:
@@ -153,27 +155,27 @@ def _check_extraction(run: FrameworkRun, session: FrameworkSession) -> None:
     session.offload()
     check = ExtractionCheck(recorder, run.runtime, model, session.optimizer, truth)
     expected = yielded.ExpectedYield(
-        contract=run.case.way.contract,
+        contract=run.case.definition.contract,
         reference=truth,
         rank=run.runtime.rank,
         compute_device=run.runtime.device,
         compute_dtype=torch.bfloat16,
-        parameter_devices=yielded.parameter_devices(model),
+        parameter_devices=yielded.read_parameter_devices(model),
         shard_group_of_one=run.runtime.world_size == 1,
-        merged_weights=merged_weights(model, truth.full),
+        merged_weights=compute_merged_weights(model, truth.full),
     )
-    check.run(lambda: _entries(run, session), expected, live_tensors=_tensor_ids(session))
+    check.run(lambda: _iterate_entries(run, session), expected, live_tensors=_list_tensor_ids(session))
     run.agree_or_stop()
     recorder.enter("next step")
     session.onload()
     check.check_weights("the next training step would start from other weights")
 
 
-def _entries(run: FrameworkRun, session: FrameworkSession) -> Iterator[tuple[str, Any]]:
+def _iterate_entries(run: FrameworkRun, session: FrameworkSession) -> Iterator[tuple[str, Any]]:
     """Calls the method; of files, every rank reads all, once every rank has written its own."""
-    result = session.extractions()[run.case.path](run.directory)
+    result = session.list_extractions()[run.case.method](run.directory)
     if not isinstance(result, SavedFiles):
-        return yielded.entries_of(result)
+        return yielded.iterate_entries(result)
     dist.barrier(group=run.runtime.control)
     return _read_weights(result)
 
@@ -213,11 +215,11 @@ def _read_part(file: pathlib.Path, saved: SavedFiles) -> Iterator[tuple[str, Any
     yield from nested.items()
 
 
-def _tensor_ids(session: FrameworkSession) -> set[int]:
+def _list_tensor_ids(session: FrameworkSession) -> set[int]:
     """The ids of the tensors that live as long as the session."""
     state = (value for values in session.optimizer.state.values() for value in values.values())
     tensors = [*session.model.parameters(), *session.model.buffers(), *state]
-    shards = (private.local_tensor(tensor) for tensor in tensors if isinstance(tensor, DTensor))
+    shards = (private.read_local_tensor(tensor) for tensor in tensors if isinstance(tensor, DTensor))
     return {id(tensor) for tensor in itertools.chain(tensors, shards)}
 
 
@@ -234,33 +236,33 @@ def _save(run: FrameworkRun, session: FrameworkSession) -> SavedState:
     """Has the framework save. Returns the state that a load must restore."""
     run.recorder.enter("reference")
     truth = reference.take(session.model, session.optimizer, run.runtime)
-    options = copy.deepcopy(options_of(session.optimizer))
+    options = copy.deepcopy(read_options(session.optimizer))
     run.recorder.enter("save")
     session.save(run.directory / "saved")
     return SavedState(weights=truth.full, moments=truth.optimizer, options=options)
 
 
-def _step_outcome(run: FrameworkRun, session: FrameworkSession) -> StepOutcome:
+def _digest_step(run: FrameworkRun, session: FrameworkSession) -> StepOutcome:
     run.runtime.synchronize()
-    return outcome_of(session.model, session.optimizer)
+    return digest_outcome(session.model, session.optimizer)
 
 
 def _check_loaded(run: FrameworkRun, session: FrameworkSession, saved: SavedState) -> None:
     run.recorder.enter("verify")
     run.runtime.synchronize()
     pieces, findings = _compare_pieces(session, saved.weights, "the model that was saved", "what was saved")
-    run.recorder.add(problems=findings.problems(), num_tensors=len(pieces))
-    run.recorder.add(problems=optimizer_problems(session.model, session.optimizer, saved.moments, saved.options))
+    run.recorder.add(problems=findings.list_problems(), num_tensors=len(pieces))
+    run.recorder.add(problems=find_optimizer_problems(session.model, session.optimizer, saved.moments, saved.options))
     run.agree_or_stop()
     run.recorder.enter("next step")
 
 
 def _check_step(run: FrameworkRun, session: FrameworkSession, number: int, expected: StepOutcome) -> None:
     """Compares a step after a load; ``number`` is 0 for the first. Only the first step that differs is recorded."""
-    names = differences(_step_outcome(run, session), expected)
+    names = find_differences(_digest_step(run, session), expected)
     if names and not run.recorder.record.problems:
         what = f"the {_ORDINAL[number]} training step ends otherwise than that of the run that went on"
-        run.recorder.note("poisoned", f"{what}: {first_names(names)}")
+        run.recorder.note("poisoned", f"{what}: {join_first_names(names)}")
 
 
 def _roll_back(run: FrameworkRun, session: FrameworkSession, kept: bool) -> None:
@@ -270,7 +272,7 @@ def _roll_back(run: FrameworkRun, session: FrameworkSession, kept: bool) -> None
     saved: SavedState | None = None
     outcomes: list[StepOutcome] = []
 
-    def at(number: int) -> None:
+    def act_at(number: int) -> None:
         nonlocal saved
         after = number - first
         if after == 0:
@@ -278,7 +280,7 @@ def _roll_back(run: FrameworkRun, session: FrameworkSession, kept: bool) -> None
             run.agree_or_stop()
             run.recorder.enter("next step")
         elif 0 < after <= _STEPS_AFTER:
-            outcomes.append(_step_outcome(run, session))
+            outcomes.append(_digest_step(run, session))
         elif after > _STEPS_AFTER:
             number = after - _STEPS_AFTER - 1
             _check_step(run, session, number, outcomes[number])
@@ -289,8 +291,8 @@ def _roll_back(run: FrameworkRun, session: FrameworkSession, kept: bool) -> None
             session.num_steps = began_at + first
             _check_loaded(run, session, saved)
 
-    with deterministic():
-        session.train(first + 2 * _STEPS_AFTER, run.between_steps(at))
+    with use_deterministic_algorithms():
+        session.train(first + 2 * _STEPS_AFTER, run.wrap_hook(act_at))
 
 
 def _save_for_resume(run: FrameworkRun, session: FrameworkSession, kept: bool) -> None:
@@ -298,16 +300,16 @@ def _save_for_resume(run: FrameworkRun, session: FrameworkSession, kept: bool) -
     saved: SavedState | None = None
     outcomes: list[StepOutcome] = []
 
-    def at(number: int) -> None:
+    def act_at(number: int) -> None:
         nonlocal saved
         if number == STEPS_BEFORE:
             saved = _save(run, session)
         elif number > STEPS_BEFORE:
             run.recorder.enter("next step")
-            outcomes.append(_step_outcome(run, session))
+            outcomes.append(_digest_step(run, session))
 
-    with deterministic():
-        session.train(STEPS_BEFORE + _STEPS_AFTER, run.between_steps(at))
+    with use_deterministic_algorithms():
+        session.train(STEPS_BEFORE + _STEPS_AFTER, run.wrap_hook(act_at))
     run.directory.mkdir(parents=True, exist_ok=True)
     if run.runtime.rank == 0:
         torch.save(saved, run.directory / "state.pt")
@@ -319,15 +321,15 @@ def _resume(run: FrameworkRun, session: FrameworkSession, kept: bool) -> None:
     saved: SavedState = torch.load(run.directory / "state.pt", weights_only=False)
     outcomes: list[StepOutcome] = torch.load(run.directory / f"outcomes_{run.runtime.rank}.pt")
 
-    def at(number: int) -> None:
+    def act_at(number: int) -> None:
         if number == 0:
             _check_loaded(run, session, saved)
         else:
             _check_step(run, session, number - 1, outcomes[number - 1])
 
     run.recorder.enter("load")
-    with deterministic():
-        session.train(_STEPS_AFTER, run.between_steps(at), resume_from=run.directory / "saved")
+    with use_deterministic_algorithms():
+        session.train(_STEPS_AFTER, run.wrap_hook(act_at), resume_from=run.directory / "saved")
 
 
 # The first half of a resume, in processes of its own.

@@ -14,7 +14,7 @@ from fsdp_doctor.case.trainer import Unsupported
 from fsdp_doctor.frameworks import framework_methods
 from fsdp_doctor.frameworks.adapter import FrameworkSession, PlainModel
 from fsdp_doctor.frameworks.framework_methods import MethodSteps
-from fsdp_doctor.frameworks.framework_worker import FrameworkWorker, adapter_of, name_and_version, why_unavailable
+from fsdp_doctor.frameworks.framework_worker import FrameworkWorker, describe_version, explain_unavailable, find_adapter
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 
 _ROOM = pathlib.Path(__file__).parent
@@ -42,7 +42,7 @@ class FrameworkRunner:
 
     def examine(self, case: FrameworkCase) -> None:
         """Runs one case. Every rank must call it with the same case; the only exception it raises is SystemExit."""
-        self._run(case, framework_methods.steps_of(case.way.kind))
+        self._run(case, framework_methods.choose_steps(case.definition.kind))
 
     def save(self, case: FrameworkCase) -> None:
         """Runs the first half of a resume. Every rank must call it with the same case."""
@@ -74,7 +74,7 @@ class FrameworkRun:
     def run(self, steps: MethodSteps, kept: BuiltSession | None) -> BuiltSession | None:
         """Builds the session unless one was kept, and trains it. Returns it if another case may use it."""
         recorder, built = self.recorder, kept
-        with self._catching():
+        with self._record_exceptions():
             built = built or self._build(steps)
             self.runtime = built.runtime
             steps.train(self, built.session, kept is not None)
@@ -95,7 +95,7 @@ class FrameworkRun:
     def _build(self, steps: MethodSteps) -> BuiltSession:
         self.recorder.enter("build")
         worker, scenario = self._worker, self.case.scenario
-        if reason := self._why_not():
+        if reason := self._explain_impossible():
             raise Unsupported(reason)
         plain = PlainModel(
             name=scenario.values["model"],
@@ -105,14 +105,14 @@ class FrameworkRun:
             workspace=self.directory / f"workspace-{steps.weights}",
         )
         plain.workspace.mkdir(parents=True, exist_ok=True)
-        session = adapter_of(scenario.framework).build(scenario.values, plain)
+        session = find_adapter(scenario.framework).build(scenario.values, plain)
         return BuiltSession(
-            session=session, runtime=runtime.of_present_group(worker.place, worker.device, worker.scratch)
+            session=session, runtime=runtime.make_for_present_group(worker.place, worker.device, worker.scratch)
         )
 
-    def _why_not(self) -> str:
+    def _explain_impossible(self) -> str:
         """Why the framework cannot be tried here; empty if it can."""
-        if reason := why_unavailable(self.case.scenario.framework):
+        if reason := explain_unavailable(self.case.scenario.framework):
             return reason
         if self._worker.device.type == "cpu":
             return "frameworks are run on an accelerator or on the emulated device"
@@ -120,16 +120,16 @@ class FrameworkRun:
             return "the directories that a framework saves to are not shared between the nodes"
         return ""
 
-    def between_steps(self, at: Callable[[int], None]) -> Callable[[int], None]:
+    def wrap_hook(self, at: Callable[[int], None]) -> Callable[[int], None]:
         """Wraps ``at`` for a framework's loop, so that an exception is recorded before the framework sees one."""
 
-        def hook(number: int) -> None:
-            with self._catching():
+        def call_hook(number: int) -> None:
+            with self._record_exceptions():
                 at(number)
             if not self.recorder.unbroken or self._stopped:
                 raise _AbandonedError
 
-        return hook
+        return call_hook
 
     def agree_or_stop(self) -> None:
         """Ends the case on every rank if it failed on one: the next step is a collective."""
@@ -138,9 +138,9 @@ class FrameworkRun:
             raise _AbandonedError
 
     @contextlib.contextmanager
-    def _catching(self) -> Iterator[None]:
+    def _record_exceptions(self) -> Iterator[None]:
         """Makes the first exception part of the record; those that it caused in the framework's loop are dropped."""
-        with self.recorder.catching():
+        with self.recorder.record_exceptions():
             try:
                 yield
             except (SystemExit, Unsupported):
@@ -148,13 +148,13 @@ class FrameworkRun:
             except BaseException as error:
                 if isinstance(error, _AbandonedError) or not self.recorder.unbroken:
                     return
-                if reason := self._lacking(error):
+                if reason := self._name_lacking_package(error):
                     raise Unsupported(reason) from error
                 raise
 
-    def _lacking(self, error: BaseException) -> str:
+    def _name_lacking_package(self, error: BaseException) -> str:
         """Names a package or a name that the framework turns out to lack; empty if the error is another one."""
-        framework = name_and_version(self.case.scenario.framework)
+        framework = describe_version(self.case.scenario.framework)
         if isinstance(error, ModuleNotFoundError) and self.recorder.record.stage == "build":
             return f"{framework} needs what is not installed: {error}"
         where = error.__traceback__

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from fsdp_doctor.case import runtime
-from fsdp_doctor.errors import first_line
+from fsdp_doctor.errors import read_first_line
 from fsdp_doctor.frameworks.adapter import Adapter, Shims
 from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.machine.environment import USERS_HOME
 from fsdp_doctor.machine.launch import Place
-from fsdp_doctor.machine.versions import installed_versions
+from fsdp_doctor.machine.versions import read_installed_versions
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
 
@@ -52,19 +52,19 @@ class FrameworkWorker:
     scratch: pathlib.Path
 
 
-def adapter_of(name: FrameworkName) -> Adapter:
+def find_adapter(name: FrameworkName) -> Adapter:
     """Returns the adapter without importing its framework."""
     adapter: Adapter = importlib.import_module(f"fsdp_doctor.frameworks.on_{name}").ADAPTER
     return adapter
 
 
-def name_and_version(name: FrameworkName) -> str:
+def describe_version(name: FrameworkName) -> str:
     """The framework's package with its installed version, for a sentence."""
     package = FRAMEWORKS[name].distributions[0]
-    return f"{package} {installed_versions([package]).get(package, '')}".strip()
+    return f"{package} {read_installed_versions([package]).get(package, '')}".strip()
 
 
-def why_unavailable(name: FrameworkName) -> str:
+def explain_unavailable(name: FrameworkName) -> str:
     """Why it cannot be run here, after :func:`preload`; empty if it can."""
     return _unavailable[name]
 
@@ -72,13 +72,14 @@ def why_unavailable(name: FrameworkName) -> str:
 def preload(frameworks: Iterable[FrameworkName], scratch: pathlib.Path, seconds: float) -> None:
     """Imports frameworks in the environment in which they will run, for the process from which workers are forked.
 
-    :func:`why_unavailable` says what went wrong. Output of the import is dropped. seconds: the time for each import.
+    :func:`explain_unavailable` says what went wrong. Output of the import is dropped. seconds: the time for each
+    import.
     """
     before = dict(os.environ)
     for framework in frameworks:
-        _replace_environment(_environment(scratch, framework))
+        _replace_environment(_make_environment(scratch, framework))
         try:
-            _unavailable[framework] = adapter_of(framework).unavailable() or _import(framework, seconds)
+            _unavailable[framework] = find_adapter(framework).explain_unavailable() or _import(framework, seconds)
         finally:
             _replace_environment(before)
 
@@ -86,18 +87,18 @@ def preload(frameworks: Iterable[FrameworkName], scratch: pathlib.Path, seconds:
 def _import(name: FrameworkName, seconds: float) -> str:
     """Imports a framework. Returns why it cannot be used; empty if it can."""
     try:
-        with _without_output(), _interrupted_after(seconds):
-            adapter_of(name).preload()
+        with _drop_output(), _interrupt_after(seconds):
+            find_adapter(name).preload()
     except BaseException as error:
         # SystemExit too: a framework that ends the process which imports it must not end the run.
-        return f"{name_and_version(name)} cannot be imported: {type(error).__name__}: {first_line(error)}"
+        return f"{describe_version(name)} cannot be imported: {type(error).__name__}: {read_first_line(error)}"
     if torch.cuda.is_initialized():
-        return f"{name_and_version(name)} initializes CUDA as it is imported, and no worker can be forked after that"
+        return f"{describe_version(name)} initializes CUDA as it is imported, and no worker can be forked after that"
     return ""
 
 
 @contextlib.contextmanager
-def _interrupted_after(seconds: float) -> Iterator[None]:
+def _interrupt_after(seconds: float) -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"it took longer than {seconds:g} s")
 
@@ -111,7 +112,7 @@ def _interrupted_after(seconds: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_output() -> Iterator[None]:
+def _drop_output() -> Iterator[None]:
     """Drops all output to the descriptors of stdout and stderr, also that of native code."""
     kept = [os.dup(number) for number in (1, 2)]
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -133,21 +134,21 @@ def start(
 
     store: a store of this generation, in which rank 0 publishes the port of the one that the framework is given.
     """
-    device = runtime.device_of(place, run_device)
-    _replace_environment(_environment(scratch, framework))
+    device = runtime.choose_device(place, run_device)
+    _replace_environment(_make_environment(scratch, framework))
     os.environ |= _store_variables(place, store)
     if device.type == "cuda":
         runtime.wait_for_cuda_without_spinning(place.local_rank)
     runtime.set_up_device(device, run_device)
-    if device.type == "emulated" and not why_unavailable(framework):
+    if device.type == "emulated" and not explain_unavailable(framework):
         torch.get_device_module(device).set_device(device)
         shims = Shims(FRAMEWORKS[framework])
-        adapter_of(framework).on_emulated(shims)
+        find_adapter(framework).prepare_emulated_device(shims)
         shims.check_complete()
     return FrameworkWorker(framework=framework, place=place, device=device, scratch=scratch)
 
 
-def _environment(scratch: pathlib.Path, framework: FrameworkName) -> dict[str, str]:
+def _make_environment(scratch: pathlib.Path, framework: FrameworkName) -> dict[str, str]:
     """This process's variables, with a home and caches below ``scratch``, without those of networks and frameworks."""
     home = scratch / "home"
     home.mkdir(parents=True, exist_ok=True)

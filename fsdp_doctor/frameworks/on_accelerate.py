@@ -42,24 +42,24 @@ class AccelerateSession(FrameworkSession):
         from accelerate import Accelerator
 
         self._accelerator = Accelerator()
-        model = self._new_model(configuration)
+        model = self._make_model(configuration)
         if configuration["version"] == "fsdp2" or configuration["order"] == "together":
-            prepared = self._accelerator.prepare(model, _adamw(model))
+            prepared = self._accelerator.prepare(model, _make_adamw(model))
         else:
             wrapped = self._accelerator.prepare(model)
-            prepared = wrapped, self._accelerator.prepare(_adamw(wrapped))
+            prepared = wrapped, self._accelerator.prepare(_make_adamw(wrapped))
         self.model, self._prepared_optimizer = prepared
         self.optimizer = self._prepared_optimizer.optimizer
         if configuration["offload"] == "offload":
             self.shards_on = torch.device("cpu")
 
-    def _new_model(self, configuration: Mapping[str, str]) -> nn.Module:
+    def _make_model(self, configuration: Mapping[str, str]) -> nn.Module:
         if configuration["loading"] == "plain":
-            return self.plain.module()
+            return self.plain.build_module()
         from transformers import AutoModelForCausalLM
 
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(self.plain.pretrained(), dtype=torch.float32)
-        return self.plain.with_buffers(model.train())
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(self.plain.write_pretrained(), dtype=torch.float32)
+        return self.plain.add_buffers(model.train())
 
     def step(self, tokens: torch.Tensor) -> None:
         batch = tokens.to(self._accelerator.device)
@@ -75,7 +75,7 @@ class AccelerateSession(FrameworkSession):
     def load(self, directory: pathlib.Path) -> None:
         self._accelerator.load_state(str(directory))
 
-    def extractions(self) -> Mapping[str, Extractor]:
+    def list_extractions(self) -> Mapping[str, Extractor]:
         return {
             "get_state_dict": lambda directory: self._accelerator.get_state_dict(self.model),
             "save_model": self._save_model,
@@ -95,7 +95,7 @@ class AccelerateSession(FrameworkSession):
         return SavedFiles(directory=directory / "merged", format="safetensors")
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+def _make_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
@@ -107,7 +107,7 @@ class AccelerateAdapter(Adapter):
         "torch.distributed.checkpoint",
     )
 
-    def on_emulated(self, shims: Shims) -> None:
+    def prepare_emulated_device(self, shims: Shims) -> None:
         see_accelerator(shims)
 
     def build(self, configuration: Mapping[str, str], plain: PlainModel) -> FrameworkSession:

@@ -42,7 +42,7 @@ class LightningSession(FrameworkSession):
         self._trainer = pl.Trainer(
             accelerator="cuda",
             devices=plain.place.world_size,
-            strategy=self._strategy(),
+            strategy=self._make_strategy(),
             precision="bf16-mixed" if self._is_fsdp1 else "32-true",
             logger=False,
             enable_checkpointing=False,
@@ -50,12 +50,12 @@ class LightningSession(FrameworkSession):
             enable_model_summary=False,
             default_root_dir=plain.workspace,
         )
-        self._network = plain.module()
-        self._module = _module(self._network, configuration)
+        self._network = plain.build_module()
+        self._module = _make_module(self._network, configuration)
         if configuration["offload"] != "none":
             self.shards_on = torch.device("cpu")
 
-    def _strategy(self) -> Any:
+    def _make_strategy(self) -> Any:
         from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
         from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
@@ -86,7 +86,7 @@ class LightningSession(FrameworkSession):
                 at(trainer.global_step - before)
 
         # One sequence again and again: a resume within an epoch begins its data anew, as the documentation says.
-        rows: Any = self.plain.batch(0)[:1].repeat(_NUM_SEQUENCES, 1)
+        rows: Any = self.plain.make_batch(0)[:1].repeat(_NUM_SEQUENCES, 1)
         loader: Any = torch.utils.data.DataLoader(rows, batch_size=2)
         self._trainer.fit_loop.epoch_loop.max_steps = before + num_steps
         self._trainer.callbacks.append(LookIn())
@@ -95,7 +95,7 @@ class LightningSession(FrameworkSession):
     def save(self, directory: pathlib.Path) -> None:
         self._trainer.save_checkpoint(directory)
 
-    def extractions(self) -> Mapping[str, Extractor]:
+    def list_extractions(self) -> Mapping[str, Extractor]:
         return {"save_checkpoint": self._save_checkpoint, "consolidate_checkpoint": self._consolidate}
 
     def _save_checkpoint(self, directory: pathlib.Path) -> SavedFiles:
@@ -117,7 +117,7 @@ class LightningSession(FrameworkSession):
         return SavedFiles(directory=whole.parent, format="torch.save", part=("state_dict",))
 
 
-def _module(network: nn.Module, configuration: Mapping[str, str]) -> Any:
+def _make_module(network: nn.Module, configuration: Mapping[str, str]) -> Any:
     """A LightningModule with the network's submodules under their own names, so that names are the plain model's."""
     import lightning.pytorch as pl
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -152,10 +152,10 @@ class LightningAdapter(Adapter):
     matrix = FRAMEWORKS["lightning"]
     modules = ("lightning.pytorch", "lightning.pytorch.strategies", "transformers.models.qwen3.modeling_qwen3")
 
-    def on_emulated(self, shims: Shims) -> None:
+    def prepare_emulated_device(self, shims: Shims) -> None:
         from lightning.pytorch.accelerators import AcceleratorRegistry
 
-        AcceleratorRegistry.register("cuda", _accelerator(), override=True)
+        AcceleratorRegistry.register("cuda", _make_accelerator_class(), override=True)
         shims.note("lightning.pytorch.accelerators:AcceleratorRegistry")
         shims.translate_backend()
 
@@ -163,7 +163,7 @@ class LightningAdapter(Adapter):
         return LightningSession(configuration, plain)
 
 
-def _accelerator() -> type:
+def _make_accelerator_class() -> type:
     """The emulated device as Lightning describes one; FSDPStrategy insists on a CUDAAccelerator."""
     from lightning.pytorch.accelerators import CUDAAccelerator
 

@@ -38,7 +38,7 @@ class SkyrlSession(FrameworkSession):
             num_training_steps=100,
         )
         self._strategy.setup_distributed()
-        self.model, self.optimizer, self._scheduler = self._strategy.prepare((_policy(plain), None, None))
+        self.model, self.optimizer, self._scheduler = self._strategy.prepare((_make_policy(plain), None, None))
         if configuration["offload"] == "cpu_offload":
             self.shards_on = torch.device("cpu")
 
@@ -63,30 +63,30 @@ class SkyrlSession(FrameworkSession):
     def load(self, directory: pathlib.Path) -> None:
         self._strategy.load_checkpoint(self.model, str(directory), self.optimizer, self._scheduler)
 
-    def extractions(self) -> Mapping[str, Extractor]:
+    def list_extractions(self) -> Mapping[str, Extractor]:
         from skyrl.backends.skyrl_train.distributed import fsdp_utils
 
         return {
-            "extract_weights": lambda directory: self._extracted(),
+            "extract_weights": lambda directory: self._extract(),
             "collect_lora_params": lambda directory: fsdp_utils.collect_lora_params(self.model),
             "layered_summon_lora_params": lambda directory: fsdp_utils.layered_summon_lora_params(self.model),
-            "save_hf_model": self._hf_model,
+            "save_hf_model": self._save_hf_model,
         }
 
-    def _extracted(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _extract(self) -> Iterator[tuple[str, torch.Tensor]]:
         from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPWeightExtractor
 
         for chunk in FSDPWeightExtractor(self.model).extract_weights(torch.bfloat16):
             yield from zip(chunk.names, chunk.tensors, strict=True)
 
-    def _hf_model(self, directory: pathlib.Path) -> SavedFiles:
+    def _save_hf_model(self, directory: pathlib.Path) -> SavedFiles:
         self._strategy.save_hf_model(self.model, str(directory))
         return SavedFiles(directory=directory, format="safetensors")
 
 
-def _policy(plain: PlainModel) -> nn.Module:
+def _make_policy(plain: PlainModel) -> nn.Module:
     """The plain model; SkyRL's own adapters have a task type, which its checkpoints name."""
-    module = plain.module()
+    module = plain.build_module()
     if plain.has_adapters:
         from peft import TaskType
 
@@ -99,7 +99,7 @@ class SkyrlAdapter(Adapter):
     # SkyRL itself is imported in a worker, where its stand-ins are.
     modules = ("transformers.trainer", "transformers.models.qwen3.modeling_qwen3", "peft")
 
-    def on_emulated(self, shims: Shims) -> None:
+    def prepare_emulated_device(self, shims: Shims) -> None:
         import typing_extensions
 
         for name in ("flash_attn", "flash_attn.bert_padding"):
@@ -119,12 +119,12 @@ class SkyrlAdapter(Adapter):
             made: torch.Tensor = before(*size, **options | placed)
             return made
 
-        def mesh(kind: str, *arguments: Any, **options: Any) -> Any:
+        def make_mesh(kind: str, *arguments: Any, **options: Any) -> Any:
             return init_device_mesh("emulated", *arguments, **options)
 
         before = shims.replace("torch:empty", empty)
         module = "skyrl.backends.skyrl_train.distributed.fsdp_utils"
-        init_device_mesh = shims.replace(f"{module}:init_device_mesh", mesh)
+        init_device_mesh = shims.replace(f"{module}:init_device_mesh", make_mesh)
         shims.translate_backend()
 
     def build(self, configuration: Mapping[str, str], plain: PlainModel) -> FrameworkSession:

@@ -19,7 +19,7 @@ _SEQUENCE = 16
 class TorchtitanSession(FrameworkSession):
     def __init__(self, configuration: Mapping[str, str], plain: PlainModel) -> None:
         super().__init__(plain)
-        self._trainer = _config(configuration, plain).build()
+        self._trainer = _make_config(configuration, plain).build()
         self.model, self.optimizer = self._trainer.model_parts[0], next(iter(self._trainer.optimizers))
         if configuration["offload"] != "none":
             self.shards_on = torch.device("cpu")
@@ -49,15 +49,15 @@ class TorchtitanSession(FrameworkSession):
         self._trainer.checkpointer.folder = str(directory)
         self._trainer.checkpointer.load(step=2)
 
-    def extractions(self) -> Mapping[str, Extractor]:
-        return {"save.dcp": self._dcp, "save.hf": self._hf}
+    def list_extractions(self) -> Mapping[str, Extractor]:
+        return {"save.dcp": self._save_dcp, "save.hf": self._save_hf}
 
-    def _dcp(self, directory: pathlib.Path) -> SavedFiles:
+    def _save_dcp(self, directory: pathlib.Path) -> SavedFiles:
         names = set(self.model.state_dict())
         folder = self._save(directory, last_step=False)
         return SavedFiles(directory=folder, format="dcp", renamed=lambda name: name if name in names else None)
 
-    def _hf(self, directory: pathlib.Path) -> SavedFiles:
+    def _save_hf(self, directory: pathlib.Path) -> SavedFiles:
         folder = self._save(directory, last_step=True)
         tensors = dict(self.model.state_dict())
         exported = self._trainer.checkpointer.sd_adapter.to_hf(dict(tensors))
@@ -65,14 +65,14 @@ class TorchtitanSession(FrameworkSession):
         return SavedFiles(directory=folder, format="safetensors", renamed=names.get)
 
 
-def _config(configuration: Mapping[str, str], plain: PlainModel) -> Any:
+def _make_config(configuration: Mapping[str, str], plain: PlainModel) -> Any:
     from torchtitan.models.qwen3 import model_registry
     from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
 
     config = qwen3_debugmodel()
     config.model_spec = model_registry("debugmodel_non_fused_qkv", attn_backend="sdpa")
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
-    config.tokenizer, config.dataloader = _stand_ins()
+    config.tokenizer, config.dataloader = _make_stand_ins()
     config.dump_folder = str(plain.workspace)
     config.hf_assets_path = str(plain.workspace)
     config.activation_checkpoint = None
@@ -87,7 +87,7 @@ def _config(configuration: Mapping[str, str], plain: PlainModel) -> Any:
     return config
 
 
-def _stand_ins() -> tuple[Any, Any]:
+def _make_stand_ins() -> tuple[Any, Any]:
     """The configurations of a tokenizer that is not used, and of data that ``step`` brings itself."""
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.tokenizer import BaseTokenizer
@@ -133,7 +133,7 @@ class TorchtitanAdapter(Adapter):
     matrix = FRAMEWORKS["torchtitan"]
     modules = ("torchtitan.trainer", "torchtitan.models.qwen3.config_registry")
 
-    def on_emulated(self, shims: Shims) -> None:
+    def prepare_emulated_device(self, shims: Shims) -> None:
         from torchtitan.models.common.attention import ScaledDotProductAttention
 
         shims.replace(

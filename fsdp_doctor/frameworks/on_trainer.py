@@ -23,7 +23,7 @@ from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 _NUM_SEQUENCES = 64
 
 
-def training_arguments(configuration: Mapping[str, str], directory: pathlib.Path) -> Any:
+def make_training_arguments(configuration: Mapping[str, str], directory: pathlib.Path) -> Any:
     """transformers.TrainingArguments of a configuration, without anything but training."""
     from transformers import TrainingArguments
 
@@ -58,10 +58,10 @@ class TrainerSession(FrameworkSession):
         from transformers import Trainer
 
         self._version = configuration["version"]
-        sequences = plain.sequences(_NUM_SEQUENCES)
+        sequences = plain.make_sequences(_NUM_SEQUENCES)
         self._trainer = Trainer(
-            model=plain.module(),
-            args=training_arguments(configuration, plain.workspace / "output"),
+            model=plain.build_module(),
+            args=make_training_arguments(configuration, plain.workspace / "output"),
             train_dataset=[{"input_ids": tokens, "labels": tokens} for tokens in sequences],
         )
         if configuration["offload"] != "none":
@@ -92,7 +92,7 @@ class TrainerSession(FrameworkSession):
         self._trainer.args.output_dir = str(directory)
         self._trainer.control.should_save = True
 
-    def extractions(self) -> Mapping[str, Extractor]:
+    def list_extractions(self) -> Mapping[str, Extractor]:
         return {"save_model": self._save_model, "save_model.adapter": self._save_model}
 
     def _save_model(self, directory: pathlib.Path) -> SavedFiles:
@@ -108,7 +108,7 @@ class TrainerAdapter(Adapter):
         "transformers.models.qwen3.modeling_qwen3",
     )
 
-    def on_emulated(self, shims: Shims) -> None:
+    def prepare_emulated_device(self, shims: Shims) -> None:
         see_accelerator(shims)
         shims.replace("transformers.training_args:is_torch_bf16_gpu_available", lambda: True)
 

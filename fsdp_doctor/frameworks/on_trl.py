@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_doctor.frameworks.adapter import Adapter, Extractor, FrameworkSession, PlainModel, Shims
-from fsdp_doctor.frameworks.on_trainer import ADAPTER as TRAINER, TrainerSession, training_arguments
+from fsdp_doctor.frameworks.on_trainer import ADAPTER as TRAINER, TrainerSession, make_training_arguments
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 
 _NUM_SEQUENCES = 64
@@ -24,28 +24,28 @@ class TrlSession(TrainerSession):
 
         self._version = configuration["version"]
         of_trainer = {**configuration, "state_dict_type": "full", "ddp_backend": "mixed-backend"}
-        arguments = training_arguments(of_trainer, plain.workspace / "output")
+        arguments = make_training_arguments(of_trainer, plain.workspace / "output")
         if self._version == "fsdp1":
             arguments.fsdp_config["use_orig_params"] = False
             arguments.fsdp_plugin_args["use_orig_params"] = False
         self._trainer = SFTTrainer(
-            model=plain.module(),
+            model=plain.build_module(),
             args=arguments,
-            train_dataset=Dataset.from_dict({"input_ids": plain.sequences(_NUM_SEQUENCES).tolist()}),
-            processing_class=_tokenizer(),
+            train_dataset=Dataset.from_dict({"input_ids": plain.make_sequences(_NUM_SEQUENCES).tolist()}),
+            processing_class=_make_tokenizer(),
         )
         if configuration["offload"] != "none":
             self.shards_on = torch.device("cpu")
 
-    def extractions(self) -> Mapping[str, Extractor]:
+    def list_extractions(self) -> Mapping[str, Extractor]:
         return {
-            "sync_weights.colocate": lambda directory: self._synced("colocate"),
-            "sync_weights.merged": lambda directory: self._synced("colocate"),
-            "sync_weights.server": lambda directory: self._synced("server"),
+            "sync_weights.colocate": lambda directory: self._sync("colocate"),
+            "sync_weights.merged": lambda directory: self._sync("colocate"),
+            "sync_weights.server": lambda directory: self._sync("server"),
             "save_model": self._save_model,
         }
 
-    def _synced(self, mode: str) -> dict[str, torch.Tensor]:
+    def _sync(self, mode: str) -> dict[str, torch.Tensor]:
         """Records the weights that vLLM would be given, as copies: TRL frees each tensor after the next."""
         from trl.distributed import DistributedBackend
         from trl.generation.vllm_generation import VLLMGeneration
@@ -72,7 +72,7 @@ class TrlSession(TrainerSession):
         return given if mode == "colocate" or dist.get_rank() == 0 else {}
 
 
-def _tokenizer() -> Any:
+def _make_tokenizer() -> Any:
     """SFTTrainer asks for one; the data are tokens already."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -87,8 +87,8 @@ class TrlAdapter(Adapter):
     matrix = FRAMEWORKS["trl"]
     modules = (*TRAINER.modules, "trl.trainer.sft_trainer", "trl.generation.vllm_generation")
 
-    def on_emulated(self, shims: Shims) -> None:
-        TRAINER.on_emulated(shims)
+    def prepare_emulated_device(self, shims: Shims) -> None:
+        TRAINER.prepare_emulated_device(shims)
         shims.note("vllm:LLM, trl.generation.vllm_client:VLLMClient")
 
     def build(self, configuration: Mapping[str, str], plain: PlainModel) -> FrameworkSession:

@@ -22,7 +22,7 @@ class VerlSession(FrameworkSession):
         self._device_name = get_device_name()
         # As verl's Worker does where Ray shows it every device of the node.
         torch.get_device_module(plain.device).set_device(plain.device)
-        self._engine = _engine(configuration, plain)
+        self._engine = _make_engine(configuration, plain)
         self._engine.initialize()
         self.model, self.optimizer = self._engine.module, self._engine.optimizer
         # initialize() ends as every use of the engine does: with what is offloaded on the CPU.
@@ -61,25 +61,27 @@ class VerlSession(FrameworkSession):
         self._engine.load_checkpoint(str(directory), del_local_after_load=False)
         self.onload()
 
-    def extractions(self) -> Mapping[str, Extractor]:
+    def list_extractions(self) -> Mapping[str, Extractor]:
         return {
-            "get_per_tensor_param": lambda directory: self._tensors(),
-            "get_per_tensor_param.merged": lambda directory: self._tensors(),
-            "get_per_tensor_param.adapter": lambda directory: self._tensors(base_sync_done=True),
-            "get_per_tensor_param.layered": lambda directory: self._tensors(layered_summon=True, base_sync_done=True),
-            "save_checkpoint.hf_model": self._hf_model,
+            "get_per_tensor_param": lambda directory: self._read_tensors(),
+            "get_per_tensor_param.merged": lambda directory: self._read_tensors(),
+            "get_per_tensor_param.adapter": lambda directory: self._read_tensors(base_sync_done=True),
+            "get_per_tensor_param.layered": lambda directory: self._read_tensors(
+                layered_summon=True, base_sync_done=True
+            ),
+            "save_checkpoint.hf_model": self._save_hf_model,
         }
 
-    def _tensors(self, **options: bool) -> Iterator[tuple[str, Any]]:
+    def _read_tensors(self, **options: bool) -> Iterator[tuple[str, Any]]:
         tensors, _ = self._engine.get_per_tensor_param(**options)
         yield from tensors
 
-    def _hf_model(self, directory: pathlib.Path) -> SavedFiles:
+    def _save_hf_model(self, directory: pathlib.Path) -> SavedFiles:
         self._engine.save_checkpoint(str(directory), global_step=self.num_steps)
         return SavedFiles(directory=directory / "huggingface", format="safetensors")
 
 
-def _engine(configuration: Mapping[str, str], plain: PlainModel) -> Any:
+def _make_engine(configuration: Mapping[str, str], plain: PlainModel) -> Any:
     from verl.trainer.config import CheckpointConfig
     from verl.utils.device import get_device_name, get_nccl_backend
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -89,13 +91,13 @@ def _engine(configuration: Mapping[str, str], plain: PlainModel) -> Any:
         dist.init_process_group(f"cpu:gloo,{get_device_name()}:{get_nccl_backend()}")
     offload = configuration["offload"].split("+")
     model = HFModelConfig(
-        path=str(plain.pretrained()),
+        path=str(plain.write_pretrained()),
         load_tokenizer=False,
         override_config={"attn_implementation": "sdpa"},
         use_remove_padding=False,  # it needs flash attention
         enable_gradient_checkpointing=False,
         lora_rank=4 if plain.has_adapters else 0,
-        lora_adapter_path=_adapter(plain) if plain.has_adapters else None,
+        lora_adapter_path=_save_adapter(plain) if plain.has_adapters else None,
         lora={"merge": configuration["lora"] == "merge"},
     )
     engine = FSDPEngineConfig(
@@ -111,10 +113,10 @@ def _engine(configuration: Mapping[str, str], plain: PlainModel) -> Any:
     return FSDPEngineWithLMHead(model, engine, optimizer, checkpoint)
 
 
-def _adapter(plain: PlainModel) -> str:
+def _save_adapter(plain: PlainModel) -> str:
     """The directory of the plain model's adapters as peft writes it: verl puts them on itself."""
     directory = plain.workspace / f"adapter-{plain.weights}-{plain.place.rank}"
-    model: Any = plain.module()
+    model: Any = plain.build_module()
     model.save_pretrained(str(directory))
     return str(directory)
 
@@ -128,10 +130,10 @@ class VerlAdapter(Adapter):
         "verl.trainer.config",
     )
 
-    def on_emulated(self, shims: Shims) -> None:
+    def prepare_emulated_device(self, shims: Shims) -> None:
         from verl.plugin.platform import set_platform
 
-        set_platform(_platform())
+        set_platform(_make_platform())
         shims.note("verl.plugin.platform:set_platform")
         shims.replace("verl.workers.engine.fsdp.transformer_impl:device_name", "emulated")
         shims.replace("verl.utils.checkpoint.fsdp_checkpoint_manager:is_cuda_available", True)
@@ -140,21 +142,21 @@ class VerlAdapter(Adapter):
         return VerlSession(configuration, plain)
 
 
-def _platform() -> Any:
+def _make_platform() -> Any:
     """The emulated device as verl describes one."""
     from verl.plugin.platform.platform_base import PlatformBase
 
     device = torch.get_device_module("emulated")
 
-    def nothing(self: Any, *arguments: Any) -> None:
+    def do_nothing(self: Any, *arguments: Any) -> None:
         return None
 
-    def same(name: str) -> Any:
+    def return_same(name: str) -> Any:
         return lambda self, *arguments: getattr(device, name)(*arguments)
 
     of_torch = ("current_device", "device_count", "set_device", "synchronize", "manual_seed", "manual_seed_all")
-    members: dict[str, Any] = {name: same(name) for name in (*of_torch, "empty_cache", "is_available")}
-    members |= dict.fromkeys(("set_allocator_settings", "profiler_start", "profiler_stop", "cudart"), nothing)
+    members: dict[str, Any] = {name: return_same(name) for name in (*of_torch, "empty_cache", "is_available")}
+    members |= dict.fromkeys(("set_allocator_settings", "profiler_start", "profiler_stop", "cudart"), do_nothing)
     members |= {
         "device_name": "emulated",
         "vendor_name": "nvidia",

@@ -13,7 +13,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def without_autograd(function: Callable[_P, _T]) -> Callable[_P, _T]:
+def disable_autograd(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """While ``function`` runs nothing is recorded for a backward, and what it makes are ordinary tensors.
 
     Tensors that are made in inference mode can be written to only by threads that are in it, and only inside of it.
@@ -22,11 +22,11 @@ def without_autograd(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return torch.inference_mode(False)(torch.no_grad()(function))
 
 
-def in_present_modes(items: Iterator[_T]) -> Iterator[_T]:
+def keep_present_modes(items: Iterator[_T]) -> Iterator[_T]:
     """Makes each item in the grad mode, and in inference mode or not, that are on now."""
     in_inference_mode, with_gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
-    def steps() -> Iterator[_T]:
+    def run_steps() -> Iterator[_T]:
         while True:
             with torch.inference_mode(in_inference_mode), torch.set_grad_enabled(with_gradients):
                 try:
@@ -36,10 +36,10 @@ def in_present_modes(items: Iterator[_T]) -> Iterator[_T]:
             yield item
             del item
 
-    return steps()
+    return run_steps()
 
 
-def without_garbage_collection(function: Callable[_P, _T]) -> Callable[_P, _T]:
+def defer_garbage_collection(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """While ``function`` runs no collection begins; where the collector is off it stays off.
 
     Ten thousand tensors make some hundred thousand objects at once, which Python takes for a reason to collect, several

@@ -12,17 +12,17 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_doctor.errors import some
+from fsdp_doctor.errors import join_some
 from fsdp_doctor.fsdp import private
-from fsdp_doctor.fsdp.names import unwrapped
+from fsdp_doctor.fsdp.names import unwrap_name
 from fsdp_doctor.fsdp.private import fsdp1
 from fsdp_doctor.fsdp.private.fsdp1 import FlatSlice as FlatSlice, Fsdp1Unit as Fsdp1Unit
-from fsdp_doctor.fsdp.private.fsdp2 import Fsdp2Unit as Fsdp2Unit, unsharded_parameters
+from fsdp_doctor.fsdp.private.fsdp2 import Fsdp2Unit as Fsdp2Unit, list_unsharded_parameters
 
 
 # A model may have a hundred thousand: a frozen one would cost four times as much to make.
 @dataclass(slots=True, eq=False)
-class HeldTensor:
+class ModelTensor:
     """One parameter or buffer.
 
     names: as in the model before it was wrapped, in the order of its modules; several for a tied one.
@@ -37,7 +37,7 @@ class HeldTensor:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HeldModel:
+class ModelContents:
     """All that a model holds, in the order of its modules.
 
     fsdp1_units: their parameters are not among ``parameters``.
@@ -48,25 +48,25 @@ class HeldModel:
 
     fsdp1_units: tuple[Fsdp1Unit, ...]
     fsdp2_units: tuple[Fsdp2Unit, ...]
-    parameters: tuple[HeldTensor, ...]
-    buffers: tuple[HeldTensor, ...]
-    transient_buffers: tuple[HeldTensor, ...]
+    parameters: tuple[ModelTensor, ...]
+    buffers: tuple[ModelTensor, ...]
+    transient_buffers: tuple[ModelTensor, ...]
     stray_pieces: tuple[str, ...] = ()
 
     @property
     def stray_sentence(self) -> str:
         """Why the model can be neither extracted nor loaded, where it has stray pieces."""
         return (
-            f"{some(self.stray_pieces)} is a piece of the flat parameter of another FSDP1 unit, to which it was tied "
-            "before the model was wrapped: its module cannot use it. Put tied parameters into one FSDP1 unit"
+            f"{join_some(self.stray_pieces)} is a piece of the flat parameter of another FSDP1 unit, to which it was "
+            "tied before the model was wrapped: its module cannot use it. Put tied parameters into one FSDP1 unit"
         )
 
-    def tensors(self) -> Iterator[HeldTensor]:
+    def list_tensors(self) -> Iterator[ModelTensor]:
         """The parameters and buffers of a state dict, without those in FSDP1 units."""
         yield from self.parameters
         yield from self.buffers
 
-    def unused(self, *, but_followed: bool = False) -> list[str]:
+    def list_unused(self, *, but_followed: bool = False) -> list[str]:
         """The names of what FSDP2 modules have as parameters and will not compute with at their next forward.
 
         It was assigned after their first one, or has been given other memory since. but_followed: without those whose
@@ -80,25 +80,29 @@ class HeldModel:
         missing = [place for place, tensor in zip(replaced, shown, strict=True) if tensor is None]
         return [*named, *(f"{type(module).__name__}.{key}" for module, key in missing)]
 
-    def all_names(self) -> Iterator[tuple[str, ...]]:
+    def list_all_names(self) -> Iterator[tuple[str, ...]]:
         """All names of each parameter and of each buffer of a state dict, those in FSDP1 units too."""
-        yield from (tensor.names for tensor in self.tensors())
+        yield from (tensor.names for tensor in self.list_tensors())
         yield from (names for unit in self.fsdp1_units for names in unit.names)
 
 
-def read(model: nn.Module) -> HeldModel:
+def read(model: nn.Module) -> ModelContents:
     """Any rank may call it alone, before the first forward too."""
-    modules = private.own_tensors(innermost(model))
-    for own in modules:
-        own.prefix = unwrapped(own.prefix)
-    states = {id(own.fsdp2_state): own.fsdp2_state for own in modules if own.fsdp2_state is not None}
-    fsdp2_units = {key: unit for key, state in states.items() if (unit := Fsdp2Unit.of(state)) is not None}
+    modules = private.list_module_tensors(find_innermost(model))
+    for module_tensors in modules:
+        module_tensors.prefix = unwrap_name(module_tensors.prefix)
+    states = {
+        id(module_tensors.fsdp2_state): module_tensors.fsdp2_state
+        for module_tensors in modules
+        if module_tensors.fsdp2_state is not None
+    }
+    fsdp2_units = {key: unit for key, state in states.items() if (unit := Fsdp2Unit.read(state)) is not None}
     # FSDP2 may show others in their place.
-    sharded = {id(shown): held for state in states.values() for shown, held in unsharded_parameters(state)}
+    sharded = {id(shown): held for state in states.values() for shown, held in list_unsharded_parameters(state)}
     fsdp1_units = _read_fsdp1_units(modules)
     parameters = _read_parameters(modules, fsdp1_units, fsdp2_units, sharded)
     stray = [p for p in parameters if fsdp1.is_flattened(p.tensor)] if fsdp1_units else []
-    return HeldModel(
+    return ModelContents(
         fsdp1_units=fsdp1_units,
         fsdp2_units=tuple(fsdp2_units.values()),
         parameters=parameters,
@@ -108,28 +112,32 @@ def read(model: nn.Module) -> HeldModel:
     )
 
 
-def innermost(model: nn.Module) -> nn.Module:
+def find_innermost(model: nn.Module) -> nn.Module:
     """The model without DDP and torch.compile around it."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
-        elif (compiled := private.compiled_module(model)) is not None:
+        elif (compiled := private.find_compiled_module(model)) is not None:
             model = compiled
         else:
             return model
 
 
-def _read_fsdp1_units(modules: list[private.OwnTensors]) -> tuple[Fsdp1Unit, ...]:
+def _read_fsdp1_units(modules: list[private.ModuleTensors]) -> tuple[Fsdp1Unit, ...]:
     """Each once, under its module's first name."""
     prefixes: dict[int, list[str]] = {}
-    for own in modules:
-        prefixes.setdefault(id(own.module), []).append(own.prefix)
+    for module_tensors in modules:
+        prefixes.setdefault(id(module_tensors.module), []).append(module_tensors.prefix)
     units: dict[int, Fsdp1Unit] = {}
-    for own in modules:
-        handle = fsdp1.flat_handle(own.module)
+    for module_tensors in modules:
+        handle = fsdp1.find_flat_handle(module_tensors.module)
         if handle is not None and id(handle) not in units:
-            names = tuple(_list_names(places, own.prefix, prefixes) for places in fsdp1.flat_names(handle))
-            units[id(handle)] = Fsdp1Unit(prefix=own.prefix, names=names, shown={}, module=own.module, _handle=handle)
+            names = tuple(
+                _list_names(places, module_tensors.prefix, prefixes) for places in fsdp1.list_flat_names(handle)
+            )
+            units[id(handle)] = Fsdp1Unit(
+                prefix=module_tensors.prefix, names=names, shown={}, module=module_tensors.module, _handle=handle
+            )
     return tuple(units.values())
 
 
@@ -143,24 +151,24 @@ def _list_names(places: list[fsdp1.PlaceInModule], unit: str, prefixes: dict[int
         for place in places
         for name in (
             [f"{prefix}{place.name}" for prefix in prefixes.get(id(place.module), ())]
-            or [unwrapped(unit + place.name_in_unit)]
+            or [unwrap_name(unit + place.name_in_unit)]
         )
     ]
     return tuple(dict.fromkeys(names))
 
 
 def _read_parameters(
-    modules: list[private.OwnTensors],
+    modules: list[private.ModuleTensors],
     fsdp1_units: tuple[Fsdp1Unit, ...],
     fsdp2_units: dict[int, Fsdp2Unit],
     sharded: dict[int, nn.Parameter],
-) -> tuple[HeldTensor, ...]:
+) -> tuple[ModelTensor, ...]:
     """Those that are in no FSDP1 unit; the others that modules have now are added to their units' ``shown``."""
     unit_of = {name: unit for unit in fsdp1_units for names in unit.names for name in names}
-    parameters: dict[int, HeldTensor] = {}
-    for own in modules:
-        prefix, unit = own.prefix, fsdp2_units.get(id(own.fsdp2_state))
-        for key, shown in own.parameters.items():
+    parameters: dict[int, ModelTensor] = {}
+    for module_tensors in modules:
+        prefix, unit = module_tensors.prefix, fsdp2_units.get(id(module_tensors.fsdp2_state))
+        for key, shown in module_tensors.parameters.items():
             if shown is None:
                 continue
             name = prefix + key
@@ -170,18 +178,18 @@ def _read_parameters(
             elif unit_of and name in unit_of:
                 unit_of[name].shown[name] = shown
             elif not unit_of or not fsdp1.is_flat_parameter(tensor):
-                parameters[id(tensor)] = HeldTensor((name,), tensor, shown, unit)
+                parameters[id(tensor)] = ModelTensor((name,), tensor, shown, unit)
     return tuple(parameters.values())
 
 
 def _read_buffers(
-    modules: list[private.OwnTensors], fsdp2_units: dict[int, Fsdp2Unit], *, persistent: bool
-) -> tuple[HeldTensor, ...]:
-    buffers: dict[int, HeldTensor] = {}
-    for own in modules:
-        for key, buffer in own.buffers.items():
-            if buffer is not None and (key not in own.non_persistent) == persistent:
-                unit = fsdp2_units.get(id(own.fsdp2_state))
-                held = buffers.setdefault(id(buffer), HeldTensor((), buffer, buffer, unit))
-                held.names += (own.prefix + key,)
+    modules: list[private.ModuleTensors], fsdp2_units: dict[int, Fsdp2Unit], *, persistent: bool
+) -> tuple[ModelTensor, ...]:
+    buffers: dict[int, ModelTensor] = {}
+    for module_tensors in modules:
+        for key, buffer in module_tensors.buffers.items():
+            if buffer is not None and (key not in module_tensors.non_persistent) == persistent:
+                unit = fsdp2_units.get(id(module_tensors.fsdp2_state))
+                model_tensor = buffers.setdefault(id(buffer), ModelTensor((), buffer, buffer, unit))
+                model_tensor.names += (module_tensors.prefix + key,)
     return tuple(buffers.values())

@@ -30,7 +30,7 @@ class Stretches(NamedTuple):
     step: int
     rows: int
 
-    def in_bytes(self, begin: int, itemsize: int) -> Stretches:
+    def convert_to_bytes(self, begin: int, itemsize: int) -> Stretches:
         """Of the tensor whose first byte is at ``begin``."""
         return Stretches(begin + self.first * itemsize, self.length * itemsize, self.step * itemsize, self.rows)
 
@@ -45,7 +45,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class HeldPart:
+class LocalPart:
     """The part of a tensor that one rank holds.
 
     runs: for each dim of the tensor, the indices that the rank holds, in the order in which its shard has them.
@@ -54,7 +54,7 @@ class HeldPart:
     runs: tuple[_Runs, ...]
 
     @classmethod
-    def of_slices(cls, slices: Slices) -> HeldPart:
+    def from_slices(cls, slices: Slices) -> LocalPart:
         return cls(tuple((range(part.start, part.stop),) for part in slices))
 
     @functools.cached_property
@@ -63,7 +63,7 @@ class HeldPart:
 
     def read(self, full: torch.Tensor) -> torch.Tensor:
         """The rank's shard of the full tensor: a view where it lies in one block, otherwise a copy."""
-        blocks = list(self.blocks())
+        blocks = list(self.list_blocks())
         if len(blocks) == 1:
             return full[blocks[0][0]]
         shard = full.new_empty(self.shape)
@@ -74,10 +74,10 @@ class HeldPart:
     def write(self, full: torch.Tensor, shard: torch.Tensor) -> None:
         """Puts the rank's shard, of any shape with as many elements, into its place in the full tensor."""
         shard = shard.view(self.shape)
-        for whole, own in self.blocks():
+        for whole, own in self.list_blocks():
             full[whole] = shard[own]
 
-    def stretches(self, shape: Sequence[int]) -> Iterator[Stretches]:
+    def list_stretches(self, shape: Sequence[int]) -> Iterator[Stretches]:
         """Of the flattened tensor of that shape, in the shard's order."""
         last = max((dim for dim, runs in enumerate(self.runs) if runs != (range(shape[dim]),)), default=0)
         strides = [math.prod(shape[dim + 1 :]) for dim in range(last + 1)]
@@ -91,13 +91,13 @@ class HeldPart:
                 first = begin + row.start * strides[last - 1] + column.start * strides[last]
                 yield Stretches(first, len(column) * strides[last], strides[last - 1], len(row))
 
-    def blocks(self) -> Iterator[tuple[Slices, Slices]]:
+    def list_blocks(self) -> Iterator[tuple[Slices, Slices]]:
         """(where it lies in the tensor, where it lies in the shard) of each block."""
-        for block in itertools.product(*map(_placed, self.runs)):
+        for block in itertools.product(*map(_place_runs, self.runs)):
             yield tuple(whole for whole, _ in block), tuple(own for _, own in block)
 
 
-def held_part(rank: int, shape: Sequence[int], mesh: torch.Tensor, placements: Sequence[Placement]) -> HeldPart:
+def compute_part(rank: int, shape: Sequence[int], mesh: torch.Tensor, placements: Sequence[Placement]) -> LocalPart:
     """What a rank holds of a tensor of ``shape``, by torch.chunk's division; nothing if the mesh does not have it.
 
     mesh: the ranks, as ``DeviceMesh.mesh``. Its dims are applied from the first to the last; each cuts what the
@@ -105,21 +105,24 @@ def held_part(rank: int, shape: Sequence[int], mesh: torch.Tensor, placements: S
     """
     found = (mesh == rank).nonzero()
     if not len(found):
-        return HeldPart(tuple((range(0),) for _ in shape))
+        return LocalPart(tuple((range(0),) for _ in shape))
     runs: list[_Runs] = [(range(length),) for length in shape]
     for size, place, placement in zip(mesh.shape, found[0].tolist(), placements, strict=True):
         if isinstance(placement, Replicate):
             continue
-        stretches = private.num_interleaved(placement)
+        stretches = private.count_interleaved(placement)
         if stretches is None:
             raise LayoutError(f"a tensor that is placed as {placement} is not divided into shards")
         dim = placement.dim  # type: ignore[attr-defined]
-        cut = (_chunk(stretch, size, place) for stretch in (_chunk(runs[dim], stretches, i) for i in range(stretches)))
-        runs[dim] = _joined(itertools.chain.from_iterable(cut))
-    return HeldPart(tuple(runs))
+        cut = (
+            _choose_chunk(stretch, size, place)
+            for stretch in (_choose_chunk(runs[dim], stretches, i) for i in range(stretches))
+        )
+        runs[dim] = _join(itertools.chain.from_iterable(cut))
+    return LocalPart(tuple(runs))
 
 
-def _chunk(runs: _Runs, count: int, index: int) -> _Runs:
+def _choose_chunk(runs: _Runs, count: int, index: int) -> _Runs:
     """One of ``count`` chunks of the indices, as torch.chunk divides; the last ones may be shorter, or empty."""
     length = -(-sum(map(len, runs)) // count)
     begin, end = index * length, (index + 1) * length
@@ -130,7 +133,7 @@ def _chunk(runs: _Runs, count: int, index: int) -> _Runs:
     return tuple(found)
 
 
-def _joined(runs: Iterator[range]) -> _Runs:
+def _join(runs: Iterator[range]) -> _Runs:
     """Neighbours as one, without empty ones; one empty run for none at all."""
     joined: list[range] = []
     for run in filter(len, runs):
@@ -141,7 +144,7 @@ def _joined(runs: Iterator[range]) -> _Runs:
     return tuple(joined) or (range(0),)
 
 
-def _placed(runs: _Runs) -> Iterator[tuple[slice, slice]]:
+def _place_runs(runs: _Runs) -> Iterator[tuple[slice, slice]]:
     begin = 0
     for run in runs:
         yield slice(run.start, run.stop), slice(begin, begin + len(run))

@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known.failures import KnownFailure
 from fsdp_doctor.known.run_context import DeviceKind, RunContext
-from fsdp_doctor.known.signatures import DEVICE, anchor, compiled, readings
+from fsdp_doctor.known.signatures import DEVICE, compile_signature, find_anchor, list_readings
 from fsdp_doctor.matrix.cases import AnyCase
 from fsdp_doctor.verdict.classification import PROBLEM_ORDER, VerdictKind
 
@@ -42,7 +42,7 @@ _LEAST_LIKENESS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class BrokenCase:
     """A case that broke: the reason of its verdict, and the ranks' exceptions."""
 
     kind: VerdictKind
@@ -52,7 +52,7 @@ class Found:
 
 
 @functools.cache
-def known_failures() -> tuple[KnownFailure, ...]:
+def read_catalogue() -> tuple[KnownFailure, ...]:
     """All entries, a file of them for each group, in order. Raises ValueError as :func:`read_entries`."""
     files = sorted(DIRECTORY.glob("*.toml"))
     return tuple(entry for file in files for entry in read_entries(file.read_text(encoding="utf-8"), file.stem))
@@ -85,12 +85,12 @@ def _split_trigger(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse(kind: type, value: Any) -> Any:
-    return SpecifierSet(value) if kind is SpecifierSet else compiled(value)
+    return SpecifierSet(value) if kind is SpecifierSet else compile_signature(value)
 
 
-def known_failure(name: str) -> KnownFailure:
+def find_entry(name: str) -> KnownFailure:
     """The entry of that id. Raises UsageError with the nearest ones where there is none."""
-    by_id = {entry.id: entry for entry in known_failures()}
+    by_id = {entry.id: entry for entry in read_catalogue()}
     if name not in by_id:
         close = difflib.get_close_matches(name, by_id, n=3)
         near = f" (did you mean {' or '.join(close)}?)" if close else ""
@@ -103,20 +103,20 @@ def has_signature(text: str) -> bool:
     """Whether an entry has a signature in ``text``."""
     return any(
         literal in reading and pattern.search(reading)
-        for reading in readings(text)
-        for literal, pattern in _signatures()
+        for reading in list_readings(text)
+        for literal, pattern in _list_signatures()
     )
 
 
 @functools.cache
-def _signatures() -> tuple[tuple[str, re.Pattern[str]], ...]:
+def _list_signatures() -> tuple[tuple[str, re.Pattern[str]], ...]:
     """All signatures with their anchors, each once."""
-    return tuple(dict.fromkeys((anchor(pattern), pattern) for e in known_failures() for pattern in e.signatures))
+    return tuple(dict.fromkeys((find_anchor(pattern), pattern) for e in read_catalogue() for pattern in e.signatures))
 
 
-def anchors() -> list[str]:
+def list_anchors() -> list[str]:
     """The literal pieces of signatures; a line with a signature has one of them in it."""
-    return sorted({literal for literal, _ in _signatures()} - {""})
+    return sorted({literal for literal, _ in _list_signatures()} - {""})
 
 
 def match_message(message: str, traceback: str = "") -> list[KnownFailure]:
@@ -124,70 +124,70 @@ def match_message(message: str, traceback: str = "") -> list[KnownFailure]:
 
     An entry that needs frames comes first, and what the matrix reproduces before what was only reported.
     """
-    entries = [entry for entry in known_failures() if entry.matches_message(message)]
+    entries = [entry for entry in read_catalogue() if entry.matches_message(message)]
     entries = [entry for entry in entries if not entry.frames or entry.has_frame(traceback)]
     return sorted(entries, key=lambda entry: (not entry.frames, not entry.reproduced))
 
 
-def expected_failures(case: AnyCase, context: RunContext) -> list[KnownFailure]:
+def list_expected_failures(case: AnyCase, context: RunContext) -> list[KnownFailure]:
     """The entries that a case of such a run is expected to show, the first to show first; none for a case that is ok.
 
     What ends the path comes before what is wrong with its values, and that before what the next training step does.
     """
-    expected = [entry for entry in known_failures() if entry.is_expected_in(case, context)]
-    return sorted(expected, key=lambda entry: (_stage(entry), -entry.narrowness(case, context)))
+    expected = [entry for entry in read_catalogue() if entry.is_expected_in(case, context)]
+    return sorted(expected, key=lambda entry: (_order_stage(entry), -entry.measure_narrowness(case, context)))
 
 
-def expected_outcomes(case: AnyCase, context: RunContext) -> tuple[KnownFailure | None, ...]:
+def list_expected_outcomes(case: AnyCase, context: RunContext) -> tuple[KnownFailure | None, ...]:
     """The outcomes that a case of such a run may have, None for an ok: one where it is certain, several where not.
 
     A failure that is certain ends the list; before it are those that come first where a race is lost.
     """
     outcomes: list[KnownFailure | None] = []
-    for entry in expected_failures(case, context):
+    for entry in list_expected_failures(case, context):
         outcomes.append(entry)
         if entry.is_certain_in(case, context):
             return tuple(outcomes)
     return (*outcomes, None)
 
 
-def of_finding(case: AnyCase, found: Found, context: RunContext) -> KnownFailure | None:
+def find_shown_entry(case: AnyCase, broken: BrokenCase, context: RunContext) -> KnownFailure | None:
     """The entry that a case which broke shows, on this torch or on another; None where the catalogue has none."""
-    by_message = [entry for message in found.messages for entry in match_message(message, found.traceback)]
-    by_symptom = [entry for entry in known_failures() if _has_symptom(entry, found)]
+    by_message = [entry for message in broken.messages for entry in match_message(message, broken.traceback)]
+    by_symptom = [entry for entry in read_catalogue() if _has_symptom(entry, broken)]
     # What was extracted comes before what the next training step said of it.
     for entries in (by_symptom, by_message):
         triggered = [entry for entry in entries if entry.is_triggered_by(case, context)]
         if triggered:
-            return max(triggered, key=lambda entry: entry.narrowness(case, context))
+            return max(triggered, key=lambda entry: entry.measure_narrowness(case, context))
     return next((entry for entry in by_message if not entry.triggers), None)
 
 
-def nearest(message: str, count: int = 3) -> list[KnownFailure]:
+def find_nearest(message: str, count: int = 3) -> list[KnownFailure]:
     """The entries whose signatures share most words with a message that none of them matches."""
-    words = _words(message)
-    scored = [(_likeness(words, entry), entry) for entry in known_failures() if entry.signatures]
+    words = _split_words(message)
+    scored = [(_measure_likeness(words, entry), entry) for entry in read_catalogue() if entry.signatures]
     close = sorted((pair for pair in scored if pair[0] >= _LEAST_LIKENESS), key=lambda pair: -pair[0])
     return [entry for _, entry in close[:count]]
 
 
-def _has_symptom(entry: KnownFailure, found: Found) -> bool:
-    return entry.verdict == found.kind and any(
-        pattern.search(reason) for pattern in entry.symptoms for reason in found.reasons
+def _has_symptom(entry: KnownFailure, broken: BrokenCase) -> bool:
+    return entry.verdict == broken.kind and any(
+        pattern.search(reason) for pattern in entry.symptoms for reason in broken.reasons
     )
 
 
-def _stage(entry: KnownFailure) -> int:
+def _order_stage(entry: KnownFailure) -> int:
     """When it shows: what ends the path comes first, then the problems in the order of a verdict."""
     order: tuple[str, ...] = PROBLEM_ORDER
     return 1 + order.index(entry.verdict) if entry.verdict in order else 0
 
 
-def _words(text: str) -> set[str]:
+def _split_words(text: str) -> set[str]:
     return {word for word in map(str.lower, _WORD.findall(text)) if word not in _COMMON}
 
 
-def _likeness(words: set[str], entry: KnownFailure) -> float:
+def _measure_likeness(words: set[str], entry: KnownFailure) -> float:
     """The largest share of a signature's words that the message has, of signatures that share at least two."""
-    signatures = [_words(pattern.pattern.replace(DEVICE, "")) for pattern in entry.signatures]
+    signatures = [_split_words(pattern.pattern.replace(DEVICE, "")) for pattern in entry.signatures]
     return max((len(words & other) / len(other) for other in signatures if len(words & other) > 1), default=0.0)

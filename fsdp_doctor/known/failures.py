@@ -12,11 +12,11 @@ from packaging.version import Version
 
 from fsdp_doctor.known.clues import CLUES, ClueName
 from fsdp_doctor.known.run_context import DeviceKind, RunContext, Shards
-from fsdp_doctor.known.signatures import anchor, readings
+from fsdp_doctor.known.signatures import find_anchor, list_readings
 from fsdp_doctor.matrix.cases import AnyCase, Case
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
-from fsdp_doctor.matrix.paths import FIXES, find_path, is_user_path
+from fsdp_doctor.matrix.methods import FIXES, find_method, is_user_method
 from fsdp_doctor.verdict.classification import VerdictKind
 
 REPORTED = "reported"
@@ -57,16 +57,16 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if context.device_kind not in self.device or context.world_size not in self.ranks:
             return False
         if isinstance(case, FrameworkCase):
-            values = {**case.scenario.values, "framework": case.scenario.framework, "path": case.path}
+            values = {**case.scenario.values, "framework": case.scenario.framework, "path": case.method}
             return "framework" in self.values and all(_matches(values.get(a, ""), v) for a, v in self.values.items())
-        if "framework" in self.values or (case.path in FIXES and "path" not in self.values):
+        if "framework" in self.values or (case.method in FIXES and "path" not in self.values):
             return False
         # The cheapest conditions come first: a report asks this millions of times.
         return (
-            all(_matches(_value(case, axis), allowed) for axis, allowed in self.values.items())
-            and find_path(case.path, case.scenario.version).direction in self.direction
+            all(_matches(_read_value(case, axis), allowed) for axis, allowed in self.values.items())
+            and find_method(case.method, case.scenario.version).direction in self.direction
             and context.shard_group(case.scenario) in self.shard_group
-            and any(shards in self.shards for shards in context.possible_shards(case.scenario))
+            and any(shards in self.shards for shards in context.list_possible_shards(case.scenario))
         )
 
     @property
@@ -75,8 +75,8 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return len(self.values) + 2 * ("path" in self.values)
 
 
-def _value(case: Case, axis: str) -> str:
-    value: str = case.path if axis == "path" else case.scenario.values[axis]
+def _read_value(case: Case, axis: str) -> str:
+    value: str = case.method if axis == "path" else case.scenario.values[axis]
     return value
 
 
@@ -143,8 +143,10 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def matches_message(self, message: str) -> bool:
         """Whether the exception's text, or its first line, has one of its signatures."""
-        texts = readings(message)
-        return any(anchor(pattern) in text and pattern.search(text) for pattern in self.signatures for text in texts)
+        texts = list_readings(message)
+        return any(
+            find_anchor(pattern) in text and pattern.search(text) for pattern in self.signatures for text in texts
+        )
 
     def has_frame(self, traceback: str) -> bool:
         """Whether the traceback goes through a place where it is raised."""
@@ -183,9 +185,9 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def is_certain_in(self, case: AnyCase, context: RunContext) -> bool:
         """Whether a case that it is expected in must show it: no race, and no path or model of the user."""
         is_raced = self.race and context.non_blocking_copies == "at any time"
-        is_users = isinstance(case, Case) and (is_user_path(case.path) or case.scenario.model == "custom")
+        is_users = isinstance(case, Case) and (is_user_method(case.method) or case.scenario.model == "custom")
         return not is_raced and not is_users
 
-    def narrowness(self, case: AnyCase, context: RunContext) -> int:
+    def measure_narrowness(self, case: AnyCase, context: RunContext) -> int:
         """The narrowness of its narrowest trigger that contains the case."""
         return max(trigger.narrowness for trigger in self.triggers if trigger.contains(case, context))

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from fsdp_doctor.known.catalogue import known_failures
+from fsdp_doctor.known.catalogue import read_catalogue
 from fsdp_doctor.known.clues import CLUES, ClueName
 from fsdp_doctor.known.failures import KnownFailure
 
@@ -65,12 +65,12 @@ def match_evidence(evidence: Evidence) -> list[Match]:
     Of those that are known, one that wanted certain frames comes first; else what the matrix reproduces before what was
     only reported.
     """
-    entries = [entry for entry in known_failures() if entry.matches_message(evidence.message)]
+    entries = [entry for entry in read_catalogue() if entry.matches_message(evidence.message)]
     graded = (_grade(entry, evidence, is_shared=len(entries) > 1) for entry in entries)
-    return sorted((match for match in graded if match is not None), key=_order)
+    return sorted((match for match in graded if match is not None), key=_make_key)
 
 
-def _order(match: Match) -> tuple[int, bool, bool]:
+def _make_key(match: Match) -> tuple[int, bool, bool]:
     is_vague = match.grade == "known" and not match.entry.frames
     return _ORDER.index(match.grade), is_vague, not match.entry.reproduced
 

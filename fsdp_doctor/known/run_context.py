@@ -81,7 +81,7 @@ class RunContext:
             case sharding:
                 assert_never(sharding)
 
-    def possible_shards(self, scenario: Scenario) -> tuple[Shards, ...]:
+    def list_possible_shards(self, scenario: Scenario) -> tuple[Shards, ...]:
         """Whether all ranks' shards of every parameter are of one size; both where the model is the user's own."""
         group = self.shard_group(scenario)
         if group == 1:

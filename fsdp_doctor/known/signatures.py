@@ -10,7 +10,7 @@ _QUOTES = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": 
 _NO_LITERAL = re.compile(r"\((?:\?[^)]*)?[^()]*\)[?*+]?|\[[^\]]*\][?*+]?|\\.[?*+]?|[^\\)\]][?*]|[().?*+^$|'\"]")
 
 
-def one_line(text: str) -> str:
+def join_lines(text: str) -> str:
     """``text`` with one space between words and straight quotes."""
     if not text.isascii() or "`" in text:
         text = text.translate(_QUOTES)
@@ -18,19 +18,19 @@ def one_line(text: str) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def readings(message: str) -> tuple[str, ...]:
+def list_readings(message: str) -> tuple[str, ...]:
     """A message on one line, and its first line if there are more: a signature may be in either."""
-    whole, first = one_line(message), one_line(message.split("\n", 1)[0])
+    whole, first = join_lines(message), join_lines(message.split("\n", 1)[0])
     return (whole,) if whole == first else (whole, first)
 
 
-def compiled(text: str) -> re.Pattern[str]:
+def compile_signature(text: str) -> re.Pattern[str]:
     """The signature of an entry's text, in which ``<device>`` is any device's name, with or without its index."""
-    return re.compile(one_line(text).replace("<device>", DEVICE))
+    return re.compile(join_lines(text).replace("<device>", DEVICE))
 
 
 @functools.cache
-def anchor(pattern: re.Pattern[str]) -> str:
+def find_anchor(pattern: re.Pattern[str]) -> str:
     """The longest literal piece of a signature, which is in whatever it matches; empty where case does not matter.
 
     It has no quotes, which a log may have in another form.

@@ -16,7 +16,7 @@ from fsdp_doctor.extract.rank_groups import Comparison, Conflict
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.load.outcome import LoadError
 from fsdp_doctor.load.source import LoadSource, SourceKind
-from fsdp_doctor.load.targets import ranks_of
+from fsdp_doctor.load.targets import list_ranks
 
 Holders = Literal["first", "all"]
 _KINDS: dict[SourceKind, str] = {"mapping": "a mapping", "iterator": "an iterable", "files": "files"}
@@ -85,44 +85,44 @@ class LoadAgreement:
         return self._agreement.proceed(word)
 
     @contextlib.contextmanager
-    def under_way(self) -> Iterator[None]:
+    def announce_errors(self) -> Iterator[None]:
         """Tells the other ranks what this one raises inside, and raises LoadError where another rank fails."""
         try:
             yield
             self._agreement.end()
         except (RankLeft, PlanMismatch) as error:
-            raise LoadError(f"{error}; {self._extent('this rank')}") from None
+            raise LoadError(f"{error}; {self._describe_extent('this rank')}") from None
         except LoadError as error:
-            self._agreement.leave(f"{error}; {self._extent('it')}")
-            raise LoadError(f"{error}; {self._extent('this rank')}") from error.__cause__
+            self._agreement.leave(f"{error}; {self._describe_extent('it')}")
+            raise LoadError(f"{error}; {self._describe_extent('this rank')}") from error.__cause__
         except BaseException as error:
-            self._agreement.leave(f"{_in_words(error)}; {self._extent('it')}")
+            self._agreement.leave(f"{_describe_error(error)}; {self._describe_extent('it')}")
             if sys.version_info >= (3, 11):
-                error.add_note(f"While loading: {self._extent('this rank')}.")
+                error.add_note(f"While loading: {self._describe_extent('this rank')}.")
             raise
 
-    def _extent(self, who: str) -> str:
+    def _describe_extent(self, who: str) -> str:
         return f"{who} had {f'begun to write {self.num_written} tensors' if self.num_written else 'written nothing'}"
 
 
 @contextlib.contextmanager
-def before_agreement(model: nn.Module) -> Iterator[None]:
+def announce_early_errors(model: nn.Module) -> Iterator[None]:
     """Tells the other ranks what this one raises inside, before it knows which ranks they are."""
     try:
         yield
     except BaseException as error:
         with contextlib.suppress(Exception):
-            Agreement(_likely_ranks(model), "load", speaker=0).leave(_in_words(error))
+            Agreement(_guess_ranks(model), "load", speaker=0).leave(_describe_error(error))
         raise
 
 
-def _in_words(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _likely_ranks(model: nn.Module) -> tuple[int, ...]:
+def _guess_ranks(model: nn.Module) -> tuple[int, ...]:
     """The ranks of the model, or all ranks if it cannot be read."""
     with contextlib.suppress(Exception):
-        if ranks := ranks_of(reader.read(model)):
+        if ranks := list_ranks(reader.read(model)):
             return ranks
     return tuple(range(dist.get_world_size()))

@@ -25,7 +25,7 @@ from fsdp_doctor.extract.host_copies import HostCopies, Portion
 from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.load.layouts import Layout
-from fsdp_doctor.load.portions import Destination, OwnParts, portion
+from fsdp_doctor.load.portions import Destination, LocalParts, make_portion
 from fsdp_doctor.load.source import Value
 from fsdp_doctor.load.targets import ModelPlace, Target
 
@@ -93,7 +93,7 @@ class FromFirstRank:
         self._device, self._group, self._first = place.device, place.group, place.first
         self._rank = dist.get_rank()
         self._ranks = dist.get_process_group_ranks(self._group)
-        self._receivers = self._receiving_ranks() if self._rank == self._first else []
+        self._receivers = self._list_receiving_ranks() if self._rank == self._first else []
         self._lane_bytes = 0
         self._nothing = self._empty(0)
         self._free: list[_Memory] = []
@@ -107,14 +107,14 @@ class FromFirstRank:
 
     def send(self, values: Iterable[tuple[int, Value]]) -> None:
         """Sends (index of the target, full tensor), on rank 0."""
-        own_parts = OwnParts(self._copies, self._streams)
-        bucket = self._new_bucket()
+        own_parts = LocalParts(self._copies, self._streams)
+        bucket = self._make_bucket()
         for index, value in values:
             target = self._targets[index]
             if not target.layout.replicas:
                 own_parts.write(target, value)
             parts = {
-                rank: portion(value, target.layout, target.layout.part(target.shape, rank), target.dtype)
+                rank: make_portion(value, target.layout, target.layout.compute_part(target.shape, rank), target.dtype)
                 for rank in target.layout.owners
                 if target.layout.replicas or rank != self._rank
             }
@@ -122,10 +122,10 @@ class FromFirstRank:
             start = 0
             # At least one piece: a rank whose part is empty has to count the tensor.
             while start < longest or not start:
-                if self._room_in(bucket) < min(longest - start, _LEAST_PIECE):
+                if self._count_room(bucket) < min(longest - start, _LEAST_PIECE):
                     self._launch(bucket)
-                    bucket = self._new_bucket()
-                piece = _Piece(index, start, max(self._room_in(bucket), 1))
+                    bucket = self._make_bucket()
+                piece = _Piece(index, start, max(self._count_room(bucket), 1))
                 self._fill(bucket, piece, parts)
                 start += piece.length
         if bucket.pieces:
@@ -144,7 +144,7 @@ class FromFirstRank:
         while self._pending:
             self._retire()
 
-    def _receiving_ranks(self) -> list[int]:
+    def _list_receiving_ranks(self) -> list[int]:
         """The ranks to which rank 0 sends anything, perhaps itself."""
         layouts = {id(target.layout): target.layout for target in self._targets}.values()
         receivers = {r for layout in layouts for r in layout.owners if layout.replicas or r != self._rank}
@@ -161,7 +161,7 @@ class FromFirstRank:
         for (layout, shape, itemsize), count in alike.items():
             for rank in set(layout.owners) & in_all.keys():
                 if layout.replicas or rank != self._rank:
-                    in_all[rank] += count * _aligned(layout.part(shape, rank).shape.numel() * itemsize)
+                    in_all[rank] += count * _align(layout.compute_part(shape, rank).shape.numel() * itemsize)
         longest = max(in_all.values(), default=0)
         return max(min(lane_bytes, longest), _ALIGNMENT), 1 if longest <= lane_bytes else _MOST_PENDING
 
@@ -179,10 +179,10 @@ class FromFirstRank:
             joined=self._empty(self._lane_bytes * num_lanes * (num_lanes > 1)),
         )
 
-    def _new_bucket(self) -> _Bucket:
+    def _make_bucket(self) -> _Bucket:
         return _Bucket(self._take_memory(), dict.fromkeys(self._receivers, 0))
 
-    def _room_in(self, bucket: _Bucket) -> int:
+    def _count_room(self, bucket: _Bucket) -> int:
         return (self._lane_bytes if bucket.used else 0) - max(bucket.used.values(), default=0)
 
     def _fill(self, bucket: _Bucket, piece: _Piece, parts: dict[int, Portion]) -> None:
@@ -192,13 +192,13 @@ class FromFirstRank:
             if (nbytes := min(part.nbytes - piece.start, piece.length)) > 0:
                 begin = bucket.used[rank]
                 self._copies.copy(part, bucket.memory.lanes[rank][begin : begin + nbytes], piece.start)
-                bucket.used[rank] = begin + _aligned(nbytes)
+                bucket.used[rank] = begin + _align(nbytes)
         bucket.pieces.append(piece)
 
     def _launch(self, bucket: _Bucket) -> None:
         self._copies.flush()
         lanes = [lane[: bucket.used[rank]] for rank, lane in bucket.memory.lanes.items()]
-        with self._streams.gathering():
+        with self._streams.use_gathering_stream():
             if len(lanes) > 1:
                 outgoing = torch.cat(lanes, out=bucket.memory.joined[: sum(bucket.used.values())])
             else:
@@ -214,14 +214,14 @@ class FromFirstRank:
         used: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """Moves rank 0's lanes to where they belong, on all ranks at once."""
-        sizes = {piece: self._nbytes(piece) for piece in pieces if self._is_sent(self._layout(piece))}
+        sizes = {piece: self._count_bytes(piece) for piece in pieces if self._is_sent(self._choose_layout(piece))}
         mine = [piece for piece, nbytes in sizes.items() if nbytes or not piece.start]
-        sent = [piece for piece in mine if self._rank in self._layout(piece).owners]
-        passed = [piece for piece in mine if self._rank not in self._layout(piece).owners]
+        sent = [piece for piece in mine if self._rank in self._choose_layout(piece).owners]
+        passed = [piece for piece in mine if self._rank not in self._choose_layout(piece).owners]
         arrived = _divide(memory.received, sent, sizes) | _divide(memory.passed, passed, sizes)
-        incoming = sum(_aligned(sizes[piece]) for piece in sent)
+        incoming = sum(_align(sizes[piece]) for piece in sent)
         self._streams.begin_loading()
-        with self._streams.gathering():
+        with self._streams.use_gathering_stream():
             dist.all_to_all_single(
                 memory.received[:incoming],
                 outgoing,
@@ -230,44 +230,46 @@ class FromFirstRank:
                 group=self._group,
             )
             for piece in mine:
-                for replicas in self._layout(piece).replicas if sizes[piece] else ():
+                for replicas in self._choose_layout(piece).replicas if sizes[piece] else ():
                     dist.broadcast(arrived[piece], replicas.source, group=replicas.group or self._group)
-        self._pending.append(_Pending(self._streams.gathered(), memory))
+        self._pending.append(_Pending(self._streams.record_gathering(), memory))
         self._write(arrived)
 
     def _write(self, arrived: Mapping[_Piece, torch.Tensor]) -> None:
         """Copies what has arrived into the shards, which may be given memory only now."""
-        targets = [self._destination(piece).memory[piece.start :][: part.numel()] for piece, part in arrived.items()]
+        targets = [
+            self._choose_destination(piece).memory[piece.start :][: part.numel()] for piece, part in arrived.items()
+        ]
         self._streams.begin_loading()
-        with self._streams.gathering():
+        with self._streams.use_gathering_stream():
             private.copy_all(targets, list(arrived.values()), non_blocking=True)
-        self._pending[-1].done = self._streams.gathered()
+        self._pending[-1].done = self._streams.record_gathering()
         for piece in arrived:
-            if piece.start + piece.length >= self._part_bytes(piece):
+            if piece.start + piece.length >= self._count_part_bytes(piece):
                 destination = self._destinations.pop(piece.index)
                 if not destination.is_shard:
                     self.close()
                     destination.complete()
 
-    def _layout(self, piece: _Piece) -> Layout:
+    def _choose_layout(self, piece: _Piece) -> Layout:
         return self._targets[piece.index].layout
 
     def _is_sent(self, layout: Layout) -> bool:
         """Whether this rank gets its part in buckets; rank 0 writes its own directly where it passes none on."""
         return bool(layout.replicas) or self._rank != self._first
 
-    def _destination(self, piece: _Piece) -> Destination:
+    def _choose_destination(self, piece: _Piece) -> Destination:
         if piece.index not in self._destinations:
             self._destinations[piece.index] = Destination(self._targets[piece.index])
         return self._destinations[piece.index]
 
-    def _part_bytes(self, piece: _Piece) -> int:
+    def _count_part_bytes(self, piece: _Piece) -> int:
         target = self._targets[piece.index]
-        return target.layout.part(target.shape, self._rank).shape.numel() * target.dtype.itemsize
+        return target.layout.compute_part(target.shape, self._rank).shape.numel() * target.dtype.itemsize
 
-    def _nbytes(self, piece: _Piece) -> int:
+    def _count_bytes(self, piece: _Piece) -> int:
         """How many bytes of this rank's part are in the piece."""
-        return max(min(self._part_bytes(piece) - piece.start, piece.length), 0)
+        return max(min(self._count_part_bytes(piece) - piece.start, piece.length), 0)
 
     def _take_memory(self) -> _Memory:
         while not self._free:
@@ -285,12 +287,12 @@ class FromFirstRank:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
-def _aligned(nbytes: int) -> int:
+def _align(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _divide(memory: torch.Tensor, pieces: Sequence[_Piece], sizes: Mapping[_Piece, int]) -> dict[_Piece, torch.Tensor]:
     """The part of the memory in which each piece has arrived."""
-    lengths = [_aligned(sizes[piece]) for piece in pieces]
+    lengths = [_align(sizes[piece]) for piece in pieces]
     parts = memory[: sum(lengths)].split(lengths) if lengths else ()
     return {piece: part[: sizes[piece]] for piece, part in zip(pieces, parts, strict=True)}

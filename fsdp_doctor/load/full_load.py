@@ -22,17 +22,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp_doctor.errors import some
+from fsdp_doctor.errors import join_some
 from fsdp_doctor.extract.host_copies import HostCopies
 from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.fsdp import reader
-from fsdp_doctor.fsdp.decorators import in_present_modes, without_autograd
-from fsdp_doctor.fsdp.reader import HeldModel
-from fsdp_doctor.load.agreement import Holders, LoadAgreement, before_agreement
+from fsdp_doctor.fsdp.decorators import disable_autograd, keep_present_modes
+from fsdp_doctor.fsdp.reader import ModelContents
+from fsdp_doctor.load.agreement import Holders, LoadAgreement, announce_early_errors
 from fsdp_doctor.load.from_first_rank import FromFirstRank
 from fsdp_doctor.load.matching import DtypeRule, Matching
 from fsdp_doctor.load.outcome import LoadError, LoadReport
-from fsdp_doctor.load.portions import OwnParts
+from fsdp_doctor.load.portions import LocalParts
 from fsdp_doctor.load.source import LoadSource, TensorSource, Value, open_source
 from fsdp_doctor.load.source_names import SourceNames
 from fsdp_doctor.load.targets import (
@@ -40,10 +40,10 @@ from fsdp_doctor.load.targets import (
     Target,
     compare_groups,
     describe_targets,
-    place_of,
+    find_place,
+    list_targets,
+    match_transient_values,
     replace_memory,
-    targets_of,
-    transient_values,
 )
 from fsdp_doctor.names.hub_names import Names, check_names
 
@@ -111,11 +111,11 @@ def load_full_tensors(
             # It may be an extraction, whose other ranks wait for this one until it is closed.
             stack.callback(source.close)
         if isinstance(source, Iterator):
-            source = in_present_modes(source)
+            source = keep_present_modes(source)
         return _load(model, source, strict=strict, dtype=dtype, names=names, buffers=buffers, bucket_bytes=bucket_bytes)
 
 
-@without_autograd
+@disable_autograd
 def _load(
     model: nn.Module,
     source: TensorSource,
@@ -126,7 +126,7 @@ def _load(
     buffers: Mapping[str, torch.Tensor] | None,
     bucket_bytes: int,
 ) -> LoadReport:
-    with before_agreement(model):
+    with announce_early_errors(model):
         if dtype not in get_args(DtypeRule):
             raise ValueError(f"dtype must be one of {', '.join(get_args(DtypeRule))}, not {dtype!r}")
         if buffers is not None and not isinstance(buffers, Mapping):
@@ -134,11 +134,11 @@ def _load(
         check_arguments(model, bucket_bytes)
         check_names(names)
         contents = reader.read(model)
-        place = place_of(contents)
+        place = find_place(contents)
     agreement = LoadAgreement(place.ranks)
-    with agreement.under_way(), contextlib.ExitStack() as stack:
-        targets = targets_of(contents, place)
-        transient = transient_values(contents.transient_buffers, buffers or {}, place.device)
+    with agreement.announce_errors(), contextlib.ExitStack() as stack:
+        targets = list_targets(contents, place)
+        transient = match_transient_values(contents.transient_buffers, buffers or {}, place.device)
         opened = stack.enter_context(contextlib.closing(open_source(source, is_first=dist.get_rank() == place.first)))
         settings = f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes}"
         source_names = SourceNames(names, model, targets, opened)
@@ -179,7 +179,7 @@ def check_arguments(model: nn.Module, bucket_bytes: int) -> None:
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
 
 
-def settle(model: nn.Module, contents: HeldModel, device: torch.device) -> None:
+def settle(model: nn.Module, contents: ModelContents, device: torch.device) -> None:
     """Waits for copies from and to the shards, on any stream, and frees what is unsharded.
 
     What a forward without a backward left unsharded would be used again, with the values from before the load.
@@ -210,14 +210,14 @@ def fill_targets(
     """
     if holders == "first" and place.partial:
         raise LoadError(
-            f"{some(place.partial)}: sharded over some of the model's ranks, on a mesh that is no submesh of one of "
-            "all, so that rank 0 does not know which rank has which part: give every rank the source"
+            f"{join_some(place.partial)}: sharded over some of the model's ranks, on a mesh that is no submesh of "
+            "one of all, so that rank 0 does not know which rank has which part: give every rank the source"
         )
     if source.kind in ("mapping", "files"):
         matching.add_all(source.tensors)
     streams = Streams(place.device)
     with contextlib.closing(HostCopies(streams)) as copies:
-        values = _values(source, matching, agreement, copies)
+        values = _iterate_values(source, matching, agreement, copies)
         if holders == "first":
             full_bytes = sum(target.shape.numel() * target.dtype.itemsize for target in targets)
             bucket_bytes = min(bucket_bytes, max(full_bytes, _LEAST_BUCKET_BYTES))
@@ -234,21 +234,21 @@ def fill_targets(
                 buckets.send(values)
                 copies.finish()
                 source.check_unchanged()
-                report = _report(matching, agreement)
+                report = _make_report(matching, agreement)
                 agreement.agree(msgspec.json.encode(report).decode())
                 return report
         agreement.agree()
         prepare_model()
-        own_parts = OwnParts(copies, streams)
+        own_parts = LocalParts(copies, streams)
         for index, value in values:
             own_parts.write(targets[index], value)
         own_parts.finish()
         source.check_unchanged()
         agreement.agree()
-        return _report(matching, agreement)
+        return _make_report(matching, agreement)
 
 
-def _values(
+def _iterate_values(
     source: LoadSource, matching: Matching, agreement: LoadAgreement, copies: HostCopies
 ) -> Iterator[tuple[int, Value]]:
     """(index of a target, full tensor), each target once."""
@@ -274,7 +274,7 @@ def _values(
             copies.finish()
 
 
-def _report(matching: Matching, agreement: LoadAgreement) -> LoadReport:
+def _make_report(matching: Matching, agreement: LoadAgreement) -> LoadReport:
     return LoadReport(
-        loaded=agreement.num_written, missing=tuple(matching.missing()), superfluous=tuple(matching.superfluous)
+        loaded=agreement.num_written, missing=tuple(matching.list_missing()), superfluous=tuple(matching.superfluous)
     )

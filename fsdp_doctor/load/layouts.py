@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fsdp_doctor.fsdp.reader import Fsdp1Unit
-from fsdp_doctor.fsdp.shards import HeldPart, Slices, Stretches, held_part, row_major
+from fsdp_doctor.fsdp.shards import LocalPart, Slices, Stretches, compute_part, row_major
 from fsdp_doctor.load.outcome import LoadError
 from fsdp_doctor.names.views import Box, TensorView, find_box
 
@@ -42,18 +42,18 @@ class Layout(ABC):
         """A description that is the same on every rank."""
 
     @abstractmethod
-    def part(self, shape: torch.Size, rank: int) -> HeldPart:
+    def compute_part(self, shape: torch.Size, rank: int) -> LocalPart:
         """The part that a rank holds of a tensor of that shape, in the order of ``arranged``."""
 
-    def arranged(self, full: torch.Tensor) -> torch.Tensor:
+    def arrange(self, full: torch.Tensor) -> torch.Tensor:
         """A view of the full tensor in the order in which it is divided."""
         return full
 
-    def stretches(self, shape: torch.Size, part: HeldPart) -> list[Stretches] | None:
+    def list_stretches(self, shape: torch.Size, part: LocalPart) -> list[Stretches] | None:
         """The part's elements in the flattened tensor; None if its rows are not in the tensor's order."""
-        return [stretch for stretch in part.stretches(shape) if stretch.length and stretch.rows]
+        return [stretch for stretch in part.list_stretches(shape) if stretch.length and stretch.rows]
 
-    def cut(self, shape: torch.Size, view: TensorView) -> tuple[Layout, HeldPart, Slices] | None:
+    def cut(self, shape: torch.Size, view: TensorView) -> tuple[Layout, LocalPart, Slices] | None:
         """The layout of a part of a tensor of that shape: (layout, this rank's part of the tensor, slices of that).
 
         None where what a rank has of the part is not known by ranges.
@@ -61,8 +61,8 @@ class Layout(ABC):
         box = find_box(view, shape)
         if box is None:
             return None
-        held = self.part(shape, dist.get_rank())
-        return _InBox(self, shape, box), held, box.cut(held)[1]
+        part = self.compute_part(shape, dist.get_rank())
+        return _InBox(self, shape, box), part, box.cut(part)[1]
 
 
 class _InBox(Layout):
@@ -75,14 +75,14 @@ class _InBox(Layout):
     def __str__(self) -> str:
         return f"{self._box} of {self._whole}"
 
-    def part(self, shape: torch.Size, rank: int) -> HeldPart:
-        return self._box.cut(self._whole.part(self._shape, rank))[0]
+    def compute_part(self, shape: torch.Size, rank: int) -> LocalPart:
+        return self._box.cut(self._whole.compute_part(self._shape, rank))[0]
 
-    def arranged(self, full: torch.Tensor) -> torch.Tensor:
+    def arrange(self, full: torch.Tensor) -> torch.Tensor:
         return self._box.arrange(full)
 
-    def stretches(self, shape: torch.Size, part: HeldPart) -> list[Stretches] | None:
-        return super().stretches(torch.Size(self._box.lengths), part) if self._box.is_in_order else None
+    def list_stretches(self, shape: torch.Size, part: LocalPart) -> list[Stretches] | None:
+        return super().list_stretches(torch.Size(self._box.lengths), part) if self._box.is_in_order else None
 
 
 class OnMesh(Layout):
@@ -96,8 +96,8 @@ class OnMesh(Layout):
                 "FSDP2 divides, while DTensor divides by the mesh: give it ranks in ascending order"
             )
         self._placements = tuple(placements)
-        self._parts: dict[tuple[torch.Size, int], HeldPart] = {}
-        self._stretches: dict[tuple[torch.Size, HeldPart], list[Stretches] | None] = {}
+        self._parts: dict[tuple[torch.Size, int], LocalPart] = {}
+        self._stretches: dict[tuple[torch.Size, LocalPart], list[Stretches] | None] = {}
         copied = [dim for dim, placement in enumerate(placements) if isinstance(placement, Replicate)]
         firsts = tuple(slice(1) if dim in copied else slice(None) for dim in range(mesh.ndim))
         self.owners = tuple(self._ranks[firsts].flatten().tolist())
@@ -111,16 +111,16 @@ class OnMesh(Layout):
     def __str__(self) -> str:
         return f"{list(self._placements)} over {list(self._ranks.shape)} ranks"
 
-    def part(self, shape: torch.Size, rank: int) -> HeldPart:
+    def compute_part(self, shape: torch.Size, rank: int) -> LocalPart:
         key = shape, rank
         if key not in self._parts:
-            self._parts[key] = held_part(rank, shape, self._ranks, self._placements)
+            self._parts[key] = compute_part(rank, shape, self._ranks, self._placements)
         return self._parts[key]
 
-    def stretches(self, shape: torch.Size, part: HeldPart) -> list[Stretches] | None:
+    def list_stretches(self, shape: torch.Size, part: LocalPart) -> list[Stretches] | None:
         key = shape, part
         if key not in self._stretches:
-            self._stretches[key] = super().stretches(shape, part)
+            self._stretches[key] = super().list_stretches(shape, part)
         return self._stretches[key]
 
 
@@ -134,8 +134,8 @@ class Whole(Layout):
     def __str__(self) -> str:
         return "whole"
 
-    def part(self, shape: torch.Size, rank: int) -> HeldPart:
-        return HeldPart(tuple((range(length),) for length in shape))
+    def compute_part(self, shape: torch.Size, rank: int) -> LocalPart:
+        return LocalPart(tuple((range(length),) for length in shape))
 
 
 class Layouts:
@@ -146,13 +146,13 @@ class Layouts:
         self._meshes = meshes
         self._on_meshes: dict[tuple[int, tuple[Placement, ...]], OnMesh] = {}
 
-    def of(self, tensor: torch.Tensor) -> Layout:
+    def choose(self, tensor: torch.Tensor) -> Layout:
         if not isinstance(tensor, DTensor):
             return self._whole
         key = id(tensor.device_mesh), tensor.placements
         if key not in self._on_meshes:
             mesh, placements = tensor.device_mesh, tensor.placements
-            self._on_meshes[key] = OnMesh(*(over_all_ranks(mesh, placements, self._meshes) or (mesh, placements)))
+            self._on_meshes[key] = OnMesh(*(extend_to_all_ranks(mesh, placements, self._meshes) or (mesh, placements)))
         return self._on_meshes[key]
 
 
@@ -186,32 +186,32 @@ class InFlatParameter(Layout):
     def __str__(self) -> str:
         return f"from {self._offset} on in a flat parameter of shards of {self._shards.length}"
 
-    def part(self, shape: torch.Size, rank: int) -> HeldPart:
+    def compute_part(self, shape: torch.Size, rank: int) -> LocalPart:
         length, numel = self._shards.length, math.prod(shape)
         begin = self._shards.places[rank] * length - self._offset
-        return HeldPart(((range(min(max(begin, 0), numel), min(max(begin + length, 0), numel)),),))
+        return LocalPart(((range(min(max(begin, 0), numel), min(max(begin + length, 0), numel)),),))
 
-    def place(self, shape: torch.Size) -> Slices:
+    def find_slices(self, shape: torch.Size) -> Slices:
         """The slices of this rank's shard that are its part."""
         rank = dist.get_rank()
-        (run,) = self.part(shape, rank).runs[0]
+        (run,) = self.compute_part(shape, rank).runs[0]
         begin = run.start + self._offset - self._shards.places[rank] * self._shards.length if len(run) else 0
         return (slice(begin, begin + len(run)),)
 
-    def arranged(self, full: torch.Tensor) -> torch.Tensor:
+    def arrange(self, full: torch.Tensor) -> torch.Tensor:
         order = sorted(range(full.ndim), key=lambda dim: -self._stride[dim])
         return full.permute(order).reshape(-1)
 
-    def stretches(self, shape: torch.Size, part: HeldPart) -> list[Stretches] | None:
-        return super().stretches(torch.Size([shape.numel()]), part) if self._is_row_major else None
+    def list_stretches(self, shape: torch.Size, part: LocalPart) -> list[Stretches] | None:
+        return super().list_stretches(torch.Size([shape.numel()]), part) if self._is_row_major else None
 
-    def cut(self, shape: torch.Size, view: TensorView) -> tuple[Layout, HeldPart, Slices] | None:
+    def cut(self, shape: torch.Size, view: TensorView) -> tuple[Layout, LocalPart, Slices] | None:
         if not (view.is_contiguous and self._is_row_major):
             return None
         layout = InFlatParameter(self._shards, self._offset + view.offset, row_major(view.shape))
-        (whole,), (part,) = self.place(shape), layout.place(torch.Size(view.shape))
+        (whole,), (part,) = self.find_slices(shape), layout.find_slices(torch.Size(view.shape))
         begin = part.start - whole.start if part.stop > part.start else 0
-        return layout, self.part(shape, dist.get_rank()), (slice(begin, begin + part.stop - part.start),)
+        return layout, self.compute_part(shape, dist.get_rank()), (slice(begin, begin + part.stop - part.start),)
 
     @property
     def _is_row_major(self) -> bool:
@@ -222,7 +222,7 @@ def _ascend(ranks: torch.Tensor, dim: int) -> bool:
     return ranks.shape[dim] < 2 or bool((ranks.diff(dim=dim) > 0).all())
 
 
-def over_all_ranks(
+def extend_to_all_ranks(
     mesh: DeviceMesh, placements: Sequence[Placement], meshes: Sequence[DeviceMesh]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
     """The same division in terms of a mesh in ``meshes`` that is ``mesh`` or contains it as a submesh; None if none is.
@@ -239,5 +239,5 @@ def over_all_ranks(
     return None
 
 
-def mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+def list_mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(mesh.mesh.flatten().tolist())

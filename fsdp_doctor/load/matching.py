@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from typing_extensions import assert_never
 
-from fsdp_doctor.errors import some
-from fsdp_doctor.extract.rank_groups import Conflict, refusal
+from fsdp_doctor.errors import join_some
+from fsdp_doctor.extract.rank_groups import Conflict, describe_conflicts
 from fsdp_doctor.load.agreement import Holders
 from fsdp_doctor.load.layouts import Whole
 from fsdp_doctor.load.outcome import LoadError
-from fsdp_doctor.load.portions import checksum, portion
+from fsdp_doctor.load.portions import compute_checksum, make_portion
 from fsdp_doctor.load.source import Value
 from fsdp_doctor.load.targets import Target
 
@@ -57,10 +57,10 @@ class Matching:
         if index is None:
             self.superfluous.append(name)
             if self._strict:
-                raise LoadError(_superfluous([name]))
+                raise LoadError(_describe_superfluous([name]))
             return None
         self._refuse_conflicts([index])
-        if problem := self._misfit(name, value):
+        if problem := self._describe_misfit(name, value):
             raise LoadError(problem)
         names = self.names.setdefault(index, [])
         if name in names:
@@ -78,12 +78,12 @@ class Matching:
                 self.superfluous.append(name)
                 continue
             self.names.setdefault(self._indices[name], []).append(name)
-            if problem := self._misfit(name, value):
+            if problem := self._describe_misfit(name, value):
                 misfits.append(problem)
-        missing = self.missing() if self._strict else []
-        problems = [_missing(missing)] if missing else []
-        problems += [_superfluous(self.superfluous)] if self._strict and self.superfluous else []
-        problems += [some(misfits, _MOST_NAMES)] if misfits else []
+        missing = self.list_missing() if self._strict else []
+        problems = [_describe_missing(missing)] if missing else []
+        problems += [_describe_superfluous(self.superfluous)] if self._strict and self.superfluous else []
+        problems += [join_some(misfits, _MOST_NAMES)] if misfits else []
         if problems:
             raise LoadError("; ".join(problems))
         for index, (first, *others) in self.names.items():
@@ -93,18 +93,18 @@ class Matching:
 
     def check_complete(self) -> None:
         """After the last ``add``. Raises LoadError if anything is missing that may not be."""
-        if self._strict and (missing := self.missing()):
-            raise LoadError(_missing(missing))
+        if self._strict and (missing := self.list_missing()):
+            raise LoadError(_describe_missing(missing))
 
-    def missing(self) -> list[str]:
+    def list_missing(self) -> list[str]:
         return [target.names[0] for index, target in enumerate(self._targets) if index not in self.names]
 
     def _refuse_conflicts(self, indices: Iterable[int]) -> None:
         names = [name for index in indices if (name := self._targets[index].names[0]) in self._conflicts]
         if names:
-            raise LoadError(refusal({name: self._conflicts[name] for name in names}))
+            raise LoadError(describe_conflicts({name: self._conflicts[name] for name in names}))
 
-    def _misfit(self, name: str, value: Value) -> str:
+    def _describe_misfit(self, name: str, value: Value) -> str:
         target = self._targets[self._indices[name]]
         if value.shape != target.shape:
             return f"{name} has the shape {list(value.shape)} in the source and {list(target.shape)} in the model"
@@ -129,18 +129,18 @@ class Matching:
         if len(target.names) == 1:
             return
         layout, rank = (_WHOLE, 0) if self._holders == "first" else (target.layout, dist.get_rank())
-        number = checksum(portion(value, layout, layout.part(target.shape, rank), target.dtype))
+        number = compute_checksum(make_portion(value, layout, layout.compute_part(target.shape, rank), target.dtype))
         if number != self._checksums.setdefault(index, number):
             first = self.names[index][0]
             raise LoadError(f"{first} and {name} are tied in the model and have different values in the source")
 
 
-def _missing(names: Sequence[str]) -> str:
-    return f"the source lacks {len(names)} of the model's tensors: {some(names, _MOST_NAMES)}"
+def _describe_missing(names: Sequence[str]) -> str:
+    return f"the source lacks {len(names)} of the model's tensors: {join_some(names, _MOST_NAMES)}"
 
 
-def _superfluous(names: Sequence[str]) -> str:
-    return f"the source has {len(names)} that the model does not have: {some(names, _MOST_NAMES)}"
+def _describe_superfluous(names: Sequence[str]) -> str:
+    return f"the source has {len(names)} that the model does not have: {join_some(names, _MOST_NAMES)}"
 
 
 def _is_same_memory(one: Value, other: Value) -> bool:

@@ -16,14 +16,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import assert_never
 
-from fsdp_doctor.errors import some
+from fsdp_doctor.errors import join_some
 from fsdp_doctor.fsdp import private
-from fsdp_doctor.fsdp.reader import Fsdp1Unit, HeldModel
+from fsdp_doctor.fsdp.reader import Fsdp1Unit, ModelContents
 from fsdp_doctor.fsdp.shards import Slices
 from fsdp_doctor.load.layouts import InFlatParameter, Layout, Layouts, ShardsOfUnit
 from fsdp_doctor.load.outcome import LoadError
 from fsdp_doctor.load.source import check_value
-from fsdp_doctor.load.targets import ModelPlace, home_of
+from fsdp_doctor.load.targets import ModelPlace, find_home
 
 StateDtypeRule = Literal["keep", "cast", "source"]
 
@@ -70,7 +70,7 @@ class StateOutline:
     def describe(self) -> list[str]:
         """Lines that are the same for outlines that are alike."""
         lines = [
-            f"{entry_name(key, name)}: {e}" for name, entries in self.entries.items() for key, e in entries.items()
+            f"{name_entry(key, name)}: {e}" for name, entries in self.entries.items() for key, e in entries.items()
         ]
         for index, group in enumerate(self.groups):
             lines += [f"{name} in param group {index}" for name in group["params"]]
@@ -88,7 +88,7 @@ class StateOutline:
 
 
 def read_outline(source: Any) -> tuple[StateOutline, dict[str, torch.Tensor]]:
-    """The outline of a full state, and its tensors by ``entry_name``. Raises LoadError, TypeError."""
+    """The outline of a full state, and its tensors by ``name_entry``. Raises LoadError, TypeError."""
     if not isinstance(source, Mapping) or not {"state", "param_groups"} <= set(source):
         raise TypeError(f"{_FORMAT}, with state and param_groups")
     groups = source["param_groups"]
@@ -104,9 +104,9 @@ def read_outline(source: Any) -> tuple[StateOutline, dict[str, torch.Tensor]]:
         entries: Entries = outline.entries.setdefault(name, {})
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
-                check_value(entry_name(key, name), value)
+                check_value(name_entry(key, name), value)
                 if value.ndim:
-                    tensors[entry_name(key, name)] = value
+                    tensors[name_entry(key, name)] = value
                     entries[key] = TensorEntry(value.shape, value.dtype)
                 else:
                     entries[key] = ScalarEntry(value.item(), value.dtype)
@@ -114,7 +114,7 @@ def read_outline(source: Any) -> tuple[StateOutline, dict[str, torch.Tensor]]:
                 entries[key] = ScalarEntry(value, None)
             else:
                 raise LoadError(
-                    f"{entry_name(key, name)} is a {type(value).__name__} in the source: state is tensors and numbers"
+                    f"{name_entry(key, name)} is a {type(value).__name__} in the source: state is tensors and numbers"
                 )
     for group in groups:
         if not all(isinstance(name, str) for name in group["params"]):
@@ -122,11 +122,11 @@ def read_outline(source: Any) -> tuple[StateOutline, dict[str, torch.Tensor]]:
         outline.groups.append({k: v.detach().cpu() if isinstance(v, torch.Tensor) else v for k, v in group.items()})
     listed = collections.Counter(name for group in outline.groups for name in group["params"])
     if twice := [name for name, count in listed.items() if count > 1]:
-        raise LoadError(f"the source has {some(twice)} in two param groups")
+        raise LoadError(f"the source has {join_some(twice)} in two param groups")
     return outline, tensors
 
 
-def entry_name(key: str, name: str) -> str:
+def name_entry(key: str, name: str) -> str:
     return f"{key} of {name}"
 
 
@@ -142,14 +142,14 @@ class ParameterPart:
     layout: Layout
     slices: Slices | None = None
 
-    def part_of(self, state: torch.Tensor) -> torch.Tensor:
+    def view_part(self, state: torch.Tensor) -> torch.Tensor:
         """A view of this one's elements in a tensor like the optimizer's parameter."""
-        local = private.local_tensor(state)
+        local = private.read_local_tensor(state)
         if self.slices is not None:
             return local[self.slices]
         if not isinstance(self.layout, InFlatParameter):
             return local
-        return self.layout.arranged(local) if local.shape == self.shape else local.view(-1)
+        return self.layout.arrange(local) if local.shape == self.shape else local.view(-1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -175,9 +175,11 @@ class OptimizerParameter:
         return isinstance(self.parameter, DTensor) or self.parameter.numel() > 0
 
 
-def parameters_of(contents: HeldModel, place: ModelPlace, optimizer: torch.optim.Optimizer) -> list[OptimizerParameter]:
+def list_parameters(
+    contents: ModelContents, place: ModelPlace, optimizer: torch.optim.Optimizer
+) -> list[OptimizerParameter]:
     """Raises LoadError for a parameter that the model does not have."""
-    known = {id(parameter): (home, parts) for parameter, home, parts in _trainable(contents, place)}
+    known = {id(parameter): (home, parts) for parameter, home, parts in _list_trainable(contents, place)}
     parameters = []
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -191,32 +193,36 @@ def parameters_of(contents: HeldModel, place: ModelPlace, optimizer: torch.optim
     return parameters
 
 
-def _trainable(
-    contents: HeldModel, place: ModelPlace
+def _list_trainable(
+    contents: ModelContents, place: ModelPlace
 ) -> Iterator[tuple[torch.Tensor, torch.device, tuple[ParameterPart, ...]]]:
     """(parameter, where it lies in training, its parts) of all that an optimizer may have."""
     layouts = Layouts(place.ranks, place.meshes)
     for unit in contents.fsdp1_units:
         home = torch.device("cpu") if unit.offloads else unit.compute_device
-        for tensor, unit_parts in _trainable_of_unit(unit, place):
+        for tensor, unit_parts in _list_trainable_of_unit(unit, place):
             yield tensor, home, unit_parts
     for parameter in contents.parameters:
-        if private.local_tensor(parameter.tensor).is_meta:
+        if private.read_local_tensor(parameter.tensor).is_meta:
             raise LoadError(f"{parameter.names[0]} is on the meta device: load the model first")
-        part = ParameterPart(names=parameter.names, shape=parameter.tensor.shape, layout=layouts.of(parameter.tensor))
-        yield parameter.tensor, home_of(parameter, place.device), (part,)
+        part = ParameterPart(
+            names=parameter.names, shape=parameter.tensor.shape, layout=layouts.choose(parameter.tensor)
+        )
+        yield parameter.tensor, find_home(parameter, place.device), (part,)
 
 
-def _trainable_of_unit(unit: Fsdp1Unit, place: ModelPlace) -> Iterator[tuple[nn.Parameter, tuple[ParameterPart, ...]]]:
+def _list_trainable_of_unit(
+    unit: Fsdp1Unit, place: ModelPlace
+) -> Iterator[tuple[nn.Parameter, tuple[ParameterPart, ...]]]:
     shards = ShardsOfUnit(unit, place.first)
     pieces = [
         (names, piece.shape, InFlatParameter(shards, piece.offset, piece.stride))
-        for names, piece in zip(unit.names, unit.layout(), strict=True)
+        for names, piece in zip(unit.names, unit.read_layout(), strict=True)
     ]
     yield (
         unit.flat_parameter,
         tuple(
-            ParameterPart(names=names, shape=shape, layout=layout, slices=layout.place(shape))
+            ParameterPart(names=names, shape=shape, layout=layout, slices=layout.find_slices(shape))
             for names, shape, layout in pieces
         ),
     )
@@ -235,8 +241,8 @@ def check_kind(outline: StateOutline, optimizer: torch.optim.Optimizer) -> None:
         lacking, unknown = options - set(group), set(group) - known - set(_COMMON)
         if unknown and 2 * len(lacking) > len(options):
             raise LoadError(
-                f"the source is the state of another optimizer: its param groups have {some(sorted(unknown))}, and not "
-                f"{some(sorted(lacking))}"
+                f"the source is the state of another optimizer: its param groups have {join_some(sorted(unknown))}, "
+                f"and not {join_some(sorted(lacking))}"
             )
 
 
@@ -263,16 +269,19 @@ class StateMatching:
         known = {name for parameter in parameters for part in parameter.parts for name in part.names}
         self.superfluous = [name for name in outline.entries if name not in known]
         if strict and self.missing:
-            raise LoadError(f"the source lacks {len(self.missing)} of the optimizer's parameters: {some(self.missing)}")
+            raise LoadError(
+                f"the source lacks {len(self.missing)} of the optimizer's parameters: {join_some(self.missing)}"
+            )
         if strict and self.superfluous:
             raise LoadError(
                 f"the source has {len(self.superfluous)} parameters that the optimizer does not have: "
-                f"{some(self.superfluous)}"
+                f"{join_some(self.superfluous)}"
             )
         ungrouped = [name for name in outline.entries if name in known and name not in self._group_of]
         if strict and ungrouped:
             raise LoadError(
-                f"the source has {len(ungrouped)} parameters with state in none of its param groups: {some(ungrouped)}"
+                f"the source has {len(ungrouped)} parameters with state in none of its param groups: "
+                f"{join_some(ungrouped)}"
             )
         self.options = self._match_groups(parameters)
         self._check_groups_are_alike()
@@ -281,14 +290,14 @@ class StateMatching:
         """Raises LoadError for entries of other keys or kinds than an optimizer with the same options has now."""
         for parameter, entries in self.entries:
             state = optimizer.state.get(parameter.parameter, {})
-            kinds = {key: _kind_of_value(value, parameter) for key, value in state.items()}
+            kinds = {key: _describe_kind_of_value(value, parameter) for key, value in state.items()}
             group = optimizer.param_groups[parameter.group]
             options = self.options.get(parameter.group, {})
             if kinds and all(group.get(key, v) == v for key, v in options.items() if key not in _SCHEDULED):
                 _check_kinds(parameter, entries, kinds, "and the optimizer has")
 
     def _match(self, parameter: OptimizerParameter) -> None:
-        names = [self._name_in_source(part) for part in parameter.parts]
+        names = [self._find_name_in_source(part) for part in parameter.parts]
         if not any(names):
             if parameter.parameter.requires_grad:
                 self.missing += parameter.names
@@ -301,10 +310,10 @@ class StateMatching:
             for key, entry in entries.items():
                 if isinstance(entry, TensorEntry) and entry.shape != part.shape:
                     raise LoadError(
-                        f"{entry_name(key, name)} has the shape {list(entry.shape)} in the source, and the parameter "
+                        f"{name_entry(key, name)} has the shape {list(entry.shape)} in the source, and the parameter "
                         f"has {list(part.shape)}"
                     )
-            if key := _differing_key(of_parts[0], entries):
+            if key := _find_differing_key(of_parts[0], entries):
                 raise LoadError(
                     f"{parameter.names[0]} and {part.names[0]} lie in one flat parameter, and {key} of them differs in "
                     "the source"
@@ -320,7 +329,7 @@ class StateMatching:
         match self._dtype:
             case "keep":
                 raise LoadError(
-                    f"{entry_name(key, parameter.names[0])} is {entry.dtype} in the source, and the parameter is "
+                    f"{name_entry(key, parameter.names[0])} is {entry.dtype} in the source, and the parameter is "
                     f"{dtype}: torch's optimizers compute with one dtype; dtype='cast' casts it, dtype='source' takes "
                     "it as it is"
                 )
@@ -331,7 +340,7 @@ class StateMatching:
             case _:
                 assert_never(self._dtype)
 
-    def _name_in_source(self, part: ParameterPart) -> str:
+    def _find_name_in_source(self, part: ParameterPart) -> str:
         """The name with entries, else a name in a param group; empty if there is neither."""
         with_entries = (name for name in part.names if name in self._outline.entries)
         listed = (name for name in part.names if name in self._group_of)
@@ -365,27 +374,29 @@ class StateMatching:
             collections.Counter
         )
         for parameter, entries in self.entries:
-            counts[parameter.group][tuple((key, _kind(e, parameter)) for key, e in sorted(entries.items()))] += 1
+            counts[parameter.group][
+                tuple((key, _describe_kind(e, parameter)) for key, e in sorted(entries.items()))
+            ] += 1
         for parameter, entries in self.entries:
             ((most, _),) = counts[parameter.group].most_common(1)
             _check_kinds(parameter, entries, dict(most), "and most parameters of its group have")
         for parameter in self.stateless:
             # A parameter that never had a gradient has no entries, not an empty dictionary.
-            has_entries = self._outline.entries.keys() & {self._name_in_source(part) for part in parameter.parts}
+            has_entries = self._outline.entries.keys() & {self._find_name_in_source(part) for part in parameter.parts}
             if counts[parameter.group] and has_entries:
                 raise LoadError(
                     f"{parameter.names[0]} has an empty state in the source, unlike other parameters of its group"
                 )
 
 
-def _kind(entry: TensorEntry | ScalarEntry, parameter: OptimizerParameter) -> str:
-    """The kind of an entry, in the words of ``_kind_of_value``."""
+def _describe_kind(entry: TensorEntry | ScalarEntry, parameter: OptimizerParameter) -> str:
+    """The kind of an entry, in the words of ``_describe_kind_of_value``."""
     if isinstance(entry, TensorEntry) or (entry.dtype is not None and not parameter.parameter.ndim):
         return "a tensor"
     return "a number" if isinstance(entry.value, numbers.Number) else type(entry.value).__name__
 
 
-def _kind_of_value(value: Any, parameter: OptimizerParameter) -> str:
+def _describe_kind_of_value(value: Any, parameter: OptimizerParameter) -> str:
     """The kind of a value in an optimizer's state; a tensor with one value is a number."""
     if isinstance(value, torch.Tensor) and (value.ndim or not parameter.parameter.ndim):
         return "a tensor"
@@ -393,16 +404,16 @@ def _kind_of_value(value: Any, parameter: OptimizerParameter) -> str:
 
 
 def _check_kinds(parameter: OptimizerParameter, entries: Entries, expected: Mapping[str, str], whose: str) -> None:
-    kinds = {key: _kind(entry, parameter) for key, entry in entries.items()}
+    kinds = {key: _describe_kind(entry, parameter) for key, entry in entries.items()}
     for key in {**expected, **kinds}:
         if kinds.get(key) != expected.get(key):
             raise LoadError(
-                f"{entry_name(key, parameter.names[0])} is {kinds.get(key, 'missing')} in the source, {whose} "
+                f"{name_entry(key, parameter.names[0])} is {kinds.get(key, 'missing')} in the source, {whose} "
                 f"{expected.get(key, 'none')}: a step would fail, or begin anew"
             )
 
 
-def _differing_key(entries: Entries, others: Entries) -> str:
+def _find_differing_key(entries: Entries, others: Entries) -> str:
     """The first key of tensors that differ in their dtype or of single values that differ; empty if there is none."""
     for key in {**entries, **others}:
         left, right = (e.dtype if isinstance(e, TensorEntry) else e for e in (entries.get(key), others.get(key)))

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_doctor.extract.agreement import first_difference
-from fsdp_doctor.extract.rank_groups import refusal
+from fsdp_doctor.extract.agreement import describe_first_difference
+from fsdp_doctor.extract.rank_groups import describe_conflicts
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.decorators import without_autograd
-from fsdp_doctor.load.agreement import LoadAgreement, before_agreement
+from fsdp_doctor.fsdp.decorators import disable_autograd
+from fsdp_doctor.load.agreement import LoadAgreement, announce_early_errors
 from fsdp_doctor.load.full_load import LOAD_BUCKET_BYTES, check_arguments, fill_targets, settle
 from fsdp_doctor.load.matching import Matching
 from fsdp_doctor.load.optimizer_matching import (
@@ -26,16 +26,16 @@ from fsdp_doctor.load.optimizer_matching import (
     StateOutline,
     TensorEntry,
     check_kind,
-    entry_name,
-    parameters_of,
+    list_parameters,
+    name_entry,
     read_outline,
 )
 from fsdp_doctor.load.outcome import LoadError, LoadReport
 from fsdp_doctor.load.source import LoadSource
-from fsdp_doctor.load.targets import Target, compare_groups, place_of
+from fsdp_doctor.load.targets import Target, compare_groups, find_place
 
 
-@without_autograd
+@disable_autograd
 def load_optimizer_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -80,18 +80,18 @@ def load_optimizer_state(
     kinds of whose values, differ from those of most parameters of its group, or from what the optimizer has with the
     same options. Raises TypeError for a source of another format, ValueError for an unknown ``dtype``.
     """
-    with before_agreement(model):
+    with announce_early_errors(model):
         if dtype not in get_args(StateDtypeRule):
             raise ValueError(f"dtype must be one of {', '.join(get_args(StateDtypeRule))}, not {dtype!r}")
         check_arguments(model, bucket_bytes)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"the optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
         contents = reader.read(model)
-        place = place_of(contents)
+        place = find_place(contents)
     agreement = LoadAgreement(place.ranks)
-    with agreement.under_way():
+    with agreement.announce_errors():
         settle(model, contents, place.device)
-        parameters = parameters_of(contents, place, optimizer)
+        parameters = list_parameters(contents, place, optimizer)
         outline, tensors = read_outline(source) if source else (StateOutline(), {})
         opened = LoadSource(kind="mapping" if source else None, tensors=tensors)
         lines = [f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes}"] + [
@@ -107,7 +107,7 @@ def load_optimizer_state(
         states = StateMatching(parameters, outline_of_first, strict=strict, dtype=dtype)
         conflicts = {n: agreement.conflicts[n] for p, _ in states.entries for n in p.names if n in agreement.conflicts}
         if conflicts:
-            raise LoadError(refusal(conflicts))
+            raise LoadError(describe_conflicts(conflicts))
         states.check_against(optimizer)
         new_state = _NewState(optimizer, states)
         names = {name for target in new_state.targets for name in target.names}
@@ -127,7 +127,7 @@ def _check_alike(outline_of_first: StateOutline, outline: StateOutline, first: i
     """Raises LoadError with the first difference of this rank's source from that of rank 0."""
     expected, lines, rank = outline_of_first.describe(), outline.describe(), dist.get_rank()
     if expected != lines:
-        raise LoadError(first_difference(f"rank {first}", expected, f"rank {rank}", lines, "load"))
+        raise LoadError(describe_first_difference(f"rank {first}", expected, f"rank {rank}", lines, "load"))
 
 
 class _NewState:
@@ -144,10 +144,10 @@ class _NewState:
         for parameter, entries in matching.entries:
             if parameter.has_state:
                 self._state[parameter.parameter] = {
-                    key: self._new_value(parameter, key, entry) for key, entry in entries.items()
+                    key: self._make_value(parameter, key, entry) for key, entry in entries.items()
                 }
             self.targets += [
-                self._target(parameter, index, key, entry)
+                self._make_target(parameter, index, key, entry)
                 for key, entry in entries.items()
                 if isinstance(entry, TensorEntry)
                 for index in range(len(parameter.parts))
@@ -174,7 +174,7 @@ class _NewState:
             for key, entry in entries.items():
                 value = self._state.get(parameter.parameter, {}).get(key)
                 if isinstance(entry, ScalarEntry) and isinstance(value, torch.Tensor):
-                    self._state[parameter.parameter][key] = value.to(self._device_of_scalar(parameter, key))
+                    self._state[parameter.parameter][key] = value.to(self._choose_scalar_device(parameter, key))
 
     def put(self) -> None:
         """Gives the optimizer the state and the options of the param groups."""
@@ -191,13 +191,13 @@ class _NewState:
                 else:
                     group[key] = value.item() if isinstance(value, torch.Tensor) else value
 
-    def _new_value(self, parameter: OptimizerParameter, key: str, entry: TensorEntry | ScalarEntry) -> Any:
+    def _make_value(self, parameter: OptimizerParameter, key: str, entry: TensorEntry | ScalarEntry) -> Any:
         tensor = parameter.parameter
         before = self._optimizer.state.get(tensor, {}).get(key)
         if isinstance(entry, TensorEntry):
             if isinstance(before, torch.Tensor) and before.shape == tensor.shape and before.dtype == entry.dtype:
                 return before
-            device = private.local_tensor(before).device if isinstance(before, torch.Tensor) else parameter.home
+            device = private.read_local_tensor(before).device if isinstance(before, torch.Tensor) else parameter.home
             # Zeros, because nothing is loaded into the padding of a flat parameter.
             return torch.zeros_like(tensor, dtype=entry.dtype, device=device, requires_grad=False)
         is_number = isinstance(entry.value, numbers.Number)
@@ -207,9 +207,9 @@ class _NewState:
             return type(before)(entry.value)  # type: ignore[call-arg]
         if entry.dtype is None:
             return entry.value
-        return torch.tensor(entry.value, dtype=entry.dtype, device=self._device_of_scalar(parameter, key))
+        return torch.tensor(entry.value, dtype=entry.dtype, device=self._choose_scalar_device(parameter, key))
 
-    def _device_of_scalar(self, parameter: OptimizerParameter, key: str) -> torch.device:
+    def _choose_scalar_device(self, parameter: OptimizerParameter, key: str) -> torch.device:
         """Where a tensor with one value belongs."""
         before = self._optimizer.state.get(parameter.parameter, {}).get(key)
         if isinstance(before, torch.Tensor):
@@ -217,15 +217,15 @@ class _NewState:
         group = self._optimizer.param_groups[parameter.group]
         return parameter.home if group.get("capturable") or group.get("fused") else torch.device("cpu")
 
-    def _target(self, parameter: OptimizerParameter, index: int, key: str, entry: TensorEntry) -> Target:
+    def _make_target(self, parameter: OptimizerParameter, index: int, key: str, entry: TensorEntry) -> Target:
         part = parameter.parts[index]
         state = self._state.get(parameter.parameter, {}).get(key)
 
         def shard() -> torch.Tensor:
-            return torch.empty(0, dtype=entry.dtype, device="cpu") if state is None else part.part_of(state).detach()
+            return torch.empty(0, dtype=entry.dtype, device="cpu") if state is None else part.view_part(state).detach()
 
         return Target(
-            names=tuple(entry_name(key, name) for name in part.names),
+            names=tuple(name_entry(key, name) for name in part.names),
             shape=part.shape,
             dtype=entry.dtype,
             layout=part.layout,

@@ -7,9 +7,9 @@ import ctypes
 import torch
 import torch.distributed as dist
 
-from fsdp_doctor.extract.host_copies import HostCopies, InMemory, Portion, flat_bytes
+from fsdp_doctor.extract.host_copies import HostCopies, InMemory, Portion, view_as_bytes
 from fsdp_doctor.extract.streams import Streams
-from fsdp_doctor.fsdp.shards import HeldPart, Stretches
+from fsdp_doctor.fsdp.shards import LocalPart, Stretches
 from fsdp_doctor.load.layouts import Layout
 from fsdp_doctor.load.safetensors_files import SafetensorsFile
 from fsdp_doctor.load.source import Value
@@ -42,7 +42,7 @@ class InFile(Portion):
             start -= length
 
     def _read(self, stretch: Stretches, start: int, target: torch.Tensor) -> None:
-        memory, done = _bytes_of(target), 0
+        memory, done = _view_as_bytes(target), 0
         while done < len(memory):
             row, within = divmod(start + done, stretch.length)
             offset = stretch.first + row * stretch.step + within
@@ -60,7 +60,7 @@ class InFile(Portion):
     def _read_rows(self, stretch: Stretches, offset: int, rows: int) -> torch.Tensor:
         """Reads rows with one call, together with the gaps between them."""
         block = torch.empty((rows - 1) * stretch.step + stretch.length, dtype=torch.uint8, device="cpu")
-        self._file.read(offset, _bytes_of(block))
+        self._file.read(offset, _view_as_bytes(block))
         return block.as_strided((rows, stretch.length), (stretch.step, 1))
 
 
@@ -74,30 +74,30 @@ class Cast(Portion):
 
     def fill(self, target: torch.Tensor, start: int) -> None:
         count, size = target.numel() // self._to.itemsize, self._dtype.itemsize
-        values = _in_memory(self._source, start // self._to.itemsize * size, count * size)
+        values = _read_into_memory(self._source, start // self._to.itemsize * size, count * size)
         target.view(self._to).copy_(values.view(self._dtype))
 
 
-def portion(value: Value, layout: Layout, part: HeldPart, dtype: torch.dtype) -> Portion:
+def make_portion(value: Value, layout: Layout, part: LocalPart, dtype: torch.dtype) -> Portion:
     """A part of a full tensor, in the order of the elements of a shard, and in the dtype."""
     if isinstance(value, torch.Tensor):
-        return _portion_of_memory(value.detach(), layout, part, dtype)
-    stretches = layout.stretches(value.shape, part)
+        return _make_portion_of_memory(value.detach(), layout, part, dtype)
+    stretches = layout.list_stretches(value.shape, part)
     size = value.dtype.itemsize
     if stretches is None:
-        whole = _in_memory(InFile(value.file, [Stretches(value.begin, value.shape.numel() * size, 0, 1)]))
-        return _portion_of_memory(whole.view(value.dtype).view(value.shape), layout, part, dtype)
-    in_file = InFile(value.file, [stretch.in_bytes(value.begin, size) for stretch in stretches])
+        whole = _read_into_memory(InFile(value.file, [Stretches(value.begin, value.shape.numel() * size, 0, 1)]))
+        return _make_portion_of_memory(whole.view(value.dtype).view(value.shape), layout, part, dtype)
+    in_file = InFile(value.file, [stretch.convert_to_bytes(value.begin, size) for stretch in stretches])
     return in_file if value.dtype == dtype else Cast(in_file, value.dtype, dtype)
 
 
-def checksum(source: Portion) -> int:
+def compute_checksum(source: Portion) -> int:
     """64 bits; two portions of different bytes share it with a probability of 2 ** -64."""
     generator = torch.Generator().manual_seed(1)
     weights = torch.randint(-(2**63), 2**63 - 1, (_WEIGHTS,), generator=generator, device="cpu") | 1
     total = source.nbytes
     for start in range(0, source.nbytes, _WEIGHTS * 8):
-        chunk = _in_memory(source, start, min(_WEIGHTS * 8, source.nbytes - start))
+        chunk = _read_into_memory(source, start, min(_WEIGHTS * 8, source.nbytes - start))
         words = torch.zeros(-(-chunk.numel() // 8) * 8, dtype=torch.uint8, device=chunk.device)
         words[: chunk.numel()].copy_(chunk)
         weighted = words.view(torch.int64) * weights[: words.numel() // 8].to(chunk.device)
@@ -116,7 +116,7 @@ class Destination:
         self._filled = self._shard
         if not self._shard.is_contiguous():
             self._filled = torch.empty(self._shard.shape, dtype=self._shard.dtype, device=self._shard.device)
-        self.memory = flat_bytes(self._filled)
+        self.memory = view_as_bytes(self._filled)
 
     @property
     def is_shard(self) -> bool:
@@ -128,7 +128,7 @@ class Destination:
             self._shard.copy_(self._filled)
 
 
-class OwnParts:
+class LocalParts:
     """Writes the parts of a rank that has, or can read, the full tensors itself."""
 
     def __init__(self, copies: HostCopies, streams: Streams) -> None:
@@ -139,8 +139,8 @@ class OwnParts:
 
     def write(self, target: Target, value: Value) -> None:
         """Begins to write; reads from files begin no earlier than in ``finish``."""
-        part = target.layout.part(target.shape, self._rank)
-        source = portion(value, target.layout, part, target.dtype)
+        part = target.layout.compute_part(target.shape, self._rank)
+        source = make_portion(value, target.layout, part, target.dtype)
         destination = Destination(target)
         if isinstance(value, torch.Tensor):
             # After what the caller's stream makes the value with.
@@ -161,17 +161,17 @@ class OwnParts:
         self._extra_bytes = 0
 
 
-def _portion_of_memory(full: torch.Tensor, layout: Layout, part: HeldPart, dtype: torch.dtype) -> Portion:
-    values = part.read(layout.arranged(full)).resolve_conj().resolve_neg()
+def _make_portion_of_memory(full: torch.Tensor, layout: Layout, part: LocalPart, dtype: torch.dtype) -> Portion:
+    values = part.read(layout.arrange(full)).resolve_conj().resolve_neg()
     if values.dtype != dtype and values.device.type != "cpu":
         values = values.to(dtype)
-    memory = flat_bytes(values.contiguous())
+    memory = view_as_bytes(values.contiguous())
     is_view = memory.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
     source = InMemory(memory, extra_bytes=0 if is_view else memory.numel())
     return source if values.dtype == dtype else Cast(source, values.dtype, dtype)
 
 
-def _in_memory(source: Portion, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
+def _read_into_memory(source: Portion, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
     """The bytes of the portion in memory, 1-D: all, or ``nbytes`` from ``start`` on."""
     length = source.nbytes - start if nbytes is None else nbytes
     if source.memory is not None:
@@ -181,7 +181,7 @@ def _in_memory(source: Portion, start: int = 0, nbytes: int | None = None) -> to
     return memory
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def _view_as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor of bytes on the host."""
     memory = (ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr()) if tensor.numel() else b""
     return memoryview(memory).cast("B")

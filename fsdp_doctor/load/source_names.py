@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fsdp_doctor.errors import some
+from fsdp_doctor.errors import join_some
 from fsdp_doctor.extract.rank_groups import Conflict
 from fsdp_doctor.load.outcome import LoadError
 from fsdp_doctor.load.source import LoadSource
@@ -52,7 +52,7 @@ class SourceNames:
         if scattered := [names[0] for (_, names, _), part in zip(parts, divided, strict=True) if part is None]:
             raise LoadError(
                 f"{len(scattered)} tensors of the source are parts of one that FSDP1 has divided across them, such as "
-                f"columns: {some(scattered, _MOST_NAMES)}; load them by the model's names"
+                f"columns: {join_some(scattered, _MOST_NAMES)}; load them by the model's names"
             )
         return [part for part in divided if part is not None]
 
@@ -77,8 +77,8 @@ class SourceNames:
             return None
         if of_model := [name for name in tensors if name in self._shapes and name not in hub.views]:
             raise LoadError(
-                f"the source is half converted: it has {len(of_hub)} tensors by names of the Hub ({some(of_hub)}), "
-                f"and {len(of_model)} by the model's own ({some(of_model)})"
+                f"the source is half converted: it has {len(of_hub)} tensors by names of the Hub "
+                f"({join_some(of_hub)}), and {len(of_model)} by the model's own ({join_some(of_model)})"
             )
         return hub
 
@@ -90,9 +90,9 @@ def _cut(target: Target, names: tuple[str, ...], view: TensorView) -> Target | N
     cut = target.layout.cut(target.shape, view)
     if cut is None:
         return None
-    layout, held, places = cut
+    layout, part, places = cut
 
     def shard() -> torch.Tensor:
-        return target.shard().view(held.shape)[places]
+        return target.shard().view(part.shape)[places]
 
     return Target(names=names, shape=torch.Size(view.shape), dtype=target.dtype, layout=layout, shard=shard)

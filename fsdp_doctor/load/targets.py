@@ -14,14 +14,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_doctor.errors import some
+from fsdp_doctor.errors import join_some
 from fsdp_doctor.extract.rank_groups import Comparison, read_groups
-from fsdp_doctor.extract.sources import device_of, shards_of
+from fsdp_doctor.extract.sources import find_device, list_shards
 from fsdp_doctor.fsdp import private
-from fsdp_doctor.fsdp.decorators import without_garbage_collection
-from fsdp_doctor.fsdp.reader import Fsdp1Unit, HeldModel, HeldTensor
+from fsdp_doctor.fsdp.decorators import defer_garbage_collection
+from fsdp_doctor.fsdp.reader import Fsdp1Unit, ModelContents, ModelTensor
 from fsdp_doctor.fsdp.shards import Slices
-from fsdp_doctor.load.layouts import InFlatParameter, Layout, Layouts, ShardsOfUnit, mesh_ranks, over_all_ranks
+from fsdp_doctor.load.layouts import (
+    InFlatParameter,
+    Layout,
+    Layouts,
+    ShardsOfUnit,
+    extend_to_all_ranks,
+    list_mesh_ranks,
+)
 from fsdp_doctor.load.outcome import LoadError
 from fsdp_doctor.load.source import check_value
 
@@ -67,48 +74,57 @@ class ModelPlace:
     @property
     def group(self) -> dist.ProcessGroup:
         """Made where none is known: then each rank waits here for all others."""
-        return self.known_group or _new_group(self.ranks, _world())
+        return self.known_group or _make_group(self.ranks, _find_world())
 
 
-def ranks_of(contents: HeldModel) -> tuple[int, ...]:
+def list_ranks(contents: ModelContents) -> tuple[int, ...]:
     """The ranks of the largest part of the model; empty if nothing is sharded."""
-    return max(_ranks_of_parts(contents), key=len, default=())
+    return max(_list_ranks_of_parts(contents), key=len, default=())
 
 
-def place_of(contents: HeldModel) -> ModelPlace:
+def find_place(contents: ModelContents) -> ModelPlace:
     """Raises LoadError for a model that is not sharded, or whose ranks are not known."""
-    if not contents.fsdp1_units and not _meshes(contents):
+    if not contents.fsdp1_units and not _list_meshes(contents):
         raise LoadError("the model is not sharded: load it with model.load_state_dict, or shard it first")
     if contents.stray_pieces:
         raise LoadError(contents.stray_sentence)
     if not dist.is_initialized():
         raise LoadError("the model is sharded, and torch.distributed is not initialized, or not any more")
-    ranks = ranks_of(contents)
-    if others := [part for part in _ranks_of_parts(contents) if not set(part) <= set(ranks)]:
+    ranks = list_ranks(contents)
+    if others := [part for part in _list_ranks_of_parts(contents) if not set(part) <= set(ranks)]:
         raise LoadError(f"the model is on ranks {list(ranks)}, and a part of it on {list(others[0])}: load them apart")
-    meshes = tuple(mesh for mesh in _meshes(contents) if mesh.size() == len(ranks) and mesh_ranks(mesh)[0] == ranks[0])
-    device, known_group = _compute_device(contents), _known_group(contents, ranks)
-    if len(ranks) > 1 and not private.has_backend_for(known_group or _world(), device):
+    meshes = tuple(
+        mesh for mesh in _list_meshes(contents) if mesh.size() == len(ranks) and list_mesh_ranks(mesh)[0] == ranks[0]
+    )
+    device, known_group = _compute_device(contents), _find_known_group(contents, ranks)
+    if len(ranks) > 1 and not private.has_backend_for(known_group or _find_world(), device):
         raise LoadError(
             f"the model's process group has no backend for {device.type}: initialize it with one, as in "
             f'init_process_group("cpu:gloo,cuda:nccl")'
         )
     return ModelPlace(
-        ranks=ranks, known_group=known_group, device=device, meshes=meshes, partial=_partial(contents, ranks, meshes)
+        ranks=ranks,
+        known_group=known_group,
+        device=device,
+        meshes=meshes,
+        partial=_find_partial(contents, ranks, meshes),
     )
 
 
-@without_garbage_collection
-def targets_of(contents: HeldModel, place: ModelPlace) -> list[Target]:
+@defer_garbage_collection
+def list_targets(contents: ModelContents, place: ModelPlace) -> list[Target]:
     """Every parameter and persistent buffer once, in the order of the model, those of FSDP1 units first."""
-    if unused := contents.unused(but_followed=True):
+    if unused := contents.list_unused(but_followed=True):
         raise LoadError(
-            f"FSDP2 does not compute with what the model has as {some(unused)}: another parameter was assigned after "
-            "the first forward, and the next forward puts the former one back. Copy values into the former one instead"
+            f"FSDP2 does not compute with what the model has as {join_some(unused)}: another parameter was assigned "
+            "after the first forward, and the next forward puts the former one back. Copy values into the former "
+            "one instead"
         )
     layouts, rank = Layouts(place.ranks, place.meshes), dist.get_rank()
-    targets = [target for unit in contents.fsdp1_units for target in _targets_of_unit(unit, place)]
-    targets += [_target(tensor, layouts.of(tensor.tensor), rank, place.device) for tensor in contents.tensors()]
+    targets = [target for unit in contents.fsdp1_units for target in _list_targets_of_unit(unit, place)]
+    targets += [
+        _make_target(tensor, layouts.choose(tensor.tensor), rank, place.device) for tensor in contents.list_tensors()
+    ]
     return targets
 
 
@@ -117,19 +133,19 @@ def describe_targets(targets: Sequence[Target]) -> list[str]:
     return [f"{' = '.join(t.names)}: {list(t.shape)} {t.dtype} {t.layout}" for t in targets]
 
 
-def compare_groups(contents: HeldModel, place: ModelPlace) -> Comparison:
+def compare_groups(contents: ModelContents, place: ModelPlace) -> Comparison:
     """Finds tensors that are different ones under the same name on groups of ranks, which no load can write."""
-    return Comparison(read_groups(contents), shards_of(contents), place.device, compares=["plain"])
+    return Comparison(read_groups(contents), list_shards(contents), place.device, compares=["plain"])
 
 
-def home_of(tensor: HeldTensor, compute_device: torch.device) -> torch.device:
+def find_home(tensor: ModelTensor, compute_device: torch.device) -> torch.device:
     """Where a parameter or buffer is in training: on the CPU for a DTensor under CPUOffloadPolicy."""
     is_offloaded = tensor.unit is not None and isinstance(tensor.unit.policy, CPUOffloadPolicy)
     return torch.device("cpu") if is_offloaded and isinstance(tensor.tensor, DTensor) else compute_device
 
 
-def transient_values(
-    buffers: Sequence[HeldTensor], supplied: Mapping[str, torch.Tensor], device: torch.device
+def match_transient_values(
+    buffers: Sequence[ModelTensor], supplied: Mapping[str, torch.Tensor], device: torch.device
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(buffer, value) of the non-persistent buffers, which no checkpoint has, so that the caller supplies them.
 
@@ -138,11 +154,11 @@ def transient_values(
     """
     by_name = {name: buffer for buffer in buffers for name in buffer.names}
     if unknown := [name for name in supplied if name not in by_name]:
-        raise LoadError(f"buffers: the model has no non-persistent buffers of these names: {some(unknown)}")
+        raise LoadError(f"buffers: the model has no non-persistent buffers of these names: {join_some(unknown)}")
     if empty := [b.names[0] for b in buffers if b.tensor.is_meta and not supplied.keys() & set(b.names)]:
         raise LoadError(
             f"{len(empty)} non-persistent buffers are on the meta device, and no checkpoint has them; "
-            f"give them as buffers={{name: tensor}}: {some(empty)}"
+            f"give them as buffers={{name: tensor}}: {join_some(empty)}"
         )
     for name, value in supplied.items():
         check_value(name, value)
@@ -171,61 +187,62 @@ def replace_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
         raise LoadError(f"a tensor on the meta device cannot be given memory: {error}") from error
 
 
-def _meshes(contents: HeldModel) -> list[DeviceMesh]:
+def _list_meshes(contents: ModelContents) -> list[DeviceMesh]:
     meshes = (
         parameter.tensor.device_mesh for parameter in contents.parameters if isinstance(parameter.tensor, DTensor)
     )
     return list({id(mesh): mesh for mesh in meshes}.values())
 
 
-def _partial(contents: HeldModel, ranks: tuple[int, ...], meshes: tuple[DeviceMesh, ...]) -> tuple[str, ...]:
+def _find_partial(contents: ModelContents, ranks: tuple[int, ...], meshes: tuple[DeviceMesh, ...]) -> tuple[str, ...]:
     is_over_all = {
-        id(mesh): over_all_ranks(mesh, (Replicate(),) * mesh.ndim, meshes) is not None for mesh in _meshes(contents)
+        id(mesh): extend_to_all_ranks(mesh, (Replicate(),) * mesh.ndim, meshes) is not None
+        for mesh in _list_meshes(contents)
     }
     tensors = ((parameter.names[0], parameter.tensor) for parameter in contents.parameters)
     names = [name for name, t in tensors if isinstance(t, DTensor) and not is_over_all[id(t.device_mesh)]]
-    return (*names, *(unit.flat_name for unit in contents.fsdp1_units if _ranks_of_unit(unit) != ranks))
+    return (*names, *(unit.flat_name for unit in contents.fsdp1_units if _list_ranks_of_unit(unit) != ranks))
 
 
-def _ranks_of_parts(contents: HeldModel) -> list[tuple[int, ...]]:
-    return [*map(mesh_ranks, _meshes(contents)), *map(_ranks_of_unit, contents.fsdp1_units)]
+def _list_ranks_of_parts(contents: ModelContents) -> list[tuple[int, ...]]:
+    return [*map(list_mesh_ranks, _list_meshes(contents)), *map(_list_ranks_of_unit, contents.fsdp1_units)]
 
 
-def _ranks_of_unit(unit: Fsdp1Unit) -> tuple[int, ...]:
+def _list_ranks_of_unit(unit: Fsdp1Unit) -> tuple[int, ...]:
     if unit.replica_group is not None:
         return tuple(range(dist.get_world_size()))
     return tuple(dist.get_process_group_ranks(unit.group))
 
 
-def _known_group(contents: HeldModel, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    groups = [mesh.get_group() for mesh in _meshes(contents) if mesh.ndim == 1]
-    groups += [*(unit.group for unit in contents.fsdp1_units), _world()]
+def _find_known_group(contents: ModelContents, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    groups = [mesh.get_group() for mesh in _list_meshes(contents) if mesh.ndim == 1]
+    groups += [*(unit.group for unit in contents.fsdp1_units), _find_world()]
     return next((group for group in groups if sorted(dist.get_process_group_ranks(group)) == sorted(ranks)), None)
 
 
-def _world() -> dist.ProcessGroup:
+def _find_world() -> dist.ProcessGroup:
     assert dist.group.WORLD is not None
     return dist.group.WORLD
 
 
 @functools.lru_cache(maxsize=1)
-def _new_group(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
+def _make_group(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
     """Kept for all loads in the same world."""
     group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=_GROUP_TIMEOUT, use_local_synchronization=True)
     return group
 
 
-def _compute_device(contents: HeldModel) -> torch.device:
-    for mesh in _meshes(contents)[:1]:
-        return device_of(mesh.device_type)
+def _compute_device(contents: ModelContents) -> torch.device:
+    for mesh in _list_meshes(contents)[:1]:
+        return find_device(mesh.device_type)
     return contents.fsdp1_units[0].compute_device
 
 
-def _target(contents: HeldTensor, layout: Layout, rank: int, compute_device: torch.device) -> Target:
+def _make_target(contents: ModelTensor, layout: Layout, rank: int, compute_device: torch.device) -> Target:
     tensor, unit = contents.tensor, contents.unit
-    device = home_of(contents, compute_device)
-    local = private.local_tensor(tensor)
-    if local.numel() != layout.part(tensor.shape, rank).shape.numel():
+    device = find_home(contents, compute_device)
+    local = private.read_local_tensor(tensor)
+    if local.numel() != layout.compute_part(tensor.shape, rank).shape.numel():
         raise LoadError(
             f"{contents.names[0]}: this rank holds {local.numel()} elements, which is not what {layout} gives it"
         )
@@ -235,16 +252,16 @@ def _target(contents: HeldTensor, layout: Layout, rank: int, compute_device: tor
         )
 
     def shard() -> torch.Tensor:
-        if private.local_tensor(tensor).is_meta:
+        if private.read_local_tensor(tensor).is_meta:
             replace_memory(tensor, torch.empty_like(tensor, device=device))
             if unit is not None and isinstance(tensor, nn.Parameter):
                 unit.follow_materialized(tensor)
-        return private.local_tensor(tensor).detach()
+        return private.read_local_tensor(tensor).detach()
 
     return Target(names=contents.names, shape=tensor.shape, dtype=tensor.dtype, layout=layout, shard=shard)
 
 
-def _targets_of_unit(unit: Fsdp1Unit, place: ModelPlace) -> Iterator[Target]:
+def _list_targets_of_unit(unit: Fsdp1Unit, place: ModelPlace) -> Iterator[Target]:
     if unit.is_summoned:
         raise LoadError("the model is inside of summon_full_params, which would write over what is loaded")
     flat = unit.shard
@@ -255,12 +272,12 @@ def _targets_of_unit(unit: Fsdp1Unit, place: ModelPlace) -> Iterator[Target]:
             f"{unit.flat_name} was cast after the first forward, and FSDP1 keeps it in two dtypes: cast it back"
         )
     shards = ShardsOfUnit(unit, place.first)
-    for names, piece in zip(unit.names, unit.layout(), strict=True):
+    for names, piece in zip(unit.names, unit.read_layout(), strict=True):
         layout = InFlatParameter(shards, piece.offset, piece.stride)
-        shard = functools.partial(_part_of_unit, unit, layout.place(piece.shape))
+        shard = functools.partial(_view_part_of_unit, unit, layout.find_slices(piece.shape))
         yield Target(names=names, shape=piece.shape, dtype=flat.dtype, layout=layout, shard=shard)
 
 
-def _part_of_unit(unit: Fsdp1Unit, slices: Slices) -> torch.Tensor:
+def _view_part_of_unit(unit: Fsdp1Unit, slices: Slices) -> torch.Tensor:
     """A view of the memory that the unit has after its memories were united."""
     return unit.memories[0][slices]

@@ -69,21 +69,23 @@ class EnvironmentFacts(TypedDict, total=False):
     driver: str
 
 
-def without_torch(host_name: bool = False) -> EnvironmentFacts:
+def collect_without_torch(host_name: bool = False) -> EnvironmentFacts:
     """The facts that need no torch."""
     facts: EnvironmentFacts = {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpus": os.cpu_count(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
-        "variables": {name: home_as_tilde(value) for name in VARIABLES if (value := os.environ.get(name)) is not None},
+        "packages": {name: version for name in PACKAGES if (version := _find_version(name))},
+        "variables": {
+            name: write_home_as_tilde(value) for name in VARIABLES if (value := os.environ.get(name)) is not None
+        },
     }
     if host_name:
         facts["host"] = socket.gethostname()
     return facts
 
 
-def of_torch() -> EnvironmentFacts:
+def collect_of_torch() -> EnvironmentFacts:
     """The facts about torch and the accelerators. Imports torch; makes no context on a device."""
     import torch
 
@@ -93,7 +95,7 @@ def of_torch() -> EnvironmentFacts:
     if torch.cuda.is_available():
         facts["accelerators"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         facts["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
-        facts["driver"] = _nvidia_driver()
+        facts["driver"] = _find_nvidia_driver()
     else:
         facts["accelerators"] = []
     return facts
@@ -112,11 +114,11 @@ def collect(host_name: bool = False) -> EnvironmentFacts:
     except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
         facts, trouble = None, str(error)
     if facts is None:
-        facts = {"torch": f"cannot be imported: {home_as_tilde(trouble)}"}
-    return without_torch(host_name) | facts
+        facts = {"torch": f"cannot be imported: {write_home_as_tilde(trouble)}"}
+    return collect_without_torch(host_name) | facts
 
 
-def lines_of(facts: EnvironmentFacts) -> list[str]:
+def format_lines(facts: EnvironmentFacts) -> list[str]:
     """The facts as text, one a line."""
     lines = []
     for name, value in facts.items():
@@ -129,14 +131,14 @@ def lines_of(facts: EnvironmentFacts) -> list[str]:
     return lines
 
 
-def _version(package: str) -> str:
+def _find_version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
 
 
-def home_as_tilde(text: str) -> str:
+def write_home_as_tilde(text: str) -> str:
     """``text`` with the home directory written as ``~``, for everything that goes into a report."""
     home = os.environ.get(USERS_HOME) or os.path.expanduser("~")
     if len(home) < 2:
@@ -144,7 +146,7 @@ def home_as_tilde(text: str) -> str:
     return re.sub(rf"(?<![\w/.-]){re.escape(home)}(?![\w.-])", "~", text)
 
 
-def _nvidia_driver() -> str:
+def _find_nvidia_driver() -> str:
     try:
         answer = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],

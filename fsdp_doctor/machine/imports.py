@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def of_what_stays() -> Iterator[None]:
+def freeze_imports() -> Iterator[None]:
     """Keeps the garbage collector away from the objects that imports in this block make, also later and in forks.
 
     Otherwise it walks through all of them again and again while they grow.

@@ -37,7 +37,7 @@ class Place:
         return dict(zip(_VARIABLES, map(str, values), strict=True))
 
 
-def under_torchrun() -> bool:
+def is_under_torchrun() -> bool:
     return "RANK" in os.environ or "WORLD_SIZE" in os.environ
 
 
@@ -46,7 +46,7 @@ def is_rank_zero() -> bool:
     return os.environ.get("RANK", "0") in ("0", "")
 
 
-def place() -> Place:
+def read_place() -> Place:
     """This process's place. Raises CannotRun if torchrun's variables are missing or do not fit together."""
     names = (*_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
@@ -81,9 +81,9 @@ def tell_torchrun(sentence: str) -> None:
         json.dump({"message": details}, error_file)
 
 
-def num_ranks(device: str) -> int:
+def choose_num_ranks(device: str) -> int:
     """The default number of ranks: one for each accelerator of this node, or two without accelerators."""
-    with imports.of_what_stays():
+    with imports.freeze_imports():
         import torch
 
     if device in ("cpu", "emulated") or not torch.accelerator.is_available():
@@ -97,7 +97,7 @@ def start_torchrun(arguments: Sequence[str], nproc: int) -> int:
     Returns rank 0's exit code, which torchrun's own command would flatten to 1; the doctor's own
     fault where another rank ended first.
     """
-    with imports.of_what_stays():
+    with imports.freeze_imports():
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -17,11 +17,11 @@ def require(package: str, oldest: str) -> None:
         installed = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         raise CannotRun(f"{package} is not installed; install {package} {oldest} or newer") from None
-    if not at_least(installed, oldest):
+    if not is_at_least(installed, oldest):
         raise CannotRun(f"{package} {installed} is too old; fsdp-doctor needs {package} {oldest} or newer")
 
 
-def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+def read_installed_versions(packages: Iterable[str]) -> dict[str, str]:
     """The versions of those packages that are installed, by name."""
     import importlib.metadata
 
@@ -32,7 +32,7 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     return versions
 
 
-def at_least(installed: str, oldest: str) -> bool:
+def is_at_least(installed: str, oldest: str) -> bool:
     """Compares the releases alone: ``2.10.0a0+git1234`` and ``2.10.0.dev20260101`` count as 2.10."""
     from packaging.version import Version
 

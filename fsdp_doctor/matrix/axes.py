@@ -118,7 +118,7 @@ class Offload:
         return offload
 
     @classmethod
-    def of(cls, *, policy: bool = False, param: bool = False, optimizer: bool = False) -> Offload:
+    def from_flags(cls, *, policy: bool = False, param: bool = False, optimizer: bool = False) -> Offload:
         flags = {OffloadFlag.POLICY: policy, OffloadFlag.PARAM: param, OffloadFlag.OPTIMIZER: optimizer}
         return cls(tuple(flag for flag, is_set in flags.items() if is_set))
 
@@ -485,14 +485,14 @@ def parse_value(axis: str, text: str) -> AxisValue | Offload:
     return Offload.parse(text) if axis == "offload" else _ENUMS[axis](text)
 
 
-def _meanings(axis: AxisName) -> dict[str, str]:
+def _read_meanings(axis: AxisName) -> dict[str, str]:
     if axis == "offload":
         return {str(offload): offload.meaning for offload in OFFLOADS}
     return {member.value: member.meaning for member in _ENUMS[axis]}
 
 
 AXES: tuple[Axis, ...] = tuple(
-    Axis(name=name, values=_meanings(name), always_in_id=name in ("strategy", "offload", "staging"))
+    Axis(name=name, values=_read_meanings(name), always_in_id=name in ("strategy", "offload", "staging"))
     for name in get_args(AxisName)
 )
 AXIS: dict[str, Axis] = {axis.name: axis for axis in AXES}
@@ -503,11 +503,13 @@ def check_axis_value(axis: str, value: str) -> str:
     """Returns ``value`` if the axis has it. Raises UsageError with the nearest ones if not."""
     if value not in AXIS[axis].values:
         known = AXIS[axis].values
-        raise UsageError(f"--{axis}: unknown value {value!r}{nearest(value, known)}; use one of {', '.join(known)}")
+        raise UsageError(
+            f"--{axis}: unknown value {value!r}{describe_nearest(value, known)}; use one of {', '.join(known)}"
+        )
     return value
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def describe_nearest(word: str, known: Iterable[str]) -> str:
     """The similar ones among ``known``, as a part of a sentence; empty where there are none."""
     close = difflib.get_close_matches(word, list(known), n=3)
     return f" (did you mean {' or '.join(close)}?)" if close else ""

@@ -36,11 +36,11 @@ from fsdp_doctor.matrix.axes import (
     Staging,
     Strategy,
     Transfer,
-    nearest,
+    describe_nearest,
     parse_value,
 )
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
-from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase, FrameworkScenario, framework_scenario
+from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase, FrameworkScenario, make_framework_scenario
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -69,7 +69,7 @@ class Scenario:
         return {axis.name: str(getattr(self, axis.name)) for axis in AXES}
 
     def to_json(self) -> dict[str, str]:
-        """As :func:`any_case_of` reads it."""
+        """As :func:`make_any_case` reads it."""
         return dict(self.values)
 
     @property
@@ -78,16 +78,16 @@ class Scenario:
             value for axis in AXES if (value := self.values[axis.name]) != axis.default or axis.always_in_id
         )
 
-    def changed(self, **values: str | Offload) -> Scenario:
-        """This scenario with other values on some axes. Raises KeyError and ValueError as :func:`scenario_of`."""
-        return scenario_of({**self.values, **{axis: str(value) for axis, value in values.items()}})
+    def change(self, **values: str | Offload) -> Scenario:
+        """This scenario with other values on some axes. Raises KeyError and ValueError as :func:`make_scenario`."""
+        return make_scenario({**self.values, **{axis: str(value) for axis, value in values.items()}})
 
     @property
     def generation(self) -> str:
         """Which generation of workers may run it: their process groups are made with its backend."""
         return str(self.backend)
 
-    def without_offload(self) -> Scenario:
+    def drop_offload(self) -> Scenario:
         """The scenario that differs from this one by its offload alone, and has the default one."""
         return dataclasses.replace(self, offload=Offload())
 
@@ -150,28 +150,28 @@ class Case:
     """
 
     scenario: Scenario
-    path: str
+    method: str
 
     @property
     def id(self) -> str:
-        return f"{self.scenario.id}/{self.path}"
+        return f"{self.scenario.id}/{self.method}"
 
     @property
     def with_exact_checkpoint(self) -> Case:
         """The case that differs from this one by its checkpoint alone, and is given one that has what the model has."""
-        return Case(self.scenario.changed(checkpoint=AXIS["checkpoint"].default), self.path)
+        return Case(self.scenario.change(checkpoint=AXIS["checkpoint"].default), self.method)
 
 
 AnyScenario: TypeAlias = Scenario | FrameworkScenario
 AnyCase: TypeAlias = Case | FrameworkCase
 
 
-def frameworks_of(cases: Iterable[AnyCase]) -> tuple[FrameworkName, ...]:
+def list_frameworks(cases: Iterable[AnyCase]) -> tuple[FrameworkName, ...]:
     """Whose own code they run, each once."""
     return tuple(dict.fromkeys(case.scenario.framework for case in cases if isinstance(case, FrameworkCase)))
 
 
-def leading_words(case: AnyCase) -> tuple[str, str, str]:
+def read_leading_words(case: AnyCase) -> tuple[str, str, str]:
     """Strategy, offload and staging as its id begins with them.
 
     The strategy of a framework's case has the framework's name before it; it has no staging.
@@ -180,24 +180,26 @@ def leading_words(case: AnyCase) -> tuple[str, str, str]:
     return (words[0], words[1], "") if isinstance(case, FrameworkCase) else (words[0], words[1], words[2])
 
 
-def any_case_of(scenario: Mapping[str, str], path: str) -> AnyCase:
-    """The case of a scenario that came as JSON. Raises KeyError and ValueError as :func:`scenario_of`."""
+def make_any_case(scenario: Mapping[str, str], method: str) -> AnyCase:
+    """The case of a scenario that came as JSON. Raises KeyError and ValueError as :func:`make_scenario`."""
     if "framework" in scenario:
         fields: dict[str, Any] = dict(scenario)
         read = FrameworkScenario(**fields)
         # As it is written here; a KeyError for what another version of the doctor calls otherwise.
-        return FrameworkCase(framework_scenario(read.framework, read.values), path)
-    return Case(scenario_of(scenario), path)
+        return FrameworkCase(make_framework_scenario(read.framework, read.values), method)
+    return Case(make_scenario(scenario), method)
 
 
-def parse_case_id(text: str, known_paths: tuple[str, ...]) -> Case:
+def parse_case_id(text: str, known_methods: tuple[str, ...]) -> Case:
     """Reads an id of the matrix back. Raises UsageError that names the part which is not known."""
-    *values, path = text.split("/")
+    *values, method = text.split("/")
     fields: dict[str, str] = {}
     for value in values:
         axis = AXIS_OF_VALUE.get(value)
         if axis is None:
-            raise UsageError(f"case {text!r}: {value!r} is not a value of any axis{nearest(value, AXIS_OF_VALUE)}")
+            raise UsageError(
+                f"case {text!r}: {value!r} is not a value of any axis{describe_nearest(value, AXIS_OF_VALUE)}"
+            )
         if axis in fields:
             raise UsageError(f"case {text!r} names the axis {axis} twice: {fields[axis]} and {value}")
         fields[axis] = value
@@ -206,12 +208,12 @@ def parse_case_id(text: str, known_paths: tuple[str, ...]) -> Case:
         raise UsageError(
             f"case {text!r} has no value for {' and '.join(missing)}; an id looks like fsdp2/policy/staged/state_dict"
         )
-    if path not in known_paths and ":" not in path:
-        raise UsageError(f"case {text!r}: there is no path {path!r}{nearest(path, known_paths)}")
-    return Case(scenario_of(fields), path)
+    if method not in known_methods and ":" not in method:
+        raise UsageError(f"case {text!r}: there is no path {method!r}{describe_nearest(method, known_methods)}")
+    return Case(make_scenario(fields), method)
 
 
-def scenario_of(values: Mapping[str, str]) -> Scenario:
+def make_scenario(values: Mapping[str, str]) -> Scenario:
     """A scenario of values by axis that come from outside; an axis that is left out is at its default.
 
     Raises KeyError for an axis that there is not, ValueError for a value that its axis does not have.

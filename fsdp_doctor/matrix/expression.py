@@ -21,7 +21,7 @@ def compile_expression(text: str) -> Predicate:
     """Returns a predicate over case ids. Raises UsageError where the text does not parse."""
     tokens = _TOKEN.findall(text)
     try:
-        predicate, rest = _disjunction(tokens, text)
+        predicate, rest = _parse_disjunction(tokens, text)
     except RecursionError:
         raise UsageError("-k has too many parentheses") from None
     if rest:
@@ -29,29 +29,29 @@ def compile_expression(text: str) -> Predicate:
     return predicate
 
 
-def _disjunction(tokens: list[str], text: str) -> tuple[Predicate, list[str]]:
-    left, tokens = _conjunction(tokens, text)
+def _parse_disjunction(tokens: list[str], text: str) -> tuple[Predicate, list[str]]:
+    left, tokens = _parse_conjunction(tokens, text)
     while tokens[:1] == ["or"]:
-        right, tokens = _conjunction(tokens[1:], text)
-        left = _either(left, right)
+        right, tokens = _parse_conjunction(tokens[1:], text)
+        left = _make_disjunction(left, right)
     return left, tokens
 
 
-def _conjunction(tokens: list[str], text: str) -> tuple[Predicate, list[str]]:
-    left, tokens = _term(tokens, text)
+def _parse_conjunction(tokens: list[str], text: str) -> tuple[Predicate, list[str]]:
+    left, tokens = _parse_term(tokens, text)
     while tokens[:1] == ["and"]:
-        right, tokens = _term(tokens[1:], text)
-        left = _both(left, right)
+        right, tokens = _parse_term(tokens[1:], text)
+        left = _make_conjunction(left, right)
     return left, tokens
 
 
-def _term(tokens: list[str], text: str) -> tuple[Predicate, list[str]]:
+def _parse_term(tokens: list[str], text: str) -> tuple[Predicate, list[str]]:
     match tokens:
         case ["not", *rest]:
-            inner, rest = _term(rest, text)
+            inner, rest = _parse_term(rest, text)
             return (lambda case_id: not inner(case_id)), rest
         case ["(", *rest]:
-            inner, rest = _disjunction(rest, text)
+            inner, rest = _parse_disjunction(rest, text)
             if rest[:1] != [")"]:
                 raise UsageError(f"-k {text!r} has a parenthesis that is not closed")
             return inner, rest[1:]
@@ -64,9 +64,9 @@ def _term(tokens: list[str], text: str) -> tuple[Predicate, list[str]]:
             raise UsageError(f"-k {text!r} ends where a word is expected")
 
 
-def _either(left: Predicate, right: Predicate) -> Predicate:
+def _make_disjunction(left: Predicate, right: Predicate) -> Predicate:
     return lambda case_id: left(case_id) or right(case_id)
 
 
-def _both(left: Predicate, right: Predicate) -> Predicate:
+def _make_conjunction(left: Predicate, right: Predicate) -> Predicate:
     return lambda case_id: left(case_id) and right(case_id)

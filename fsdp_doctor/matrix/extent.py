@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 from typing_extensions import assert_never
 
 from fsdp_doctor.matrix.axes import AXES, AXIS
-from fsdp_doctor.matrix.cases import Scenario, scenario_of
+from fsdp_doctor.matrix.cases import Scenario, make_scenario
 from fsdp_doctor.matrix.contracts import Direction
 
 Level: TypeAlias = Literal["quick", "default", "full"]
@@ -47,13 +47,13 @@ class Variant:
     offloads: tuple[str, ...]
     stagings: tuple[str, ...]
 
-    def scenarios(self, direction: Direction, model: str) -> Iterable[Scenario]:
+    def list_scenarios(self, direction: Direction, model: str) -> Iterable[Scenario]:
         axes = {"strategy": self.strategies, "offload": self.offloads, "staging": self.stagings}
         changed = {axis: (value,) for axis, value in self.changes.items()}
-        return product(direction, {"model": (model,)} | axes | changed)
+        return list_product(direction, {"model": (model,)} | axes | changed)
 
 
-def _extracting(
+def _vary_extraction(
     strategies: tuple[str, ...] = _ALL,
     offloads: tuple[str, ...] = _DISTINCT_OFFLOADS,
     stagings: tuple[str, ...] = ("unstaged", "staged"),
@@ -62,7 +62,7 @@ def _extracting(
     return Variant(changes=changes, strategies=strategies, offloads=offloads, stagings=stagings)
 
 
-def _loading(
+def _vary_load(
     strategies: tuple[str, ...],
     offloads: tuple[str, ...] = _NONE,
     stagings: tuple[str, ...] = _UNSTAGED,
@@ -73,29 +73,29 @@ def _loading(
 
 _DEFAULT_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
     "out": (
-        _extracting(_BOTH, _NONE, _UNSTAGED, precision="fp32-compute"),
-        _extracting(_BOTH, _PARAM, _UNSTAGED, precision="fp32-compute"),
-        _extracting(_BOTH, _POLICY, _STAGED, precision="fp32-compute"),
-        _extracting(_FSDP2, _POLICY, _UNSTAGED, context="inference"),
-        _extracting(_FSDP1, _NONE, _UNSTAGED, context="inference"),
-        _extracting(_FSDP2, _NONE, _UNSTAGED, consumer="packed"),
-        _extracting(_FSDP2, _NONE, _UNSTAGED, consumer="step-in-flight"),
-        _extracting(_FSDP2, _POLICY, _UNSTAGED, consumer="keeps-views"),
+        _vary_extraction(_BOTH, _NONE, _UNSTAGED, precision="fp32-compute"),
+        _vary_extraction(_BOTH, _PARAM, _UNSTAGED, precision="fp32-compute"),
+        _vary_extraction(_BOTH, _POLICY, _STAGED, precision="fp32-compute"),
+        _vary_extraction(_FSDP2, _POLICY, _UNSTAGED, context="inference"),
+        _vary_extraction(_FSDP1, _NONE, _UNSTAGED, context="inference"),
+        _vary_extraction(_FSDP2, _NONE, _UNSTAGED, consumer="packed"),
+        _vary_extraction(_FSDP2, _NONE, _UNSTAGED, consumer="step-in-flight"),
+        _vary_extraction(_FSDP2, _POLICY, _UNSTAGED, consumer="keeps-views"),
     ),
     "in": (
-        _loading(_FSDP2, _POLICY, _UNSTAGED, precision="fp32-compute"),
-        _loading(_FSDP1, _NONE, _UNSTAGED, precision="fp32-compute"),
-        _loading(_FSDP1, _POLICY, _STAGED, precision="fp32-compute"),
-        _loading(_BOTH, context="inference"),
-        _loading(_FSDP2, ("none", "policy"), init="meta"),
-        _loading(_BOTH, checkpoint="bf16"),
-        _loading(_BOTH, checkpoint="fp32"),
-        _loading(_BOTH, checkpoint="extra-key"),
-        _loading(_BOTH, checkpoint="missing-key"),
-        _loading(_BOTH, checkpoint="tied-twice", model="qwen3-tied"),
-        _loading(_BOTH, checkpoint="tied-once", model="qwen3-tied"),
-        _loading(_BOTH, checkpoint="other-run"),
-        _loading(_BOTH, checkpoint="other-world"),
+        _vary_load(_FSDP2, _POLICY, _UNSTAGED, precision="fp32-compute"),
+        _vary_load(_FSDP1, _NONE, _UNSTAGED, precision="fp32-compute"),
+        _vary_load(_FSDP1, _POLICY, _STAGED, precision="fp32-compute"),
+        _vary_load(_BOTH, context="inference"),
+        _vary_load(_FSDP2, ("none", "policy"), init="meta"),
+        _vary_load(_BOTH, checkpoint="bf16"),
+        _vary_load(_BOTH, checkpoint="fp32"),
+        _vary_load(_BOTH, checkpoint="extra-key"),
+        _vary_load(_BOTH, checkpoint="missing-key"),
+        _vary_load(_BOTH, checkpoint="tied-twice", model="qwen3-tied"),
+        _vary_load(_BOTH, checkpoint="tied-once", model="qwen3-tied"),
+        _vary_load(_BOTH, checkpoint="other-run"),
+        _vary_load(_BOTH, checkpoint="other-world"),
     ),
 }
 
@@ -105,61 +105,61 @@ _CONSUMERS = ("second-group", "slow", "packed", "step-in-flight", "colocated", "
 _MODELS = ("qwen3-tied", "qwen3-buffers", "qwen2", "qwen3-moe", "qwen3.5", "qwen3-lora")
 _FULL_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
     "out": (
-        _extracting(("fsdp1-orig",)),
-        _extracting(phase="fresh"),
-        _extracting(backend="device-only"),
-        _extracting(_FSDP2, _POLICY, pinning="unpinned"),
-        _extracting(_FSDP2, _POLICY, pinning="unpinned", phase="fresh"),
-        _extracting(offloads=_MANUAL, transfer="nonblocking"),
-        _extracting(dims="uneven"),
-        _extracting(offloads=_MANUAL, dims="uneven", transfer="nonblocking"),
-        _extracting(offloads=_EACH_KIND, precision="fp32-compute"),
-        _extracting(offloads=("none", "policy"), precision="fp32-compute", sharding="size1"),
-        _extracting(offloads=_EACH_KIND, context="no_grad"),
-        _extracting(offloads=_EACH_KIND, context="inference"),
+        _vary_extraction(("fsdp1-orig",)),
+        _vary_extraction(phase="fresh"),
+        _vary_extraction(backend="device-only"),
+        _vary_extraction(_FSDP2, _POLICY, pinning="unpinned"),
+        _vary_extraction(_FSDP2, _POLICY, pinning="unpinned", phase="fresh"),
+        _vary_extraction(offloads=_MANUAL, transfer="nonblocking"),
+        _vary_extraction(dims="uneven"),
+        _vary_extraction(offloads=_MANUAL, dims="uneven", transfer="nonblocking"),
+        _vary_extraction(offloads=_EACH_KIND, precision="fp32-compute"),
+        _vary_extraction(offloads=("none", "policy"), precision="fp32-compute", sharding="size1"),
+        _vary_extraction(offloads=_EACH_KIND, context="no_grad"),
+        _vary_extraction(offloads=_EACH_KIND, context="inference"),
         # With these two a method of torch's hangs, which takes a deadline each.
-        *(_extracting(_FSDP2, _NONE, _UNSTAGED, consumer=consumer) for consumer in ("stops", "raises")),
-        *(_extracting(offloads=_EACH_KIND, stagings=_UNSTAGED, consumer=consumer) for consumer in _CONSUMERS),
-        _extracting(sharding="hsdp"),
-        _extracting(sharding="size1"),
-        _extracting(_FSDP2, sharding="tp"),
-        _extracting(_FSDP2, sharding="experts", model="qwen3-moe"),
-        _extracting(_FSDP2, sharding="replicate"),
-        *(_extracting(model=model) for model in _MODELS),
+        *(_vary_extraction(_FSDP2, _NONE, _UNSTAGED, consumer=consumer) for consumer in ("stops", "raises")),
+        *(_vary_extraction(offloads=_EACH_KIND, stagings=_UNSTAGED, consumer=consumer) for consumer in _CONSUMERS),
+        _vary_extraction(sharding="hsdp"),
+        _vary_extraction(sharding="size1"),
+        _vary_extraction(_FSDP2, sharding="tp"),
+        _vary_extraction(_FSDP2, sharding="experts", model="qwen3-moe"),
+        _vary_extraction(_FSDP2, sharding="replicate"),
+        *(_vary_extraction(model=model) for model in _MODELS),
     ),
     "in": (
-        _loading(("fsdp1-orig",), _DISTINCT_OFFLOADS, ("unstaged", "staged")),
-        _loading(_ALL, _DISTINCT_OFFLOADS, phase="trained"),
-        _loading(_ALL, _EACH_KIND, backend="device-only"),
-        _loading(_FSDP2, _POLICY, pinning="unpinned"),
-        _loading(_ALL, _PARAM, transfer="nonblocking"),
-        _loading(_ALL, _EACH_KIND, precision="fp32-compute"),
-        _loading(_ALL, _EACH_KIND, precision="fp32-compute", phase="trained"),
-        _loading(_ALL, _PARAM, _STAGED, precision="fp32-compute"),
-        _loading(_ALL, _POLICY, _STAGED, precision="fp32-compute"),
-        _loading(_ALL, _POLICY, _STAGED, precision="fp32-compute", phase="trained"),
-        _loading(_FSDP2, ("none", "policy"), precision="fp32-compute", init="meta"),
-        _loading(_ALL, _EACH_KIND, context="no_grad"),
-        _loading(_ALL, _EACH_KIND, context="inference"),
-        _loading(_ALL, _EACH_KIND, dims="uneven"),
-        _loading(_ALL, _EACH_KIND, sharding="hsdp"),
-        _loading(_ALL, _EACH_KIND, sharding="size1"),
-        *(_loading(_ALL, _EACH_KIND, model=model) for model in _MODELS),
-        _loading(_FSDP2, ("none", "policy"), init="meta", dims="uneven"),
-        _loading(_FSDP2, ("none", "policy"), init="meta", backend="device-only"),
-        *(_loading(_FSDP2, ("none", "policy"), init="meta", model=model) for model in _MODELS),
-        _loading(_ALL, ("param", "policy"), checkpoint="bf16"),
-        _loading(_ALL, ("param", "policy"), checkpoint="fp32"),
-        _loading(_ALL, ("param", "policy"), checkpoint="extra-key"),
-        _loading(_ALL, ("param", "policy"), checkpoint="missing-key"),
-        _loading(_ALL, _EACH_KIND, checkpoint="other-run"),
-        _loading(_ALL, _EACH_KIND, checkpoint="other-world"),
-        _loading(_ALL, dims="uneven", checkpoint="other-world"),
-        _loading(_FSDP2, ("none", "policy"), init="meta", checkpoint="bf16"),
-        _loading(_FSDP2, ("none", "policy"), init="meta", checkpoint="extra-key"),
-        _loading(_FSDP2, ("none", "policy"), init="meta", checkpoint="missing-key"),
-        _loading(_FSDP2, ("none", "policy"), init="meta", checkpoint="tied-twice", model="qwen3-tied"),
-        _loading(_FSDP2, ("none", "policy"), init="meta", checkpoint="tied-once", model="qwen3-tied"),
+        _vary_load(("fsdp1-orig",), _DISTINCT_OFFLOADS, ("unstaged", "staged")),
+        _vary_load(_ALL, _DISTINCT_OFFLOADS, phase="trained"),
+        _vary_load(_ALL, _EACH_KIND, backend="device-only"),
+        _vary_load(_FSDP2, _POLICY, pinning="unpinned"),
+        _vary_load(_ALL, _PARAM, transfer="nonblocking"),
+        _vary_load(_ALL, _EACH_KIND, precision="fp32-compute"),
+        _vary_load(_ALL, _EACH_KIND, precision="fp32-compute", phase="trained"),
+        _vary_load(_ALL, _PARAM, _STAGED, precision="fp32-compute"),
+        _vary_load(_ALL, _POLICY, _STAGED, precision="fp32-compute"),
+        _vary_load(_ALL, _POLICY, _STAGED, precision="fp32-compute", phase="trained"),
+        _vary_load(_FSDP2, ("none", "policy"), precision="fp32-compute", init="meta"),
+        _vary_load(_ALL, _EACH_KIND, context="no_grad"),
+        _vary_load(_ALL, _EACH_KIND, context="inference"),
+        _vary_load(_ALL, _EACH_KIND, dims="uneven"),
+        _vary_load(_ALL, _EACH_KIND, sharding="hsdp"),
+        _vary_load(_ALL, _EACH_KIND, sharding="size1"),
+        *(_vary_load(_ALL, _EACH_KIND, model=model) for model in _MODELS),
+        _vary_load(_FSDP2, ("none", "policy"), init="meta", dims="uneven"),
+        _vary_load(_FSDP2, ("none", "policy"), init="meta", backend="device-only"),
+        *(_vary_load(_FSDP2, ("none", "policy"), init="meta", model=model) for model in _MODELS),
+        _vary_load(_ALL, ("param", "policy"), checkpoint="bf16"),
+        _vary_load(_ALL, ("param", "policy"), checkpoint="fp32"),
+        _vary_load(_ALL, ("param", "policy"), checkpoint="extra-key"),
+        _vary_load(_ALL, ("param", "policy"), checkpoint="missing-key"),
+        _vary_load(_ALL, _EACH_KIND, checkpoint="other-run"),
+        _vary_load(_ALL, _EACH_KIND, checkpoint="other-world"),
+        _vary_load(_ALL, dims="uneven", checkpoint="other-world"),
+        _vary_load(_FSDP2, ("none", "policy"), init="meta", checkpoint="bf16"),
+        _vary_load(_FSDP2, ("none", "policy"), init="meta", checkpoint="extra-key"),
+        _vary_load(_FSDP2, ("none", "policy"), init="meta", checkpoint="missing-key"),
+        _vary_load(_FSDP2, ("none", "policy"), init="meta", checkpoint="tied-twice", model="qwen3-tied"),
+        _vary_load(_FSDP2, ("none", "policy"), init="meta", checkpoint="tied-once", model="qwen3-tied"),
     ),
 }
 
@@ -175,10 +175,10 @@ _QUICK: dict[Direction, tuple[dict[str, str], ...]] = {
 }
 
 
-def quick_scenarios(direction: Direction, model: str) -> Iterable[Scenario]:
+def list_quick_scenarios(direction: Direction, model: str) -> Iterable[Scenario]:
     """The scenarios in which most goes wrong, and a load in which nothing should."""
     for values in _QUICK[direction]:
-        yield from product(direction, {axis: (value,) for axis, value in values.items()} | {"model": (model,)})
+        yield from list_product(direction, {axis: (value,) for axis, value in values.items()} | {"model": (model,)})
 
 
 def is_sampled(scenario: Scenario) -> bool:
@@ -186,7 +186,7 @@ def is_sampled(scenario: Scenario) -> bool:
     return any(scenario.values[axis] != AXIS[axis].default for axis in _SAMPLED)
 
 
-def has_paths_in_use_alone(level: Level, scenario: Scenario, asked: bool) -> bool:
+def has_methods_in_use_alone(level: Level, scenario: Scenario, asked: bool) -> bool:
     """Whether a level tries in the scenario only the methods that a framework is known to use.
 
     asked: whether values of axes were asked for.
@@ -202,21 +202,21 @@ def has_paths_in_use_alone(level: Level, scenario: Scenario, asked: bool) -> boo
             assert_never(level)
 
 
-def product(direction: Direction, chosen: _Values) -> Iterable[Scenario]:
+def list_product(direction: Direction, chosen: _Values) -> Iterable[Scenario]:
     """Every combination of the chosen values, with those of the default matrix on the other axes."""
     values = {**_DEFAULT_MATRIX[direction], **chosen}
     for combination in itertools.product(*(values[axis.name] for axis in AXES)):
-        yield scenario_of({axis.name: value for axis, value in zip(AXES, combination, strict=True)})
+        yield make_scenario({axis.name: value for axis, value in zip(AXES, combination, strict=True)})
 
 
-def default_variants(direction: Direction) -> Iterable[Scenario]:
+def list_default_variants(direction: Direction) -> Iterable[Scenario]:
     """The scenarios of the default matrix beside the product of its values."""
     for variant in _DEFAULT_VARIANTS[direction]:
-        yield from variant.scenarios(direction, AXIS["model"].default)
+        yield from variant.list_scenarios(direction, AXIS["model"].default)
 
 
-def full_matrix(direction: Direction, model: str) -> Iterable[Scenario]:
+def list_full_matrix(direction: Direction, model: str) -> Iterable[Scenario]:
     """The default matrix and every variant of it, with ``model`` wherever a variant names no other."""
-    yield from product(direction, {"model": (model,)})
+    yield from list_product(direction, {"model": (model,)})
     for variant in (*_DEFAULT_VARIANTS[direction], *_FULL_VARIANTS[direction]):
-        yield from variant.scenarios(direction, model)
+        yield from variant.list_scenarios(direction, model)

@@ -10,29 +10,29 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_doctor.errors import CannotRun, UsageError
-from fsdp_doctor.matrix.axes import AXIS, check_axis_value, nearest
+from fsdp_doctor.matrix.axes import AXIS, check_axis_value, describe_nearest
 from fsdp_doctor.matrix.cases import AnyCase, AnyScenario, Case, Scenario, parse_case_id
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.expression import compile_expression
 from fsdp_doctor.matrix.extent import (
     Level,
-    default_variants,
-    full_matrix,
-    has_paths_in_use_alone,
+    has_methods_in_use_alone,
     is_sampled,
-    product,
-    quick_scenarios,
+    list_default_variants,
+    list_full_matrix,
+    list_product,
+    list_quick_scenarios,
 )
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
 from fsdp_doctor.matrix.frameworks.framework_scenarios import (
     FrameworkCase,
-    check_paths,
+    check_methods,
     is_framework_id,
+    list_scenarios,
     parse_framework_id,
-    scenarios_of,
 )
-from fsdp_doctor.matrix.paths import PATH_NAMES, is_user_path, paths_for
+from fsdp_doctor.matrix.methods import METHOD_NAMES, is_user_method, list_methods
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Selection:
     directions: tuple[Direction, ...] = ()
     axes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     case_ids: tuple[str, ...] = ()
-    paths: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
     expression: str = ""
     level: Level = "default"
     fix: bool = False
@@ -58,46 +58,47 @@ def select(selection: Selection) -> list[AnyCase]:
 
     Raises UsageError for a value, id or path that does not exist, CannotRun where nothing is left.
     """
-    user_paths = tuple(name for name in selection.paths if is_user_path(name))
+    user_methods = tuple(name for name in selection.methods if is_user_method(name))
     cases: list[AnyCase]
     if selection.case_ids:
-        cases = [_named_case(case_id, selection) for case_id in selection.case_ids]
+        cases = [_parse_named_case(case_id, selection) for case_id in selection.case_ids]
         if selection.fix:
-            cases += [fix for case in cases for fix in _fixes_beside(case)]
+            cases += [fix for case in cases for fix in _list_fixes(case)]
     elif selection.frameworks:
-        cases = list(_framework_cases(selection))
+        cases = list(_list_framework_cases(selection))
     else:
-        cases = list(_cases(selection, user_paths))
+        cases = list(_list_cases(selection, user_methods))
     if selection.expression:
         matches = compile_expression(selection.expression)
         matching = [case for case in cases if matches(case.id)]
-        beside = {fix for case in matching for fix in _fixes_beside(case)} if selection.fix else set()
+        beside = {fix for case in matching for fix in _list_fixes(case)} if selection.fix else set()
         cases = [case for case in cases if case in beside or matches(case.id)]
     if not cases:
         raise CannotRun("no case is selected; `fsdp-doctor list` prints what the same options select")
-    return _by_generation(dict.fromkeys(cases))
+    return _sort_by_generation(dict.fromkeys(cases))
 
 
-def _named_case(case_id: str, selection: Selection) -> AnyCase:
+def _parse_named_case(case_id: str, selection: Selection) -> AnyCase:
     """The case of an id, which says everything: the options that select along axes do not go with it."""
     beside = [f"--{axis}" for axis, values in selection.axes.items() if values != ("custom",)]
-    beside += ["--method"] * bool(selection.paths) + [f"--level {selection.level}"] * (selection.level != "default")
+    beside += ["--method"] * bool(selection.methods) + [f"--level {selection.level}"] * (selection.level != "default")
     beside += ["--framework"] * bool(selection.frameworks)
     if beside:
         raise UsageError(f"--case and --last-failed name whole cases: they cannot be combined with {', '.join(beside)}")
     if is_framework_id(case_id):
         return parse_framework_id(case_id)
-    case = parse_case_id(case_id, PATH_NAMES)
-    if not is_user_path(case.path) and case.path not in {path.name for path in paths_for(case.scenario)}:
+    case = parse_case_id(case_id, METHOD_NAMES)
+    if not is_user_method(case.method) and case.method not in {method.name for method in list_methods(case.scenario)}:
         raise UsageError(
-            f"case {case_id!r}: {case.scenario.id} has no path {case.path!r}; `fsdp-doctor list --methods` prints them"
+            f"case {case_id!r}: {case.scenario.id} has no path {case.method!r}; `fsdp-doctor list --methods` prints "
+            "them"
         )
     if case.scenario.model == "custom" and not selection.custom_model:
         raise UsageError(f"case {case_id!r} needs a model of your own: add --model DIR")
     return case
 
 
-def _framework_cases(selection: Selection) -> Iterable[FrameworkCase]:
+def _list_framework_cases(selection: Selection) -> Iterable[FrameworkCase]:
     """All paths of each framework in each of its configurations, or those that are named."""
     beside = [f"--{axis}" for axis in selection.axes] + ["--fix"] * selection.fix
     beside += [f"--level {selection.level}"] * (selection.level != "default")
@@ -106,28 +107,28 @@ def _framework_cases(selection: Selection) -> Iterable[FrameworkCase]:
             f"--framework has axes of its own and cannot be combined with {', '.join(beside)}; "
             "-k picks configurations by the words of their ids"
         )
-    check_paths(selection.frameworks, selection.paths)
+    check_methods(selection.frameworks, selection.methods)
     directions = selection.directions or ("out", "in")
     for framework in selection.frameworks:
-        for scenario in scenarios_of(framework):
-            for path in scenario.paths():
-                if path.direction in directions and path.name in (selection.paths or (path.name,)):
-                    yield FrameworkCase(scenario, path.name)
+        for scenario in list_scenarios(framework):
+            for method in scenario.list_methods():
+                if method.direction in directions and method.name in (selection.methods or (method.name,)):
+                    yield FrameworkCase(scenario, method.name)
 
 
-def _fixes_beside(case: AnyCase) -> list[AnyCase]:
+def _list_fixes(case: AnyCase) -> list[AnyCase]:
     """The cases of ours in the scenario of a case, in the direction of its path; a framework has none."""
     if isinstance(case, FrameworkCase):
         return []
-    directions = {path.direction for path in paths_for(case.scenario) if path.name == case.path}
+    directions = {method.direction for method in list_methods(case.scenario) if method.name == case.method}
     return [
-        Case(case.scenario, path.name)
-        for path in paths_for(case.scenario)
-        if path.is_fix and (path.direction in directions or is_user_path(case.path))
+        Case(case.scenario, method.name)
+        for method in list_methods(case.scenario)
+        if method.is_fix and (method.direction in directions or is_user_method(case.method))
     ]
 
 
-def _scenarios(selection: Selection, direction: Direction) -> Iterable[Scenario]:
+def _list_scenarios(selection: Selection, direction: Direction) -> Iterable[Scenario]:
     """The scenarios that have the values asked for: of the level ``quick`` or ``full``, else of their product.
 
     A filter beside ``full`` leaves cases out and adds none. Where the full matrix has none with all the values asked
@@ -142,42 +143,46 @@ def _scenarios(selection: Selection, direction: Direction) -> Iterable[Scenario]
         asked.setdefault("model", ("custom",))
     model = "custom" if selection.custom_model else AXIS["model"].default
     if selection.level == "quick":
-        return [scenario for scenario in quick_scenarios(direction, model) if _has(scenario, asked)]
+        return [scenario for scenario in list_quick_scenarios(direction, model) if _has(scenario, asked)]
     if selection.level == "full":
-        matching = dict.fromkeys(scenario for scenario in full_matrix(direction, model) if _has(scenario, asked))
+        matching = dict.fromkeys(scenario for scenario in list_full_matrix(direction, model) if _has(scenario, asked))
         if matching:
             return matching
-    variants = (scenario for scenario in default_variants(direction) if not (asked and is_sampled(scenario)))
-    return dict.fromkeys([*product(direction, asked), *(scenario for scenario in variants if _has(scenario, asked))])
+    variants = (scenario for scenario in list_default_variants(direction) if not (asked and is_sampled(scenario)))
+    return dict.fromkeys(
+        [*list_product(direction, asked), *(scenario for scenario in variants if _has(scenario, asked))]
+    )
 
 
 def _has(scenario: Scenario, asked: dict[str, tuple[str, ...]]) -> bool:
     return all(scenario.values[axis] in values for axis, values in asked.items())
 
 
-def _cases(selection: Selection, user_paths: Sequence[str]) -> Iterable[Case]:
+def _list_cases(selection: Selection, user_methods: Sequence[str]) -> Iterable[Case]:
     """A path of the user's own is tried in the scenarios of the first direction: out, where none is asked for."""
-    named = [name for name in selection.paths if not is_user_path(name)]
+    named = [name for name in selection.methods if not is_user_method(name)]
     for name in named:
-        if name not in PATH_NAMES:
+        if name not in METHOD_NAMES:
             raise UsageError(
-                f"--method: there is no path {name!r}{nearest(name, PATH_NAMES)}; "
+                f"--method: there is no path {name!r}{describe_nearest(name, METHOD_NAMES)}; "
                 "`fsdp-doctor list --methods` prints them, and module:function adds one of your own"
             )
     directions = selection.directions or ("out", "in")
     for direction in directions:
-        for scenario in _scenarios(selection, direction):
-            of_user = user_paths if direction == directions[0] else ()
-            paths = paths_for(scenario, direction)
-            in_use_alone = has_paths_in_use_alone(selection.level, scenario, bool(selection.axes))
-            usual = [path for path in paths if not path.is_fix and (path.used_by or not in_use_alone)]
-            asked = [path for path in paths if path.name in named] if named else usual
+        for scenario in _list_scenarios(selection, direction):
+            of_user = user_methods if direction == directions[0] else ()
+            methods = list_methods(scenario, direction)
+            in_use_alone = has_methods_in_use_alone(selection.level, scenario, bool(selection.axes))
+            usual = [method for method in methods if not method.is_fix and (method.used_by or not in_use_alone)]
+            asked = [method for method in methods if method.name in named] if named else usual
             with_fixes = selection.fix and bool(asked or of_user)
-            yield from (Case(scenario, path.name) for path in paths if path in asked or (path.is_fix and with_fixes))
+            yield from (
+                Case(scenario, method.name) for method in methods if method in asked or (method.is_fix and with_fixes)
+            )
             yield from (Case(scenario, name) for name in of_user)
 
 
-def _by_generation(cases: Iterable[AnyCase]) -> list[AnyCase]:
+def _sort_by_generation(cases: Iterable[AnyCase]) -> list[AnyCase]:
     """Cases of one scenario together, and scenarios of one backend together: each needs its own workers.
 
     Those of frameworks come last, each framework's together.
@@ -187,8 +192,8 @@ def _by_generation(cases: Iterable[AnyCase]) -> list[AnyCase]:
     for case in cases:
         first_seen.setdefault(case.scenario, len(first_seen))
 
-    def place(case: AnyCase) -> tuple[int, int]:
+    def find_place(case: AnyCase) -> tuple[int, int]:
         group = case.scenario.framework if isinstance(case, FrameworkCase) else case.scenario.backend
         return order.index(group), first_seen[case.scenario]
 
-    return sorted(cases, key=place)
+    return sorted(cases, key=find_place)

@@ -11,20 +11,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_doctor.errors import CannotRun, first_line
+from fsdp_doctor.errors import CannotRun, read_first_line
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.decorators import without_garbage_collection
-from fsdp_doctor.fsdp.reader import HeldModel
-from fsdp_doctor.ledgers.ledger import (
+from fsdp_doctor.fsdp.decorators import defer_garbage_collection
+from fsdp_doctor.fsdp.reader import ModelContents
+from fsdp_doctor.memory_use.records import (
     Bytes,
-    DeviceLedger,
-    HostLedger,
+    DeviceMemory,
+    HostMemory,
     JobStage,
     MemoryClass,
-    StageLedger,
-    power_of_two,
-    rounded,
-    with_unexplained,
+    StageMemory,
+    add_unexplained,
+    round_to_power_of_two,
+    round_up,
 )
 
 
@@ -33,39 +33,39 @@ def is_wrapper(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__")
 
 
-def storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+def list_storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     """The storages of a tensor: of a DTensor its local one, of any other wrapper those it wraps, none on meta."""
     if private.is_sharded_tensor(tensor):
         shards: Any = tensor
-        yield from (storage for shard in shards.local_shards() for storage in storages(shard.tensor))
+        yield from (storage for shard in shards.local_shards() for storage in list_storages(shard.tensor))
     elif isinstance(tensor, DTensor):
-        yield from storages(private.local_tensor(tensor))
+        yield from list_storages(private.read_local_tensor(tensor))
     elif is_wrapper(type(tensor)):
         wrapper: Any = tensor
         inner = (getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0])
-        yield from (storage for part in inner if isinstance(part, torch.Tensor) for storage in storages(part))
+        yield from (storage for part in inner if isinstance(part, torch.Tensor) for storage in list_storages(part))
     elif tensor.device.type != "meta" and tensor.layout == torch.strided:
         yield tensor.untyped_storage()
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def list_tensors(value: Any) -> Iterator[torch.Tensor]:
     """The tensors of nested lists, tuples and dictionaries."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
         for inner in value.values():
-            yield from tensors_in(inner)
+            yield from list_tensors(inner)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from tensors_in(inner)
+            yield from list_tensors(inner)
 
 
-def device_bytes(storage: torch.UntypedStorage) -> int:
+def count_device_bytes(storage: torch.UntypedStorage) -> int:
     """Bytes that the device's allocator counts for a storage."""
-    return rounded(storage.nbytes())
+    return round_up(storage.nbytes())
 
 
-def owned_tensors(
+def list_owned_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[tuple[MemoryClass, torch.Tensor]]:
     """Every tensor of a model and its optimizer with its class, in any state of the model.
@@ -73,33 +73,33 @@ def owned_tensors(
     Memory that has two classes is of the first. Reads attributes only; any rank may call it alone.
     """
     parts = reader.read(model)
-    yield from (("parameters", tensor) for tensor in _parameter_tensors(parts))
+    yield from (("parameters", tensor) for tensor in _list_parameter_tensors(parts))
     yield from (("buffers", buffer.tensor) for buffer in (*parts.buffers, *parts.transient_buffers))
-    yield from (("gradients", tensor) for tensor in _gradient_tensors(parts, optimizer))
+    yield from (("gradients", tensor) for tensor in _list_gradient_tensors(parts, optimizer))
     if optimizer is not None:
         # Not `optimizer.state_dict()`, which a framework may have wrapped with a gather.
-        yield from (("optimizer state", tensor) for tensor in tensors_in(list(optimizer.state.values())))
-    yield from (("unsharded parameters", tensor) for tensor in _unsharded_tensors(parts))
+        yield from (("optimizer state", tensor) for tensor in list_tensors(list(optimizer.state.values())))
+    yield from (("unsharded parameters", tensor) for tensor in _list_unsharded_tensors(parts))
 
 
-def held_on(device: torch.device, tensors: Iterable[tuple[MemoryClass, torch.Tensor]]) -> Bytes:
+def sum_bytes_on(device: torch.device, tensors: Iterable[tuple[MemoryClass, torch.Tensor]]) -> Bytes:
     """Bytes of the tensors on a device by class, as its allocator counts; memory of several is of the first."""
-    held: Bytes = {}
+    by_class: Bytes = {}
     seen: set[int] = set()
     for memory_class, tensor in tensors:
-        for storage in storages(tensor):
+        for storage in list_storages(tensor):
             if storage.device == device and storage.nbytes() and id(storage) not in seen:
                 seen.add(id(storage))
-                held[memory_class] = held.get(memory_class, 0) + device_bytes(storage)
-    return held
+                by_class[memory_class] = by_class.get(memory_class, 0) + count_device_bytes(storage)
+    return by_class
 
 
-def _parameter_tensors(parts: HeldModel) -> Iterator[torch.Tensor]:
+def _list_parameter_tensors(parts: ModelContents) -> Iterator[torch.Tensor]:
     yield from (parameter.tensor for parameter in parts.parameters)
     yield from (memory for unit in parts.fsdp1_units for memory in unit.memories)
 
 
-def _gradient_tensors(parts: HeldModel, optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
+def _list_gradient_tensors(parts: ModelContents, optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
     owners = [tensor for parameter in parts.parameters for tensor in (parameter.tensor, parameter.shown)]
     owners += [tensor for unit in parts.fsdp1_units for tensor in unit.optimized]
     if optimizer is not None:
@@ -108,7 +108,7 @@ def _gradient_tensors(parts: HeldModel, optimizer: torch.optim.Optimizer | None)
     yield from (unit.host_gradient for unit in parts.fsdp1_units if unit.host_gradient is not None)
 
 
-def _unsharded_tensors(parts: HeldModel) -> Iterator[torch.Tensor]:
+def _list_unsharded_tensors(parts: ModelContents) -> Iterator[torch.Tensor]:
     """Tensors that modules have in place of their shards, in memory of their own."""
     yield from (parameter.shown for parameter in parts.parameters if parameter.shown is not parameter.tensor)
     for unit in parts.fsdp1_units:
@@ -117,27 +117,27 @@ def _unsharded_tensors(parts: HeldModel) -> Iterator[torch.Tensor]:
         yield from unit.views
 
 
-def host_ledger(tensors: Iterable[tuple[MemoryClass, torch.Tensor]], taken: int = 0) -> HostLedger:
+def count_host_memory(tensors: Iterable[tuple[MemoryClass, torch.Tensor]], taken: int = 0) -> HostMemory:
     """Counts the tensors that are on the host; memory of several is of the first. Any rank may call it alone.
 
     taken: bytes that the allocator of pinned memory reports, 0 where it does not.
     """
-    held: Bytes = {}
+    by_class: Bytes = {}
     pinned = pinned_reserved = pageable = 0
     seen: set[int] = set()
     for memory_class, tensor in tensors:
-        for storage in storages(tensor):
+        for storage in list_storages(tensor):
             nbytes = storage.nbytes()
             if storage.device.type != "cpu" or not nbytes or storage.data_ptr() in seen:
                 continue
             seen.add(storage.data_ptr())
-            held[memory_class] = held.get(memory_class, 0) + nbytes
+            by_class[memory_class] = by_class.get(memory_class, 0) + nbytes
             if storage.is_pinned():
                 pinned += nbytes
-                pinned_reserved += power_of_two(nbytes)
+                pinned_reserved += round_to_power_of_two(nbytes)
             else:
                 pageable += nbytes
-    return HostLedger(held=held, pinned=pinned, pinned_reserved=max(taken, pinned_reserved), pageable=pageable)
+    return HostMemory(held=by_class, pinned=pinned, pinned_reserved=max(taken, pinned_reserved), pageable=pageable)
 
 
 _NEEDED = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "mem_get_info")
@@ -157,11 +157,11 @@ class Counters:
     capacity: int
     elsewhere: int
 
-    def ledger(self, held: Bytes, at_peak: Bytes) -> DeviceLedger:
+    def make_device_memory(self, by_class: Bytes, at_peak: Bytes) -> DeviceMemory:
         """Makes the ledger of a device. held, at_peak: bytes of known classes, now and at the peak."""
-        return DeviceLedger(
-            held=with_unexplained(held, self.allocated),
-            at_peak=with_unexplained(at_peak, self.peak),
+        return DeviceMemory(
+            held=add_unexplained(by_class, self.allocated),
+            at_peak=add_unexplained(at_peak, self.peak),
             allocated=self.allocated,
             peak=self.peak,
             reserved=self.reserved,
@@ -201,7 +201,7 @@ class DeviceCounters:
         try:
             free, total = self._module.mem_get_info(self._device)
         except RuntimeError as error:
-            reason = first_line(error)
+            reason = read_first_line(error)
             raise CannotRun(f"the driver of {self._device} does not report its free memory: {reason}") from None
         reserved = int(self._module.memory_reserved(self._device))
         return Counters(
@@ -209,11 +209,11 @@ class DeviceCounters:
             peak=int(self._module.max_memory_allocated(self._device)),
             reserved=reserved,
             peak_reserved=int(self._module.max_memory_reserved(self._device)),
-            capacity=int(total * self._fraction()),
+            capacity=int(total * self._read_fraction()),
             elsewhere=max(0, int(total) - int(free) - reserved),
         )
 
-    def pinned_reserved(self) -> int:
+    def read_pinned_reserved(self) -> int:
         """Bytes of pinned host memory that this process's allocator has taken; 0 where it does not report them."""
         stats: dict[str, int] = getattr(self._module, "host_memory_stats", dict)()
         return int(stats.get("allocated_bytes.current", 0))
@@ -224,21 +224,21 @@ class DeviceCounters:
         private.release_workspaces(self._device)
         return before - int(self._module.memory_allocated(self._device))
 
-    def _fraction(self) -> float:
+    def _read_fraction(self) -> float:
         """The share of the device's memory that this process may have; of the emulated device it is all."""
         if self._device.type == "emulated" or not hasattr(self._module, "get_per_process_memory_fraction"):
             return 1.0
         return float(self._module.get_per_process_memory_fraction(self._device))
 
 
-@without_garbage_collection
+@defer_garbage_collection
 def ledger(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     stage: JobStage = "trained",
     job: str = "a live job",
-) -> StageLedger:
+) -> StageMemory:
     """Returns the memory of this rank's device and host, in bytes by class, between two calls of the model.
 
     Any rank may call it alone. It reads attributes and counters; nothing is changed, communicated, copied or waited
@@ -251,14 +251,14 @@ def ledger(
     does not count.
     """
     device = compute_device(model)
-    owned = list(owned_tensors(model, optimizer))
+    owned = list(list_owned_tensors(model, optimizer))
     rank = dist.get_rank() if dist.is_initialized() else 0
     if device.type == "cpu":
-        return StageLedger(job=job, stage=stage, rank=rank, host=host_ledger(owned))
+        return StageMemory(job=job, stage=stage, rank=rank, host=count_host_memory(owned))
     counters = DeviceCounters(device)
-    on_device = counters.read().ledger(held_on(device, owned), at_peak={})
-    host = host_ledger(owned, counters.pinned_reserved())
-    return StageLedger(job=job, stage=stage, rank=rank, device=on_device, host=host)
+    on_device = counters.read().make_device_memory(sum_bytes_on(device, owned), at_peak={})
+    host = count_host_memory(owned, counters.read_pinned_reserved())
+    return StageMemory(job=job, stage=stage, rank=rank, device=on_device, host=host)
 
 
 def compute_device(model: nn.Module) -> torch.device:

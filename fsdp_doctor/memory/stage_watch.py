@@ -22,16 +22,16 @@ import torch
 from torch import nn
 
 from fsdp_doctor.fsdp import private
-from fsdp_doctor.ledgers.ledger import Bytes, JobStage, MemoryClass, StageLedger
 from fsdp_doctor.memory.snapshot import (
     DeviceCounters,
-    device_bytes,
-    host_ledger,
+    count_device_bytes,
+    count_host_memory,
     is_wrapper,
-    owned_tensors,
-    storages,
-    tensors_in,
+    list_owned_tensors,
+    list_storages,
+    list_tensors,
 )
+from fsdp_doctor.memory_use.records import Bytes, JobStage, MemoryClass, StageMemory
 
 _OPTIMIZERS = "/torch/optim/"
 _FSDP = "/torch/distributed/fsdp/"
@@ -105,16 +105,16 @@ class StorageTracker(private.OperatorMode):
         if any(map(is_wrapper, types)):
             return NotImplemented
         result = func(*args, **kwargs or {})
-        maker = self._maker()
-        for tensor in tensors_in(result):
-            for storage in storages(tensor):
+        maker = self._find_maker()
+        for tensor in list_tensors(result):
+            for storage in list_storages(tensor):
                 self._see(storage, maker)
         if maker is not None and maker.co_name in _REDUCES:
             self._note_gradients(args)
         return result
 
     @contextlib.contextmanager
-    def tracking(self, otherwise: MemoryClass) -> Iterator[None]:
+    def track(self, otherwise: MemoryClass) -> Iterator[None]:
         """Tracks the operators of a stage, and the storages that FSDP resizes: ``resize_`` is no operator.
 
         otherwise: as of the class.
@@ -125,7 +125,7 @@ class StorageTracker(private.OperatorMode):
 
         def resize_and_note(storage: torch.UntypedStorage, nbytes: int) -> Any:
             result = resize(storage, nbytes)
-            self._see(storage, self._maker())
+            self._see(storage, self._find_maker())
             return result
 
         with self:
@@ -139,7 +139,7 @@ class StorageTracker(private.OperatorMode):
         """Sets the class of tensors from their owners; of several for one storage, the first."""
         seen: set[int] = set()
         for memory_class, tensor in tensors:
-            for storage in storages(tensor):
+            for storage in list_storages(tensor):
                 if storage.device == self._device and id(storage) not in seen:
                     seen.add(id(storage))
                     tracked = self._live.get(id(storage)) or self._add(storage, memory_class)
@@ -148,17 +148,17 @@ class StorageTracker(private.OperatorMode):
 
     def set_output(self, tensor: torch.Tensor) -> None:
         """Counts a tensor as an output of an extraction, unless it has an owner: a path may yield a parameter."""
-        for storage in storages(tensor):
+        for storage in list_storages(tensor):
             tracked = self._live.get(id(storage))
             if tracked is not None and not tracked.is_owned and tracked.memory_class != "unsharded parameters":
                 tracked.memory_class = "gathered outputs"
 
     def held(self) -> Bytes:
         """Bytes that are alive now, by class."""
-        held: Counter[MemoryClass] = Counter()
+        by_class: Counter[MemoryClass] = Counter()
         for tracked in list(self._live.values()):
-            held[tracked.memory_class] += tracked.nbytes
-        return {memory_class: nbytes for memory_class, nbytes in held.items() if nbytes}
+            by_class[tracked.memory_class] += tracked.nbytes
+        return {memory_class: nbytes for memory_class, nbytes in by_class.items() if nbytes}
 
     def at_peak(self) -> Bytes:
         """Bytes that were alive at the peak of the stage, by class."""
@@ -171,10 +171,10 @@ class StorageTracker(private.OperatorMode):
         now: Counter[TrackedStorage] = Counter({tracked: tracked.nbytes for tracked in self._live.values()})
         for tracked, change in self._log[peak_at:]:
             now[tracked] -= change
-        held: Counter[MemoryClass] = Counter()
+        by_class: Counter[MemoryClass] = Counter()
         for tracked, nbytes in now.items():
-            held[tracked.memory_class] += nbytes
-        return {memory_class: nbytes for memory_class, nbytes in held.items() if nbytes}
+            by_class[tracked.memory_class] += nbytes
+        return {memory_class: nbytes for memory_class, nbytes in by_class.items() if nbytes}
 
     def _see(self, storage: torch.UntypedStorage, maker: CodeType | None) -> None:
         """Records a storage that is new, or may have another size."""
@@ -185,45 +185,45 @@ class StorageTracker(private.OperatorMode):
             made_in = self._class_in[maker] if maker is not None else None
             tracked = self._add(storage, made_in or self.otherwise)
             self._log.append((tracked, tracked.nbytes))
-        elif (nbytes := device_bytes(storage)) != tracked.nbytes:
+        elif (nbytes := count_device_bytes(storage)) != tracked.nbytes:
             self._log.append((tracked, nbytes - tracked.nbytes))
             tracked.nbytes = nbytes
 
     def _add(self, storage: torch.UntypedStorage, memory_class: MemoryClass) -> TrackedStorage:
-        tracked = TrackedStorage(memory_class, device_bytes(storage))
+        tracked = TrackedStorage(memory_class, count_device_bytes(storage))
         identity = id(storage)
 
         # It may be called by another thread: each of these is one step of the interpreter.
-        def ended(_: Any) -> None:
+        def note_end(_: Any) -> None:
             self._live.pop(identity, None)
             self._log.append((tracked, -tracked.nbytes))
             tracked.reference = None
 
-        tracked.reference = weakref.ref(storage, ended)
+        tracked.reference = weakref.ref(storage, note_end)
         self._live[identity] = tracked
         return tracked
 
     def _note_gradients(self, arguments: tuple[Any, ...]) -> None:
         """Counts activations among the arguments of a reduction as gradients: the backward made them."""
-        for tensor in tensors_in(arguments):
-            for storage in storages(tensor):
+        for tensor in list_tensors(arguments):
+            for storage in list_storages(tensor):
                 tracked = self._live.get(id(storage))
                 if tracked is not None and tracked.memory_class == "activations":
                     tracked.memory_class = "gradients"
 
-    def _maker(self) -> CodeType | None:
+    def _find_maker(self) -> CodeType | None:
         """The innermost function of torch's FSDP or optimizers on this thread's stack, up to the call of a module."""
         frame: FrameType | None = inspect.currentframe()
         while frame is not None and (code := frame.f_code) is not private.MODULE_CALL:
             if code not in self._class_in:
-                self._class_in[code] = _class_of(code)
+                self._class_in[code] = _find_class(code)
             if self._class_in[code] is not None:
                 return code
             frame = frame.f_back
         return None
 
 
-def _class_of(code: CodeType) -> MemoryClass | None:
+def _find_class(code: CodeType) -> MemoryClass | None:
     if _OPTIMIZERS in code.co_filename:
         return "optimizer state"
     _, is_of_fsdp, file = code.co_filename.partition(_FSDP)
@@ -236,18 +236,18 @@ _TRAINS: tuple[JobStage, ...] = ("first step", "trained", "trained again")
 class Unwatched:
     """The stages of a job whose memory is not measured."""
 
-    def of(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def set_model(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Sets the model and the optimizer whose tensors have classes, from now on."""
 
-    def stage(self, stage: JobStage, path: str = "") -> contextlib.AbstractContextManager[None]:
+    def measure_stage(self, stage: JobStage, method: str = "") -> contextlib.AbstractContextManager[None]:
         """Measures the block as a stage, and keeps its ledger unless it raises. Every rank must enter it alike."""
         return contextlib.nullcontext()
 
-    def yielding(self, result: Any) -> Any:
+    def count_outputs(self, result: Any) -> Any:
         """Wraps the result of a path, a mapping or an iterator of pairs, so that its tensors count as outputs."""
         return result
 
-    def take(self) -> tuple[StageLedger, ...]:
+    def take(self) -> tuple[StageMemory, ...]:
         """Returns the ledgers since the last call."""
         return ()
 
@@ -261,10 +261,10 @@ class StageWatch(Unwatched):
         self._counters = DeviceCounters(device)
         self._tracker = StorageTracker(device)
         self._owned: Callable[[], Iterator[tuple[MemoryClass, torch.Tensor]]] = lambda: iter(())
-        self._ledgers: list[StageLedger] = []
+        self._ledgers: list[StageMemory] = []
 
-    def of(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._owned = lambda: owned_tensors(model, optimizer)
+    def set_model(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._owned = lambda: list_owned_tensors(model, optimizer)
 
         def set_classes(*_: object) -> None:
             self._tracker.set_classes(self._owned())
@@ -275,28 +275,28 @@ class StageWatch(Unwatched):
         set_classes()
 
     @contextlib.contextmanager
-    def stage(self, stage: JobStage, path: str = "") -> Iterator[None]:
+    def measure_stage(self, stage: JobStage, method: str = "") -> Iterator[None]:
         gc.collect()
         self._counters.synchronize()
         self._tracker.set_classes(self._owned())
         self._counters.reset_peak()
-        with self._tracker.tracking("activations" if stage in _TRAINS else "communication buffers"):
+        with self._tracker.track("activations" if stage in _TRAINS else "communication buffers"):
             yield
             self._counters.synchronize()
-        self._ledgers.append(self._ledger(stage, path))
+        self._ledgers.append(self._make_stage_memory(stage, method))
 
-    def yielding(self, result: Any) -> Any:
+    def count_outputs(self, result: Any) -> Any:
         if not isinstance(result, Mapping):
-            return self._each(result)
+            return self._count_each(result)
         for value in result.values():
             self._set_output(value)
         return result
 
-    def take(self) -> tuple[StageLedger, ...]:
+    def take(self) -> tuple[StageMemory, ...]:
         taken, self._ledgers = tuple(self._ledgers), []
         return taken
 
-    def _each(self, pairs: Any) -> Iterator[Any]:
+    def _count_each(self, pairs: Any) -> Iterator[Any]:
         for pair in pairs:
             self._set_output(pair[1])
             yield pair
@@ -306,17 +306,18 @@ class StageWatch(Unwatched):
         if isinstance(value, torch.Tensor):
             self._tracker.set_output(value)
 
-    def _ledger(self, stage: JobStage, path: str) -> StageLedger:
+    def _make_stage_memory(self, stage: JobStage, method: str) -> StageMemory:
         counted = self._counters.read()
         owned = list(self._owned())
         self._tracker.set_classes(owned)
         workspaces = self._counters.free_workspaces()
-        device = counted.ledger(
-            held=_with(workspaces, self._tracker.held()), at_peak=_with(workspaces, self._tracker.at_peak())
+        device = counted.make_device_memory(
+            by_class=_add_workspaces(workspaces, self._tracker.held()),
+            at_peak=_add_workspaces(workspaces, self._tracker.at_peak()),
         )
-        host = host_ledger(owned, self._counters.pinned_reserved())
-        return StageLedger(job=self._job, stage=stage, path=path, rank=self._rank, device=device, host=host)
+        host = count_host_memory(owned, self._counters.read_pinned_reserved())
+        return StageMemory(job=self._job, stage=stage, path=method, rank=self._rank, device=device, host=host)
 
 
-def _with(workspaces: int, held: Bytes) -> Bytes:
-    return {**held, "activations": held.get("activations", 0) + workspaces} if workspaces else held
+def _add_workspaces(workspaces: int, by_class: Bytes) -> Bytes:
+    return {**by_class, "activations": by_class.get("activations", 0) + workspaces} if workspaces else by_class

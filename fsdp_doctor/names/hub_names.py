@@ -22,10 +22,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import assert_never
 
-from fsdp_doctor.errors import first_line, some
+from fsdp_doctor.errors import join_some, read_first_line
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.decorators import without_autograd
-from fsdp_doctor.fsdp.names import without_adapters
+from fsdp_doctor.fsdp.decorators import disable_autograd
+from fsdp_doctor.fsdp.names import strip_adapters
 from fsdp_doctor.names.views import NamesError, TensorView, check_one_to_one
 
 NameChoice = Literal["auto", "model", "hub"]
@@ -81,10 +81,10 @@ def read_hub_view(model: nn.Module) -> dict[str, TensorView]:
     return revert_names(model, list_shapes(reader.read(model)))
 
 
-def list_shapes(held: reader.HeldModel) -> dict[str, torch.Size]:
+def list_shapes(contents: reader.ModelContents) -> dict[str, torch.Size]:
     """Of each parameter and each buffer of a state dict, by all of its names."""
-    shapes = {name: tensor.tensor.shape for tensor in held.tensors() for name in tensor.names}
-    for unit in held.fsdp1_units:
+    shapes = {name: tensor.tensor.shape for tensor in contents.list_tensors() for name in tensor.names}
+    for unit in contents.fsdp1_units:
         shapes |= {name: shape for names, shape in zip(unit.names, unit.shapes, strict=True) for name in names}
     return shapes
 
@@ -119,11 +119,11 @@ def check_names(names: Names) -> None:
         raise ValueError(f"names must be one of {', '.join(get_args(NameChoice))}, or a mapping, not {names!r}")
 
 
-@without_autograd
+@disable_autograd
 def revert_names(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, TensorView]:
     """As :func:`read_hub_view`, of tensors of these names and shapes instead of the model's."""
     revert, pretrained = _find_reversion(model)
-    if any(name != without_adapters(name) for name in shapes):
+    if any(name != strip_adapters(name) for name in shapes):
         raise HubNamesUnknown("the model has adapters: its tensors are not those that the Hub has of the model below")
     own = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     name_of = {private.storage_key(tensor): name for name, tensor in own.items()}
@@ -131,10 +131,13 @@ def revert_names(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str
         with _CopiesAreViews():  # type: ignore[no-untyped-call]
             reverted = revert(_copy_unwrapped(pretrained, {}), dict(own))
     except Exception as error:  # transformers may raise anything
-        raise NamesError(f"transformers cannot convert the model's tensors for the Hub: {first_line(error)}") from error
+        raise NamesError(
+            f"transformers cannot convert the model's tensors for the Hub: {read_first_line(error)}"
+        ) from error
     if copies := [name for name, tensor in reverted.items() if private.storage_key(tensor) not in name_of]:
         raise NamesError(
-            f"{len(copies)} tensors of the Hub are no part of one of the model's tensors: {some(copies, _MOST_NAMES)}"
+            f"{len(copies)} tensors of the Hub are no part of one of the model's tensors: "
+            f"{join_some(copies, _MOST_NAMES)}"
         )
     views = {
         name: TensorView(
@@ -166,7 +169,7 @@ def _find_reversion(model: nn.Module) -> tuple[Any, Any]:
 def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
     """The model inside of FSDP1, DDP, checkpointing, torch.compile and peft."""
     while True:
-        model = reader.innermost(model)
+        model = reader.find_innermost(model)
         children = private.child_modules(model)
         inner = [children[name] for key in private.WRAPPER_NAMES if (name := key[:-1]) in children]
         get_base_model: Any = getattr(model, "get_base_model", None)  # of a PeftModel

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp_doctor.errors import some
-from fsdp_doctor.fsdp.shards import HeldPart, Slices, row_major
+from fsdp_doctor.errors import join_some
+from fsdp_doctor.fsdp.shards import LocalPart, Slices, row_major
 
 _MOST_NAMES = 10
 
@@ -70,26 +70,26 @@ class Box:
         """The view with the tensor's dims."""
         return (view if self.dims is None else view.permute(self._order)).reshape(self.lengths)
 
-    def cut(self, held: HeldPart) -> tuple[HeldPart, Slices]:
+    def cut(self, part: LocalPart) -> tuple[LocalPart, Slices]:
         """What a rank has of the box: as indices of the box, and in the rank's shard. held: its part of the tensor."""
         runs, places = [], []
-        for begin, length, parts in zip(self.begins, self.lengths, held.runs, strict=True):
+        for begin, length, parts in zip(self.begins, self.lengths, part.runs, strict=True):
             # Of a rising sequence of indices those in the box follow one another.
             inside = [range(max(run.start, begin), min(run.stop, begin + length)) for run in parts]
             runs.append(tuple(range(r.start - begin, r.stop - begin) for r in inside if len(r)) or (range(0),))
             first = sum(len(range(run.start, min(run.stop, begin))) for run in parts)
             places.append(slice(first, first + sum(map(len, inside))))
-        return HeldPart(tuple(runs)), tuple(places)
+        return LocalPart(tuple(runs)), tuple(places)
 
-    def restore(self, cut: HeldPart, block: torch.Tensor) -> tuple[HeldPart, torch.Tensor]:
+    def restore(self, cut: LocalPart, block: torch.Tensor) -> tuple[LocalPart, torch.Tensor]:
         """What a rank has of the box, with the view's dims: as indices of the view, and the elements."""
         assert self.dims is not None
         runs = [cut.runs[dim] if dim >= 0 else (range(1),) for dim in self.dims]
         if not cut.shape.numel() and runs:
             runs[0] = (range(0),)
-        shape = HeldPart(tuple(runs)).shape
+        shape = LocalPart(tuple(runs)).shape
         arranged = block.reshape([shape[dim] for dim in self._order])
-        return HeldPart(tuple(runs)), arranged.permute([self._order.index(dim) for dim in range(len(shape))])
+        return LocalPart(tuple(runs)), arranged.permute([self._order.index(dim) for dim in range(len(shape))])
 
 
 def find_box(view: TensorView, shape: Sequence[int]) -> Box | None:
@@ -138,7 +138,7 @@ def check_one_to_one(views: Mapping[str, TensorView], shapes: Mapping[str, Seque
             boxes[view.name].append(box)
     wrong += [f"{name} is not covered once" for name, parts in boxes.items() if not _cover_once(parts, shapes[name])]
     if wrong:
-        raise NamesError(f"the names are not one-to-one with the model's tensors: {some(wrong, _MOST_NAMES)}")
+        raise NamesError(f"the names are not one-to-one with the model's tensors: {join_some(wrong, _MOST_NAMES)}")
 
 
 def _cover_once(boxes: Sequence[Box], shape: Sequence[int]) -> bool:

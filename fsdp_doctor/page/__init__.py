@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from fsdp_doctor.page.compat_page import compat_page, write_page
+from fsdp_doctor.page.compat_page import render_page, write_page
 
-__all__ = ["compat_page", "write_page"]
+__all__ = ["render_page", "write_page"]

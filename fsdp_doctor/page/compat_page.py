@@ -18,11 +18,11 @@ import jinja2
 from markupsafe import Markup
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.known.catalogue import known_failures
+from fsdp_doctor.known.catalogue import read_catalogue
 from fsdp_doctor.known.signatures import DEVICE
 from fsdp_doctor.matrix.axes import AXIS
 from fsdp_doctor.matrix.contracts import Direction
-from fsdp_doctor.report.journal import replace_file, writing
+from fsdp_doctor.report.journal import replace_file, turn_write_errors
 from fsdp_doctor.verdict.classification import GOOD, MEANING, VerdictKind
 from fsdp_doctor.versions.merged import (
     NO_ANSWER,
@@ -54,14 +54,14 @@ _DIRECTIONS = get_args(Direction)
 _AXES = ("strategy", "offload", "staging")
 
 
-def write_page(path: pathlib.Path, merged: MergedReport, picture: str = "") -> None:
+def write_page(method: pathlib.Path, merged: MergedReport, picture: str = "") -> None:
     """Raises UsageError if there is no result to show, DoctorFault if the disk does not take the page."""
-    text = compat_page(merged, picture)
-    with writing(path):
-        replace_file(path, text.encode(errors="replace"))
+    text = render_page(merged, picture)
+    with turn_write_errors(method):
+        replace_file(method, text.encode(errors="replace"))
 
 
-def compat_page(merged: MergedReport, picture: str = "") -> str:
+def render_page(merged: MergedReport, picture: str = "") -> str:
     """Renders the page. Raises UsageError if there is no result to show.
 
     picture: of ledgers, as SVG; empty without ledgers.
@@ -72,8 +72,8 @@ def compat_page(merged: MergedReport, picture: str = "") -> str:
     return _TEMPLATES.get_template("page.html.jinja").render(
         environments=merged.environments,
         num_cases=len(merged.cases),
-        data=page_data(merged),
-        entries=known_failures(),
+        data=make_page_data(merged),
+        entries=read_catalogue(),
         meanings={**MEANING, "unmeasurable": _UNMEASURABLE},
         # Not escaped; the content security policy allows these alone.
         style=Markup(style),
@@ -99,7 +99,7 @@ class _Numbers:
     def __init__(self, *first: str) -> None:
         self._number = {text: number for number, text in enumerate(first)}
 
-    def number_of(self, text: str) -> int:
+    def find_number(self, text: str) -> int:
         return self._number.setdefault(text, len(self._number))
 
     @property
@@ -107,25 +107,25 @@ class _Numbers:
         return list(self._number)
 
 
-def page_data(merged: MergedReport) -> dict[str, Any]:
+def make_page_data(merged: MergedReport) -> dict[str, Any]:
     """The data of the page, as JSON values."""
-    texts, paths = _Numbers(""), _Numbers()
+    texts, methods = _Numbers(""), _Numbers()
     used = {axis: {getattr(case, axis) for case in merged.cases} for axis in _AXES}
     words = {axis: _Numbers(*(value for value in AXIS[axis].values if value in used[axis])) for axis in _AXES}
-    cases = [_case(case, words, paths, texts) for case in merged.cases]
+    cases = [_make_case(case, words, methods, texts) for case in merged.cases]
     return {
-        "environments": [_column(environment) for environment in merged.environments],
+        "environments": [_make_column(environment) for environment in merged.environments],
         "kinds": [*_KINDS],
         "good": [kind for kind in _KINDS if kind in GOOD],
         "bad": [kind for kind in _KINDS if kind not in GOOD | NO_ANSWER],
         "axes": {axis: numbers.texts for axis, numbers in words.items()} | {"direction": [*_DIRECTIONS]},
-        "paths": paths.texts,
-        "outcomes": [_outcome(outcome, texts) for outcome in merged.outcomes],
+        "paths": methods.texts,
+        "outcomes": [_make_outcome(outcome, texts) for outcome in merged.outcomes],
         "cases": cases,
         # With ``<device>`` for any device's name, as the catalogue's files have it.
         "signatures": {
             entry.id: [pattern.pattern.replace(DEVICE, "<device>") for pattern in entry.signatures]
-            for entry in known_failures()
+            for entry in read_catalogue()
             if entry.signatures
         },
         "device": DEVICE,
@@ -134,7 +134,7 @@ def page_data(merged: MergedReport) -> dict[str, Any]:
     }
 
 
-def _column(environment: Environment) -> dict[str, str]:
+def _make_column(environment: Environment) -> dict[str, str]:
     """The head of a column.
 
     torch: its version. more: the facts that set it apart from another column of the same torch and device, mostly
@@ -155,22 +155,22 @@ def _column(environment: Environment) -> dict[str, str]:
     }
 
 
-def _case(case: MergedCase, words: dict[str, _Numbers], paths: _Numbers, texts: _Numbers) -> list[Any]:
+def _make_case(case: MergedCase, words: dict[str, _Numbers], methods: _Numbers, texts: _Numbers) -> list[Any]:
     begin = "".join(f"{word}/" for word in (case.strategy, case.offload, case.staging) if word)
     others = case.id.removeprefix(begin).removesuffix(case.path).strip("/")
     return [
-        *(words[axis].number_of(getattr(case, axis)) for axis in _AXES),
-        texts.number_of(others),
+        *(words[axis].find_number(getattr(case, axis)) for axis in _AXES),
+        texts.find_number(others),
         _DIRECTIONS.index(case.direction),
-        paths.number_of(case.path),
+        methods.find_number(case.path),
         [_NO_RESULT if index is None else index for index in case.outcomes],
-        [texts.number_of(f"{statement.where}: {statement.text}") for statement in case.statements],
+        [texts.find_number(f"{statement.where}: {statement.text}") for statement in case.statements],
         int(case.changes),
     ]
 
 
-def _outcome(outcome: Outcome, texts: _Numbers) -> list[Any]:
+def _make_outcome(outcome: Outcome, texts: _Numbers) -> list[Any]:
     raised = " ".join(outcome.message.removesuffix(SHORTENED).split())
     message = "" if raised in " ".join(outcome.reason.split()) else outcome.message
     also = "\n".join(outcome.also)
-    return [_KINDS.index(outcome.kind), *map(texts.number_of, (outcome.reason, message, also, outcome.known))]
+    return [_KINDS.index(outcome.kind), *map(texts.find_number, (outcome.reason, message, also, outcome.known))]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_doctor.fsdp import private
-from fsdp_doctor.ledgers.ledger import rounded
-from fsdp_doctor.plan.meta_model import checkpoint_layers, followed_layers, fused_attention
+from fsdp_doctor.memory_use.records import round_up
+from fsdp_doctor.plan.meta_model import checkpoint_layers, find_followed_layers, fuse_attention
 
 # Most operators in one layer's forward, and for each token. Of the models that were tried, the largest constant is 260;
 # a layer that loops over chunks of tokens adds less than one for each token, one that loops over tokens nine and more.
@@ -71,7 +71,7 @@ def trace(model: nn.Module, batch: Batch) -> tuple[Segment, ...]:
         checkpoint_layers(model)
     recorder = _Recorder(model, most_operators=_OPERATORS + _OPERATORS_OF_A_TOKEN * batch.length)
     tokens = torch.zeros(batch.sequences, batch.length, dtype=torch.long, device="meta")
-    with torch.device("meta"), recorder, fused_attention(), torch.set_grad_enabled(batch.backward):
+    with torch.device("meta"), recorder, fuse_attention(), torch.set_grad_enabled(batch.backward):
         if not batch.backward:
             log_probabilities = model(input_ids=tokens, use_cache=False).logits.float().log_softmax(-1)
             recorder.close("forward", "after")
@@ -91,7 +91,7 @@ class _Recorder:
         self.segments: list[Segment] = []
         self._most_operators = most_operators
         self._live = _Live(model)
-        self._layers = followed_layers(model)
+        self._layers = find_followed_layers(model)
         self._places = list(self._layers)
         self._in_backward = False
         self._hooks: list[Any] = []
@@ -100,11 +100,11 @@ class _Recorder:
         for at, layer in self._layers.items():
             self._hooks += [
                 layer.register_forward_pre_hook(
-                    lambda _module, inputs, named, at=at: self._layer_begins(at, inputs, named), with_kwargs=True
+                    lambda _module, inputs, named, at=at: self._begin_layer(at, inputs, named), with_kwargs=True
                 ),
-                layer.register_forward_hook(lambda _module, _inputs, output, at=at: self._layer_ends(at, output)),
+                layer.register_forward_hook(lambda _module, _inputs, output, at=at: self._end_layer(at, output)),
             ]
-        self._hooks += self._live.hooks()
+        self._hooks += self._live.register_hooks()
         self._live.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: object) -> None:
@@ -126,25 +126,25 @@ class _Recorder:
             self.close("backward", first)
         self.close("backward", "before")
 
-    def _layer_begins(self, at: int, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _begin_layer(self, at: int, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._live.operators_left = None if self._in_backward else self._most_operators
         if not self._in_backward and at == self._places[0]:
             self.close("forward", "before")
             given = [tensor for tensor in (*inputs, *named.values()) if isinstance(tensor, Tensor)]
             hidden = next((tensor for tensor in given if tensor.requires_grad), None)
             if hidden is not None:
-                hidden.register_hook(lambda _gradient: self._backward_reached(0))
+                hidden.register_hook(lambda _gradient: self._reach_backward(0))
 
-    def _layer_ends(self, at: int, output: Any) -> None:
+    def _end_layer(self, at: int, output: Any) -> None:
         if self._in_backward:  # a checkpointed layer, once more
             return
         self._live.operators_left = None
         self.close("forward", at)
         hidden = output if isinstance(output, Tensor) else output[0]
         if hidden.requires_grad:
-            hidden.register_hook(lambda _gradient: self._backward_reached(self._places.index(at) + 1))
+            hidden.register_hook(lambda _gradient: self._reach_backward(self._places.index(at) + 1))
 
-    def _backward_reached(self, after: int) -> None:
+    def _reach_backward(self, after: int) -> None:
         """Ends the backward of everything behind the first ``after`` layers: the gradient of their output is there."""
         self._in_backward = True
         through = self._places[after] if after < len(self._places) else None
@@ -168,7 +168,7 @@ class _Live(private.OperatorMode):
         # How many more operators the current layer may run.
         self.operators_left: int | None = None
 
-    def hooks(self) -> list[Any]:
+    def register_hooks(self) -> list[Any]:
         trained = (parameter for parameter in self._model.parameters() if parameter.requires_grad)
         return [parameter.register_post_accumulate_grad_hook(self._is_gradient) for parameter in trained]
 
@@ -197,7 +197,7 @@ class _Live(private.OperatorMode):
         key = id(storage)
         if key in self._sizes or key in self._of_model:
             return
-        self._sizes[key] = rounded(storage.nbytes())
+        self._sizes[key] = round_up(storage.nbytes())
         weakref.finalize(storage, self._remove, key)
         self._change(self._sizes[key], 0)
 

@@ -14,7 +14,7 @@ import msgspec
 from packaging.version import Version
 from typing_extensions import assert_never
 
-from fsdp_doctor.check import CheckResult, check, with_ranks
+from fsdp_doctor.check import CheckResult, check, set_ranks
 from fsdp_doctor.check.framework import Keys
 from fsdp_doctor.check.launch_commands import ENVIRONMENT, SECTION
 from fsdp_doctor.check.settings import Settings, Unreadable
@@ -23,7 +23,7 @@ from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.matrix.axes import Sharding, Staging
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.plan.named_shapes import MODEL_SHAPES
-from fsdp_doctor.report.layout import counted
+from fsdp_doctor.report.layout import format_count
 
 BF16, FP32 = 2, 4
 # The head after the last layer: logits of the vocabulary, or one value for each token.
@@ -140,7 +140,7 @@ class JobSetup:
     engine: EngineSetup | None = None
     unread: tuple[str, ...] = ()
 
-    def with_role(self, number: int, role: RoleSetup) -> JobSetup:
+    def replace_role(self, number: int, role: RoleSetup) -> JobSetup:
         return dataclasses.replace(self, roles=(*self.roles[:number], role, *self.roles[number + 1 :]))
 
 
@@ -209,13 +209,13 @@ class FrameworkKeys:
 
 
 @functools.cache
-def _keys_of(framework: str) -> FrameworkKeys:
+def _read_keys(framework: str) -> FrameworkKeys:
     table = pathlib.Path(__file__).with_name("framework_keys.toml").read_bytes()
     return msgspec.toml.decode(table, type=dict[str, FrameworkKeys]).get(framework, FrameworkKeys())
 
 
-def _size_keys(framework: str, role: Role) -> SizeKeys:
-    sizes = _keys_of(framework).sizes or _keys_of("default").sizes
+def _find_size_keys(framework: str, role: Role) -> SizeKeys:
+    sizes = _read_keys(framework).sizes or _read_keys("default").sizes
     return sizes.get(role) or sizes["any"]
 
 
@@ -257,7 +257,7 @@ def read_job(arguments: Sequence[str], options: PlanOptions) -> JobSetup:
     result = check(arguments, framework_version=options.framework_version)
     _refuse_without_fsdp(result)
     try:
-        gpus, nodes = _configured_machines(result)
+        gpus, nodes = _read_machines(result)
         machines = Machines(
             gpus=options.gpus or gpus or _DEFAULT_GPUS,
             nodes=options.nodes or nodes,
@@ -265,7 +265,7 @@ def read_job(arguments: Sequence[str], options: PlanOptions) -> JobSetup:
             host_memory=options.host_memory,
         )
         if machines.ranks != result.world_size:
-            result = with_ranks(result, machines.ranks)
+            result = set_ranks(result, machines.ranks)
         # Where versions differ, the use of the newest range, which is read last.
         uses = list({use.role: use for use in result.uses if use.scenario is not None}.values())
         roles = tuple(_read_role(use, result, machines, options) for use in uses)
@@ -280,7 +280,7 @@ def read_job(arguments: Sequence[str], options: PlanOptions) -> JobSetup:
     if not (options.gpus or gpus):
         sentence = "the configuration does not say how many devices a node has"
         unread.append(f"{sentence}, and {_DEFAULT_GPUS} are taken: give --gpus")
-    unread += [sentence for use in uses if (sentence := _default_sizes(use.role, result, options))]
+    unread += [sentence for use in uses if (sentence := _describe_default_sizes(use.role, result, options))]
     return JobSetup(framework=result.framework, machines=machines, roles=roles, engine=engine, unread=tuple(unread))
 
 
@@ -294,7 +294,7 @@ def _refuse_without_fsdp(result: CheckResult) -> None:
         raise CannotRun(f"the job cannot be determined from this configuration: {'; '.join(deciding)}")
     try:
         # Where a size cannot be read, `check` says what holds for every one; a plan needs the size.
-        with_ranks(result, result.world_size or 1)
+        set_ranks(result, result.world_size or 1)
     except Unreadable as error:
         raise CannotRun(f"the job cannot be determined from this configuration: {error}") from None
     if all(use.scenario is None for use in result.uses):
@@ -302,43 +302,43 @@ def _refuse_without_fsdp(result: CheckResult) -> None:
         raise CannotRun(f"there is no FSDP in this configuration to plan ({why or 'no model was read'})")
 
 
-def _configured_machines(result: CheckResult) -> tuple[int | None, int]:
+def _read_machines(result: CheckResult) -> tuple[int | None, int]:
     """Returns the devices of each node, None if they are not configured, and the number of nodes.
 
     Raises Unreadable for less than 1, and for ranks that are not as many on each node.
     """
-    keys, settings, ranks = _keys_of(result.framework).machines, result.settings, result.world_size
-    _at_least_one(settings, *keys.ranks)
-    read = _launched_count if keys.words else _at_least_one
-    gpus = read(settings, *keys.gpus) or _launched_count(settings, *_LAUNCHED_GPUS)
-    nodes = read(settings, *keys.nodes) or _launched_count(settings, *_LAUNCHED_NODES)
+    keys, settings, ranks = _read_keys(result.framework).machines, result.settings, result.world_size
+    _read_positive(settings, *keys.ranks)
+    read = _read_launched_count if keys.words else _read_positive
+    gpus = read(settings, *keys.gpus) or _read_launched_count(settings, *_LAUNCHED_GPUS)
+    nodes = read(settings, *keys.nodes) or _read_launched_count(settings, *_LAUNCHED_NODES)
     if ranks is None:
         return gpus, nodes or 1
     if nodes and not gpus and ranks % nodes:
-        raise Unreadable(f"{counted(ranks, 'rank')} cannot be as many on each of {counted(nodes, 'node')}")
+        raise Unreadable(f"{format_count(ranks, 'rank')} cannot be as many on each of {format_count(nodes, 'node')}")
     nodes = -(-ranks // gpus) if gpus else nodes or -(-ranks // _DEFAULT_GPUS)
     return -(-ranks // nodes), nodes
 
 
-def _at_least_one(settings: Settings, *keys: str) -> int | None:
+def _read_positive(settings: Settings, *keys: str) -> int | None:
     """Reads the number of the first key that is set; None if none is. Raises Unreadable for less than 1."""
-    number = settings.number(*keys)
+    number = settings.read_number(*keys)
     if number is not None and number < 1:
-        raise Unreadable(f"{settings.first(*keys)} must be at least 1")
+        raise Unreadable(f"{settings.find_first(*keys)} must be at least 1")
     return number
 
 
-def _launched_count(settings: Settings, *keys: str) -> int | None:
+def _read_launched_count(settings: Settings, *keys: str) -> int | None:
     """Reads a count as launchers take it; None for words such as gpu, auto or -1, and for shell variables."""
     count = settings.count(*keys)
     if count is not None and count < 1:
-        raise Unreadable(f"{settings.first(*keys)} must be at least 1")
+        raise Unreadable(f"{settings.find_first(*keys)} must be at least 1")
     return count
 
 
 def _read_role(use: Use, result: CheckResult, machines: Machines, options: PlanOptions) -> RoleSetup:
     assert use.scenario is not None
-    keys, settings, named = _size_keys(result.framework, use.role), result.settings, result.models.get(use.role)
+    keys, settings, named = _find_size_keys(result.framework, use.role), result.settings, result.models.get(use.role)
     length = options.length or _read_length(keys, settings)
     sequences = options.sequences or _read_sequences(keys, settings, length)
     configured = named.ranks if named and named.ranks else _shard_group(use.scenario.sharding, machines)
@@ -347,10 +347,11 @@ def _read_role(use: Use, result: CheckResult, machines: Machines, options: PlanO
         raise UsageError(f"{use.role}: a shard group of {shard_ranks} ranks does not divide the {machines.ranks} ranks")
     if sequences * length > _MOST_TOKENS:
         raise UsageError(
-            f"{use.role}: {counted(sequences, 'sequence')} of {length} tokens are more than {_MOST_TOKENS:,} at once"
+            f"{use.role}: {format_count(sequences, 'sequence')} of {length} tokens are more than {_MOST_TOKENS:,} at "
+            "once"
         )
-    path = next((point.case.path for point in use.extractions if point.case.scenario.phase.is_trained), "")
-    staging = next((p.case.scenario.staging for p in use.extractions if p.case.path == path), Staging.UNSTAGED)
+    method = next((point.case.method for point in use.extractions if point.case.scenario.phase.is_trained), "")
+    staging = next((p.case.scenario.staging for p in use.extractions if p.case.method == method), Staging.UNSTAGED)
     return RoleSetup(
         role=use.role,
         scenario=dataclasses.replace(use.scenario, staging=staging),
@@ -364,8 +365,8 @@ def _read_role(use: Use, result: CheckResult, machines: Machines, options: PlanO
         length=length,
         checkpointing=_read_checkpointing(keys, settings),
         dtypes=Dtypes(master=_read_master_bytes(keys, settings)),
-        path=path,
-        saved_whole=any(point.case.path in _SAVES_WHOLE for point in use.extractions),
+        path=method,
+        saved_whole=any(point.case.method in _SAVES_WHOLE for point in use.extractions),
     )
 
 
@@ -383,7 +384,7 @@ def _shard_group(sharding: Sharding, machines: Machines) -> int:
 
 
 def _read_length(keys: SizeKeys, settings: Settings) -> int:
-    lengths = [_at_least_one(settings, *each) for each in keys.lengths]
+    lengths = [_read_positive(settings, *each) for each in keys.lengths]
     if not any(lengths):
         return keys.default_length
     return sum(number or keys.default_length // len(lengths) for number in lengths)
@@ -391,53 +392,57 @@ def _read_length(keys: SizeKeys, settings: Settings) -> int:
 
 def _read_sequences(keys: SizeKeys, settings: Settings, length: int) -> int:
     """Reads the sequences of a micro batch; as many as reach the budget where it is filled up to a number of tokens."""
-    sequences = _at_least_one(settings, *keys.sequences) or keys.default_sequences
-    if settings.flag(*keys.dynamic):
-        budget = _at_least_one(settings, *keys.token_budget) or keys.default_budget
+    sequences = _read_positive(settings, *keys.sequences) or keys.default_sequences
+    if settings.read_flag(*keys.dynamic):
+        budget = _read_positive(settings, *keys.token_budget) or keys.default_budget
         return -(-budget // length)
     return sequences
 
 
 def _read_checkpointing(keys: SizeKeys, settings: Settings) -> bool:
-    row = settings.first(*keys.checkpointing)
+    row = settings.find_first(*keys.checkpointing)
     if row is None:
         return keys.checkpointing_default
     return str(row.value).lower() not in ("false", "none", "no", "0", "off")
 
 
 def _read_master_bytes(keys: SizeKeys, settings: Settings) -> int:
-    word = settings.word(*keys.master_dtype).removeprefix("torch.").lower()
+    word = settings.read_word(*keys.master_dtype).removeprefix("torch.").lower()
     if word not in _HALF + _FULL:
-        raise Unreadable(f"{settings.first(*keys.master_dtype)} is no dtype of shards: float32, bfloat16 or float16")
+        raise Unreadable(
+            f"{settings.find_first(*keys.master_dtype)} is no dtype of shards: float32, bfloat16 or float16"
+        )
     return BF16 if word in _HALF else FP32
 
 
 def _read_engine(result: CheckResult, ranks: int) -> EngineSetup | None:
-    keys, settings = _keys_of(result.framework).engine, result.settings
+    keys, settings = _read_keys(result.framework).engine, result.settings
     actor = next((use for use in result.uses if use.role == "actor"), None)
-    if keys is None or actor is None or (keys.asked and settings.first(*keys.asked) is None):
+    if keys is None or actor is None or (keys.asked and settings.find_first(*keys.asked) is None):
         return None
-    word = settings.word(*keys.utilization, default=str(keys.default_utilization))
+    word = settings.read_word(*keys.utilization, default=str(keys.default_utilization))
     try:
         utilization = float(word)
     except ValueError:
-        raise Unreadable(f"{settings.first(*keys.utilization)} is not a number") from None
+        raise Unreadable(f"{settings.find_first(*keys.utilization)} is not a number") from None
     if not 0 < utilization <= 1:
-        raise Unreadable(f"{settings.first(*keys.utilization)} is not a share of the device: more than 0, at most 1")
-    is_colocated = settings.flag(*keys.colocated, default=True)
-    tensor_parallel = _at_least_one(settings, *keys.tensor_parallel) or keys.default_tensor_parallel
-    is_apart = not is_colocated or any(settings.below(section) for section in keys.apart)
-    if not is_apart and tensor_parallel > ranks and (row := settings.first(*keys.tensor_parallel)):
-        raise Unreadable(f"{row}: there are {counted(ranks, 'device')}")
+        raise Unreadable(
+            f"{settings.find_first(*keys.utilization)} is not a share of the device: more than 0, at most 1"
+        )
+    is_colocated = settings.read_flag(*keys.colocated, default=True)
+    tensor_parallel = _read_positive(settings, *keys.tensor_parallel) or keys.default_tensor_parallel
+    is_apart = not is_colocated or any(settings.list_below(section) for section in keys.apart)
+    if not is_apart and tensor_parallel > ranks and (row := settings.find_first(*keys.tensor_parallel)):
+        raise Unreadable(f"{row}: there are {format_count(ranks, 'device')}")
     version = result.version.version
     is_old = bool(version and keys.loads_model_before and version < Version(keys.loads_model_before))
     return EngineSetup(
         is_apart=is_apart,
-        sleeps=settings.flag(*keys.sleeps, default=True),
+        sleeps=settings.read_flag(*keys.sleeps, default=True),
         loads_model=is_apart and is_old and bool(actor.scenario and not actor.scenario.param_offload),
         utilization=utilization,
         tensor_parallel=tensor_parallel,
-        bucket_bytes=(_at_least_one(settings, *keys.bucket_mib) or keys.default_bucket_mib) << 20,
+        bucket_bytes=(_read_positive(settings, *keys.bucket_mib) or keys.default_bucket_mib) << 20,
     )
 
 
@@ -462,13 +467,13 @@ def _read_model(role: Role, result: CheckResult, options: PlanOptions) -> str:
     )
 
 
-def _default_sizes(role: Role, result: CheckResult, options: PlanOptions) -> str:
+def _describe_default_sizes(role: Role, result: CheckResult, options: PlanOptions) -> str:
     """A sentence on sizes that are not configured, so that a default is taken; empty if there are none."""
-    keys, settings = _size_keys(result.framework, role), result.settings
-    sequences = keys.token_budget if settings.flag(*keys.dynamic) else keys.sequences
+    keys, settings = _find_size_keys(result.framework, role), result.settings
+    sequences = keys.token_budget if settings.read_flag(*keys.dynamic) else keys.sequences
     is_given = {
-        "--micro-batch": options.sequences or settings.first(*sequences),
-        "--seq-len": options.length or any(settings.first(*each) for each in keys.lengths),
+        "--micro-batch": options.sequences or settings.find_first(*sequences),
+        "--seq-len": options.length or any(settings.find_first(*each) for each in keys.lengths),
     }
     missing = [option for option, given in is_given.items() if not given]
     sentence = "the configuration does not say how much is computed at once, and a default is taken: give"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from fsdp_doctor.ledgers.ledger import JobStage, StageLedger
 from fsdp_doctor.matrix.axes import Offload, Sharding
+from fsdp_doctor.memory_use.records import JobStage, StageMemory
 from fsdp_doctor.plan.job import BF16, FP32, JobSetup, ModelHead, RoleSetup
 from fsdp_doctor.plan.stages import Predictor
 
@@ -53,19 +53,19 @@ class RolePlan:
 
     setup: RoleSetup
     numel: int
-    first: tuple[StageLedger, ...]
-    last: tuple[StageLedger, ...]
+    first: tuple[StageMemory, ...]
+    last: tuple[StageMemory, ...]
 
-    def stage(self, stage: JobStage) -> StageLedger:
-        return next(ledger for ledger in self.first if ledger.stage == stage)
+    def find_stage(self, stage: JobStage) -> StageMemory:
+        return next(memory for memory in self.first if memory.stage == stage)
 
-    def held(self, stage: JobStage) -> int:
-        device = self.stage(stage).device
+    def count_bytes(self, stage: JobStage) -> int:
+        device = self.find_stage(stage).device
         return device.allocated if device else 0
 
-    def peak(self, *stages: JobStage) -> int:
+    def find_peak(self, *stages: JobStage) -> int:
         """The highest peak of the stages that the role has."""
-        return max((ledger.device.peak for ledger in self.first if ledger.device and ledger.stage in stages), default=0)
+        return max((memory.device.peak for memory in self.first if memory.device and memory.stage in stages), default=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,9 @@ class Planner:
     def plan(self, job: JobSetup) -> JobPlan:
         """Raises UsageError for a model that does not exist, or that has fewer rows than its ranks."""
         roles = tuple(map(self._plan_role, job.roles))
-        return JobPlan(job=job, roles=roles, moments=tuple(_device_moments(job, roles)), host=_host_moments(job, roles))
+        return JobPlan(
+            job=job, roles=roles, moments=tuple(_list_device_moments(job, roles)), host=_list_host_moments(job, roles)
+        )
 
     def advise(self, plan: JobPlan) -> list[Advice]:
         """Tries each change of one setting of a job that does not fit.
@@ -116,7 +118,7 @@ class Planner:
         """
         if plan.fits:
             return []
-        tried = [Advice(setting=name, cost=cost, plan=self.plan(job)) for name, cost, job in _changes(plan.job)]
+        tried = [Advice(setting=name, cost=cost, plan=self.plan(job)) for name, cost, job in _list_changes(plan.job)]
         return [each for each in tried if each.plan.fits] or sorted(tried, key=lambda each: each.plan.lacking)[:3]
 
     def _plan_role(self, setup: RoleSetup) -> RolePlan:
@@ -125,54 +127,56 @@ class Planner:
             if model not in self._predictors:
                 self._predictors[model] = Predictor(*model)
             predictor = self._predictors[model]
-            first = tuple(predictor.ledgers(setup))
-            last = tuple(predictor.ledgers(setup, setup.shard_ranks - 1)) if setup.shard_ranks > 1 else first
+            first = tuple(predictor.predict_stages(setup))
+            last = tuple(predictor.predict_stages(setup, setup.shard_ranks - 1)) if setup.shard_ranks > 1 else first
             self._roles[setup] = RolePlan(setup=setup, numel=predictor.shape.numel, first=first, last=last)
         return self._roles[setup]
 
 
-def _host_moments(job: JobSetup, roles: tuple[RolePlan, ...]) -> tuple[JobMoment, ...]:
+def _list_host_moments(job: JobSetup, roles: tuple[RolePlan, ...]) -> tuple[JobMoment, ...]:
     """Memory of a node's host for offloaded tensors, and while a checkpoint is loaded or saved."""
     gpus, limit = job.machines.gpus, job.machines.host_memory
     processes = {"processes": gpus * PROCESS_BYTES}
-    offloaded = {**processes, **_offloaded_bytes(roles, gpus)}
+    offloaded = {**processes, **_count_offloaded_bytes(roles, gpus)}
     largest = max(role.numel for role in roles)
     saved = [role.numel for role in roles if role.setup.saved_whole]
 
-    def moment(name: str, parts: Mapping[str, int], is_certain: bool = False) -> JobMoment:
+    def make_moment(name: str, parts: Mapping[str, int], is_certain: bool = False) -> JobMoment:
         return JobMoment(name=name, parts=parts, limit=limit, is_certain=is_certain)
 
     gathered = {**offloaded, "state dict": max(saved, default=largest) * FP32}
     all_gathered = {**offloaded, "state dicts, with Adam": 3 * largest * FP32}
     return (
-        moment("offloaded", offloaded, is_certain=True),
-        moment("rank 0 gathers a full state dict", gathered, is_certain=bool(saved)),
-        moment("rank 0 loads the checkpoint", {**processes, "checkpoint": largest * FP32}),
-        moment("every rank loads the checkpoint", {**processes, f"{gpus} x checkpoint, bf16": gpus * largest * BF16}),
-        moment("rank 0 gathers model and optimizer", all_gathered),
+        make_moment("offloaded", offloaded, is_certain=True),
+        make_moment("rank 0 gathers a full state dict", gathered, is_certain=bool(saved)),
+        make_moment("rank 0 loads the checkpoint", {**processes, "checkpoint": largest * FP32}),
+        make_moment(
+            "every rank loads the checkpoint", {**processes, f"{gpus} x checkpoint, bf16": gpus * largest * BF16}
+        ),
+        make_moment("rank 0 gathers model and optimizer", all_gathered),
     )
 
 
-def _offloaded_bytes(roles: tuple[RolePlan, ...], gpus: int) -> dict[str, int]:
+def _count_offloaded_bytes(roles: tuple[RolePlan, ...], gpus: int) -> dict[str, int]:
     """Offloaded bytes by name, pinned memory with its rounding to powers of two."""
     parts: dict[str, int] = {}
     for role in roles:
-        host, name = role.stage("offloaded").host, role.setup.role
+        host, name = role.find_stage("offloaded").host, role.setup.role
         parts[f"{name}, pinned"] = gpus * host.pinned
         parts[f"{name}, rounding of pinned"] = gpus * (host.pinned_reserved - host.pinned)
         parts[f"{name}, pageable"] = gpus * host.pageable
     return {name: nbytes for name, nbytes in parts.items() if nbytes}
 
 
-def _device_moments(job: JobSetup, roles: tuple[RolePlan, ...]) -> Iterator[JobMoment]:
+def _list_device_moments(job: JobSetup, roles: tuple[RolePlan, ...]) -> Iterator[JobMoment]:
     """The stages of each role while the others are offloaded, and what an engine shares a device with."""
     engine = job.engine
     # Memory of one worker outside torch's allocator, however many roles it has.
     worker = {"CUDA context": CONTEXT_BYTES, "NCCL": NCCL_BYTES}
     share = {"engine, its share": int(job.machines.gpu_memory * engine.utilization)} if engine else {}
-    offloaded = {role.setup.role: {f"{role.setup.role}, offloaded": role.held("offloaded")} for role in roles}
+    offloaded = {role.setup.role: {f"{role.setup.role}, offloaded": role.count_bytes("offloaded")} for role in roles}
 
-    def moment(name: str, *parts: Mapping[str, int]) -> JobMoment:
+    def make_moment(name: str, *parts: Mapping[str, int]) -> JobMoment:
         joined = {part: nbytes for each in parts for part, nbytes in each.items() if nbytes}
         return JobMoment(name=name, parts=joined, limit=job.machines.gpu_memory)
 
@@ -188,23 +192,27 @@ def _device_moments(job: JobSetup, roles: tuple[RolePlan, ...]) -> Iterator[JobM
         name = role.setup.role
         others = [worker, *(parts for other, parts in offloaded.items() if other != name)]
         work = "trains" if role.setup.trains else "computes log-probabilities"
-        yield moment(f"{name}: built", *others, beside, {name: role.peak("built")})
-        yield moment(f"{name}: {work}", *others, beside, {name: role.peak("first step", "trained", "trained again")})
-        if extracted := role.peak("extracted"):
+        yield make_moment(f"{name}: built", *others, beside, {name: role.find_peak("built")})
+        yield make_moment(
+            f"{name}: {work}", *others, beside, {name: role.find_peak("first step", "trained", "trained again")}
+        )
+        if extracted := role.find_peak("extracted"):
             engine_part = receiving if receiving and role is roles[0] else beside
-            yield moment(f"{name}: weights taken out ({role.setup.path})", *others, engine_part, {name: extracted})
+            yield make_moment(f"{name}: weights taken out ({role.setup.path})", *others, engine_part, {name: extracted})
     if engine and engine.is_apart:
         loaded = roles[0].numel * BF16 // roles[0].setup.shard_ranks if engine.loads_model else 0
-        yield moment("rollout worker: engine starts", worker, {"FSDP model, bf16, that it never uses": loaded}, share)
+        yield make_moment(
+            "rollout worker: engine starts", worker, {"FSDP model, bf16, that it never uses": loaded}, share
+        )
     elif engine:
         # The start needs the engine's share free, before AdamW has any state.
         built = {
-            f"{role.setup.role}, before its first step": role.held("built")
+            f"{role.setup.role}, before its first step": role.count_bytes("built")
             for role in roles
             if not role.setup.scenario.param_offload
         }
-        yield moment("engine: starts", worker, built, share)
-        yield moment("engine: generates", worker, *offloaded.values(), share)
+        yield make_moment("engine: starts", worker, built, share)
+        yield make_moment("engine: generates", worker, *offloaded.values(), share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +235,7 @@ class Advice:
         return (f"the host: {host.name}", host.total) if device.fits and not host.fits else (device.name, device.total)
 
 
-def _changes(job: JobSetup) -> Iterator[tuple[str, str, JobSetup]]:
+def _list_changes(job: JobSetup) -> Iterator[tuple[str, str, JobSetup]]:
     """All changes of one setting with what they cost, in the order of their cost."""
     if (engine := job.engine) is not None:
         for percent in range(round(engine.utilization * 100) - 5, 5, -5):
@@ -244,11 +252,11 @@ def _changes(job: JobSetup) -> Iterator[tuple[str, str, JobSetup]]:
             cost = "more and smaller transfers to the engine"
             yield "a bucket of 256 MiB", cost, replace(job, engine=replace(engine, bucket_bytes=256 << 20))
     for at, role in enumerate(job.roles):
-        for setting, cost, changed in _role_changes(role, job.machines.ranks):
-            yield f"{role.role}: {setting}", cost, job.with_role(at, changed)
+        for setting, cost, changed in _list_role_changes(role, job.machines.ranks):
+            yield f"{role.role}: {setting}", cost, job.replace_role(at, changed)
 
 
-def _role_changes(role: RoleSetup, ranks: int) -> Iterator[tuple[str, str, RoleSetup]]:
+def _list_role_changes(role: RoleSetup, ranks: int) -> Iterator[tuple[str, str, RoleSetup]]:
     scenario = role.scenario
     if role.trains and not role.checkpointing:
         yield "activation checkpointing", "each layer's forward is computed twice", replace(role, checkpointing=True)
@@ -256,29 +264,31 @@ def _role_changes(role: RoleSetup, ranks: int) -> Iterator[tuple[str, str, RoleS
         cost = "more and smaller steps; gradients are accumulated"
         for sequences in sorted({1, role.sequences // 2}, reverse=True):
             yield f"a micro batch of {sequences}", cost, replace(role, sequences=sequences)
-    for setting, offload in _more_offloads(role):
+    for setting, offload in _list_more_offloads(role):
         cost = "the link to the host is in every step" if offload.policy else "moved twice in every step"
-        yield setting, cost, replace(role, scenario=scenario.changed(offload=offload))
+        yield setting, cost, replace(role, scenario=scenario.change(offload=offload))
     if scenario.offload:
         cost = "more of the device, less of the host"
-        yield "no offload", cost, replace(role, scenario=scenario.changed(offload=Offload()))
+        yield "no offload", cost, replace(role, scenario=scenario.change(offload=Offload()))
     if role.shard_ranks < ranks:
         cost = "gathers go over all ranks, between nodes too"
-        whole = scenario.changed(sharding=Sharding.FULL)
+        whole = scenario.change(sharding=Sharding.FULL)
         yield f"fsdp_size={ranks}", cost, replace(role, shard_ranks=ranks, replicas=1, scenario=whole)
 
 
-def _more_offloads(role: RoleSetup) -> list[tuple[str, Offload]]:
+def _list_more_offloads(role: RoleSetup) -> list[tuple[str, Offload]]:
     """Settings that offload more than the role does now."""
     scenario = role.scenario
     if scenario.policy:
         return []
     offloads: list[tuple[str, Offload]] = []
     if role.trains and not scenario.optimizer_offload:
-        offloads.append(("optimizer_offload=true", Offload.of(param=scenario.param_offload, optimizer=True)))
+        offloads.append(("optimizer_offload=true", Offload.from_flags(param=scenario.param_offload, optimizer=True)))
     if not scenario.param_offload:
-        offloads.append(("param_offload=true", Offload.of(param=True, optimizer=scenario.optimizer_offload)))
+        offloads.append(("param_offload=true", Offload.from_flags(param=True, optimizer=scenario.optimizer_offload)))
     if role.trains and not (scenario.param_offload and scenario.optimizer_offload):
-        offloads.append(("param_offload=true and optimizer_offload=true", Offload.of(param=True, optimizer=True)))
-    offloads.append(("offload_policy=true", Offload.of(policy=True)))
+        offloads.append(
+            ("param_offload=true and optimizer_offload=true", Offload.from_flags(param=True, optimizer=True))
+        )
+    offloads.append(("offload_policy=true", Offload.from_flags(policy=True)))
     return offloads

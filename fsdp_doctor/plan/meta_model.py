@@ -71,12 +71,12 @@ class ModelShape:
         return sum(unit.numel for unit in self.units)
 
 
-def shape_of(model: nn.Module, name: str) -> ModelShape:
+def read_shape(model: nn.Module, name: str) -> ModelShape:
     """Divides the parameters into units as :func:`fsdp_doctor.case.sharding` does."""
-    layers = models.decoder_layers(model)
+    layers = models.find_decoder_layers(model)
     if not layers:
         raise UsageError(f"the model {name}: it has no decoder layers, or does not say which of its modules they are")
-    embedding = models.input_embedding(model)
+    embedding = models.find_input_embedding(model)
     taken: set[int] = set()
     units = [_shape_unit(f"layer {at}", layer, taken) for at, layer in enumerate(layers)]
     of_embedding = _shape_unit("embedding", embedding, taken) if embedding is not None else None
@@ -104,28 +104,28 @@ def _register_attention() -> None:
     """Registers fused attention with transformers, which gives such an implementation no mask."""
     import transformers
 
-    transformers.AttentionInterface.register(_IMPLEMENTATION, _attention_of_transformers)
+    transformers.AttentionInterface.register(_IMPLEMENTATION, _run_fused_attention)
 
 
 @contextlib.contextmanager
-def fused_attention() -> Iterator[None]:
+def fuse_attention() -> Iterator[None]:
     """Replaces torch's attention in the block.
 
     In torch itself, because a checkpointed layer runs once more within the backward, where no function mode is on.
     """
     original = nn.functional.scaled_dot_product_attention
 
-    def fused(query: Tensor, key: Tensor, value: Tensor, *_others: object, **_named: object) -> Any:
+    def run_fused(query: Tensor, key: Tensor, value: Tensor, *_others: object, **_named: object) -> Any:
         return _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
 
-    nn.functional.scaled_dot_product_attention = fused
+    nn.functional.scaled_dot_product_attention = run_fused
     try:
         yield
     finally:
         nn.functional.scaled_dot_product_attention = original
 
 
-def _attention_of_transformers(
+def _run_fused_attention(
     _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: object, **_named: object
 ) -> tuple[Tensor, None]:
     """query, key, value: (sequences, heads, tokens, size); the output has the tokens before the heads."""
@@ -158,7 +158,7 @@ class _Attention(torch.autograd.Function):
 _ATTENTION = ("sdpa", _IMPLEMENTATION, "eager")
 
 
-def on_meta(
+def build_on_meta(
     model: str, layers: int | None = None, head: ModelHead = "language", dtype: torch.dtype = torch.bfloat16
 ) -> nn.Module:
     """Builds the model on the meta device.
@@ -166,8 +166,8 @@ def on_meta(
     model: a name of MODEL_SHAPES, or a directory with a config.json. layers: instead of the model's own number.
     dtype: of its parameters. Raises UsageError for any other name, and for a model that transformers cannot build.
     """
-    with without_warnings():
-        config = _config(model)
+    with silence_warnings():
+        config = _read_config(model)
         number = getattr(config.get_text_config(), "num_hidden_layers", None)
         if layers is None and isinstance(number, int) and number > MOST_LAYERS:
             raise UsageError(f"the model {model}: it has {number} layers, and at most {MOST_LAYERS} are planned")
@@ -175,31 +175,33 @@ def on_meta(
             _set_layers(config.get_text_config(), layers)
         try:
             with torch.device("meta"):
-                built = _built(config, head, dtype)
+                built = _build(config, head, dtype)
         except Exception as error:
-            raise UsageError(f"the model {model}: transformers cannot build it: {_first_sentence(error)}") from None
+            raise UsageError(
+                f"the model {model}: transformers cannot build it: {_read_first_sentence(error)}"
+            ) from None
         return built.train()
 
 
-def learned_positions(model: Any) -> int | None:
+def count_learned_positions(model: Any) -> int | None:
     """The number of learned positions; None for a model that computes them, so that any length has one.
 
     OPT and BioGPT have two rows more than positions.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    tables = {module for module in _decoder(model).modules() if isinstance(module, nn.Embedding)}
-    rows = {table.num_embeddings for table in tables if table is not models.input_embedding(model)}
+    tables = {module for module in _find_decoder(model).modules() if isinstance(module, nn.Embedding)}
+    rows = {table.num_embeddings for table in tables if table is not models.find_input_embedding(model)}
     return positions if isinstance(positions, int) and {positions, positions + 2} & rows else None
 
 
-def followed_layers(model: Any) -> dict[int, nn.Module]:
+def find_followed_layers(model: Any) -> dict[int, nn.Module]:
     """The decoder layers that tokens go through, by number: not those of a tower for images."""
-    layers = models.decoder_layers(model)
-    inside = set(_decoder(model).modules())
+    layers = models.find_decoder_layers(model)
+    inside = set(_find_decoder(model).modules())
     return {at: layer for at, layer in enumerate(layers) if layer in inside} or dict(enumerate(layers))
 
 
-def _decoder(model: Any) -> nn.Module:
+def _find_decoder(model: Any) -> nn.Module:
     decoder: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model
     return decoder
 
@@ -234,7 +236,7 @@ class ValueModel(nn.Module):
         return self.body.get_decoder()
 
 
-def _config(model: str) -> Any:
+def _read_config(model: str) -> Any:
     import transformers
 
     if model in MODEL_SHAPES:
@@ -247,7 +249,7 @@ def _config(model: str) -> Any:
         return transformers.AutoConfig.from_pretrained(os.path.expanduser(model), trust_remote_code=False)
     except Exception as error:
         raise UsageError(
-            f"the model {model}: transformers cannot read its config.json: {_first_sentence(error)}"
+            f"the model {model}: transformers cannot read its config.json: {_read_first_sentence(error)}"
         ) from None
 
 
@@ -260,7 +262,7 @@ def _set_layers(config: Any, layers: int) -> None:
                 setattr(config, name, [kinds[at % len(kinds)] for at in range(layers)])
 
 
-def _built(config: Any, head: ModelHead, dtype: torch.dtype) -> nn.Module:
+def _build(config: Any, head: ModelHead, dtype: torch.dtype) -> nn.Module:
     import transformers
 
     _register_attention()
@@ -271,11 +273,11 @@ def _built(config: Any, head: ModelHead, dtype: torch.dtype) -> nn.Module:
         auto = transformers.AutoModelForImageTextToText
     elif type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"it has no language model of type {config.model_type}")
-    built = _with_attention(auto, config, dtype)
+    built = _choose_attention(auto, config, dtype)
     return ValueModel(built) if head == "value" else built
 
 
-def _with_attention(auto: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+def _choose_attention(auto: Any, config: Any, dtype: torch.dtype) -> nn.Module:
     build = functools.partial(auto.from_config, config, dtype=dtype, trust_remote_code=False)
     for implementation in _ATTENTION[:-1]:
         with contextlib.suppress(ValueError, ImportError):
@@ -284,7 +286,7 @@ def _with_attention(auto: Any, config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 @contextlib.contextmanager
-def without_warnings() -> Iterator[None]:
+def silence_warnings() -> Iterator[None]:
     """Silences warnings of transformers that matter only to a model with weights."""
     from transformers.utils import logging
 
@@ -296,7 +298,7 @@ def without_warnings() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _first_sentence(error: Exception) -> str:
+def _read_first_sentence(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     line = " ".join(map(str.strip, lines[:2])) if lines[0].endswith(":") else lines[0]
     return line.partition(". ")[0].rstrip(".")

@@ -6,8 +6,8 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from fsdp_doctor.ledgers.ledger import LedgerFile, ledgers_to_json
-from fsdp_doctor.ledgers.ledger_views import render_ledgers
+from fsdp_doctor.memory_use.records import MemoryFile, format_memory_file
+from fsdp_doctor.memory_use.views import render_memory_table
 from fsdp_doctor.plan.job import BF16, EngineSetup, RoleSetup
 from fsdp_doctor.plan.job_plan import (
     ASLEEP_BYTES,
@@ -19,7 +19,7 @@ from fsdp_doctor.plan.job_plan import (
     JobPlan,
     RolePlan,
 )
-from fsdp_doctor.report.layout import counted
+from fsdp_doctor.report.layout import format_count
 
 _WIDTH = 116
 _GIB = 1 << 30
@@ -49,30 +49,30 @@ NOT_MODELLED = (
 )
 
 
-def plan_as_text(plan: JobPlan, advices: Sequence[Advice]) -> str:
-    return "\n".join(_lines(plan, advices)).rstrip() + "\n"
+def render_plan_text(plan: JobPlan, advices: Sequence[Advice]) -> str:
+    return "\n".join(_render_lines(plan, advices)).rstrip() + "\n"
 
 
-def plan_as_json(plan: JobPlan) -> str:
+def render_plan_json(plan: JobPlan) -> str:
     """A file of ledgers of the first and the last rank, in the form of measured ones."""
     machines = plan.job.machines
-    ledgers = [led for role in plan.roles for led in (*role.first, *(role.last if role.last != role.first else ()))]
-    return ledgers_to_json(
-        LedgerFile(
+    memories = [led for role in plan.roles for led in (*role.first, *(role.last if role.last != role.first else ()))]
+    return format_memory_file(
+        MemoryFile(
             origin="predicted",
             command="fsdp-doctor " + " ".join(sys.argv[1:]),
-            device=f"{machines.ranks} x {_gib(machines.gpu_memory)} GiB",
-            ledgers=tuple(ledgers),
+            device=f"{machines.ranks} x {_format_gib(machines.gpu_memory)} GiB",
+            ledgers=tuple(memories),
             notes=(*ASSUMPTIONS, *(f"not modelled: {sentence}" for sentence in NOT_MODELLED)),
         )
     )
 
 
-def _lines(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]:
+def _render_lines(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]:
     job, machines = plan.job, plan.job.machines
-    yield from _verdict_lines(plan, advices)
-    devices = f"{counted(machines.gpus, 'device')} of {_gib(machines.gpu_memory)} GiB"
-    yield f"\n{job.framework}: {counted(machines.nodes, 'node')} with {devices}"
+    yield from _describe_verdict(plan, advices)
+    devices = f"{format_count(machines.gpus, 'device')} of {_format_gib(machines.gpu_memory)} GiB"
+    yield f"\n{job.framework}: {format_count(machines.nodes, 'node')} with {devices}"
     for role in plan.roles:
         setup = role.setup
         yield from _wrap(
@@ -81,40 +81,43 @@ def _lines(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]:
     if job.engine:
         engine, share = job.engine, job.engine.utilization * machines.gpu_memory
         where = ", on devices of its own" if engine.is_apart else ""
-        yield f"  engine{where}: {engine.utilization:g} of a device, {_gib(share)} GiB; {_describe_engine(engine)}"
+        yield (
+            f"  engine{where}: {engine.utilization:g} of a device, {_format_gib(share)} GiB; {_describe_engine(engine)}"
+        )
     yield from _wrap_all(job.unread)
     yield ""
     for role in plan.roles:
-        yield render_ledgers(role.first).rstrip()
-        yield _last_rank_line(role)
+        yield render_memory_table(role.first).rstrip()
+        yield _describe_last_rank(role)
     yield "What shares a device at once, GiB:"
     for moment in plan.moments:
-        yield from _moment_lines(moment, "does not fit", f" of {_gib(machines.gpu_memory)}")
-    limit = f", of {_gib(machines.host_memory)}:" if machines.host_memory else ":"
+        yield from _describe_moment(moment, "does not fit", f" of {_format_gib(machines.gpu_memory)}")
+    limit = f", of {_format_gib(machines.host_memory)}:" if machines.host_memory else ":"
     yield f"\nWhat a node's host holds, GiB{limit}"
     for moment in plan.host:
         if moment.is_certain:
-            yield from _moment_lines(moment, "does not fit")
+            yield from _describe_moment(moment, "does not fit")
     yield "And if it is loaded or saved so, which the configuration does not say:"
     for moment in plan.host:
         if not moment.is_certain:
-            yield from _moment_lines(moment, "would not fit")
+            yield from _describe_moment(moment, "would not fit")
     yield "\nAssumed:"
     yield from _wrap_all(ASSUMPTIONS)
     yield "Not modelled:"
     yield from _wrap_all(NOT_MODELLED)
 
 
-def _last_rank_line(role: RolePlan) -> str:
+def _describe_last_rank(role: RolePlan) -> str:
     """A sentence on the last rank: the table shows the first, which needs the most."""
     rank = role.last[-1].rank
     first, last = (
-        next(ledger.device.peak for ledger in ledgers if ledger.device and ledger.stage == "trained")
-        for ledgers in (role.first, role.last)
+        next(memory.device.peak for memory in memories if memory.device and memory.stage == "trained")
+        for memories in (role.first, role.last)
     )
     if rank and first - last >= _GIB // 100:
         return (
-            f" That is rank 0 of a shard group; rank {rank} has {_gib(first - last)} GiB less at the peak of a step.\n"
+            f" That is rank 0 of a shard group; rank {rank} has {_format_gib(first - last)} GiB less at the peak "
+            "of a step.\n"
         )
     return " Every rank of a shard group holds as much.\n" if rank else ""
 
@@ -133,25 +136,25 @@ def _describe_role(setup: RoleSetup) -> str:
     return f"{setup.scenario.strategy}, offload {setup.scenario.offload}, {shards}; {batch}{kept}{extracted}"
 
 
-def _moment_lines(moment: JobMoment, too_much: str, of_limit: str = "") -> Iterator[str]:
+def _describe_moment(moment: JobMoment, too_much: str, of_limit: str = "") -> Iterator[str]:
     mark = "" if moment.fits else f"  {too_much}"
-    yield f"  {_gib(moment.total):>8}{of_limit}  {moment.name}{mark}"
-    yield from _wrap(", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in moment.parts.items()), 12)
+    yield f"  {_format_gib(moment.total):>8}{of_limit}  {moment.name}{mark}"
+    yield from _wrap(", ".join(f"{name} {_format_gib(nbytes)}" for name, nbytes in moment.parts.items()), 12)
 
 
-def _verdict_lines(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]:
+def _describe_verdict(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]:
     """The answer, in the first line, and what to change."""
     limit = plan.job.machines.gpu_memory
     room = limit - plan.highest.total
-    left = f"{_gib(room)} GiB are left" if room >= 0 else f"{_gib(-room)} GiB are lacking"
-    device = f"{plan.highest.name} takes {_gib(plan.highest.total)} of {_gib(limit)} GiB; {left}."
+    left = f"{_format_gib(room)} GiB are left" if room >= 0 else f"{_format_gib(-room)} GiB are lacking"
+    device = f"{plan.highest.name} takes {_format_gib(plan.highest.total)} of {_format_gib(limit)} GiB; {left}."
     if plan.fits:
         yield from _wrap(f"The job fits: {device}", 0)
         return
     if not plan.highest.fits:
         yield from _wrap(f"The job does not fit: {device}", 0)
     if not (host := plan.highest_of_host).fits:
-        yield f"The job does not fit on the host: {host.name} takes {_gib(host.total)} GiB of it."
+        yield f"The job does not fit on the host: {host.name} takes {_format_gib(host.total)} GiB of it."
     enough = any(advice.plan.fits for advice in advices)
     yield "One setting makes it fit, any of these:" if enough else "No one setting makes it fit; the nearest:"
     # Of several values of one setting the first is nearest to the configured one.
@@ -160,10 +163,10 @@ def _verdict_lines(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]:
         first.setdefault(advice.name, advice)
     for advice in first.values():
         name, nbytes = advice.highest
-        yield from _wrap(f"{advice.setting}: then {_gib(nbytes)} GiB in {name}; its cost: {advice.cost}", 2)
+        yield from _wrap(f"{advice.setting}: then {_format_gib(nbytes)} GiB in {name}; its cost: {advice.cost}", 2)
 
 
-def _gib(nbytes: float) -> str:
+def _format_gib(nbytes: float) -> str:
     return f"{nbytes / _GIB:,.1f}" if nbytes >= _GIB / 10 or not nbytes else f"{nbytes / _GIB:,.3f}"
 
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
-from fsdp_doctor.errors import CannotRun, UsageError, first_line
+from fsdp_doctor.errors import CannotRun, UsageError, read_first_line
 from fsdp_doctor.extract.buckets import SMALL_BYTES, count_most_bytes
 from fsdp_doctor.extract.full import BUCKET_BYTES
 from fsdp_doctor.extract.loader import CAST_BYTES
-from fsdp_doctor.ledgers.ledger import (
-    HostLedger,
+from fsdp_doctor.memory_use.records import (
+    HostMemory,
     JobStage,
     MemoryClass,
-    StageLedger,
-    power_of_two,
-    rounded,
-    rounded_sum,
+    StageMemory,
+    round_to_power_of_two,
+    round_up,
+    sum_rounded,
 )
 from fsdp_doctor.plan.activations import Batch, LoopOverTokens, Segment, trace
 from fsdp_doctor.plan.job import ModelHead, RoleSetup
-from fsdp_doctor.plan.meta_model import ModelShape, learned_positions, on_meta, shape_of, without_warnings
+from fsdp_doctor.plan.meta_model import ModelShape, build_on_meta, count_learned_positions, read_shape, silence_warnings
 from fsdp_doctor.plan.training_step import (
     Fsdp1Replay,
     Fsdp2Replay,
@@ -44,7 +44,7 @@ def _replay_buckets(timeline: Timeline, shards: RankShards, setup: RoleSetup) ->
     # FSDP1's tensors are copied out of their unit as they are handed out, a few at a time.
     of_units = setup.scenario.version == 1 and setup.shard_ranks > 1
     joined = max if of_units else sum
-    for gathered, buffered in _gathers(shards, setup, most):
+    for gathered, buffered in _list_gathers(shards, setup, most):
         outputs, buffers = joined((buckets[-1][0], gathered)), buckets[-1][1] + buffered
         if sum(buckets[-1]) and outputs + buffers > BUCKET_BYTES:
             buckets.append((0, 0))
@@ -60,25 +60,25 @@ def _replay_buckets(timeline: Timeline, shards: RankShards, setup: RoleSetup) ->
         timeline.pass_peak({"communication buffers": buffers + cast, "gathered outputs": outputs})
 
 
-def _gathers(shards: RankShards, setup: RoleSetup, most: int) -> list[tuple[int, int]]:
+def _list_gathers(shards: RankShards, setup: RoleSetup, most: int) -> list[tuple[int, int]]:
     """Bytes of outputs, and of buffers beside them, of each tensor or FSDP1 unit, in the order of the parameters."""
     itemsize = setup.extracted_bytes or setup.dtypes.master
     if setup.shard_ranks == 1:
-        return [(rounded(numel * itemsize), 0) for unit in shards.units for numel in unit.originals]
+        return [(round_up(numel * itemsize), 0) for unit in shards.units for numel in unit.originals]
     if setup.scenario.version == 1:
-        return [gather for unit in shards.units for gather in _unit_gathers(unit, itemsize, most)]
+        return [gather for unit in shards.units for gather in _list_unit_gathers(unit, itemsize, most)]
     gathers = []
     for unit in shards.units:
         for numel in unit.full:
-            nbytes = rounded(numel * itemsize)
+            nbytes = round_up(numel * itemsize)
             gathers.append((nbytes, nbytes if nbytes <= SMALL_BYTES else 0))
     return gathers
 
 
-def _unit_gathers(unit: UnitShard, itemsize: int, most: int) -> list[tuple[int, int]]:
+def _list_unit_gathers(unit: UnitShard, itemsize: int, most: int) -> list[tuple[int, int]]:
     """Gathers of an FSDP1 unit: as a whole where it fits; else in parts, each beside the tensors that take it."""
-    sizes = [rounded(numel * itemsize) for numel in unit.originals]
-    largest, flat = max(sizes), rounded(sum(unit.full) * itemsize)
+    sizes = [round_up(numel * itemsize) for numel in unit.originals]
+    largest, flat = max(sizes), round_up(sum(unit.full) * itemsize)
     if 64 * (flat - largest) <= flat:
         return [(flat - largest, flat)]
     copied = min(sum(sizes), max(BUCKET_BYTES // 8, largest + largest // 8) + largest)
@@ -89,38 +89,40 @@ def _replay_tensor_by_tensor(timeline: Timeline, shards: RankShards, setup: Role
     """Replays paths that bring one shard to the device and gather it; an uneven shard is padded first."""
     master = setup.dtypes.master
     if setup.shard_ranks == 1:
-        brought = rounded(_largest(shards, setup)) if setup.shards_on_host else 0
+        brought = round_up(_find_largest(shards, setup)) if setup.shards_on_host else 0
         timeline.pass_peak({"gathered outputs": brought})
         return
     for unit in shards.units:
         for numel, padded, local in zip(unit.full, unit.padded, unit.local, strict=False):
-            brought = rounded(local * master) if setup.shards_on_host else 0
-            copied = rounded(padded * master) if padded != local or setup.scenario.version == 1 else 0
-            with timeline.allocated("communication buffers", brought + copied):
-                timeline.allocate("gathered outputs", rounded(numel * master))
-            timeline.free("gathered outputs", rounded(numel * master))
+            brought = round_up(local * master) if setup.shards_on_host else 0
+            copied = round_up(padded * master) if padded != local or setup.scenario.version == 1 else 0
+            with timeline.allocate_temporarily("communication buffers", brought + copied):
+                timeline.allocate("gathered outputs", round_up(numel * master))
+            timeline.free("gathered outputs", round_up(numel * master))
 
 
 def _replay_whole(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
     """Replays paths that return all tensors, in the dtype of the shards; FSDP1 copies them out of its units."""
-    outputs = [rounded(numel * setup.dtypes.master) for unit in shards.units for numel in unit.originals]
-    with timeline.allocated("unsharded parameters", _largest_unit(shards, setup) if setup.scenario.version == 1 else 0):
+    outputs = [round_up(numel * setup.dtypes.master) for unit in shards.units for numel in unit.originals]
+    with timeline.allocate_temporarily(
+        "unsharded parameters", _find_largest_unit(shards, setup) if setup.scenario.version == 1 else 0
+    ):
         for nbytes in outputs:
             timeline.allocate("gathered outputs", nbytes)
         # The shard that was brought or padded for the last tensor.
         if setup.shards_on_host and setup.scenario.version == 2:
             brought = max(numel for unit in shards.units for numel in unit.padded) * setup.dtypes.master
-            timeline.pass_peak({"communication buffers": rounded(brought)})
+            timeline.pass_peak({"communication buffers": round_up(brought)})
     timeline.free("gathered outputs", sum(outputs))
 
 
 def _replay_sharded_tensors(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
     """Replays FSDP1's sharded state dict: each unsharded unit is cut into new tensors, and each of them is gathered."""
-    cut = rounded_sum(numel * setup.dtypes.master for unit in shards.units for numel in unit.padded)
+    cut = sum_rounded(numel * setup.dtypes.master for unit in shards.units for numel in unit.padded)
     timeline.pass_peak(
         {
-            "unsharded parameters": _largest_unit(shards, setup),
-            "communication buffers": cut + rounded(_largest(shards, setup)),
+            "unsharded parameters": _find_largest_unit(shards, setup),
+            "communication buffers": cut + round_up(_find_largest(shards, setup)),
         }
     )
 
@@ -129,11 +131,11 @@ def _replay_unit_by_unit(timeline: Timeline, shards: RankShards, setup: RoleSetu
     """Replays paths that unshard one unit after the other, in the dtype of the computation."""
     compute = setup.dtypes.compute
     for unit in shards.units:
-        gathered = rounded(sum(unit.full) * compute) if setup.shard_ranks > 1 else 0
+        gathered = round_up(sum(unit.full) * compute) if setup.shard_ranks > 1 else 0
         timeline.pass_peak(
             {
                 "communication buffers": gathered,
-                "unsharded parameters": rounded_sum(numel * compute for numel in unit.full),
+                "unsharded parameters": sum_rounded(numel * compute for numel in unit.full),
             }
         )
 
@@ -141,7 +143,7 @@ def _replay_unit_by_unit(timeline: Timeline, shards: RankShards, setup: RoleSetu
 def _replay_full_precision(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
     """Replays FSDP1's summon_full_params: all units, in the dtype of the shards."""
     if setup.scenario.version == 1:
-        nbytes = rounded_sum(numel * setup.dtypes.master for unit in shards.units for numel in unit.full)
+        nbytes = sum_rounded(numel * setup.dtypes.master for unit in shards.units for numel in unit.full)
         timeline.pass_peak({"unsharded parameters": nbytes})
 
 
@@ -149,11 +151,11 @@ def _replay_nothing(timeline: Timeline, shards: RankShards, setup: RoleSetup) ->
     """Paths that return shards as they are, or names and shapes, allocate nothing."""
 
 
-def _largest_unit(shards: RankShards, setup: RoleSetup) -> int:
-    return max(rounded_sum(numel * setup.dtypes.master for numel in unit.full) for unit in shards.units)
+def _find_largest_unit(shards: RankShards, setup: RoleSetup) -> int:
+    return max(sum_rounded(numel * setup.dtypes.master for numel in unit.full) for unit in shards.units)
 
 
-def _largest(shards: RankShards, setup: RoleSetup) -> int:
+def _find_largest(shards: RankShards, setup: RoleSetup) -> int:
     return max(numel for unit in shards.units for numel in unit.originals) * (
         setup.extracted_bytes or setup.dtypes.master
     )
@@ -186,39 +188,39 @@ class RankReplay:
     ) -> None:
         self._setup = setup
         self._shards = shards
-        self._buffers = rounded_sum(buffers)
+        self._buffers = sum_rounded(buffers)
         self._segments = segments
         self._rank = rank
         self._timeline = Timeline()
         self._views: dict[str, int] = {}
         self._has_run = self._has_moments = False
-        self._ledgers: list[StageLedger] = []
+        self._ledgers: list[StageMemory] = []
 
-    def stages(self) -> list[StageLedger]:
+    def replay_stages(self) -> list[StageMemory]:
         """The ledgers of all stages; those of a model that is not trained end with its offload."""
         scenario = self._setup.scenario
         self._build()
-        self._end("built")
+        self._end_stage("built")
         self._step()
-        self._end("first step")
+        self._end_stage("first step")
         self._step()
-        self._end("trained")
+        self._end_stage("trained")
         self._offload()
-        self._end("offloaded")
+        self._end_stage("offloaded")
         if not self._setup.trains:
             return self._ledgers
         if scenario.staging.is_staged:
             self._stage()
-            self._end("staged")
+            self._end_stage("staged")
         if self._setup.path:
             self._extract()
-            self._end("extracted", self._setup.path)
+            self._end_stage("extracted", self._setup.path)
         self._offload()
-        self._end("offloaded again", self._setup.path)
+        self._end_stage("offloaded again", self._setup.path)
         self._load()
-        self._end("loaded", self._setup.path)
+        self._end_stage("loaded", self._setup.path)
         self._step()
-        self._end("trained again", self._setup.path)
+        self._end_stage("trained again", self._setup.path)
         return self._ledgers
 
     def _build(self) -> None:
@@ -227,15 +229,15 @@ class RankReplay:
         # FSDP1 without shards keeps the flat parameter itself.
         is_kept = scenario.version == 1 and self._setup.shard_ranks == 1
         for unit in (*self._shards.units[1:], self._shards.root):
-            whole = rounded_sum(numel * master for numel in unit.originals)
+            whole = sum_rounded(numel * master for numel in unit.originals)
             if scenario.version == 1 and not is_kept:
-                whole += rounded(sum(unit.originals) * master)
-            timeline.pass_peak({"unsharded parameters": whole, "parameters": self._parameters(unit)})
+                whole += round_up(sum(unit.originals) * master)
+            timeline.pass_peak({"unsharded parameters": whole, "parameters": self._count_parameter_bytes(unit)})
             if not scenario.policy:
-                timeline.allocate("parameters", self._parameters(unit))
+                timeline.allocate("parameters", self._count_parameter_bytes(unit))
             elif is_kept and not scenario.strategy.uses_original_parameters:
                 # The policy takes it to the host, but the modules' views hold it until the unit first runs.
-                self._views[unit.name] = self._parameters(unit)
+                self._views[unit.name] = self._count_parameter_bytes(unit)
                 timeline.allocate("unsharded parameters", self._views[unit.name])
         timeline.allocate("buffers", self._buffers)
 
@@ -247,7 +249,7 @@ class RankReplay:
         if not setup.trains:
             return
         if not setup.scenario.policy:
-            moment = sum(self._moment(unit) for unit in self._shards.units)
+            moment = sum(self._count_moment_bytes(unit) for unit in self._shards.units)
             if not self._has_moments:
                 timeline.allocate("optimizer state", setup.moments * moment)
             # AdamW over lists of tensors: the square roots of all second moments at once.
@@ -277,12 +279,12 @@ class RankReplay:
     def _keep_views(self) -> None:
         for unit in self._shards.units:
             if unit.name not in self._views:
-                self._views[unit.name] = self._parameters(unit)
+                self._views[unit.name] = self._count_parameter_bytes(unit)
                 self._timeline.allocate("unsharded parameters", self._views[unit.name])
 
     def _stage(self) -> None:
         """Replays model.to(device); FSDP1's units under a policy stay on the host."""
-        shards = [rounded(numel * self._setup.dtypes.master) for unit in self._shards.units for numel in unit.padded]
+        shards = [round_up(numel * self._setup.dtypes.master) for unit in self._shards.units for numel in unit.padded]
         if not self._setup.stays_on_host:
             self._bring("parameters", sum(shards))
             self._bring("buffers", self._buffers)
@@ -298,35 +300,42 @@ class RankReplay:
 
     def _load(self) -> None:
         if not self._setup.scenario.policy:
-            self._bring("parameters", sum(map(self._parameters, self._shards.units)))
+            self._bring("parameters", sum(map(self._count_parameter_bytes, self._shards.units)))
             if self._has_moments:
-                self._bring("optimizer state", self._setup.moments * sum(map(self._moment, self._shards.units)))
+                self._bring(
+                    "optimizer state", self._setup.moments * sum(map(self._count_moment_bytes, self._shards.units))
+                )
         self._bring("buffers", self._buffers)
 
     def _bring(self, what: MemoryClass, nbytes: int) -> None:
-        self._timeline.allocate(what, nbytes - self._timeline.nbytes(what))
+        self._timeline.allocate(what, nbytes - self._timeline.count_bytes(what))
 
-    def _parameters(self, unit: UnitShard) -> int:
-        return rounded_sum(numel * self._setup.dtypes.master for numel in unit.padded)
+    def _count_parameter_bytes(self, unit: UnitShard) -> int:
+        return sum_rounded(numel * self._setup.dtypes.master for numel in unit.padded)
 
-    def _moment(self, unit: UnitShard) -> int:
-        return rounded_sum(numel * self._setup.dtypes.master for numel in unit.local)
+    def _count_moment_bytes(self, unit: UnitShard) -> int:
+        return sum_rounded(numel * self._setup.dtypes.master for numel in unit.local)
 
-    def _end(self, stage: JobStage, path: str = "") -> None:
+    def _end_stage(self, stage: JobStage, method: str = "") -> None:
         device = self._timeline.end_stage()
-        ledger = StageLedger(
-            job=self._setup.role, stage=stage, path=path, rank=self._rank, device=device, host=self._host()
+        memory = StageMemory(
+            job=self._setup.role,
+            stage=stage,
+            path=method,
+            rank=self._rank,
+            device=device,
+            host=self._count_host_memory(),
         )
-        self._ledgers.append(ledger)
+        self._ledgers.append(memory)
 
-    def _host(self) -> HostLedger:
+    def _count_host_memory(self) -> HostMemory:
         """The host's memory: everything that is not on the device; pinned under a policy and by non-blocking copies."""
         setup, scenario = self._setup, self._setup.scenario
         master = setup.dtypes.master
-        held: dict[MemoryClass, int] = {}
+        by_class: dict[MemoryClass, int] = {}
         pinned = reserved = pageable = 0
         sizes: list[tuple[MemoryClass, list[int], bool]] = []
-        if not self._timeline.nbytes("parameters"):
+        if not self._timeline.count_bytes("parameters"):
             # FSDP1 pins them when it first runs.
             by_policy = scenario.pinning.is_pinned and (scenario.version == 2 or self._has_run)
             is_pinned = by_policy if scenario.policy else not scenario.transfer.is_blocking
@@ -334,17 +343,17 @@ class RankReplay:
             sizes.append(("parameters", padded, is_pinned))
             if scenario.policy and scenario.version == 1 and self._has_moments:
                 sizes.append(("gradients", padded, True))
-        if self._has_moments and not self._timeline.nbytes("optimizer state"):
+        if self._has_moments and not self._timeline.count_bytes("optimizer state"):
             moments = [numel * master for unit in self._shards.units for numel in unit.local] * setup.moments
             sizes.append(("optimizer state", moments, not scenario.policy and not scenario.transfer.is_blocking))
         for name, each, is_pinned in sizes:
-            held[name] = sum(each)
+            by_class[name] = sum(each)
             if is_pinned:
                 pinned += sum(each)
-                reserved += sum(map(power_of_two, each))
+                reserved += sum(map(round_to_power_of_two, each))
             else:
                 pageable += sum(each)
-        return HostLedger(held=held, pinned=pinned, pinned_reserved=reserved, pageable=pageable)
+        return HostMemory(held=by_class, pinned=pinned, pinned_reserved=reserved, pageable=pageable)
 
 
 # Raised by a forward that reads values of tensors, which have none, or inputs that it is not given.
@@ -358,13 +367,13 @@ class Predictor:
     """
 
     def __init__(self, model: str, layers: int | None = None, head: ModelHead = "language") -> None:
-        self._make = functools.partial(on_meta, model, layers, head)
+        self._make = functools.partial(build_on_meta, model, layers, head)
         made = self._make()
-        self.shape: ModelShape = shape_of(made, model)
-        self._positions = learned_positions(made)
+        self.shape: ModelShape = read_shape(made, model)
+        self._positions = count_learned_positions(made)
         self._traced: dict[Batch, tuple[Segment, ...]] = {}
 
-    def ledgers(self, setup: RoleSetup, rank: int = 0) -> list[StageLedger]:
+    def predict_stages(self, setup: RoleSetup, rank: int = 0) -> list[StageMemory]:
         """The ledgers of all stages on one rank of a shard group, of which the first has the most.
 
         Raises UsageError for more ranks than any parameter has rows, and for sequences longer than the learned
@@ -382,15 +391,15 @@ class Predictor:
                 "rows: the last of them would have none"
             )
         shards = shard_units(self.shape, setup.scenario.strategy, rank=rank, ranks=setup.shard_ranks)
-        return RankReplay(setup, shards, self.shape.buffer_bytes, self._segments(setup), rank).stages()
+        return RankReplay(setup, shards, self.shape.buffer_bytes, self._trace_segments(setup), rank).replay_stages()
 
-    def _segments(self, setup: RoleSetup) -> Sequence[Segment]:
+    def _trace_segments(self, setup: RoleSetup) -> Sequence[Segment]:
         batch = Batch(
             sequences=setup.sequences, length=setup.length, checkpointing=setup.checkpointing, backward=setup.trains
         )
         if batch not in self._traced:
             try:
-                with without_warnings():
+                with silence_warnings():
                     self._traced[batch] = trace(self._make(), batch)
             except LoopOverTokens:
                 raise CannotRun(
@@ -399,7 +408,7 @@ class Predictor:
                     "--seq-len does not tell the memory of this one"
                 ) from None
             except _NOT_FOLLOWED as error:
-                why = first_line(error)
+                why = read_first_line(error)
                 raise CannotRun(
                     f"{setup.role}: the forward of {self.shape.name} fails in bfloat16, or cannot be followed without "
                     f"weights: {why}"

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fsdp_doctor.ledgers.ledger import Bytes, DeviceLedger, MemoryClass, rounded, rounded_sum
 from fsdp_doctor.matrix.axes import Strategy
+from fsdp_doctor.memory_use.records import Bytes, DeviceMemory, MemoryClass, round_up, sum_rounded
 from fsdp_doctor.plan.activations import LiveBytes, Pass, Segment, SegmentPlace
 from fsdp_doctor.plan.job import RoleSetup
 from fsdp_doctor.plan.meta_model import ModelShape, ShapedParameter, ShapedUnit
@@ -47,22 +47,22 @@ def shard_units(shape: ModelShape, strategy: Strategy, *, rank: int, ranks: int)
     """Shards all units. rank, ranks: of one shard group. FSDP1 has no unit for the embedding: it is in the root."""
     if strategy.version == 2:
         return RankShards(
-            root=_fsdp2_unit(shape.root, rank, ranks),
-            embedding=_fsdp2_unit(shape.embedding, rank, ranks) if shape.embedding else None,
-            layers=tuple(_fsdp2_unit(unit, rank, ranks) for unit in shape.layers),
+            root=_shard_fsdp2_unit(shape.root, rank, ranks),
+            embedding=_shard_fsdp2_unit(shape.embedding, rank, ranks) if shape.embedding else None,
+            layers=tuple(_shard_fsdp2_unit(unit, rank, ranks) for unit in shape.layers),
         )
     of_embedding = shape.embedding.parameters if shape.embedding else ()
     whole = not strategy.uses_original_parameters
     return RankShards(
-        root=_fsdp1_unit(ShapedUnit("root", (*of_embedding, *shape.root.parameters)), rank, ranks, whole=whole),
+        root=_shard_fsdp1_unit(ShapedUnit("root", (*of_embedding, *shape.root.parameters)), rank, ranks, whole=whole),
         embedding=None,
-        layers=tuple(_fsdp1_unit(unit, rank, ranks, whole=whole) for unit in shape.layers),
+        layers=tuple(_shard_fsdp1_unit(unit, rank, ranks, whole=whole) for unit in shape.layers),
     )
 
 
-def _fsdp2_unit(unit: ShapedUnit, rank: int, ranks: int) -> UnitShard:
+def _shard_fsdp2_unit(unit: ShapedUnit, rank: int, ranks: int) -> UnitShard:
     """Cuts each parameter along its first dimension into chunks of as many rows, of which the last are padded."""
-    chunks = [_chunk_of_rank(parameter, rank, ranks) for parameter in unit.parameters]
+    chunks = [_compute_chunk(parameter, rank, ranks) for parameter in unit.parameters]
     return UnitShard(
         name=unit.name,
         padded=tuple(padded for padded, _ in chunks),
@@ -72,14 +72,14 @@ def _fsdp2_unit(unit: ShapedUnit, rank: int, ranks: int) -> UnitShard:
     )
 
 
-def _chunk_of_rank(parameter: ShapedParameter, rank: int, ranks: int) -> tuple[int, int]:
+def _compute_chunk(parameter: ShapedParameter, rank: int, ranks: int) -> tuple[int, int]:
     """Returns the elements of a padded chunk, and the elements of this rank's chunk."""
     rows, *others = parameter.shape or (1,)
     chunk = -(-rows // ranks)
     return chunk * math.prod(others), max(0, min(chunk, rows - rank * chunk)) * math.prod(others)
 
 
-def _fsdp1_unit(unit: ShapedUnit, rank: int, ranks: int, *, whole: bool) -> UnitShard:
+def _shard_fsdp1_unit(unit: ShapedUnit, rank: int, ranks: int, *, whole: bool) -> UnitShard:
     """Cuts the flat parameter, padded at its end. whole: the optimizer has one tensor, not the original parameters."""
     chunk = -(-unit.numel // ranks)
     begin, end = rank * chunk, min((rank + 1) * chunk, unit.numel)
@@ -119,13 +119,13 @@ class Timeline:
 
     def free(self, what: MemoryClass, nbytes: int | None = None) -> None:
         """Frees so many bytes of a class, or all of it."""
-        self.change({what: -(self.nbytes(what) if nbytes is None else nbytes)})
+        self.change({what: -(self.count_bytes(what) if nbytes is None else nbytes)})
 
-    def nbytes(self, what: MemoryClass) -> int:
+    def count_bytes(self, what: MemoryClass) -> int:
         return self._held.get(what, 0)
 
     @contextlib.contextmanager
-    def allocated(self, what: MemoryClass, nbytes: int) -> Iterator[None]:
+    def allocate_temporarily(self, what: MemoryClass, nbytes: int) -> Iterator[None]:
         """Allocates memory for the length of the block."""
         self.allocate(what, nbytes)
         yield
@@ -136,20 +136,20 @@ class Timeline:
         self.change(by)
         self.change({what: -nbytes for what, nbytes in by.items()})
 
-    def end_stage(self) -> DeviceLedger:
+    def end_stage(self) -> DeviceMemory:
         """Returns the ledger of the stage. The next stage begins with the memory that is allocated now."""
-        held = {name: size for name, size in self._held.items() if size}
-        allocated = sum(held.values())
-        ledger = DeviceLedger(
-            held=held,
+        by_class = {name: size for name, size in self._held.items() if size}
+        allocated = sum(by_class.values())
+        memory = DeviceMemory(
+            held=by_class,
             at_peak=self._at_peak,
             allocated=allocated,
             peak=self._peak,
             reserved=allocated,
             peak_reserved=self._peak,
         )
-        self._peak, self._at_peak = allocated, held
-        return ledger
+        self._peak, self._at_peak = allocated, by_class
+        return memory
 
 
 def replay_forward_and_backward(
@@ -178,24 +178,24 @@ def replay_forward_and_backward(
 def _replay_backward(compute: _Computation, fsdp: FsdpReplay, shards: RankShards, setup: RoleSetup) -> None:
     # In the order of the backward, after the root, which stays unsharded between the two.
     following = [*reversed(shards.layers), *((shards.embedding,) if shards.embedding else ()), None]
-    fsdp.pre_backward(shards.root, following[0])
+    fsdp.prepare_backward(shards.root, following[0])
     compute.run("backward", "after")
     for at, layer in reversed(list(enumerate(shards.layers))):
-        fsdp.pre_backward(layer, following[len(shards.layers) - at])
+        fsdp.prepare_backward(layer, following[len(shards.layers) - at])
         compute.run("backward", at)
-        gradients = _unsharded_bytes(layer, setup) if compute.was_traced(at) else 0
+        gradients = _count_unsharded_bytes(layer, setup) if compute.was_traced(at) else 0
         fsdp.post_backward(layer, compute.leave_gradients(gradients))
     if shards.embedding:
-        fsdp.pre_backward(shards.embedding, None)
+        fsdp.prepare_backward(shards.embedding, None)
     compute.run("backward", "before")
     # The root, which takes the tokens, has no gradient of its input to wait for: it is reduced at the very end.
     for unit in (shards.root, shards.embedding):
         if unit:
-            fsdp.post_backward(unit, compute.leave_gradients(_unsharded_bytes(unit, setup)))
+            fsdp.post_backward(unit, compute.leave_gradients(_count_unsharded_bytes(unit, setup)))
 
 
-def _unsharded_bytes(unit: UnitShard, setup: RoleSetup) -> int:
-    return rounded_sum(numel * setup.dtypes.compute for numel in unit.originals)
+def _count_unsharded_bytes(unit: UnitShard, setup: RoleSetup) -> int:
+    return sum_rounded(numel * setup.dtypes.compute for numel in unit.originals)
 
 
 class _Computation:
@@ -253,18 +253,18 @@ class Fsdp1Replay:
         if self._setup.computes_with_shards and not self._setup.scenario.policy:
             timeline.free("unsharded parameters", self._views.pop(unit.name, 0))
             return
-        cast = rounded_sum(numel * dtypes.compute for numel in unit.padded) if dtypes.compute != dtypes.master else 0
+        cast = sum_rounded(numel * dtypes.compute for numel in unit.padded) if dtypes.compute != dtypes.master else 0
         if self._setup.scenario.policy:
-            arrived = rounded_sum(numel * dtypes.master for numel in unit.padded)
+            arrived = sum_rounded(numel * dtypes.master for numel in unit.padded)
             timeline.pass_peak({"communication buffers": arrived + cast})
         # Without shards, the cast shard is what is computed with.
-        with timeline.allocated("communication buffers", cast if self._setup.shard_ranks > 1 else 0):
-            timeline.allocate("unsharded parameters", rounded_sum(numel * dtypes.compute for numel in unit.full))
+        with timeline.allocate_temporarily("communication buffers", cast if self._setup.shard_ranks > 1 else 0):
+            timeline.allocate("unsharded parameters", sum_rounded(numel * dtypes.compute for numel in unit.full))
         timeline.free("unsharded parameters", self._views.pop(unit.name, 0))
 
     def reshard(self, unit: UnitShard) -> None:
         self._unsharded.discard(unit.name)
-        nbytes = rounded_sum(numel * self._setup.dtypes.compute for numel in unit.full)
+        nbytes = sum_rounded(numel * self._setup.dtypes.compute for numel in unit.full)
         if self._setup.computes_with_shards and not self._setup.scenario.policy:
             return
         if self._setup.views_hold_shards:
@@ -275,7 +275,7 @@ class Fsdp1Replay:
     def end_forward(self) -> None:
         """Frees nothing."""
 
-    def pre_backward(self, unit: UnitShard, following: UnitShard | None) -> None:
+    def prepare_backward(self, unit: UnitShard, following: UnitShard | None) -> None:
         self.unshard(unit)
         if following is not None:
             self.unshard(following)
@@ -284,7 +284,7 @@ class Fsdp1Replay:
         """Reduces a unit. gradients: bytes of its parameters' gradients, which are freed."""
         timeline, dtypes = self._timeline, self._setup.dtypes
         numel, padded = sum(unit.originals), sum(unit.padded)
-        joined = rounded(numel * dtypes.compute)
+        joined = round_up(numel * dtypes.compute)
         timeline.allocate("gradients", joined)
         timeline.free("gradients", gradients)
         self.reshard(unit)
@@ -293,25 +293,25 @@ class Fsdp1Replay:
             self._allocate_gradient(numel)
             timeline.free("gradients", joined)
             return
-        reduced = rounded(numel * dtypes.reduce) if dtypes.reduce != dtypes.compute else 0
+        reduced = round_up(numel * dtypes.reduce) if dtypes.reduce != dtypes.compute else 0
         if numel != sum(unit.full):
-            reduced += rounded(sum(unit.full) * dtypes.reduce)
-        with timeline.allocated("communication buffers", reduced):
+            reduced += round_up(sum(unit.full) * dtypes.reduce)
+        with timeline.allocate_temporarily("communication buffers", reduced):
             self._allocate_gradient(padded)
         timeline.free("gradients", joined)
 
     def _allocate_gradient(self, numel: int) -> None:
         """Allocates the sum of a reduction, and the gradient that is cast from it."""
         timeline, dtypes = self._timeline, self._setup.dtypes
-        timeline.allocate("gradients", rounded(numel * dtypes.reduce))
+        timeline.allocate("gradients", round_up(numel * dtypes.reduce))
         if dtypes.reduce != dtypes.master:
-            timeline.allocate("gradients", rounded(numel * dtypes.master))
-            timeline.free("gradients", rounded(numel * dtypes.reduce))
+            timeline.allocate("gradients", round_up(numel * dtypes.master))
+            timeline.free("gradients", round_up(numel * dtypes.reduce))
 
     def end_backward(self) -> None:
         if self._setup.scenario.policy:
             self._timeline.free("gradients")
-        unsharded = self._timeline.nbytes("unsharded parameters") - sum(self._views.values())
+        unsharded = self._timeline.count_bytes("unsharded parameters") - sum(self._views.values())
         self._timeline.free("unsharded parameters", unsharded)
         self._unsharded.clear()
 
@@ -340,14 +340,14 @@ class Fsdp2Replay:
     def reshard(self, unit: UnitShard) -> None:
         self._unsharded.discard(unit.name)
         self._timeline.free(
-            "unsharded parameters", rounded_sum(numel * self._setup.dtypes.compute for numel in unit.full)
+            "unsharded parameters", sum_rounded(numel * self._setup.dtypes.compute for numel in unit.full)
         )
 
     def end_forward(self) -> None:
         self._timeline.free("communication buffers", self._outlived)
         self._outlived = 0
 
-    def pre_backward(self, unit: UnitShard, following: UnitShard | None) -> None:
+    def prepare_backward(self, unit: UnitShard, following: UnitShard | None) -> None:
         if unit.name not in self._unsharded:
             self._gather(unit)
             self._copy_out(unit, outlives=False)
@@ -359,10 +359,10 @@ class Fsdp2Replay:
         self.reshard(unit)
         timeline, dtypes = self._timeline, self._setup.dtypes
         timeline.free("communication buffers", self._reduce_input)
-        self._reduce_input = rounded(sum(unit.full) * dtypes.reduce)
+        self._reduce_input = round_up(sum(unit.full) * dtypes.reduce)
         timeline.allocate("communication buffers", self._reduce_input)
         # foreach_reduce keeps the last gradient in the variable of a loop until it returns; one shard has no such loop.
-        outlives = rounded(sum(unit.originals[-1:]) * dtypes.compute) if self._setup.shard_ranks > 1 else 0
+        outlives = round_up(sum(unit.originals[-1:]) * dtypes.compute) if self._setup.shard_ranks > 1 else 0
         outlives = min(outlives, gradients)
         timeline.free("gradients", gradients - outlives)
         self._reduce(unit)
@@ -371,8 +371,8 @@ class Fsdp2Replay:
     def _reduce(self, unit: UnitShard) -> None:
         """Replays the reduction: the sum is the gradient, or is cast to it; a policy copies it to the host."""
         timeline, dtypes, by_policy = self._timeline, self._setup.dtypes, self._setup.scenario.policy
-        sums = rounded(sum(unit.padded) * dtypes.reduce)
-        cast = rounded(sum(unit.padded) * dtypes.master) if dtypes.reduce != dtypes.master else 0
+        sums = round_up(sum(unit.padded) * dtypes.reduce)
+        cast = round_up(sum(unit.padded) * dtypes.master) if dtypes.reduce != dtypes.master else 0
         gradient: MemoryClass = "communication buffers" if by_policy else "gradients"
         is_passing = by_policy or cast > 0
         timeline.allocate("communication buffers" if is_passing else gradient, sums)
@@ -396,7 +396,7 @@ class Fsdp2Replay:
     def _gather(self, unit: UnitShard) -> None:
         if self._setup.shard_ranks == 1 or unit.name in self._gathered:
             return
-        nbytes = rounded(sum(unit.full) * self._setup.dtypes.compute)
+        nbytes = round_up(sum(unit.full) * self._setup.dtypes.compute)
         shards = self._bring_shards(unit)
         self._timeline.allocate("communication buffers", nbytes)
         self._timeline.free("communication buffers", shards)
@@ -406,14 +406,14 @@ class Fsdp2Replay:
         """Brings the shards to the device, in the dtype that is gathered. Returns their bytes there."""
         dtypes, timeline = self._setup.dtypes, self._timeline
         if not self._setup.scenario.policy:
-            cast = rounded(sum(unit.padded) * dtypes.compute) if dtypes.compute != dtypes.master else 0
+            cast = round_up(sum(unit.padded) * dtypes.compute) if dtypes.compute != dtypes.master else 0
             timeline.allocate("communication buffers", cast)
             return cast
         for numel in unit.padded:
-            arrived = rounded(numel * dtypes.master) if dtypes.compute != dtypes.master else 0
-            with timeline.allocated("communication buffers", arrived):
-                timeline.allocate("communication buffers", rounded(numel * dtypes.compute))
-        return rounded_sum(numel * dtypes.compute for numel in unit.padded)
+            arrived = round_up(numel * dtypes.master) if dtypes.compute != dtypes.master else 0
+            with timeline.allocate_temporarily("communication buffers", arrived):
+                timeline.allocate("communication buffers", round_up(numel * dtypes.compute))
+        return sum_rounded(numel * dtypes.compute for numel in unit.padded)
 
     def _copy_out(self, unit: UnitShard, *, outlives: bool) -> None:
         timeline, compute = self._timeline, self._setup.dtypes.compute
@@ -423,8 +423,8 @@ class Fsdp2Replay:
             self._outlived = gathered
         for numel in unit.full:
             cast = numel * compute if self._setup.shard_ranks == 1 else 0
-            with timeline.allocated("communication buffers", rounded(cast)):
-                timeline.allocate("unsharded parameters", rounded(numel * compute))
+            with timeline.allocate_temporarily("communication buffers", round_up(cast)):
+                timeline.allocate("unsharded parameters", round_up(numel * compute))
         self._unsharded.add(unit.name)
         if not outlives:
             timeline.free("communication buffers", gathered)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp_doctor.case.case_run import CaseRun
 from fsdp_doctor.case.trainer import Trainer
 from fsdp_doctor.matrix.cases import Scenario
-from fsdp_doctor.verdict.classification import classify, workers_are_whole
+from fsdp_doctor.verdict.classification import are_workers_whole, classify
 from fsdp_doctor.verdict.records import RankReport
 
 # All offloads, staged and not, of one strategy.
@@ -127,7 +127,7 @@ class FsdpCase:
     @property
     def mesh(self) -> DeviceMesh:
         """The mesh over which the model is sharded."""
-        return self._whole_trainer.runtime.mesh(self._scenario.sharding)
+        return self._whole_trainer.runtime.make_mesh(self._scenario.sharding)
 
     @property
     def control(self) -> dist.ProcessGroup:
@@ -203,8 +203,8 @@ class FsdpCase:
     def _raise_if_bad(self) -> None:
         """Skips or fails the test on every rank for the same reason, so that the ranks stay together."""
         __tracebackhide__ = True
-        reports = self._reports()
-        self._scenarios.whole = self._scenarios.whole and workers_are_whole(reports)
+        reports = self._collect_reports()
+        self._scenarios.whole = self._scenarios.whole and are_workers_whole(reports)
         verdict = classify(reports, self.world_size)
         if verdict.kind == "unsupported":
             pytest.skip(f"unsupported: {verdict.reason}")
@@ -214,7 +214,7 @@ class FsdpCase:
             sys.stderr.write(failure.traceback if failure is not None else "")
             pytest.fail("\n".join([f"{verdict.kind}: {verdict.reason}", *verdict.also]))
 
-    def _reports(self) -> list[RankReport]:
+    def _collect_reports(self) -> list[RankReport]:
         everyone: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyone, self._run.record, group=self.control)
         records = (dataclasses.replace(record, done=True) for record in everyone)

@@ -43,7 +43,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition.get_closest_marker("fsdp"):
         from fsdp_doctor.plugin import marks
 
-        marks.parametrize(metafunc)
+        marks.parametrize_scenarios(metafunc)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -77,7 +77,7 @@ def fsdp_case(request: pytest.FixtureRequest) -> FsdpCase:
     """A sharded model and its optimizer in the scenario that the test runs in."""
     from fsdp_doctor.plugin import rank_session
 
-    return rank_session.of(request).fsdp_case(request)
+    return rank_session.find_session(request).fsdp_case(request)
 
 
 @pytest.fixture
@@ -85,4 +85,4 @@ def this_rank(request: pytest.FixtureRequest) -> ThisRank:
     """The rank that the test runs on: its number, device and process groups."""
     from fsdp_doctor.plugin import rank_session
 
-    return rank_session.of(request).this_rank
+    return rank_session.find_session(request).this_rank

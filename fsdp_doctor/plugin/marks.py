@@ -23,12 +23,12 @@ from fsdp_doctor.matrix.axes import (
     Context,
     Model,
     check_axis_value,
-    nearest,
+    describe_nearest,
     parse_value,
 )
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.matrix.contracts import Contract
-from fsdp_doctor.matrix.extent import product
+from fsdp_doctor.matrix.extent import list_product
 
 _NAMED = ("strategy", "offload", "staging")
 _OF_ANY_TEST = ("ranks", "device", "timeout")
@@ -56,16 +56,16 @@ class MarkedTest:
     timeout: float | None
 
 
-def contract_of(function: object) -> Contract:
+def read_contract(function: object) -> Contract:
     """The contract that ``fsdp_doctor.promises`` gave the test, or the default one."""
     contract: Contract = getattr(function, "contract", Contract())
     return contract
 
 
-def parametrize(metafunc: pytest.Metafunc) -> None:
+def parametrize_scenarios(metafunc: pytest.Metafunc) -> None:
     """Makes one test for each scenario. A mark that makes no sense is refused by :func:`read` when its test runs."""
     try:
-        scenarios = _scenarios(metafunc.definition)
+        scenarios = _list_scenarios(metafunc.definition)
     except UsageError:
         return
     values = []
@@ -83,8 +83,8 @@ def read(item: pytest.Item, device: str) -> MarkedTest:
     """
     if not isinstance(item, pytest.Function) or (item.cls and issubclass(item.cls, unittest.TestCase)):
         raise UsageError(f"{item.name} is no test function: mark a function, or a method of a class of pytest's own")
-    scenario = _scenario_of(item)
-    values = _values_of_any_test(item)
+    scenario = _find_scenario(item)
+    values = _read_values_of_any_test(item)
     number, timeout = values.get("ranks", _RANKS), values.get("timeout")
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise UsageError(f"{_mark(item)}: the number of ranks is a positive whole number, not {number!r}")
@@ -98,18 +98,18 @@ def read(item: pytest.Item, device: str) -> MarkedTest:
     return MarkedTest(needs=RanksNeeded(ranks=number, device=device_name, backend=backend), timeout=timeout)
 
 
-def _scenario_of(item: pytest.Function) -> Scenario | None:
+def _find_scenario(item: pytest.Function) -> Scenario | None:
     """The scenario of one of the tests that a mark became; None for a test without a scenario."""
     if item.get_closest_marker("fsdp") is None:
         return None
     parameters: Mapping[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
     if _FIXTURE not in parameters:
-        _scenarios(item)
+        _list_scenarios(item)
     scenario: Scenario = parameters[_FIXTURE]
     return scenario
 
 
-def _values_of_any_test(item: pytest.Item) -> Mapping[str, Any]:
+def _read_values_of_any_test(item: pytest.Item) -> Mapping[str, Any]:
     if mark := item.get_closest_marker("fsdp"):
         return {name: mark.kwargs[name] for name in _OF_ANY_TEST if name in mark.kwargs}
     mark = item.get_closest_marker("ranks")
@@ -126,7 +126,7 @@ def _values_of_any_test(item: pytest.Item) -> Mapping[str, Any]:
     return values
 
 
-def _scenarios(node: pytest.Item) -> list[Scenario]:
+def _list_scenarios(node: pytest.Item) -> list[Scenario]:
     """Every combination of the values that are named; the other axes have their defaults."""
     mark = node.get_closest_marker("fsdp")
     assert mark is not None
@@ -135,33 +135,33 @@ def _scenarios(node: pytest.Item) -> list[Scenario]:
     if _FIXTURE not in getattr(node, "fixturenames", ()):
         raise UsageError(f"{node.name} is marked fsdp and has no argument {_FIXTURE}, through which it gets its model")
     axes = {name: value for name, value in mark.kwargs.items() if name not in _OF_ANY_TEST}
-    chosen = {name: tuple(_values(node, name, value)) for name, value in axes.items()}
-    direction = contract_of(getattr(node, "obj", None)).direction
-    return list(product(direction, {name: (AXIS[name].default,) for name in _NAMED} | chosen))
+    chosen = {name: tuple(_list_values(node, name, value)) for name, value in axes.items()}
+    direction = read_contract(getattr(node, "obj", None)).direction
+    return list(list_product(direction, {name: (AXIS[name].default,) for name in _NAMED} | chosen))
 
 
-def _values(node: pytest.Item, axis: str, value: Any) -> Iterable[str]:
+def _list_values(node: pytest.Item, axis: str, value: Any) -> Iterable[str]:
     if axis not in AXIS:
         known = [axis.name for axis in AXES] + list(_OF_ANY_TEST)
         raise UsageError(
-            f"{_mark(node)}: there is no axis {axis!r}{nearest(axis, known)}; use one of {', '.join(known)}"
+            f"{_mark(node)}: there is no axis {axis!r}{describe_nearest(axis, known)}; use one of {', '.join(known)}"
         )
     words = value.split(",") if isinstance(value, str) else value
     if not isinstance(words, (list, tuple)) or not words or not all(isinstance(word, str) for word in words):
         raise UsageError(f"{_mark(node)}: {axis} is a value of the axis, several of them, or 'all', not {value!r}")
     if words in (["all"], ("all",)):
-        return [word for word in AXIS[axis].values if not _why_not_for_tests(axis, word)]
+        return [word for word in AXIS[axis].values if not _explain_impossible(axis, word)]
     for word in words:
         try:
             check_axis_value(axis, word)
         except UsageError as error:
             raise UsageError(f"{_mark(node)}: {str(error).removeprefix('--')}") from None
-        if reason := _why_not_for_tests(axis, word):
+        if reason := _explain_impossible(axis, word):
             raise UsageError(f"{_mark(node)}: {axis} {word!r} is not for tests: {reason}")
     return words
 
 
-def _why_not_for_tests(axis: str, value: str) -> str:
+def _explain_impossible(axis: str, value: str) -> str:
     """Why no test can have this value of an axis; empty if one can."""
     match parse_value(axis, value):
         case Model.CUSTOM:

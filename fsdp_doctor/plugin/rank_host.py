@@ -150,7 +150,9 @@ class RankHost:
         )
         theirs.close()
         self._connection = Connection(ours.detach())
-        self._connection.send(Preparation(options=_options(config), args=list(config.args), scratch=self._scratch))
+        self._connection.send(
+            Preparation(options=_collect_options(config), args=list(config.args), scratch=self._scratch)
+        )
 
     def ask(self, request: PhaseRequest) -> Answer:
         """Waits until the phase has ended on every rank. Raises DoctorFault if the process ends instead."""
@@ -177,7 +179,7 @@ class RankHost:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
-def _options(config: pytest.Config) -> dict[str, Any]:
+def _collect_options(config: pytest.Config) -> dict[str, Any]:
     """The options of this run for a rank's own session."""
     options = {name: value for name, value in vars(config.option).items() if _can_be_sent(value)}
     options |= {name: value for name, value in _FOR_THIS_PROCESS_ALONE.items() if name in options}

@@ -16,15 +16,15 @@ import pytest
 from fsdp_doctor.errors import FsdpDoctorError, UsageError
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.devices import RunDevice
-from fsdp_doctor.machine.environment import of_torch
+from fsdp_doctor.machine.environment import collect_of_torch
 from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.matrix.axes import Backend
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.plugin.hooks import REGISTERED_AS
-from fsdp_doctor.plugin.marks import contract_of
+from fsdp_doctor.plugin.marks import read_contract
 from fsdp_doctor.plugin.rank_host import PhaseCommand, Preparation
 from fsdp_doctor.probe.worker import WorkerEnds
-from fsdp_doctor.verdict.records import Failure, PhaseReport, Ready, Record, Refused, failure_from
+from fsdp_doctor.verdict.records import Failure, PhaseReport, Ready, Record, Refused, make_failure
 
 if TYPE_CHECKING:
     from fsdp_doctor.case.runtime import Runtime
@@ -68,7 +68,7 @@ def run(place: Place, start: RankStart, ends: WorkerEnds) -> None:
     config.hook.pytest_cmdline_main(config=config)
 
 
-def of(request: pytest.FixtureRequest) -> RankSession:
+def find_session(request: pytest.FixtureRequest) -> RankSession:
     """The session that a fixture is set up in. Fails the test if there is none."""
     session = request.config.pluginmanager.get_plugin(REGISTERED_AS)
     if not isinstance(session, RankSession):
@@ -115,7 +115,7 @@ class RankSession:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if "PYTHONBREAKPOINT" not in os.environ:
             sys.breakpointhook = _refuse_debugger
-        self._ends.send(Ready(environment=of_torch()))
+        self._ends.send(Ready(environment=collect_of_torch()))
         for command in self._commands:
             self._command = command
             self._report_begin()
@@ -128,15 +128,15 @@ class RankSession:
 
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool:
         """Around this are the hooks of pytest that a test needs: introspection, filters of warnings."""
-        self._phase(item, lambda: self._set_up(item))
+        self._run_phase(item, lambda: self._set_up(item))
         for command in self._commands:
             self._command = command
             self._report_begin()
             if command.phase == "teardown":
-                self._phase(item, lambda: self._tear_down(item))
+                self._run_phase(item, lambda: self._tear_down(item))
                 break
             self._side_effects.look_before()
-            self._phase(item, lambda: item.ihook.pytest_runtest_call(item=item), self._side_effects.undo)
+            self._run_phase(item, lambda: item.ihook.pytest_runtest_call(item=item), self._side_effects.undo)
         if isinstance(item, pytest.Function):
             # Releases what the test's fixtures hold, and lets it run again.
             item._initrequest()
@@ -162,7 +162,7 @@ class RankSession:
 
         if not hasattr(request, "param"):
             pytest.fail("fsdp_case is for tests marked fsdp, and this one is marked ranks", pytrace=False)
-        run = self._runner.open(Case(request.param, "test:function"), contract_of(request.function))
+        run = self._runner.open(Case(request.param, "test:function"), read_contract(request.function))
         return FsdpCase(run, request.param, self._scenarios, self.this_rank)
 
     def _set_up(self, item: pytest.Item) -> None:
@@ -173,10 +173,10 @@ class RankSession:
     def _tear_down(self, item: pytest.Item) -> None:
         stays = [node for node in item.listchain()[:-1] if node.nodeid in self._command.next_nodes]
         item.ihook.pytest_runtest_teardown(item=item, nextitem=stays[-1] if stays else None)
-        if self._command.still_whole and not self._runtime.group_works():
+        if self._command.still_whole and not self._runtime.check_group():
             pytest.fail("a collective after the test gives a wrong sum: the ranks' own did not match", pytrace=False)
 
-    def _phase(self, item: pytest.Item, run: Callable[[], object], undo: Callable[[], str] = str) -> None:
+    def _run_phase(self, item: pytest.Item, run: Callable[[], object], undo: Callable[[], str] = str) -> None:
         """Runs a phase of a test and reports how it ended.
 
         undo: reverts side effects of the phase, and returns a reason to retire this worker, if it has one.
@@ -192,16 +192,16 @@ class RankSession:
         # A report can hold objects of the user, which JSON cannot.
         self._ends.send(PhaseReport(report=json.loads(json.dumps(data, default=str)), xfailed=xfailed))
         failed = raised if report.failed and xfailed is None else None
-        self._report_end(failure_from(failed) if failed is not None else None)
+        self._report_end(make_failure(failed) if failed is not None else None)
 
     def _find(self, session: pytest.Session) -> pytest.Item | None:
         """The test of the command; None if this rank does not collect it, and then the reason is reported."""
-        wanted, file = _within_file(self._command.test), self._command.file
+        wanted, file = _name_in_file(self._command.test), self._command.file
         try:
             if file not in self._items:
-                self._items[file] = {_within_file(item.nodeid): item for item in session.perform_collect([file])}
+                self._items[file] = {_name_in_file(item.nodeid): item for item in session.perform_collect([file])}
         except Exception as error:
-            self._report_end(failure_from(error))
+            self._report_end(make_failure(error))
             return None
         if (item := self._items[file].get(wanted)) is not None:
             return item
@@ -220,7 +220,7 @@ class RankSession:
         self._ends.send(Record(case_id=self._command.test, stage="test", failure=failure, retire=retire, done=True))
 
 
-def _within_file(node_id: str) -> str:
+def _name_in_file(node_id: str) -> str:
     """A test's name in its file. The part before it differs in pytest 8 if the file is outside of the root."""
     return node_id.partition("::")[2]
 

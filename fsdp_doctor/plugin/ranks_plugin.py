@@ -17,7 +17,7 @@ from fsdp_doctor.errors import CannotRun, DoctorFault, UsageError
 from fsdp_doctor.plugin import marks
 from fsdp_doctor.plugin.marks import MarkedTest
 from fsdp_doctor.plugin.rank_host import PhaseAnswer, PhaseCommand, PhaseRequest, RankHost, Refusal, TestPhase
-from fsdp_doctor.verdict.classification import Verdict, classify, workers_are_whole
+from fsdp_doctor.verdict.classification import Verdict, are_workers_whole, classify
 from fsdp_doctor.verdict.records import RankReport
 
 _Section = tuple[str, str]
@@ -112,7 +112,7 @@ class RanksPlugin:
             builds_model=item.get_closest_marker("fsdp") is not None,
         )
         try:
-            answer = self._host(request).ask(request)
+            answer = self._start_host(request).ask(request)
         except DoctorFault as error:
             self._running = None
             self._end_hosts()
@@ -127,17 +127,17 @@ class RanksPlugin:
             if answer.exit_code == CannotRun.exit_code:
                 pytest.skip(answer.reason)
             pytest.fail(answer.reason, pytrace=False)
-        outcome = item.stash[_OUTCOME] = outcome_of(self._config, phase, answer)
+        outcome = item.stash[_OUTCOME] = make_outcome(self._config, phase, answer)
         item.stash[_PRINTED] += outcome.printed
         if self._config.getoption("capture") == "no":
             for title, text in outcome.printed:
                 sys.stdout.write(f"\n[{title}]\n{text}")
-        self._still_whole = self._still_whole and outcome.alike and workers_are_whole(answer.reports)
+        self._still_whole = self._still_whole and outcome.alike and are_workers_whole(answer.reports)
         if not answer.goes_on:
             self._running = None
         outcome.raise_if_not_passed()
 
-    def _host(self, request: PhaseRequest) -> RankHost:
+    def _start_host(self, request: PhaseRequest) -> RankHost:
         """The process for the request: CUDA is hidden from the emulated device, for the life of its process."""
         hides_cuda = request.needs.device == "emulated"
         if hides_cuda not in self._hosts:
@@ -180,13 +180,13 @@ class PhaseOutcome:
             reason = self.verdict.reason.replace("Failed: ", "", 1)
             pytest.fail("\n".join([kind + reason, *self.verdict.also]), pytrace=False)
         if self.silent and self.phase != "teardown":
-            pytest.fail(f"{_ranks(self.silent)} reported nothing of the test", pytrace=False)
+            pytest.fail(f"{_name_ranks(self.silent)} reported nothing of the test", pytrace=False)
         if self.xfailed:
             pytest.xfail(self.reason)
         if len(self.skipped) == self.num_ranks:
             pytest.skip(self.reason)
         if self.skipped:
-            pytest.fail(f"skipped on {_ranks(self.skipped)} and not on the others: {self.reason}", pytrace=False)
+            pytest.fail(f"skipped on {_name_ranks(self.skipped)} and not on the others: {self.reason}", pytrace=False)
 
     def add_details(self, report: pytest.TestReport) -> None:
         """Adds the ranks' sections on a failure to pytest's report of the phase."""
@@ -196,7 +196,7 @@ class PhaseOutcome:
                 add_section(title, text)
 
 
-def outcome_of(config: pytest.Config, phase: TestPhase, answer: PhaseAnswer) -> PhaseOutcome:
+def make_outcome(config: pytest.Config, phase: TestPhase, answer: PhaseAnswer) -> PhaseOutcome:
     reports = {
         rank: config.hook.pytest_report_from_serializable(config=config, data=phase_report.report)
         for rank, phase_report in enumerate(answer.phases)
@@ -214,50 +214,52 @@ def outcome_of(config: pytest.Config, phase: TestPhase, answer: PhaseAnswer) -> 
         silent=tuple(rank for rank in range(len(answer.reports)) if rank not in reports),
         num_ranks=len(answer.reports),
         reason=reasons[0] if reasons else "",
-        details=(*_grouped_by_text(failed), *_seen_from_outside(answer.reports, failed)),
+        details=(*_group_by_text(failed), *_describe_lost_ranks(answer.reports, failed)),
         printed=tuple(
-            section for report in answer.reports for section in _output_of(report, reports.get(report.rank), phase)
+            section for report in answer.reports for section in _collect_output(report, reports.get(report.rank), phase)
         ),
     )
 
 
-def _grouped_by_text(texts: dict[int, str]) -> list[_Section]:
+def _group_by_text(texts: dict[int, str]) -> list[_Section]:
     """One section for each text, with all ranks whose texts differ by the device's index alone."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks_of.setdefault(_DEVICE_INDEX.sub(r"\1", text), []).append(rank)
-    return [(_ranks(ranks), texts[ranks[0]]) for ranks in ranks_of.values()]
+    return [(_name_ranks(ranks), texts[ranks[0]]) for ranks in ranks_of.values()]
 
 
-def _seen_from_outside(reports: list[RankReport], failed: dict[int, str]) -> list[_Section]:
+def _describe_lost_ranks(reports: list[RankReport], failed: dict[int, str]) -> list[_Section]:
     """Sections on ranks that could not report themselves what happened to them."""
     sections = []
     for report in reports:
         failure = report.record.failure if report.record is not None else None
         if failure is not None and report.rank not in failed:
-            sections.append((_ranks([report.rank]), f"{failure.type}: {failure.message}\n{failure.traceback}"))
+            sections.append((_name_ranks([report.rank]), f"{failure.type}: {failure.message}\n{failure.traceback}"))
         if report.exit:
-            sections.append((_ranks([report.rank]), f"ended with {report.exit}"))
+            sections.append((_name_ranks([report.rank]), f"ended with {report.exit}"))
         if report.stack:
-            sections.append((f"{_ranks([report.rank])}, stopped: {report.stopped_detail}", _of_the_test(report.stack)))
+            sections.append(
+                (f"{_name_ranks([report.rank])}, stopped: {report.stopped_detail}", _select_test_frames(report.stack))
+            )
     return sections
 
 
-def _of_the_test(stack: str) -> str:
+def _select_test_frames(stack: str) -> str:
     """Each thread's stack without the frames of pytest, and of what called pytest."""
     threads = re.split(r"\n(?=Thread |Current thread )", stack)
-    return "\n".join("".join(_until_pytest(thread)) for thread in threads if _NO_FRAME not in thread)
+    return "\n".join("".join(_cut_at_pytest(thread)) for thread in threads if _NO_FRAME not in thread)
 
 
-def _until_pytest(thread: str) -> Iterator[str]:
+def _cut_at_pytest(thread: str) -> Iterator[str]:
     return itertools.takewhile(lambda line: 'File "_pytest/' not in line, thread.splitlines(keepends=True))
 
 
-def _output_of(report: RankReport, own: pytest.TestReport | None, phase: TestPhase) -> list[_Section]:
-    of_rank = _ranks([report.rank])
+def _collect_output(report: RankReport, own: pytest.TestReport | None, phase: TestPhase) -> list[_Section]:
+    of_rank = _name_ranks([report.rank])
     printed = [(f"Captured stdout {phase} of {of_rank}, with stderr", report.output)] if report.output.strip() else []
     return printed + [(f"{title} of {of_rank}", text) for title, text in (own.sections if own else ())]
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _name_ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

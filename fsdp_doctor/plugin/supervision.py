@@ -23,7 +23,7 @@ from fsdp_doctor.plugin.rank_session import RankStart
 from fsdp_doctor.probe import processes, worker
 from fsdp_doctor.probe.deadlines import Limits
 from fsdp_doctor.probe.workers import WorkerGroup, check_ready
-from fsdp_doctor.verdict.classification import died_before, workers_are_whole
+from fsdp_doctor.verdict.classification import are_workers_whole, has_died_before
 
 _END_SECONDS = 5.0
 
@@ -73,22 +73,22 @@ class Supervision:
         if request.builds_model and not self._can_build_models:
             self._can_build_models = True
             worker.import_what_cases_need()
-        group = self._group(needs)
+        group = self._start_group(needs)
         reports = group.perform(line, request.timeout)
-        if request.command.phase == "setup" and died_before(reports):
+        if request.command.phase == "setup" and has_died_before(reports):
             # A side effect of an earlier test ended a worker.
             self._retire(needs)
-            group = self._group(needs)
+            group = self._start_group(needs)
             reports = group.perform(line, request.timeout)
-        phases = group.phase_reports()
+        phases = group.read_phase_reports()
         by_themselves = all(report.record is not None and report.record.done for report in reports)
         goes_on = by_themselves and not any(report.exit for report in reports)
         over = request.command.phase == "teardown"
-        if not goes_on or (over and not (workers_are_whole(reports) and request.command.still_whole)):
+        if not goes_on or (over and not (are_workers_whole(reports) and request.command.still_whole)):
             self._retire(needs)
         return PhaseAnswer(reports=reports, phases=phases, goes_on=goes_on)
 
-    def _group(self, needs: RanksNeeded) -> WorkerGroup:
+    def _start_group(self, needs: RanksNeeded) -> WorkerGroup:
         if needs not in self._groups:
             try:
                 self._groups[needs] = self._start(needs)
@@ -115,7 +115,7 @@ class Supervision:
         runs = [functools.partial(self._run_rank, place, start) for place in places]
         group = WorkerGroup(runs, Limits(), check=self._stop_if_pytest_ended)
         try:
-            check_ready(group.started())
+            check_ready(group.wait_until_started())
         except BaseException:
             group.close()
             raise

@@ -14,9 +14,9 @@ from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, CannotRun, DoctorFault
 from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.catalogue import KnownFailure
 from fsdp_doctor.known.run_context import RunContext
-from fsdp_doctor.report.document import CaseResult, Report, context_of
+from fsdp_doctor.report.document import CaseResult, Report, make_context
 from fsdp_doctor.report.expected_failures import ExpectedFailures, describe_difference, list_stale
-from fsdp_doctor.report.layout import counted
+from fsdp_doctor.report.layout import format_count
 from fsdp_doctor.verdict.classification import GOOD, NOT_RUN
 
 Baseline: TypeAlias = Report | ExpectedFailures | Literal["known", "nothing bad"]
@@ -37,7 +37,7 @@ class Judgement:
 
     @functools.cached_property
     def context(self) -> RunContext:
-        return context_of(self.report)
+        return make_context(self.report)
 
     @functools.cached_property
     def differences(self) -> dict[str, str]:
@@ -75,7 +75,7 @@ class Judgement:
                 parts += [f"{counts['bad']} bad as expected"]
         parts += [f"{counts['not run']} not run"] if counts["not run"] else []
         parts += [f"{len(self.unexpected)} {'bad' if self.baseline == 'nothing bad' else 'unexpected'}"]
-        return f"{counted(len(self.report.results), 'case')}: {', '.join(parts)}"
+        return f"{format_count(len(self.report.results), 'case')}: {', '.join(parts)}"
 
     def choose_exit_code(self) -> int:
         """EXIT_OK or EXIT_BAD_VERDICT.
@@ -83,8 +83,8 @@ class Judgement:
         Raises DoctorFault where a case has no result, CannotRun where nothing could be run, unless a report expected
         that.
         """
-        if lost := self.report.of_kind("lost"):
-            raise DoctorFault(f"{counted(lost, 'case')} without a result, which is the doctor's own fault")
+        if lost := self.report.count_kind("lost"):
+            raise DoctorFault(f"{format_count(lost, 'case')} without a result, which is the doctor's own fault")
         if self.unexpected:
             return EXIT_BAD_VERDICT
         nothing_ran = all(result.verdict.kind in NOT_RUN for result in self.report.results)
@@ -102,7 +102,7 @@ class Judgement:
             case Report():
                 return _compare_with_report(result, self._kinds)
             case ExpectedFailures():
-                return describe_difference(result, self.baseline.of(result.id, self.context.torch))
+                return describe_difference(result, self.baseline.find(result.id, self.context.torch))
             case _:
                 assert_never(self.baseline)
 
@@ -127,7 +127,7 @@ def _compare_with_catalogue(result: CaseResult, context: RunContext) -> str:
     verdict = result.verdict
     if verdict.kind in NOT_RUN:
         return ""
-    outcomes = catalogue.expected_outcomes(result.case, context)
+    outcomes = catalogue.list_expected_outcomes(result.case, context)
     if any(_has_ended_as(result, outcome) for outcome in outcomes):
         return ""
     expected = " or ".join("ok" if entry is None else f"{entry.verdict} ({entry.id})" for entry in outcomes)

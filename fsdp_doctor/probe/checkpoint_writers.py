@@ -12,26 +12,26 @@ import pathlib
 import time
 from collections.abc import Sequence
 
-from fsdp_doctor.case.checkpoints import directory_of
+from fsdp_doctor.case.checkpoints import name_directory
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.matrix.axes import CheckpointFit
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
-from fsdp_doctor.matrix.paths import find_path, impossible
+from fsdp_doctor.matrix.methods import explain_impossible, find_method
 from fsdp_doctor.probe import worker
 from fsdp_doctor.probe.deadlines import Limits
 from fsdp_doctor.probe.job import Job
 from fsdp_doctor.probe.messages import StartWorker
 from fsdp_doctor.probe.supervisor import Interruption
 from fsdp_doctor.probe.workers import WorkerGroup
-from fsdp_doctor.report.document import CaseResult, case_fields, result_of
+from fsdp_doctor.report.document import CaseResult, make_case_fields, make_result
 from fsdp_doctor.verdict.classification import Verdict, classify
 from fsdp_doctor.verdict.records import RankReport
 
 
-def number_of_writers(asked: int | None, world_size: int, device_type: str) -> int:
+def choose_num_writers(asked: int | None, world_size: int, device_type: str) -> int:
     """How many ranks save what ``world_size`` others load: as asked, else one more, or one less for want of a device.
 
     Raises UsageError where the number that is asked for is no other one.
@@ -68,16 +68,16 @@ class CheckpointWriters:
         # What a framework's case loads, a generation of the conductor's saves.
         if isinstance(case, FrameworkCase) or not case.scenario.checkpoint.saved_elsewhere or self._place.num_nodes > 1:
             return None
-        if impossible(find_path(case.path, case.scenario.version), case.scenario):
+        if explain_impossible(find_method(case.method, case.scenario.version), case.scenario):
             return None
-        key = directory_of(case.scenario, self._job.scratch)
+        key = name_directory(case.scenario, self._job.scratch)
         if key not in self._results:
             num_writers = (
                 self._place.world_size if case.scenario.checkpoint is CheckpointFit.OTHER_RUN else self._saved_by
             )
             self._results[key] = self._write(case, number, num_writers)
         result = self._results[key]
-        return dataclasses.replace(result, **case_fields(case)) if result is not None else None
+        return dataclasses.replace(result, **make_case_fields(case)) if result is not None else None
 
     def _write(self, case: Case, number: int, num_writers: int) -> CaseResult | None:
         began = time.monotonic()
@@ -87,16 +87,16 @@ class CheckpointWriters:
             places = [Place(rank=r, world_size=num_writers, local_rank=r, num_nodes=1) for r in range(num_writers)]
             runs = [functools.partial(worker.run, place, self._job, start) for place in places]
             with contextlib.closing(WorkerGroup(runs, self._limits, self._interruption.check)) as group:
-                reports = group.started()
+                reports = group.wait_until_started()
                 if all(report.ready is not None for report in reports):
                     reports = group.perform(str(number))
-        verdict = _verdict(reports, num_writers)
+        verdict = _judge(reports, num_writers)
         if verdict.kind == "ok":
             return None
-        return result_of(case, verdict, reports, time.monotonic() - began)
+        return make_result(case, verdict, reports, time.monotonic() - began)
 
 
-def _verdict(reports: Sequence[RankReport], num_writers: int) -> Verdict:
+def _judge(reports: Sequence[RankReport], num_writers: int) -> Verdict:
     """The verdict on a case that is given the checkpoint. That it was not saved is no fault of the method."""
     if not num_writers:
         reason = "there is one device here, so no other number of ranks than 1 can save the checkpoint"

@@ -16,19 +16,19 @@ import time
 import traceback
 from typing import TYPE_CHECKING
 
-from fsdp_doctor.errors import EXIT_OK, CannotRun, DoctorFault, FsdpDoctorError, UsageError, first_line
+from fsdp_doctor.errors import EXIT_OK, CannotRun, DoctorFault, FsdpDoctorError, UsageError, read_first_line
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.machine import devices, imports, launch
-from fsdp_doctor.matrix.paths import is_user_path
+from fsdp_doctor.matrix.methods import is_user_method
 from fsdp_doctor.page import write_page
 from fsdp_doctor.probe.baseline import Baseline, Judgement
-from fsdp_doctor.probe.first_report import first_report
+from fsdp_doctor.probe.first_report import make_first_report
 from fsdp_doctor.probe.probe_options import ProbeOptions
 from fsdp_doctor.report import formats
-from fsdp_doctor.report.document import Report, context_of, recognized
+from fsdp_doctor.report.document import Report, make_context, recognize_failure
 from fsdp_doctor.report.github import write_step_summary
-from fsdp_doctor.report.layout import counted, summary
-from fsdp_doctor.report.writer import ReportWriter, progress_line
+from fsdp_doctor.report.layout import format_count, summarize
+from fsdp_doctor.report.writer import ReportWriter, print_progress
 from fsdp_doctor.versions.merging import merge
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ _RENDEZVOUS_SECONDS = 60.0
 
 def conduct(options: ProbeOptions) -> int:
     """Runs rank 0's part under torchrun: shares the job, runs it, judges it. Returns the exit code."""
-    with imports.of_what_stays():
+    with imports.freeze_imports():
         from fsdp_doctor.memory.snapshot import check_counted
-        from fsdp_doctor.probe.checkpoint_writers import CheckpointWriters, number_of_writers
-        from fsdp_doctor.probe.conductor import Conductor, with_exact_checkpoints
+        from fsdp_doctor.probe.checkpoint_writers import CheckpointWriters, choose_num_writers
+        from fsdp_doctor.probe.conductor import Conductor, add_exact_checkpoints
         from fsdp_doctor.probe.deadlines import Limits
         from fsdp_doctor.probe.job import Job, share_job
         from fsdp_doctor.probe.supervisor import Supervisor
@@ -58,14 +58,14 @@ def conduct(options: ProbeOptions) -> int:
     devices.load(device, asked=options.device.type)
     if options.with_ledgers:
         check_counted(device.type)
-    saved_by = number_of_writers(options.saved_by, place.world_size, device.type)
-    report = first_report(options, place, device, saved_by)
+    saved_by = choose_num_writers(options.saved_by, place.world_size, device.type)
+    report = make_first_report(options, place, device, saved_by)
     writer = ReportWriter(report, options.cases, options.outputs)
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="fsdp-doctor-"))
     job = Job(
         device=device,
-        cases=with_exact_checkpoints(options.cases),
-        user_paths=tuple(dict.fromkeys(case.path for case in options.cases if is_user_path(case.path))),
+        cases=add_exact_checkpoints(options.cases),
+        user_paths=tuple(dict.fromkeys(case.method for case in options.cases if is_user_method(case.method))),
         custom_model=options.model,
         scratch=scratch,
         training=options.training,
@@ -78,7 +78,7 @@ def conduct(options: ProbeOptions) -> int:
     writers = CheckpointWriters(place, job, limits, interruption, saved_by=saved_by)
     supervisor = Supervisor(place, job, limits, store, interruption)
     try:
-        return _run(Conductor(supervisor), job, writers, writer, options, context_of(report))
+        return _run(Conductor(supervisor), job, writers, writer, options, make_context(report))
     finally:
         supervisor.close()
         shutil.rmtree(scratch, ignore_errors=True)
@@ -87,7 +87,7 @@ def conduct(options: ProbeOptions) -> int:
 
 def follow() -> int:
     """Runs any other rank's part: it reads no option and no file, and does what rank 0 says."""
-    with imports.of_what_stays():
+    with imports.freeze_imports():
         from fsdp_doctor.probe.job import receive_job
         from fsdp_doctor.probe.supervisor import Supervisor
 
@@ -112,7 +112,7 @@ def _join_the_others() -> tuple[launch.Place, dist.Store, Interruption]:
     from fsdp_doctor.probe import processes, worker
     from fsdp_doctor.probe.supervisor import Interruption
 
-    place = launch.place()
+    place = launch.read_place()
     # Supervisors must not outlive a torchrun that was killed.
     processes.die_with_parent(signal.SIGTERM)
     processes.adopt_orphans()
@@ -124,7 +124,7 @@ def _join_the_others() -> tuple[launch.Place, dist.Store, Interruption]:
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise CannotRun(
-            f"rank {place.rank} cannot connect to the other ranks at {address}: {first_line(error)}"
+            f"rank {place.rank} cannot connect to the other ranks at {address}: {read_first_line(error)}"
         ) from None
     return place, dist.PrefixStore("fsdp-doctor", store), Interruption()
 
@@ -147,16 +147,16 @@ def _run(
     context: RunContext,
 ) -> int:
     """Runs the cases, keeps and prints the report, judges it."""
-    from fsdp_doctor.probe.conductor import results
+    from fsdp_doctor.probe.conductor import run_cases
 
-    numbers = writer.numbers_to_run()
+    numbers = writer.list_numbers_to_run()
     trouble: FsdpDoctorError | None = None
     try:
         if numbers:
             ready = conductor.start(options.cases[numbers[0]])[0].ready
             writer.open(ready.environment if ready else {})
-        with progress_line(len(numbers)) as show_progress:
-            for result in results(
+        with print_progress(len(numbers)) as show_progress:
+            for result in run_cases(
                 conductor,
                 job.cases,
                 numbers,
@@ -165,7 +165,7 @@ def _run(
                 confirm=options.confirm,
                 scenarios_apart=options.with_ledgers,
             ):
-                writer.add(recognized(result, context))
+                writer.add(recognize_failure(result, context))
                 show_progress(result)
     except FsdpDoctorError as error:
         if isinstance(error, (UsageError, CannotRun)) and not writer.is_open:
@@ -187,12 +187,12 @@ def _run(
     if options.format == "github":
         write_step_summary(report, judgement.unexpected)
     print(judgement.conclusion, file=sys.stderr)
-    if problem := trouble or lost or no_page or (_unmeasured(report) if options.with_ledgers else None):
+    if problem := trouble or lost or no_page or (_explain_unmeasured(report) if options.with_ledgers else None):
         raise problem
     return judgement.choose_exit_code()
 
 
-def _unmeasured(report: Report) -> CannotRun | None:
+def _explain_unmeasured(report: Report) -> CannotRun | None:
     """The error of a run in which no stage's memory was measured; None where one's was."""
     if any(result.ledgers for result in report.results):
         return None
@@ -204,7 +204,7 @@ def _unmeasured(report: Report) -> CannotRun | None:
 def _write_page(page: pathlib.Path, report: Report) -> DoctorFault | None:
     """Returns the fault if the page cannot be written. A run without a result has no page, which is only noted."""
     try:
-        write_page(page, merge({page.name: report}), formats.ledger_picture(report))
+        write_page(page, merge({page.name: report}), formats.render_memory_picture(report))
     except DoctorFault as fault:
         return fault
     except UsageError as nothing:
@@ -237,13 +237,13 @@ def _print(judgement: Judgement, options: ProbeOptions) -> None:
         print(f"{'FAIL' if judgement.unexpected else 'PASS'}: {judgement.conclusion}\n")
     sys.stdout.write(text)
     sys.stdout.flush()
-    for note in (*report.notes, *_not_selected(report, options.expect)):
+    for note in (*report.notes, *_list_not_selected(report, options.expect)):
         print(f"note: {note}", file=sys.stderr)
-    print(f"{summary(report)} in {report.seconds:.1f} s", file=sys.stderr)
+    print(f"{summarize(report)} in {report.seconds:.1f} s", file=sys.stderr)
 
 
-def _not_selected(report: Report, expected: Baseline) -> list[str]:
+def _list_not_selected(report: Report, expected: Baseline) -> list[str]:
     if not isinstance(expected, Report):
         return []
     count = len({result.id for result in expected.results} - {result.id for result in report.results})
-    return [f"not selected: {counted(count, 'case')} of the expected report"] if count else []
+    return [f"not selected: {format_count(count, 'case')} of the expected report"] if count else []

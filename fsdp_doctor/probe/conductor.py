@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from fsdp_doctor.errors import DoctorFault
 from fsdp_doctor.matrix.cases import AnyCase, AnyScenario, Case
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
-from fsdp_doctor.matrix.paths import find_path
+from fsdp_doctor.matrix.methods import find_method
 from fsdp_doctor.probe.checkpoint_writers import CheckpointWriters
 from fsdp_doctor.probe.deadlines import Deadlines, Watch
 from fsdp_doctor.probe.messages import EndRun, Instruction, RetireWorker, RunCase, StartWorker, Task, encode
 from fsdp_doctor.probe.supervisor import Supervisor
 from fsdp_doctor.probe.workers import check_ready
-from fsdp_doctor.report.document import CaseResult, result_of
-from fsdp_doctor.verdict.classification import Verdict, classify, died_before, judged_refusal, workers_are_whole
+from fsdp_doctor.report.document import CaseResult, make_result
+from fsdp_doctor.verdict.classification import Verdict, are_workers_whole, classify, has_died_before, judge_refusal
 from fsdp_doctor.verdict.records import RankReport, Stage
 
 _REPORT_SECONDS = 60.0
@@ -80,19 +80,19 @@ class Conductor:
     def _gather(self) -> list[RankReport]:
         supervisor, round_ = self._supervisor, self._supervisor.round
         assert round_ is not None
-        watch = Watch(self._deadlines, supervisor.limits.grace, [supervisor.last_record()])
+        watch = Watch(self._deadlines, supervisor.limits.grace, [supervisor.read_last_record()])
         stopped_at: float | None = None
         while not (supervisor.tick() and round_.is_over()):
             if stopped_at is not None:
                 if time.monotonic() - stopped_at > _REPORT_SECONDS:
                     raise DoctorFault("a supervisor did not report in time, and it is not known on which rank")
-            elif stop := watch.look([supervisor.last_record()], round_.is_in_trouble, round_.idle_seconds):
+            elif stop := watch.look([supervisor.read_last_record()], round_.is_in_trouble, round_.read_idle_seconds):
                 stopped_at = time.monotonic()
                 round_.order_stop(stop)
-        return round_.reports()
+        return round_.read_reports()
 
 
-def results(
+def run_cases(
     conductor: Conductor,
     cases: Sequence[AnyCase],
     numbers: Sequence[int],
@@ -114,10 +114,10 @@ def results(
         if scenarios_apart and before not in (None, case.scenario):
             conductor.retire()
         before = case.scenario
-        without_mesh = isinstance(case, Case) and find_path(case.path, case.scenario.version).without_mesh
+        without_mesh = isinstance(case, Case) and find_method(case.method, case.scenario.version).without_mesh
         built = (case.scenario, without_mesh)
         if built in unbuildable:
-            yield result_of(case, Verdict(kind="skipped", reason=unbuildable[built]))
+            yield make_result(case, Verdict(kind="skipped", reason=unbuildable[built]))
             continue
         if (no_checkpoint := writers.write_for(number)) is not None:
             yield no_checkpoint
@@ -128,12 +128,12 @@ def results(
             again = examiner.examine(number)
             wall_seconds = round(result.wall_seconds + again.wall_seconds, 4)
             result = dataclasses.replace(result, wall_seconds=wall_seconds, confirmation=again.verdict)
-        if result.verdict.kind in ("crash", "hang") and _failed_before_the_method(result.ranks):
+        if result.verdict.kind in ("crash", "hang") and _has_failed_before_the_method(result.ranks):
             unbuildable[built] = f"its scenario failed before any path could run: see {case.id}"
         yield result
 
 
-def with_exact_checkpoints(cases: Sequence[AnyCase]) -> tuple[AnyCase, ...]:
+def add_exact_checkpoints(cases: Sequence[AnyCase]) -> tuple[AnyCase, ...]:
     """The cases, and after them those with the exact checkpoint, by which a refusal is judged."""
     misfits = (case for case in cases if isinstance(case, Case) and not case.scenario.checkpoint.must_load)
     return tuple(dict.fromkeys([*cases, *(case.with_exact_checkpoint for case in misfits)]))
@@ -157,9 +157,9 @@ class _Examiner:
             exact = case.with_exact_checkpoint
             if exact not in self._verdicts:
                 self.examine(self._cases.index(exact))
-            verdict = judged_refusal(verdict, self._verdicts[exact], self._world_size)
+            verdict = judge_refusal(verdict, self._verdicts[exact], self._world_size)
         self._verdicts[case] = verdict
-        return result_of(case, verdict, reports, time.monotonic() - start)
+        return make_result(case, verdict, reports, time.monotonic() - start)
 
     def _run(self, number: int) -> tuple[Verdict, list[RankReport]]:
         """Runs the case in the present generation if it is whole and can run the case.
@@ -168,7 +168,7 @@ class _Examiner:
         fresh workers.
         """
         conductor, case = self._conductor, self._cases[number]
-        if isinstance(case, FrameworkCase) and case.way.kind == "resume":
+        if isinstance(case, FrameworkCase) and case.definition.kind == "resume":
             # Another generation does the first half of the case.
             conductor.retire()
             self._start(case, task="save")
@@ -184,8 +184,8 @@ class _Examiner:
             used = conductor.has_run_a_case
             reports = conductor.run(number)
             verdict = classify(reports, self._world_size)
-            blameless = died_before(reports) or (used and verdict.bad and _failed_before_the_method(reports))
-            if blameless or not workers_are_whole(reports):
+            blameless = has_died_before(reports) or (used and verdict.bad and _has_failed_before_the_method(reports))
+            if blameless or not are_workers_whole(reports):
                 conductor.retire()
             if not blameless:
                 break
@@ -200,6 +200,6 @@ class _Examiner:
             self._conductor.start(case, task)
 
 
-def _failed_before_the_method(reports: Sequence[RankReport]) -> bool:
+def _has_failed_before_the_method(reports: Sequence[RankReport]) -> bool:
     reached = [report.record.stage for report in reports if report.record is not None]
     return bool(reached) and all(stage in _BEFORE_THE_METHOD for stage in reached)

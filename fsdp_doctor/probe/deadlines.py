@@ -68,7 +68,7 @@ class Deadlines:
         """Takes note that some stage of a case made progress after that time."""
         self._longest = max(self._longest, seconds)
 
-    def of(self, stage: RoundStage) -> Deadline:
+    def choose(self, stage: RoundStage) -> Deadline:
         if stage in _GROWING_STAGES:
             return Deadline(idle=None, busy=self._most_seconds)
         if self._stage_seconds is not None:
@@ -113,7 +113,7 @@ class Watch:
             self._trouble_at = now
         if self._trouble_at is not None and self._is_grace_over(now - self._trouble_at, idle_seconds):
             return StopWorker(why="others", detail="still at it when another rank was in trouble")
-        hung_for = self._hung_for(idle_seconds)
+        hung_for = self._find_passed_deadline(idle_seconds)
         if hung_for is None:
             return None
         return StopWorker(why="deadline", detail=f"no progress in stage {self._stage} for {hung_for:g} s")
@@ -135,9 +135,9 @@ class Watch:
         self._asked_in_trouble_at = seconds
         return idle_seconds() >= _IDLE_GRACE
 
-    def _hung_for(self, idle_seconds: Callable[[], float]) -> float | None:
+    def _find_passed_deadline(self, idle_seconds: Callable[[], float]) -> float | None:
         """The deadline in seconds, once it has passed."""
-        deadline = self._deadlines.of(self._stage)
+        deadline = self._deadlines.choose(self._stage)
         if self._still > deadline.busy:
             return deadline.busy
         if deadline.idle is None or self._still <= deadline.idle or self._still - self._asked_at < _IDLE_POLL:

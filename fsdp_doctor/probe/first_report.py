@@ -12,14 +12,14 @@ from fsdp_doctor import __version__
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine import launch
 from fsdp_doctor.machine.devices import RunDevice
-from fsdp_doctor.machine.environment import EnvironmentFacts, home_as_tilde, without_torch
-from fsdp_doctor.machine.versions import installed_versions
+from fsdp_doctor.machine.environment import EnvironmentFacts, collect_without_torch, write_home_as_tilde
+from fsdp_doctor.machine.versions import read_installed_versions
 from fsdp_doctor.matrix.axes import CheckpointFit
-from fsdp_doctor.matrix.cases import Case, frameworks_of
+from fsdp_doctor.matrix.cases import Case, list_frameworks
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.probe.probe_options import ProbeOptions
-from fsdp_doctor.report.document import AppliedShim, Report, context_of
-from fsdp_doctor.report.layout import counted
+from fsdp_doctor.report.document import AppliedShim, Report, make_context
+from fsdp_doctor.report.layout import format_count
 
 ON_THE_CPU = (
     "The device is the CPU: an offload from the CPU to the CPU moves nothing, so the failures that "
@@ -32,29 +32,29 @@ ON_THE_EMULATED_DEVICE = (
 EAGER = "Late completion is off: non-blocking copies finished at once, so no race of theirs can show."
 
 
-def first_report(options: ProbeOptions, place: launch.Place, device: RunDevice, saved_by: int) -> Report:
+def make_first_report(options: ProbeOptions, place: launch.Place, device: RunDevice, saved_by: int) -> Report:
     """Makes the report of a run on ``device``, whose checkpoints of another number of ranks ``saved_by`` ranks save.
 
     Raises UsageError where the earlier report's results cannot stand beside this run's.
     """
-    shims = _shims(options, device)
+    shims = _list_shims(options, device)
     report = Report(
         version=__version__,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        command=home_as_tilde(shlex.join(["fsdp-doctor", *sys.argv[1:]])),
+        command=write_home_as_tilde(shlex.join(["fsdp-doctor", *sys.argv[1:]])),
         device=device.type,
         world_size=place.world_size,
         num_selected=len(options.cases),
-        environment=_with_frameworks(without_torch(options.host_name), options),
+        environment=_add_frameworks(collect_without_torch(options.host_name), options),
         rerun_options=_rerun_options(options, place),
         late_completion=device.late_completion,
-        notes=(*_notes(device), *_on_writers(options, saved_by), *_on_shims(shims)),
+        notes=(*_list_notes(device), *_describe_writers(options, saved_by), *_describe_shims(shims)),
         shims=shims,
     )
     earlier = options.resume_from
     if earlier is None:
         return report
-    if (was := _conditions(earlier)) != (now := _conditions(report)):
+    if (was := _describe_conditions(earlier)) != (now := _describe_conditions(report)):
         raise UsageError(
             f"--resume: the report is of {was}, this run is of {now}; "
             "their results cannot be combined; leave --resume out to start again"
@@ -68,40 +68,40 @@ def first_report(options: ProbeOptions, place: launch.Place, device: RunDevice, 
     )
 
 
-def _with_frameworks(facts: EnvironmentFacts, options: ProbeOptions) -> EnvironmentFacts:
+def _add_frameworks(facts: EnvironmentFacts, options: ProbeOptions) -> EnvironmentFacts:
     """Adds the versions of the packages that the run's frameworks are made of."""
-    names = [name for framework in frameworks_of(options.cases) for name in FRAMEWORKS[framework].distributions]
-    return {**facts, "packages": facts["packages"] | installed_versions(names)}
+    names = [name for framework in list_frameworks(options.cases) for name in FRAMEWORKS[framework].distributions]
+    return {**facts, "packages": facts["packages"] | read_installed_versions(names)}
 
 
-def _shims(options: ProbeOptions, device: RunDevice) -> tuple[AppliedShim, ...]:
+def _list_shims(options: ProbeOptions, device: RunDevice) -> tuple[AppliedShim, ...]:
     """The changes in the workers of the frameworks that are installed: only on the emulated device there are any."""
     if device.type != "emulated":
         return ()
-    matrices = [FRAMEWORKS[name] for name in frameworks_of(options.cases)]
+    matrices = [FRAMEWORKS[name] for name in list_frameworks(options.cases)]
     return tuple(
         AppliedShim(framework=matrix.name, **dataclasses.asdict(shim))
         for matrix in matrices
-        if installed_versions(matrix.distributions[:1])
+        if read_installed_versions(matrix.distributions[:1])
         for shim in matrix.shims
     )
 
 
-def _on_shims(shims: Sequence[AppliedShim]) -> Iterator[str]:
+def _describe_shims(shims: Sequence[AppliedShim]) -> Iterator[str]:
     for framework in dict.fromkeys(shim.framework for shim in shims):
         names = ", ".join(shim.name for shim in shims if shim.framework == framework)
         yield f"So that {framework} finds the emulated device, these were changed in its workers: {names}."
 
 
-def _conditions(report: Report) -> str:
+def _describe_conditions(report: Report) -> str:
     """The conditions under which all results of a report were made, with the device that was found."""
     asked = f"--device {report.device}"
     options = " ".join(report.rerun_options.replace(asked, "").split())
-    ranks = f"{counted(report.world_size, 'rank')} of {report.device}"
-    return f"{ranks} with torch {context_of(report).torch} and options {options!r}"
+    ranks = f"{format_count(report.world_size, 'rank')} of {report.device}"
+    return f"{ranks} with torch {make_context(report).torch} and options {options!r}"
 
 
-def _notes(device: RunDevice) -> tuple[str, ...]:
+def _list_notes(device: RunDevice) -> tuple[str, ...]:
     if device.type == "cpu":
         return (ON_THE_CPU,)
     if device.type != "emulated":
@@ -109,7 +109,7 @@ def _notes(device: RunDevice) -> tuple[str, ...]:
     return (ON_THE_EMULATED_DEVICE,) if device.late_completion else (ON_THE_EMULATED_DEVICE, EAGER)
 
 
-def _on_writers(options: ProbeOptions, saved_by: int) -> tuple[str, ...]:
+def _describe_writers(options: ProbeOptions, saved_by: int) -> tuple[str, ...]:
     """Notes the number of ranks that save, which no id of a case shows."""
     of_matrix = [case.scenario for case in options.cases if isinstance(case, Case)]
     if not saved_by or all(scenario.checkpoint is not CheckpointFit.OTHER_WORLD for scenario in of_matrix):
@@ -127,7 +127,7 @@ def _rerun_options(options: ProbeOptions, place: launch.Place) -> str:
     if not options.device.late_completion:
         words += ["--no-late-completion"]
     if options.model is not None:
-        words += ["--model", home_as_tilde(str(options.model))]
+        words += ["--model", write_home_as_tilde(str(options.model))]
     if options.saved_by is not None:
         words += ["--saved-by", str(options.saved_by)]
     if options.host_memory is not None:

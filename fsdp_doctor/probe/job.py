@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fsdp_doctor.machine.devices import RunDevice
-from fsdp_doctor.matrix.cases import AnyCase, any_case_of, frameworks_of
+from fsdp_doctor.matrix.cases import AnyCase, list_frameworks, make_any_case
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
 from fsdp_doctor.matrix.training_size import SMALL_STEP, TrainingSize
 from fsdp_doctor.probe.deadlines import Limits
@@ -43,13 +43,13 @@ class Job:
     @property
     def frameworks(self) -> tuple[FrameworkName, ...]:
         """The frameworks whose cases are among them, each once."""
-        return frameworks_of(self.cases)
+        return list_frameworks(self.cases)
 
 
 def share_job(store: dist.Store, job: Job, limits: Limits) -> None:
     """Tells the other ranks, on rank 0; see :func:`receive_job`."""
     shared = {
-        "cases": [[case.scenario.to_json(), case.path] for case in job.cases],
+        "cases": [[case.scenario.to_json(), case.method] for case in job.cases],
         "device": job.device,
         "scratch": str(job.scratch),
         "user_paths": job.user_paths,
@@ -71,7 +71,7 @@ def receive_job(store: dist.Store, check: Callable[[], None]) -> tuple[Job, Limi
         time.sleep(_POLL_SECONDS)
     shared = json.loads(store.get(_KEY))
     job = Job(
-        cases=tuple(any_case_of(scenario, path) for scenario, path in shared["cases"]),
+        cases=tuple(make_any_case(scenario, path) for scenario, path in shared["cases"]),
         device=msgspec.convert(shared["device"], RunDevice),
         scratch=pathlib.Path(shared["scratch"]),
         user_paths=tuple(shared["user_paths"]),

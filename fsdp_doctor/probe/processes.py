@@ -93,17 +93,17 @@ class Activity:
 
     def __init__(self, session: int) -> None:
         self._session = session
-        self._last = self._sample()
+        self._last = self._take_sample()
         self._idle_since = self._last.time
 
-    def idle_seconds(self) -> float:
+    def measure_idle_seconds(self) -> float:
         """For how long the session has been idle, as far as the calls of this function can tell."""
-        before, self._last = self._last, self._sample()
+        before, self._last = self._last, self._take_sample()
         if self._last.was_active_since(before):
             self._idle_since = self._last.time
         return self._last.time - self._idle_since
 
-    def _sample(self) -> _Sample:
+    def _take_sample(self) -> _Sample:
         processor_seconds = 0.0
         threads: dict[int, _Thread] = {}
         for pid in psutil.pids():

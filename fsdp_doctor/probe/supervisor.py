@@ -70,28 +70,28 @@ class Round:
         self._ranks = range(world_size)
         self._began = time.monotonic()
 
-    def seconds(self) -> float:
+    def count_seconds(self) -> float:
         """Seconds since this rank began the round."""
         return time.monotonic() - self._began
 
     def post(self, report: RankReport) -> None:
         """Reports that the rank is through with the round."""
-        self._store.set(self._report_key(report.rank), encode(report))
+        self._store.set(self._make_report_key(report.rank), encode(report))
 
     def have_posted(self, ranks: Iterable[int]) -> bool:
-        keys = [self._report_key(rank) for rank in ranks]
+        keys = [self._make_report_key(rank) for rank in ranks]
         return not keys or bool(self._store.check(keys))
 
     def is_over(self) -> bool:
         return self.have_posted(self._ranks)
 
-    def others_have_posted(self, rank: int) -> bool:
+    def have_others_posted(self, rank: int) -> bool:
         """Whether every rank but this one has posted its report; True where there is no other."""
         return self.have_posted(other for other in self._ranks if other != rank)
 
-    def reports(self) -> list[RankReport]:
+    def read_reports(self) -> list[RankReport]:
         """All ranks' reports, once the round is over."""
-        return [decode(self._store.get(self._report_key(rank)), (RankReport,)) for rank in self._ranks]
+        return [decode(self._store.get(self._make_report_key(rank)), (RankReport,)) for rank in self._ranks]
 
     def report_trouble(self, rank: int) -> None:
         """Reports that the rank can keep the others from finishing."""
@@ -112,19 +112,19 @@ class Round:
 
     def report_idle(self, rank: int, seconds: float) -> None:
         """Reports for how long the rank's worker has done nothing."""
-        self._store.set(self._idle_key(rank), str(seconds))
+        self._store.set(self._make_idle_key(rank), str(seconds))
 
-    def idle_seconds(self) -> float:
+    def read_idle_seconds(self) -> float:
         """For how long no worker has done anything, of those that are not through; 0 where one has not reported."""
         working = [rank for rank in self._ranks if not self.have_posted([rank])]
-        if not working or not self._store.check([self._idle_key(rank) for rank in working]):
+        if not working or not self._store.check([self._make_idle_key(rank) for rank in working]):
             return 0.0
-        return min(float(self._store.get(self._idle_key(rank))) for rank in working)
+        return min(float(self._store.get(self._make_idle_key(rank))) for rank in working)
 
-    def _report_key(self, rank: int) -> str:
+    def _make_report_key(self, rank: int) -> str:
         return f"{self._prefix}/report/{rank}"
 
-    def _idle_key(self, rank: int) -> str:
+    def _make_idle_key(self, rank: int) -> str:
         return f"{self._prefix}/idle/{rank}"
 
 
@@ -153,7 +153,7 @@ class Supervisor:
     def follow(self) -> None:
         """Performs the conductor's instructions until it ends the run. For every rank but 0."""
         number = 1
-        while not isinstance(instruction := self._instruction(number), EndRun):
+        while not isinstance(instruction := self._read_instruction(number), EndRun):
             self.perform(instruction)
             while not self.tick():
                 pass
@@ -186,9 +186,9 @@ class Supervisor:
         if not process.settled:
             process.keep_within(self.limits.host_bytes)
             # Tells the conductor now and then for how long the worker has done nothing.
-            if self.limits.stage is None and round_.seconds() - self._reported_idle_at > IDLE_POLL:
-                self._reported_idle_at = round_.seconds()
-                round_.report_idle(self.place.rank, process.idle_seconds())
+            if self.limits.stage is None and round_.count_seconds() - self._reported_idle_at > IDLE_POLL:
+                self._reported_idle_at = round_.count_seconds()
+                round_.report_idle(self.place.rank, process.measure_idle_seconds())
         if process.in_trouble and not self._reported_trouble:
             self._reported_trouble = True
             round_.report_trouble(self.place.rank)
@@ -197,11 +197,11 @@ class Supervisor:
             if stop is not None and not self._must_wait_for_the_others(process, round_):
                 process.stop(stop.why, stop.detail)
         if process.settled:
-            round_.post(process.report())
+            round_.post(process.make_report())
             self._posted, self._posted_at = True, time.monotonic()
         return self._posted
 
-    def last_record(self) -> Record | None:
+    def read_last_record(self) -> Record | None:
         """The last record of this rank's worker."""
         return self._worker.record if self._worker is not None else None
 
@@ -211,7 +211,7 @@ class Supervisor:
             self._worker.kill()
             self._worker = None
 
-    def _instruction(self, number: int) -> Instruction:
+    def _read_instruction(self, number: int) -> Instruction:
         key = f"instruction/{number}"
         while not self.store.check([key]):
             self._poll()
@@ -241,4 +241,4 @@ class Supervisor:
             self._stop_seen_at = time.monotonic()
         if not process.suspended or time.monotonic() - self._stop_seen_at > _SUSPENDED_SECONDS:
             return False
-        return not round_.others_have_posted(self.place.rank)
+        return not round_.have_others_posted(self.place.rank)

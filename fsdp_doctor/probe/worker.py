@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_doctor.errors import FsdpDoctorError
 from fsdp_doctor.machine import devices, imports
-from fsdp_doctor.machine.environment import of_torch
+from fsdp_doctor.machine.environment import collect_of_torch
 from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.probe.job import Job
 from fsdp_doctor.probe.messages import Message, StartWorker, encode
@@ -63,18 +63,18 @@ def import_what_all_workers_need() -> None:
     # torch.cuda.is_available() would otherwise initialize CUDA in this process, and a fork of it
     # could not use CUDA any more.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    with imports.of_what_stays():
+    with imports.freeze_imports():
         import fsdp_doctor.case.case_run  # noqa: F401, which a worker would import
 
 
 def import_what_cases_need() -> None:
     """For the supervisor, once, before it forks the first worker that builds a model. Makes no CUDA context."""
     import_what_all_workers_need()
-    with imports.of_what_stays():
+    with imports.freeze_imports():
         import transformers
 
         # What torch's and our own code import when they are first called: here once instead of in every worker.
-        for module in (*_IMPORTED_LATE, *(f"fsdp_doctor.case.paths.{name}" for name in _METHODS)):
+        for module in (*_IMPORTED_LATE, *(f"fsdp_doctor.case.methods.{name}" for name in _METHODS)):
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
         # Lazy attributes of transformers.
@@ -88,7 +88,7 @@ def import_frameworks(job: Job, seconds: float) -> None:
         return
     from fsdp_doctor.frameworks import framework_worker
 
-    with imports.of_what_stays():
+    with imports.freeze_imports():
         framework_worker.preload(job.frameworks, job.scratch, seconds)
 
 
@@ -108,7 +108,7 @@ def run(place: Place, job: Job, start: StartWorker, ends: WorkerEnds) -> None:
     except FsdpDoctorError as error:
         ends.send(Refused(reason=str(error), exit_code=error.exit_code))
         return
-    ends.send(Ready(environment=of_torch()))
+    ends.send(Ready(environment=collect_of_torch()))
     perform: Callable[[Any], object] = runner.examine if start.task == "run" else runner.save
     with ends.channel.makefile("r") as numbers:
         for number in numbers:

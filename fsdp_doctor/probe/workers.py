@@ -24,8 +24,8 @@ from fsdp_doctor.probe.deadlines import Deadlines, Limits, Watch
 from fsdp_doctor.probe.messages import MESSAGES, StopWorker, decode
 from fsdp_doctor.probe.processes import Activity, end_orphans
 from fsdp_doctor.probe.worker import WorkerEnds
-from fsdp_doctor.verdict.classification import waiting_in
-from fsdp_doctor.verdict.records import PhaseReport, RankReport, Ready, Record, Refused, Stop, short
+from fsdp_doctor.verdict.classification import find_wait
+from fsdp_doctor.verdict.records import PhaseReport, RankReport, Ready, Record, Refused, Stop, shorten_paths
 
 # Polls are short at first, so that supervision adds little to a case of some milliseconds, and long later, so that they
 # leave the processor to the workers.
@@ -93,7 +93,7 @@ class WorkerProcess:
         self._closed = False
         self._activity: Activity | None = None
         self._report = RankReport(rank=rank)
-        self._oom_kills_before = _kernel_oom_kills()
+        self._oom_kills_before = _count_oom_kills()
         self.phase_report: PhaseReport | None = None
 
     def begin(self, command: str) -> None:
@@ -102,7 +102,7 @@ class WorkerProcess:
         self._report = RankReport(rank=before.rank)
         if self.ended:
             self._note(exit=before.exit, exit_time=before.exit_time)
-        self._oom_kills_before = _kernel_oom_kills()
+        self._oom_kills_before = _count_oom_kills()
         self.phase_report = None
         self._output = b""
         self._activity = None
@@ -123,9 +123,9 @@ class WorkerProcess:
         if not self.ended:
             self._reap()
 
-    def report(self) -> RankReport:
+    def make_report(self) -> RankReport:
         """This rank's part in the case or the start that is under way, as far as it is known."""
-        return dataclasses.replace(self._report, output=short(self._output.decode(errors="replace")))
+        return dataclasses.replace(self._report, output=shorten_paths(self._output.decode(errors="replace")))
 
     @property
     def record(self) -> Record | None:
@@ -166,7 +166,7 @@ class WorkerProcess:
         if resident > host_bytes:
             self.stop("memory", f"held {resident >> 20} MiB of host memory, the limit is {host_bytes >> 20} MiB")
 
-    def idle_seconds(self) -> float:
+    def measure_idle_seconds(self) -> float:
         """For how long the worker has only waited for other ranks or its device, since this was first asked here.
 
         A worker that waits for anything else, a service or a timer, may go on by itself: its stack shows that. A
@@ -174,11 +174,11 @@ class WorkerProcess:
         """
         if self._activity is None:
             self._activity = Activity(session=self.pid)
-        idle = self._activity.idle_seconds()
+        idle = self._activity.measure_idle_seconds()
         if idle < _STACK_AFTER_SECONDS or self.suspended:
             return idle
         self._ask_for_stacks()
-        return idle if waiting_in(self._stacks.decode(errors="replace")) else 0.0
+        return idle if find_wait(self._stacks.decode(errors="replace")) else 0.0
 
     def stop(self, why: Stop, detail: str) -> None:
         """Ends the worker for a reason that goes into the report, after its stacks are taken."""
@@ -188,7 +188,7 @@ class WorkerProcess:
         state = _STATE_IN_WORDS.get(self._process_status(), "")
         self._note(stopped=why, stopped_detail=detail, exit_time=time.time(), process_state=state)
         self._ask_for_stacks()
-        self._note(stack=short(self._stacks.decode(errors="replace")))
+        self._note(stack=shorten_paths(self._stacks.decode(errors="replace")))
         self.kill()
 
     def kill(self) -> None:
@@ -253,7 +253,7 @@ class WorkerProcess:
         self._note(
             exit=signal.Signals(-code).name if code < 0 else f"exit code {code}",
             exit_time=time.time(),
-            oom_killed=code == -signal.SIGKILL and _kernel_oom_kills() > self._oom_kills_before,
+            oom_killed=code == -signal.SIGKILL and _count_oom_kills() > self._oom_kills_before,
         )
 
     def _note(self, **fields: Any) -> None:
@@ -278,14 +278,14 @@ class WorkerProcess:
         for line in lines:
             self._take_message(line)
         if not data and self._partial:
-            self._note(garbled=_excerpt(self._partial))
+            self._note(garbled=_cut_excerpt(self._partial))
             self._partial = b""
 
     def _take_message(self, line: bytes) -> None:
         try:
             message = decode(line, MESSAGES)
         except ValueError:
-            self._note(garbled=_excerpt(line))
+            self._note(garbled=_cut_excerpt(line))
             return
         match message:
             case Record():
@@ -321,7 +321,7 @@ def _be_the_worker(parent: int, run: Callable[[], None], output: int) -> NoRetur
         os._exit(code)
 
 
-def _kernel_oom_kills() -> int:
+def _count_oom_kills() -> int:
     try:
         with open("/proc/vmstat") as vmstat:
             return next((int(line.split()[1]) for line in vmstat if line.startswith("oom_kill ")), 0)
@@ -329,7 +329,7 @@ def _kernel_oom_kills() -> int:
         return 0
 
 
-def _excerpt(data: bytes) -> str:
+def _cut_excerpt(data: bytes) -> str:
     return data[:80].decode(errors="replace")
 
 
@@ -358,9 +358,9 @@ class WorkerGroup:
             self.close()
             raise
 
-    def started(self) -> list[RankReport]:
+    def wait_until_started(self) -> list[RankReport]:
         """Waits until all ranks are ready, have refused, ended, or were stopped. Returns every rank's report."""
-        return self._reports(self._deadlines)
+        return self._collect_reports(self._deadlines)
 
     def perform(self, command: str, timeout: float | None = None) -> list[RankReport]:
         """Gives every worker the command. Returns every rank's report once all are through with it, or were stopped.
@@ -370,10 +370,10 @@ class WorkerGroup:
         for member in self._workers:
             member.begin(command)
         if timeout is None:
-            return self._reports(self._deadlines)
-        return self._reports(Deadlines(self._limits, test_timeout=timeout))
+            return self._collect_reports(self._deadlines)
+        return self._collect_reports(Deadlines(self._limits, test_timeout=timeout))
 
-    def phase_reports(self) -> list[PhaseReport | None]:
+    def read_phase_reports(self) -> list[PhaseReport | None]:
         """The reports of pytest on the last command, by rank."""
         return [member.phase_report for member in self._workers]
 
@@ -392,7 +392,7 @@ class WorkerGroup:
         for member in self._workers:
             member.kill()
 
-    def _reports(self, deadlines: Deadlines) -> list[RankReport]:
+    def _collect_reports(self, deadlines: Deadlines) -> list[RankReport]:
         began = asked_at = time.monotonic()
         watch = Watch(deadlines, self._limits.grace, [member.record for member in self._workers])
         self._idle_seconds = 0.0
@@ -405,11 +405,11 @@ class WorkerGroup:
                 member.keep_within(self._limits.host_bytes)
             if now - asked_at > IDLE_POLL:
                 asked_at = now
-                self._idle_seconds = min(member.idle_seconds() for member in working)
+                self._idle_seconds = min(member.measure_idle_seconds() for member in working)
             records = [member.record for member in self._workers]
             if stop := watch.look(records, self._is_in_trouble, lambda: self._idle_seconds):
                 self._stop(stop)
-        return [member.report() for member in self._workers]
+        return [member.make_report() for member in self._workers]
 
     def _is_in_trouble(self) -> bool:
         return any(member.in_trouble for member in self._workers)

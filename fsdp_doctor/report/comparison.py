@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fsdp_doctor.report.document import CaseResult, Report
-from fsdp_doctor.verdict.classification import fold, without_seconds
+from fsdp_doctor.verdict.classification import fold, strip_seconds
 
 IGNORABLE = ("device",)
 
@@ -30,16 +30,16 @@ class Difference:
     right: str
 
 
-def differences(left: Report, right: Report, ignore: frozenset[str] = frozenset()) -> list[Difference]:
+def list_differences(left: Report, right: Report, ignore: frozenset[str] = frozenset()) -> list[Difference]:
     """The first difference of each case that has any.
 
     ignore: "device" takes all devices for the same, whatever their names and numbers, and leaves out the place in
     which a rank hangs: a GPU's host runs on to the next synchronization, another device's may not.
     """
-    return list(_differences(left, right, ignore))
+    return list(_list_case_differences(left, right, ignore))
 
 
-def _differences(left: Report, right: Report, ignore: frozenset[str]) -> Iterator[Difference]:
+def _list_case_differences(left: Report, right: Report, ignore: frozenset[str]) -> Iterator[Difference]:
     results = {result.id: result for result in left.results}
     others = {result.id: result for result in right.results}
     for case_id in results | others:
@@ -48,21 +48,21 @@ def _differences(left: Report, right: Report, ignore: frozenset[str]) -> Iterato
             kinds = [result.verdict.kind if result is not None else "not there" for result in (a, b)]
             yield Difference(case_id=case_id, what="only in one", left=kinds[0], right=kinds[1])
             continue
-        facts, other_facts = _compared_facts(a, ignore), _compared_facts(b, ignore)
+        facts, other_facts = _select_compared_facts(a, ignore), _select_compared_facts(b, ignore)
         what = next((name for name in facts if name in other_facts and facts[name] != other_facts[name]), None)
         if what is not None:
             yield Difference(case_id=case_id, what=what, left=facts[what], right=other_facts[what])
 
 
-def on_common_cases(differing: list[Difference]) -> list[Difference]:
+def select_common_cases(differing: list[Difference]) -> list[Difference]:
     """The differences without those of cases that only one report has, as after adding a path or an axis value."""
     return [difference for difference in differing if difference.what != "only in one"]
 
 
-def _compared_facts(result: CaseResult, ignore: frozenset[str]) -> dict[str, str]:
+def _select_compared_facts(result: CaseResult, ignore: frozenset[str]) -> dict[str, str]:
     """The facts to compare, the most important first. Older reports do not have "yielded"."""
     verdict = result.verdict
-    reasons = [without_seconds(text) for text in (verdict.reason, *verdict.also)]
+    reasons = [strip_seconds(text) for text in (verdict.reason, *verdict.also)]
     if "device" in ignore and verdict.kind == "hang":
         reasons[0] = reasons[0].split(":")[0]
     facts = {
@@ -81,7 +81,7 @@ def _compared_facts(result: CaseResult, ignore: frozenset[str]) -> dict[str, str
     return facts
 
 
-def sentence(differing: list[Difference], left: Report, right: Report) -> str:
+def summarize(differing: list[Difference], left: Report, right: Report) -> str:
     """Sums up the differences in one line."""
     num_cases = len({result.id for report in (left, right) for result in report.results})
     kinds = Counter(difference.what for difference in differing)

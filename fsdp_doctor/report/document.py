@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 
 from fsdp_doctor.known import catalogue
-from fsdp_doctor.known.catalogue import Found
+from fsdp_doctor.known.catalogue import BrokenCase
 from fsdp_doctor.known.run_context import RunContext
-from fsdp_doctor.ledgers.ledger import StageLedger
 from fsdp_doctor.machine.environment import EnvironmentFacts
-from fsdp_doctor.matrix.cases import AnyCase, any_case_of
+from fsdp_doctor.matrix.cases import AnyCase, make_any_case
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName, ShimKind
+from fsdp_doctor.memory_use.records import StageMemory
 from fsdp_doctor.verdict.classification import Verdict, VerdictKind
 from fsdp_doctor.verdict.records import Failure, RankReport
 
@@ -53,13 +53,13 @@ class CaseResult:
     yielded: tuple[dict[str, int], ...] = ()
     known: str = ""
     confirmation: Verdict | None = None
-    ledgers: tuple[StageLedger, ...] = ()
+    ledgers: tuple[StageMemory, ...] = ()
     ranks: tuple[RankReport, ...] = ()
 
     @functools.cached_property
     def case(self) -> AnyCase:
         """The case that ran. Raises KeyError or ValueError for a scenario that this version does not have."""
-        return any_case_of(self.scenario, self.path)
+        return make_any_case(self.scenario, self.path)
 
     @property
     def confirmed(self) -> bool | None:
@@ -124,12 +124,12 @@ class Report:
         """Versions by package."""
         return self.environment.get("packages", {})
 
-    def of_kind(self, kind: VerdictKind) -> int:
+    def count_kind(self, kind: VerdictKind) -> int:
         """The number of cases with this verdict."""
         return sum(result.verdict.kind == kind for result in self.results)
 
 
-def result_of(
+def make_result(
     case: AnyCase, verdict: Verdict, reports: Sequence[RankReport] = (), wall_seconds: float = 0.0
 ) -> CaseResult:
     """Sums up the reports of all ranks; keeps the reports themselves only of a bad verdict."""
@@ -137,30 +137,30 @@ def result_of(
     seconds = [record.seconds for record in records if record.seconds is not None]
     peaks = [record.peak_extra_bytes for record in records if record.peak_extra_bytes is not None]
     return CaseResult(
-        **case_fields(case),
+        **make_case_fields(case),
         verdict=verdict,
         seconds=max(seconds, default=None),
         peak_extra_bytes=max(peaks, default=None),
         wall_seconds=round(wall_seconds, 4),
         yielded=tuple(report.record.yielded if report.record is not None else {} for report in reports),
-        ledgers=tuple(ledger for record in records for ledger in record.ledgers),
-        ranks=tuple(map(_without_ledgers, reports)) if verdict.bad else (),
+        ledgers=tuple(memory for record in records for memory in record.ledgers),
+        ranks=tuple(map(_remove_memory, reports)) if verdict.bad else (),
     )
 
 
-def case_fields(case: AnyCase) -> dict[str, Any]:
+def make_case_fields(case: AnyCase) -> dict[str, Any]:
     """The fields of a result that say which case it is of."""
-    return {"id": case.id, "scenario": case.scenario.to_json(), "path": case.path}
+    return {"id": case.id, "scenario": case.scenario.to_json(), "path": case.method}
 
 
-def _without_ledgers(report: RankReport) -> RankReport:
+def _remove_memory(report: RankReport) -> RankReport:
     """The result has the ledgers already."""
     if report.record is None:
         return report
     return dataclasses.replace(report, record=dataclasses.replace(report.record, ledgers=()))
 
 
-def context_of(report: Report) -> RunContext:
+def make_context(report: Report) -> RunContext:
     """The facts of the run on which the catalogue's entries depend."""
     return RunContext(
         torch=report.packages.get("torch", ""),
@@ -171,46 +171,46 @@ def context_of(report: Report) -> RunContext:
     )
 
 
-def recognized(result: CaseResult, context: RunContext) -> CaseResult:
+def recognize_failure(result: CaseResult, context: RunContext) -> CaseResult:
     """The result with the id of the catalogue's entry that describes its failure."""
     verdict = result.verdict
     if not verdict.bad:
         return result
     failures = [r.record.failure for r in result.ranks if r.record is not None and r.record.failure is not None]
-    symptoms = Found(
+    symptoms = BrokenCase(
         kind=verdict.kind,
         reasons=(verdict.reason, *verdict.also),
         messages=tuple(dict.fromkeys(f"{failure.type}: {failure.message}" for failure in failures)),
         traceback="\n".join(failure.traceback for failure in failures[:1]),
     )
-    entry = catalogue.of_finding(result.case, symptoms, context)
+    entry = catalogue.find_shown_entry(result.case, symptoms, context)
     return dataclasses.replace(result, known=entry.id if entry is not None else "")
 
 
-def report_to_dict(report: Report) -> dict[str, Any]:
+def convert_report_to_dict(report: Report) -> dict[str, Any]:
     return {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **msgspec.to_builtins(report)}
 
 
-def report_from_dict(data: dict[str, Any]) -> Report:
+def read_report_dict(data: dict[str, Any]) -> Report:
     """Reads a report of any version. Raises KeyError, TypeError or ValueError for anything else."""
     late = {"late_completion": "--no-late-completion" not in data["rerun_options"]}
     report = msgspec.convert({**late, **data, "results": ()}, Report)
-    return dataclasses.replace(report, results=tuple(map(result_from_dict, data["results"])))
+    return dataclasses.replace(report, results=tuple(map(read_result_dict, data["results"])))
 
 
-def result_from_dict(data: dict[str, Any]) -> CaseResult:
-    """Reads a result of any version. Raises as :func:`report_from_dict`."""
+def read_result_dict(data: dict[str, Any]) -> CaseResult:
+    """Reads a result of any version. Raises as :func:`read_report_dict`."""
     result = msgspec.convert(data, CaseResult)
     # Reading the case checks the words of the scenario.
     assert result.case
     return dataclasses.replace(
         result,
-        verdict=verdict_of_version_1(result.verdict),
-        confirmation=verdict_of_version_1(result.confirmation) if result.confirmation else None,
+        verdict=convert_verdict_of_version_1(result.verdict),
+        confirmation=convert_verdict_of_version_1(result.confirmation) if result.confirmation else None,
     )
 
 
-def verdict_of_version_1(verdict: Verdict) -> Verdict:
+def convert_verdict_of_version_1(verdict: Verdict) -> Verdict:
     """In the first version a refused checkpoint was an "ok" with a reason, and nobody tried the exact checkpoint."""
     exception = verdict.reason.removeprefix(_REFUSED_IN_VERSION_1)
     if verdict.kind != "ok" or exception == verdict.reason:

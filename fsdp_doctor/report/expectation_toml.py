@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from packaging.specifiers import SpecifierSet
 
 from fsdp_doctor.known.failures import KnownFailure
-from fsdp_doctor.matrix.cases import AnyCase, leading_words
+from fsdp_doctor.matrix.cases import AnyCase, read_leading_words
 from fsdp_doctor.report.document import CaseResult, Report
-from fsdp_doctor.report.expected_failures import comparable, compiled_pattern
-from fsdp_doctor.report.failure_groups import FailureGroup, distinct_failures
-from fsdp_doctor.report.layout import printable
+from fsdp_doctor.report.expected_failures import compile_pattern, make_comparable
+from fsdp_doctor.report.failure_groups import FailureGroup, group_failures
+from fsdp_doctor.report.layout import make_printable
 
 _LONGEST_REASON = 120
 _SHORTEST_REASON = 12
@@ -26,7 +26,7 @@ _RANKS = re.compile(r"^ranks? [\d, ]+: ")
 _DIMENSIONS = ("offload", "staging", "path", "strategy", "rest")
 
 
-def expectation_toml(report: Report) -> str:
+def render_expectation_toml(report: Report) -> str:
     """The report as a file for ``--expect``, which a run with the same results meets in every table."""
     head = (
         f"# What torch {report.packages.get('torch', '')} fails in on {report.device}, {report.world_size} ranks.\n"
@@ -34,39 +34,39 @@ def expectation_toml(report: Report) -> str:
         "# `until` is the first torch that is expected not to fail; an expectation that no case meets is stale.\n"
     )
     ids = [result.id for result in report.results]
-    return head + "".join("".join(_table(failure, ids)) for failure in distinct_failures(report))
+    return head + "".join("".join(_render_table(failure, ids)) for failure in group_failures(report))
 
 
-def _table(failure: FailureGroup, ids: Sequence[str]) -> Iterator[str]:
+def _render_table(failure: FailureGroup, ids: Sequence[str]) -> Iterator[str]:
     covered = {result.id for result in failure.results}
     known = failure.known
     yield f"\n# {known.title} ({known.id})\n" if known is not None else "\n# not in the catalogue\n"
     yield "[[expect]]\n"
-    patterns = patterns_of((result.case for result in failure.results), [name for name in ids if name not in covered])
-    yield _array("cases", patterns)
-    optional = {"reason": _shared_reason(failure.results), "link": _link(known), "until": _until(known)}
+    patterns = make_patterns((result.case for result in failure.results), [name for name in ids if name not in covered])
+    yield _render_array("cases", patterns)
+    optional = {"reason": _find_shared_reason(failure.results), "link": _link(known), "until": _find_first_fixed(known)}
     for name, text in {"verdict": failure.kind, **optional}.items():
-        yield f"{name} = {_string(text)}\n" if text else ""
+        yield f"{name} = {_render_string(text)}\n" if text else ""
 
 
-def _array(name: str, texts: Sequence[str]) -> str:
-    line = f"{name} = [{', '.join(map(_string, texts))}]\n"
+def _render_array(name: str, texts: Sequence[str]) -> str:
+    line = f"{name} = [{', '.join(map(_render_string, texts))}]\n"
     if len(line) <= _LONGEST_LINE:
         return line
-    return f"{name} = [\n" + "".join(f"    {_string(text)},\n" for text in texts) + "]\n"
+    return f"{name} = [\n" + "".join(f"    {_render_string(text)},\n" for text in texts) + "]\n"
 
 
-def _string(text: str) -> str:
-    return json.dumps(printable(text), ensure_ascii=False)
+def _render_string(text: str) -> str:
+    return json.dumps(make_printable(text), ensure_ascii=False)
 
 
-def _shared_reason(results: Sequence[CaseResult]) -> str:
+def _find_shared_reason(results: Sequence[CaseResult]) -> str:
     """The common beginning of the reasons of all these cases, without ranks and to the end of a word; perhaps empty."""
     reasons = [_RANKS.sub("", " ".join(result.verdict.reason.split())) for result in results]
-    shared = common_prefix([comparable(reason) for reason in reasons])
+    shared = find_common_prefix([make_comparable(reason) for reason in reasons])
     first = reasons[0]
     # The words of the first case, as far as they are the same in all.
-    length = max((n for n in range(len(first) + 1) if shared.startswith(comparable(first[:n]))), default=0)
+    length = max((n for n in range(len(first) + 1) if shared.startswith(make_comparable(first[:n]))), default=0)
     words = first[:length]
     if len(words) > _LONGEST_REASON or length < len(first):
         words = words[: _LONGEST_REASON + 1].rpartition(" ")[0]
@@ -79,7 +79,7 @@ def _link(known: KnownFailure | None) -> str:
     return next((f"https://github.com/{issue['repository']}/issues/{issue['number']}" for issue in issues), "")
 
 
-def _until(known: KnownFailure | None) -> str:
+def _find_first_fixed(known: KnownFailure | None) -> str:
     """The first version of torch without the failure, if the catalogue knows it."""
     limits = SpecifierSet(known.torch) if known is not None else ()
     return next((limit.version for limit in limits if limit.operator == "<"), "")
@@ -91,7 +91,7 @@ class _Box:
 
     values: Mapping[str, tuple[str, ...]]
 
-    def joined(self, other: _Box, dimension: str) -> _Box | None:
+    def join(self, other: _Box, dimension: str) -> _Box | None:
         """Both as one box, if they differ in that dimension alone."""
         if any(self.values[name] != other.values[name] for name in _DIMENSIONS if name != dimension):
             return None
@@ -100,33 +100,33 @@ class _Box:
         both = tuple(dict.fromkeys([*self.values[dimension], *other.values[dimension]]))
         return _Box({**self.values, dimension: both})
 
-    def pattern(self, shortened: Mapping[str, str]) -> str:
+    def make_pattern(self, shortened: Mapping[str, str]) -> str:
         """Its pattern, in which some dimensions are shortened and the others lists."""
-        words = {name: shortened.get(name) or _listed(self.values[name]) for name in _DIMENSIONS}
+        words = {name: shortened.get(name) or _list_in_braces(self.values[name]) for name in _DIMENSIONS}
         order = ("strategy", "offload", "staging", "rest", "path")
         return "/".join(words[name] for name in order if words[name])
 
 
-def patterns_of(cases: Iterable[AnyCase], others: Collection[str]) -> list[str]:
+def make_patterns(cases: Iterable[AnyCase], others: Collection[str]) -> list[str]:
     """Patterns that together match these cases and none of the ids in ``others``."""
-    boxes = [_box(case) for case in dict.fromkeys(cases)]
+    boxes = [_make_box(case) for case in dict.fromkeys(cases)]
     for dimension in _DIMENSIONS:
-        boxes = _joined_along(boxes, dimension)
-    return [pattern for box in boxes for pattern in _patterns_of_box(box, others)]
+        boxes = _join_along(boxes, dimension)
+    return [pattern for box in boxes for pattern in _make_patterns_of_box(box, others)]
 
 
-def _box(case: AnyCase) -> _Box:
-    first = leading_words(case)
+def _make_box(case: AnyCase) -> _Box:
+    first = read_leading_words(case)
     rest = "/".join(case.scenario.id.split("/")[len([word for word in first if word]) :])
-    values = dict(zip(("strategy", "offload", "staging"), first, strict=True)) | {"rest": rest, "path": case.path}
+    values = dict(zip(("strategy", "offload", "staging"), first, strict=True)) | {"rest": rest, "path": case.method}
     return _Box({name: (value,) for name, value in values.items()})
 
 
-def _joined_along(boxes: list[_Box], dimension: str) -> list[_Box]:
+def _join_along(boxes: list[_Box], dimension: str) -> list[_Box]:
     joined: list[_Box] = []
     for box in boxes:
         for number, earlier in enumerate(joined):
-            if (both := earlier.joined(box, dimension)) is not None:
+            if (both := earlier.join(box, dimension)) is not None:
                 joined[number] = both
                 break
         else:
@@ -134,17 +134,17 @@ def _joined_along(boxes: list[_Box], dimension: str) -> list[_Box]:
     return joined
 
 
-def _patterns_of_box(box: _Box, others: Collection[str]) -> list[str]:
+def _make_patterns_of_box(box: _Box, others: Collection[str]) -> list[str]:
     """One pattern, or several of at most 100 characters each if its list of paths is long."""
-    pattern = _shortest_pattern(box, others)
-    paths = box.values["path"]
-    if len(pattern) <= _LONGEST_PATTERN or len(paths) == 1:
+    pattern = _find_shortest_pattern(box, others)
+    methods = box.values["path"]
+    if len(pattern) <= _LONGEST_PATTERN or len(methods) == 1:
         return [pattern]
-    halves = paths[: len(paths) // 2], paths[len(paths) // 2 :]
-    return [text for half in halves for text in _patterns_of_box(_Box({**box.values, "path": half}), others)]
+    halves = methods[: len(methods) // 2], methods[len(methods) // 2 :]
+    return [text for half in halves for text in _make_patterns_of_box(_Box({**box.values, "path": half}), others)]
 
 
-def _shortest_pattern(box: _Box, others: Collection[str]) -> str:
+def _find_shortest_pattern(box: _Box, others: Collection[str]) -> str:
     """Its pattern, with a ``*`` for a list of offloads or stagings if that matches nothing more.
 
     Strategies and paths are named: nothing is known of those that will be added.
@@ -152,21 +152,21 @@ def _shortest_pattern(box: _Box, others: Collection[str]) -> str:
     shortened: dict[str, str] = {}
     for name in ("offload", "staging"):
         values = box.values[name]
-        prefix = common_prefix(values)
+        prefix = find_common_prefix(values)
         for shorter in ([f"{prefix}*"] if len(prefix) > 2 else []) + ["*"] if len(values) > 1 else []:
-            pattern = compiled_pattern(box.pattern(shortened | {name: shorter}))
+            pattern = compile_pattern(box.make_pattern(shortened | {name: shorter}))
             if not any(pattern.fullmatch(other) for other in others):
                 shortened[name] = shorter
                 break
-    return box.pattern(shortened)
+    return box.make_pattern(shortened)
 
 
-def common_prefix(texts: Collection[str]) -> str:
+def find_common_prefix(texts: Collection[str]) -> str:
     """The common beginning of all texts."""
     first, last = min(texts), max(texts)
     differing = (place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
     return first[: next(differing, len(first))]
 
 
-def _listed(values: tuple[str, ...]) -> str:
+def _list_in_braces(values: tuple[str, ...]) -> str:
     return values[0] if len(values) == 1 else "{" + ",".join(values) + "}"

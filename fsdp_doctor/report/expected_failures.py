@@ -15,8 +15,8 @@ from packaging.version import InvalidVersion, Version
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.report.document import CaseResult, Report
-from fsdp_doctor.report.layout import printable
-from fsdp_doctor.verdict.classification import GOOD, NOT_RUN, VerdictKind, fold, without_seconds
+from fsdp_doctor.report.layout import make_printable
+from fsdp_doctor.verdict.classification import GOOD, NOT_RUN, VerdictKind, fold, strip_seconds
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -44,18 +44,20 @@ class ExpectedFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def __post_init__(self) -> None:
         """Raises ValueError for a pattern or a version that is none."""
         for pattern in self.cases:
-            compiled_pattern(pattern)
+            compile_pattern(pattern)
         if self.until:
             Version(self.until)
 
     def covers(self, case_id: str) -> bool:
-        return any(compiled_pattern(pattern).fullmatch(case_id) for pattern in self.cases)
+        return any(compile_pattern(pattern).fullmatch(case_id) for pattern in self.cases)
 
-    def met_by(self, result: CaseResult) -> bool:
+    def is_met_by(self, result: CaseResult) -> bool:
         """Whether the case fails as expected."""
         verdict = result.verdict
         reasons = (verdict.reason, *verdict.also)
-        return verdict.kind == self.verdict and any(comparable(self.reason) in comparable(text) for text in reasons)
+        return verdict.kind == self.verdict and any(
+            make_comparable(self.reason) in make_comparable(text) for text in reasons
+        )
 
     def is_over(self, torch: str) -> bool:
         """Whether that version of torch is expected not to fail any more."""
@@ -70,37 +72,37 @@ class ExpectedFailures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     entries: tuple[ExpectedFailure, ...] = msgspec.field(name="expect", default=())
 
-    def of(self, case_id: str, torch: str) -> ExpectedFailure | None:
+    def find(self, case_id: str, torch: str) -> ExpectedFailure | None:
         """The expectation of a case on that version of torch."""
         return next((entry for entry in self.entries if entry.covers(case_id) and not entry.is_over(torch)), None)
 
 
-def read_expected_failures(path: pathlib.Path) -> ExpectedFailures:
+def read_expected_failures(method: pathlib.Path) -> ExpectedFailures:
     """Raises UsageError, with the place in the file, for anything else."""
     try:
-        return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), ExpectedFailures)
+        return msgspec.convert(tomllib.loads(method.read_text(encoding="utf-8")), ExpectedFailures)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UsageError(f"cannot read the expectations {path}: {reason}") from None
+        raise UsageError(f"cannot read the expectations {method}: {reason}") from None
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path} is not TOML: {error}") from None
+        raise UsageError(f"{method} is not TOML: {error}") from None
     except msgspec.ValidationError as error:
         raise UsageError(
-            f"{path}: {error}; each table [[expect]] has cases, a list of patterns, and a verdict "
+            f"{method}: {error}; each table [[expect]] has cases, a list of patterns, and a verdict "
             f"({', '.join(get_args(VerdictKind))}), and may have a reason, a link and until, a version of torch"
         ) from None
 
 
 @functools.lru_cache(maxsize=4096)
-def compiled_pattern(pattern: str) -> re.Pattern[str]:
+def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Raises ValueError if a brace is not closed."""
     pieces = _PIECE.findall(pattern)
     if not pattern or "".join(pieces) != pattern:
         raise ValueError(f"the pattern {pattern!r} is empty or has a brace without its other half")
-    return re.compile("".join(map(_piece_expression, pieces)))
+    return re.compile("".join(map(_compile_piece, pieces)))
 
 
-def _piece_expression(piece: str) -> str:
+def _compile_piece(piece: str) -> str:
     if piece == "*":
         return ".*"
     if piece[0] == "{":
@@ -111,7 +113,7 @@ def _piece_expression(piece: str) -> str:
 def describe_difference(result: CaseResult, expected: ExpectedFailure | None) -> str:
     """The difference between a result and its expectation; empty without one, and for a case that did not run."""
     kind, reason = result.verdict.kind, result.verdict.reason
-    if kind in NOT_RUN or (kind in GOOD if expected is None else expected.met_by(result)):
+    if kind in NOT_RUN or (kind in GOOD if expected is None else expected.is_met_by(result)):
         return ""
     got = f"got {kind}: {result.id}"
     if expected is None:
@@ -121,23 +123,23 @@ def describe_difference(result: CaseResult, expected: ExpectedFailure | None) ->
     return f"expected {expected.verdict}, {got}"
 
 
-def comparable(text: str) -> str:
+def make_comparable(text: str) -> str:
     """``text`` as it is printed, without what differs between equal reasons: devices, their indices and seconds."""
-    return _DEVICE.sub("device", without_seconds(fold(" ".join(printable(text).split()))))
+    return _DEVICE.sub("device", strip_seconds(fold(" ".join(make_printable(text).split()))))
 
 
 def list_stale(report: Report, expected: ExpectedFailures, torch: str) -> Iterator[str]:
     """A sentence for each expectation that none of its cases meets, or whose patterns match no case at all."""
-    ids = (*(result.id for result in report.results), *_all_ids())
+    ids = (*(result.id for result in report.results), *_list_all_ids())
     by_entry: dict[ExpectedFailure, list[CaseResult]] = {}
     for result in report.results:
-        if result.verdict.kind not in {*NOT_RUN, "lost"} and (entry := expected.of(result.id, torch)) is not None:
+        if result.verdict.kind not in {*NOT_RUN, "lost"} and (entry := expected.find(result.id, torch)) is not None:
             by_entry.setdefault(entry, []).append(result)
     for entry in expected.entries:
         if entry.is_over(torch):
             continue
         covered = by_entry.get(entry, [])
-        if covered and not any(entry.met_by(result) for result in covered):
+        if covered and not any(entry.is_met_by(result) for result in covered):
             title = f"{entry.verdict} of {entry.cases[0]}{' and others' if len(entry.cases) > 1 else ''}"
             yield f"stale: no case shows the {title} any more; remove the expectation, or give it an until"
         elif not covered and not any(map(entry.covers, ids)):
@@ -145,6 +147,6 @@ def list_stale(report: Report, expected: ExpectedFailures, torch: str) -> Iterat
 
 
 @functools.cache
-def _all_ids() -> tuple[str, ...]:
+def _list_all_ids() -> tuple[str, ...]:
     """The ids of all cases of the matrix."""
     return tuple(case.id for case in select(Selection(level="full", fix=True)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.catalogue import KnownFailure
 from fsdp_doctor.report.document import CaseResult, Report
-from fsdp_doctor.verdict.classification import VerdictKind, fold, without_seconds
+from fsdp_doctor.verdict.classification import VerdictKind, fold, strip_seconds
 
 # The names of entries in a reason, and the list at the end of some of torch's messages.
 _NAMES = re.compile(r": [\w.]+\.[\w.]+(, [\w.]+)*( and \d+ more)?(?=;|$)|: \[\(.*$", re.DOTALL)
@@ -37,7 +37,7 @@ class FailureGroup:
     @property
     def known(self) -> KnownFailure | None:
         """The catalogue's entry; None also for an entry that only another version of fsdp-doctor has."""
-        return next((entry for entry in catalogue.known_failures() if entry.id == self.results[0].known), None)
+        return next((entry for entry in catalogue.read_catalogue() if entry.id == self.results[0].known), None)
 
     @property
     def traceback(self) -> str:
@@ -50,57 +50,57 @@ class FailureGroup:
         return [(report.rank, report.stack) for report in self.results[0].ranks if report.stack]
 
 
-def distinct_failures(report: Report) -> list[FailureGroup]:
+def group_failures(report: Report) -> list[FailureGroup]:
     """The bad results in groups: first the ones that the catalogue does not know, then by frequency."""
     groups: dict[tuple[VerdictKind, tuple[str, ...], str], list[CaseResult]] = {}
     for result in report.bad:
         kind = result.verdict.kind
-        groups.setdefault((kind, _problems(result.verdict.reason, kind), result.known), []).append(result)
+        groups.setdefault((kind, _split_problems(result.verdict.reason, kind), result.known), []).append(result)
     ordered = sorted(groups.items(), key=lambda item: (item[0][2] != "", -len(item[1])))
-    return [_group(number, results) for number, (_, results) in enumerate(ordered, start=1)]
+    return [_make_group(number, results) for number, (_, results) in enumerate(ordered, start=1)]
 
 
-def numbers(failures: Sequence[FailureGroup]) -> dict[str, int]:
+def number_failures(failures: Sequence[FailureGroup]) -> dict[str, int]:
     """The number of the group of each bad case, by case id."""
     return {result.id: failure.number for failure in failures for result in failure.results}
 
 
-def _group(number: int, results: Sequence[CaseResult]) -> FailureGroup:
+def _make_group(number: int, results: Sequence[CaseResult]) -> FailureGroup:
     verdict = results[0].verdict
     also = (text.partition(": ") for text in verdict.also)
     return FailureGroup(
         number=number,
         kind=verdict.kind,
-        reason=_shortened(verdict.reason, verdict.kind),
-        also=tuple(kind + colon + _shortened(reason, kind) for kind, colon, reason in also),
+        reason=_shorten(verdict.reason, verdict.kind),
+        also=tuple(kind + colon + _shorten(reason, kind) for kind, colon, reason in also),
         results=tuple(results),
     )
 
 
-def _shortened(reason: str, kind: str) -> str:
+def _shorten(reason: str, kind: str) -> str:
     """``reason`` with each kind of problem once: its first entry, and the number of the others."""
     if kind not in _WITH_VALUES:
         return reason
     alike: dict[str, list[str]] = {}
     for problem in reason.split("; "):
-        alike.setdefault(_without_values(problem), []).append(problem)
+        alike.setdefault(_remove_values(problem), []).append(problem)
     return "; ".join(
         problems[0] + (f", and {len(problems) - 1} more like it" if len(problems) > 1 else "")
         for problems in alike.values()
     )
 
 
-def _problems(reason: str, kind: VerdictKind) -> tuple[str, ...]:
+def _split_problems(reason: str, kind: VerdictKind) -> tuple[str, ...]:
     """The reason without the parts that differ between equal failures on other ranks, in other models and runs."""
     if kind not in _WITH_VALUES:
-        return (_folded(reason),)
-    return tuple(sorted({_without_values(problem) for problem in reason.split("; ")}))
+        return (_fold(reason),)
+    return tuple(sorted({_remove_values(problem) for problem in reason.split("; ")}))
 
 
-def _without_values(problem: str) -> str:
-    return _SHAPE.sub("(#)", _VALUE.sub("#", _folded(problem)))
+def _remove_values(problem: str) -> str:
+    return _SHAPE.sub("(#)", _VALUE.sub("#", _fold(problem)))
 
 
-def _folded(text: str) -> str:
+def _fold(text: str) -> str:
     """``text`` without ranks, indices of devices, addresses, seconds and names."""
-    return _NAMES.sub("", _RANKS.sub("", _ADDRESS.sub("0x", without_seconds(fold(text)))))
+    return _NAMES.sub("", _RANKS.sub("", _ADDRESS.sub("0x", strip_seconds(fold(text)))))

@@ -8,9 +8,9 @@ from typing import Literal, TypeAlias, get_args
 
 from typing_extensions import assert_never
 
-from fsdp_doctor.ledgers.ledger import LedgerFile, StageLedger, ledgers_to_json
-from fsdp_doctor.report.document import CaseResult, Report, report_to_dict
-from fsdp_doctor.report.layout import bytes_text, fixes, printable, seconds_text
+from fsdp_doctor.memory_use.records import MemoryFile, StageMemory, format_memory_file
+from fsdp_doctor.report.document import CaseResult, Report, convert_report_to_dict
+from fsdp_doctor.report.layout import find_fixes, format_bytes, format_seconds, make_printable
 
 Format: TypeAlias = Literal[
     "table",  # the matrix, for a terminal
@@ -43,7 +43,7 @@ def render(
     expected: the ids of bad cases that were expected; JUnit does not count them as failures.
     """
     # Imported here: rich costs `fsdp-doctor list` a third of its time, and `list` renders nothing.
-    from fsdp_doctor.ledgers.ledger_views import ledgers_svg, render_ledgers
+    from fsdp_doctor.memory_use.views import render_memory_svg, render_memory_table
     from fsdp_doctor.report import github, junit, markdown, table
     from fsdp_doctor.report.heat_map import render_heat_map
 
@@ -51,67 +51,67 @@ def render(
         case "table":
             return table.render(report, max(width, _NARROWEST), color)
         case "lines":
-            return printable(case_lines(report))
+            return make_printable(render_lines(report))
         case "json":
-            return json.dumps(report_to_dict(report), indent=1) + "\n"
+            return json.dumps(convert_report_to_dict(report), indent=1) + "\n"
         case "markdown":
-            return printable(markdown.render(report)).rstrip("\n") + "\n"
+            return make_printable(markdown.render(report)).rstrip("\n") + "\n"
         case "junit":
             return junit.render(report, expected)
         case "svg":
             return render_heat_map(report) + "\n"
         case "github":
-            return github.workflow_commands(report, unexpected)
+            return github.render_workflow_commands(report, unexpected)
         case "memory":
-            lines = "".join(f"{printable(line)}\n" for line in _cases_without_ledgers(report))
-            return render_ledgers(_ledgers(report), color) + lines
+            lines = "".join(f"{make_printable(line)}\n" for line in _list_cases_without_memory(report))
+            return render_memory_table(_list_memory(report), color) + lines
         case "memory-svg":
-            return ledgers_svg(_ledgers(report))
+            return render_memory_svg(_list_memory(report))
         case "ledgers":
-            return ledgers_to_json(_ledger_file(report))
+            return format_memory_file(_make_memory_file(report))
         case _:
             assert_never(name)
 
 
-def ledger_picture(report: Report) -> str:
+def render_memory_picture(report: Report) -> str:
     """The ledgers as SVG; empty if the report has none."""
-    return render(report, "memory-svg") if _ledgers(report) else ""
+    return render(report, "memory-svg") if _list_memory(report) else ""
 
 
-def _ledgers(report: Report) -> tuple[StageLedger, ...]:
-    return tuple(ledger for result in report.results for ledger in result.ledgers)
+def _list_memory(report: Report) -> tuple[StageMemory, ...]:
+    return tuple(memory for result in report.results for memory in result.ledgers)
 
 
-def _ledger_file(report: Report) -> LedgerFile:
+def _make_memory_file(report: Report) -> MemoryFile:
     accelerators = report.environment.get("accelerators") or [report.device]
-    return LedgerFile(
+    return MemoryFile(
         origin="measured",
         command=report.command,
         device=f"{report.world_size} x {accelerators[0]}",
-        ledgers=_ledgers(report),
+        ledgers=_list_memory(report),
         packages=report.packages,
-        notes=(*report.notes, *_cases_without_ledgers(report)),
+        notes=(*report.notes, *_list_cases_without_memory(report)),
     )
 
 
-def _cases_without_ledgers(report: Report) -> Iterator[str]:
+def _list_cases_without_memory(report: Report) -> Iterator[str]:
     """A sentence for each case whose ledgers are missing or end early."""
     for result in report.results:
         if result.verdict.bad or not result.ledgers:
             yield f"{result.id}: {result.verdict.kind}: {result.verdict.reason}"
 
 
-def case_lines(report: Report) -> str:
+def render_lines(report: Report) -> str:
     """One line for each case: for logs, pipes and grep."""
-    fix_of = fixes(report)
-    return "".join(_case_line(result, fix_of.get(result.id)) + "\n" for result in report.results)
+    fix_of = find_fixes(report)
+    return "".join(_render_line(result, fix_of.get(result.id)) + "\n" for result in report.results)
 
 
-def _case_line(result: CaseResult, fix: CaseResult | None) -> str:
+def _render_line(result: CaseResult, fix: CaseResult | None) -> str:
     verdict = result.verdict
-    parts = [result.id, verdict.kind, seconds_text(result.seconds), bytes_text(result.peak_extra_bytes)]
+    parts = [result.id, verdict.kind, format_seconds(result.seconds), format_bytes(result.peak_extra_bytes)]
     if fix is not None and fix is not result:
-        parts += ["fix", fix.verdict.kind, seconds_text(fix.seconds), bytes_text(fix.peak_extra_bytes)]
+        parts += ["fix", fix.verdict.kind, format_seconds(fix.seconds), format_bytes(fix.peak_extra_bytes)]
     if result.confirmation is not None:
         parts.append("confirmed" if result.confirmed else f"not confirmed: then {result.confirmation.kind}")
     parts += [" ".join(text.split()) for text in (verdict.reason, *verdict.also) if text]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fsdp_doctor.errors import DoctorFault
 from fsdp_doctor.report import markdown
 from fsdp_doctor.report.document import Report
-from fsdp_doctor.report.layout import printable, summary
+from fsdp_doctor.report.layout import make_printable, summarize
 
 # GitHub shows ten errors of a step, and takes one mebibyte of summary from it.
 _MOST_ANNOTATIONS = 10
@@ -18,7 +18,7 @@ _VARIABLE = "GITHUB_STEP_SUMMARY"
 _TITLE = "fsdp-doctor"
 
 
-def workflow_commands(report: Report, unexpected: Sequence[str]) -> str:
+def render_workflow_commands(report: Report, unexpected: Sequence[str]) -> str:
     """Workflow commands: an error for each unexpected verdict that GitHub would show, and a notice that sums up."""
     errors = list(unexpected)
     if not report.complete:
@@ -26,23 +26,23 @@ def workflow_commands(report: Report, unexpected: Sequence[str]) -> str:
     if len(errors) > _MOST_ANNOTATIONS:
         num_more = len(errors) - (_MOST_ANNOTATIONS - 1)
         errors = [*errors[: _MOST_ANNOTATIONS - 1], f"and {num_more} more, which the log and the job's summary list"]
-    commands = [*(_command("error", text) for text in errors), _command("notice", summary(report))]
+    commands = [*(_render_command("error", text) for text in errors), _render_command("notice", summarize(report))]
     return "\n".join(commands) + "\n"
 
 
-def _command(kind: str, text: str) -> str:
+def _render_command(kind: str, text: str) -> str:
     """A workflow command is one line, in which line ends and ``%`` are escaped."""
-    escaped = printable(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    escaped = make_printable(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     return f"::{kind} title={_TITLE}::{escaped}"
 
 
-def step_summary(report: Report, unexpected: Sequence[str], num_bytes: int = _SUMMARY_BYTES) -> str:
+def render_step_summary(report: Report, unexpected: Sequence[str], num_bytes: int = _SUMMARY_BYTES) -> str:
     """Markdown of at most ``num_bytes`` in UTF-8: the unexpected first, then the report."""
-    body = printable(markdown.render(report)).rstrip("\n") + "\n"
+    body = make_printable(markdown.render(report)).rstrip("\n") + "\n"
     head = f"## {_TITLE}: {f'{len(unexpected)} unexpected' if unexpected else 'nothing unexpected'}\n\n"
-    room = max(num_bytes - _size(head + body) - 200, num_bytes // 2)
-    text = f"{head}{_items(unexpected, room)}\n{body}"
-    if _size(text) <= num_bytes:
+    room = max(num_bytes - _count_bytes(head + body) - 200, num_bytes // 2)
+    text = f"{head}{_render_items(unexpected, room)}\n{body}"
+    if _count_bytes(text) <= num_bytes:
         return text
     return text.encode()[: max(0, num_bytes)].decode(errors="ignore").rpartition("\n")[0] + "\n"
 
@@ -56,17 +56,17 @@ def write_step_summary(report: Report, unexpected: Sequence[str]) -> None:
     try:
         size = file.stat().st_size if file.exists() else 0
         with open(file, "a", encoding="utf-8") as opened:
-            opened.write(step_summary(report, unexpected, _SUMMARY_BYTES - size))
+            opened.write(render_step_summary(report, unexpected, _SUMMARY_BYTES - size))
     except OSError as error:
         raise DoctorFault(f"cannot write the summary of the job, {name}: {error.strerror or error}") from None
 
 
-def _items(unexpected: Sequence[str], num_bytes: int) -> str:
+def _render_items(unexpected: Sequence[str], num_bytes: int) -> str:
     """A list of the unexpected that fit."""
     lines: list[str] = []
     for number, text in enumerate(unexpected):
-        line = f"- {_as_code(text)}\n"
-        num_bytes -= _size(line)
+        line = f"- {_quote_as_code(text)}\n"
+        num_bytes -= _count_bytes(line)
         if num_bytes < 0:
             lines.append(f"- and {len(unexpected) - number} more, which the log lists\n")
             break
@@ -74,11 +74,11 @@ def _items(unexpected: Sequence[str], num_bytes: int) -> str:
     return "".join(lines)
 
 
-def _as_code(text: str) -> str:
+def _quote_as_code(text: str) -> str:
     """As code, so that nothing in the text is Markdown or a mention."""
-    one_line = " ".join(printable(text).split())
+    one_line = " ".join(make_printable(text).split())
     return f"`` {one_line} ``" if "`" in one_line else f"`{one_line}`"
 
 
-def _size(text: str) -> int:
+def _count_bytes(text: str) -> int:
     return len(text.encode())

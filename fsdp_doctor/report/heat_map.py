@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from fsdp_doctor.matrix.axes import AXIS
-from fsdp_doctor.matrix.cases import leading_words
-from fsdp_doctor.matrix.paths import PATH_NAMES, direction_of
+from fsdp_doctor.matrix.cases import read_leading_words
+from fsdp_doctor.matrix.methods import METHOD_NAMES, find_direction
 from fsdp_doctor.report.document import CaseResult, Report
-from fsdp_doctor.report.layout import printable, sort_by_table, summary
+from fsdp_doctor.report.layout import make_printable, sort_by_table, summarize
 from fsdp_doctor.verdict.classification import MEANING, NOT_RUN, VerdictKind
 
 _CELL, _STEP, _GROUP_GAP, _MARGIN = 13, 15, 6, 16
@@ -90,7 +90,7 @@ def render_heat_map(report: Report) -> str:
     for block in blocks:
         parts += _draw_block(block, left, top)
         top += block.height + 24
-    for line in (summary(report), *report.notes):
+    for line in (summarize(report), *report.notes):
         parts.append(f'<text x="{_MARGIN}" y="{top}" class="quiet">{_escape(line)}</text>')
         top += 16
     return (
@@ -105,9 +105,9 @@ def _make_blocks(report: Report) -> list[_Block]:
     blocks: dict[str, dict[tuple[str, tuple[str, ...]], CaseResult]] = {}
     for result in report.results:
         case = result.case
-        direction = "extraction" if direction_of(case) == "out" else "loading"
+        direction = "extraction" if find_direction(case) == "out" else "loading"
         words = case.scenario.id.split("/")[1:]
-        cells = blocks.setdefault(f"{leading_words(case)[0]}, {direction}", {})
+        cells = blocks.setdefault(f"{read_leading_words(case)[0]}, {direction}", {})
         cells[result.path, tuple(words)] = result
     return [_arrange(title, cells) for title, cells in blocks.items()]
 
@@ -119,7 +119,7 @@ def _arrange(title: str, cells: dict[tuple[str, tuple[str, ...]], CaseResult]) -
     offloads = sort_by_table((words[0] for words in columns), tuple(AXIS["offload"].values))
     return _Block(
         title=title,
-        methods=sort_by_table((method for method, _ in cells), PATH_NAMES),
+        methods=sort_by_table((method for method, _ in cells), METHOD_NAMES),
         columns=tuple(sorted(columns, key=lambda words: (scenarios.index(words[1:]), offloads.index(words[0])))),
         cells=cells,
     )
@@ -173,4 +173,4 @@ def _make_colours() -> str:
 
 
 def _escape(text: str) -> str:
-    return escape(printable(text))
+    return escape(make_printable(text))

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 from typing_extensions import assert_never
 
 from fsdp_doctor.report.document import CaseResult, Report
-from fsdp_doctor.report.layout import printable, rerun_command
+from fsdp_doctor.report.layout import make_printable, rerun_command
 
 _Outcome: TypeAlias = Literal["passed", "skipped", "error", "failure"]
 
@@ -21,7 +21,7 @@ def render(report: Report, expected: Collection[str] = ()) -> str:
     for result in report.results:
         suites.setdefault(result.case.scenario.id, []).append(result)
     for name, results in suites.items():
-        outcomes = [_outcome(result, expected) for result in results]
+        outcomes = [_choose_outcome(result, expected) for result in results]
         counts = {
             "tests": str(len(results)),
             "failures": str(outcomes.count("failure")),
@@ -34,18 +34,18 @@ def render(report: Report, expected: Collection[str] = ()) -> str:
             _add_case(suite, report, result, outcome, "as expected, " if result.id in expected else "")
     if report.notes:
         properties = ElementTree.SubElement(root, "properties")
-        ElementTree.SubElement(properties, "property", name="notes", value=printable(" ".join(report.notes)))
+        ElementTree.SubElement(properties, "property", name="notes", value=make_printable(" ".join(report.notes)))
     if not report.complete:
         suite = ElementTree.SubElement(root, "testsuite", name="run", tests="1", errors="1", failures="0", skipped="0")
         case = ElementTree.SubElement(suite, "testcase", name="complete", classname="run")
         missing = report.num_selected - len(report.results)
-        message = printable(f"the run is incomplete: {report.ended}; {missing} cases have no result")
+        message = make_printable(f"the run is incomplete: {report.ended}; {missing} cases have no result")
         ElementTree.SubElement(case, "error", message=message)
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
-def _outcome(result: CaseResult, expected: Collection[str]) -> _Outcome:
+def _choose_outcome(result: CaseResult, expected: Collection[str]) -> _Outcome:
     if result.id in expected:
         return "skipped"
     match result.verdict.kind:
@@ -63,16 +63,16 @@ def _outcome(result: CaseResult, expected: Collection[str]) -> _Outcome:
 
 def _add_case(suite: ElementTree.Element, report: Report, result: CaseResult, outcome: _Outcome, preface: str) -> None:
     verdict, scenario = result.verdict, result.case.scenario
-    names = {"name": printable(result.path), "classname": scenario.id, "time": f"{result.wall_seconds:.3f}"}
+    names = {"name": make_printable(result.path), "classname": scenario.id, "time": f"{result.wall_seconds:.3f}"}
     case = ElementTree.SubElement(suite, "testcase", names)
     if outcome == "passed":
         if verdict.kind == "refused":
-            ElementTree.SubElement(case, "system-out").text = printable(f"{verdict.kind}: {verdict.reason}")
+            ElementTree.SubElement(case, "system-out").text = make_printable(f"{verdict.kind}: {verdict.reason}")
         return
     message = f"{preface}{verdict.kind}: {verdict.reason}"
     if result.confirmation is not None:
         message += f" (run again in fresh workers: {result.confirmation.kind})"
-    element = ElementTree.SubElement(case, outcome, message=printable(message))
+    element = ElementTree.SubElement(case, outcome, message=make_printable(message))
     if outcome == "skipped":
         return
     element.set("type", verdict.kind)
@@ -82,4 +82,4 @@ def _add_case(suite: ElementTree.Element, report: Report, result: CaseResult, ou
     stacks = [f"rank {r.rank}:\n{r.stack}" for r in result.ranks if r.stack]
     known = [f"known: {result.known}"] if result.known else []
     parts = [message, *verdict.also, *known, rerun_command(report, result), *tracebacks, *stacks]
-    element.text = printable("\n".join(parts))
+    element.text = make_printable("\n".join(parts))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fsdp_doctor.matrix.axes import AXES, AXIS
 from fsdp_doctor.matrix.cases import AnyScenario, Case
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkScenario
-from fsdp_doctor.matrix.paths import PATH_NAMES, fix_for
+from fsdp_doctor.matrix.methods import METHOD_NAMES, find_fix
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.verdict.classification import NOT_RUN
 
@@ -23,7 +23,7 @@ class Grid:
     """A rectangle of the matrix: paths down, offloads across, everything else in the title."""
 
     title: str
-    paths: tuple[str, ...]
+    methods: tuple[str, ...]
     offloads: tuple[str, ...]
     cells: dict[tuple[str, str], CaseResult]
 
@@ -35,26 +35,26 @@ class Grid:
         return first if first.verdict.kind in NOT_RUN and len(kinds) == 1 else None
 
 
-def grids(report: Report) -> list[Grid]:
+def make_grids(report: Report) -> list[Grid]:
     """All results, in the order of the run."""
     grouped: dict[AnyScenario, dict[tuple[str, str], CaseResult]] = {}
     for result in report.results:
         scenario = result.case.scenario
-        grouped.setdefault(scenario.without_offload(), {})[result.path, str(scenario.offload)] = result
-    return [_grid(scenario, cells) for scenario, cells in grouped.items()]
+        grouped.setdefault(scenario.drop_offload(), {})[result.path, str(scenario.offload)] = result
+    return [_make_grid(scenario, cells) for scenario, cells in grouped.items()]
 
 
-def _grid(scenario: AnyScenario, cells: dict[tuple[str, str], CaseResult]) -> Grid:
+def _make_grid(scenario: AnyScenario, cells: dict[tuple[str, str], CaseResult]) -> Grid:
     if isinstance(scenario, FrameworkScenario):
-        paths, offloads = tuple(path.name for path in scenario.paths()), scenario.offloads()
-        words = [scenario.framework, *scenario.id_values(without="offload")]
+        methods, offloads = tuple(method.name for method in scenario.list_methods()), scenario.list_offloads()
+        words = [scenario.framework, *scenario.list_id_values(without="offload")]
     else:
-        paths, offloads = PATH_NAMES, tuple(AXIS["offload"].values)
+        methods, offloads = METHOD_NAMES, tuple(AXIS["offload"].values)
         values = [(axis, scenario.values[axis.name]) for axis in AXES if axis.name != "offload"]
         words = [value for axis, value in values if value != axis.default or axis.always_in_id]
     return Grid(
         title=", ".join(words),
-        paths=sort_by_table((path for path, _ in cells), paths),
+        methods=sort_by_table((method for method, _ in cells), methods),
         offloads=sort_by_table((offload for _, offload in cells), offloads),
         cells=cells,
     )
@@ -66,23 +66,23 @@ def sort_by_table(present: Iterable[str], order: tuple[str, ...]) -> tuple[str, 
     return (*(name for name in order if name in names), *(name for name in names if name not in order))
 
 
-def fixes(report: Report) -> dict[str, CaseResult]:
+def find_fixes(report: Report) -> dict[str, CaseResult]:
     """By id of a case, the result of the fix for its path in the same scenario, if the fix ran."""
     results = {result.id: result for result in report.results}
     fix_ids = {
-        case_id: Case(case.scenario, fix_for(case.path, case.scenario.version)).id
+        case_id: Case(case.scenario, find_fix(case.method, case.scenario.version)).id
         for case_id, result in results.items()
         if isinstance(case := result.case, Case)
     }
     return {case_id: results[fix_id] for case_id, fix_id in fix_ids.items() if fix_id in results}
 
 
-def summary(report: Report) -> str:
+def summarize(report: Report) -> str:
     """One line: the number of cases, and of each verdict."""
     kinds = Counter(result.verdict.kind for result in report.results)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     partial = f" of {report.num_selected} selected (incomplete: {report.ended or 'still running'})"
-    cases, ranks = counted(len(report.results), "case"), counted(report.world_size, "rank")
+    cases, ranks = format_count(len(report.results), "case"), format_count(report.world_size, "rank")
     return f"{cases}{'' if report.complete else partial} on {ranks} of {report.device}: {counts or 'no result'}"
 
 
@@ -92,15 +92,15 @@ def rerun_command(report: Report, result: CaseResult) -> str:
     return f"fsdp-doctor probe{options} --case '{result.id}'"
 
 
-def counted(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def seconds_text(seconds: float | None) -> str:
+def format_seconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds:.4f} s"
 
 
-def bytes_text(number: int | None) -> str:
+def format_bytes(number: int | None) -> str:
     """A size in the unit that keeps it readable; a dash if it was not measured."""
     if number is None:
         return "-"
@@ -112,7 +112,7 @@ def bytes_text(number: int | None) -> str:
     return f"{size:.1f} GiB"
 
 
-def main_thread(stack: str) -> list[str]:
+def find_main_thread(stack: str) -> list[str]:
     """The lines of the worker's main thread out of all threads' stacks, innermost frame first.
 
     faulthandler calls it the current one, unless the signal came to a thread that has no Python; it lists it last.
@@ -121,6 +121,6 @@ def main_thread(stack: str) -> list[str]:
     return next((thread for thread in others if thread.startswith("Current")), last).strip().splitlines()
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """``text`` without the characters that XML and most terminals cannot show, lone surrogates among them."""
     return _NOT_PRINTABLE.sub("?", text)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 
-from fsdp_doctor.machine.environment import lines_of
+from fsdp_doctor.machine.environment import format_lines
 from fsdp_doctor.report.document import CaseResult, Report
-from fsdp_doctor.report.failure_groups import FailureGroup, distinct_failures, numbers
+from fsdp_doctor.report.failure_groups import FailureGroup, group_failures, number_failures
 from fsdp_doctor.report.layout import (
     Grid,
-    bytes_text,
-    counted,
-    fixes,
-    grids,
-    main_thread,
+    find_fixes,
+    find_main_thread,
+    format_bytes,
+    format_count,
+    format_seconds,
+    make_grids,
     rerun_command,
-    seconds_text,
-    summary,
+    summarize,
 )
 from fsdp_doctor.verdict.classification import GOOD
 
@@ -30,14 +30,14 @@ _REASON_CHARACTERS = 2_000
 
 def render(report: Report) -> str:
     """Renders at most as much as GitHub takes; counts what does not fit."""
-    failures = distinct_failures(report)
-    number_of = numbers(failures)
+    failures = group_failures(report)
+    number_of = number_failures(failures)
     text = _Text(_LIMIT)
-    text.add([f"## fsdp-doctor {report.version}", "", summary(report), ""])
+    text.add([f"## fsdp-doctor {report.version}", "", summarize(report), ""])
     text.add([line for note in report.notes for line in (f"> {note}", "")])
-    text.add([*_fenced(report.command), "", *_environment(report), ""])
-    text.add_all("tables", [[_grid(grid, number_of)] for grid in grids(report)], share=0.5)
-    text.add_all("rows of the fix", [[_comparison(report)]], share=0.6)
+    text.add([*_fence(report.command), "", *_render_environment(report), ""])
+    text.add_all("tables", [[_render_grid(grid, number_of)] for grid in make_grids(report)], share=0.5)
+    text.add_all("rows of the fix", [[_render_comparison(report)]], share=0.6)
     text.add_all(
         "distinct failures",
         [[_block(report, failure, details=True), _block(report, failure, details=False)] for failure in failures],
@@ -72,35 +72,35 @@ class _Text:
             self.add(["", f"{left_out} more {what} are in the JSON report.", ""])
 
 
-def _environment(report: Report) -> list[str]:
-    facts = lines_of(report.environment)
-    return ["<details><summary>Environment</summary>", "", *_fenced("\n".join(facts)), "", "</details>"]
+def _render_environment(report: Report) -> list[str]:
+    facts = format_lines(report.environment)
+    return ["<details><summary>Environment</summary>", "", *_fence("\n".join(facts)), "", "</details>"]
 
 
-def _grid(grid: Grid, number_of: dict[str, int]) -> list[str]:
+def _render_grid(grid: Grid, number_of: dict[str, int]) -> list[str]:
     if (uniform := grid.uniform) is not None:
         return [f"**{grid.title}**: {len(grid.cells)} cases {uniform.verdict.kind}: {uniform.verdict.reason}", ""]
     header = "| path | " + " | ".join(grid.offloads) + " |"
     rule = "|---" * (len(grid.offloads) + 1) + "|"
     rows = [
-        f"| `{path}` | "
-        + " | ".join(_cell(grid.cells.get((path, offload)), number_of) for offload in grid.offloads)
+        f"| `{method}` | "
+        + " | ".join(_render_cell(grid.cells.get((method, offload)), number_of) for offload in grid.offloads)
         + " |"
-        for path in grid.paths
+        for method in grid.methods
     ]
     return [f"**{grid.title}**", "", header, rule, *rows, ""]
 
 
-def _cell(result: CaseResult | None, number_of: dict[str, int]) -> str:
+def _render_cell(result: CaseResult | None, number_of: dict[str, int]) -> str:
     if result is None:
         return ""
     kind = result.verdict.kind
     return f"**{kind}** [{number_of[result.id]}]" if result.verdict.bad else kind
 
 
-def _comparison(report: Report) -> list[str]:
+def _render_comparison(report: Report) -> list[str]:
     """The fix in each scenario, and how many of the other paths there were ok or refused rightly."""
-    fix_of = fixes(report)
+    fix_of = find_fixes(report)
     if not fix_of:
         return []
     lines = [
@@ -113,16 +113,16 @@ def _comparison(report: Report) -> list[str]:
         others = [result for result in report.results if fix_of.get(result.id) is fix and result is not fix]
         worked = sum(result.verdict.kind in GOOD for result in others)
         lines.append(
-            f"| {fix.id} | {fix.verdict.kind} | {seconds_text(fix.seconds)} "
-            f"| {bytes_text(fix.peak_extra_bytes)} | {worked} of {len(others)} |"
+            f"| {fix.id} | {fix.verdict.kind} | {format_seconds(fix.seconds)} "
+            f"| {format_bytes(fix.peak_extra_bytes)} | {worked} of {len(others)} |"
         )
     return [*lines, ""]
 
 
 def _block(report: Report, failure: FailureGroup, *, details: bool) -> list[str]:
     count = len(failure.results)
-    lines = ["", f"### [{failure.number}] {failure.kind}: {counted(count, 'case')}", ""]
-    lines += _fenced("\n".join([failure.reason, *failure.also])[:_REASON_CHARACTERS])
+    lines = ["", f"### [{failure.number}] {failure.kind}: {format_count(count, 'case')}", ""]
+    lines += _fence("\n".join([failure.reason, *failure.also])[:_REASON_CHARACTERS])
     known = failure.known
     if known is not None:
         references = f" ({', '.join(known.references)})" if known.references else ""
@@ -135,25 +135,25 @@ def _block(report: Report, failure: FailureGroup, *, details: bool) -> list[str]
     lines += [f"and {count - len(shown)} more"] if count > len(shown) else []
     lines += ["", f"Alone: `{rerun_command(report, failure.results[0])}`", ""]
     if details:
-        lines += _details("Traceback", _last(failure.traceback, _TRACEBACK_LINES))
+        lines += _render_details("Traceback", _keep_last(failure.traceback, _TRACEBACK_LINES))
         for rank, stack in failure.stacks:
-            lines += _details(f"Stack of rank {rank}", "\n".join(main_thread(stack)[:_STACK_LINES]))
+            lines += _render_details(f"Stack of rank {rank}", "\n".join(find_main_thread(stack)[:_STACK_LINES]))
     return lines
 
 
-def _details(title: str, text: str) -> list[str]:
+def _render_details(title: str, text: str) -> list[str]:
     if not text.strip():
         return []
-    return [f"<details><summary>{title}</summary>", "", *_fenced(text.rstrip()), "", "</details>", ""]
+    return [f"<details><summary>{title}</summary>", "", *_fence(text.rstrip()), "", "</details>", ""]
 
 
-def _fenced(text: str) -> list[str]:
+def _fence(text: str) -> list[str]:
     """A code block whose fence is longer than any run of backticks in it."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return [fence, text, fence]
 
 
-def _last(text: str, lines: int) -> str:
+def _keep_last(text: str, lines: int) -> str:
     all_lines = text.rstrip().splitlines()
     return "\n".join(all_lines if len(all_lines) <= lines else ["...", *all_lines[-lines:]])

@@ -22,19 +22,21 @@ _ADDED_LATER = frozenset(
 )
 
 
-def schema() -> dict[str, Any]:
+def make_report_schema() -> dict[str, Any]:
     """The schema of a report of any version."""
-    made = schema_of(Report, SCHEMA, SCHEMA_VERSION, "The JSON report of fsdp-doctor", added_later=_ADDED_LATER)
+    made = make_document_schema(
+        Report, SCHEMA, SCHEMA_VERSION, "The JSON report of fsdp-doctor", added_later=_ADDED_LATER
+    )
     made["$defs"]["CaseResult"]["properties"]["scenario"] = {
         "anyOf": [
-            _strict_object({axis.name: {"enum": list(axis.values)} for axis in AXES}, _ADDED_LATER),
-            _strict_object({"framework": {"enum": list(FRAMEWORKS)}, "configuration": {"type": "string"}}),
+            _make_strict_object({axis.name: {"enum": list(axis.values)} for axis in AXES}, _ADDED_LATER),
+            _make_strict_object({"framework": {"enum": list(FRAMEWORKS)}, "configuration": {"type": "string"}}),
         ]
     }
     return made
 
 
-def schema_of(
+def make_document_schema(
     kind: type, name: str, newest: int, title: str, added_later: Collection[str] = frozenset()
 ) -> dict[str, Any]:
     """The schema of a document, in versions up to ``newest``: without unknown keys, with all but those added later."""
@@ -58,14 +60,14 @@ def schema_of(
 def _make_strict(definition: dict[str, Any], added_later: Collection[str]) -> None:
     # An object of environment facts has those that are known.
     optional = definition["properties"] if definition["title"] == "EnvironmentFacts" else added_later
-    definition |= _strict_object(definition["properties"], optional)
+    definition |= _make_strict_object(definition["properties"], optional)
     definition["description"] = inspect.cleandoc(definition.get("description", ""))
     for value in definition["properties"].values():
         value.pop("default", None)
         _forbid_negative(value)
 
 
-def _strict_object(properties: dict[str, Any], optional: Collection[str] = frozenset()) -> dict[str, Any]:
+def _make_strict_object(properties: dict[str, Any], optional: Collection[str] = frozenset()) -> dict[str, Any]:
     required = [name for name in properties if name not in optional]
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
@@ -83,4 +85,4 @@ def _forbid_negative(value: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(schema(), indent=2) + "\n")
+    sys.stdout.write(json.dumps(make_report_schema(), indent=2) + "\n")

@@ -18,7 +18,7 @@ from fsdp_doctor.matrix.cases import AnyCase
 from fsdp_doctor.report import formats
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.formats import Format
-from fsdp_doctor.report.journal import Journal, write_report, writing
+from fsdp_doctor.report.journal import Journal, turn_write_errors, write_report
 
 
 class ReportWriter:
@@ -38,7 +38,7 @@ class ReportWriter:
         self._journal: Journal | None = None
         self.is_open = False
 
-    def numbers_to_run(self) -> list[int]:
+    def list_numbers_to_run(self) -> list[int]:
         """The cases without a result, as indices into the list of all."""
         done = {result.id for result in self._results}
         return [number for number, case in enumerate(self._cases) if case.id not in done]
@@ -47,13 +47,13 @@ class ReportWriter:
         """Keeps the results on disk from here on. facts: those that only the workers know."""
         self.is_open = True
         self._report = dataclasses.replace(self._report, environment=self._report.environment | facts)
-        with self._keeping_the_fault():
+        with self._keep_fault():
             if "json" in self._outputs:
                 self._journal = Journal(self._outputs["json"], self._report)
 
     def add(self, result: CaseResult) -> None:
         self._results.append(result)
-        with self._keeping_the_fault():
+        with self._keep_fault():
             if self._journal is not None and self._fault is None:
                 self._journal.add(result)
 
@@ -67,23 +67,23 @@ class ReportWriter:
         report = dataclasses.replace(
             self._report,
             results=tuple(self._results),
-            complete=not self.numbers_to_run(),
+            complete=not self.list_numbers_to_run(),
             ended=ended,
             seconds=round(self._report.seconds + time.monotonic() - self._start, 3),
         )
-        for name, path in self._outputs.items():
-            with self._keeping_the_fault():
+        for name, method in self._outputs.items():
+            with self._keep_fault():
                 if name != "json":
-                    with writing(path):
-                        path.write_text(formats.render(report, name, expected=expected(report)), encoding="utf-8")
+                    with turn_write_errors(method):
+                        method.write_text(formats.render(report, name, expected=expected(report)), encoding="utf-8")
                 elif self._journal is not None:
                     self._journal.close(report)
                 else:
-                    write_report(path, report)
+                    write_report(method, report)
         return report, self._fault
 
     @contextlib.contextmanager
-    def _keeping_the_fault(self) -> Iterator[None]:
+    def _keep_fault(self) -> Iterator[None]:
         """A file that cannot be written does not end the run: the results still go to stdout."""
         try:
             yield
@@ -94,7 +94,7 @@ class ReportWriter:
 
 
 @contextlib.contextmanager
-def progress_line(total: int) -> Iterator[Callable[[CaseResult], None]]:
+def print_progress(total: int) -> Iterator[Callable[[CaseResult], None]]:
     """Shows the number of finished and of bad cases and the time left on stderr, if that is a terminal.
 
     Gives a function that takes each result. There is no thread: workers are forked meanwhile.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fsdp_doctor.repro.expectation import Expectation, expected, reported
-from fsdp_doctor.repro.framework_script import framework_script
-from fsdp_doctor.repro.script import script
+from fsdp_doctor.repro.expectation import Expectation, find_expected, read_reported
+from fsdp_doctor.repro.framework_script import render_framework_script
+from fsdp_doctor.repro.script import render_script
 
-__all__ = ["Expectation", "expected", "framework_script", "reported", "script"]
+__all__ = ["Expectation", "find_expected", "read_reported", "render_framework_script", "render_script"]

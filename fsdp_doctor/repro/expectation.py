@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known import catalogue, signatures
 from fsdp_doctor.known.run_context import RunContext
-from fsdp_doctor.machine.versions import installed_versions
+from fsdp_doctor.machine.versions import read_installed_versions
 from fsdp_doctor.matrix.axes import Sharding
 from fsdp_doctor.matrix.cases import AnyCase, Case
 from fsdp_doctor.matrix.contracts import Contract
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
-from fsdp_doctor.matrix.paths import find_path
+from fsdp_doctor.matrix.methods import find_method
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.verdict.classification import NOT_RUN, VerdictKind
 
@@ -54,14 +54,14 @@ class Expectation:
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
-def expected(case: AnyCase) -> Expectation:
+def find_expected(case: AnyCase) -> Expectation:
     """The end that the catalogue expects of the case, on the torch that is installed here, if any.
 
     Raises UsageError for a failure that no script can see.
     """
-    versions, source = _installed(), "its catalogue"
+    versions, source = _read_installed(), "its catalogue"
     context = RunContext(torch=versions.get("torch", ""), packages=versions)
-    entry = next(iter(catalogue.expected_failures(case, context)), None)
+    entry = next(iter(catalogue.list_expected_failures(case, context)), None)
     if entry is None:
         return Expectation(kind="ok", title="Nothing is known to break here", source=source, versions=versions)
     _check_that_a_script_sees(case, entry.verdict)
@@ -77,7 +77,7 @@ def expected(case: AnyCase) -> Expectation:
     )
 
 
-def reported(case: AnyCase, report: Report) -> Expectation:
+def read_reported(case: AnyCase, report: Report) -> Expectation:
     """The end of the case in a report.
 
     Raises UsageError for a case that did not run, and for a failure that no script can see.
@@ -94,10 +94,10 @@ def reported(case: AnyCase, report: Report) -> Expectation:
     if report.world_size != 2 and not replicates:
         raise UsageError(f"the report is of {report.world_size} ranks; a script starts 2, or 4 where it replicates")
     _check_that_a_script_sees(case, verdict.kind)
-    known = next((entry for entry in catalogue.known_failures() if entry.id == result.known), None)
+    known = next((entry for entry in catalogue.read_catalogue() if entry.id == result.known), None)
     return Expectation(
         kind=verdict.kind,
-        message=_pattern_of(result, case) if isinstance(case, Case) else "",
+        message=_make_pattern(result, case) if isinstance(case, Case) else "",
         by_every_rank=len(verdict.ranks) == report.world_size,
         title=known.title if known is not None else "",
         references=known.references if known is not None else (),
@@ -108,68 +108,68 @@ def reported(case: AnyCase, report: Report) -> Expectation:
 
 def _check_that_a_script_sees(case: AnyCase, kind: VerdictKind) -> None:
     """Raises UsageError for wrong values of an extracted optimizer state: a script has nothing to compare them with."""
-    if isinstance(case, Case) and kind == "wrong" and _contract(case).form == "optimizer":
+    if isinstance(case, Case) and kind == "wrong" and _find_contract(case).form == "optimizer":
         raise UsageError(f"case {case.id!r}: that the optimizer's state has other values, the doctor alone can see")
 
 
-def _contract(case: Case) -> Contract:
-    return find_path(case.path, case.scenario.version).contract
+def _find_contract(case: Case) -> Contract:
+    return find_method(case.method, case.scenario.version).contract
 
 
 @functools.cache
-def _installed() -> Mapping[str, str]:
+def _read_installed() -> Mapping[str, str]:
     of_frameworks = (name for matrix in FRAMEWORKS.values() for name in matrix.distributions)
-    return installed_versions(dict.fromkeys(("torch", "transformers", "peft", *of_frameworks)))
+    return read_installed_versions(dict.fromkeys(("torch", "transformers", "peft", *of_frameworks)))
 
 
-def _pattern_of(result: CaseResult, case: Case) -> str:
+def _make_pattern(result: CaseResult, case: Case) -> str:
     """A regular expression that the script's own words match; empty if only the verdict is comparable."""
     match result.verdict.kind:
         case "refused":
-            return _refusal(result, case)
+            return _make_refusal_pattern(result, case)
         case "crash" | "poisoned" | "oom":
             holds = _HOLDS.search(result.verdict.reason)
-            return _exception(result) or (_escaped(holds[0]) if holds else "")
+            return _make_exception_pattern(result) or (_escape(holds[0]) if holds else "")
         case "wrong" | "misplaced" | "incomplete":
-            return _entries(result, case)
+            return _make_entries_pattern(result, case)
         case _:
             return ""
 
 
-def _exception(result: CaseResult) -> str:
+def _make_exception_pattern(result: CaseResult) -> str:
     failure = result.failure
     # A FloatingPointError is of the doctor, for a loss that is nan.
     if failure is None or failure.type == "FloatingPointError":
         return ""
-    return _pattern(failure.summary if _CARRIES in failure.message else f"{failure.type}: {failure.message}")
+    return _generalize(failure.summary if _CARRIES in failure.message else f"{failure.type}: {failure.message}")
 
 
-def _refusal(result: CaseResult, case: Case) -> str:
+def _make_refusal_pattern(result: CaseResult, case: Case) -> str:
     """The exception with which every rank refused a checkpoint, for a file of any rank in any directory."""
-    if _contract(case).ranks == "rank0":
+    if _find_contract(case).ranks == "rank0":
         # The other ranks, which are given nothing, refuse in other words.
-        return _escaped(result.verdict.reason.partition(" ")[0])
-    return _ANY_RANK.sub(r"rank_\\d+", _DIRECTORY.sub(".*/", _pattern(result.verdict.reason)))
+        return _escape(result.verdict.reason.partition(" ")[0])
+    return _ANY_RANK.sub(r"rank_\\d+", _DIRECTORY.sub(".*/", _generalize(result.verdict.reason)))
 
 
-def _entries(result: CaseResult, case: Case) -> str:
+def _make_entries_pattern(result: CaseResult, case: Case) -> str:
     """The number of bad entries and the first names, if the reason is one sentence over all of them."""
-    contract, names_match = _contract(case), _NAMED.search(result.verdict.reason)
+    contract, names_match = _find_contract(case), _NAMED.search(result.verdict.reason)
     # Of FSDP1 a script compares flat parameters, the report the tensors in them.
     if names_match is None or (contract.direction == "in" and case.scenario.version == 1):
         return ""
     names = names_match["names"].split(", ")
     # A report counts weights and moments separately.
     count = f"{len(names) + int(names_match['more'] or 0)} " if contract.loads != "both" else ""
-    return _escaped(f"{count}entries: {', '.join(names)}")
+    return _escape(f"{count}entries: {', '.join(names)}")
 
 
-def _pattern(text: str) -> str:
+def _generalize(text: str) -> str:
     """The text of an exception, for any device and any addresses."""
-    pieces = (_escaped(piece) for piece in _DEVICE.split(_LIST.sub("", signatures.one_line(text))))
+    pieces = (_escape(piece) for piece in _DEVICE.split(_LIST.sub("", signatures.join_lines(text))))
     pattern = _ADDRESS.sub("0x[0-9a-f]+", signatures.DEVICE.join(pieces))
     return pattern.replace(_CARRIER, f"{_CARRIER}.*", 1) if pattern.startswith(_CARRIER) else pattern
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return re.escape(text).replace(r"\ ", " ")

@@ -16,44 +16,44 @@ from fsdp_doctor.known import signatures
 from fsdp_doctor.matrix.axes import Context, Model, Sharding
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.contracts import Direction
-from fsdp_doctor.matrix.paths import Path, find_path, impossible, is_user_path
+from fsdp_doctor.matrix.methods import MatrixMethod, explain_impossible, find_method, is_user_method
 from fsdp_doctor.repro.expectation import Expectation
 
 _ROOM = pathlib.Path(__file__).parent
-_PATHS = _ROOM.parent / "case" / "paths"
+_METHODS = _ROOM.parent / "case" / "methods"
 _WIDTH = 100
 _TEMPLATE: dict[Direction, str] = {"out": "extraction.py.jinja", "in": "loading.py.jinja"}
 _TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(_ROOM), undefined=jinja2.StrictUndefined)
 
 
-def script(case: Case, expectation: Expectation, name: str = "repro.py") -> str:
+def render_script(case: Case, expectation: Expectation, name: str = "repro.py") -> str:
     """The text of a script that runs ``case`` under torchrun, and ends with 0 if the case ends as expected.
 
     name: of the script, for the command in its docstring. Raises UsageError for a case that only fsdp-doctor can run.
     """
-    path = _path(case)
-    module, _, function = path.function.partition(":")
+    method = _find_method(case)
+    module, _, function = method.function.partition(":")
     # Read, not imported: that would take torch.
-    path_module = (_PATHS / f"{module}.py").read_text(encoding="utf-8")
+    method_module = (_METHODS / f"{module}.py").read_text(encoding="utf-8")
     scenario = case.scenario
     packages = ("torch", "transformers", *(("peft",) if scenario.model.has_adapters else ()))
-    num_ranks, mesh = _mesh(case)
-    text = _TEMPLATES.get_template(_TEMPLATE[path.direction]).render(
+    num_ranks, mesh = _choose_mesh(case)
+    text = _TEMPLATES.get_template(_TEMPLATE[method.direction]).render(
         case=case,
         scenario=scenario,
-        contract=path.contract,
+        contract=method.contract,
         num_ranks=num_ranks,
         mesh=mesh,
-        config=_config(scenario.model),
-        with_mesh=not path.without_mesh,
-        offloads=path.offloads,
-        optimizer_first=path.optimizer_first,
-        path_module=path_module,
-        call=_call(path_module, function, path.direction, scenario.context),
-        compares=_compares(case, path, expectation),
-        asks_others=_asks_others(case, expectation),
+        config=_name_config(scenario.model),
+        with_mesh=not method.without_mesh,
+        offloads=method.offloads,
+        optimizer_first=method.optimizer_first,
+        method_module=method_module,
+        call=_call(method_module, function, method.direction, scenario.context),
+        compares=_needs_comparison(case, method, expectation),
+        asks_others=_needs_other_ranks(case, expectation),
         expected=expectation,
-        message=_literal(expectation.message.replace(signatures.DEVICE, r"\S+?")),
+        message=_format_literal(expectation.message.replace(signatures.DEVICE, r"\S+?")),
         file_name=name,
         version=__version__,
         versions=", ".join(f"{package} {expectation.versions.get(package, 'any')}" for package in packages),
@@ -61,29 +61,29 @@ def script(case: Case, expectation: Expectation, name: str = "repro.py") -> str:
     return prune(text)
 
 
-def _path(case: Case) -> Path:
+def _find_method(case: Case) -> MatrixMethod:
     """The path of the case. Raises UsageError if a script cannot have it."""
     scenario = case.scenario
-    if is_user_path(case.path):
-        raise UsageError(f"case {case.id!r}: {case.path} is your own; a script has torch's functions alone")
+    if is_user_method(case.method):
+        raise UsageError(f"case {case.id!r}: {case.method} is your own; a script has torch's functions alone")
     if scenario.consumer.needs_sender:
         raise UsageError(f"case {case.id!r}: there is no script of a consumer; a script reads each entry when it comes")
     if scenario.model.is_custom:
         raise UsageError(f"case {case.id!r} is of a model of your own; a script has the built-in ones alone")
-    path = find_path(case.path, scenario.version)
-    if path.is_fix:
-        raise UsageError(f"case {case.id!r}: {path.name} is fsdp-doctor's own; a script has torch's functions alone")
-    _mesh(case)
-    if reason := impossible(path, scenario):
+    method = find_method(case.method, scenario.version)
+    if method.is_fix:
+        raise UsageError(f"case {case.id!r}: {method.name} is fsdp-doctor's own; a script has torch's functions alone")
+    _choose_mesh(case)
+    if reason := explain_impossible(method, scenario):
         raise UsageError(f"case {case.id!r} cannot be tried: {reason}")
     # Files for each rank hold the optimizer's own state_dict(), everything else get_optimizer_state_dict's.
-    moments_by_name = path.contract.loads != "model" and path.contract.given != "rank_files"
+    moments_by_name = method.contract.loads != "model" and method.contract.given != "rank_files"
     if moments_by_name and scenario.version == 1 and not scenario.sharding.has_one_mesh:
         raise UsageError(f"case {case.id!r}: torch cannot save the optimizer's state of FSDP1's replicas")
-    return path
+    return method
 
 
-def _mesh(case: Case) -> tuple[int, str]:
+def _choose_mesh(case: Case) -> tuple[int, str]:
     """The number of ranks, and the arguments of ``init_device_mesh``. Raises UsageError if no template has the mesh."""
     match sharding := case.scenario.sharding:
         case Sharding.FULL:
@@ -98,7 +98,7 @@ def _mesh(case: Case) -> tuple[int, str]:
             assert_never(sharding)
 
 
-def _config(model: Model) -> str:
+def _name_config(model: Model) -> str:
     """The name of the model's configuration in transformers."""
     match model:
         case Model.QWEN3 | Model.QWEN3_TIED | Model.QWEN3_BUFFERS | Model.QWEN3_LORA:
@@ -136,12 +136,12 @@ def _call(module: str, function: str, direction: Direction, context: Context) ->
     return f"{called}({arguments})" + ("" if yields or direction == "in" else ".items()")
 
 
-def _compares(case: Case, path: Path, expectation: Expectation) -> bool:
+def _needs_comparison(case: Case, method: MatrixMethod, expectation: Expectation) -> bool:
     """Whether the script compares values with the true ones: not if the case raises before it has any."""
     kind = expectation.kind
-    if path.contract.form == "flat":
+    if method.contract.form == "flat":
         return False
-    if path.direction == "in":
+    if method.direction == "in":
         # Of a next step that fails, its message says enough.
         has_message = kind == "poisoned" and bool(expectation.message)
         return kind in ("ok", "wrong", "incomplete", "misplaced", "poisoned") and not has_message
@@ -150,22 +150,22 @@ def _compares(case: Case, path: Path, expectation: Expectation) -> bool:
     return kind not in ("leak", "crash", "oom", "died")
 
 
-def _asks_others(case: Case, expectation: Expectation) -> bool:
+def _needs_other_ranks(case: Case, expectation: Expectation) -> bool:
     """Whether an exception on every rank is a refusal, and so another end than an exception on some ranks."""
     crash = expectation.kind == "crash" and not expectation.by_every_rank
     return not case.scenario.checkpoint.must_load and (crash or expectation.kind in ("ok", "refused"))
 
 
-def _literal(pattern: str) -> str:
+def _format_literal(pattern: str) -> str:
     """A regular expression as raw strings, over several lines if it is long."""
     pieces = textwrap.wrap(
         pattern, _WIDTH, break_long_words=False, drop_whitespace=False, break_on_hyphens=False, replace_whitespace=False
     )
-    literals = [_raw(piece) for piece in pieces] or ['""']
+    literals = [_format_raw(piece) for piece in pieces] or ['""']
     return literals[0] if len(literals) == 1 else "(\n    " + "\n    ".join(literals) + "\n)"
 
 
-def _raw(text: str) -> str:
+def _format_raw(text: str) -> str:
     quote = next((quote for quote in ('"', "'") if quote not in text), "")
     return f"r{quote}{text}{quote}" if quote and not text.endswith("\\") else repr(text)
 
@@ -180,20 +180,20 @@ def prune(source: str) -> str:
     (main,) = (node for node in body if isinstance(node, ast.If))
     definitions: dict[str, ast.stmt] = {}
     for node in body:
-        if (name := _defined_name(node)) in definitions:
+        if (name := _find_defined_name(node)) in definitions:
             raise ValueError(f"defined twice: {name}")
         definitions |= {name: node} if name else {}
-    used = more = _used_names(main)
-    while more := {other for name in more & definitions.keys() for other in _used_names(definitions[name])} - used:
+    used = more = _list_used_names(main)
+    while more := {other for name in more & definitions.keys() for other in _list_used_names(definitions[name])} - used:
         used |= more
     needed = [node for name, node in definitions.items() if name in used]
-    constants = [_dense_text(source, node) for node in needed if isinstance(node, ast.Assign)]
-    functions = [_dense_text(source, node) for node in needed if isinstance(node, ast.FunctionDef)]
-    head = [node_text(source, docstring), _imports(body, used), "\n".join(constants)]
-    return "\n\n".join([*head, *functions, _dense_text(source, main)]) + "\n"
+    constants = [_read_dense_text(source, node) for node in needed if isinstance(node, ast.Assign)]
+    functions = [_read_dense_text(source, node) for node in needed if isinstance(node, ast.FunctionDef)]
+    head = [read_node_text(source, docstring), _select_imports(body, used), "\n".join(constants)]
+    return "\n\n".join([*head, *functions, _read_dense_text(source, main)]) + "\n"
 
 
-def _defined_name(node: ast.stmt) -> str:
+def _find_defined_name(node: ast.stmt) -> str:
     """The name of a function or a constant; empty for any other statement."""
     match node:
         case ast.FunctionDef(name=name) | ast.Assign(targets=[ast.Name(id=name)]):
@@ -201,11 +201,11 @@ def _defined_name(node: ast.stmt) -> str:
     return ""
 
 
-def _used_names(node: ast.stmt) -> set[str]:
+def _list_used_names(node: ast.stmt) -> set[str]:
     return {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
 
 
-def _imports(body: list[ast.stmt], used: set[str]) -> str:
+def _select_imports(body: list[ast.stmt], used: set[str]) -> str:
     """One statement for each module that is used: the standard library's, then the rest."""
     members: dict[str, set[str]] = {}
     for node in body:
@@ -222,11 +222,11 @@ def _imports(body: list[ast.stmt], used: set[str]) -> str:
     return "\n".join([*standard, "", *(line for line in statements if line not in standard)])
 
 
-def node_text(source: str, node: ast.stmt) -> str:
+def read_node_text(source: str, node: ast.stmt) -> str:
     """The lines of a statement, with its decorators, which ``ast`` counts apart."""
     first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
     return "\n".join(source.splitlines()[first - 1 : node.end_lineno])
 
 
-def _dense_text(source: str, node: ast.stmt) -> str:
-    return "\n".join(line for line in node_text(source, node).splitlines() if line.strip())
+def _read_dense_text(source: str, node: ast.stmt) -> str:
+    return "\n".join(line for line in read_node_text(source, node).splitlines() if line.strip())

@@ -60,7 +60,7 @@ BAD_ON_EXACT = "bad on the exact checkpoint too"
 # The stages in which the doctor works, and not the case.
 OWN_STAGES: tuple[Stage, ...] = ("checkpoint", "reference", "fingerprint", "verify")
 # The stages in which the method under test works.
-_PATH_STAGES = ("extract", "save", "load", "test")
+_METHOD_STAGES = ("extract", "save", "load", "test")
 
 PROBLEM_ORDER: tuple[ProblemKind, ...] = ("wrong", "race", "incomplete", "misplaced", "poisoned", "leak")
 
@@ -113,29 +113,29 @@ class _Event:
 
 
 def classify(reports: Sequence[RankReport], world_size: int) -> Verdict:
-    """The verdict over all ranks' reports of one case; a refusal must then go through :func:`judged_refusal`."""
+    """The verdict over all ranks' reports of one case; a refusal must then go through :func:`judge_refusal`."""
     missing = sorted(set(range(world_size)) - {report.rank for report in reports})
     if missing:
-        return Verdict(kind="lost", reason=f"no report came from {_ranks(missing)}", ranks=tuple(missing))
-    if refusals := _refusals(reports):
+        return Verdict(kind="lost", reason=f"no report came from {_name_ranks(missing)}", ranks=tuple(missing))
+    if refusals := _list_refusals(reports):
         return Verdict(kind="refused", reason=refusals[0])
     events = sorted(
-        (event for report in reports for event in _events(report)),
+        (event for report in reports for event in _list_events(report)),
         key=lambda event: (event.cascade, event.time, event.rank),
     )
     hanging = [report for report in reports if report.stopped == "deadline"]
     if hanging and all(event.cascade for event in events):
-        return _hang(hanging, reports)
+        return _judge_hang(hanging, reports)
     if events:
-        return _from_events(events, reports)
+        return _judge_events(events, reports)
     unfinished = [report.rank for report in reports if report.record is None or not report.record.done]
     if unfinished:
-        reason = f"{_ranks(unfinished)} did not finish and did not say why"
+        reason = f"{_name_ranks(unfinished)} did not finish and did not say why"
         return Verdict(kind="lost", reason=reason, ranks=tuple(unfinished))
-    return _from_records(reports)
+    return _judge_records(reports)
 
 
-def judged_refusal(refusal: Verdict, exact: Verdict, world_size: int) -> Verdict:
+def judge_refusal(refusal: Verdict, exact: Verdict, world_size: int) -> Verdict:
     """The verdict of a case that every rank refused. exact: that of the same method with the exact checkpoint.
 
     A method that is bad on the exact checkpoint refuses nothing: it raised an exception.
@@ -147,17 +147,17 @@ def judged_refusal(refusal: Verdict, exact: Verdict, world_size: int) -> Verdict
     return Verdict(kind=kind, reason=refusal.reason, ranks=tuple(range(world_size)), also=(also,))
 
 
-def workers_are_whole(reports: Sequence[RankReport]) -> bool:
+def are_workers_whole(reports: Sequence[RankReport]) -> bool:
     """Whether every rank ended the case alike and the process group still works, so that the workers can go on."""
     records = [report.record for report in reports]
     if any(record is None or not record.done or not record.healthy or record.retire for record in records):
         return False
-    if any(map(_ended, reports)):
+    if any(map(_has_ended, reports)):
         return False
     return len({record.failure is None for record in records if record is not None}) == 1
 
 
-def died_before(reports: Sequence[RankReport]) -> bool:
+def has_died_before(reports: Sequence[RankReport]) -> bool:
     """Whether a worker had ended when the case began."""
     return any(report.exit and report.record is None for report in reports)
 
@@ -167,7 +167,7 @@ def fold(text: str) -> str:
     return _DEVICE_INDEX.sub(r"\1", text)
 
 
-def without_seconds(text: str) -> str:
+def strip_seconds(text: str) -> str:
     """``text`` without the seconds of a deadline."""
     return _SECONDS.sub("", text)
 
@@ -177,12 +177,12 @@ def is_cascade(failure: Failure) -> bool:
     return _CASCADE.search(failure.message) is not None
 
 
-def waiting_in(stack: str) -> str:
+def find_wait(stack: str) -> str:
     """The function of torch.distributed, or the device, for which the rank waited; empty if it did not.
 
     stack: as faulthandler wrote it; its current thread is the main thread of the worker.
     """
-    frames = _frames(stack)
+    frames = _read_frames(stack)
     if frames and frames[0][1] == "synchronize" and _DEVICE_MODULE.search(frames[0][0]):
         return "synchronize, for the device"
     in_torch = itertools.takewhile(lambda frame: _IN_TORCH.search(frame[0]), frames)
@@ -190,7 +190,7 @@ def waiting_in(stack: str) -> str:
     return named[-1] if named else ""
 
 
-def _frames(stack: str) -> list[tuple[str, str]]:
+def _read_frames(stack: str) -> list[tuple[str, str]]:
     """(file, function) of the main thread, the innermost first."""
     current = stack.split("Current thread", 1)[-1].split("\nThread", 1)[0]
     return [(match["file"], match["function"]) for match in _FRAME.finditer(current)]
@@ -198,38 +198,38 @@ def _frames(stack: str) -> list[tuple[str, str]]:
 
 def _is_idle(stack: str) -> bool:
     """Whether the rank waited for a thread, process or file, and for no other rank."""
-    frames = _frames(stack)
+    frames = _read_frames(stack)
     return bool(frames and _WAITS_OF_PYTHON.search(frames[0][0]))
 
 
-def _refusals(reports: Sequence[RankReport]) -> list[str]:
+def _list_refusals(reports: Sequence[RankReport]) -> list[str]:
     """The exceptions with which all ranks refused a checkpoint; empty where a rank did not, or found problems."""
-    records = [report.record for report in reports if report.record is not None and not _ended(report)]
+    records = [report.record for report in reports if report.record is not None and not _has_ended(report)]
     refusals = [record.refusal for record in records if record.done and record.refusal and not record.problems]
     return refusals if len(refusals) == len(reports) else []
 
 
-def _ended(report: RankReport) -> bool:
+def _has_ended(report: RankReport) -> bool:
     """Whether the rank ended, or its supervisor ended it."""
     return bool(report.exit or report.garbled or report.stopped)
 
 
-def _events(report: RankReport) -> list[_Event]:
+def _list_events(report: RankReport) -> list[_Event]:
     events = []
     record = report.record
     kind: VerdictKind
     if record is not None and record.failure is not None and not record.unsupported:
         failure = record.failure
         cascade = is_cascade(failure) or record.stage == "agree"
-        kind = _kind_of(failure, record.stage)
-        before = "" if kind != "crash" or record.stage in _PATH_STAGES else f"{record.stage}: "
+        kind = _choose_kind(failure, record.stage)
+        before = "" if kind != "crash" or record.stage in _METHOD_STAGES else f"{record.stage}: "
         text = record.call_in_words + before + failure.summary
         events.append(_Event(cascade, failure.time, report.rank, kind, text))
     if report.exit:
         kind = "oom" if report.oom_killed else "died"
         killer = ": the kernel's out-of-memory killer was at work" if report.oom_killed else ""
         text = f"ended with {report.exit}{killer}"
-        events.append(_Event(False, report.exit_time, report.rank, kind, text + _in_stage(report)))
+        events.append(_Event(False, report.exit_time, report.rank, kind, text + _describe_stage(report)))
     if report.stopped == "memory":
         events.append(_Event(False, report.exit_time, report.rank, "oom", report.stopped_detail))
     if report.garbled:
@@ -237,7 +237,7 @@ def _events(report: RankReport) -> list[_Event]:
     return events
 
 
-def _kind_of(failure: Failure, stage: str) -> VerdictKind:
+def _choose_kind(failure: Failure, stage: str) -> VerdictKind:
     if stage in OWN_STAGES:
         return "lost"
     if failure.type.endswith("MemoryError") or _OUT_OF_MEMORY.search(failure.message):
@@ -245,58 +245,58 @@ def _kind_of(failure: Failure, stage: str) -> VerdictKind:
     return "poisoned" if stage == "next step" else "crash"
 
 
-def _from_events(events: list[_Event], reports: Sequence[RankReport]) -> Verdict:
+def _judge_events(events: list[_Event], reports: Sequence[RankReport]) -> Verdict:
     """The verdict where something ended a rank: the first event is the cause, the others followed."""
     first = events[0]
     alike = [event for event in events if event.kind == first.kind and fold(event.text) == fold(first.text)]
     cause = min(alike, key=lambda event: event.rank)
     ranks = tuple(sorted({event.rank for event in alike}))
-    where = "" if len(ranks) == len(reports) else f"{_ranks(ranks)}: "
-    problems = _problems(reports)
-    if cause.kind == "poisoned" and problems and _severity(problems[0].kind) < _severity("poisoned"):
+    where = "" if len(ranks) == len(reports) else f"{_name_ranks(ranks)}: "
+    problems = _list_problems(reports)
+    if cause.kind == "poisoned" and problems and _rate_severity(problems[0].kind) < _rate_severity("poisoned"):
         # The extraction itself was bad already; that training fails too comes second.
-        return _worst(problems, f"next training step: {where}{cause.text}")
-    others = [_other_rank(report, events) for report in reports if report.rank not in ranks]
+        return _judge_worst(problems, f"next training step: {where}{cause.text}")
+    others = [_describe_other_rank(report, events) for report in reports if report.rank not in ranks]
     sentences = (*others, *(problem.sentence for problem in problems))
     return Verdict(kind=cause.kind, reason=where + cause.text, ranks=ranks, also=tuple(filter(None, sentences)))
 
 
-def _other_rank(report: RankReport, events: list[_Event]) -> str:
+def _describe_other_rank(report: RankReport, events: list[_Event]) -> str:
     """A sentence on a rank that is not the cause; empty if nothing happened to it."""
     event = next((event for event in events if event.rank == report.rank), None)
     if event is not None:
         return f"rank {report.rank} then: {event.text}"
-    return f"rank {report.rank} {_activity(report)}" if report.stopped else ""
+    return f"rank {report.rank} {_describe_activity(report)}" if report.stopped else ""
 
 
-def _activity(report: RankReport) -> str:
+def _describe_activity(report: RankReport) -> str:
     """What a rank was doing when it was stopped."""
     if report.process_state:
-        return report.process_state + _in_stage(report)
-    if waits := waiting_in(report.stack):
-        return f"waited in {waits}{_in_stage(report)}"
-    return ("waited for no other rank" if _is_idle(report.stack) else "was busy") + _in_stage(report)
+        return report.process_state + _describe_stage(report)
+    if waits := find_wait(report.stack):
+        return f"waited in {waits}{_describe_stage(report)}"
+    return ("waited for no other rank" if _is_idle(report.stack) else "was busy") + _describe_stage(report)
 
 
-def _in_stage(report: RankReport) -> str:
+def _describe_stage(report: RankReport) -> str:
     if report.record is None:
         return " before the case began"
     stage = report.record.stage
-    where = (report.record.call_in_words + ("" if stage in _PATH_STAGES else stage)).removesuffix(": ")
+    where = (report.record.call_in_words + ("" if stage in _METHOD_STAGES else stage)).removesuffix(": ")
     return f" ({where})" if where else ""
 
 
-def _hang(hanging: Sequence[RankReport], reports: Sequence[RankReport]) -> Verdict:
+def _judge_hang(hanging: Sequence[RankReport], reports: Sequence[RankReport]) -> Verdict:
     """The verdict on a hang. Its ranks are those that wait for no other, else those still in the method, else all."""
     stages = {report.rank: report.record.stage if report.record else None for report in hanging}
     still_in = [r for r in hanging if r.process_state or stages[r.rank] != "agree"]
-    busy = [r for r in still_in if r.process_state or not waiting_in(r.stack)]
-    activities = "; ".join(f"rank {report.rank} {_activity(report)}" for report in hanging)
+    busy = [r for r in still_in if r.process_state or not find_wait(r.stack)]
+    activities = "; ".join(f"rank {report.rank} {_describe_activity(report)}" for report in hanging)
     return Verdict(
         kind="lost" if all(stage in OWN_STAGES for stage in stages.values()) else "hang",
         reason=f"{hanging[0].stopped_detail}: {activities}",
         ranks=tuple(report.rank for report in busy or still_in or hanging),
-        also=tuple(problem.sentence for problem in _problems(reports)),
+        also=tuple(problem.sentence for problem in _list_problems(reports)),
     )
 
 
@@ -311,7 +311,7 @@ class _SharedProblem:
         return f"{self.kind}: {self.text}"
 
 
-def _problems(reports: Sequence[RankReport]) -> list[_SharedProblem]:
+def _list_problems(reports: Sequence[RankReport]) -> list[_SharedProblem]:
     """All problems, the worst kind first, each once with the ranks that share it."""
     ranks_of: dict[tuple[ProblemKind, str], list[int]] = {}
     for report in reports:
@@ -319,31 +319,31 @@ def _problems(reports: Sequence[RankReport]) -> list[_SharedProblem]:
             ranks_of.setdefault((problem.kind, fold(problem.detail)), []).append(report.rank)
     problems = []
     for (kind, detail), ranks in ranks_of.items():
-        where = "" if len(ranks) == len(reports) else f"{_ranks(ranks)}: "
+        where = "" if len(ranks) == len(reports) else f"{_name_ranks(ranks)}: "
         problems.append(_SharedProblem(kind, where + detail, tuple(ranks)))
-    return sorted(problems, key=lambda problem: _severity(problem.kind))
+    return sorted(problems, key=lambda problem: _rate_severity(problem.kind))
 
 
-def _worst(problems: Sequence[_SharedProblem], *also: str) -> Verdict:
+def _judge_worst(problems: Sequence[_SharedProblem], *also: str) -> Verdict:
     worst, *others = problems
     sentences = (*(problem.sentence for problem in others), *also)
     return Verdict(kind=worst.kind, reason=worst.text, ranks=worst.ranks, also=sentences)
 
 
-def _severity(kind: ProblemKind) -> int:
+def _rate_severity(kind: ProblemKind) -> int:
     return PROBLEM_ORDER.index(kind)
 
 
-def _from_records(reports: Sequence[RankReport]) -> Verdict:
+def _judge_records(reports: Sequence[RankReport]) -> Verdict:
     reasons = {r.record.unsupported for r in reports if r.record and r.record.unsupported}
-    problems = _problems(reports)
+    problems = _list_problems(reports)
     if reasons and not problems:
         if not all(r.record and r.record.unsupported for r in reports):
             return Verdict(kind="lost", reason=f"the ranks disagree: some say {'; '.join(sorted(reasons))}")
         return Verdict(kind="unsupported", reason="; ".join(sorted(reasons)))
-    return _worst(problems) if problems else Verdict(kind="ok")
+    return _judge_worst(problems) if problems else Verdict(kind="ok")
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _name_ranks(ranks: Sequence[int]) -> str:
     numbers = ", ".join(str(rank) for rank in ranks)
     return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"

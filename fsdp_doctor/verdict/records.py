@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fsdp_doctor.ledgers.ledger import StageLedger
-from fsdp_doctor.machine.environment import EnvironmentFacts, home_as_tilde
+from fsdp_doctor.machine.environment import EnvironmentFacts, write_home_as_tilde
+from fsdp_doctor.memory_use.records import StageMemory
 
 _FRAMES = 30
 _MESSAGE_CHARACTERS = 4_000
@@ -67,7 +67,7 @@ class Failure:
 
         Of a message that carries another exception's traceback, that exception.
         """
-        if carried := _carried(self.message):
+        if carried := _find_carried(self.message):
             return f"{self.type}: {carried}"
         lines = [line.strip() for line in self.message.strip().splitlines()[:2]]
         if not lines:
@@ -75,7 +75,7 @@ class Failure:
         return f"{self.type}: {' '.join(lines) if lines[0].endswith(':') else lines[0]}"
 
 
-def _carried(message: str) -> str:
+def _find_carried(message: str) -> str:
     """The first exception whose traceback a message carries, as torch's CheckpointException does; empty without one."""
     _, _, traceback = message.partition("Traceback (most recent call last):")
     return next((line for line in traceback.splitlines()[1:] if line and not line[0].isspace()), "")
@@ -112,7 +112,7 @@ class Record:
     healthy: bool = True
     refusal: str = ""
     retire: str = ""
-    ledgers: tuple[StageLedger, ...] = ()
+    ledgers: tuple[StageMemory, ...] = ()
     done: bool = False
 
     @property
@@ -183,28 +183,28 @@ class RankReport:
     ready: Ready | None = None
 
 
-def failure_from(error: BaseException) -> Failure:
+def make_failure(error: BaseException) -> Failure:
     """The exception as values, with the innermost frames of its traceback.
 
     This does not fail, though any method of an exception of the user's own class can.
     """
     return Failure(
         type=type(error).__name__,
-        message=_readable(lambda: home_as_tilde(str(error)[:_MESSAGE_CHARACTERS]), "its message"),
-        traceback=_readable(lambda: _traceback(error), "its traceback"),
+        message=_make_readable(lambda: write_home_as_tilde(str(error)[:_MESSAGE_CHARACTERS]), "its message"),
+        traceback=_make_readable(lambda: _format_traceback(error), "its traceback"),
         time=time.time(),
     )
 
 
-def _traceback(error: BaseException) -> str:
+def _format_traceback(error: BaseException) -> str:
     try:
         lines = traceback.format_exception(type(error), error, error.__traceback__, limit=-_FRAMES)
     except Exception:
         lines = [*traceback.format_tb(error.__traceback__, limit=-_FRAMES), f"{type(error).__name__}\n"]
-    return short("".join(line[:_MESSAGE_CHARACTERS] for line in lines))[-_TRACEBACK_CHARACTERS:]
+    return shorten_paths("".join(line[:_MESSAGE_CHARACTERS] for line in lines))[-_TRACEBACK_CHARACTERS:]
 
 
-def _readable(read: Callable[[], str], what: str) -> str:
+def _make_readable(read: Callable[[], str], what: str) -> str:
     """The text; where reading it raises, a sentence that says so. Characters that no file can hold are escaped."""
     try:
         return read().encode(errors="backslashreplace").decode()
@@ -212,8 +212,8 @@ def _readable(read: Callable[[], str], what: str) -> str:
         return f"({what} cannot be read: {type(error).__name__} was raised)"
 
 
-def short(text: str) -> str:
+def shorten_paths(text: str) -> str:
     """``text`` with each file named as an import would find it: ``torch/distributed/...``, ``fsdp_doctor/...``."""
     for entry in sorted({path.rstrip("/") for path in sys.path if path}, key=len, reverse=True):
         text = text.replace(f'File "{entry}/', 'File "')
-    return home_as_tilde(text)
+    return write_home_as_tilde(text)

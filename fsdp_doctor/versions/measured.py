@@ -15,33 +15,33 @@ from packaging.version import Version
 
 from fsdp_doctor.known.catalogue import DIRECTORY
 from fsdp_doctor.versions.merged import MergedReport, read_merged
-from fsdp_doctor.versions.merging import in_order, public, short_names
+from fsdp_doctor.versions.merging import shorten_names, sort_versions, strip_build
 
 _ID = re.compile(r'^id = "(?P<id>[^"]+)"$')
 _MEASURED = re.compile(r"^measured = ")
 _EVIDENCE = re.compile(r"^evidence = ")
 
 
-def measured(merged: MergedReport) -> dict[str, tuple[str, ...]]:
+def list_measured(merged: MergedReport) -> dict[str, tuple[str, ...]]:
     """By entry, the versions with the failure on each device: ``emulated: 2.10 to 2.13, 2.15``.
 
     A range is of successive releases, all of which had it.
     """
-    names = short_names(in_order(public(each.torch) for each in merged.environments))
+    names = shorten_names(sort_versions(strip_build(each.torch) for each in merged.environments))
     measured_on: dict[str, dict[str, set[str]]] = {}
     for case in merged.cases:
         for number, environment in enumerate(merged.environments):
-            outcome = merged.outcome(case, number)
+            outcome = merged.find_outcome(case, number)
             if outcome is not None and outcome.known:
                 by_device = measured_on.setdefault(outcome.known, {})
-                by_device.setdefault(environment.device, set()).add(names[public(environment.torch)])
+                by_device.setdefault(environment.device, set()).add(names[strip_build(environment.torch)])
     return {
-        entry: tuple(f"{device}: {_ranges(versions)}" for device, versions in by_device.items())
+        entry: tuple(f"{device}: {_format_ranges(versions)}" for device, versions in by_device.items())
         for entry, by_device in measured_on.items()
     }
 
 
-def with_measured(text: str, versions: dict[str, tuple[str, ...]]) -> str:
+def insert_measured(text: str, versions: dict[str, tuple[str, ...]]) -> str:
     """The text of a file of entries with these versions in place of earlier ones."""
     lines, entry = [], ""
     for line in text.splitlines(keepends=True):
@@ -55,9 +55,9 @@ def with_measured(text: str, versions: dict[str, tuple[str, ...]]) -> str:
     return "".join(lines)
 
 
-def _ranges(versions: Iterable[str]) -> str:
+def _format_ranges(versions: Iterable[str]) -> str:
     runs: list[list[Version]] = []
-    for version in map(Version, in_order(versions)):
+    for version in map(Version, sort_versions(versions)):
         # torch counts its releases by the second number.
         if runs and runs[-1][-1].major == version.major and version.minor - runs[-1][-1].minor <= 1:
             runs[-1].append(version)
@@ -67,9 +67,9 @@ def _ranges(versions: Iterable[str]) -> str:
 
 
 def main(merged: pathlib.Path) -> None:
-    versions = measured(read_merged(merged))
+    versions = list_measured(read_merged(merged))
     for file in sorted(DIRECTORY.glob("*.toml")):
-        file.write_text(with_measured(file.read_text(encoding="utf-8"), versions), encoding="utf-8")
+        file.write_text(insert_measured(file.read_text(encoding="utf-8"), versions), encoding="utf-8")
 
 
 if __name__ == "__main__":

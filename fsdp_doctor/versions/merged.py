@@ -21,10 +21,10 @@ import msgspec
 
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.contracts import Direction
-from fsdp_doctor.report.document import Report, verdict_of_version_1
-from fsdp_doctor.report.journal import read_document, read_json, read_report, replace_file, writing
-from fsdp_doctor.report.layout import counted
-from fsdp_doctor.report.schema import schema_of
+from fsdp_doctor.report.document import Report, convert_verdict_of_version_1
+from fsdp_doctor.report.journal import read_document, read_json, read_report, replace_file, turn_write_errors
+from fsdp_doctor.report.layout import format_count
+from fsdp_doctor.report.schema import make_document_schema
 from fsdp_doctor.verdict.classification import GOOD, NOT_RUN, Verdict, VerdictKind
 
 MERGED_SCHEMA = "fsdp-doctor/merged"
@@ -156,42 +156,42 @@ class MergedReport:
     outcomes: tuple[Outcome, ...]
     cases: tuple[MergedCase, ...]
 
-    def outcome(self, case: MergedCase, environment: int) -> Outcome | None:
+    def find_outcome(self, case: MergedCase, environment: int) -> Outcome | None:
         """The result in the environment of that index; None without one."""
         index = case.outcomes[environment]
         return None if index is None else self.outcomes[index]
 
-    def shown(self, case: MergedCase, environment: int) -> Shown:
+    def show(self, case: MergedCase, environment: int) -> Shown:
         """The verdict in that environment, or "not run"."""
-        outcome = self.outcome(case, environment)
+        outcome = self.find_outcome(case, environment)
         return "not run" if outcome is None else outcome.kind
 
     def passes(self, case: MergedCase) -> bool:
         """Whether the case is as it should be in every environment; one that did not run it does not count as good."""
-        return all(kind in GOOD for kind in self._kinds(case))
+        return all(kind in GOOD for kind in self._list_kinds(case))
 
     def fails(self, case: MergedCase) -> bool:
         """Whether the case has a bad verdict in some environment."""
-        return any(kind not in GOOD | NO_ANSWER for kind in self._kinds(case))
+        return any(kind not in GOOD | NO_ANSWER for kind in self._list_kinds(case))
 
-    def ran(self, case: MergedCase) -> bool:
+    def has_run(self, case: MergedCase) -> bool:
         """Whether some environment could run the case."""
-        return any(kind not in NO_ANSWER for kind in self._kinds(case))
+        return any(kind not in NO_ANSWER for kind in self._list_kinds(case))
 
-    def _kinds(self, case: MergedCase) -> list[Shown]:
-        return [self.shown(case, number) for number in range(len(self.environments))]
+    def _list_kinds(self, case: MergedCase) -> list[Shown]:
+        return [self.show(case, number) for number in range(len(self.environments))]
 
 
-def merged_schema() -> dict[str, Any]:
+def make_merged_schema() -> dict[str, Any]:
     """The JSON schema of a merged report of any version."""
-    return schema_of(MergedReport, MERGED_SCHEMA, MERGED_SCHEMA_VERSION, "The merged report of fsdp-doctor")
+    return make_document_schema(MergedReport, MERGED_SCHEMA, MERGED_SCHEMA_VERSION, "The merged report of fsdp-doctor")
 
 
-def merged_to_dict(merged: MergedReport) -> dict[str, Any]:
+def convert_merged_to_dict(merged: MergedReport) -> dict[str, Any]:
     return {"schema": MERGED_SCHEMA, "schema_version": MERGED_SCHEMA_VERSION, **msgspec.to_builtins(merged)}
 
 
-def merged_from_dict(data: dict[str, Any]) -> MergedReport:
+def read_merged_dict(data: dict[str, Any]) -> MergedReport:
     """Reads a merged report of any version. Raises KeyError or ValueError for anything else."""
     merged = msgspec.convert(data, MergedReport)
     for case in merged.cases:
@@ -211,44 +211,44 @@ def _update(merged: MergedReport, schema_version: int) -> MergedReport:
     if schema_version == 1:
         for number, outcome in enumerate(outcomes):
             assert outcome.kind != "unmeasurable"
-            verdict = verdict_of_version_1(Verdict(kind=outcome.kind, reason=outcome.reason))
+            verdict = convert_verdict_of_version_1(Verdict(kind=outcome.kind, reason=outcome.reason))
             outcomes[number] = dataclasses.replace(outcome, kind=verdict.kind, reason=verdict.reason)
     today = merge({"": dataclasses.replace(merged, outcomes=tuple(outcomes))})
     return dataclasses.replace(today, version=merged.version)
 
 
-def write_merged(path: pathlib.Path, merged: MergedReport) -> None:
+def write_merged(method: pathlib.Path, merged: MergedReport) -> None:
     """Writes the same bytes for the same report, compressed if the name ends in .gz.
 
     Raises DoctorFault if the disk does not take it; an older file stays.
     """
-    content = (json.dumps(merged_to_dict(merged), indent=1) + "\n").encode()
-    with writing(path):
-        replace_file(path, gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+    content = (json.dumps(convert_merged_to_dict(merged), indent=1) + "\n").encode()
+    with turn_write_errors(method):
+        replace_file(method, gzip.compress(content, mtime=0) if method.suffix == ".gz" else content)
 
 
-def read_either(path: pathlib.Path) -> Report | MergedReport:
+def read_either(method: pathlib.Path) -> Report | MergedReport:
     """Reads a merged report or the report of one run. Raises UsageError for anything else."""
     with contextlib.suppress(OSError, EOFError, zlib.error, ValueError, RecursionError):
-        data = read_json(path)
+        data = read_json(method)
         if isinstance(data, dict) and data.get("schema") == MERGED_SCHEMA:
-            return read_merged(path)
-    return read_report(path)
+            return read_merged(method)
+    return read_report(method)
 
 
-def read_merged(path: pathlib.Path) -> MergedReport:
+def read_merged(method: pathlib.Path) -> MergedReport:
     """Raises UsageError for anything but a merged report of this version of the schema or an older one."""
-    data = read_document(path, "merged report", MERGED_SCHEMA, MERGED_SCHEMA_VERSION)
+    data = read_document(method, "merged report", MERGED_SCHEMA, MERGED_SCHEMA_VERSION)
     try:
-        return merged_from_dict(data)
+        return read_merged_dict(data)
     except (KeyError, ValueError) as error:
-        raise UsageError(f"{path} is a damaged merged report: {type(error).__name__}: {error}") from None
+        raise UsageError(f"{method} is a damaged merged report: {type(error).__name__}: {error}") from None
 
 
-def environment_lines(merged: MergedReport) -> Iterator[str]:
+def render_environments(merged: MergedReport) -> Iterator[str]:
     """One line for each environment: how many cases were ok, were bad, and did not run."""
     for number, environment in enumerate(merged.environments):
-        kinds = Counter(merged.shown(case, number) for case in merged.cases)
+        kinds = Counter(merged.show(case, number) for case in merged.cases)
         num_ok = sum(kinds[kind] for kind in GOOD)
         not_run = kinds["not run"] + sum(kinds[kind] for kind in NOT_RUN)
         unmeasurable = kinds["unmeasurable"]
@@ -259,37 +259,39 @@ def environment_lines(merged: MergedReport) -> Iterator[str]:
         )
 
 
-def incomplete_lines(merged: MergedReport) -> Iterator[str]:
+def render_incomplete(merged: MergedReport) -> Iterator[str]:
     """One line for each environment in which some of the selected cases did not run."""
     for environment in merged.environments:
         if not environment.complete:
             yield f"{environment.name}\tincomplete\t{environment.ended}"
 
 
-def case_lines(merged: MergedReport, only_changes: bool = False) -> Iterator[str]:
+def render_cases(merged: MergedReport, only_changes: bool = False) -> Iterator[str]:
     """One line for each case, or for each that changed: the statements on it, else the verdict of each environment."""
     for case in merged.cases:
         if case.changes or not only_changes:
             parts = [f"{statement.where}: {statement.text}" for statement in case.statements] or [
-                f"{environment.name}: {merged.shown(case, number)}"
+                f"{environment.name}: {merged.show(case, number)}"
                 for number, environment in enumerate(merged.environments)
             ]
             yield "\t".join([case.id, *parts])
 
 
-def merged_summary(merged: MergedReport) -> str:
+def summarize_merged(merged: MergedReport) -> str:
     """One line: how many cases and environments, and how many are ok in all of them."""
     passing = sum(merged.passes(case) for case in merged.cases)
-    elsewhere = sum(not merged.passes(case) and not merged.fails(case) and merged.ran(case) for case in merged.cases)
+    elsewhere = sum(
+        not merged.passes(case) and not merged.fails(case) and merged.has_run(case) for case in merged.cases
+    )
     failing = sum(merged.fails(case) for case in merged.cases)
     changed = sum(case.changes for case in merged.cases)
     missing = sum(None in case.outcomes for case in merged.cases)
     return (
-        f"{counted(len(merged.cases), 'case')} in {counted(len(merged.environments), 'environment')}: "
+        f"{format_count(len(merged.cases), 'case')} in {format_count(len(merged.environments), 'environment')}: "
         f"{passing} ok in all, {elsewhere} only where they ran, {failing} bad in one or more, "
         f"{missing} without a result in one or more; {changed} changed between two versions"
     )
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(merged_schema(), indent=2) + "\n")
+    sys.stdout.write(json.dumps(make_merged_schema(), indent=2) + "\n")

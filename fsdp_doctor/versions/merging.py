@@ -15,11 +15,11 @@ from packaging.version import InvalidVersion, Version
 from fsdp_doctor import __version__
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.axes import Offload, Staging
-from fsdp_doctor.matrix.cases import AnyCase, leading_words
+from fsdp_doctor.matrix.cases import AnyCase, read_leading_words
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
-from fsdp_doctor.matrix.paths import direction_of, is_user_path, paths_for
-from fsdp_doctor.report.document import CaseResult, Report, context_of, recognized
-from fsdp_doctor.report.layout import counted
+from fsdp_doctor.matrix.methods import find_direction, is_user_method, list_methods
+from fsdp_doctor.report.document import CaseResult, Report, make_context, recognize_failure
+from fsdp_doctor.report.layout import format_count
 from fsdp_doctor.versions.merged import (
     NOWHERE,
     SHORTENED,
@@ -54,12 +54,16 @@ def merge(reports: Mapping[str, Report | MergedReport]) -> MergedReport:
     nothing says which of them counts.
     """
     columns: dict[tuple[object, ...], _Column] = {}
-    for column in itertools.chain.from_iterable(itertools.starmap(_columns_of, reports.items())):
-        key = (column.environment.torch, _machine(column.environment), *sorted(_facts(column.environment).items()))
+    for column in itertools.chain.from_iterable(itertools.starmap(_make_columns, reports.items())):
+        key = (
+            column.environment.torch,
+            _describe_machine(column.environment),
+            *sorted(_list_facts(column.environment).items()),
+        )
         columns[key] = _join(columns[key], column) if key in columns else column
-    ordered = sorted(columns.values(), key=lambda column: _order(column.environment))
-    environments = _named([column.environment for column in ordered])
-    version_rows = _version_rows(environments)
+    ordered = sorted(columns.values(), key=lambda column: _make_environment_key(column.environment))
+    environments = _name_environments([column.environment for column in ordered])
+    version_rows = _list_version_rows(environments)
     numbers: dict[Outcome, int] = {}
     cases = []
     # In the order of the environment that has most of them.
@@ -74,7 +78,7 @@ def merge(reports: Mapping[str, Report | MergedReport]) -> MergedReport:
     )
 
 
-def names_beside(reports: Sequence[pathlib.Path], merged: pathlib.Path | None) -> list[str]:
+def choose_names(reports: Sequence[pathlib.Path], merged: pathlib.Path | None) -> list[str]:
     """The name of each report in the merged one: its path from there, if both are below the working directory.
 
     Else the file's name, with the folder's if two files have the same: a path tells others more about a machine than
@@ -86,13 +90,13 @@ def names_beside(reports: Sequence[pathlib.Path], merged: pathlib.Path | None) -
         raise UsageError(f"{twice[0]} is given twice")
     names: list[str] = []
     for num_parts in (1, 2):
-        names = [_name_beside(file, merged, num_parts) for file in resolved]
+        names = [_choose_name(file, merged, num_parts) for file in resolved]
         if len(set(names)) == len(names):
             return names
     raise UsageError(f"two of the reports would be known as {max(names, key=names.count)}; rename one of them")
 
 
-def _name_beside(file: pathlib.Path, merged: pathlib.Path | None, num_parts: int) -> str:
+def _choose_name(file: pathlib.Path, merged: pathlib.Path | None, num_parts: int) -> str:
     here = pathlib.Path.cwd()
     if merged is not None and all(each.is_relative_to(here) for each in (file, merged.resolve())):
         return pathlib.Path(os.path.relpath(file, merged.resolve().parent)).as_posix()
@@ -102,36 +106,36 @@ def _name_beside(file: pathlib.Path, merged: pathlib.Path | None, num_parts: int
 # The columns.
 
 
-def _columns_of(name: str, report: Report | MergedReport) -> list[_Column]:
+def _make_columns(name: str, report: Report | MergedReport) -> list[_Column]:
     """The columns of a report. name: of the report; a column of a merged report keeps the names that it has."""
     if isinstance(report, MergedReport):
-        return [_column_of_merged(report, number) for number in range(len(report.environments))]
-    context = context_of(report)
+        return [_make_merged_column(report, number) for number in range(len(report.environments))]
+    context = make_context(report)
     # Today's catalogue knows more than that of the run did; a path that today's table lacks is left as it was.
-    results = [recognized(result, context) if _has_path(result.case) else result for result in report.results]
+    results = [recognize_failure(result, context) if _has_method(result.case) else result for result in report.results]
     return [
         _Column(
-            _environment(name, report),
-            {result.id: _row(result.case) for result in results},
-            {result.id: _outcome(result, report.device) for result in results},
+            _make_environment(name, report),
+            {result.id: _make_row(result.case) for result in results},
+            {result.id: _make_outcome(result, report.device) for result in results},
         )
     ]
 
 
-def _column_of_merged(merged: MergedReport, number: int) -> _Column:
+def _make_merged_column(merged: MergedReport, number: int) -> _Column:
     rows, outcomes = {}, {}
     for case in merged.cases:
-        if (outcome := merged.outcome(case, number)) is not None:
+        if (outcome := merged.find_outcome(case, number)) is not None:
             rows[case.id] = dataclasses.replace(case, outcomes=(), statements=())
             outcomes[case.id] = _as_measured(outcome, rows[case.id], merged.environments[number].device)
     return _Column(merged.environments[number], rows, outcomes)
 
 
-def _environment(name: str, report: Report) -> Environment:
+def _make_environment(name: str, report: Report) -> Environment:
     facts = report.environment
     packages = dict(report.packages)
     torch = facts.get("torch", packages.get("torch", ""))
-    if torch and "torch" not in packages and _version_order(torch)[0]:
+    if torch and "torch" not in packages and _make_version_key(torch)[0]:
         packages["torch"] = torch
     missing = report.num_selected - len(report.results)
     return Environment(
@@ -153,26 +157,26 @@ def _environment(name: str, report: Report) -> Environment:
     )
 
 
-def _row(case: AnyCase) -> MergedCase:
-    strategy, offload, staging = leading_words(case)
+def _make_row(case: AnyCase) -> MergedCase:
+    strategy, offload, staging = read_leading_words(case)
     return MergedCase(
         id=case.id,
         strategy=strategy,
         offload=offload,
         staging=staging,
         # A path that only another version of the doctor has is shown with those that extract.
-        direction=direction_of(case) if _has_path(case) else "out",
-        path=case.path,
+        direction=find_direction(case) if _has_method(case) else "out",
+        path=case.method,
         outcomes=(),
         statements=(),
     )
 
 
-def _has_path(case: AnyCase) -> bool:
+def _has_method(case: AnyCase) -> bool:
     """Whether this version of the doctor knows the path."""
     if isinstance(case, FrameworkCase):
-        return any(path.name == case.path for path in case.scenario.paths())
-    return is_user_path(case.path) or any(path.name == case.path for path in paths_for(case.scenario))
+        return any(method.name == case.method for method in case.scenario.list_methods())
+    return is_user_method(case.method) or any(method.name == case.method for method in list_methods(case.scenario))
 
 
 def _as_measured(outcome: Outcome, row: MergedCase, device: str) -> Outcome:
@@ -183,7 +187,7 @@ def _as_measured(outcome: Outcome, row: MergedCase, device: str) -> Outcome:
     return dataclasses.replace(outcome, kind="unmeasurable", reason="on the CPU an offload or staging moves nothing")
 
 
-def _outcome(result: CaseResult, device: str) -> Outcome:
+def _make_outcome(result: CaseResult, device: str) -> Outcome:
     verdict, failure = result.verdict, result.failure
     message = f"{failure.type}: {failure.message}" if failure is not None else ""
     if len(message) > _LONGEST_MESSAGE:
@@ -196,7 +200,7 @@ def _outcome(result: CaseResult, device: str) -> Outcome:
         message=message,
         known=result.known,
     )
-    return _as_measured(outcome, _row(result.case), device)
+    return _as_measured(outcome, _make_row(result.case), device)
 
 
 def _join(first: _Column, other: _Column) -> _Column:
@@ -205,7 +209,7 @@ def _join(first: _Column, other: _Column) -> _Column:
     names = [name for each in both for name in each.reports]
     if twice := first.outcomes.keys() & other.outcomes.keys():
         raise UsageError(
-            f"{' and '.join(names)} are of one environment (torch {both[0].torch}, {_machine(both[0])}) "
+            f"{' and '.join(names)} are of one environment (torch {both[0].torch}, {_describe_machine(both[0])}) "
             f"and both have {min(twice)}; merge one of them"
         )
     environment = dataclasses.replace(
@@ -220,39 +224,41 @@ def _join(first: _Column, other: _Column) -> _Column:
     return _Column(environment, {**first.rows, **other.rows}, {**first.outcomes, **other.outcomes})
 
 
-def _order(environment: Environment) -> tuple[object, ...]:
+def _make_environment_key(environment: Environment) -> tuple[object, ...]:
     """By machine and version; an environment that could not be made comes last."""
-    torch = _version_order(public(environment.torch))
+    torch = _make_version_key(strip_build(environment.torch))
     never_made = environment.world_size == 0
-    return never_made, _machine(environment), torch, environment.created, environment.reports
+    return never_made, _describe_machine(environment), torch, environment.created, environment.reports
 
 
-def _named(environments: Sequence[Environment]) -> list[Environment]:
+def _name_environments(environments: Sequence[Environment]) -> list[Environment]:
     """Names environments by torch and device, and by further facts if that is not unique."""
     short = [
-        f"torch {public(each.torch) or 'unknown'}, {each.device if each.world_size else NOWHERE}"
+        f"torch {strip_build(each.torch) or 'unknown'}, {each.device if each.world_size else NOWHERE}"
         for each in environments
     ]
     names = []
     for name, each in zip(short, environments, strict=True):
-        rivals = [_facts(other) for other in environments if (other.torch, other.device) == (each.torch, each.device)]
+        rivals = [
+            _list_facts(other) for other in environments if (other.torch, other.device) == (each.torch, each.device)
+        ]
         differing = [
             f"{key} {value}"
-            for key, value in _facts(each).items()
+            for key, value in _list_facts(each).items()
             if key not in ("torch", "options") and any(facts.get(key) != value for facts in rivals)
         ]
-        names.append(", ".join([name, _machine(each), *differing]) if short.count(name) > 1 else name)
+        names.append(", ".join([name, _describe_machine(each), *differing]) if short.count(name) > 1 else name)
     unique = [f"{name} ({index + 1})" if names.count(name) > 1 else name for index, name in enumerate(names)]
     return [dataclasses.replace(each, name=name) for each, name in zip(environments, unique, strict=True)]
 
 
-def _machine(environment: Environment) -> str:
+def _describe_machine(environment: Environment) -> str:
     """``2 ranks of emulated``."""
     kinds = " and ".join(dict.fromkeys(environment.accelerators)) if environment.device != "cpu" else ""
-    return f"{counted(environment.world_size, 'rank')} of {kinds or environment.device}"
+    return f"{format_count(environment.world_size, 'rank')} of {kinds or environment.device}"
 
 
-def _facts(environment: Environment) -> dict[str, str]:
+def _list_facts(environment: Environment) -> dict[str, str]:
     """The facts in which environments of one machine can differ."""
     packages = {name: version for name, version in environment.packages.items() if name != _DOCTOR}
     # The machine says the device and the number of ranks already.
@@ -277,53 +283,59 @@ class _VersionRow:
     untried: tuple[str, ...]
 
 
-def _version_rows(environments: Sequence[Environment]) -> list[_VersionRow]:
+def _list_version_rows(environments: Sequence[Environment]) -> list[_VersionRow]:
     """The rows of two and more environments for each package with several versions; torch's first."""
     packages = ["torch", *sorted({name for each in environments for name in each.packages} - {"torch", _DOCTOR})]
     rows = []
     for package in packages:
         groups: dict[str, list[int]] = {}
-        differing = _differing_facts(environments, package)
+        differing = _find_differing_facts(environments, package)
         for index, environment in enumerate(environments):
             if environment.packages.get(package):
-                facts = _facts(environment)
-                words = [_machine(environment), *(f"{name} {facts.get(name) or 'none'}" for name in differing)]
+                facts = _list_facts(environment)
+                words = [_describe_machine(environment), *(f"{name} {facts.get(name) or 'none'}" for name in differing)]
                 groups.setdefault(", ".join(words), []).append(index)
-        rows += [_version_row(package, where, environments, group) for where, group in groups.items() if len(group) > 1]
+        rows += [
+            _make_version_row(package, where, environments, group) for where, group in groups.items() if len(group) > 1
+        ]
     return rows
 
 
-def _differing_facts(environments: Sequence[Environment], package: str) -> list[str]:
+def _find_differing_facts(environments: Sequence[Environment], package: str) -> list[str]:
     """The other facts in which environments with one version of ``package`` on one machine differ."""
     alike: dict[tuple[str, str], list[dict[str, str]]] = {}
     for each in environments:
-        alike.setdefault((each.packages.get(package, ""), _machine(each)), []).append(_facts(each))
+        alike.setdefault((each.packages.get(package, ""), _describe_machine(each)), []).append(_list_facts(each))
     others = {name for group in alike.values() for facts in group for name in facts} - {package}
     return sorted(
         name for name in others if any(len({facts.get(name) for facts in group}) > 1 for group in alike.values())
     )
 
 
-def _version_row(package: str, where: str, environments: Sequence[Environment], group: Sequence[int]) -> _VersionRow:
-    version_of = {index: public(environments[index].packages[package]) for index in group}
-    everywhere = in_order(public(each.packages[package]) for each in environments if each.packages.get(package))
-    short = short_names(everywhere) if package == "torch" else {version: version for version in everywhere}
-    ordered = sorted(group, key=lambda index: _version_order(version_of[index]))
+def _make_version_row(
+    package: str, where: str, environments: Sequence[Environment], group: Sequence[int]
+) -> _VersionRow:
+    version_of = {index: strip_build(environments[index].packages[package]) for index in group}
+    everywhere = sort_versions(
+        strip_build(each.packages[package]) for each in environments if each.packages.get(package)
+    )
+    short = shorten_names(everywhere) if package == "torch" else {version: version for version in everywhere}
+    ordered = sorted(group, key=lambda index: _make_version_key(version_of[index]))
     ran = {short[version_of[index]]: index for index in ordered}
     first, last = version_of[ordered[0]], version_of[ordered[-1]]
-    between = _version_order(first), _version_order(last)
-    candidates = [short[version] for version in everywhere if between[0] < _version_order(version) < between[1]]
+    between = _make_version_key(first), _make_version_key(last)
+    candidates = [short[version] for version in everywhere if between[0] < _make_version_key(version) < between[1]]
     if package == "torch":
-        candidates += _minors_between(first, last, everywhere)
-    untried = tuple(version for version in in_order(candidates) if version not in ran)
+        candidates += _list_minors_between(first, last, everywhere)
+    untried = tuple(version for version in sort_versions(candidates) if version not in ran)
     return _VersionRow(package=package, where=where, environments=ran, untried=untried)
 
 
-def _minors_between(first: str, last: str, there: Sequence[str]) -> list[str]:
+def _list_minors_between(first: str, last: str, there: Sequence[str]) -> list[str]:
     """The releases of torch between two versions that no environment has."""
-    if not (_version_order(first)[0] and _version_order(last)[0]) or Version(first).major != Version(last).major:
+    if not (_make_version_key(first)[0] and _make_version_key(last)[0]) or Version(first).major != Version(last).major:
         return []
-    tried = {Version(version).minor for version in there if _version_order(version)[0]}
+    tried = {Version(version).minor for version in there if _make_version_key(version)[0]}
     major = Version(first).major
     return [f"{major}.{minor}" for minor in range(Version(first).minor + 1, Version(last).minor) if minor not in tried]
 
@@ -340,12 +352,12 @@ def _make_statement(row: _VersionRow, outcomes: Sequence[Outcome | None]) -> Sta
             periods[-1] = dataclasses.replace(periods[-1], until=version)
         else:
             periods.append(Period(kind=outcome.kind, known=outcome.known, since=version, until=version))
-    not_run = tuple(in_order(missing))
-    text = _statement_text(row.package, periods, not_run)
+    not_run = tuple(sort_versions(missing))
+    text = _write_statement(row.package, periods, not_run)
     return Statement(package=row.package, where=row.where, periods=tuple(periods), not_run=not_run, text=text)
 
 
-def _statement_text(package: str, periods: Sequence[Period], not_run: Sequence[str]) -> str:
+def _write_statement(package: str, periods: Sequence[Period], not_run: Sequence[str]) -> str:
     """``crash since torch 2.6, ok from 2.14; 2.12, 2.13 not run``."""
     missing = f"{', '.join(not_run)} not run"
     if not periods:
@@ -357,12 +369,12 @@ def _statement_text(package: str, periods: Sequence[Period], not_run: Sequence[s
     return "; ".join([", ".join(parts), *([missing] if not_run else [])])
 
 
-def in_order(versions: Iterable[str]) -> list[str]:
+def sort_versions(versions: Iterable[str]) -> list[str]:
     """Each version once, oldest first."""
-    return sorted(set(versions), key=_version_order)
+    return sorted(set(versions), key=_make_version_key)
 
 
-def _version_order(text: str) -> tuple[bool, Version]:
+def _make_version_key(text: str) -> tuple[bool, Version]:
     """A key to sort by; texts that are no versions come first."""
     try:
         return True, Version(text)
@@ -370,16 +382,16 @@ def _version_order(text: str) -> tuple[bool, Version]:
         return False, Version("0")
 
 
-def public(version: str) -> str:
+def strip_build(version: str) -> str:
     """The version without its build: ``2.13.0+cpu`` is ``2.13.0``."""
     return version.partition("+")[0]
 
 
-def short_names(versions: Sequence[str]) -> dict[str, str]:
+def shorten_names(versions: Sequence[str]) -> dict[str, str]:
     """Short names of torch's versions: the first two numbers, if no other version has the same."""
     minors = {version: ".".join(version.split(".")[:2]) for version in versions}
     every_minor = list(minors.values())
     return {
-        version: minor if every_minor.count(minor) == 1 and _version_order(version)[0] else version
+        version: minor if every_minor.count(minor) == 1 and _make_version_key(version)[0] else version
         for version, minor in minors.items()
     }

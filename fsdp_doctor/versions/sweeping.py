@@ -26,8 +26,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 import fsdp_doctor
 from fsdp_doctor import __version__
 from fsdp_doctor.errors import CannotRun, DoctorFault, Interrupted, UsageError
-from fsdp_doctor.machine.environment import home_as_tilde, without_torch
-from fsdp_doctor.machine.versions import at_least
+from fsdp_doctor.machine.environment import collect_without_torch, write_home_as_tilde
+from fsdp_doctor.machine.versions import is_at_least
 from fsdp_doctor.report.document import Report
 from fsdp_doctor.report.journal import read_report, write_report
 
@@ -58,7 +58,7 @@ class Sweep:
     options: tuple[str, ...]
     directory: pathlib.Path
 
-    def file(self, version: str) -> pathlib.Path:
+    def name_file(self, version: str) -> pathlib.Path:
         """The report of a version; its name also has the other packages."""
         packages = (re.sub(r"[^\w.]+", "", text.replace("==", "")) for text in self.requirements)
         return self.directory / f"{'-'.join([f'torch{version}', *packages])}.json"
@@ -78,24 +78,24 @@ class Swept:
 def check(sweep: Sweep) -> None:
     """Raises UsageError if the sweep would replace a report that was made with other options."""
     for version in sweep.versions:
-        earlier = _existing_report(sweep.file(version))
+        earlier = _read_existing_report(sweep.name_file(version))
         if earlier is not None and earlier.results and not _has_options(earlier, sweep.options):
             raise UsageError(
-                f"{sweep.file(version)} is the report of `{earlier.command}`, which has other options than this sweep; "
-                "give another --directory, or remove it"
+                f"{sweep.name_file(version)} is the report of `{earlier.command}`, which has other options than this "
+                "sweep; give another --directory, or remove it"
             )
 
 
 def run(sweep: Sweep) -> Iterator[Swept]:
     """Runs each version, one after the other; its environment is removed before the next one is made."""
     for version in sweep.versions:
-        file = sweep.file(version)
-        report, trouble = _existing_report(file), None
+        file = sweep.name_file(version)
+        report, trouble = _read_existing_report(file), None
         if report is None or not report.complete:
             trouble = _run_version(sweep, version)
-            report = _existing_report(file)
+            report = _read_existing_report(file)
         if report is None or not (report.results or report.complete):
-            report = _report_without_results(sweep, version, str(trouble or ""))
+            report = _make_empty_report(sweep, version, str(trouble or ""))
             write_report(file, report)
         if report.complete and not isinstance(trouble, DoctorFault):
             yield Swept(version=version, file=file, report=report)
@@ -106,7 +106,7 @@ def run(sweep: Sweep) -> Iterator[Swept]:
 
 def _run_version(sweep: Sweep, version: str) -> CannotRun | DoctorFault | None:
     """Installs and probes; returns the reason if there is no whole report."""
-    file = sweep.file(version)
+    file = sweep.name_file(version)
     log = file.with_suffix(".log")
     try:
         with tempfile.TemporaryDirectory(prefix=".environment-", dir=sweep.directory) as scratch:
@@ -124,7 +124,7 @@ def _run_version(sweep: Sweep, version: str) -> CannotRun | DoctorFault | None:
             shutil.copytree(_PACKAGE, doctor / _PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
             program = Program(python, doctor)
             _print_progress(f"torch {version}: running")
-            options = [*sweep.options, *_device_options(sweep.options, program)]
+            options = [*sweep.options, *_choose_device_options(sweep.options, program)]
             return program.probe([*options, "--json", str(file), "--resume"], log)
     except OSError as error:
         raise DoctorFault(f"cannot make an environment in {sweep.directory}: {error.strerror or error}") from None
@@ -152,12 +152,10 @@ class Program:
         with (
             open(log, "a", encoding="utf-8") as file,
             # If this process is to end, the probe first writes its partial report.
-            _child_process(
-                command, subprocess.Popen.terminate, stdout=file, stderr=file, env=self._variables
-            ) as process,
+            _run_child(command, subprocess.Popen.terminate, stdout=file, stderr=file, env=self._variables) as process,
         ):
             code = process.wait()
-        sentence = _last_sentence(log)
+        sentence = _read_last_sentence(log)
         match code:
             case 0 | 1:
                 return None
@@ -170,39 +168,39 @@ class Program:
             case _:
                 return DoctorFault(f"the probe ended with exit code {code}: {sentence}")
 
-    def accelerators(self) -> list[str]:
+    def list_accelerators(self) -> list[str]:
         """Names of the accelerators that its torch sees."""
         try:
-            names: list[str] = json.loads(self._output("-m", "fsdp_doctor", "env", "--json"))["accelerators"]
+            names: list[str] = json.loads(self._read_output("-m", "fsdp_doctor", "env", "--json"))["accelerators"]
         except (ValueError, KeyError):
             return []
         return names
 
-    def torch(self) -> str:
+    def read_torch_version(self) -> str:
         """The installed version of torch."""
-        return self._output("-c", "import importlib.metadata as m; print(m.version('torch'))").strip()
+        return self._read_output("-c", "import importlib.metadata as m; print(m.version('torch'))").strip()
 
-    def _output(self, *arguments: str) -> str:
+    def _read_output(self, *arguments: str) -> str:
         return subprocess.run(
             [str(self.python), *arguments], capture_output=True, text=True, env=self._variables
         ).stdout
 
     @property
     def _variables(self) -> dict[str, str]:
-        return _variables_of_another_python(PYTHONPATH=str(self.path))
+        return _make_child_environment(PYTHONPATH=str(self.path))
 
 
-def _last_sentence(log: pathlib.Path) -> str:
+def _read_last_sentence(log: pathlib.Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     sentences = [line.removeprefix("fsdp-doctor: ") for line in lines if line.startswith("fsdp-doctor: ")]
     return sentences[-1] if sentences else (lines or [""])[-1]
 
 
-def _device_options(options: Sequence[str], program: Program) -> list[str]:
+def _choose_device_options(options: Sequence[str], program: Program) -> list[str]:
     """Before torch 2.10 there is no emulated device: the CPU, if torch sees no accelerator."""
-    if "--device" in _words(options):
+    if "--device" in _split_words(options):
         return []
-    if at_least(program.torch(), OLDEST_EMULATED_TORCH) or program.accelerators():
+    if is_at_least(program.read_torch_version(), OLDEST_EMULATED_TORCH) or program.list_accelerators():
         return []
     return ["--device", "cpu"]
 
@@ -210,24 +208,24 @@ def _device_options(options: Sequence[str], program: Program) -> list[str]:
 # The reports that are there.
 
 
-def _existing_report(file: pathlib.Path) -> Report | None:
+def _read_existing_report(file: pathlib.Path) -> Report | None:
     return read_report(file) if file.exists() else None
 
 
 def _has_options(report: Report, options: Sequence[str]) -> bool:
     """Whether a probe with these options would run the same cases on the same device."""
-    same_device = _device(options) in ("auto", report.device)
-    return same_device and _selecting_words(shlex.split(report.command)[2:]) == _selecting_words(options)
+    same_device = _read_device(options) in ("auto", report.device)
+    return same_device and _list_selecting_words(shlex.split(report.command)[2:]) == _list_selecting_words(options)
 
 
-def _device(options: Sequence[str]) -> str:
-    pairs = itertools.pairwise(_words(options))
+def _read_device(options: Sequence[str]) -> str:
+    pairs = itertools.pairwise(_split_words(options))
     return next((value for name, value in pairs if name == "--device"), "auto")
 
 
-def _selecting_words(options: Sequence[str]) -> list[str]:
+def _list_selecting_words(options: Sequence[str]) -> list[str]:
     """The options that decide which cases run, without the device."""
-    words = iter(home_as_tilde(word) for word in _words(options))
+    words = iter(write_home_as_tilde(word) for word in _split_words(options))
     selecting = []
     for word in words:
         if word in _OVERRIDDEN:
@@ -237,7 +235,7 @@ def _selecting_words(options: Sequence[str]) -> list[str]:
     return selecting
 
 
-def _words(options: Sequence[str]) -> list[str]:
+def _split_words(options: Sequence[str]) -> list[str]:
     """The words of options, ``--device=cpu`` as two."""
     words = []
     for option in options:
@@ -246,15 +244,15 @@ def _words(options: Sequence[str]) -> list[str]:
     return words
 
 
-def _report_without_results(sweep: Sweep, version: str, trouble: str) -> Report:
+def _make_empty_report(sweep: Sweep, version: str, trouble: str) -> Report:
     """The report of a version that could not run, so that a merged report names the trouble."""
-    facts = without_torch()
-    facts["packages"] = {"torch": version, **exact_versions(sweep.requirements)}
+    facts = collect_without_torch()
+    facts["packages"] = {"torch": version, **read_exact_versions(sweep.requirements)}
     return Report(
         version=__version__,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        command=shlex.join(["fsdp-doctor", "probe", *map(home_as_tilde, sweep.options)]),
-        device=_device(sweep.options),
+        command=shlex.join(["fsdp-doctor", "probe", *map(write_home_as_tilde, sweep.options)]),
+        device=_read_device(sweep.options),
         world_size=0,
         num_selected=0,
         environment=facts,
@@ -262,7 +260,7 @@ def _report_without_results(sweep: Sweep, version: str, trouble: str) -> Report:
     )
 
 
-def exact_versions(requirements: Sequence[str]) -> dict[str, str]:
+def read_exact_versions(requirements: Sequence[str]) -> dict[str, str]:
     """By package, the versions of requirements such as ``transformers==5.23.0``; others are left out."""
     versions: dict[str, str] = {}
     for text in requirements:
@@ -282,7 +280,7 @@ def make_environment(directory: pathlib.Path, requirements: Sequence[str], log: 
 
     Raises CannotRun with the installer's reason if they do not install.
     """
-    wanted = [*requirements, *own_requirements()]
+    wanted = [*requirements, *read_package_requirements()]
     python = directory / "bin" / "python"
     if uv := shutil.which("uv"):
         make = [uv, "venv", "--quiet", "--python", sys.executable, str(directory)]
@@ -296,7 +294,7 @@ def make_environment(directory: pathlib.Path, requirements: Sequence[str], log: 
     return python
 
 
-def own_requirements() -> list[str]:
+def read_package_requirements() -> list[str]:
     """The requirements of this package: of its metadata, or of pyproject.toml in a checkout that is not installed."""
     try:
         declared = importlib.metadata.requires("fsdp-doctor") or []
@@ -311,16 +309,16 @@ def own_requirements() -> list[str]:
 def _run_installer(command: list[str], log: IO[str]) -> None:
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     try:
-        with _child_process(command, _kill_group, env=_variables_of_another_python(), **streams) as installer:
+        with _run_child(command, _kill_group, env=_make_child_environment(), **streams) as installer:
             output, _ = installer.communicate()
     except OSError as error:
         raise CannotRun(f"{command[0]} cannot be started: {error.strerror or error}") from None
     log.write(output)
     if installer.returncode:
-        raise CannotRun(reason_of(output) or f"{command[0]} ended with exit code {installer.returncode}")
+        raise CannotRun(find_reason(output) or f"{command[0]} ended with exit code {installer.returncode}")
 
 
-def reason_of(output: str) -> str:
+def find_reason(output: str) -> str:
     """The reason of an installer on one line: pip's last error, or everything that uv printed, without its drawing."""
     lines = [line for line in output.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
@@ -328,14 +326,14 @@ def reason_of(output: str) -> str:
     return " ".join(re.sub(r"[^\x20-\x7e]", " ", text).split())[:_LONGEST_REASON]
 
 
-def _variables_of_another_python(**more: str) -> dict[str, str]:
+def _make_child_environment(**more: str) -> dict[str, str]:
     """The environment variables of this process, without those that point Python to other packages."""
     left_out = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
     return {name: value for name, value in os.environ.items() if name not in left_out} | more
 
 
 @contextlib.contextmanager
-def _child_process(
+def _run_child(
     command: Sequence[str], end: Callable[[subprocess.Popen[Any]], None], **options: Any
 ) -> Iterator[subprocess.Popen[Any]]:
     """Runs a command in a session of its own, so that signals of the terminal reach this process alone.

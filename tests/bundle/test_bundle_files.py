@@ -13,7 +13,7 @@ from support.inside import Done, doctor
 from fsdp_doctor.bundle.issue import MOST_CHARACTERS
 from fsdp_doctor.machine import environment
 from fsdp_doctor.matrix.selection import Selection, select
-from fsdp_doctor.report.document import report_to_dict
+from fsdp_doctor.report.document import convert_report_to_dict
 from fsdp_doctor.report.journal import read_report
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ _CASE = "fsdp2/policy/staged/state_dict"
 @pytest.fixture(autouse=True)
 def _without_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real one asks torch in a process of its own."""
-    monkeypatch.setattr(environment, "collect", lambda: environment.without_torch() | {"torch": "2.13.0"})
+    monkeypatch.setattr(environment, "collect", lambda: environment.collect_without_torch() | {"torch": "2.13.0"})
 
 
 def _bundle(directory: pathlib.Path, *arguments: str) -> tuple[Done, dict[str, str]]:
@@ -36,7 +36,7 @@ def _bundle(directory: pathlib.Path, *arguments: str) -> tuple[Done, dict[str, s
 
 def _report(directory: pathlib.Path, *results: object, **fields: object) -> str:
     file = directory / "report.json"
-    file.write_text(json.dumps(report_to_dict(reports.report(*results, **fields))))
+    file.write_text(json.dumps(convert_report_to_dict(reports.report(*results, **fields))))
     return str(file)
 
 

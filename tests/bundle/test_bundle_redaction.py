@@ -13,8 +13,8 @@ from fsdp_doctor import repro
 from fsdp_doctor.bundle import Bundle, gather, make_bundle
 from fsdp_doctor.bundle.redaction import IS_PLACEHOLDER, PLACEHOLDER, Redactor
 from fsdp_doctor.matrix.selection import Selection, select
-from fsdp_doctor.report.document import report_from_dict
-from fsdp_doctor.report.layout import summary
+from fsdp_doctor.report.document import read_report_dict
+from fsdp_doctor.report.layout import summarize
 
 # By what it is: a line as a log has it, and the part of it that must not leave. No prefix of a token stands whole here,
 # so that nothing takes this file for one that holds secrets.
@@ -223,7 +223,7 @@ def test_the_host_of_a_report_is_not_in_the_bundle() -> None:
 
 
 def test_a_report_without_what_is_private_is_still_a_report(planted: Bundle) -> None:
-    assert summary(report_from_dict(json.loads(planted.files["report.json"]))).startswith("1 case")
+    assert summarize(read_report_dict(json.loads(planted.files["report.json"]))).startswith("1 case")
 
 
 @pytest.mark.parametrize("line", READABLE.splitlines())
@@ -245,7 +245,7 @@ def test_of_a_public_log_the_messages_stay_as_they_are(log: pathlib.Path) -> Non
 
 def test_a_script_stays_as_it_is() -> None:
     case = select(Selection(case_ids=("fsdp2/policy/staged/state_dict",)))[0]
-    text = repro.script(case, repro.expected(case))
+    text = repro.render_script(case, repro.find_expected(case))
     redactor = Redactor()
     redactor.learn(text)
     assert redactor.clean(text) == text

@@ -13,54 +13,54 @@ from support.ranks import Setting, on_ranks, this_device, this_rank, world_size
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_doctor.case.built_scenario import BuiltFacts, NotAsNamed, asked_for, check, facts_of, mismatches
-from fsdp_doctor.case.runtime import Runtime, of_present_group
+from fsdp_doctor.case.built_scenario import BuiltFacts, NotAsNamed, check, derive_facts, find_mismatches, read_facts
+from fsdp_doctor.case.runtime import Runtime, make_for_present_group
 from fsdp_doctor.case.trainer import Start, Trainer
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.machine.launch import Place
-from fsdp_doctor.matrix.cases import Scenario, scenario_of
+from fsdp_doctor.matrix.cases import Scenario, make_scenario
 
 _TWO = Setting("emulated", 2)
-_PLAIN = scenario_of({"strategy": "fsdp2", "offload": "none", "staging": "unstaged"})
-_UNDER_POLICY = _PLAIN.changed(offload="policy")
+_PLAIN = make_scenario({"strategy": "fsdp2", "offload": "none", "staging": "unstaged"})
+_UNDER_POLICY = _PLAIN.change(offload="policy")
 # What is built, what is asked for, and the facts in which the two differ.
 _OTHERWISE: tuple[tuple[Scenario, Scenario, set[str]], ...] = (
-    (_PLAIN.changed(strategy="fsdp1"), _PLAIN.changed(strategy="fsdp1-orig"), {"strategy"}),
-    (_PLAIN.changed(strategy="fsdp1"), _PLAIN, {"strategy", "units"}),
-    (_PLAIN.changed(model="qwen3-tied"), _PLAIN, {"units", "is_tied"}),
-    (_PLAIN.changed(sharding="size1"), _PLAIN, {"spreads", "groups"}),
+    (_PLAIN.change(strategy="fsdp1"), _PLAIN.change(strategy="fsdp1-orig"), {"strategy"}),
+    (_PLAIN.change(strategy="fsdp1"), _PLAIN, {"strategy", "units"}),
+    (_PLAIN.change(model="qwen3-tied"), _PLAIN, {"units", "is_tied"}),
+    (_PLAIN.change(sharding="size1"), _PLAIN, {"spreads", "groups"}),
     (_PLAIN, _UNDER_POLICY, {"policy", "shards_on", "moments_on", "pinned"}),
-    (_UNDER_POLICY.changed(pinning="unpinned"), _UNDER_POLICY, {"policy", "pinned"}),
-    (_PLAIN.changed(precision="fp32-compute"), _PLAIN, {"casts_to", "reduces_in"}),
+    (_UNDER_POLICY.change(pinning="unpinned"), _UNDER_POLICY, {"policy", "pinned"}),
+    (_PLAIN.change(precision="fp32-compute"), _PLAIN, {"casts_to", "reduces_in"}),
     (
-        _PLAIN.changed(strategy="fsdp1", precision="fp32-compute"),
-        _PLAIN.changed(strategy="fsdp1"),
+        _PLAIN.change(strategy="fsdp1", precision="fp32-compute"),
+        _PLAIN.change(strategy="fsdp1"),
         {"casts_to", "reduces_in"},
     ),
-    (_PLAIN.changed(checkpoint="fp32"), _PLAIN, {"dtypes"}),
-    (_PLAIN, _PLAIN.changed(offload="optimizer"), {"moments_on"}),
-    (_PLAIN, _PLAIN.changed(offload="param"), {"shards_on", "pinned"}),
-    (_PLAIN.changed(strategy="fsdp1"), _PLAIN.changed(strategy="fsdp1", offload="param"), {"shards_on", "pinned"}),
+    (_PLAIN.change(checkpoint="fp32"), _PLAIN, {"dtypes"}),
+    (_PLAIN, _PLAIN.change(offload="optimizer"), {"moments_on"}),
+    (_PLAIN, _PLAIN.change(offload="param"), {"shards_on", "pinned"}),
+    (_PLAIN.change(strategy="fsdp1"), _PLAIN.change(strategy="fsdp1", offload="param"), {"shards_on", "pinned"}),
     (
-        _PLAIN.changed(offload="param"),
-        _PLAIN.changed(offload="param", staging="staged"),
+        _PLAIN.change(offload="param"),
+        _PLAIN.change(offload="param", staging="staged"),
         {"shards_on", "shown_on", "pinned"},
     ),
-    (_UNDER_POLICY, _UNDER_POLICY.changed(staging="staged"), {"shown_on"}),
-    (_PLAIN, _PLAIN.changed(phase="fresh"), {"has_stepped", "moments_on"}),
-    (_PLAIN.changed(phase="fresh"), _PLAIN.changed(phase="fresh", init="meta"), {"shards_on"}),
-    (_PLAIN.changed(model="qwen2"), _PLAIN, {"model"}),
-    (_PLAIN.changed(model="qwen3-buffers"), _PLAIN, {"has_buffers"}),
-    (_PLAIN.changed(model="qwen3-lora"), _PLAIN, {"has_adapters"}),
-    (_PLAIN.changed(dims="uneven"), _PLAIN, {"has_even_vocabulary"}),
-    (_PLAIN, _PLAIN.changed(backend="device-only"), {"backends"}),
+    (_UNDER_POLICY, _UNDER_POLICY.change(staging="staged"), {"shown_on"}),
+    (_PLAIN, _PLAIN.change(phase="fresh"), {"has_stepped", "moments_on"}),
+    (_PLAIN.change(phase="fresh"), _PLAIN.change(phase="fresh", init="meta"), {"shards_on"}),
+    (_PLAIN.change(model="qwen2"), _PLAIN, {"model"}),
+    (_PLAIN.change(model="qwen3-buffers"), _PLAIN, {"has_buffers"}),
+    (_PLAIN.change(model="qwen3-lora"), _PLAIN, {"has_adapters"}),
+    (_PLAIN.change(dims="uneven"), _PLAIN, {"has_even_vocabulary"}),
+    (_PLAIN, _PLAIN.change(backend="device-only"), {"backends"}),
 )
 
 
 @functools.cache
 def _runtime() -> Runtime:
     place = Place(rank=this_rank(), world_size=world_size(), local_rank=this_rank(), num_nodes=1)
-    return of_present_group(place, this_device(), pathlib.Path("/nowhere"))
+    return make_for_present_group(place, this_device(), pathlib.Path("/nowhere"))
 
 
 def _in_its_state(scenario: Scenario) -> Trainer:
@@ -77,12 +77,12 @@ def _in_its_state(scenario: Scenario) -> Trainer:
 @functools.cache
 def _facts(scenario: Scenario) -> BuiltFacts:
     trainer = _in_its_state(scenario)
-    return facts_of(trainer.model, trainer.optimizer)
+    return read_facts(trainer.model, trainer.optimizer)
 
 
 def _named(facts: BuiltFacts, scenario: Scenario) -> set[str]:
-    asked = asked_for(scenario, device="emulated", ranks=world_size())
-    return {sentence.partition(":")[0] for sentence in mismatches(facts, asked)}
+    asked = derive_facts(scenario, device="emulated", ranks=world_size())
+    return {sentence.partition(":")[0] for sentence in find_mismatches(facts, asked)}
 
 
 @on_ranks(_TWO)
@@ -101,10 +101,10 @@ def test_what_is_built_as_its_id_says_differs_in_nothing() -> None:
 
 @on_ranks(_TWO)
 def test_experts_on_no_mesh_of_their_own_and_another_number_of_ranks_are_noticed() -> None:
-    trainer = _in_its_state(_PLAIN.changed(model="qwen3-moe"))
+    trainer = _in_its_state(_PLAIN.change(model="qwen3-moe"))
     if private.has_placements_on_meshes():
-        facts = facts_of(trainer.model, trainer.optimizer)
-        assert _named(facts, _PLAIN.changed(model="qwen3-moe", sharding="experts")) == {"groups"}
+        facts = read_facts(trainer.model, trainer.optimizer)
+        assert _named(facts, _PLAIN.change(model="qwen3-moe", sharding="experts")) == {"groups"}
     with pytest.raises(NotAsNamed, match=r"spreads: .* ranks: 2 where 3 was asked for"):
         check(trainer.model, trainer.optimizer, trainer.scenario, device="emulated", ranks=3)
 
@@ -114,14 +114,14 @@ def test_a_model_of_anybodys_is_held_against_facts_that_are_asked_for_alone() ->
     """As a framework's: that its key was ignored, and nothing else, is what it says."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(this_device())
     optimizer = torch.optim.AdamW(fully_shard(model).parameters())
-    found = facts_of(model, optimizer)
-    assert mismatches(found, BuiltFacts(strategy="fsdp2", policy=frozenset({"none"}), has_stepped=False)) == []
-    (sentence,) = mismatches(found, BuiltFacts(strategy="fsdp1-orig", policy=frozenset({"none"})))
+    actual = read_facts(model, optimizer)
+    assert find_mismatches(actual, BuiltFacts(strategy="fsdp2", policy=frozenset({"none"}), has_stepped=False)) == []
+    (sentence,) = find_mismatches(actual, BuiltFacts(strategy="fsdp1-orig", policy=frozenset({"none"})))
     assert sentence.split() == ["strategy:", "fsdp2", "where", "fsdp1-orig", "was", "asked", "for"]
 
 
 def test_every_fact_can_be_asked_for_by_an_id() -> None:
-    asked = [asked_for(scenario, device="cuda", ranks=2) for scenario in (_PLAIN, _PLAIN.changed(staging="staged"))]
+    asked = [derive_facts(scenario, device="cuda", ranks=2) for scenario in (_PLAIN, _PLAIN.change(staging="staged"))]
     fields = [field.name for field in dataclasses.fields(BuiltFacts)]
     assert [name for name in fields if all(getattr(facts, name) is None for facts in asked)] == []
 

@@ -10,7 +10,7 @@ from fsdp_doctor.case import runtime
 from fsdp_doctor.case.case_run import CaseRunner
 from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.matrix.cases import parse_case_id
-from fsdp_doctor.matrix.paths import PATH_NAMES
+from fsdp_doctor.matrix.methods import METHOD_NAMES
 from fsdp_doctor.verdict.records import Record
 
 _TWO_RANKS = on_ranks(Setting("cpu", 2))
@@ -21,10 +21,10 @@ def _calls(case_id: str, *, with_ledgers: bool = False) -> int:
     path = case_id.rpartition("/")[2]
     told: list[Record] = []
     place = Place(rank=this_rank(), world_size=world_size(), local_rank=this_rank(), num_nodes=1)
-    here = runtime.of_present_group(place, this_device(), pathlib.Path("/nowhere"))
+    here = runtime.make_for_present_group(place, this_device(), pathlib.Path("/nowhere"))
     here.with_ledgers = with_ledgers
     runner = CaseRunner(here, (path,) if ":" in path else (), report=told.append)
-    record = runner.examine(parse_case_id(case_id, PATH_NAMES))
+    record = runner.examine(parse_case_id(case_id, METHOD_NAMES))
     assert record.done
     assert told[-1] == record
     return max(record.call for record in told)

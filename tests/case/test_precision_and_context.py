@@ -10,7 +10,7 @@ import torch
 from program import Run, probe
 from torch import nn
 
-from fsdp_doctor.case.paths.lookup import PathArguments, in_context
+from fsdp_doctor.case.methods.lookup import MethodArguments, run_in_context
 from fsdp_doctor.matrix.axes import Context
 
 _MODES: dict[Context, tuple[bool, bool]] = {
@@ -18,19 +18,19 @@ _MODES: dict[Context, tuple[bool, bool]] = {
     "no_grad": (False, False),
     "inference": (False, True),
 }
-_GIVEN = PathArguments(model=nn.Identity(), device=torch.device("cpu"))
+_GIVEN = MethodArguments(model=nn.Identity(), device=torch.device("cpu"))
 
 
 def _mode() -> tuple[bool, bool]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
-def _yields(given: PathArguments) -> Iterator[tuple[bool, bool]]:
+def _yields(given: MethodArguments) -> Iterator[tuple[bool, bool]]:
     yield _mode()
     yield _mode()
 
 
-def _returns_what_yields(given: PathArguments) -> Any:
+def _returns_what_yields(given: MethodArguments) -> Any:
     called_in = _mode()
     return (mode for mode in (called_in, _mode()))
 
@@ -40,7 +40,7 @@ def _returns_what_yields(given: PathArguments) -> Any:
 def test_a_method_and_what_it_yields_run_in_the_context_and_what_follows_outside(
     function: Any, context: Context
 ) -> None:
-    for mode in in_context(context, function)(_GIVEN):
+    for mode in run_in_context(context, function)(_GIVEN):
         assert mode == _MODES[context]
         assert _mode() == _MODES["ordinary"]
     assert _mode() == _MODES["ordinary"]
@@ -48,15 +48,15 @@ def test_a_method_and_what_it_yields_run_in_the_context_and_what_follows_outside
 
 def test_what_a_method_returns_whole_is_handed_on_as_it_is() -> None:
     mapping = {"weight": torch.ones(1)}
-    assert in_context("inference", lambda given: mapping)(_GIVEN) is mapping
+    assert run_in_context("inference", lambda given: mapping)(_GIVEN) is mapping
 
 
 def test_an_exception_inside_of_the_context_leaves_it() -> None:
-    def fails(given: PathArguments) -> Iterator[int]:
+    def fails(given: MethodArguments) -> Iterator[int]:
         yield 1
         raise KeyError("planted")
 
-    entries = in_context("inference", fails)(_GIVEN)
+    entries = run_in_context("inference", fails)(_GIVEN)
     assert next(entries) == 1
     with pytest.raises(KeyError):
         next(entries)

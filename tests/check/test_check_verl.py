@@ -8,19 +8,19 @@ import pathlib
 import pytest
 from support.checked import ACTOR, FSDP2, checked, flag, ids, loads, of_kind, said, use_of
 
-from fsdp_doctor.check import cases, check
+from fsdp_doctor.check import check, list_cases
 from fsdp_doctor.known import catalogue
 
 
 @pytest.fixture
 def no_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "known_failures", lambda: ())
+    monkeypatch.setattr(catalogue, "read_catalogue", lambda: ())
 
 
 def test_issue_5995_is_staged_before_v0_8_and_not_since() -> None:
     before = checked("verl_policy.sh", version="0.7.1")
     assert ids(use_of(before, "actor")) == ["fsdp2/policy/staged/state_dict.to.full_tensor"]
-    entries = [catalogue.known_failure(finding.entry) for finding in of_kind(before, "known")]
+    entries = [catalogue.find_entry(finding.entry) for finding in of_kind(before, "known")]
     assert any("verl-project/verl#5995" in entry.references for entry in entries)
     assert before.exit_code == 1
     since = checked("verl_policy.sh", version="0.9.0")
@@ -99,7 +99,7 @@ def test_the_critic_of_the_old_layout_is_read_and_had_nccl_alone() -> None:
     asked = ("critic.strategy=fsdp2", flag("offload_policy", section=old), "trainer.use_legacy_worker_impl=enable")
     result = checked(*asked, "algorithm.adv_estimator=gae", "trainer.save_freq=1", version="0.7.1")
     assert ids(use_of(result, "critic")) == ["fsdp2/policy/unstaged/device-only/state_dict"]
-    assert any(any("device-only" in row for row in one.settings) for one in of_kind(result, "conflict"))
+    assert any(any("device-only" in row for row in finding.settings) for finding in of_kind(result, "conflict"))
 
 
 def test_models_that_are_not_built_are_not_checked() -> None:
@@ -143,7 +143,7 @@ def test_a_manual_offload_that_frees_nothing_is_known_of_fsdp1_without_shards_in
     findings = [f for f in checked(flag("param_offload"), *arguments, version="0.9.0").findings if f.entry == entry]
     assert bool(findings) == expected
     assert not expected or f"{ACTOR}.fsdp_config.param_offload=true (command line)" in findings[0].settings
-    assert not [one for one in checked(*arguments, version="0.9.0").findings if one.entry == entry]
+    assert not [finding for finding in checked(*arguments, version="0.9.0").findings if finding.entry == entry]
 
 
 def test_a_shard_group_of_no_ranks_is_refused_as_verl_divides_by_it() -> None:
@@ -186,7 +186,7 @@ def test_a_group_that_hydra_chooses_is_not_dropped_for_a_value_in_it() -> None:
 
 def test_a_size_that_cannot_be_read_prevents_no_finding_that_holds_for_every_size() -> None:
     result = checked("verl_policy.sh", flag("fsdp_size", "${SIZE}"), version="0.7.1")
-    entries = [catalogue.known_failure(finding.entry) for finding in of_kind(result, "known")]
+    entries = [catalogue.find_entry(finding.entry) for finding in of_kind(result, "known")]
     assert any("verl-project/verl#5995" in entry.references for entry in entries)
     assert "fsdp_size=${SIZE}" in "".join(row for one in of_kind(result, "unknown") for row in one.settings)
     assert result.exit_code == 1
@@ -196,7 +196,7 @@ def test_a_size_that_cannot_be_read_prevents_no_finding_that_holds_for_every_siz
 def test_another_engine_has_no_case() -> None:
     result = checked(f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.param_offload=true")
     assert use_of(result, "actor").why_not == f"not under FSDP: {ACTOR}.strategy=megatron (command line)"
-    assert cases(result) == []
+    assert list_cases(result) == []
     assert result.findings == ()
 
 

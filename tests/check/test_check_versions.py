@@ -54,14 +54,14 @@ def test_the_version_is_asked_for_only_where_it_decides() -> None:
 
 def test_a_known_failure_names_the_versions_that_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = (entry("first", offload=("policy*",), staging=("staged",)),)
-    monkeypatch.setattr(catalogue, "known_failures", lambda: entries)
+    monkeypatch.setattr(catalogue, "read_catalogue", lambda: entries)
     (finding,) = of_kind(checked(FSDP2, flag("offload_policy")), "known")
     assert finding.holds_for == ("actor, v0.6 and v0.7, use_legacy_worker_impl=disable",)
 
 
 def test_a_failure_of_another_torch_is_not_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     old = replace(entry("first", offload=("policy*",)), torch="<2.9")
-    monkeypatch.setattr(catalogue, "known_failures", lambda: (old,))
+    monkeypatch.setattr(catalogue, "read_catalogue", lambda: (old,))
     asked = [FSDP2, flag("offload_policy")]
     for torch, expected in (("2.8.0", 1), ("2.9.0", 0), ("all", 1)):
         result = check(asked, framework_version="0.9.0", torch_version=torch)
@@ -74,7 +74,7 @@ def test_the_expected_failures_are_those_of_the_configured_number_of_ranks(
 ) -> None:
     alone = replace(entry("on one GPU"), triggers=(Trigger({}, shard_group=RankRange(max=1)),))
     many = replace(entry("on several"), triggers=(Trigger({}, shard_group=RankRange(min=2)),))
-    monkeypatch.setattr(catalogue, "known_failures", lambda: (alone, many))
+    monkeypatch.setattr(catalogue, "read_catalogue", lambda: (alone, many))
     result = checked(FSDP2, f"trainer.n_gpus_per_node={ranks}", version="0.9.0")
     assert [finding.entry for finding in of_kind(result, "known")] == [expected]
     assert result.world_size == ranks
@@ -82,7 +82,7 @@ def test_the_expected_failures_are_those_of_the_configured_number_of_ranks(
 
 def test_uneven_shards_are_expected_where_the_ranks_are_no_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     uneven = replace(entry("uneven"), triggers=(Trigger({}, shards=("uneven",)),))
-    monkeypatch.setattr(catalogue, "known_failures", lambda: (uneven,))
+    monkeypatch.setattr(catalogue, "read_catalogue", lambda: (uneven,))
     asked = [FSDP2, "actor_rollout_ref.model.lora_rank=8"]
     by_ranks = {ranks: of_kind(checked(*asked, version="0.9.0", world=ranks), "known") for ranks in (2, 3, 8, 12)}
     assert {ranks: bool(findings) for ranks, findings in by_ranks.items()} == {2: False, 3: True, 8: False, 12: True}

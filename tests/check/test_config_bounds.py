@@ -49,15 +49,15 @@ def test_a_long_value_is_shown_in_part() -> None:
 def test_many_unknown_keys_are_said_in_part(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("output_dir: x\nfsdp: full_shard\nfsdp_config:\n" + "".join(f"  k{i}: 1\n" for i in range(15_000)))
-    unknown = [one for one in check([str(file)]).findings if one.kind == "unknown"]
+    unknown = [finding for finding in check([str(file)]).findings if finding.kind == "unknown"]
     assert len(unknown) == 21
     assert "14980" in unknown[-1].sentence
 
 
 def test_settings_that_replace_one_another_leave_the_last() -> None:
     rows = [Setting(f"x.k{i}", i, "f") for i in range(100)]
-    settings = Settings.of([*rows, *(Setting(key, 1, "f") for _ in range(50) for key in ("a.b.c", "a.b"))])
-    assert [row.key for row in settings.below("a")] == ["a.b"]
+    settings = Settings.from_rows([*rows, *(Setting(key, 1, "f") for _ in range(50) for key in ("a.b.c", "a.b"))])
+    assert [row.key for row in settings.list_below("a")] == ["a.b"]
     settings.remove("x")
     assert [row.key for row in settings] == ["a.b"]
 

@@ -11,16 +11,23 @@ from msgspec import ValidationError
 from support.checked import CONFIGS, GOOD, cases_of_roles, checked, ids, loads, of_kind, said, use_of
 
 import fsdp_doctor.check
-from fsdp_doctor.check import CheckResult, cases, check, parse_version, with_ranks
-from fsdp_doctor.check.framework import FrameworkFacts, FsdpFramework, KeyTable, ModelReading, VersionRange, matching
+from fsdp_doctor.check import CheckResult, check, list_cases, parse_version, set_ranks
+from fsdp_doctor.check.framework import (
+    FrameworkFacts,
+    FsdpFramework,
+    KeyTable,
+    ModelReading,
+    VersionRange,
+    select_matching,
+)
 from fsdp_doctor.check.frameworks import FRAMEWORKS
 from fsdp_doctor.check.frameworks.verl import Verl
 from fsdp_doctor.check.settings import Settings
-from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, extraction
+from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, make_extraction_point
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.axes import AxisName
 from fsdp_doctor.matrix.cases import Scenario, parse_case_id
-from fsdp_doctor.matrix.paths import PATH_NAMES, paths_for
+from fsdp_doctor.matrix.methods import METHOD_NAMES, list_methods
 
 ACTOR = "actor_rollout_ref.actor"
 
@@ -32,11 +39,11 @@ def _scenarios(result: CheckResult) -> dict[str, str]:
 
 @pytest.mark.parametrize("file", GOOD)
 def test_every_case_that_is_named_can_be_given_to_probe(file: str) -> None:
-    named = cases(checked(file))
+    named = list_cases(checked(file))
     assert named
     for case in named:
-        assert parse_case_id(case.id, PATH_NAMES) == case
-        assert case.path in {path.name for path in paths_for(case.scenario)}
+        assert parse_case_id(case.id, METHOD_NAMES) == case
+        assert case.method in {method.name for method in list_methods(case.scenario)}
 
 
 @pytest.mark.parametrize(
@@ -103,7 +110,7 @@ def test_what_another_engine_trains_is_not_fsdp_and_never_passes(
     result = checked(*arguments)
     assert result.framework == framework
     assert all(use.why_not.startswith("not under FSDP") and why in use.why_not for use in result.uses)
-    assert (cases(result), result.exit_code) == ([], 3)
+    assert (list_cases(result), result.exit_code) == ([], 3)
 
 
 @pytest.mark.parametrize(
@@ -153,12 +160,12 @@ def test_keys_of_the_other_version_of_fsdp_are_a_conflict() -> None:
 
 def test_nccl_alone_with_shards_on_the_cpu_is_a_conflict() -> None:
     conflicts = of_kind(checked("accelerate_v2.yaml", version="1.6"), "conflict")
-    assert any(any(row.startswith("backend=device-only") for row in one.settings) for one in conflicts)
+    assert any(any(row.startswith("backend=device-only") for row in finding.settings) for finding in conflicts)
 
 
 def test_fsdp_config_without_fsdp_is_a_conflict_without_a_case() -> None:
     result = checked("accelerate_ddp.yaml", "fsdp_config.fsdp_offload_params=true")
-    assert cases(result) == []
+    assert list_cases(result) == []
     assert any("fsdp_offload_params=true" in row for row in of_kind(result, "conflict")[0].settings)
 
 
@@ -254,7 +261,7 @@ def test_torchtitan_saves_only_where_it_is_asked_to_and_offloads_only_shards() -
     result = checked("torchtitan.toml", "parallelism.data_parallel_shard_degree=1")
     (conflict,) = of_kind(result, "conflict")
     assert "enable_cpu_offload=true" in conflict.settings[0]
-    assert cases(result) == []
+    assert list_cases(result) == []
 
 
 @pytest.mark.parametrize(
@@ -271,10 +278,10 @@ def test_prime_rls_optimizer_is_offloaded_by_default_since_v0_7(
 def test_lightnings_model_parallel_strategy_is_fsdp2_and_saves_as_its_arguments_say() -> None:
     section = "trainer.strategy"
     asked = [f"{section}.class_path=lightning.pytorch.strategies.ModelParallelStrategy", "trainer.devices=4"]
-    (case,) = cases(checked(*asked))
+    (case,) = list_cases(checked(*asked))
     assert case.id == "fsdp2/none/unstaged/device-only/get_model_state_dict.sharded+cpu"
     whole = checked(*asked, f"{section}.init_args.save_distributed_checkpoint=false")
-    assert [case.path for case in cases(whole)] == ["get_model_state_dict.full+cpu"]
+    assert [case.method for case in list_cases(whole)] == ["get_model_state_dict.full+cpu"]
 
 
 # Versions
@@ -302,14 +309,14 @@ VERSIONS = ("0.0.1", "0.7.1", "0.8", "0.8.1.dev0", "0.9.0", "0.9.1", "0.12rc1", 
 def test_every_version_is_in_exactly_one_range() -> None:
     for name, ranges in _ranges():
         for version in (*VERSIONS, "5.10.0.dev0", "6", "main", "latest"):
-            assert len(matching(ranges, parse_version(version, ""))) == 1, (name, version)
-        assert matching(ranges, None) == list(ranges)
+            assert len(select_matching(ranges, parse_version(version, ""))) == 1, (name, version)
+        assert select_matching(ranges, None) == list(ranges)
 
 
 def test_a_pre_release_is_what_it_leads_to() -> None:
     since = [VersionRange(versions=">=0.9")]
     versions = ("v0.9.0rc1", "0.9.0.dev3+g1234", "0.8.9")
-    assert [matching(since, parse_version(version, "")) == since for version in versions] == [True, True, False]
+    assert [select_matching(since, parse_version(version, "")) == since for version in versions] == [True, True, False]
 
 
 @pytest.mark.parametrize("text", ["new", "", "0.7.x", "v", "1..2"])
@@ -339,20 +346,20 @@ class _Toy(FsdpFramework[VersionRange]):
 
     @staticmethod
     def recognizes(settings: Settings) -> bool:
-        return bool(settings.below("toy"))
+        return bool(settings.list_below("toy"))
 
     @staticmethod
     def count_ranks(settings: Settings) -> int | None:
-        return settings.number("toy.ranks")
+        return settings.read_number("toy.ranks")
 
     def read(self, role: Role) -> ModelReading:
-        return self.reading(role)
+        return self.read_role(role)
 
     def choose_axes(self, role: Role, versions: VersionRange) -> dict[AxisName, Chosen]:
         return {"strategy": Chosen("fsdp2"), "offload": self.choose_offload(role, "the default").chosen}
 
-    def extractions(self, role: Role, versions: VersionRange, scenario: Scenario) -> list[ExtractionPoint]:
-        return [extraction("checkpoint", scenario, "state_dict")]
+    def list_extractions(self, role: Role, versions: VersionRange, scenario: Scenario) -> list[ExtractionPoint]:
+        return [make_extraction_point("checkpoint", scenario, "state_dict")]
 
 
 @pytest.fixture
@@ -364,10 +371,10 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_framework_is_added_by_one_class() -> None:
     result = check(["toy.offload=true", "toy.ranks=3"])
     assert result.framework == "toy"
-    assert [case.id for case in cases(result)] == ["fsdp2/policy/unstaged/state_dict"]
+    assert [case.id for case in list_cases(result)] == ["fsdp2/policy/unstaged/state_dict"]
     assert [use.versions for use in result.uses] == [""], "ranges that do the same are one use"
     assert (result.world_size, result.models["model"].ranks) == (3, 3)
-    assert with_ranks(result, 5).models["model"].ranks == 5
+    assert set_ranks(result, 5).models["model"].ranks == 5
 
 
 @pytest.mark.usefixtures("toy")
@@ -420,15 +427,15 @@ def test_the_result_has_the_number_of_ranks_that_it_was_read_for(
 def test_a_number_of_ranks_that_cannot_be_read_is_named_and_the_rest_is_read(arguments: list[str], row: str) -> None:
     result = check(arguments)
     assert result.world_size is None
-    assert cases(result)
+    assert list_cases(result)
     assert row in said(result, "unknown")
     assert check(arguments, world_size=2).world_size == 2
 
 
 def test_a_key_that_a_version_does_not_read_cannot_stop_it() -> None:
     asked = ["fsdp=full_shard", "output_dir=out", "fsdp_config.state_dict_type=${oc.env:TYPE}"]
-    assert cases(check(asked, framework_version="5.9"))
-    assert not cases(check(asked, framework_version="5.10"))
+    assert list_cases(check(asked, framework_version="5.9"))
+    assert not list_cases(check(asked, framework_version="5.10"))
 
 
 # verl's older releases
@@ -466,7 +473,7 @@ def test_the_old_sft_trainer_saves_the_whole_model_before_v0_5_and_shards_since(
 
 def test_a_version_that_does_not_know_what_is_asked_for_is_never_a_pass() -> None:
     result = checked("verl_grpo.yaml", version="0.2.0")
-    assert (cases(result), result.determined) == ([], False)
+    assert (list_cases(result), result.determined) == ([], False)
     assert result.exit_code == 3
 
 

@@ -98,7 +98,7 @@ def test_a_variable_that_branches_assign_differently_is_unknown(used: str) -> No
     ],
 )
 def test_the_ranks_that_a_command_starts(command: str, ranks: int | None) -> None:
-    assert count_launched_ranks(Settings.of(read_script(command, "run.sh"))) == ranks
+    assert count_launched_ranks(Settings.from_rows(read_script(command, "run.sh"))) == ranks
 
 
 def test_variables_that_contain_one_another_are_refused_before_they_grow() -> None:

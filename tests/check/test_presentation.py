@@ -10,13 +10,13 @@ from support.checked import CONFIGS, FSDP2, GOOD, checked, entry, flag, of_kind
 from support.inside import doctor
 
 from fsdp_doctor import check as check_package
-from fsdp_doctor.check import cases, presentation
+from fsdp_doctor.check import list_cases, presentation
 from fsdp_doctor.known import catalogue
 
 
 def test_what_the_catalogue_knows_of_a_case_is_one_finding_with_all_its_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = (entry("first", offload=("policy*",), staging=("staged",)), entry("never", strategy=("fsdp1-orig",)))
-    monkeypatch.setattr(catalogue, "known_failures", lambda: entries)
+    monkeypatch.setattr(catalogue, "read_catalogue", lambda: entries)
     asked = (FSDP2, flag("offload_policy"), "trainer.save_freq=1", "trainer.use_legacy_worker_impl=disable")
     result = checked(*asked)
     (finding,) = of_kind(result, "known")
@@ -37,7 +37,7 @@ def test_the_json_has_what_its_documentation_says() -> None:
     for finding in data["findings"]:
         of_entry = {"verdict", "cause", "remedy", "references", "conditions", "remedy_here"}
         assert set(finding) == (plain | of_entry if finding["kind"] == "known" else plain)
-    assert data["cases"] == [case.id for case in cases(result)]
+    assert data["cases"] == [case.id for case in list_cases(result)]
     assert data["exit_code"] == 1
 
 
@@ -79,7 +79,7 @@ def test_a_failure_of_some_releases_of_peft_names_them_and_the_one_that_is_here(
     peft: str | None, shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Measured with peft 0.18.1, 0.20.0 and 0.21.0: the adapter is empty from 0.21.0 on."""
-    monkeypatch.setattr(check_package, "installed_versions", lambda _: {"peft": peft} if peft else {})
+    monkeypatch.setattr(check_package, "read_installed_versions", lambda _: {"peft": peft} if peft else {})
     result = check_package.check([str(CONFIGS / "verl_lora.sh")], framework_version="0.7.1")
     conditions = [line for line in presentation.as_text(result).splitlines() if "only with peft >=0.21" in line]
     assert bool(conditions) == shown

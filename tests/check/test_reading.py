@@ -9,7 +9,7 @@ import sys
 import pytest
 from support.checked import ACTOR, CONFIGS, FSDP2, checked, flag, of_kind, said, use_of
 
-from fsdp_doctor.check import cases, check, reading
+from fsdp_doctor.check import check, list_cases, reading
 from fsdp_doctor.errors import UsageError
 
 
@@ -131,13 +131,13 @@ def test_an_interpolation_is_followed_inside_the_file_and_is_unknown_otherwise()
     result = checked(FSDP2, flag("offload_policy", "${oc.env:OFFLOAD}"))
     assert use_of(result, "actor").scenario is None
     assert "${oc.env:OFFLOAD}" in said(result, "unknown")
-    assert cases(result) == []
+    assert list_cases(result) == []
 
 
 def test_what_decides_which_models_there_are_must_be_readable() -> None:
     result = checked("algorithm.use_kl_in_reward=${oc.env:KL}", FSDP2)
     assert "use_kl_in_reward=${oc.env:KL}" in said(result, "unknown")
-    assert (cases(result), result.exit_code) == ([], 3)
+    assert (list_cases(result), result.exit_code) == ([], 3)
 
 
 def test_a_reference_to_itself_is_a_usage_error() -> None:

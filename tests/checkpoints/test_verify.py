@@ -38,12 +38,12 @@ LAWFUL = {"buffers": {"replicas_differ"}, "new_adapter": {"lora_start"}}
 
 
 def test_every_program_s_checkpoints_are_sound(originals: pathlib.Path) -> None:
-    directories = sorted(path for path in originals.iterdir())
+    directories = sorted(method for method in originals.iterdir())
     assert len(directories) > 25
-    for path in directories:
-        found = verification.verify(path)
+    for method in directories:
+        found = verification.verify(method)
         assert (found.answer, found.num_tensors > 0) == ("sound", True), found.to_text()
-        assert kinds(found, "warning") == LAWFUL.get(path.name, set()), found.to_text()
+        assert kinds(found, "warning") == LAWFUL.get(method.name, set()), found.to_text()
         assert found.unchecked
 
 
@@ -370,7 +370,9 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     ),
     "inf in float16": (
         "tied",
-        tensors(TIED, lambda t: (t.update({n: v.half() for n, v in t.items()}), t[DOWN][7, 3].fill_(torch.inf))),
+        tensors(
+            TIED, lambda t: (t.update({n: v.reserve_half() for n, v in t.items()}), t[DOWN][7, 3].fill_(torch.inf))
+        ),
         "nonfinite",
     ),
     "a matrix of zeros": ("tied", tensors(TIED, lambda t: t[DOWN].zero_()), "zero_matrix"),
@@ -470,8 +472,8 @@ def test_a_finding_names_the_file_the_tensor_the_rows_and_the_rank(
 class _Made:
     """Pickles as a call that makes a directory."""
 
-    def __init__(self, path: pathlib.Path) -> None:
-        self.path = path
+    def __init__(self, method: pathlib.Path) -> None:
+        self.path = method
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return os.mkdir, (str(self.path),)

@@ -63,7 +63,7 @@ _CANNOT_BE_BUILT: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def _ids(axes: dict[str, tuple[str, ...]]) -> list[str]:
-    return [case.id for case in select(Selection(axes=axes, paths=("state_dict",)))]
+    return [case.id for case in select(Selection(axes=axes, methods=("state_dict",)))]
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from fsdp_doctor.explain import Explanation, explain  # noqa: E402
-from fsdp_doctor.explain.text import as_text  # noqa: E402
+from fsdp_doctor.explain.text import render_text  # noqa: E402
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -59,7 +59,7 @@ def _score(row: dict[str, Any], explanation: Explanation) -> Score:
     sure = [match for match in explanation.matches if match.grade != "possible"]
     if sure and sure[0].entry.id not in wanted:
         return "wrong"
-    said = all(words in as_text(explanation, 10_000) for words in row.get("says", []))
+    said = all(words in render_text(explanation, 10_000) for words in row.get("says", []))
     if not wanted:
         return "right" if said and explanation.showing in row["shows"] else "weak" if said else "missed"
     grades = [match.grade for match in explanation.matches if match.entry.id in wanted]

@@ -160,7 +160,7 @@ def test_nothing_is_changed() -> None:
 
 def identity(model: nn.Module) -> list[tuple[Any, ...]]:
     own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    tensors = [(name, shown, private.local_tensor(shown)) for name, shown in own]
+    tensors = [(name, shown, private.read_local_tensor(shown)) for name, shown in own]
     return [
         (
             name,

@@ -31,8 +31,8 @@ torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
 """
 _WITH_SHIMS = """
 from fsdp_doctor.frameworks.adapter import Shims
-from fsdp_doctor.frameworks.framework_worker import adapter_of
-adapter = adapter_of({framework!r})
+from fsdp_doctor.frameworks.framework_worker import find_adapter
+adapter = find_adapter({framework!r})
 shims = Shims(adapter.matrix)
 adapter.on_emulated(shims)
 """

@@ -13,8 +13,8 @@ from support.forked import run_script
 from support.inside import Done, doctor
 from support.places import ROOT
 
-from fsdp_doctor.ledgers.ledger import DeviceLedger, ledgers_from_json
 from fsdp_doctor.matrix.selection import Selection, select
+from fsdp_doctor.memory_use.records import DeviceMemory, read_memory_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ def test_the_report_has_the_verdicts_that_the_matrix_gives_here(example: Example
     assert len(results) == len(selected)
     kept = dict(re.findall(r"^\| `(\S+)` \| (?:\*\*)?(\w+)", example.text("report.md"), re.MULTILINE))
     # Of two grids of one report the later one is kept: staged comes after unstaged.
-    here = {result.case.path: result.verdict.kind for result in results}
+    here = {result.case.method: result.verdict.kind for result in results}
     assert {path: here[path] for path in kept if path in here} == {path: kept[path] for path in kept if path in here}
     assert len(kept) > 10
 
@@ -143,14 +143,16 @@ def done(json_file: pathlib.Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def ledgers(done: Run, json_file: pathlib.Path) -> dict[tuple[str, str], DeviceLedger]:
+def ledgers(done: Run, json_file: pathlib.Path) -> dict[tuple[str, str], DeviceMemory]:
     assert done.code == 1, done.stderr
-    found = ledgers_from_json(json_file.read_text()).ledgers
-    return {(one.stage, one.path): one.device for one in found if one.rank == 0 and one.device is not None}
+    found = read_memory_file(json_file.read_text()).ledgers
+    return {
+        (memory.stage, memory.path): memory.device for memory in found if memory.rank == 0 and memory.device is not None
+    }
 
 
 def test_what_a_path_loads_and_does_not_offload_stays_on_the_device(
-    ledgers: dict[tuple[str, str], DeviceLedger],
+    ledgers: dict[tuple[str, str], DeviceMemory],
 ) -> None:
     shards = ledgers["trained", ""].held["parameters"]
     assert "parameters" not in ledgers["offloaded", ""].held

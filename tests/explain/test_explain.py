@@ -317,7 +317,7 @@ def test_a_line_without_an_end_is_read_too(tmp_path: pathlib.Path) -> None:
 
 
 def _text(tmp_path: pathlib.Path, *lines: str) -> str:
-    return text.as_text(explained(tmp_path, *lines), 120).replace(str(tmp_path), "logs")
+    return text.render_text(explained(tmp_path, *lines), 120).replace(str(tmp_path), "logs")
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_a_log_that_names_fsdp_is_not_said_to_name_none(tmp_path: pathlib.Path) 
 def test_standard_input_is_read_to_its_end_and_named_as_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     data = b"step\n" * 400_000 + "\n".join(traceback(UNSHARD.format(0))).encode()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-    explanation = json.loads(text.as_json(explain([None])))
+    explanation = json.loads(text.render_json(explain([None])))
     assert (explanation["matched"], explanation["cause"]["file"], explanation["cause"]["line"]) == (
         True,
         "standard input",

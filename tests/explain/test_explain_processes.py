@@ -15,7 +15,7 @@ from support.written_logs import UNSHARD, entry_of, traceback, written
 
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.explain import explain, log_input
-from fsdp_doctor.explain.text import as_text
+from fsdp_doctor.explain.text import render_text
 from fsdp_doctor.machine import waited_input
 
 _RANKS = 20_000
@@ -81,7 +81,7 @@ def test_what_has_no_end_is_read_up_to_a_limit_and_that_is_said(monkeypatch: pyt
     writer.join()
     os.close(begin)
     assert explanation.truncated == ("standard input",)
-    assert "standard input" in as_text(explanation, 100)
+    assert "standard input" in render_text(explanation, 100)
 
 
 def test_memory_does_not_grow_with_the_log(tmp_path: pathlib.Path) -> None:

@@ -32,7 +32,7 @@ def _parting(tmp_path: pathlib.Path, *ranks: Iterator[str]) -> str:
     explanation = explained(tmp_path, *(line for rank in ranks for line in rank))
     assert (explanation.showing, explanation.entry) == ("hang", None)
     assert explanation.hang is not None
-    return " ".join(explanation.hang.parting)
+    return " ".join(explanation.hang.sentences)
 
 
 def test_ranks_in_different_collectives_are_said_to_part_there(tmp_path: pathlib.Path) -> None:
@@ -58,7 +58,7 @@ def test_ranks_of_which_the_log_says_nothing_are_named(tmp_path: pathlib.Path) -
 
 def test_the_table_has_a_row_for_ranks_in_the_same_place(tmp_path: pathlib.Path) -> None:
     ranks = [_watchdog(rank, 7, "_ALLGATHER_BASE") for rank in (0, 1)]
-    shown = text.as_text(explained(tmp_path, *(line for rank in ranks for line in rank)), 120)
+    shown = text.render_text(explained(tmp_path, *(line for rank in ranks for line in rank)), 120)
     header, row = (line.split() for line in shown.splitlines() if "default_pg" in line or "waits in" in line)
     assert " ".join(header) == "ranks group waits in in out last launched last done seconds"
     assert row == ["0-1", "default_pg", "ALLGATHER", "7", "4", "8", "9", "6", "600"]
@@ -78,7 +78,7 @@ def test_the_stack_of_a_failed_collective_is_read_and_makes_a_gather_on_one_rank
     explanation = explained(tmp_path, *lines)
     assert explanation.entry is not None
     assert explanation.entry.id == "rank0-only-gather-deadlock"
-    shown = text.as_text(explanation, 120)
+    shown = text.render_text(explanation, 120)
     assert 'rank 0 called it at File "/job/train.py", line 70, in state_dict' in shown
     assert 'rank 1 called it at File "/job/train.py", line 71, in train_step' in shown
 
@@ -116,9 +116,9 @@ def _dump(calls: list[tuple[str, bool]], rank: int, folder: pathlib.Path) -> pat
         }
         for number, (name, ended) in enumerate(calls, 1)
     ]
-    path = folder / f"comm_lib_trace_rank_{rank}"
-    path.write_bytes(pickle.dumps({"version": "2.10", "pg_config": {}, "entries": entries}, protocol=2))
-    return path
+    method = folder / f"comm_lib_trace_rank_{rank}"
+    method.write_bytes(pickle.dumps({"version": "2.10", "pg_config": {}, "entries": entries}, protocol=2))
+    return method
 
 
 def test_a_rank_that_never_came_is_named_by_its_last_call(tmp_path: pathlib.Path) -> None:

@@ -101,12 +101,12 @@ def test_while_a_consumers_error_is_handled_no_rank_waits_for_its_buckets() -> N
 def test_in_step_a_bucket_is_gathered_when_every_rank_has_used_the_last() -> None:
     model, nbytes = fsdp2(new_net()), 1 << 10
     expected = extracted(model)
-    store = private.default_store()
-    plan, _ = get_plan(model, Arguments.given(None, None, (), nbytes, "merged", in_step=True))
+    store = private.find_default_store()
+    plan, _ = get_plan(model, Arguments.check(None, None, (), nbytes, "merged", in_step=True))
     ends = [0, *(bucket.end for bucket in plan.buckets)]
     assert len(ends) > 4
     num_gathered, used = 0, None
-    gather = full.all_gather
+    gather = full.launch_all_gathers
 
     def noted_gather(transfers: Any) -> None:
         nonlocal num_gathered
@@ -117,8 +117,8 @@ def test_in_step_a_bucket_is_gathered_when_every_rank_has_used_the_last() -> Non
         gather(transfers)
 
     found = {}
-    with mock.patch.object(full, "all_gather", noted_gather):
-        tensors = extract(model, Arguments.given(None, None, (), nbytes, "merged", in_step=True))
+    with mock.patch.object(full, "launch_all_gathers", noted_gather):
+        tensors = extract(model, Arguments.check(None, None, (), nbytes, "merged", in_step=True))
         for spec, tensor in tensors:
             found |= dict.fromkeys(spec.names, tensor)
             if device_type() != "cpu":
@@ -197,7 +197,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_is_told() -> None:
 
 
 def _impatiently_extracted(model: nn.Module) -> None:
-    store = agreement._connection(private.default_store())
+    store = agreement._connection(private.find_default_store())
     usual = store.timeout
     store.set_timeout(datetime.timedelta(seconds=1))
     try:
@@ -271,7 +271,7 @@ def test_extractions_leave_no_keys_in_the_store() -> None:
             together()
             extraction(model)
             together()
-            counts.append(private.default_store().num_keys())
+            counts.append(private.find_default_store().num_keys())
         assert counts[-1] == counts[0], f"{extraction.__name__}: keys after each: {counts}"
 
 
@@ -382,7 +382,7 @@ def test_a_call_asks_the_store_a_few_times_however_many_buckets_there_are() -> N
     extracted(model, bucket_bytes=TINY_BYTES)
     buckets = num_buckets(model)
     requests = []
-    store = agreement._connection(agreement.private.default_store())
+    store = agreement._connection(agreement.private.find_default_store())
 
     class Counting:
         def __getattr__(self, name: str) -> Any:
@@ -401,7 +401,7 @@ def test_a_thread_waits_only_for_ranks_that_do_not_come_soon() -> None:
     with mock.patch.object(agreement, "call_interruptibly") as waiting, answered:
         assert_same(extracted(model), expected)
     assert not waiting.called
-    come = agreement.Agreement._came_to_stage
+    come = agreement.Agreement._come_to_stage
 
     def late(self: Any, one_only: bool) -> int:
         if this_rank() == 1 and not self._stage:
@@ -414,7 +414,7 @@ def test_a_thread_waits_only_for_ranks_that_do_not_come_soon() -> None:
         return wait()
 
     with (
-        mock.patch.object(agreement.Agreement, "_came_to_stage", late),
+        mock.patch.object(agreement.Agreement, "_come_to_stage", late),
         mock.patch.object(agreement, "call_interruptibly", side_effect=waited) as waiting,
     ):
         # Rank 1 comes to the first stage once rank 0 has begun to wait in a thread.
@@ -438,7 +438,7 @@ def test_without_its_store_a_call_ends_in_a_sentence() -> None:
 @everywhere
 def test_ctrl_c_while_a_rank_waits_for_the_others_ends_the_call_on_every_rank() -> None:
     model, expected = sharded_net()
-    wait, come = agreement.Agreement._wait, agreement.Agreement._came_to_stage
+    wait, come = agreement.Agreement._wait, agreement.Agreement._come_to_stage
     for stage in (0, 1, 2):
 
         def interrupted(self: Any, stage: int = stage) -> bytes:
@@ -457,7 +457,7 @@ def test_ctrl_c_while_a_rank_waits_for_the_others_ends_the_call_on_every_rank() 
             together()
         else:
             with (
-                mock.patch.object(agreement.Agreement, "_came_to_stage", late),
+                mock.patch.object(agreement.Agreement, "_come_to_stage", late),
                 raises_soon(RankLeft, "rank 0 left", "KeyboardInterrupt"),
             ):
                 extracted(model, bucket_bytes=FEW_BYTES)
@@ -468,7 +468,7 @@ def test_ctrl_c_while_a_rank_waits_for_the_others_ends_the_call_on_every_rank() 
 def test_ctrl_c_after_the_others_went_on_is_heeded_when_the_promise_is_kept() -> None:
     """The others have gathered what all had promised by then."""
     model, expected = sharded_net()
-    wait, come = agreement.Agreement._wait, agreement.Agreement._came_to_stage
+    wait, come = agreement.Agreement._wait, agreement.Agreement._come_to_stage
     answer_with, is_heeded = agreement.Agreement._answer_with, threading.Event()
 
     def interrupted(self: Any) -> bytes:

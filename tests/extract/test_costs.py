@@ -67,7 +67,7 @@ def test_qwen3_4b_under_fsdp1_is_gathered_in_a_few_collectives_and_nothing_twice
 ) -> None:
     """With buckets of 128 MiB it were 295 to 332, which carried 1.9 to 3.7 times the model."""
     units = _qwen3_4b(ranks)
-    planned = list(Division(units, OutputDtypes(), bucket_bytes).buckets())
+    planned = list(Division(units, OutputDtypes(), bucket_bytes).make_buckets())
     assert len(planned) == gathers
     whole = [transfer for bucket in planned for transfer in bucket.transfers]
     assert all(isinstance(transfer, UnitGather) for transfer in whole)
@@ -83,7 +83,7 @@ def test_qwen3_4b_under_fsdp2_is_gathered_in_a_few_buckets_within_what_is_promis
 ) -> None:
     """Of 128 MiB it were 74: they are larger, as the embedding needs that memory anyway."""
     rows = _qwen3_4b_by_rows(2)
-    planned = list(Division(rows, OutputDtypes(), bucket_bytes).buckets())
+    planned = list(Division(rows, OutputDtypes(), bucket_bytes).make_buckets())
     assert len(planned) == gathers
     most = Division(rows, OutputDtypes(), bucket_bytes).most_bytes
     assert most == bucket_bytes + 2 * 151936 * WIDTH
@@ -99,7 +99,7 @@ def test_two_buckets_and_the_callers_last_tensor_fit_where_no_tensor_of_a_layer_
     attention = ((8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192))
     layer = (*attention, (28672, 8192), (28672, 8192), (8192, 28672), (8192,), (8192,))
     rows = _by_rows([_unit(0, ((128256, 8192),), group), *(_unit(1 + place, layer, group) for place in range(80))])
-    planned = list(Division(rows, OutputDtypes(), BUCKET_BYTES).buckets())
+    planned = list(Division(rows, OutputDtypes(), BUCKET_BYTES).make_buckets())
     most = Division(rows, OutputDtypes(), BUCKET_BYTES).most_bytes
     for (before, _), (one, other) in itertools.pairwise(itertools.pairwise(planned[1:])):
         assert before.last_bytes + one.nbytes + other.nbytes <= most
@@ -226,7 +226,7 @@ def test_units_larger_than_a_bucket_stay_within_what_is_promised() -> None:
         model = _fsdp1(net, use_orig_params=True, **options)
         planned = plan_for(model, bucket)
         assert planned.most_bytes == bucket + largest
-        assert all(isinstance(one, UnitGather) for part in planned.buckets for one in part.transfers)
+        assert all(isinstance(transfer, UnitGather) for part in planned.buckets for transfer in part.transfers)
         assert_same(extracted(model, bucket_bytes=bucket), expected)
         gc.collect()
         accelerator().synchronize()

@@ -93,7 +93,7 @@ def test_refusals_leave_no_keys_in_the_store() -> None:
     for _ in range(5):
         _refused(extracted, model)
         together()
-        counts.append(private.default_store().num_keys())
+        counts.append(private.find_default_store().num_keys())
         together()
     assert counts[-1] == counts[1], counts
 
@@ -115,7 +115,7 @@ def test_copies_under_tensor_parallelism_are_extracted_although_they_have_drifte
     model = tensor_parallel(((0, 1, 2, 3),))
     norm = model.norm.weight
     with torch.no_grad():
-        private.local_tensor(norm).mul_(1 + 1e-3 * grid("fsdp", "tp")["tp"].get_local_rank())
+        private.read_local_tensor(norm).mul_(1 + 1e-3 * grid("fsdp", "tp")["tp"].get_local_rank())
     assert sorted(extracted(model)) == sorted(reference())
 
 
@@ -154,7 +154,9 @@ def test_stages_of_a_pipeline_are_extracted_each_by_its_own_ranks() -> None:
 def test_the_ranks_compare_once_for_a_plan_even_where_one_rank_alone_has_to_make_it_anew() -> None:
     model = tensor_parallel(((0, 1, 2, 3),))
     expected = extracted(model)
-    with mock.patch.object(Comparison, "statement", autospec=True, side_effect=Comparison.statement) as statement:
+    with mock.patch.object(
+        Comparison, "make_statement", autospec=True, side_effect=Comparison.make_statement
+    ) as statement:
         assert_same(extracted(model), expected)
         assert not statement.called
         if this_rank() == 1:

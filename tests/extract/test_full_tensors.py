@@ -369,9 +369,9 @@ def test_a_cast_leaves_what_is_not_floating_point_as_it_is() -> None:
     state = full_state_dict(model, dtype=torch.bfloat16, ranks="all")
     assert_same(state, expected, device=torch.device("cpu"))
     announced = weights_info(model, dtype=torch.bfloat16)
-    assert {name: one.dtype for name, one in announced.items()} == {name: t.dtype for name, t in expected.items()}
-    for one in local_shards(model, dtype=torch.bfloat16):
-        assert one.tensor.dtype == expected[one.name].dtype
+    assert {name: info.dtype for name, info in announced.items()} == {name: t.dtype for name, t in expected.items()}
+    for info in local_shards(model, dtype=torch.bfloat16):
+        assert info.tensor.dtype == expected[info.name].dtype
     assert compare_fingerprints(fingerprint(model, dtype=torch.bfloat16), prints) == []
 
 

@@ -184,7 +184,7 @@ def test_an_fsdp1_unit_that_is_moved_between_calls_is_gathered_from_where_it_is(
     for use_orig_params in (True, False):
         net = new_net(empty=False)
         model = fsdp1(net if use_orig_params else all_trainable(net), use_orig_params=use_orig_params)
-        private.fsdp1_lazy_init(model)
+        private.run_fsdp1_lazy_init(model)
         expected = extracted(model)
         for device in (torch.device("cpu"), this_device()):
             for unit in reader.read(model).fsdp1_units:

@@ -121,7 +121,7 @@ def test_an_fsdp1_unit_on_the_meta_device_of_one_rank_is_known_to_all() -> None:
     model = fsdp1(new_net(empty=False))
     expected = extracted(model)
     shard = torch.nn.Parameter(model._handle.flat_param.data.to("meta"))
-    on_meta = mock.patch("fsdp_doctor.fsdp.private.fsdp1.flat_shard", return_value=shard)
+    on_meta = mock.patch("fsdp_doctor.fsdp.private.fsdp1.read_flat_shard", return_value=shard)
     with on_meta if this_rank() == 1 else mock.MagicMock(), raised_by(1, RuntimeError, "is on the meta device"):
         extracted(model)
     assert_same(extracted(model), expected)
@@ -184,7 +184,7 @@ def test_a_device_without_an_index_is_this_ranks() -> None:
         for device in ("emulated", torch.device("emulated")):
             for tensor in extracted(model, device=device).values():
                 assert tensor.device == this_device()
-    assert full.get_plan(net, full.Arguments.given("emulated", None, (), 1 << 20, "merged"))[0].device == this_device()
+    assert full.get_plan(net, full.Arguments.check("emulated", None, (), 1 << 20, "merged"))[0].device == this_device()
     last = [name for name, _ in full_tensors(net, device="emulated")]
     assert last == list(weights_info(net))
 
@@ -207,14 +207,14 @@ def test_one_tensor_is_held_at_a_time() -> None:
 def test_who_stops_early_alone_loads_no_more() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)))
     loaded: list[str] = []
-    pieces = LocalCopy.pieces
+    pieces = LocalCopy.list_pieces
 
     def counted(transfer: LocalCopy) -> Any:
         loaded.extend(transfer.names)
         return pieces(transfer)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalCopy, "pieces", counted)
+        patch.setattr(LocalCopy, "list_pieces", counted)
         entries = full_tensors(model, bucket_bytes=8 * 8 * 4)
         next(entries)
         before = len(loaded)

@@ -101,7 +101,7 @@ def test_what_a_rank_could_not_merge_is_nan_where_the_others_see_it_at_all() -> 
     expected = extracted(model)
     together()
     if this_rank() == 0:
-        failing = mock.patch.object(lora.Delta, "part", side_effect=torch.OutOfMemoryError("there is no more"))
+        failing = mock.patch.object(lora.Delta, "compute_part", side_effect=torch.OutOfMemoryError("there is no more"))
         with failing, raises_soon(torch.OutOfMemoryError):
             extracted(model)
     else:
@@ -148,7 +148,7 @@ def test_a_bucket_that_is_launched_in_spite_of_a_failure_has_the_memory_of_the_o
                 def failing(self: Any, bucket: Any, held: list[int] = held) -> None:
                     if self._num_launched == 2 and not held:
                         held.append(device.memory_allocated())
-                        begun = [transfer.begun(self._call) for transfer in bucket.transfers]
+                        begun = [transfer.begin(self._call) for transfer in bucket.transfers]
                         raise torch.OutOfMemoryError(f"there is no more for the rest of {len(begun)}")
                     if held:
                         assert device.memory_allocated() <= held[0]

@@ -17,7 +17,7 @@ import torch
 from program import ROOT
 
 from fsdp_doctor.fingerprints import summing
-from fsdp_doctor.fingerprints.keyed_sum import BlockSums, IndexedBlock, grid_block, range_block
+from fsdp_doctor.fingerprints.keyed_sum import BlockSums, IndexedBlock, make_grid_block, make_range_block
 from fsdp_doctor.fingerprints.summing import TensorPart
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.float8_e4m3fn, torch.complex64, torch.bool)
@@ -51,10 +51,13 @@ def divisions(tensor: torch.Tensor) -> dict[str, list[IndexedBlock]]:
     left, right = tensor[:, :44].contiguous(), tensor[:, 44:].contiguous()
     shifted = torch.empty(flat.numel() + 1, dtype=tensor.dtype)[1:].copy_(flat)
     return {
-        "whole": [range_block(0, flat, 0)],
-        "where no word of memory begins": [range_block(0, shifted, 0)],
-        "two ranges at an odd place": [range_block(0, flat[:5003], 0), range_block(0, flat[5003:], 5003)],
-        "by columns": [grid_block(0, left, (0, 0), (columns, 1)), grid_block(0, right, (0, 44), (columns, 1))],
+        "whole": [make_range_block(0, flat, 0)],
+        "where no word of memory begins": [make_range_block(0, shifted, 0)],
+        "two ranges at an odd place": [make_range_block(0, flat[:5003], 0), make_range_block(0, flat[5003:], 5003)],
+        "by columns": [
+            make_grid_block(0, left, (0, 0), (columns, 1)),
+            make_grid_block(0, right, (0, 44), (columns, 1)),
+        ],
         "transposed in memory": [IndexedBlock(0, tensor.t().contiguous(), 0, (columns, rows), (1, columns))],
         "every other column": [
             IndexedBlock(0, tensor[:, at::2].contiguous(), at, tensor[:, at::2].shape, (columns, 2)) for at in (0, 1)
@@ -107,7 +110,7 @@ def test_copies_of_what_is_not_contiguous_are_not_all_held_until_one_launch(
 _INTERPRETED = """
 import torch
 from fsdp_doctor.fingerprints import sum_kernels
-from fsdp_doctor.fingerprints.keyed_sum import BlockSums, WordRun, in_words
+from fsdp_doctor.fingerprints.keyed_sum import BlockSums, WordRun, divide_into_words
 from test_sum_kernels import DTYPES, divisions
 
 torch.manual_seed(0)
@@ -116,7 +119,7 @@ for dtype in DTYPES:
     for blocks in divisions((torch.randn(97, 131) * 50).to(dtype)).values():
         expected, found = (torch.zeros(1, 2, dtype=torch.int64) for _ in range(2))
         BlockSums(blocks, expected.device).add(expected)
-        parts = [part for block in blocks for part in in_words(block)]
+        parts = [part for block in blocks for part in divide_into_words(block)]
         runs = [part for part in parts if isinstance(part, WordRun)]
         grids = [part for part in parts if not isinstance(part, WordRun)]
         table = sum_kernels.SumTable(runs, grids, found.device)

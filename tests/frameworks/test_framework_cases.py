@@ -8,16 +8,16 @@ import pytest
 import torch
 from program import Run, probe, torchrun_script
 
-from fsdp_doctor.known.catalogue import KnownFailure, known_failures
-from fsdp_doctor.machine.versions import installed_versions
+from fsdp_doctor.known.catalogue import KnownFailure, read_catalogue
+from fsdp_doctor.machine.versions import read_installed_versions
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.matrix.frameworks.framework_scenarios import is_framework_id, parse_framework_id
-from fsdp_doctor.repro import Expectation, framework_script
+from fsdp_doctor.repro import Expectation, render_framework_script
 
 pytest.importorskip("accelerate", reason="install fsdp-doctor[frameworks-test]")
 pytest.importorskip("peft", reason="install fsdp-doctor[frameworks-test]")
 
-_ENTRIES = [entry for entry in known_failures() if is_framework_id(entry.evidence)]
+_ENTRIES = [entry for entry in read_catalogue() if is_framework_id(entry.evidence)]
 _OK = (
     "accelerate:fsdp2/none/sharded/load_state",
     "accelerate:fsdp2/offload/full/get_state_dict",
@@ -29,7 +29,7 @@ _OK = (
     "trainer:fsdp2/cpu_offload/full/mixed-backend/lora/save_model.adapter",
     "trainer:fsdp2/none/sharded/resume_from_checkpoint",
 )
-_PACKAGES = installed_versions(name for matrix in FRAMEWORKS.values() for name in matrix.distributions)
+_PACKAGES = read_installed_versions(name for matrix in FRAMEWORKS.values() for name in matrix.distributions)
 
 
 def _runs_here(entry: KnownFailure) -> bool:
@@ -77,7 +77,7 @@ def test_the_report_names_the_versions_and_each_thing_that_was_changed(run: Run)
 
 
 def test_a_script_without_accelerators_confirms_nothing(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "repro.py").write_text(framework_script(parse_framework_id(_OK[0]), Expectation(kind="crash")))
+    (tmp_path / "repro.py").write_text(render_framework_script(parse_framework_id(_OK[0]), Expectation(kind="crash")))
     done = torchrun_script(tmp_path / "repro.py", tmp_path)
     assert done.code == 1
     assert "start it on 2 accelerators" in done.stderr

@@ -8,17 +8,17 @@ import pytest
 from support.tables import unread_keys
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.matrix.cases import any_case_of
+from fsdp_doctor.matrix.cases import make_any_case
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix, _Table
 from fsdp_doctor.matrix.frameworks.framework_scenarios import (
     FrameworkCase,
-    frameworks_named,
+    find_frameworks,
+    list_scenarios,
     parse_framework_id,
-    scenarios_of,
 )
 from fsdp_doctor.matrix.selection import Selection, select
-from fsdp_doctor.repro import Expectation, framework_script
+from fsdp_doctor.repro import Expectation, render_framework_script
 
 _ALL = pytest.mark.parametrize("matrix", FRAMEWORKS.values(), ids=lambda matrix: matrix.name)
 
@@ -31,22 +31,22 @@ def test_every_case_can_be_read_back_from_its_id_and_from_a_report(matrix: Frame
         assert isinstance(case, FrameworkCase)
         assert parse_framework_id(case.id) == case
         scenario = {"framework": case.scenario.framework, "configuration": case.scenario.configuration}
-        assert any_case_of(scenario, case.path) == case
+        assert make_any_case(scenario, case.method) == case
 
 
 @_ALL
 def test_no_value_stands_on_two_axes_and_one_axis_is_the_offload(matrix: FrameworkMatrix) -> None:
     values = [value for axis in matrix.axes for value in axis.values]
     assert len(values) == len(set(values))
-    assert matrix.axis("offload").always_in_id
+    assert matrix.find_axis("offload").always_in_id
 
 
 @_ALL
 def test_a_configuration_is_written_as_its_id_is(matrix: FrameworkMatrix) -> None:
-    for scenario in scenarios_of(matrix.name):
-        assert "/".join(scenario.id_values()) == scenario.configuration
+    for scenario in list_scenarios(matrix.name):
+        assert "/".join(scenario.list_id_values()) == scenario.configuration
         # torchtitan trains a model of its own, which the plain model's weights cannot be held against.
-        assert scenario.paths()[0].kind == "prepare" or matrix.name == "torchtitan"
+        assert scenario.list_methods()[0].kind == "prepare" or matrix.name == "torchtitan"
 
 
 @_ALL
@@ -57,8 +57,8 @@ def test_every_key_of_a_table_is_read_and_every_shim_is_listed_once(matrix: Fram
 
 @_ALL
 def test_a_script_can_be_written_of_each_kind_of_case(matrix: FrameworkMatrix) -> None:
-    for case in {case.way.kind: case for case in select(Selection(frameworks=(matrix.name,)))}.values():
-        text = framework_script(case, Expectation(kind="ok"))
+    for case in {case.definition.kind: case for case in select(Selection(frameworks=(matrix.name,)))}.values():
+        text = render_framework_script(case, Expectation(kind="ok"))
         ast.parse(text)
         assert "fsdp_doctor." not in text
 
@@ -66,7 +66,7 @@ def test_a_script_can_be_written_of_each_kind_of_case(matrix: FrameworkMatrix) -
 @pytest.mark.parametrize("scenario", [{"framework": "accelerate", "configuration": "fsdp3/none"}, {"framework": "x"}])
 def test_a_scenario_that_is_not_known_here_is_not_taken_from_a_report(scenario: dict[str, str]) -> None:
     with pytest.raises((KeyError, TypeError)):
-        any_case_of(scenario, "prepare")
+        make_any_case(scenario, "prepare")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_an_id_that_is_none_is_refused_by_the_part_that_is_wrong(case_id: str, s
 
 def test_a_framework_without_an_adapter_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(UsageError, match="there is no framework 'acelerate' \\(did you mean accelerate"):
-        frameworks_named(["acelerate"])
+        find_frameworks(["acelerate"])
 
 
 @pytest.mark.parametrize("option", [{"axes": {"offload": ("policy",)}}, {"level": "full"}, {"fix": True}])
@@ -96,6 +96,8 @@ def test_what_selects_in_the_matrix_is_refused_beside_a_framework(option: dict[s
 
 
 def test_paths_and_words_of_ids_pick_among_a_frameworks_cases() -> None:
-    selection = Selection(frameworks=("accelerate", "trainer"), paths=("load_state.fresh",), expression="lora and full")
-    assert {case.path for case in select(selection)} == {"load_state.fresh"}
+    selection = Selection(
+        frameworks=("accelerate", "trainer"), methods=("load_state.fresh",), expression="lora and full"
+    )
+    assert {case.method for case in select(selection)} == {"load_state.fresh"}
     assert all("/lora/" in case.id and "/full/" in case.id for case in select(selection))

@@ -22,7 +22,7 @@ class _Broken(Adapter):
         self._importing = importing
         self._reason = reason
 
-    def unavailable(self) -> str:
+    def explain_unavailable(self) -> str:
         return self._reason
 
     def preload(self) -> None:
@@ -39,9 +39,9 @@ def _forgets_what_was_imported() -> Iterator[None]:
 
 
 def _reason_of(monkeypatch: pytest.MonkeyPatch, scratch: pathlib.Path, adapter: Adapter, seconds: float = 30.0) -> str:
-    monkeypatch.setattr(framework_worker, "adapter_of", lambda name: adapter)
+    monkeypatch.setattr(framework_worker, "find_adapter", lambda name: adapter)
     framework_worker.preload(["accelerate"], scratch, seconds)
-    return framework_worker.why_unavailable("accelerate")
+    return framework_worker.explain_unavailable("accelerate")
 
 
 def _raises() -> None:

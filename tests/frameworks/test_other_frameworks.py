@@ -7,7 +7,7 @@ import pathlib
 import pytest
 from program import probe
 
-from fsdp_doctor.machine.versions import installed_versions
+from fsdp_doctor.machine.versions import read_installed_versions
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
 from fsdp_doctor.matrix.frameworks.framework_scenarios import parse_framework_id
@@ -33,7 +33,7 @@ def test_what_works_is_ok(framework: FrameworkName, tmp_path: pathlib.Path) -> N
     # A case that the matrix does not have is refused here, installed or not.
     assert {parse_framework_id(case).scenario.framework for case in _OK[framework]} == {framework}
     package = FRAMEWORKS[framework].distributions[0]
-    if not installed_versions([package]):
+    if not read_installed_versions([package]):
         pytest.skip(f"{package} is not installed: docs/frameworks.md says how")
     words = [word for case in _OK[framework] for word in ("--case", case)]
     run = probe(tmp_path, *words, device="emulated")

@@ -22,7 +22,7 @@ import atheris
 with atheris.instrument_imports(include=["fsdp_doctor"]):
     from fsdp_doctor.errors import UsageError
     from fsdp_doctor.explain import explain
-    from fsdp_doctor.explain.text import as_json, as_text
+    from fsdp_doctor.explain.text import render_json, render_text
 
 _SEEDS = pathlib.Path(__file__).resolve().parents[1] / "corpus" / "logs"
 _SECONDS_FOR_EACH_MB = 2.0
@@ -39,8 +39,8 @@ def _explained(data: bytes) -> None:
         found = explain([_FILE])
     except UsageError:
         return
-    as_text(found, 100)
-    as_json(found)
+    render_text(found, 100)
+    render_json(found)
     seconds = time.process_time() - begin
     if seconds > _SECONDS_AT_LEAST + _SECONDS_FOR_EACH_MB * len(data) / 1e6:
         pathlib.Path(f"slow-{hashlib.sha256(data).hexdigest()[:16]}").write_bytes(data)

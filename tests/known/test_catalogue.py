@@ -10,25 +10,25 @@ from support.places import TESTS
 
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known.catalogue import (
-    Found,
+    BrokenCase,
     KnownFailure,
-    expected_failures,
-    known_failure,
-    known_failures,
+    find_entry,
+    find_nearest,
+    find_shown_entry,
+    list_expected_failures,
     match_message,
-    nearest,
-    of_finding,
+    read_catalogue,
     read_entries,
 )
 from fsdp_doctor.known.clues import CLUES
 from fsdp_doctor.known.failures import RankRange
 from fsdp_doctor.known.run_context import RunContext
-from fsdp_doctor.known.signatures import anchor, readings
+from fsdp_doctor.known.signatures import find_anchor, list_readings
 from fsdp_doctor.matrix.axes import AXES
 from fsdp_doctor.matrix.cases import AnyCase
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix
-from fsdp_doctor.matrix.paths import FIX, PATH_NAMES
+from fsdp_doctor.matrix.methods import FIX, METHOD_NAMES
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.verdict.classification import MEANING
 
@@ -38,7 +38,7 @@ else:
     import tomli as tomllib
 
 _MESSAGES: dict[str, list[str]] = tomllib.loads((TESTS / "known" / "messages.toml").read_text())["messages"]
-_REPRODUCED = [entry for entry in known_failures() if entry.reproduced]
+_REPRODUCED = [entry for entry in read_catalogue() if entry.reproduced]
 
 
 # Of frameworks that their entries speak of, the newest of these that shows it is taken.
@@ -55,22 +55,22 @@ def _context(entry: KnownFailure, torch: str) -> RunContext:
     return RunContext(torch=torch, device=entry.evidence_device or "emulated", packages=packages)
 
 
-_VALUES = {"path": PATH_NAMES} | {axis.name: tuple(axis.values) for axis in AXES}
+_VALUES = {"path": METHOD_NAMES} | {axis.name: tuple(axis.values) for axis in AXES}
 
 
 def _values_of(matrix: FrameworkMatrix) -> dict[str, tuple[str, ...]]:
     axes = {axis.name: tuple(axis.values) for axis in matrix.axes}
-    return axes | {"framework": (matrix.name,), "path": tuple(path.name for path in matrix.paths)}
+    return axes | {"framework": (matrix.name,), "path": tuple(method.name for method in matrix.methods)}
 
 
 def test_there_are_at_least_45_entries_each_under_its_own_id() -> None:
-    ids = [entry.id for entry in known_failures()]
+    ids = [entry.id for entry in read_catalogue()]
     assert len(ids) >= 45
     assert len(set(ids)) == len(ids)
 
 
 def test_an_entry_has_a_cause_a_remedy_references_and_a_way_to_recognize_it() -> None:
-    for entry in known_failures():
+    for entry in read_catalogue():
         assert entry.verdict in MEANING, entry.id
         assert all((entry.title, entry.cause, entry.remedy, entry.references)), entry.id
         assert entry.signatures or entry.check, entry.id
@@ -81,7 +81,7 @@ def test_an_entry_has_a_cause_a_remedy_references_and_a_way_to_recognize_it() ->
 
 
 def test_a_trigger_names_axes_and_values_that_there_are() -> None:
-    for entry in known_failures():
+    for entry in read_catalogue():
         for trigger in entry.triggers:
             framework = trigger.values.get("framework", ())
             values = _values_of(FRAMEWORKS[framework[0]]) if framework else _VALUES
@@ -100,22 +100,22 @@ def test_a_range_of_ranks_has_both_ends(ranks: RankRange, inside: tuple[int, ...
 @pytest.mark.parametrize("entry", _REPRODUCED, ids=lambda entry: entry.id)
 def test_the_evidence_is_a_case_that_the_entry_is_expected_in(entry: KnownFailure) -> None:
     torch = "" if not entry.torch else next(v for v in ("2.11.0", "2.13.0") if entry.shows_on(v))
-    assert expected_failures(_case(entry.evidence), _context(entry, torch))[0] is entry
+    assert list_expected_failures(_case(entry.evidence), _context(entry, torch))[0] is entry
 
 
 def test_the_message_as_reported_finds_its_entry_first() -> None:
     for name, message in ((name, text) for name, texts in _MESSAGES.items() for text in texts):
         matches = match_message(message)
-        if known_failure(name).frames:
+        if find_entry(name).frames:
             assert matches == [], message
-            assert next(entry.id for entry in known_failures() if entry.matches_message(message)) == name
+            assert next(entry.id for entry in read_catalogue() if entry.matches_message(message)) == name
         else:
             assert matches[0].id == name, message
 
 
 def test_every_signature_has_a_reported_message_that_it_matches() -> None:
     texts = [text for texts in _MESSAGES.values() for text in texts]
-    for entry in known_failures():
+    for entry in read_catalogue():
         for pattern in entry.signatures:
             assert any(entry.matches_message(text) for text in texts), f"{entry.id}: no message for {pattern.pattern}"
 
@@ -177,42 +177,42 @@ def test_a_mistake_in_an_entry_is_named_with_its_file_and_entry(key: str, value:
 
 
 def test_what_is_near_is_near_by_its_words_and_nonsense_is_near_nothing() -> None:
-    near = nearest("RuntimeError: cannot change the storage of a tensor to a storage on a different device here")
+    near = find_nearest("RuntimeError: cannot change the storage of a tensor to a storage on a different device here")
     assert near[0].id in (
         "fsdp2-pinned-policy-half-moved",
         "dtensor-wrapper-local-split",
         "fsdp2-eager-optimizer-state",
     )
-    assert nearest("ZeroDivisionError: division by zero") == []
+    assert find_nearest("ZeroDivisionError: division by zero") == []
 
 
 def test_an_entry_that_does_not_exist_is_refused_with_the_nearest_ones() -> None:
     with pytest.raises(UsageError, match="fsdp2-pinned-policy-half-moved"):
-        known_failure("fsdp2-pinned-policy-halfmoved")
+        find_entry("fsdp2-pinned-policy-halfmoved")
 
 
 def test_the_fix_is_expected_to_fail_nowhere_but_where_the_weights_are_lost_before_it() -> None:
-    cases = select(Selection(level="full", paths=(FIX,)))
-    expected = {entry.id for case in cases for entry in expected_failures(case, RunContext())}
+    cases = select(Selection(level="full", methods=(FIX,)))
+    expected = {entry.id for case in cases for entry in list_expected_failures(case, RunContext())}
     assert expected == {"nonblocking-offload-uneven-shards"}
 
 
 def test_what_was_extracted_wrong_outranks_what_the_next_step_said() -> None:
-    found = Found(
+    broken = BrokenCase(
         kind="misplaced",
         reasons=("on cpu where cuda was promised: model.norm.weight",),
         messages=(
             "RuntimeError: attempting to assign a gradient with device type 'cpu' to a tensor with device type 'cuda'",
         ),
     )
-    entry = of_finding(_case("fsdp2/policy/staged/parameters.full_tensor"), found, RunContext())
+    entry = find_shown_entry(_case("fsdp2/policy/staged/parameters.full_tensor"), broken, RunContext())
     assert entry is not None
     assert entry.id == "half-moved-gathers-on-the-host"
 
 
 def test_what_a_signature_matches_has_its_anchor_in_it() -> None:
-    messages = [reading for texts in _MESSAGES.values() for text in texts for reading in readings(text)]
-    for pattern in (pattern for entry in known_failures() for pattern in entry.signatures):
+    messages = [reading for texts in _MESSAGES.values() for text in texts for reading in list_readings(text)]
+    for pattern in (pattern for entry in read_catalogue() for pattern in entry.signatures):
         matching = [text for text in messages if pattern.search(text)]
         assert matching, pattern.pattern
-        assert all(anchor(pattern) in text for text in matching), pattern.pattern
+        assert all(find_anchor(pattern) in text for text in matching), pattern.pattern

@@ -8,13 +8,13 @@ import pathlib
 import pytest
 from program import ROOT
 
-from fsdp_doctor.known.catalogue import expected_failures, expected_outcomes, known_failures
+from fsdp_doctor.known.catalogue import list_expected_failures, list_expected_outcomes, read_catalogue
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.matrix.cases import Case
-from fsdp_doctor.matrix.paths import LOADING_FIX, OPTIMIZER_FIX
+from fsdp_doctor.matrix.methods import LOADING_FIX, OPTIMIZER_FIX
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.probe.baseline import Judgement
-from fsdp_doctor.report.document import context_of, recognized
+from fsdp_doctor.report.document import make_context, recognize_failure
 from fsdp_doctor.report.journal import read_report
 
 _REPORTS = sorted((ROOT / "examples" / "reports").rglob("*.json*"))
@@ -31,7 +31,9 @@ def _case(case_id: str) -> Case:
 
 def _ids(case_id: str, **context: object) -> list[str]:
     """The ids of the expected outcomes of a case; ``ok`` for none."""
-    outcomes = expected_outcomes(_case(case_id), RunContext(**{"torch": "2.13.0", "device": "emulated", **context}))  # type: ignore[arg-type]
+    outcomes = list_expected_outcomes(
+        _case(case_id), RunContext(**{"torch": "2.13.0", "device": "emulated", **context})
+    )  # type: ignore[arg-type]
     return ["ok" if entry is None else entry.id for entry in outcomes]
 
 
@@ -39,9 +41,9 @@ def _ids(case_id: str, **context: object) -> list[str]:
 def test_every_verdict_of_a_committed_report_is_expected(file: pathlib.Path) -> None:
     """But for refusals: those of schema version 1 were not judged by what the path makes of the exact checkpoint."""
     report = read_report(file)
-    context = context_of(report)
+    context = make_context(report)
     judged = [one for one in report.results if one.id not in _SINCE_THEN and one.verdict.kind != "refused"]
-    results = tuple(recognized(result, context) for result in judged)
+    results = tuple(recognize_failure(result, context) for result in judged)
     assert len(results) > (0 if file.parent.name == "frameworks" else 250)
     assert Judgement(dataclasses.replace(report, results=results), "known").unexpected == []
 
@@ -139,7 +141,7 @@ def test_what_is_expected_depends_on_torch_device_and_ranks(
 def test_nothing_that_offloading_causes_is_expected_on_the_cpu() -> None:
     context = RunContext(device="cpu")
     cases = select(Selection(directions=("out",), level="full", fix=True))
-    expected = {entry.id for case in cases for entry in expected_failures(case, context)}
+    expected = {entry.id for case in cases for entry in list_expected_failures(case, context)}
     assert expected == {
         "summon-full-params-noop-on-fsdp2",
         "uneven-from-local-over-gloo",
@@ -150,7 +152,7 @@ def test_nothing_that_offloading_causes_is_expected_on_the_cpu() -> None:
 
 
 def test_every_entry_of_a_race_waits_for_a_non_blocking_copy() -> None:
-    races = [entry for entry in known_failures() if entry.race]
+    races = [entry for entry in read_catalogue() if entry.race]
     assert len(races) > 3
     for entry in races:
         for trigger in entry.triggers:
@@ -161,15 +163,19 @@ def test_every_entry_of_a_race_waits_for_a_non_blocking_copy() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_no_failure_is_expected_of_our_loaders(world_size: int) -> None:
-    cases = select(Selection(directions=("in",), level="full", paths=(LOADING_FIX, OPTIMIZER_FIX)))
+    cases = select(Selection(directions=("in",), level="full", methods=(LOADING_FIX, OPTIMIZER_FIX)))
     assert len(cases) > 100
-    assert [entry.id for case in cases for entry in expected_failures(case, RunContext(world_size=world_size))] == []
+    assert [
+        entry.id for case in cases for entry in list_expected_failures(case, RunContext(world_size=world_size))
+    ] == []
 
 
 def test_every_reproduced_entry_of_loading_is_expected_somewhere_in_the_matrix() -> None:
     """In the full matrix of the emulated device or of the CPU, with two ranks."""
     cases = select(Selection(directions=("in",), level="full"))
     contexts = [RunContext(device=device) for device in ("emulated", "cpu")]
-    shown = {entry.id for context in contexts for case in cases for entry in expected_outcomes(case, context) if entry}
-    expected = {entry.id for entry in known_failures() if entry.group == "loading" and entry.reproduced}
+    shown = {
+        entry.id for context in contexts for case in cases for entry in list_expected_outcomes(case, context) if entry
+    }
+    expected = {entry.id for entry in read_catalogue() if entry.group == "loading" and entry.reproduced}
     assert not expected - shown

@@ -8,11 +8,11 @@ import pytest
 
 from fsdp_doctor.known.run_context import EVEN_DIMS, RunContext
 from fsdp_doctor.matrix.axes import AXIS, Sharding
-from fsdp_doctor.matrix.cases import Scenario, scenario_of
+from fsdp_doctor.matrix.cases import Scenario, make_scenario
 
 
 def _scenario(**values: str) -> Scenario:
-    return scenario_of({"strategy": "fsdp2", "offload": "none", "staging": "unstaged"}).changed(**values)
+    return make_scenario({"strategy": "fsdp2", "offload": "none", "staging": "unstaged"}).change(**values)
 
 
 @pytest.mark.parametrize(
@@ -28,22 +28,24 @@ def test_the_shard_group_is_all_ranks_or_two_or_one(sharding: Sharding, sizes: t
 def test_even_dims_are_what_the_models_are_built_with(model: str) -> None:
     from fsdp_doctor.case import models
 
-    if reason := models.unsupported(model):
+    if reason := models.explain_unsupported(model):
         pytest.skip(reason)
     for dims in ("even", "uneven"):
         rows = [parameter.shape[0] for parameter in models.build(model, dims, None).parameters()]
         for ranks in (1, 2, 3, 4, 8, 16):
             divides = all(number % ranks == 0 for number in rows)
             expected = ("even",) if divides else ("uneven",)
-            assert RunContext(world_size=ranks).possible_shards(_scenario(model=model, dims=dims)) == expected, ranks
+            assert RunContext(world_size=ranks).list_possible_shards(_scenario(model=model, dims=dims)) == expected, (
+                ranks
+            )
         if dims == "even":
             assert math.gcd(*rows) == EVEN_DIMS[model]  # type: ignore[index]
 
 
 def test_every_model_but_the_users_own_has_its_even_dims() -> None:
     assert set(EVEN_DIMS) == set(AXIS["model"].values) - {"custom"}
-    assert RunContext(world_size=2).possible_shards(_scenario(model="custom")) == ("even", "uneven")
-    assert RunContext(world_size=1).possible_shards(_scenario(model="custom")) == ("even",)
+    assert RunContext(world_size=2).list_possible_shards(_scenario(model="custom")) == ("even", "uneven")
+    assert RunContext(world_size=1).list_possible_shards(_scenario(model="custom")) == ("even",)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_doctor import load_full_tensors
-from fsdp_doctor.fsdp.names import without_adapters
+from fsdp_doctor.fsdp.names import strip_adapters
 
 _LARGE = {"large_rows": 4 * 1024, "empty": False}
 
@@ -144,7 +144,7 @@ def test_adapters_and_the_weights_below_them_are_loaded_under_their_own_names() 
         report = load_full_tensors(model, on_first(expected))
         assert report.loaded == len(expected)
         factors = {name.replace(".default", ""): t for name, t in expected.items() if "lora_" in name}
-        below = {without_adapters(name): t for name, t in expected.items() if "lora_" not in name}
+        below = {strip_adapters(name): t for name, t in expected.items() if "lora_" not in name}
         assert_same(extracted(model, lora="adapter"), factors)
         assert_same(extracted(model, lora="base"), below)
 
@@ -187,19 +187,19 @@ def _assert_filled(model: nn.Module, expected: Tensors) -> None:
 @contextlib.contextmanager
 def _file(tensors: Tensors) -> Iterator[pathlib.Path]:
     with shared_directory() as name:
-        path = pathlib.Path(name) / "model.safetensors"
+        method = pathlib.Path(name) / "model.safetensors"
         if this_rank() == 0:
-            save_file(tensors, path)
+            save_file(tensors, method)
         together()
-        yield path
+        yield method
 
 
 @on_ranks(Setting("cpu", 2))
 def test_rare_dtypes_scalars_and_empty_tensors_are_filled_bit_by_bit() -> None:
     expected = _Rare(3).state_dict()
     conjugate = expected | {"complex": expected["complex"].conj()}
-    with _file(expected) as path:
-        for source in (expected, on_first(expected), path, on_first(path), on_first(iter(expected.items()))):
+    with _file(expected) as method:
+        for source in (expected, on_first(expected), method, on_first(method), on_first(iter(expected.items()))):
             model = fully_shard(_Rare(0))
             load_full_tensors(model, source, bucket_bytes=1)
             _assert_filled(model, expected)

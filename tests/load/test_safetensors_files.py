@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import Placement, Shard
 
 from fsdp_doctor import LoadError
-from fsdp_doctor.fsdp.shards import held_part
+from fsdp_doctor.fsdp.shards import compute_part
 from fsdp_doctor.load import portions
 from fsdp_doctor.load.portions import InFile
 from fsdp_doctor.load.safetensors_files import SafetensorsFile, open_files, read_index
@@ -67,12 +67,12 @@ BROKEN: dict[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_is_refused_with_its_path_and_the_reason(name: str, tmp_path: pathlib.Path) -> None:
     data, message = BROKEN[name]
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(data)
+    method = tmp_path / "model.safetensors"
+    method.write_bytes(data)
     with pytest.raises(LoadError) as raised:
-        SafetensorsFile(path)
+        SafetensorsFile(method)
     assert message in str(raised.value)
-    assert str(path) in str(raised.value)
+    assert str(method) in str(raised.value)
 
 
 def test_a_pipe_or_a_directory_is_refused_without_waiting(tmp_path: pathlib.Path) -> None:
@@ -139,18 +139,18 @@ def test_files_that_do_not_match_their_index_or_one_another_are_named(tmp_path: 
             open_files(tmp_path)
 
 
-def _is_written(dtype: torch.dtype, path: pathlib.Path) -> bool:
+def _is_written(dtype: torch.dtype, method: pathlib.Path) -> bool:
     with contextlib.suppress(KeyError, RuntimeError, SafetensorError):
-        save_file({"w": torch.zeros(16, dtype=torch.uint8).view(dtype)}, path)
-    return path.exists() and "float4" not in str(dtype)
+        save_file({"w": torch.zeros(16, dtype=torch.uint8).view(dtype)}, method)
+    return method.exists() and "float4" not in str(dtype)
 
 
 def test_every_dtype_of_whole_bytes_that_safetensors_writes_is_read(tmp_path: pathlib.Path) -> None:
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    written = {dtype: path for dtype in dtypes if _is_written(dtype, path := tmp_path / str(dtype))}
+    written = {dtype: method for dtype in dtypes if _is_written(dtype, method := tmp_path / str(dtype))}
     assert len(written) >= 16
-    for dtype, path in written.items():
-        assert SafetensorsFile(path).tensors["w"].dtype == dtype
+    for dtype, method in written.items():
+        assert SafetensorsFile(method).tensors["w"].dtype == dtype
 
 
 _SHAPES: dict[tuple[int, ...], tuple[Placement, ...]] = {
@@ -172,9 +172,9 @@ def test_any_bytes_of_a_shard_are_read_from_a_file(
         file = SafetensorsFile(tmp_path / "w.safetensors")
         begin = file.tensors["w"].begin
         for placement, rank in itertools.product(placements, range(3)):
-            part = held_part(rank, shape, torch.arange(3), [placement])
+            part = compute_part(rank, shape, torch.arange(3), [placement])
             expected = part.read(full).contiguous().view(-1).view(torch.uint8)
-            portion = InFile(file, [stretch.in_bytes(begin, 2) for stretch in part.stretches(shape)])
+            portion = InFile(file, [stretch.convert_to_bytes(begin, 2) for stretch in part.list_stretches(shape)])
             assert portion.nbytes == expected.numel()
             for start, length in itertools.product((0, 1, 16, 33), (0, 1, 7, 40, 10_000)):
                 wanted = expected[start : start + length]
@@ -191,8 +191,8 @@ def test_columns_are_read_with_few_calls(tmp_path: pathlib.Path, monkeypatch: py
     calls = []
     read = SafetensorsFile.read
     monkeypatch.setattr(SafetensorsFile, "read", lambda self, *arguments: calls.append(read(self, *arguments)))
-    (columns,) = held_part(1, shape, torch.arange(2), [Shard(1)]).stretches(shape)
-    portion = InFile(file, [columns.in_bytes(file.tensors["w"].begin, 4)])
+    (columns,) = compute_part(1, shape, torch.arange(2), [Shard(1)]).list_stretches(shape)
+    portion = InFile(file, [columns.convert_to_bytes(file.tensors["w"].begin, 4)])
     portion.fill(torch.empty(portion.nbytes, dtype=torch.uint8), 0)
     assert len(calls) <= 8
     file.close()

@@ -36,7 +36,7 @@ def test_no_collection_begins_meanwhile_and_none_goes_through_it_later(
     monkeypatch.delitem(sys.modules, "many_objects_that_stay", raising=False)
     frozen = gc.get_freeze_count()
     collections.clear()
-    with imports.of_what_stays():
+    with imports.freeze_imports():
         importlib.import_module("many_objects_that_stay")
         assert collections == []
     assert gc.get_freeze_count() - frozen >= 100_000
@@ -45,7 +45,7 @@ def test_no_collection_begins_meanwhile_and_none_goes_through_it_later(
 
 def test_where_nothing_is_imported_nothing_is_kept() -> None:
     frozen = gc.get_freeze_count()
-    with imports.of_what_stays():
+    with imports.freeze_imports():
         importlib.import_module("json")
     # What was kept before may be let go of at any time.
     assert gc.get_freeze_count() <= frozen
@@ -54,7 +54,7 @@ def test_where_nothing_is_imported_nothing_is_kept() -> None:
 def test_a_collector_that_is_off_stays_off() -> None:
     gc.disable()
     try:
-        with imports.of_what_stays():
+        with imports.freeze_imports():
             pass
         assert not gc.isenabled()
     finally:

@@ -7,7 +7,7 @@ import importlib.metadata
 import pytest
 
 from fsdp_doctor.errors import CannotRun
-from fsdp_doctor.machine.versions import at_least, require
+from fsdp_doctor.machine.versions import is_at_least, require
 
 
 @pytest.mark.parametrize(
@@ -15,12 +15,12 @@ from fsdp_doctor.machine.versions import at_least, require
     ["2.6", "2.10.0", "2.6.0+cu124", "2.6.0a0+git1234", "2.6.0.dev20250101"],
 )
 def test_a_release_and_what_is_built_towards_it_are_new_enough(installed: str) -> None:
-    assert at_least(installed, "2.6")
+    assert is_at_least(installed, "2.6")
 
 
 @pytest.mark.parametrize("installed", ["2.5.9+cu130", "1.13", "2"])
 def test_what_comes_before_it_is_not(installed: str) -> None:
-    assert not at_least(installed, "2.6")
+    assert not is_at_least(installed, "2.6")
 
 
 @pytest.mark.parametrize(

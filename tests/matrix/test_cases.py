@@ -7,17 +7,17 @@ import pytest
 
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.axes import AXES, AXIS, check_axis_value
-from fsdp_doctor.matrix.cases import Case, Scenario, parse_case_id, scenario_of
+from fsdp_doctor.matrix.cases import Case, Scenario, make_scenario, parse_case_id
 from fsdp_doctor.matrix.contracts import Contract, promises
-from fsdp_doctor.matrix.paths import PATH_NAMES, PATHS, find_path, is_user_path
+from fsdp_doctor.matrix.methods import METHOD_NAMES, METHODS, find_method, is_user_method
 from fsdp_doctor.matrix.selection import Selection, select
 
 BASE = {"strategy": "fsdp2", "offload": "none", "staging": "staged"}
 
 
 def test_every_case_of_the_full_matrix_is_read_back_from_its_id():
-    for case in select(Selection(level="full", fix=True, paths=(*PATH_NAMES, "my.module:function"))):
-        assert parse_case_id(case.id, PATH_NAMES) == case
+    for case in select(Selection(level="full", fix=True, methods=(*METHOD_NAMES, "my.module:function"))):
+        assert parse_case_id(case.id, METHOD_NAMES) == case
 
 
 def test_no_two_cases_of_the_full_matrix_share_an_id():
@@ -26,7 +26,7 @@ def test_no_two_cases_of_the_full_matrix_share_an_id():
 
 
 def test_no_word_means_two_things_in_an_id():
-    words = [value for axis in AXES for value in axis.values] + list(PATH_NAMES)
+    words = [value for axis in AXES for value in axis.values] + list(METHOD_NAMES)
     assert sorted(words) == sorted(set(words))
     assert not [word for word in words if "/" in word or word != word.strip() or not word]
 
@@ -47,17 +47,19 @@ def test_a_scenario_has_a_field_for_each_axis_in_the_same_order():
     ],
 )
 def test_an_id_holds_three_axes_always_and_the_others_away_from_their_default(fields, expected):
-    assert scenario_of(BASE | fields).id == expected
+    assert make_scenario(BASE | fields).id == expected
 
 
 def test_the_values_of_an_id_are_understood_in_any_order():
-    expected = scenario_of({"strategy": "fsdp2", "offload": "policy", "staging": "staged", "dims": "uneven"})
+    expected = make_scenario({"strategy": "fsdp2", "offload": "policy", "staging": "staged", "dims": "uneven"})
     for order in itertools.permutations(("fsdp2", "policy", "staged", "uneven")):
-        assert parse_case_id("/".join([*order, "dcp"]), PATH_NAMES) == Case(expected, "dcp")
+        assert parse_case_id("/".join([*order, "dcp"]), METHOD_NAMES) == Case(expected, "dcp")
 
 
 def test_a_default_spelled_out_in_an_id_makes_no_other_case():
-    assert parse_case_id("fsdp2/none/staged/even/dcp", PATH_NAMES) == parse_case_id("fsdp2/none/staged/dcp", PATH_NAMES)
+    assert parse_case_id("fsdp2/none/staged/even/dcp", METHOD_NAMES) == parse_case_id(
+        "fsdp2/none/staged/dcp", METHOD_NAMES
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,14 +81,14 @@ def test_a_default_spelled_out_in_an_id_makes_no_other_case():
 )
 def test_an_id_that_means_nothing_is_a_usage_error_that_names_the_part(text, complaints):
     with pytest.raises(UsageError) as caught:
-        parse_case_id(text, PATH_NAMES)
+        parse_case_id(text, METHOD_NAMES)
     assert repr(text) in str(caught.value)
     for complaint in complaints:
         assert complaint in str(caught.value)
 
 
 def test_an_id_may_end_in_a_function_of_the_user():
-    assert parse_case_id("fsdp1/none/staged/pkg.mod:extract", PATH_NAMES).path == "pkg.mod:extract"
+    assert parse_case_id("fsdp1/none/staged/pkg.mod:extract", METHOD_NAMES).method == "pkg.mod:extract"
 
 
 @pytest.mark.parametrize(
@@ -103,18 +105,18 @@ def test_an_id_may_end_in_a_function_of_the_user():
     ],
 )
 def test_the_policy_turns_the_manual_offloads_off(offload, policy, param, optimizer):
-    scenario = scenario_of(BASE | {"offload": offload})
+    scenario = make_scenario(BASE | {"offload": offload})
     assert (scenario.policy, scenario.param_offload, scenario.optimizer_offload) == (policy, param, optimizer)
 
 
 @pytest.mark.parametrize(("strategy", "version"), [("fsdp2", 2), ("fsdp1", 1), ("fsdp1-orig", 1)])
 def test_both_kinds_of_fsdp1_are_version_1(strategy, version):
-    assert scenario_of(BASE | {"strategy": strategy}).version == version
+    assert make_scenario(BASE | {"strategy": strategy}).version == version
 
 
 def test_a_scenario_comes_back_from_its_dict():
-    scenario = scenario_of({axis.name: list(axis.values)[-1] for axis in AXES})
-    assert scenario_of(scenario.to_json()) == scenario
+    scenario = make_scenario({axis.name: list(axis.values)[-1] for axis in AXES})
+    assert make_scenario(scenario.to_json()) == scenario
 
 
 @pytest.mark.parametrize("axis", AXES, ids=lambda axis: axis.name)
@@ -129,30 +131,30 @@ def test_an_axis_takes_its_own_values_and_no_others(axis):
 
 @pytest.mark.parametrize("fsdp", [1, 2])
 def test_a_path_name_is_one_row_in_each_version(fsdp):
-    rows = [path for path in PATHS if fsdp in path.fsdp]
-    names = [path.name for path in rows]
+    rows = [method for method in METHODS if fsdp in method.fsdp]
+    names = [method.name for method in rows]
     assert sorted(names) == sorted(set(names))
-    assert [find_path(name, fsdp) for name in names] == rows
+    assert [find_method(name, fsdp) for name in names] == rows
 
 
 def test_every_row_of_the_table_applies_somewhere():
-    assert {case.path for case in select(Selection(level="full", fix=True))} == set(PATH_NAMES)
-    assert all(path.fsdp and set(path.fsdp) <= {1, 2} for path in PATHS)
+    assert {case.method for case in select(Selection(level="full", fix=True))} == set(METHOD_NAMES)
+    assert all(method.fsdp and set(method.fsdp) <= {1, 2} for method in METHODS)
 
 
 def test_a_row_that_is_for_some_values_of_an_axis_names_values_that_there_are():
-    for path in PATHS:
-        for axis, values in path.only.items():
+    for method in METHODS:
+        for axis, values in method.only.items():
             assert set(values) <= set(AXIS[axis].values)
 
 
 def test_no_path_of_the_table_is_taken_for_one_of_the_user():
-    assert not [name for name in PATH_NAMES if is_user_path(name)]
+    assert not [name for name in METHOD_NAMES if is_user_method(name)]
 
 
 @pytest.mark.parametrize("fsdp", [1, 2])
 def test_a_path_of_the_user_is_found_in_both_versions_with_the_default_contract(fsdp):
-    assert find_path("mod:fn", fsdp).contract == Contract()
+    assert find_method("mod:fn", fsdp).contract == Contract()
 
 
 def test_promises_declares_the_contract_and_returns_the_function_itself():

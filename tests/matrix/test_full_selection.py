@@ -58,6 +58,6 @@ def test_the_parts_of_full_by_strategy_add_up_to_it() -> None:
 def test_a_model_of_the_users_own_takes_the_place_of_the_default_one_and_departures_to_other_models_go() -> None:
     selected = select(Selection(level="full", custom_model=True))
     assert {case.scenario.model for case in selected} == {"custom"}
-    assert {case.scenario.changed(model="qwen3") for case in selected} == {
+    assert {case.scenario.change(model="qwen3") for case in selected} == {
         case.scenario for case in _whole() if case.scenario.model == "qwen3"
     }

@@ -6,8 +6,8 @@ import pytest
 
 from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.matrix.axes import AXES, AXIS
-from fsdp_doctor.matrix.cases import scenario_of
-from fsdp_doctor.matrix.paths import FIX, FIXES, find_path, fix_for, paths_for
+from fsdp_doctor.matrix.cases import make_scenario
+from fsdp_doctor.matrix.methods import FIX, FIXES, find_fix, find_method, list_methods
 from fsdp_doctor.matrix.selection import Selection, select
 
 
@@ -27,14 +27,14 @@ def is_plain(case):
 def test_the_default_matrix_of_extraction_is_both_strategies_all_offloads_and_stagings_and_every_path():
     cases = [case for case in select(Selection(directions=("out",))) if is_plain(case)]
     expected = {
-        (strategy, offload, staging, path.name)
+        (strategy, offload, staging, method.name)
         for strategy in ("fsdp2", "fsdp1")
         for offload in AXIS["offload"].values
         for staging in AXIS["staging"].values
-        for path in paths_for(scenario_of({"strategy": strategy, "offload": offload, "staging": staging}), "out")
-        if not path.is_fix
+        for method in list_methods(make_scenario({"strategy": strategy, "offload": offload, "staging": staging}), "out")
+        if not method.is_fix
     }
-    pairs = [(c.scenario.strategy, str(c.scenario.offload), c.scenario.staging, c.path) for c in cases]
+    pairs = [(c.scenario.strategy, str(c.scenario.offload), c.scenario.staging, c.method) for c in cases]
     assert set(pairs) == expected
     assert len(pairs) == len(expected)
     for axis in AXES:
@@ -46,14 +46,14 @@ def test_the_default_matrix_of_loading_is_the_same_before_the_first_step_and_wha
     cases = [case for case in select(Selection(directions=("in",))) if is_plain(case)]
     plain = {c for c in cases if c.scenario.init == "materialized" and c.scenario.checkpoint == "exact"}
     assert {c.scenario for c in plain} == {
-        scenario_of({"strategy": strategy, "offload": offload, "staging": staging, "phase": "fresh"})
+        make_scenario({"strategy": strategy, "offload": offload, "staging": staging, "phase": "fresh"})
         for strategy in ("fsdp2", "fsdp1")
         for offload in AXIS["offload"].values
         for staging in AXIS["staging"].values
     }
     for scenario in {c.scenario for c in plain}:
-        expected = {path.name for path in paths_for(scenario, "in") if not path.is_fix}
-        assert {c.path for c in plain if c.scenario == scenario} == expected
+        expected = {method.name for method in list_methods(scenario, "in") if not method.is_fix}
+        assert {c.method for c in plain if c.scenario == scenario} == expected
     others = set(cases) - plain
     assert values(others, "init") == {"materialized", "meta"}
     assert values(others, "checkpoint") == set(AXIS["checkpoint"].values)
@@ -63,9 +63,11 @@ def test_the_default_matrix_has_some_scenarios_without_mixed_precision_and_in_in
     sampled = [case for case in select(Selection()) if not is_plain(case)]
     assert values(sampled, "precision") == set(AXIS["precision"].values)
     assert values(sampled, "context") == {"ordinary", "inference"}
-    directions = {(case.scenario.version, find_path(case.path, case.scenario.version).direction) for case in sampled}
+    directions = {
+        (case.scenario.version, find_method(case.method, case.scenario.version).direction) for case in sampled
+    }
     assert directions == set(itertools.product((1, 2), ("out", "in")))
-    assert all(find_path(case.path, case.scenario.version).used_by for case in sampled)
+    assert all(find_method(case.method, case.scenario.version).used_by for case in sampled)
 
 
 def test_where_values_are_asked_for_every_path_is_tried_and_no_other_precision_or_context():
@@ -73,21 +75,23 @@ def test_where_values_are_asked_for_every_path_is_tried_and_no_other_precision_o
     assert all(map(is_plain, select(Selection(axes=asked))))
     cases = select(Selection(axes={**asked, "precision": ("fp32-compute",)}, directions=("in",)))
     (scenario,) = {case.scenario for case in cases}
-    assert {case.path for case in cases} == {path.name for path in paths_for(scenario, "in") if not path.is_fix}
+    assert {case.method for case in cases} == {
+        method.name for method in list_methods(scenario, "in") if not method.is_fix
+    }
 
 
 def test_the_directions_together_are_the_default_matrix():
     out, into = select(Selection(directions=("out",))), select(Selection(directions=("in",)))
     assert not set(out) & set(into)
     assert set(select(Selection())) == {*out, *into}
-    assert {find_path(c.path, c.scenario.version).direction for c in into} == {"in"}
+    assert {find_method(c.method, c.scenario.version).direction for c in into} == {"in"}
 
 
 def test_a_path_that_extracts_is_in_no_scenario_that_only_a_load_has():
     only_loading = [
         c for c in select(Selection(level="full")) if c.scenario.init == "meta" or c.scenario.checkpoint != "exact"
     ]
-    assert {find_path(c.path, c.scenario.version).direction for c in only_loading} == {"in"}
+    assert {find_method(c.method, c.scenario.version).direction for c in only_loading} == {"in"}
 
 
 def test_full_has_every_value_of_every_axis_but_the_custom_model():
@@ -98,11 +102,11 @@ def test_full_has_every_value_of_every_axis_but_the_custom_model():
 
 def test_the_paths_of_adapters_are_selected_for_the_model_that_has_some_and_for_no_other():
     cases = select(Selection(level="full"))
-    assert {case.scenario.model for case in cases if case.path.startswith("lora.")} == {"qwen3-lora"}
+    assert {case.scenario.model for case in cases if case.method.startswith("lora.")} == {"qwen3-lora"}
 
 
 def test_a_state_dict_is_held_across_an_offload_where_one_takes_shards_off_the_device():
-    held = [case.scenario for case in select(Selection()) if case.path == "state_dict.held"]
+    held = [case.scenario for case in select(Selection()) if case.method == "state_dict.held"]
     assert {(s.strategy, str(s.offload), s.staging) for s in held} == {
         ("fsdp2", "param", "staged"),
         ("fsdp2", "param+optimizer", "staged"),
@@ -140,7 +144,7 @@ def test_a_custom_model_takes_the_place_of_all_others_or_joins_those_that_are_na
 
 
 def test_no_case_is_selected_twice():
-    for options in ({"level": "full", "fix": True}, {"level": "full", "paths": ("mod:fn",)}):
+    for options in ({"level": "full", "fix": True}, {"level": "full", "methods": ("mod:fn",)}):
         selected = ids(**options)
         assert len(selected) == len(set(selected))
     assert ids(case_ids=("fsdp2/none/staged/dcp", "fsdp2/none/staged/even/dcp")) == ["fsdp2/none/staged/dcp"]
@@ -165,13 +169,13 @@ def test_cases_by_id_run_in_the_order_in_which_they_are_given():
 
 def test_fix_adds_the_fix_once_to_each_scenario():
     without, with_fix = select(Selection()), select(Selection(fix=True))
-    added = [case for case in with_fix if case.path in FIXES]
-    assert [case for case in with_fix if case.path not in FIXES] == without
+    added = [case for case in with_fix if case.method in FIXES]
+    assert [case for case in with_fix if case.method not in FIXES] == without
     assert len(added) == len(set(added))
     assert {case.scenario for case in added} == {case.scenario for case in without}
-    fixes = {(c.scenario, fix_for(c.path, c.scenario.version)) for c in without}
+    fixes = {(c.scenario, find_fix(c.method, c.scenario.version)) for c in without}
     shards = {(s, "local_shards") for s, path in fixes if path == FIX and not s.consumer.needs_sender}
-    assert fixes | shards == {(c.scenario, c.path) for c in added}
+    assert fixes | shards == {(c.scenario, c.method) for c in added}
 
 
 def test_fix_joins_cases_given_by_id():
@@ -180,7 +184,7 @@ def test_fix_joins_cases_given_by_id():
 
 
 def test_the_fix_can_be_named_as_a_path():
-    assert {case.path for case in select(Selection(paths=(FIX,)))} == {FIX}
+    assert {case.method for case in select(Selection(methods=(FIX,)))} == {FIX}
 
 
 def test_fix_stays_beside_what_an_expression_leaves_and_nowhere_else():
@@ -206,19 +210,19 @@ def test_an_expression_also_applies_to_cases_given_by_id():
 
 
 def test_named_paths_are_the_only_ones():
-    cases = select(Selection(paths=("dcp", "full_state_dict")))
-    assert {(case.scenario.strategy, case.path) for case in cases} == {("fsdp2", "dcp"), ("fsdp1", "full_state_dict")}
+    cases = select(Selection(methods=("dcp", "full_state_dict")))
+    assert {(case.scenario.strategy, case.method) for case in cases} == {("fsdp2", "dcp"), ("fsdp1", "full_state_dict")}
 
 
 def test_a_path_of_the_user_joins_the_table():
-    extra = set(select(Selection(paths=("mod:fn",)))) - set(select(Selection()))
-    assert {case.path for case in extra} == {"mod:fn"}
+    extra = set(select(Selection(methods=("mod:fn",)))) - set(select(Selection()))
+    assert {case.method for case in extra} == {"mod:fn"}
     assert {case.scenario for case in extra} == {case.scenario for case in select(Selection(directions=("out",)))}
 
 
 def test_a_loader_of_the_user_joins_the_loading_scenarios():
-    selection = Selection(paths=("mod:fn",), directions=("in",))
-    extra = {case for case in select(selection) if case.path == "mod:fn"}
+    selection = Selection(methods=("mod:fn",), directions=("in",))
+    extra = {case for case in select(selection) if case.method == "mod:fn"}
     assert {case.scenario for case in extra} == {case.scenario for case in select(Selection(directions=("in",)))}
 
 
@@ -227,7 +231,7 @@ def test_a_loader_of_the_user_joins_the_loading_scenarios():
     [
         {"expression": "zebra"},
         {"expression": "zebra", "fix": True},
-        {"paths": ("full_state_dict",), "axes": {"strategy": ("fsdp2",)}},
+        {"methods": ("full_state_dict",), "axes": {"strategy": ("fsdp2",)}},
     ],
 )
 def test_a_selection_of_nothing_cannot_run(options):
@@ -238,7 +242,7 @@ def test_a_selection_of_nothing_cannot_run(options):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"paths": ("zebra",)}, "there is no path 'zebra'"),
+        ({"methods": ("zebra",)}, "there is no path 'zebra'"),
         ({"axes": {"offload": ("zebra",)}}, "--offload: unknown value 'zebra'"),
         ({"axes": {"offload": ("none", "zebra")}, "level": "full"}, "--offload: unknown value 'zebra'"),
         ({"case_ids": ("zebra/dcp",)}, "'zebra' is not a value of any axis"),
@@ -260,5 +264,5 @@ def test_an_id_whose_strategy_does_not_have_the_path_is_a_usage_error(case_id):
 
 
 def test_a_named_path_of_one_direction_brings_no_fix_of_the_other():
-    cases = select(Selection(paths=("unshard",), fix=True))
-    assert {case.path for case in cases} == {"unshard", FIX, "local_shards"}
+    cases = select(Selection(methods=("unshard",), fix=True))
+    assert {case.method for case in cases} == {"unshard", FIX, "local_shards"}

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from fsdp_doctor.errors import CannotRun
-from fsdp_doctor.ledgers.ledger import Bytes, total
-from fsdp_doctor.memory.snapshot import Counters, DeviceCounters, check_counted, device_bytes
+from fsdp_doctor.memory.snapshot import Counters, DeviceCounters, check_counted, count_device_bytes
 from fsdp_doctor.memory.stage_watch import StorageTracker
+from fsdp_doctor.memory_use.records import Bytes, sum_classes
 
 _COUNTED = Counters(allocated=80, peak=100, reserved=120, peak_reserved=140, capacity=1000, elsewhere=7)
 _COUNTING = dict.fromkeys(
@@ -26,13 +26,13 @@ _CALLS = "def made(module): return module()"
 
 
 @pytest.mark.parametrize("held", [{}, {"parameters": 50}, {"parameters": 50, "gradients": 30}], ids=len)
-def test_bytes_without_a_known_class_are_unexplained_now_and_at_the_peak(held: Bytes) -> None:
-    ledger = _COUNTED.ledger(held, at_peak=held)
-    assert (total(ledger.held), total(ledger.at_peak)) == (80, 100)
-    assert ledger.held.get("unexplained", 0) == 80 - total(held)
-    assert ledger.at_peak["unexplained"] == 100 - total(held)
-    assert (ledger.allocated, ledger.peak, ledger.reserved) == (80, 100, 120)
-    assert (ledger.peak_reserved, ledger.capacity, ledger.elsewhere) == (140, 1000, 7)
+def test_bytes_without_a_known_class_are_unexplained_now_and_at_the_peak(by_class: Bytes) -> None:
+    memory = _COUNTED.make_device_memory(by_class, at_peak=by_class)
+    assert (sum_classes(memory.held), sum_classes(memory.at_peak)) == (80, 100)
+    assert memory.held.get("unexplained", 0) == 80 - sum_classes(by_class)
+    assert memory.at_peak["unexplained"] == 100 - sum_classes(by_class)
+    assert (memory.allocated, memory.peak, memory.reserved) == (80, 100, 120)
+    assert (memory.peak_reserved, memory.capacity, memory.elsewhere) == (140, 1000, 7)
 
 
 def test_a_device_without_a_counter_is_refused_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,6 +76,6 @@ def _function_in(file: str, source: str) -> Callable[..., torch.Tensor]:
 def test_the_file_of_fsdp_that_makes_a_storage_decides_its_class(file: str, source: str, expected: str) -> None:
     tracker = StorageTracker(torch.device("cpu"))
     made = _function_in(file, source)
-    with tracker.tracking("activations"):
+    with tracker.track("activations"):
         tensor = made(_Computes())
-    assert tracker.held() == tracker.at_peak() == {expected: device_bytes(tensor.untyped_storage())}
+    assert tracker.held() == tracker.at_peak() == {expected: count_device_bytes(tensor.untyped_storage())}

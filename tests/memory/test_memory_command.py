@@ -14,10 +14,17 @@ import torch
 from program import Run, forked_doctor, probe
 from support.emulation import needs_emulation
 
-from fsdp_doctor.ledgers.ledger import DeviceLedger, JobStage, LedgerFile, StageLedger, ledgers_from_json, total
+from fsdp_doctor.memory_use.records import (
+    DeviceMemory,
+    JobStage,
+    MemoryFile,
+    StageMemory,
+    read_memory_file,
+    sum_classes,
+)
 from fsdp_doctor.report.formats import render
 from fsdp_doctor.report.journal import read_report
-from fsdp_doctor.report.schema import schema
+from fsdp_doctor.report.schema import make_report_schema
 
 STAGES = get_args(JobStage)
 _MOST_UNEXPLAINED = 0.01
@@ -39,42 +46,44 @@ def done(directory: pathlib.Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def measured(done: Run, directory: pathlib.Path) -> LedgerFile:
+def measured(done: Run, directory: pathlib.Path) -> MemoryFile:
     # Of one method it is known that it breaks under a staged policy.
     assert done.code == 0, done.stderr
-    return ledgers_from_json((directory / "ledgers.json").read_text())
+    return read_memory_file((directory / "ledgers.json").read_text())
 
 
-def _device(ledger: StageLedger) -> DeviceLedger:
-    assert ledger.device is not None
-    return ledger.device
+def _device(memory: StageMemory) -> DeviceMemory:
+    assert memory.device is not None
+    return memory.device
 
 
-def _stages(measured: LedgerFile, job: str) -> Iterator[StageLedger]:
-    return (ledger for ledger in measured.ledgers if ledger.job == job and ledger.rank == 0)
+def _stages(measured: MemoryFile, job: str) -> Iterator[StageMemory]:
+    return (memory for memory in measured.ledgers if memory.job == job and memory.rank == 0)
 
 
-def _one(measured: LedgerFile, job: str, stage: str, path: str = "") -> StageLedger:
-    return next(one for one in _stages(measured, job) if one.stage == stage and path in ("", one.path))
+def _one(measured: MemoryFile, job: str, stage: str, path: str = "") -> StageMemory:
+    return next(memory for memory in _stages(measured, job) if memory.stage == stage and path in ("", memory.path))
 
 
-def test_every_rank_has_a_ledger_of_every_stage_of_every_job(measured: LedgerFile) -> None:
-    jobs = {ledger.job for ledger in measured.ledgers}
+def test_every_rank_has_a_ledger_of_every_stage_of_every_job(measured: MemoryFile) -> None:
+    jobs = {memory.job for memory in measured.ledgers}
     assert len(jobs) == 6
     for job in jobs:
         for rank in (0, 1):
-            assert {one.stage for one in measured.ledgers if (one.job, one.rank) == (job, rank)} == set(STAGES)
-    paths = {ledger.path for ledger in measured.ledgers if ledger.stage == "extracted"}
+            assert {memory.stage for memory in measured.ledgers if (memory.job, memory.rank) == (job, rank)} == set(
+                STAGES
+            )
+    paths = {memory.path for memory in measured.ledgers if memory.stage == "extracted"}
     assert paths == {"full_tensors", "get_model_state_dict.full"}
 
 
-def test_classes_add_up_to_what_the_allocator_counts_with_1_percent_unexplained(measured: LedgerFile) -> None:
-    for ledger in measured.ledgers:
-        device = _device(ledger)
-        assert total(device.held) == device.allocated
-        assert total(device.at_peak) == device.peak
+def test_classes_add_up_to_what_the_allocator_counts_with_1_percent_unexplained(measured: MemoryFile) -> None:
+    for memory in measured.ledgers:
+        device = _device(memory)
+        assert sum_classes(device.held) == device.allocated
+        assert sum_classes(device.at_peak) == device.peak
         for held in (device.held, device.at_peak):
-            assert abs(held.get("unexplained", 0)) <= _MOST_UNEXPLAINED * max(1, device.peak), (ledger.name, held)
+            assert abs(held.get("unexplained", 0)) <= _MOST_UNEXPLAINED * max(1, device.peak), (memory.name, held)
             assert all(nbytes >= 0 for name, nbytes in held.items() if name != "unexplained")
 
 
@@ -86,13 +95,13 @@ def test_on_two_gpus_less_than_3_percent_of_the_peak_of_a_step_is_unexplained(tm
         "memory", "measure", "--strategy", "fsdp2,fsdp1", *size, "--device", "cuda", "--json", str(file)
     )
     assert done.code == 0, done.stderr
-    for ledger in ledgers_from_json(file.read_text()).ledgers:
-        device = _device(ledger)
-        if ledger.stage in ("trained", "trained again"):
-            assert device.at_peak.get("unexplained", 0) <= 0.03 * device.peak, (ledger.job, device)
+    for memory in read_memory_file(file.read_text()).ledgers:
+        device = _device(memory)
+        if memory.stage in ("trained", "trained again"):
+            assert device.at_peak.get("unexplained", 0) <= 0.03 * device.peak, (memory.job, device)
 
 
-def test_a_manual_offload_takes_parameters_and_optimizer_state_to_the_host(measured: LedgerFile) -> None:
+def test_a_manual_offload_takes_parameters_and_optimizer_state_to_the_host(measured: MemoryFile) -> None:
     for strategy in ("fsdp2", "fsdp1"):
         job = f"{strategy}/param+optimizer/staged"
         trained, offloaded = _one(measured, job, "trained"), _one(measured, job, "offloaded")
@@ -104,27 +113,27 @@ def test_a_manual_offload_takes_parameters_and_optimizer_state_to_the_host(measu
         assert _device(staged).held["parameters"] == _device(trained).held["parameters"]
 
 
-def test_a_policy_pins_and_rounding_shows(measured: LedgerFile) -> None:
+def test_a_policy_pins_and_rounding_shows(measured: MemoryFile) -> None:
     trained = _one(measured, "fsdp1/policy/staged", "trained").host
     assert trained.pinned == trained.held["parameters"] + trained.held["gradients"]
     assert trained.pinned_reserved > trained.pinned
     assert trained.pageable >= trained.held["optimizer state"]
 
 
-def test_adamw_computes_in_memory_of_its_own_and_keeps_twice_the_parameters(measured: LedgerFile) -> None:
+def test_adamw_computes_in_memory_of_its_own_and_keeps_twice_the_parameters(measured: MemoryFile) -> None:
     first = _device(_one(measured, "fsdp2/none/staged", "first step"))
     assert 2 * first.held["parameters"] == first.held["optimizer state"]
     assert first.at_peak["optimizer state"] > first.held["optimizer state"]
     assert first.at_peak["gradients"] > 0
 
 
-def test_a_step_has_gathered_parameters_activations_gradients_and_buffers_of_collectives(measured: LedgerFile) -> None:
+def test_a_step_has_gathered_parameters_activations_gradients_and_buffers_of_collectives(measured: MemoryFile) -> None:
     at_peak = _device(_one(measured, "fsdp2/none/staged", "trained")).at_peak
     expected = {"unsharded parameters", "activations", "gradients", "communication buffers"}
     assert expected <= {name for name, nbytes in at_peak.items() if nbytes}
 
 
-def test_a_path_that_returns_a_state_dict_holds_it_whole(measured: LedgerFile) -> None:
+def test_a_path_that_returns_a_state_dict_holds_it_whole(measured: MemoryFile) -> None:
     job = "fsdp2/none/staged"
     extracted = _device(_one(measured, job, "extracted", "get_model_state_dict.full"))
     shards = _device(_one(measured, job, "trained")).held["parameters"]
@@ -148,17 +157,17 @@ def test_the_picture_and_the_table_have_every_stage_and_the_limit(done: Run, dir
 
 
 def test_a_limit_that_is_near_is_a_line_and_a_number() -> None:
-    from fsdp_doctor.ledgers.ledger import HostLedger
-    from fsdp_doctor.ledgers.ledger_views import ledgers_svg, render_ledgers
+    from fsdp_doctor.memory_use.records import HostMemory
+    from fsdp_doctor.memory_use.views import render_memory_svg, render_memory_table
 
-    device = DeviceLedger(
+    device = DeviceMemory(
         held={}, at_peak={"parameters": 900}, allocated=0, peak=900, reserved=900, peak_reserved=900, capacity=1000
     )
-    host = HostLedger(held={}, pinned=0, pinned_reserved=0, pageable=0)
-    ledger = StageLedger(job="a & b", stage="built", rank=0, host=host, device=device)
-    assert "limit 1.0 KiB" in ledgers_svg([ledger])
-    assert "a &amp; b" in ledgers_svg([ledger])
-    assert "of 1.0 KiB on the device" in render_ledgers([ledger])
+    host = HostMemory(held={}, pinned=0, pinned_reserved=0, pageable=0)
+    memory = StageMemory(job="a & b", stage="built", rank=0, host=host, device=device)
+    assert "limit 1.0 KiB" in render_memory_svg([memory])
+    assert "a &amp; b" in render_memory_svg([memory])
+    assert "of 1.0 KiB on the device" in render_memory_table([memory])
 
 
 def test_a_probe_with_memory_has_ledgers_in_its_report_and_in_its_formats(tmp_path: pathlib.Path) -> None:
@@ -167,10 +176,10 @@ def test_a_probe_with_memory_has_ledgers_in_its_report_and_in_its_formats(tmp_pa
         tmp_path, "--memory", "--case", "fsdp2/param/staged/state_dict", "--html", str(page), device="emulated"
     )
     result = done.result("state_dict")
-    assert {ledger.stage for ledger in result.ledgers} == set(STAGES)
+    assert {memory.stage for memory in result.ledgers} == set(STAGES)
     file = tmp_path / "report.json"
     assert result.ledgers == read_report(file).results[0].ledgers
-    jsonschema.validate(json.loads(file.read_text()), schema(), cls=jsonschema.Draft202012Validator)
+    jsonschema.validate(json.loads(file.read_text()), make_report_schema(), cls=jsonschema.Draft202012Validator)
     assert done.report is not None
     assert "extracted: state_dict" in render(done.report, "memory")
     assert len(json.loads(render(done.report, "ledgers"))["ledgers"]) == len(result.ledgers)

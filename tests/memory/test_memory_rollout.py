@@ -22,19 +22,19 @@ from fsdp_doctor.bench.rollout import (
     RolloutRequest,
     RunningProcess,
     find_remedies,
-    rollout_as_text,
+    render_rollout_text,
 )
 from fsdp_doctor.errors import CannotRun
-from fsdp_doctor.ledgers.ledger import (
-    Bytes,
-    DeviceLedger,
-    HostLedger,
-    LedgerFile,
-    StageLedger,
-    ledgers_from_json,
-    total,
-)
 from fsdp_doctor.matrix.axes import Sharding, Strategy
+from fsdp_doctor.memory_use.records import (
+    Bytes,
+    DeviceMemory,
+    HostMemory,
+    MemoryFile,
+    StageMemory,
+    read_memory_file,
+    sum_classes,
+)
 
 _MIB = 1 << 20
 # The model has 8 MiB in bfloat16.
@@ -54,32 +54,32 @@ def sharded(file: pathlib.Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def ledgers(sharded: Run, file: pathlib.Path) -> LedgerFile:
+def ledgers(sharded: Run, file: pathlib.Path) -> MemoryFile:
     assert sharded.code == 1, sharded.stderr
-    return ledgers_from_json(file.read_text())
+    return read_memory_file(file.read_text())
 
 
-def _device(ledgers: LedgerFile, number: int) -> DeviceLedger:
-    device = ledgers.ledgers[number].device
+def _device(memory_file: MemoryFile, number: int) -> DeviceMemory:
+    device = memory_file.ledgers[number].device
     assert device is not None
     return device
 
 
-def test_half_of_a_sharded_model_is_beside_the_engine_and_in_its_way(sharded: Run, ledgers: LedgerFile) -> None:
-    assert _device(ledgers, 0).held["parameters"] == pytest.approx(4 * _MIB, rel=0.01)
+def test_half_of_a_sharded_model_is_beside_the_engine_and_in_its_way(sharded: Run, memory_file: MemoryFile) -> None:
+    assert _device(memory_file, 0).held["parameters"] == pytest.approx(4 * _MIB, rel=0.01)
     assert "(0.9, 21.60 MiB)" in sharded.stdout
 
 
-def test_what_one_process_holds_is_elsewhere_for_the_other(ledgers: LedgerFile) -> None:
-    trainer, engine = _device(ledgers, 0), _device(ledgers, 1)
+def test_what_one_process_holds_is_elsewhere_for_the_other(memory_file: MemoryFile) -> None:
+    trainer, engine = _device(memory_file, 0), _device(memory_file, 1)
     assert engine.elsewhere == trainer.reserved
 
 
-def test_without_the_fsdp_model_the_engine_has_weights_and_a_cache_up_to_its_share(ledgers: LedgerFile) -> None:
-    engine = _device(ledgers, 3)
+def test_without_the_fsdp_model_the_engine_has_weights_and_a_cache_up_to_its_share(memory_file: MemoryFile) -> None:
+    engine = _device(memory_file, 3)
     assert engine.held["parameters"] == pytest.approx(8 * _MIB, rel=0.01)
-    assert total(engine.held) == engine.allocated == pytest.approx(0.9 * 24 * _MIB, rel=0.01)
-    assert ledgers.notes[1].endswith("the engine started")
+    assert sum_classes(engine.held) == engine.allocated == pytest.approx(0.9 * 24 * _MIB, rel=0.01)
+    assert memory_file.notes[1].endswith("the engine started")
 
 
 def test_every_remedy_says_what_it_frees_and_whether_it_is_enough(sharded: Run) -> None:
@@ -94,20 +94,20 @@ def _attempt(*, share: float, weights: int, free: int) -> RolloutAttempt:
     """On a device of 24 MiB, of which a trainer has reserved what is not free."""
     reserved = 24 * _MIB - free
     held: Bytes = {"parameters": reserved}
-    device = DeviceLedger(
+    device = DeviceMemory(
         held=held, at_peak=held, allocated=reserved, peak=reserved, reserved=reserved, peak_reserved=reserved
     )
-    ledger = StageLedger(
+    memory = StageMemory(
         job="trainer",
         stage="built",
         rank=0,
-        host=HostLedger(held={}, pinned=0, pinned_reserved=0, pageable=0),
+        host=HostMemory(held={}, pinned=0, pinned_reserved=0, pageable=0),
         device=device,
     )
     start = EngineStart(
         free=free, total=24 * _MIB, requested=int(24 * _MIB * share), weights=weights, refusal="refused"
     )
-    return RolloutAttempt(trainer_state="loaded", trainer=ledger, engine=ledger, start=start)
+    return RolloutAttempt(trainer_state="loaded", trainer=memory, engine=memory, start=start)
 
 
 _REQUEST = RolloutRequest(
@@ -134,7 +134,7 @@ def test_a_share_smaller_than_the_weights_has_one_remedy_a_larger_share(free: in
 def test_weights_larger_than_the_device_have_no_remedy_and_no_heading_for_one() -> None:
     loaded = _attempt(share=0.9, weights=32 * _MIB, free=16 * _MIB)
     assert find_remedies(_REQUEST, loaded) == []
-    assert "What would free" not in rollout_as_text(_REQUEST, [loaded])
+    assert "What would free" not in render_rollout_text(_REQUEST, [loaded])
 
 
 def test_a_share_that_is_not_free_is_remedied_by_what_frees_as_much_and_by_a_smaller_one() -> None:
@@ -191,7 +191,7 @@ def test_a_process_that_ends_before_it_says_what_it_holds_is_told() -> None:
         RunningProcess(context, "the engine", ends_at_once) as process,
         pytest.raises(CannotRun, match="exit code 7 before"),
     ):
-        process.report()
+        process.receive_report()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fsdp_doctor.fsdp.shards import held_part, row_major
+from fsdp_doctor.fsdp.shards import compute_part, row_major
 from fsdp_doctor.names import NamesError, TensorView
 from fsdp_doctor.names.views import check_one_to_one, find_box
 
@@ -44,7 +44,7 @@ def test_a_shard_has_of_a_part_the_elements_that_are_in_both() -> None:
         box = find_box(view, SHAPE)
         assert box is not None, view
         for placements, rank in itertools.product(_PLACEMENTS, range(4)):
-            held = held_part(rank, SHAPE, mesh, placements)
+            held = compute_part(rank, SHAPE, mesh, placements)
             shard = held.read(full).reshape(held.shape)
             cut, places = box.cut(held)
             in_shard = shard[places]

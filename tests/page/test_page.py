@@ -15,10 +15,10 @@ from support.inside import doctor
 from support.places import ROOT
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.known.catalogue import known_failures
-from fsdp_doctor.page import compat_page
-from fsdp_doctor.page.compat_page import page_data
-from fsdp_doctor.report.document import report_to_dict
+from fsdp_doctor.known.catalogue import read_catalogue
+from fsdp_doctor.page import render_page
+from fsdp_doctor.page.compat_page import make_page_data
+from fsdp_doctor.report.document import convert_report_to_dict
 from fsdp_doctor.versions.merged import read_merged
 from fsdp_doctor.versions.merging import merge
 
@@ -56,7 +56,7 @@ class _Elements(html.parser.HTMLParser):
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    return compat_page(pages.merged_devices())
+    return render_page(pages.merged_devices())
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +66,12 @@ def elements(page: str) -> _Elements:
 
 def _report_file(directory: pathlib.Path, name: str, *results: Any, **fields: Any) -> str:
     file = directory / name
-    file.write_text(json.dumps(report_to_dict(pages.report_of("2.13.0", results, **fields))))
+    file.write_text(json.dumps(convert_report_to_dict(pages.report_of("2.13.0", results, **fields))))
     return str(file)
 
 
 def test_of_ten_versions_of_the_default_matrix_it_is_below_two_megabytes() -> None:
-    text = compat_page(pages.merged_versions(*_TEN))
+    text = render_page(pages.merged_versions(*_TEN))
     assert 100_000 < len(text.encode()) < 2_000_000
 
 
@@ -93,14 +93,14 @@ def test_names_and_notes_of_an_environment_are_text_too() -> None:
     results = [reports.result(pages.CASES[0], "ok", "")]
     fields = {"command": pages.HOSTILE, "notes": (pages.HOSTILE,), "ended": pages.HOSTILE, "complete": False}
     merged = merge({"a": pages.report_of(f"2.13.0+{pages.HOSTILE}", results, **fields)})
-    found = _Elements(compat_page(merged))
+    found = _Elements(render_page(merged))
     assert len(found.scripts) == 2
     assert not [tag for tag, _ in found.found if tag in ("img", "b")]
 
 
 def test_every_case_and_outcome_comes_back_out_of_the_numbers() -> None:
     merged = pages.merged_devices()
-    data = json.loads(json.dumps(page_data(merged)))
+    data = json.loads(json.dumps(make_page_data(merged)))
     for row, case in zip(data["cases"], merged.cases, strict=True):
         others, direction, path, outcomes, statements, changed = row[3:]
         words = [data["axes"][axis][at] for axis, at in zip(("strategy", "offload", "staging"), row, strict=False)]
@@ -117,7 +117,7 @@ def test_every_case_and_outcome_comes_back_out_of_the_numbers() -> None:
 
 def test_every_known_failure_has_the_place_that_explain_prints(elements: _Elements) -> None:
     ids = {at.get("id") for _, at in elements.found}
-    for entry in known_failures():
+    for entry in read_catalogue():
         assert f"entry-{entry.id}" in ids
     printed = doctor("explain", "--entry", pages.KNOWN).stdout.splitlines()[-1]
     documentation = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Documentation"]
@@ -125,7 +125,7 @@ def test_every_known_failure_has_the_place_that_explain_prints(elements: _Elemen
 
 
 def test_the_committed_runs_have_a_page() -> None:
-    assert "2.13.0" in compat_page(read_merged(ROOT / "docs" / "compat" / "merged.json.gz"))
+    assert "2.13.0" in render_page(read_merged(ROOT / "docs" / "compat" / "merged.json.gz"))
 
 
 def test_ids_are_given_once(elements: _Elements) -> None:
@@ -140,7 +140,7 @@ def test_an_environment_that_is_incomplete_says_so(page: str) -> None:
 
 def test_a_report_without_results_has_no_page() -> None:
     with pytest.raises(UsageError, match="no results"):
-        compat_page(merge({"a": pages.report_of("2.13.0", [])}))
+        render_page(merge({"a": pages.report_of("2.13.0", [])}))
 
 
 def test_of_reports_without_results_merge_writes_the_merged_report_and_says_why_there_is_no_page(
@@ -188,6 +188,6 @@ def test_two_outputs_of_one_name_are_refused(tmp_path: pathlib.Path) -> None:
 def test_a_version_that_could_not_be_made_is_the_last_column_and_of_no_device() -> None:
     never = pages.report_of("2.9", [], device="auto", world_size=0, complete=False, ended="torch 2.9 does not install")
     merged = merge({"never.json": never, "ran.json": pages.report_of("2.13.0", pages.results_of("2.13.0")[:3])})
-    _, last = page_data(merged)["environments"]
-    assert (last["torch"], last["device"], last["more"]) == ("2.9", page_data(merged)["nowhere"], "")
+    _, last = make_page_data(merged)["environments"]
+    assert (last["torch"], last["device"], last["more"]) == ("2.9", make_page_data(merged)["nowhere"], "")
     assert last["incomplete"] == "torch 2.9 does not install"

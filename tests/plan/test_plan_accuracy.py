@@ -14,8 +14,8 @@ from program import forked_doctor
 from support.emulation import needs_emulation
 from support.places import ROOT
 
-from fsdp_doctor.ledgers.ledger import LedgerFile, ledgers_from_json
 from fsdp_doctor.matrix.axes import AXIS
+from fsdp_doctor.memory_use.records import MemoryFile, read_memory_file
 
 # As small as it can be with parameters, gathers and activations each a good part of it; its vocabulary is uneven.
 _CONFIG = {
@@ -88,7 +88,7 @@ def _accuracy() -> ModuleType:
 @pytest.fixture(scope="module", params=_RUNS, ids=str)
 def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[LedgerFile, argparse.Namespace]:
+) -> tuple[MemoryFile, argparse.Namespace]:
     """What was measured, and of which sizes."""
     needs_emulation()
     ranks, options = _RUNS[request.param]
@@ -104,23 +104,23 @@ def run(
         sequence=int(options[options.index("--sequence") + 1]),
         checkpointing="--activation-checkpointing" in options,
     )
-    return ledgers_from_json(file.read_text()), sizes
+    return read_memory_file(file.read_text()), sizes
 
 
 @pytest.fixture(scope="module")
-def stages(run: tuple[LedgerFile, argparse.Namespace]) -> list[Any]:
+def stages(run: tuple[MemoryFile, argparse.Namespace]) -> list[Any]:
     found = list(_accuracy().compared(*run))
     assert len(found) >= (27 if run[1].sequence == 8 else 90)
     return found
 
 
 def test_of_every_offload_less_than_1_percent_of_the_peak_is_unexplained_in_every_stage(
-    run: tuple[LedgerFile, argparse.Namespace],
+    run: tuple[MemoryFile, argparse.Namespace],
 ) -> None:
-    for ledger in run[0].ledgers:
-        assert ledger.device is not None
-        for held in (ledger.device.held, ledger.device.at_peak):
-            assert abs(held.get("unexplained", 0)) < 0.01 * ledger.device.peak, (ledger.job, ledger.name, held)
+    for memory in run[0].ledgers:
+        assert memory.device is not None
+        for held in (memory.device.held, memory.device.at_peak):
+            assert abs(held.get("unexplained", 0)) < 0.01 * memory.device.peak, (memory.job, memory.name, held)
 
 
 def test_parameters_gradients_and_optimizer_are_within_five_percent_in_every_stage(stages: list[Any]) -> None:

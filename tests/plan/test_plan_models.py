@@ -11,7 +11,7 @@ from support.inside import doctor
 
 from fsdp_doctor.plan.activations import Batch, Segment, trace
 from fsdp_doctor.plan.job import ModelHead
-from fsdp_doctor.plan.meta_model import on_meta, shape_of
+from fsdp_doctor.plan.meta_model import build_on_meta, read_shape
 
 _VERL = ("actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.actor.use_kl_loss=true")
 _SIZES = {
@@ -72,7 +72,7 @@ def _traced(
     length: int, head: ModelHead = "language", *, checkpointing: bool = False, backward: bool = True
 ) -> tuple[Segment, ...]:
     batch = Batch(sequences=1, length=length, checkpointing=checkpointing, backward=backward)
-    return trace(on_meta("small", head=head), batch)
+    return trace(build_on_meta("small", head=head), batch)
 
 
 def _kept(segments: tuple[Segment, ...]) -> int:
@@ -134,15 +134,15 @@ def test_another_number_of_layers_is_planned_where_their_kinds_follow_from_it(tm
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
 def test_no_fused_attention_keeps_a_matrix_of_all_pairs_of_tokens(kind: str, tmp_path: pathlib.Path) -> None:
     model = _directory(tmp_path, kind)
-    short, long = (_kept(trace(on_meta(model), Batch(sequences=1, length=length))) for length in (512, 1024))
+    short, long = (_kept(trace(build_on_meta(model), Batch(sequences=1, length=length))) for length in (512, 1024))
     assert long / short == pytest.approx(2, rel=0.02)
 
 
 def test_a_tower_for_images_is_held_and_not_followed(tmp_path: pathlib.Path) -> None:
-    model = on_meta(_directory(tmp_path, "qwen2_5_vl"))
-    names = [parameter.name for unit in shape_of(model, "vl").layers for parameter in unit.parameters]
+    model = build_on_meta(_directory(tmp_path, "qwen2_5_vl"))
+    names = [parameter.name for unit in read_shape(model, "vl").layers for parameter in unit.parameters]
     places = {segment.place for segment in trace(model, Batch(sequences=1, length=64))}
-    assert len(shape_of(model, "vl").layers) == 4
+    assert len(read_shape(model, "vl").layers) == 4
     assert any("self_attn" in name for name in names)
     assert any("attn.qkv" in name for name in names)
     assert places == {"before", 2, 3, "after"}
@@ -180,7 +180,7 @@ def _after(head: ModelHead) -> int:
 
 
 def test_a_critic_has_one_output_and_no_logits_of_the_vocabulary() -> None:
-    language, critic = (shape_of(on_meta("small", head=head), "small") for head in ("language", "value"))
+    language, critic = (read_shape(build_on_meta("small", head=head), "small") for head in ("language", "value"))
     hidden, vocabulary = 256, 4096
     # The head of this language model is its embedding, which both have.
     assert critic.numel - language.numel == hidden + 1
@@ -223,7 +223,7 @@ def test_logits_are_held_in_float32_with_their_gradients() -> None:
 
 
 def test_gradients_of_a_layer_are_as_large_as_its_parameters_and_gone_at_the_next() -> None:
-    layer = sum(p.numel() for p in on_meta("small").model.layers[1].parameters()) * _BF16
+    layer = sum(p.numel() for p in build_on_meta("small").model.layers[1].parameters()) * _BF16
     first, second = (
         next(s for s in _traced(128) if (s.of, s.place) == ("backward", place)) for place in (_LAYERS - 1, 1)
     )

@@ -7,9 +7,9 @@ import functools
 import pytest
 import torch
 
-from fsdp_doctor.ledgers.ledger import DeviceLedger, power_of_two, rounded
 from fsdp_doctor.matrix.axes import Strategy
-from fsdp_doctor.matrix.cases import scenario_of
+from fsdp_doctor.matrix.cases import make_scenario
+from fsdp_doctor.memory_use.records import DeviceMemory, round_to_power_of_two, round_up
 from fsdp_doctor.plan.job import BF16, Dtypes, RoleSetup
 from fsdp_doctor.plan.meta_model import ModelShape, ShapedParameter, ShapedUnit
 from fsdp_doctor.plan.stages import Predictor
@@ -52,18 +52,18 @@ def test_more_ranks_than_rows_multiply_what_a_gather_fills() -> None:
 
 def test_a_pinned_tensor_takes_the_next_power_of_two() -> None:
     sizes = (0, 1, 512, 513, 1 << 20, (1 << 20) + 1)
-    assert [power_of_two(nbytes) for nbytes in sizes] == [0, 1, 512, 1024, 1 << 20, 2 << 20]
+    assert [round_to_power_of_two(nbytes) for nbytes in sizes] == [0, 1, 512, 1024, 1 << 20, 2 << 20]
 
 
 def test_the_highest_moment_of_a_stage_is_kept_by_class_and_the_next_stage_begins_with_what_is_held() -> None:
     timeline = Timeline()
     timeline.allocate("parameters", 512)
-    with timeline.allocated("activations", 1024):
+    with timeline.allocate_temporarily("activations", 1024):
         pass
     first = timeline.end_stage()
     assert (first.held, first.at_peak) == ({"parameters": 512}, {"parameters": 512, "activations": 1024})
     assert timeline.end_stage().peak == 512
-    assert [rounded(nbytes) for nbytes in (0, 1, 512, 513)] == [0, 512, 512, 1024]
+    assert [round_up(nbytes) for nbytes in (0, 1, 512, 513)] == [0, 512, 512, 1024]
 
 
 _PREDICTOR = functools.cache(Predictor)
@@ -76,18 +76,18 @@ _UNIT = UnitShard(
     originals=(_ROWS, _LAST),
 )
 _PLAIN = {"strategy": "fsdp2", "offload": "none", "staging": "unstaged"}
-_FP32_SUM = rounded((_ROWS + _LAST) // 2 * 4)
-_INPUT = rounded((_ROWS + _LAST) * 4)
+_FP32_SUM = round_up((_ROWS + _LAST) // 2 * 4)
+_INPUT = round_up((_ROWS + _LAST) * 4)
 
 
-def _after_backward(*, offload: str, replicas: int, master: int = 4) -> tuple[DeviceLedger, DeviceLedger]:
+def _after_backward(*, offload: str, replicas: int, master: int = 4) -> tuple[DeviceMemory, DeviceMemory]:
     """At the end of a unit's backward, and of the whole."""
-    scenario = scenario_of(_PLAIN | {"offload": offload})
+    scenario = make_scenario(_PLAIN | {"offload": offload})
     setup = RoleSetup(role="actor", scenario=scenario, shard_ranks=2, replicas=replicas, dtypes=Dtypes(master=master))
     timeline = Timeline()
     replay = Fsdp2Replay(timeline, setup)
-    replay.pre_backward(_UNIT, None)
-    gradients = sum(rounded(numel * 2) for numel in _UNIT.originals)
+    replay.prepare_backward(_UNIT, None)
+    gradients = sum(round_up(numel * 2) for numel in _UNIT.originals)
     timeline.allocate("gradients", gradients)
     replay.post_backward(_UNIT, gradients)
     of_unit = timeline.end_stage()
@@ -97,7 +97,7 @@ def _after_backward(*, offload: str, replicas: int, master: int = 4) -> tuple[De
 
 def test_the_last_gradient_of_a_unit_is_there_until_it_is_reduced() -> None:
     of_unit, _ = _after_backward(offload="policy", replicas=1)
-    assert of_unit.peak == _INPUT + _FP32_SUM + rounded(_LAST * 2)
+    assert of_unit.peak == _INPUT + _FP32_SUM + round_up(_LAST * 2)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_what_replicas_add_up_is_kept_until_the_backward_is_over(offload: str, m
 
 
 def test_a_unit_whose_parameters_are_all_in_others_is_reduced_without_any() -> None:
-    setup = RoleSetup(role="actor", scenario=scenario_of(_PLAIN), shard_ranks=2)
+    setup = RoleSetup(role="actor", scenario=make_scenario(_PLAIN), shard_ranks=2)
     timeline = Timeline()
     Fsdp2Replay(timeline, setup).post_backward(UnitShard(name="root", padded=(), local=(), full=(), originals=()), 0)
     assert timeline.end_stage().peak == 0
@@ -123,9 +123,9 @@ def test_an_offload_of_fsdp1_without_shards_frees_only_original_parameters_in_th
 ) -> None:
     held = {}
     for master in (BF16, 4):
-        scenario = scenario_of({"strategy": strategy, "offload": "param", "staging": "staged"})
+        scenario = make_scenario({"strategy": strategy, "offload": "param", "staging": "staged"})
         setup = RoleSetup(role="actor", scenario=scenario, shard_ranks=1, length=16, dtypes=Dtypes(master=master))
-        stages = {one.stage: one.device for one in _PREDICTOR("small").ledgers(setup) if one.device}
+        stages = {memory.stage: memory.device for memory in _PREDICTOR("small").predict_stages(setup) if memory.device}
         whole = stages["trained"].held["parameters"]
         held[master] = [
             sum(stages[stage].held.get(part, 0) for part in ("parameters", "unsharded parameters")) / whole

@@ -8,10 +8,10 @@ from program import default_matrix, default_matrix_file
 from support.inside import doctor
 from support.places import ROOT
 
-from fsdp_doctor.known.catalogue import expected_failures
+from fsdp_doctor.known.catalogue import list_expected_failures
 from fsdp_doctor.known.run_context import RunContext
-from fsdp_doctor.report.comparison import differences, on_common_cases
-from fsdp_doctor.report.failure_groups import distinct_failures
+from fsdp_doctor.report.comparison import list_differences, select_common_cases
+from fsdp_doctor.report.failure_groups import group_failures
 from fsdp_doctor.report.journal import read_report
 from fsdp_doctor.verdict.classification import GOOD
 
@@ -40,11 +40,11 @@ def test_it_agrees_with_two_h200s() -> None:
     needs no GPU.
     """
     committed = read_report(_TWO_H200S)
-    found = differences(default_matrix(), committed, frozenset({"device"}))
+    found = list_differences(default_matrix(), committed, frozenset({"device"}))
     # The committed report is of schema version 1, in which no refusal was judged.
     not_judged = [d for d in found if (d.what, d.left, d.right) == ("verdict", "crash", "refused")]
     elsewhere = [d for d in found if d.case_id in _NCCL_RUNS_ON and d.what in ("reason", "ranks")]
-    compared = [difference for difference in on_common_cases(found) if difference not in [*elsewhere, *not_judged]]
+    compared = [difference for difference in select_common_cases(found) if difference not in [*elsewhere, *not_judged]]
     for difference in found:
         if difference not in [*compared, *elsewhere, *not_judged]:
             print("only in one report:", difference.case_id)
@@ -56,12 +56,12 @@ def test_every_finding_is_known() -> None:
     report = default_matrix()
     assert len(report.bad) > 90
     assert [result.id for result in report.bad if not result.known] == []
-    assert all(failure.known is not None for failure in distinct_failures(report))
+    assert all(failure.known is not None for failure in group_failures(report))
 
 
 def test_the_catalogue_foretells_every_verdict() -> None:
     for result in default_matrix().results:
-        known = expected_failures(result.case, RunContext(torch=torch.__version__, device="emulated"))
+        known = list_expected_failures(result.case, RunContext(torch=torch.__version__, device="emulated"))
         assert result.verdict.kind in {"unsupported", *([known[0].verdict] if known else GOOD)}, result.id
 
 

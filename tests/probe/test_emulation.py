@@ -9,7 +9,7 @@ import torch
 from program import Run, doctor, probe
 from support.emulation import needs_emulation
 
-from fsdp_doctor.known.catalogue import KnownFailure, expected_failures, known_failures
+from fsdp_doctor.known.catalogue import KnownFailure, list_expected_failures, read_catalogue
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.frameworks.framework_scenarios import is_framework_id
@@ -67,7 +67,7 @@ _RACES: dict[str, tuple[str, str]] = {
 
 
 # What a framework does itself, the tests of frameworks reproduce.
-_REPRODUCED = [entry for entry in known_failures() if entry.reproduced and not is_framework_id(entry.evidence)]
+_REPRODUCED = [entry for entry in read_catalogue() if entry.reproduced and not is_framework_id(entry.evidence)]
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_corrupted_training_weights_are_named(run: Run) -> None:
 def test_the_case_of_an_entry_shows_it(request: pytest.FixtureRequest, entry: KnownFailure) -> None:
     if not entry.shows_on(torch.__version__):
         context = RunContext(torch=torch.__version__, device=entry.evidence_device or "emulated")
-        assert expected_failures(_case(entry.evidence), context)[:1] != [entry]
+        assert list_expected_failures(_case(entry.evidence), context)[:1] != [entry]
         return
     run = "on_four_ranks" if _of_four_ranks(entry) else "on_the_cpu" if entry.evidence_device == "cpu" else "run"
     shown: Run = request.getfixturevalue(run)

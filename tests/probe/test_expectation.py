@@ -12,9 +12,9 @@ from program import Run, doctor, probe
 from fsdp_doctor.errors import CannotRun, DoctorFault
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.matrix.cases import parse_case_id
-from fsdp_doctor.matrix.paths import PATH_NAMES
+from fsdp_doctor.matrix.methods import METHOD_NAMES
 from fsdp_doctor.probe.baseline import Baseline, Judgement
-from fsdp_doctor.report.document import CaseResult, Report, case_fields
+from fsdp_doctor.report.document import CaseResult, Report, make_case_fields
 from fsdp_doctor.verdict.classification import Verdict, VerdictKind
 
 _GPUS = RunContext(torch="2.13.0+cu130", device="cuda", world_size=2)
@@ -26,7 +26,7 @@ _TORCH = tuple(int(part) for part in importlib.metadata.version("torch").split("
 
 def _result(case_id: str, kind: VerdictKind, known: str = "") -> CaseResult:
     verdict = Verdict(kind=kind, reason="" if kind == "ok" else "it broke")
-    return CaseResult(**case_fields(parse_case_id(case_id, PATH_NAMES)), verdict=verdict, known=known)
+    return CaseResult(**make_case_fields(parse_case_id(case_id, METHOD_NAMES)), verdict=verdict, known=known)
 
 
 def _report(*results: CaseResult, context: RunContext = _GPUS) -> Report:
@@ -176,7 +176,7 @@ def test_the_failures_of_one_rank_of_fsdp1_are_expected_with_every_offload(tmp_p
         "fsdp1-size1-policy-keeps-the-model",
         "module-source-of-fsdp1",
     }
-    assert all(result.verdict.kind == "ok" for result in done.report.results if result.case.path == "full_tensors")
+    assert all(result.verdict.kind == "ok" for result in done.report.results if result.case.method == "full_tensors")
 
 
 def test_three_ranks_whose_shards_are_uneven_are_expected_to_hang(tmp_path: pathlib.Path) -> None:

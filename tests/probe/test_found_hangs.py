@@ -98,7 +98,7 @@ def _idle_seconds(program: str, seconds: float = 1.0) -> float:
         idle = 0.0
         for _ in range(10):
             time.sleep(seconds / 10)
-            idle = activity.idle_seconds()
+            idle = activity.measure_idle_seconds()
         return idle
     finally:
         os.killpg(process.pid, signal.SIGKILL)

@@ -25,7 +25,7 @@ def _busy_probe(directory: pathlib.Path, rank: int) -> tuple[Started, int]:
 
 def _finished_ids(run: Run) -> list[str]:
     assert run.report is not None
-    return [result.case.path for result in run.report.results]
+    return [result.case.method for result in run.report.results]
 
 
 @pytest.fixture(scope="module")

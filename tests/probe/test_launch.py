@@ -15,7 +15,7 @@ from program import Run, Started, probe, run, torchrun
 from support import inside
 from support.places import ROOT
 
-from fsdp_doctor.matrix.paths import FIXES
+from fsdp_doctor.matrix.methods import FIXES
 from fsdp_doctor.report.journal import read_report
 
 _SCENARIOS = ("--strategy", "fsdp2", "--offload", "none,policy", "--staging", "staged")
@@ -82,7 +82,7 @@ def test_confirm_runs_a_bad_case_again_in_fresh_workers(half_bad: tuple[Run, pat
     done, _ = half_bad
     assert done.code == 1
     assert done.report is not None
-    confirmed = {result.case.path: result.confirmed for result in done.report.results}
+    confirmed = {result.case.method: result.confirmed for result in done.report.results}
     assert confirmed == {"summon_full_params": True, "unshard": None}
     assert "\tconfirmed\t" in done.stdout
 
@@ -123,7 +123,7 @@ def test_the_command_alone_starts_torchrun_on_two_ranks_and_writes_every_output(
     done = run(command, "probe", *_TWO_CASES, "--fix", *flags, "--format", "table")
     assert done.code == 0, done.stderr
     assert "on 2 ranks of cpu" in done.stderr
-    assert [result.id for result in read_report(files["json"]).results if result.case.path not in FIXES] == _IDS
+    assert [result.id for result in read_report(files["json"]).results if result.case.method not in FIXES] == _IDS
     assert "full_tensors" in done.stdout
     for name in ("markdown", "junit"):
         again = inside.doctor("report", "show", str(files["json"]), "--format", name)

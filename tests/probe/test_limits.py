@@ -31,22 +31,22 @@ def test_the_deadline_follows_the_slowest_that_was_seen(longest: float, idle: fl
     deadlines = Deadlines(Limits())
     for seconds in (longest, longest / 2):
         deadlines.note_progress(seconds)
-    assert deadlines.of("extract") == Deadline(idle=idle, busy=30.0)
+    assert deadlines.choose("extract") == Deadline(idle=idle, busy=30.0)
 
 
 def test_what_grows_with_the_model_has_the_time_of_a_start() -> None:
     deadlines = Deadlines(Limits(start=123.0))
     for stage in ("start", "build", "reference", "fingerprint", "verify"):
-        assert deadlines.of(stage) == Deadline(idle=None, busy=123.0)
+        assert deadlines.choose(stage) == Deadline(idle=None, busy=123.0)
 
 
 def test_a_given_deadline_follows_nothing() -> None:
     deadlines = Deadlines(Limits(stage=12.0))
     deadlines.note_progress(100.0)
-    assert deadlines.of("next step") == Deadline(idle=None, busy=12.0)
+    assert deadlines.choose("next step") == Deadline(idle=None, busy=12.0)
 
 
 def test_the_timeout_of_a_test_holds_for_its_own_stage_and_for_what_grows_with_the_model() -> None:
     deadlines = Deadlines(Limits(), test_timeout=7.0)
-    assert deadlines.of("test").busy == deadlines.of("build").busy == 7.0
-    assert deadlines.of("extract").busy == 30.0
+    assert deadlines.choose("test").busy == deadlines.choose("build").busy == 7.0
+    assert deadlines.choose("extract").busy == 30.0

@@ -12,8 +12,8 @@ from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.machine.launch import Place
-from fsdp_doctor.matrix.cases import Case, scenario_of
-from fsdp_doctor.probe.checkpoint_writers import CheckpointWriters, number_of_writers
+from fsdp_doctor.matrix.cases import Case, make_scenario
+from fsdp_doctor.probe.checkpoint_writers import CheckpointWriters, choose_num_writers
 from fsdp_doctor.probe.deadlines import Limits
 from fsdp_doctor.probe.job import Job
 from fsdp_doctor.probe.supervisor import Interruption
@@ -105,10 +105,10 @@ def test_another_number_is_one_more_where_each_has_a_device(
     monkeypatch: pytest.MonkeyPatch, ranks: int, there_are: int, number: int
 ) -> None:
     monkeypatch.setattr(devices, "count", lambda device_type: there_are)
-    assert number_of_writers(None, ranks, "cuda") == number
-    assert number_of_writers(5, ranks, "cuda") == 5
+    assert choose_num_writers(None, ranks, "cuda") == number
+    assert choose_num_writers(5, ranks, "cuda") == 5
     with pytest.raises(UsageError):
-        number_of_writers(ranks, ranks, "cuda")
+        choose_num_writers(ranks, ranks, "cuda")
 
 
 @pytest.mark.parametrize(("saved_by", "num_nodes", "kind"), [(0, 1, "unsupported"), (0, 2, None)])
@@ -116,7 +116,7 @@ def test_one_device_has_no_other_number_of_ranks(
     tmp_path: pathlib.Path, saved_by: int, num_nodes: int, kind: str | None
 ) -> None:
     """On several nodes the case says itself why it cannot be run."""
-    scenario = scenario_of(
+    scenario = make_scenario(
         {"strategy": "fsdp2", "offload": "none", "staging": "unstaged", "phase": "fresh", "checkpoint": "other-world"}
     )
     job = Job(

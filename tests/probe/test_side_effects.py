@@ -69,7 +69,7 @@ def test_no_side_effect_reaches_the_next_case(on_the_cpu: Run, on_a_device: Run)
         assert run.report is not None, run.stderr
         assert run.report.complete
         assert len(run.report.results) == num_cases
-        assert run.report.of_kind("skipped") == 0
+        assert run.report.count_kind("skipped") == 0
         found = {result.id: result.verdict.reason for result in run.report.results}
         assert {case: reason for case, reason in found.items() if "AssertionError" in reason} == {}
         assert run.kind(":looks") == "ok"

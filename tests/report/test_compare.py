@@ -11,7 +11,7 @@ import pytest
 from support.inside import doctor
 from support.places import ROOT
 
-from fsdp_doctor.report.comparison import Difference, differences, on_common_cases
+from fsdp_doctor.report.comparison import Difference, list_differences, select_common_cases
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.journal import read_report, write_report
 from fsdp_doctor.verdict.classification import Verdict
@@ -55,7 +55,7 @@ def _with(result: CaseResult, changes: dict[str, object]) -> CaseResult:
     ids=["verdict", "message", "next step", "ranks", "count", "device", "dtype"],
 )
 def test_a_difference_shows(report: Report, ending: str, changes: dict[str, object], what: str) -> None:
-    differing = differences(report, _changed(report, ending, **changes), _DEVICE)
+    differing = list_differences(report, _changed(report, ending, **changes), _DEVICE)
     assert {difference.what for difference in differing} == {what}
 
 
@@ -63,30 +63,30 @@ def test_a_case_that_only_one_has_is_a_difference_but_not_on_common_cases(report
     shorter = dataclasses.replace(report, results=report.results[1:])
     first = report.results[0]
     missing = Difference(case_id=first.id, what="only in one", left=first.verdict.kind, right="not there")
-    assert differences(report, shorter) == [missing]
-    assert differences(shorter, report) == [dataclasses.replace(missing, left=missing.right, right=missing.left)]
-    both = differences(report, _changed(shorter, _CRASH, kind="wrong"))
+    assert list_differences(report, shorter) == [missing]
+    assert list_differences(shorter, report) == [dataclasses.replace(missing, left=missing.right, right=missing.left)]
+    both = list_differences(report, _changed(shorter, _CRASH, kind="wrong"))
     assert {difference.what for difference in both} == {"only in one", "verdict"}
-    assert [difference.what for difference in on_common_cases(both)] == ["verdict"]
+    assert [difference.what for difference in select_common_cases(both)] == ["verdict"]
 
 
 def test_seconds_bytes_patience_and_what_an_older_report_lacks_do_not_count(report: Report) -> None:
     reason = next(result.verdict.reason for result in report.results if result.verdict.kind == "hang")
     other = _changed(report, _OK, seconds=1e9, wall_seconds=1e9, peak_extra_bytes=1, yielded=())
-    assert differences(report, _changed(other, _HANG, reason=reason.replace("12 s", "30 s"))) == []
+    assert list_differences(report, _changed(other, _HANG, reason=reason.replace("12 s", "30 s"))) == []
 
 
 def test_another_device_is_a_difference_unless_it_is_ignored(report: Report) -> None:
     (crash,) = [result for result in report.results if result.id == _CRASH]
     other = _changed(report, _CRASH, reason=crash.verdict.reason.replace("cuda:0", "emulated:1"))
-    assert [difference.what for difference in differences(report, other)] == ["reason"]
-    assert differences(report, other, _DEVICE) == []
+    assert [difference.what for difference in list_differences(report, other)] == ["reason"]
+    assert list_differences(report, other, _DEVICE) == []
 
 
 def test_the_place_of_a_hang_depends_on_the_device(report: Report) -> None:
     other = _changed(report, _HANG, reason="no progress in stage extract for 12 s: rank 0 waited in full_tensor")
-    assert differences(report, other, _DEVICE) == []
-    assert {difference.what for difference in differences(report, other)} == {"reason"}
+    assert list_differences(report, other, _DEVICE) == []
+    assert {difference.what for difference in list_differences(report, other)} == {"reason"}
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1", "fsdp1-orig"])
@@ -96,7 +96,7 @@ def test_the_emulated_device_agrees_with_two_h200s_on_the_full_matrix_but_for_ra
     assert len(left.results) == len(right.results) > 1700
     other = [
         difference
-        for difference in differences(left, right, _DEVICE)
+        for difference in list_differences(left, right, _DEVICE)
         if "nonblocking" not in difference.case_id
         and not (difference.case_id.endswith("lora.merged.read_late") and difference.what == "reason")
     ]

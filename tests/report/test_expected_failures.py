@@ -12,11 +12,11 @@ from support.reports import report, result
 
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.cases import parse_case_id
-from fsdp_doctor.matrix.paths import PATH_NAMES
+from fsdp_doctor.matrix.methods import METHOD_NAMES
 from fsdp_doctor.probe.baseline import Judgement
 from fsdp_doctor.report.document import CaseResult, Report
-from fsdp_doctor.report.expectation_toml import expectation_toml, patterns_of
-from fsdp_doctor.report.expected_failures import ExpectedFailures, compiled_pattern, read_expected_failures
+from fsdp_doctor.report.expectation_toml import make_patterns, render_expectation_toml
+from fsdp_doctor.report.expected_failures import ExpectedFailures, compile_pattern, read_expected_failures
 from fsdp_doctor.report.journal import read_report
 
 _HALF_MOVED = "fsdp2/policy/staged/state_dict"
@@ -33,7 +33,7 @@ _REASON = 'RuntimeError: Attempted to set the storage of a tensor on device "cpu
 
 
 def _result(name: str, kind: str, reason: str = "") -> CaseResult:
-    return result(parse_case_id(name, PATH_NAMES), kind, reason)
+    return result(parse_case_id(name, METHOD_NAMES), kind, reason)
 
 
 def _read(tmp_path: pathlib.Path, text: str) -> ExpectedFailures:
@@ -113,7 +113,7 @@ def test_what_is_written_from_a_report_is_what_the_report_shows_and_nothing_more
     name: str, tmp_path: pathlib.Path
 ) -> None:
     whole = read_report(ROOT / "examples" / "reports" / name)
-    text = expectation_toml(whole)
+    text = render_expectation_toml(whole)
     expected = _read(tmp_path, text)
     assert _judge(whole, expected) == []
     mended = [dataclasses.replace(one, verdict=dataclasses.replace(one.verdict, kind="ok")) for one in whole.results]
@@ -124,31 +124,31 @@ def test_what_is_written_from_a_report_is_what_the_report_shows_and_nothing_more
 
 
 def test_it_names_cause_link_and_the_version_that_ends_it() -> None:
-    text = expectation_toml(read_report(ROOT / "examples" / "reports" / "emulated.json.gz"))
+    text = render_expectation_toml(read_report(ROOT / "examples" / "reports" / "emulated.json.gz"))
     assert "(fsdp2-pinned-policy-half-moved)\n[[expect]]\n" in text
     assert 'link = "https://github.com/verl-project/verl/issues/5995"' in text
 
 
 def test_a_report_without_a_failure_expects_none(tmp_path: pathlib.Path) -> None:
     nothing: Report = report(_result(_FINE, "ok"))
-    assert _read(tmp_path, expectation_toml(nothing)) == ExpectedFailures(())
+    assert _read(tmp_path, render_expectation_toml(nothing)) == ExpectedFailures(())
 
 
 def test_reasons_that_hold_quotes_and_control_characters_are_written_and_read(tmp_path: pathlib.Path) -> None:
     reason = 'ValueError: "a\\b" \x1b[31m \ud800 and more'
     one = report(_result(_FINE, "crash", reason))
-    assert _judge(one, _read(tmp_path, expectation_toml(one))) == []
+    assert _judge(one, _read(tmp_path, render_expectation_toml(one))) == []
 
 
 def test_patterns_match_the_cases_and_none_of_the_others() -> None:
     names = [f"fsdp2/{offload}/staged/dcp" for offload in ("policy", "policy+param", "policy+optimizer")]
-    cases = [parse_case_id(name, PATH_NAMES) for name in names]
-    assert patterns_of(cases, ["fsdp2/none/staged/dcp"]) == ["fsdp2/policy*/staged/dcp"]
-    assert patterns_of(cases, []) == ["fsdp2/policy*/staged/dcp"]
-    (listed,) = patterns_of(cases, ["fsdp2/policy+param+optimizer/staged/dcp"])
+    cases = [parse_case_id(name, METHOD_NAMES) for name in names]
+    assert make_patterns(cases, ["fsdp2/none/staged/dcp"]) == ["fsdp2/policy*/staged/dcp"]
+    assert make_patterns(cases, []) == ["fsdp2/policy*/staged/dcp"]
+    (listed,) = make_patterns(cases, ["fsdp2/policy+param+optimizer/staged/dcp"])
     assert listed == "fsdp2/{policy,policy+param,policy+optimizer}/staged/dcp"
-    assert all(compiled_pattern(listed).fullmatch(name) for name in names)
-    assert not compiled_pattern(listed).fullmatch("fsdp2/policy+param+optimizer/staged/dcp")
+    assert all(compile_pattern(listed).fullmatch(name) for name in names)
+    assert not compile_pattern(listed).fullmatch("fsdp2/policy+param+optimizer/staged/dcp")
 
 
 @pytest.mark.parametrize(

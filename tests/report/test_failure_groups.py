@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 from support.reports import CASES, report, result
 
-from fsdp_doctor.report.document import result_of
-from fsdp_doctor.report.failure_groups import distinct_failures, numbers
-from fsdp_doctor.report.layout import bytes_text, summary
+from fsdp_doctor.report.document import make_result
+from fsdp_doctor.report.failure_groups import group_failures, number_failures
+from fsdp_doctor.report.layout import format_bytes, summarize
 from fsdp_doctor.verdict.classification import MEANING, Verdict, VerdictKind
 from fsdp_doctor.verdict.records import Failure, RankReport, Record
 
@@ -17,7 +17,7 @@ from fsdp_doctor.verdict.records import Failure, RankReport, Record
 def _groups(kind: VerdictKind, *reasons: str) -> list[int]:
     """The number of cases of each group."""
     results = [result(case, kind, reason) for case, reason in zip(CASES, reasons, strict=False)]
-    return [len(failure.results) for failure in distinct_failures(report(*results))]
+    return [len(failure.results) for failure in group_failures(report(*results))]
 
 
 _DIFFER = "8192 of 16448 elements differ, the first at 8256: nan, not 0.0118: model.embed_tokens.weight"
@@ -68,7 +68,7 @@ def test_failures_that_differ_in_more_are_two(kind: VerdictKind, one: str, other
 
 def test_what_is_known_of_it_tells_equal_reasons_apart_and_the_unknown_comes_first() -> None:
     results = [result(CASES[n], "wrong", _DIFFER, known=known) for n, known in enumerate(("a", "a", "b", "a", ""))]
-    failures = distinct_failures(report(*results))
+    failures = group_failures(report(*results))
     assert [(failure.results[0].known, len(failure.results)) for failure in failures] == [("", 1), ("a", 3), ("b", 1)]
 
 
@@ -78,14 +78,14 @@ def test_a_kind_of_problem_is_told_once_with_a_count() -> None:
     )
     also = f"wrong: rank 1: {_DIFFER}; {others}"
     reason = f"rank 0: {_DIFFER}; shape (1,), not (2,): m.x; {others}"
-    (failure,) = distinct_failures(report(result(kind="wrong", reason=reason, also=(also, "x; y; x"))))
+    (failure,) = group_failures(report(result(kind="wrong", reason=reason, also=(also, "x; y; x"))))
     assert failure.reason == f"rank 0: {_DIFFER}, and 9 more like it; shape (1,), not (2,): m.x"
     assert failure.also == (f"wrong: rank 1: {_DIFFER}, and 9 more like it", "x; y; x")
 
 
 def test_an_exceptions_message_is_told_as_it_is() -> None:
     message = "RuntimeError: 1 of 2; 1 of 2; 1 of 2"
-    (failure,) = distinct_failures(report(result(reason=message)))
+    (failure,) = group_failures(report(result(reason=message)))
     assert failure.reason == message
 
 
@@ -94,14 +94,14 @@ def test_failures_that_differ_only_in_ranks_and_devices_are_one_and_the_most_fre
     results = [result(case, reason=reason) for case, reason in zip(CASES, reasons, strict=False)]
     results.append(result(CASES[10], "hang", "on cuda:0"))
     results.append(result(CASES[11], "ok", ""))
-    failures = distinct_failures(report(*results))
+    failures = group_failures(report(*results))
     assert [(f.number, f.kind, f.reason, len(f.results)) for f in failures] == [
         (1, "crash", "rank 0: on cuda:0", 3),
         (2, "crash", "rank 0: other", 1),
         (3, "crash", "rank 2: OTHER", 1),
         (4, "hang", "on cuda:0", 1),
     ]
-    assert [numbers(failures).get(one.id) for one in results] == [2, 1, 1, 1, 3, 4, None]
+    assert [number_failures(failures).get(one.id) for one in results] == [2, 1, 1, 1, 3, 4, None]
 
 
 def test_a_failure_shows_the_traceback_of_a_rank_that_the_verdict_names():
@@ -112,8 +112,8 @@ def test_a_failure_shows_the_traceback_of_a_rank_that_the_verdict_names():
         return RankReport(rank=number, record=Record(case_id=case.id, stage="extract", failure=failure))
 
     verdict = Verdict(kind="crash", reason="m", ranks=(2,))
-    one = result_of(case, verdict, [rank(0), RankReport(rank=1), rank(2)], 1.0)
-    assert distinct_failures(report(one))[0].traceback == "of rank 2"
+    one = make_result(case, verdict, [rank(0), RankReport(rank=1), rank(2)], 1.0)
+    assert group_failures(report(one))[0].traceback == "of rank 2"
 
 
 def test_a_result_sums_up_the_slowest_and_the_largest_rank_and_keeps_reports_of_bad_cases_alone():
@@ -122,7 +122,7 @@ def test_a_result_sums_up_the_slowest_and_the_largest_rank_and_keeps_reports_of_
         for r, (s, p) in enumerate([(0.25, 7), (0.75, None), (None, 3)])
     ]
     for kind in MEANING:
-        one = result_of(CASES[0], Verdict(kind=kind), [*ranks, RankReport(rank=3)], 2.0)
+        one = make_result(CASES[0], Verdict(kind=kind), [*ranks, RankReport(rank=3)], 2.0)
         assert (one.seconds, one.peak_extra_bytes, one.wall_seconds) == (0.75, 7, 2.0)
         assert bool(one.ranks) is one.verdict.bad
 
@@ -141,7 +141,7 @@ def test_a_result_sums_up_the_slowest_and_the_largest_rank_and_keeps_reports_of_
 )
 def test_the_summary_counts_verdicts_and_says_what_is_missing(fields, expected):
     made = report(result(CASES[0], "ok"), result(CASES[1]), result(CASES[2], "ok"))
-    assert expected in summary(dataclasses.replace(made, **fields))
+    assert expected in summarize(dataclasses.replace(made, **fields))
 
 
 @pytest.mark.parametrize(
@@ -157,4 +157,4 @@ def test_the_summary_counts_verdicts_and_says_what_is_missing(fields, expected):
     ],
 )
 def test_a_size_is_written_in_the_unit_that_keeps_it_readable(number, text):
-    assert bytes_text(number) == text
+    assert format_bytes(number) == text

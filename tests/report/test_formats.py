@@ -20,11 +20,11 @@ from support.reports import (
 )
 
 from fsdp_doctor.matrix.cases import Case
-from fsdp_doctor.matrix.paths import FIX
+from fsdp_doctor.matrix.methods import FIX
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.report import markdown
 from fsdp_doctor.report.formats import FORMATS, render
-from fsdp_doctor.report.layout import summary
+from fsdp_doctor.report.layout import summarize
 from fsdp_doctor.verdict.classification import GOOD, MEANING, NOT_RUN, Verdict
 from fsdp_doctor.verdict.records import (
     RankReport,
@@ -105,9 +105,9 @@ def test_a_grid_in_which_nothing_could_be_built_is_one_line_with_the_reason():
     cases = [case for case in CASES if case.scenario.id.startswith("fsdp1/") and case.scenario.id.endswith("/staged")]
     text = render(report(*(result(case, "unsupported", "no accelerator") for case in cases)), "table", width=200)
     assert f"fsdp1, staged: {len(cases)} cases unsupported: no accelerator" in text
-    assert cases[0].path not in text.split()
+    assert cases[0].method not in text.split()
     well = render(report(*(result(case, "ok", "") for case in CASES[:4])), "table", width=200)
-    assert all(case.path in well for case in CASES[:4])
+    assert all(case.method in well for case in CASES[:4])
 
 
 # Lines.
@@ -214,7 +214,7 @@ def test_5000_cases_are_markdown_that_github_takes(kind, reason, with_fix):
     results = [result(case, kind, reason.format(i), traceback=TRACEBACK) for i, case in enumerate(cases)]
     text = render(report(*results), "markdown")
     assert len(text) < GITHUB_LIMIT
-    assert summary(report(*results)) in text
+    assert summarize(report(*results)) in text
 
 
 def test_markdown_has_every_distinct_failure_where_they_fit():
@@ -283,5 +283,5 @@ def test_the_picture_is_well_formed_xml_whatever_a_worker_wrote(text):
 def test_the_picture_has_the_matrix_the_reasons_and_the_summary():
     made = report(*every_kind())
     words = "".join(ElementTree.fromstring(render(made, "svg").encode()).itertext())
-    for part in (*MEANING, "reason of crash", CASES[0].path, summary(made), "2 x An accelerator"):
+    for part in (*MEANING, "reason of crash", CASES[0].method, summarize(made), "2 x An accelerator"):
         assert squeezed(part) in squeezed(words)

@@ -10,10 +10,10 @@ import signal
 import pytest
 
 from fsdp_doctor.errors import DoctorFault, UsageError
-from fsdp_doctor.matrix.cases import Case, scenario_of
+from fsdp_doctor.matrix.cases import Case, make_scenario
 from fsdp_doctor.report import journal as journal_module
-from fsdp_doctor.report.document import SCHEMA_VERSION, CaseResult, Report, case_fields, report_to_dict
-from fsdp_doctor.report.journal import Journal, journal_of, read_report, replace_file
+from fsdp_doctor.report.document import SCHEMA_VERSION, CaseResult, Report, convert_report_to_dict, make_case_fields
+from fsdp_doctor.report.journal import Journal, name_journal, read_report, replace_file
 from fsdp_doctor.report.writer import ReportWriter
 from fsdp_doctor.verdict.classification import Verdict
 from fsdp_doctor.verdict.records import Failure, Problem, RankReport, Record
@@ -22,13 +22,13 @@ PATHS = ("state_dict", "dcp", "unshard", "from_local")
 
 
 def result(path, kind="crash"):
-    case = Case(scenario_of({"strategy": "fsdp2", "offload": "policy", "staging": "staged"}), path)
+    case = Case(make_scenario({"strategy": "fsdp2", "offload": "policy", "staging": "staged"}), path)
     failure = Failure(type="RuntimeError", message="it\nbroke \u2028 é \x00", traceback="Traceback\n", time=1.5)
     record = Record(
         case_id=case.id, stage="extract", failure=failure, problems=(Problem(kind="wrong", detail="w"),), done=True
     )
     return CaseResult(
-        **case_fields(case),
+        **make_case_fields(case),
         verdict=Verdict(kind=kind, reason="it broke", ranks=(0,), also=("leak: l",)),
         seconds=0.25,
         wall_seconds=1.5,
@@ -145,7 +145,7 @@ def test_the_end_of_a_run_leaves_the_whole_report_and_nothing_else(start, tmp_pa
     journal.close(whole)
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
     assert read_report(file) == whole
-    assert json.loads(file.read_text()) == json.loads(json.dumps(report_to_dict(whole)))
+    assert json.loads(file.read_text()) == json.loads(json.dumps(convert_report_to_dict(whole)))
 
 
 def test_a_complete_report_takes_nothing_from_a_journal_that_was_left_beside_it(start, file, journal_file):
@@ -167,7 +167,7 @@ def test_a_new_run_forgets_the_journal_of_the_one_before(start, file):
 
 
 def written(**changes):
-    data = report_to_dict(report(RESULTS[0], complete=True)) | changes
+    data = convert_report_to_dict(report(RESULTS[0], complete=True)) | changes
     return json.dumps({name: value for name, value in data.items() if value is not ...})
 
 
@@ -335,7 +335,7 @@ def test_a_run_that_stops_before_its_workers_have_started_has_no_results_of_an_o
     assert fault is None
     assert read_report(killed) == made
     assert made.results == ()
-    assert not journal_of(killed).exists()
+    assert not name_journal(killed).exists()
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
@@ -359,7 +359,7 @@ def test_a_run_that_is_killed_as_it_opens_its_report_keeps_only_the_results_that
 def test_a_run_that_goes_on_and_stops_before_its_workers_have_started_keeps_the_results(killed):
     ReportWriter(read_report(killed), CASES, {"json": killed}).finish(ended="stopped by SIGINT")
     assert read_report(killed).results == OLDER
-    assert not journal_of(killed).exists()
+    assert not name_journal(killed).exists()
 
 
 def test_a_new_run_has_its_own_results_alone(killed):

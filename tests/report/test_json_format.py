@@ -12,7 +12,7 @@ from support.places import ROOT
 from support.reports import SCHEMA, every_kind, everything, report
 
 from fsdp_doctor.matrix.axes import AXES
-from fsdp_doctor.report.document import Report, context_of, report_from_dict, report_to_dict
+from fsdp_doctor.report.document import Report, convert_report_to_dict, make_context, read_report_dict
 from fsdp_doctor.report.formats import render
 from fsdp_doctor.verdict.classification import MEANING
 from fsdp_doctor.verdict.records import ProblemKind, RankReport, Stage, Stop
@@ -30,9 +30,9 @@ def refused(data):
 
 @pytest.mark.parametrize("made", [report(), report(*every_kind()), everything()], ids=["empty", "kinds", "everything"])
 def test_a_report_comes_back_from_its_json_which_is_valid_by_the_schema(made):
-    assert report_from_dict(report_to_dict(made)) == made
+    assert read_report_dict(convert_report_to_dict(made)) == made
     data = json.loads(render(made, "json"))
-    assert report_from_dict(data) == made
+    assert read_report_dict(data) == made
     _VALIDATOR.validate(data)
 
 
@@ -41,7 +41,7 @@ def test_a_refusal_in_a_report_of_the_first_version_is_read_as_one():
     data["schema_version"] = 1
     data["results"][0]["verdict"] |= {"kind": "ok", "reason": "refused on every rank: KeyError: 'extra'"}
     _VALIDATOR.validate(data)
-    first, second, *_ = report_from_dict(data).results
+    first, second, *_ = read_report_dict(data).results
     assert (first.verdict.kind, first.verdict.reason) == ("refused", "KeyError: 'extra'")
     assert (second.verdict.kind, second.verdict.reason) == ("refused", "reason of refused")
 
@@ -49,10 +49,10 @@ def test_a_refusal_in_a_report_of_the_first_version_is_read_as_one():
 @pytest.mark.parametrize(("options", "late"), [("--nproc 2 --no-late-completion", False), ("--nproc 2", True)])
 def test_whether_copies_finished_late_is_known_of_a_report_that_does_not_say_it(options, late):
     data = json.loads(render(report(rerun_options=options), "json"))
-    assert context_of(report_from_dict(data)).late_completion
+    assert make_context(read_report_dict(data)).late_completion
     del data["late_completion"]
     _VALIDATOR.validate(data)
-    assert context_of(report_from_dict(data)).late_completion is late
+    assert make_context(read_report_dict(data)).late_completion is late
 
 
 @pytest.mark.parametrize("file", _REPORTS, ids=lambda file: str(file.relative_to(ROOT)))

@@ -12,10 +12,10 @@ from support.reports import report, result
 
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.cases import Case
-from fsdp_doctor.matrix.paths import FIX, direction_of, find_path, impossible
+from fsdp_doctor.matrix.methods import FIX, explain_impossible, find_direction, find_method
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.report.journal import read_report
-from fsdp_doctor.repro import expected, reported, script
+from fsdp_doctor.repro import find_expected, read_reported, render_script
 from fsdp_doctor.repro.script import prune
 
 # The longest extraction has what moves FSDP1's units and what compares names and values.
@@ -31,10 +31,10 @@ def test_scripts_of_the_whole_matrix_import_torch_transformers_and_peft_alone() 
     allowed = {"torch", "transformers", "peft"} | sys.stdlib_module_names
     refusals = set()
     for case in select(Selection(level="full"))[::13]:
-        if impossible(find_path(case.path, case.scenario.version), case.scenario):
+        if explain_impossible(find_method(case.method, case.scenario.version), case.scenario):
             continue
         try:
-            text = script(case, expected(case))
+            text = render_script(case, find_expected(case))
         except UsageError as refusal:
             refusals.add(str(refusal).partition("': ")[2])
             continue
@@ -53,15 +53,15 @@ def test_scripts_of_the_whole_matrix_import_torch_transformers_and_peft_alone() 
 def test_scripts_of_bad_cases_are_short_and_name_the_case_the_versions_and_the_command() -> None:
     committed = read_report(ROOT / "examples" / "reports" / "emulated.json.gz")
     for bad in committed.bad:
-        text = script(bad.case, reported(bad.case, committed))
-        assert len(text.splitlines()) <= _MOST_LINES[direction_of(bad.case)], bad.id
+        text = render_script(bad.case, read_reported(bad.case, committed))
+        assert len(text.splitlines()) <= _MOST_LINES[find_direction(bad.case)], bad.id
         head = " ".join((ast.get_docstring(ast.parse(text)) or "").split())
         assert all(part in head for part in ("torch 2.13", "torchrun --nproc-per-node", bad.id))
 
 
 def test_a_hang_is_reported_by_the_script_itself() -> None:
     case = _case("fsdp2/none/unstaged/uneven/from_local")
-    text = script(case, expected(case))
+    text = render_script(case, find_expected(case))
     assert 'EXPECTED = "hang"' in text
     assert "threading.Timer(60, finish" in text
 
@@ -89,7 +89,7 @@ def test_a_case_without_a_script_is_refused_in_a_sentence(arguments: list[str], 
 
 
 def test_the_place_of_an_optimizers_state_is_a_thing_that_a_script_sees() -> None:
-    assert expected(_case("fsdp1-orig/optimizer/unstaged/size1/get_optimizer_state_dict")).kind == "misplaced"
+    assert find_expected(_case("fsdp1-orig/optimizer/unstaged/size1/get_optimizer_state_dict")).kind == "misplaced"
 
 
 @pytest.mark.parametrize(
@@ -106,12 +106,12 @@ def test_the_place_of_an_optimizers_state_is_a_thing_that_a_script_sees() -> Non
 def test_a_finding_of_a_report_that_a_script_cannot_make_is_refused(case_id: str, reason: str) -> None:
     case = _case(f"fsdp2/none/unstaged/{case_id}")
     with pytest.raises(UsageError, match=f"that {reason.partition(':')[0]}, the doctor alone can see"):
-        reported(case, report(result(case, "poisoned", reason)))
+        read_reported(case, report(result(case, "poisoned", reason)))
 
 
 def test_a_case_that_the_report_does_not_have_is_refused() -> None:
     with pytest.raises(UsageError, match="the report has no case"):
-        reported(_case("fsdp1-orig/none/unstaged/state_dict"), report())
+        read_reported(_case("fsdp1-orig/none/unstaged/state_dict"), report())
 
 
 _SOURCE = '''\

@@ -16,17 +16,17 @@ from support.forked import ScriptRun, run_script
 from support.places import ROOT
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.known.catalogue import known_failures
+from fsdp_doctor.known.catalogue import read_catalogue
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.frameworks.framework_scenarios import is_framework_id
-from fsdp_doctor.matrix.paths import find_path
+from fsdp_doctor.matrix.methods import find_method
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.report.document import Report
 from fsdp_doctor.report.journal import read_report
-from fsdp_doctor.repro import Expectation, expected, reported, script
+from fsdp_doctor.repro import Expectation, find_expected, read_reported, render_script
 
 _OK = Expectation(kind="ok")
-_PATHS = ROOT / "fsdp_doctor" / "case" / "paths"
+_METHODS = ROOT / "fsdp_doctor" / "case" / "methods"
 
 
 def _case(case_id: str) -> Case:
@@ -44,9 +44,9 @@ def _reported_features() -> dict[str, frozenset[str]]:
     """By case, the facts and the lines in which the scripts of the default matrix differ."""
     features = {}
     for result in _committed().results:
-        path = find_path(result.path, result.case.scenario.version)
-        if not path.is_fix and (result.verdict.bad or path.direction == "in"):
-            text = script(result.case, reported(result.case, _committed()))
+        method = find_method(result.path, result.case.scenario.version)
+        if not method.is_fix and (result.verdict.bad or method.direction == "in"):
+            text = render_script(result.case, read_reported(result.case, _committed()))
             facts = {f"{result.verdict.kind} of {result.case.scenario.version}", result.case.scenario.strategy}
             features[result.id] = _lines(text) | facts
     return features
@@ -55,12 +55,14 @@ def _reported_features() -> dict[str, frozenset[str]]:
 def _evidence_features() -> dict[str, frozenset[str]]:
     """The same of the evidence of the catalogue's entries, which has other axes and other ways to fail."""
     features = {}
-    for entry in known_failures():
+    for entry in read_catalogue():
         shown_here = entry.reproduced and not entry.evidence_device and entry.shows_on(torch.__version__)
         # A hang would cost its minute.
         if shown_here and not is_framework_id(entry.evidence) and entry.verdict != "hang":
             try:
-                features[entry.evidence] = _lines(script(_case(entry.evidence), expected(_case(entry.evidence))))
+                features[entry.evidence] = _lines(
+                    render_script(_case(entry.evidence), find_expected(_case(entry.evidence)))
+                )
             except UsageError:
                 continue
     return features
@@ -76,7 +78,7 @@ def _lines(text: str) -> frozenset[str]:
 
 @functools.cache
 def _path_lines() -> frozenset[str]:
-    return frozenset(line.strip() for file in _PATHS.glob("*.py") for line in file.read_text().splitlines())
+    return frozenset(line.strip() for file in _METHODS.glob("*.py") for line in file.read_text().splitlines())
 
 
 def _covering(features: Mapping[str, frozenset[str]], covered: Iterable[str] = ()) -> list[str]:
@@ -103,9 +105,9 @@ def test_scripts_end_as_the_cases_did_with_the_same_exceptions_and_the_same_entr
     failures = {}
     for case_id in chosen:
         case, verdict, failure = results[case_id].case, results[case_id].verdict, results[case_id].failure
-        run = _run(tmp_path, script(case, reported(case, _committed())))
+        run = _run(tmp_path, render_script(case, read_reported(case, _committed())))
         words = f"{verdict.kind}: "
-        if find_path(case.path, case.scenario.version).direction == "out":
+        if find_method(case.method, case.scenario.version).direction == "out":
             if verdict.kind in ("crash", "poisoned") and failure is not None:
                 words += f"{failure.type}: {' '.join(failure.message.split(': [(')[0].split())}"
             elif verdict.kind in ("wrong", "misplaced"):
@@ -119,7 +121,7 @@ def test_scripts_end_as_the_cases_did_with_the_same_exceptions_and_the_same_entr
 def test_scripts_of_the_evidence_of_entries_end_as_the_catalogue_says(tmp_path: pathlib.Path) -> None:
     chosen = _covering(_evidence_features(), frozenset().union(*_reported_features().values()))
     assert len(chosen) > 3
-    runs = {case_id: _run(tmp_path, script(_case(case_id), expected(_case(case_id)))) for case_id in chosen}
+    runs = {case_id: _run(tmp_path, render_script(_case(case_id), find_expected(_case(case_id)))) for case_id in chosen}
     assert {case_id: run for case_id, run in runs.items() if run.codes != [0, 0]} == {}
 
 
@@ -132,7 +134,7 @@ def test_scripts_of_the_evidence_of_entries_end_as_the_catalogue_says(tmp_path: 
     ],
 )
 def test_a_script_without_mixed_precision_ends_as_the_case_does(tmp_path: pathlib.Path, case_id: str) -> None:
-    text = script(_case(case_id), _OK)
+    text = render_script(_case(case_id), _OK)
     assert "MixedPrecision" not in text
     run = _run(tmp_path, text)
     assert run.codes == [0, 0], run.output
@@ -140,10 +142,10 @@ def test_a_script_without_mixed_precision_ends_as_the_case_does(tmp_path: pathli
 
 def test_a_script_that_expects_another_end_ends_with_1(tmp_path: pathlib.Path) -> None:
     case = _case("fsdp2/none/unstaged/state_dict.to.full_tensor")
-    as_expected = _run(tmp_path, script(case, _OK))
+    as_expected = _run(tmp_path, render_script(case, _OK))
     assert (as_expected.codes, as_expected.output.count("ok: PASS")) == ([0, 0], 2)
     other = Expectation(kind="crash", message="RuntimeError: nothing raises this")
-    assert _run(tmp_path, script(case, other)).codes == [1, 1]
+    assert _run(tmp_path, render_script(case, other)).codes == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +209,7 @@ def test_a_script_does_not_pass_if_the_case_ends_otherwise(
     tmp_path: pathlib.Path, case_id: str, expectation: Expectation | None, line: str, planted: str, output: str
 ) -> None:
     case = _case(case_id)
-    text = script(case, expectation or expected(case))
+    text = render_script(case, expectation or find_expected(case))
     assert not line or text.count(line) == 1
     run = _run(tmp_path, text.replace(line, planted) if line else text)
     assert run.codes == [1, 1], run.output
@@ -216,5 +218,5 @@ def test_a_script_does_not_pass_if_the_case_ends_otherwise(
 
 def test_a_scripts_own_check_does_not_hide_the_race_that_it_is_to_show(tmp_path: pathlib.Path) -> None:
     case = _case("fsdp2/param/unstaged/nonblocking/get_model_state_dict.sharded")
-    run = _run(tmp_path, script(case, expected(case)))
+    run = _run(tmp_path, render_script(case, find_expected(case)))
     assert run.codes == [0, 0], run.output

@@ -7,7 +7,7 @@ from fsdp_doctor.check.findings import ConfigFinding
 from fsdp_doctor.check.use import Use
 from fsdp_doctor.known.failures import KnownFailure, Trigger
 from fsdp_doctor.matrix.contracts import Direction
-from fsdp_doctor.matrix.paths import find_path
+from fsdp_doctor.matrix.methods import find_method
 from support.places import TESTS
 
 CONFIGS = TESTS / "check" / "configs"
@@ -46,7 +46,7 @@ def loads(use: Use) -> list[str]:
 
 
 def _of_direction(use: Use, direction: Direction) -> list[str]:
-    return [case.id for case in use.cases if find_path(case.path, case.scenario.version).direction == direction]
+    return [case.id for case in use.cases if find_method(case.method, case.scenario.version).direction == direction]
 
 
 def of_kind(result: CheckResult, kind: str) -> list[ConfigFinding]:

@@ -17,7 +17,7 @@ _MODULES = (
     "fsdp_doctor.probe.command",
     "fsdp_doctor.probe.workers",
 )
-with imports.of_what_stays():
+with imports.freeze_imports():
     for _module in _MODULES:
         importlib.import_module(_module)
     import_what_cases_need()

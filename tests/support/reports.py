@@ -2,16 +2,16 @@
 
 import dataclasses
 
-from fsdp_doctor.machine.environment import without_torch
+from fsdp_doctor.machine.environment import collect_without_torch
 from fsdp_doctor.matrix.axes import AXES
-from fsdp_doctor.matrix.cases import Case, scenario_of
+from fsdp_doctor.matrix.cases import Case, make_scenario
 from fsdp_doctor.matrix.selection import Selection, select
-from fsdp_doctor.report.document import CaseResult, Report, case_fields
-from fsdp_doctor.report.schema import schema
+from fsdp_doctor.report.document import CaseResult, Report, make_case_fields
+from fsdp_doctor.report.schema import make_report_schema
 from fsdp_doctor.verdict.classification import MEANING, Verdict
 from fsdp_doctor.verdict.records import Failure, Problem, RankReport, Ready, Record, Refused
 
-SCHEMA = schema()
+SCHEMA = make_report_schema()
 GITHUB_LIMIT = 65_536
 CASES = select(Selection(directions=("out",)))
 CONTROL = "\x00 \x1b[31mred\x1b[0m \x08 \ufffe \uffff"
@@ -24,7 +24,7 @@ def result(case=CASES[0], kind="crash", reason="it broke", *, ranks=(), tracebac
         failure = Failure(type="RuntimeError", message=reason, traceback=traceback, time=1.5)
         ranks = (RankReport(rank=0, record=Record(case_id=case.id, stage="extract", failure=failure, done=True)),)
     verdict = Verdict(kind=kind, reason=reason, ranks=(0,) if ranks else (), also=fields.pop("also", ()))
-    return CaseResult(**case_fields(case), verdict=verdict, ranks=tuple(ranks), **fields)
+    return CaseResult(**make_case_fields(case), verdict=verdict, ranks=tuple(ranks), **fields)
 
 
 def report(*results, **fields):
@@ -51,7 +51,7 @@ def every_kind(**fields):
 
 def everything():
     """A report in which nothing is left at its default."""
-    case = Case(scenario_of({axis.name: list(axis.values)[-1] for axis in AXES}), "mod:fn")
+    case = Case(make_scenario({axis.name: list(axis.values)[-1] for axis in AXES}), "mod:fn")
     record = Record(
         case_id=case.id,
         stage="next step",
@@ -64,7 +64,7 @@ def everything():
         healthy=False,
         done=True,
     )
-    facts = without_torch(host_name=True) | {
+    facts = collect_without_torch(host_name=True) | {
         "torch": "2.9.0",
         "cuda": "12.8",
         "hip": "6",
@@ -89,7 +89,7 @@ def everything():
     )
     verdict = Verdict(kind="leak", reason="1 byte", ranks=(1,), also=("poisoned: w",))
     complete = CaseResult(
-        **case_fields(case),
+        **make_case_fields(case),
         verdict=verdict,
         seconds=0.5,
         peak_extra_bytes=7,

@@ -8,7 +8,7 @@ import zipfile
 
 from packaging.requirements import Requirement
 
-from fsdp_doctor.versions.sweeping import own_requirements
+from fsdp_doctor.versions.sweeping import read_package_requirements
 from support.places import TESTS
 
 
@@ -23,7 +23,7 @@ def index_with_torch(directory: pathlib.Path, *versions: str) -> dict[str, str]:
         _wheel(
             directory, "torch", version, {"torch_of_the_tests.pth": f"{sysconfig.get_paths()['purelib']}\n{TESTS}\n"}
         )
-    for text in own_requirements():
+    for text in read_package_requirements():
         name = Requirement(text).name
         if name != "torch":
             _wheel(directory, name, "99.0.0", {})

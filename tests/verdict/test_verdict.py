@@ -22,10 +22,10 @@ from fsdp_doctor.verdict.classification import (
     NOT_RUN,
     Verdict,
     VerdictKind,
+    are_workers_whole,
     classify,
     fold,
-    judged_refusal,
-    workers_are_whole,
+    judge_refusal,
 )
 from fsdp_doctor.verdict.records import Failure, Problem, RankReport
 
@@ -112,7 +112,7 @@ def _refusing(rank, **fields):
 def test_what_every_rank_refused_is_refused_and_its_workers_go_on():
     reports = [_refusing(0), _refusing(1)]
     assert classify(reports, 2) == Verdict(kind="refused", reason="KeyError: 'extra'")
-    assert workers_are_whole(reports)
+    assert are_workers_whole(reports)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_it_is_no_refusal_where_one_rank_did_something_else(other, kind):
 @pytest.mark.parametrize("kind", get_args(VerdictKind))
 def test_a_refusal_is_worth_what_the_path_makes_of_the_exact_checkpoint(kind):
     refusal = Verdict(kind="refused", reason="KeyError: 'extra'")
-    verdict = judged_refusal(refusal, Verdict(kind=kind, reason="of the exact one"), 2)
+    verdict = judge_refusal(refusal, Verdict(kind=kind, reason="of the exact one"), 2)
     if kind in {"ok", "refused"}:
         assert verdict == refusal
         return

@@ -19,7 +19,7 @@ from support.rank_reports import (
 
 from fsdp_doctor.verdict.classification import (
     classify,
-    waiting_in,
+    find_wait,
 )
 from fsdp_doctor.verdict.records import RankReport
 
@@ -138,9 +138,9 @@ def test_a_worker_that_we_ended_at_the_deadline_did_not_die():
     ],
 )
 def test_the_collective_is_read_from_the_main_threads_innermost_frames(stack, function):
-    assert waiting_in(stack) == function
+    assert find_wait(stack) == function
 
 
 def test_a_rank_that_waits_for_a_tensor_in_dtensor_code_waits():
-    assert waiting_in(WAITING_IN_DTENSOR)
+    assert find_wait(WAITING_IN_DTENSOR)
     assert classify([stopped(0, WAITING_IN_DTENSOR), stopped(1, BUSY)], 2).ranks == (1,)

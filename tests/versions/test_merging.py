@@ -16,21 +16,21 @@ from support.reports import CASES, report, result
 from fsdp_doctor.cli.reports import merge as merge_command
 from fsdp_doctor.errors import DoctorFault, UsageError
 from fsdp_doctor.matrix.cases import parse_case_id
-from fsdp_doctor.matrix.paths import PATH_NAMES
-from fsdp_doctor.report.document import Report, report_to_dict
+from fsdp_doctor.matrix.methods import METHOD_NAMES
+from fsdp_doctor.report.document import Report, convert_report_to_dict
 from fsdp_doctor.report.journal import read_report, write_report
 from fsdp_doctor.versions.merged import (
     MergedReport,
     Statement,
-    incomplete_lines,
-    merged_from_dict,
-    merged_schema,
-    merged_summary,
-    merged_to_dict,
+    convert_merged_to_dict,
+    make_merged_schema,
     read_merged,
+    read_merged_dict,
+    render_incomplete,
+    summarize_merged,
     write_merged,
 )
-from fsdp_doctor.versions.merging import merge, names_beside
+from fsdp_doctor.versions.merging import choose_names, merge
 
 _ONE, _OTHER = CASES[:2]
 
@@ -72,7 +72,7 @@ def test_two_releases_of_one_minor_are_told_by_their_whole_version() -> None:
 
 
 def _half_moved(torch: str, message: str, known: str = "") -> Report:
-    case = parse_case_id("fsdp2/policy/staged/state_dict", PATH_NAMES)
+    case = parse_case_id("fsdp2/policy/staged/state_dict", METHOD_NAMES)
     one = dataclasses.replace(result(case, "crash", message, traceback="Traceback"), known=known)
     return dataclasses.replace(_of(torch), results=(one,))
 
@@ -93,11 +93,11 @@ def test_a_case_that_one_report_lacks_is_no_pass_and_named_as_not_run() -> None:
     there, lacking = merged.cases
     assert merged.passes(there)
     assert not merged.passes(lacking)
-    assert merged.shown(lacking, 1) == "not run"
+    assert merged.show(lacking, 1) == "not run"
     assert lacking.statements[0].text == "ok since torch 2.10; 2.11 not run"
     assert (
         "1 ok in all, 1 only where they ran, 0 bad in one or more, 1 without a result in one or more"
-        in merged_summary(merged)
+        in summarize_merged(merged)
     )
 
 
@@ -114,12 +114,12 @@ def test_devices_and_frameworks_are_told_apart() -> None:
         _of("2.11.0", "crash", transformers="5.0"),
         _of("2.11.0", "ok", transformers="5.1"),
     )
-    said = {(one.package, one.where): one.text for one in merged.cases[0].statements}
+    said = {(environment.package, environment.where): environment.text for environment in merged.cases[0].statements}
     assert said == {
         ("torch", "2 ranks of emulated, transformers 5.0"): "crash since torch 2.10",
         ("transformers", "2 ranks of emulated, torch 2.11.0"): "crash since transformers 5.0, ok from 5.1",
     }
-    assert [one.name for one in merged.environments] == [
+    assert [environment.name for environment in merged.environments] == [
         "torch 2.9.0, cpu",
         "torch 2.10.0, emulated",
         "torch 2.11.0, emulated, 2 ranks of emulated, transformers 5.0",
@@ -132,7 +132,7 @@ def test_an_environment_that_could_not_be_made_is_a_column_that_says_why() -> No
     merged = _merged(_of("2.13.0", "ok"), failed)
     assert merged.environments[1].ended == "torch 2.99.0 does not install: no such version"
     assert not merged.passes(merged.cases[0])
-    assert next(incomplete_lines(merged)).split("\t") == [
+    assert next(render_incomplete(merged)).split("\t") == [
         "torch 2.99.0, emulated",
         "incomplete",
         "torch 2.99.0 does not install: no such version",
@@ -145,7 +145,7 @@ def test_parts_of_one_run_are_one_column() -> None:
     merged = _merged(*parts)
     (environment,) = merged.environments
     assert environment.reports == ("0.json", "1.json")
-    assert [merged.shown(case, 0) for case in merged.cases] == ["ok", "crash"]
+    assert [merged.show(case, 0) for case in merged.cases] == ["ok", "crash"]
 
 
 def test_the_same_report_twice_is_refused_with_the_case_that_both_have() -> None:
@@ -176,10 +176,12 @@ def test_it_is_written_and_read_back(name: str, tmp_path: pathlib.Path) -> None:
 
 
 def test_it_keeps_to_its_schema() -> None:
-    schema = jsonschema.Draft202012Validator(merged_schema())
+    schema = jsonschema.Draft202012Validator(make_merged_schema())
     committed = read_report(ROOT / "examples" / "reports" / "4xh200-hsdp.json.gz")
     committed = dataclasses.replace(committed, results=committed.results[::20])
-    data = json.loads(json.dumps(merged_to_dict(_merged(committed, _of("2.10.0", "crash"), _of("2.11.0", "ok")))))
+    data = json.loads(
+        json.dumps(convert_merged_to_dict(_merged(committed, _of("2.10.0", "crash"), _of("2.11.0", "ok"))))
+    )
     schema.validate(data)
     data["cases"][0]["outcomes"].append("ok")
     assert not schema.is_valid(data)
@@ -192,23 +194,23 @@ def test_a_link_to_a_report_says_nothing_of_what_is_outside_the_working_director
     monkeypatch.chdir(tmp_path / "project")
     merged = pathlib.Path("docs/merged.json")
     files = [pathlib.Path("docs/runs/a.json"), pathlib.Path("reports/b.json"), tmp_path / "elsewhere" / "c.json"]
-    assert names_beside(files, merged) == ["runs/a.json", "../reports/b.json", "c.json"]
-    assert names_beside(files, tmp_path / "elsewhere" / "merged.json") == ["a.json", "b.json", "c.json"]
-    assert names_beside(files, None) == ["a.json", "b.json", "c.json"]
+    assert choose_names(files, merged) == ["runs/a.json", "../reports/b.json", "c.json"]
+    assert choose_names(files, tmp_path / "elsewhere" / "merged.json") == ["a.json", "b.json", "c.json"]
+    assert choose_names(files, None) == ["a.json", "b.json", "c.json"]
 
 
 def test_a_merged_report_of_the_first_version_says_refused_in_its_outcomes_and_its_statements() -> None:
     merged = _merged(_of("2.10.0", "ok"), _of("2.11.0", "ok"))
-    data = json.loads(json.dumps(merged_to_dict(merged)))
+    data = json.loads(json.dumps(convert_merged_to_dict(merged)))
     data["schema_version"] = 1
     for outcome in data["outcomes"]:
         outcome["reason"] = "refused on every rank: KeyError: 'extra'"
-    (case,) = merged_from_dict(data).cases
+    (case,) = read_merged_dict(data).cases
     assert {period.kind for statement in case.statements for period in statement.periods} == {"refused"}
-    assert [outcome.reason for outcome in merged_from_dict(data).outcomes] == ["KeyError: 'extra'"]
+    assert [outcome.reason for outcome in read_merged_dict(data).outcomes] == ["KeyError: 'extra'"]
 
 
-_GOOD = json.dumps(merged_to_dict(_merged(_of("2.10.0", "ok")))).encode()
+_GOOD = json.dumps(convert_merged_to_dict(_merged(_of("2.10.0", "ok")))).encode()
 
 
 def test_a_run_that_was_interrupted_is_merged_as_far_as_it_came(tmp_path: pathlib.Path) -> None:
@@ -227,7 +229,7 @@ def test_a_device_is_not_replaced_by_a_merged_report(tmp_path: pathlib.Path) -> 
     assert device.is_fifo()
 
 
-_REPORT_TEXT = json.dumps(report_to_dict(_of("2.11.0", "ok")))
+_REPORT_TEXT = json.dumps(convert_report_to_dict(_of("2.11.0", "ok")))
 
 
 @pytest.mark.parametrize(
@@ -277,9 +279,9 @@ def test_a_report_is_merged_whether_it_is_compressed_or_not(
 
 def test_a_folder_tells_reports_of_one_name_apart(tmp_path: pathlib.Path) -> None:
     files = [tmp_path / folder / "installed.json" for folder in ("torch-2.10", "torch-2.13")]
-    assert names_beside(files, None) == ["torch-2.10/installed.json", "torch-2.13/installed.json"]
+    assert choose_names(files, None) == ["torch-2.10/installed.json", "torch-2.13/installed.json"]
     with pytest.raises(UsageError, match=r"two of the reports would be known as a/one.json; rename one of them"):
-        names_beside([tmp_path / "a" / "one.json", tmp_path / "b" / "a" / "one.json"], None)
+        choose_names([tmp_path / "a" / "one.json", tmp_path / "b" / "a" / "one.json"], None)
 
 
 def test_a_file_that_is_given_twice_is_refused(tmp_path: pathlib.Path) -> None:

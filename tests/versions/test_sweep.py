@@ -21,7 +21,7 @@ from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.report.document import Report
 from fsdp_doctor.report.journal import read_report, write_report
 from fsdp_doctor.versions import sweeping
-from fsdp_doctor.versions.sweeping import Program, Sweep, exact_versions, reason_of
+from fsdp_doctor.versions.sweeping import Program, Sweep, find_reason, read_exact_versions
 
 _CASE = "fsdp2/none/unstaged/summon_full_params"
 _OPTIONS = ("--", "--device", "cpu", "--case", _CASE, "--expect", "known")
@@ -150,11 +150,11 @@ def test_what_ran_is_kept_where_the_version_no_longer_installs(
     monkeypatch.setattr(sweeping, "make_environment", refuse)
     sweep = Sweep(versions=("2.98",), requirements=(), options=("--fix",), directory=tmp_path)
     partial = dataclasses.replace(_partial(), command="fsdp-doctor probe --fix --json elsewhere.json --resume")
-    write_report(sweep.file("2.98"), partial)
+    write_report(sweep.name_file("2.98"), partial)
     sweeping.check(sweep)
     (one,) = sweeping.run(sweep)
     assert one.trouble == "torch 2.98 does not install: [Errno 28] No space left on device"
-    assert read_report(sweep.file("2.98")) == partial
+    assert read_report(sweep.name_file("2.98")) == partial
 
 
 def _partial() -> Report:
@@ -179,21 +179,21 @@ def test_a_value_that_the_probe_does_not_take_ends_the_sweep(tmp_path: pathlib.P
 
 def test_a_report_is_named_by_everything_that_was_asked_for(tmp_path: pathlib.Path) -> None:
     sweep = Sweep(versions=("2.98",), requirements=("transformers==5.0", "./my pkg"), options=(), directory=tmp_path)
-    assert sweep.file("2.98").name == "torch2.98-transformers5.0-.mypkg.json"
+    assert sweep.name_file("2.98").name == "torch2.98-transformers5.0-.mypkg.json"
 
 
 def test_what_the_requirements_name_exactly_is_in_the_report_of_a_version_that_does_not_install() -> None:
     wanted = ("transformers==5.23.0", "accelerate>=1", "./mine", "a==1 ; python_version > '3'")
-    assert exact_versions(wanted) == {"transformers": "5.23.0", "a": "1"}
+    assert read_exact_versions(wanted) == {"transformers": "5.23.0", "a": "1"}
 
 
 def test_how_the_device_is_given_does_not_make_it_another_request(tmp_path: pathlib.Path) -> None:
     sweep = Sweep(versions=("2.98",), requirements=(), options=("--device=cpu", "-k", "a"), directory=tmp_path)
     on_the_cpu = dataclasses.replace(_partial(), command="fsdp-doctor probe -k a --resume", device="cpu")
-    write_report(sweep.file("2.98"), on_the_cpu)
+    write_report(sweep.name_file("2.98"), on_the_cpu)
     sweeping.check(sweep)
     for other in ({"command": "fsdp-doctor probe -k b"}, {"device": "emulated"}):
-        write_report(sweep.file("2.98"), dataclasses.replace(on_the_cpu, **other))
+        write_report(sweep.name_file("2.98"), dataclasses.replace(on_the_cpu, **other))
         with pytest.raises(UsageError, match="--directory"):
             sweeping.check(sweep)
 
@@ -214,7 +214,7 @@ def test_how_the_device_is_given_does_not_make_it_another_request(tmp_path: path
     ],
 )
 def test_the_installers_reason_is_one_line(printed: str, reason: str) -> None:
-    assert reason_of(printed) == reason
+    assert find_reason(printed) == reason
 
 
 def test_the_oldest_torch_with_an_emulated_device_is_what_the_device_says() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from fsdp_doctor.check.framework import Framework, ModelReading, load_facts, not_under_fsdp
+from fsdp_doctor.check.framework import Framework, ModelReading, load_facts, report_not_under_fsdp
 from fsdp_doctor.check.frameworks.areal import Areal
 from fsdp_doctor.check.frameworks.fsdp_config import Accelerate, Axolotl, HfTrainer, MsSwift
 from fsdp_doctor.check.frameworks.lightning import Lightning
@@ -24,7 +24,7 @@ class _OtherEngine(Framework):
     why: ClassVar[str]
 
     def read(self, role: Role) -> ModelReading:
-        return not_under_fsdp(role, self.why)
+        return report_not_under_fsdp(role, self.why)
 
 
 class _OpenRlhf(_OtherEngine):
@@ -33,7 +33,7 @@ class _OpenRlhf(_OtherEngine):
 
     @staticmethod
     def recognizes(settings: Settings) -> bool:
-        script = settings.text(SCRIPT)
+        script = settings.read_text(SCRIPT)
         return script.startswith("openrlhf") or "/openrlhf/" in script
 
 
@@ -43,9 +43,9 @@ class _DeepSpeed(_OtherEngine):
 
     @staticmethod
     def recognizes(settings: Settings) -> bool:
-        row = settings.first("deepspeed")
-        is_launched = settings.text(PROGRAM) == "deepspeed" or (row is not None and bool(row.value))
-        return bool(settings.below("zero_optimization")) or (is_launched and "fsdp" not in settings)
+        row = settings.find_first("deepspeed")
+        is_launched = settings.read_text(PROGRAM) == "deepspeed" or (row is not None and bool(row.value))
+        return bool(settings.list_below("zero_optimization")) or (is_launched and "fsdp" not in settings)
 
 
 class _Megatron(_OtherEngine):

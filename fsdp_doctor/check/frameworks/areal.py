@@ -16,10 +16,10 @@ from fsdp_doctor.check.framework import (
     ModelReading,
     VersionRange,
     load_facts,
-    not_under_fsdp,
+    report_not_under_fsdp,
 )
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
-from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, extraction
+from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, make_extraction_point
 from fsdp_doctor.matrix.axes import AxisName, Backend, Strategy
 from fsdp_doctor.matrix.cases import Scenario
 
@@ -35,8 +35,8 @@ class Areal(FsdpFramework[VersionRange]):
 
     @staticmethod
     def recognizes(settings: Settings) -> bool:
-        is_trained = any(f"{role}.backend" in settings or settings.below(f"{role}.fsdp") for role in _ROLES)
-        is_cluster = "cluster.n_nodes" in settings or bool(settings.below("actor"))
+        is_trained = any(f"{role}.backend" in settings or settings.list_below(f"{role}.fsdp") for role in _ROLES)
+        is_cluster = "cluster.n_nodes" in settings or bool(settings.list_below("actor"))
         return _ALLOCATION in settings or (is_trained and is_cluster)
 
     @staticmethod
@@ -47,9 +47,9 @@ class Areal(FsdpFramework[VersionRange]):
                 return math.prod(degrees.values())
         return None
 
-    def models(self) -> dict[Role, tuple[str, ...]]:
+    def list_models(self) -> dict[Role, tuple[str, ...]]:
         roles = [role for role in _ROLES if f"{role}.path" in self.settings or f"{role}.backend" in self.settings]
-        return {role: self.keys(role).sections for role in roles or _ROLES[:1]}
+        return {role: self.list_keys(role).sections for role in roles or _ROLES[:1]}
 
     def read(self, role: Role) -> ModelReading:
         row, allocation = _read_allocation(self.settings, role)
@@ -60,7 +60,7 @@ class Areal(FsdpFramework[VersionRange]):
         engine = default if _DEGREES.fullmatch(allocation) else allocation.partition(":")[0]
         if engine not in ("fsdp", "megatron"):
             raise Unreadable(f"{row}: this engine is not known, or has an FSDP of its own, which is not read")
-        return self.reading(role) if engine == "fsdp" else not_under_fsdp(role, row)
+        return self.read_role(role) if engine == "fsdp" else report_not_under_fsdp(role, row)
 
     def choose_axes(self, role: Role, versions: VersionRange) -> dict[AxisName, Chosen]:
         return {
@@ -71,18 +71,18 @@ class Areal(FsdpFramework[VersionRange]):
             ),
         }
 
-    def extractions(self, role: Role, versions: VersionRange, scenario: Scenario) -> Iterator[ExtractionPoint]:
+    def list_extractions(self, role: Role, versions: VersionRange, scenario: Scenario) -> Iterator[ExtractionPoint]:
         """_get_full_tensor, which rebuilds on the device a DTensor whose shard is on the CPU; and save_pretrained."""
         if role == "actor":
             sync = "from_local" if scenario.policy else "parameters.data.full_tensor"
-            yield extraction("weights for the rollout", scenario, sync)
+            yield make_extraction_point("weights for the rollout", scenario, sync)
         if role != "ref":
-            yield extraction("checkpoint", scenario, "get_model_state_dict.full+cpu")
+            yield make_extraction_point("checkpoint", scenario, "get_model_state_dict.full+cpu")
 
 
 def _read_allocation(settings: Settings, role: Role) -> tuple[Setting | None, str]:
     """The setting that says how the model is trained, and the training's part of it."""
-    row = settings.first(f"{role}.backend", _ALLOCATION)
+    row = settings.find_first(f"{role}.backend", _ALLOCATION)
     parts = _BETWEEN_PARTS.split(str(row.value).strip()) if row else []
     training = [part for part in parts if not part.startswith(("sglang", "vllm"))]
     return row, training[-1] if training else ""

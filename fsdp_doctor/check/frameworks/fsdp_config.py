@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fsdp_doctor.check.config_files import flatten, parse_json
-from fsdp_doctor.check.findings import ConfigFinding, ConfiguredModel, conflict, note
+from fsdp_doctor.check.findings import ConfigFinding, ConfiguredModel, note, report_conflict
 from fsdp_doctor.check.framework import (
     FsdpFramework,
     Keys,
@@ -22,12 +22,19 @@ from fsdp_doctor.check.framework import (
     VersionRange,
     choose_backend,
     load_facts,
-    not_under_fsdp,
+    report_not_under_fsdp,
 )
 from fsdp_doctor.check.launch_commands import PROGRAM, SCRIPT, SECTION as LAUNCH
 from fsdp_doctor.check.reading import follow
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
-from fsdp_doctor.check.use import Chosen, ExtractionPoint, OffloadChoice, Role, extraction, loading
+from fsdp_doctor.check.use import (
+    Chosen,
+    ExtractionPoint,
+    OffloadChoice,
+    Role,
+    make_extraction_point,
+    make_loading_point,
+)
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.axes import AxisName, Backend, FsdpVersion, Model, Sharding, Strategy
 from fsdp_doctor.matrix.cases import Scenario
@@ -61,7 +68,7 @@ _SHARDING: dict[str, Sharding] = {
 }
 
 
-def _keys(name: str) -> Keys:
+def _name_keys(name: str) -> Keys:
     """A key of the section with accelerate's prefix, and without."""
     return f"{_SECTION}.fsdp_{name}", f"{_SECTION}.{name}"
 
@@ -72,52 +79,52 @@ class FsdpConfigFramework(FsdpFramework[V]):
     vllm_key = "use_vllm"
 
     @abstractmethod
-    def fsdp_version(self, versions: V) -> FsdpVersion:
+    def read_fsdp_version(self, versions: V) -> FsdpVersion:
         """The version of FSDP under those versions of the framework."""
 
-    def section_keys(self) -> Keys:
+    def list_section_keys(self) -> Keys:
         words = self.facts.section_keys.split()
         return (*(f"fsdp_{word}" for word in words), *words)
 
-    def state_dict_type(self, versions: V) -> str:
+    def read_state_dict_type(self, versions: V) -> str:
         """In capitals; empty for the plugin's default."""
-        return self.settings.word(*_keys("state_dict_type")).upper()
+        return self.settings.read_word(*_name_keys("state_dict_type")).upper()
 
-    def extractions(self, role: Role, versions: V, scenario: Scenario) -> Iterator[ExtractionPoint]:
+    def list_extractions(self, role: Role, versions: V, scenario: Scenario) -> Iterator[ExtractionPoint]:
         """The reads of Accelerator.get_state_dict, save_fsdp_model and TRL's sync_weights; the loads of load_state."""
         version = scenario.version
         default = "FULL_STATE_DICT" if version == 1 else "SHARDED_STATE_DICT"
-        saved = version, self.state_dict_type(versions) or default
-        yield extraction("whole model (get_state_dict)", scenario, _CHECKPOINT[version, "FULL_STATE_DICT"])
+        saved = version, self.read_state_dict_type(versions) or default
+        yield make_extraction_point("whole model (get_state_dict)", scenario, _CHECKPOINT[version, "FULL_STATE_DICT"])
         if saved in _CHECKPOINT:
-            yield extraction("checkpoint (save_state)", scenario, _CHECKPOINT[saved])
-        if self.settings.flag(self.vllm_key):
+            yield make_extraction_point("checkpoint (save_state)", scenario, _CHECKPOINT[saved])
+        if self.settings.read_flag(self.vllm_key):
             sync = "summon_full_params" if version == 1 else "state_dict.to.full_tensor"
-            yield extraction("weights for vLLM (TRL)", scenario, sync)
-        for path in _RESUME.get(saved, ()):
-            yield loading("resume (load_state)", scenario, path)
+            yield make_extraction_point("weights for vLLM (TRL)", scenario, sync)
+        for method in _RESUME.get(saved, ()):
+            yield make_loading_point("resume (load_state)", scenario, method)
 
     def choose_strategy(self, version: FsdpVersion, why: Setting | str) -> Chosen:
         if version == 2:
             return Chosen(Strategy.FSDP2, why)
-        orig = self.settings.first(*_keys("use_orig_params"))
-        is_flat = not self.settings.flag(*_keys("use_orig_params"), default=True)
+        orig = self.settings.find_first(*_name_keys("use_orig_params"))
+        is_flat = not self.settings.read_flag(*_name_keys("use_orig_params"), default=True)
         return Chosen(
             Strategy.FSDP1 if is_flat else Strategy.FSDP1_ORIG,
             f"{why}; {orig or 'use_orig_params=true is the default'}",
         )
 
-    def configured_version(self, *, default: FsdpVersion, before: Keys = ()) -> FsdpVersion:
+    def read_configured_version(self, *, default: FsdpVersion, before: Keys = ()) -> FsdpVersion:
         """The version that the section asks for. before: keys that go before it. Raises UsageError for another one."""
-        row = self.settings.first(*before, *_keys("version"))
+        row = self.settings.find_first(*before, *_name_keys("version"))
         if row is None:
             return default
         if str(row.value) not in _VERSIONS:
             raise UsageError(f"{row}: the version of FSDP in fsdp_config must be 1 or 2")
         return _VERSIONS[str(row.value)]
 
-    def model_of_all_ranks(self, role: Role) -> ConfiguredModel:
-        return ConfiguredModel(path=self.settings.first(*self.keys(role).path), ranks=self.world_size)
+    def make_model_of_all_ranks(self, role: Role) -> ConfiguredModel:
+        return ConfiguredModel(path=self.settings.find_first(*self.list_keys(role).path), ranks=self.world_size)
 
     def find_version_conflicts(self, fsdp_versions: Mapping[str, FsdpVersion]) -> list[ConfigFinding]:
         """Keys of the other version of FSDP, each with the versions of the framework for which it is the other one.
@@ -137,19 +144,19 @@ class FsdpConfigFramework(FsdpFramework[V]):
 
     def _find_keys_of_other_version(self, version: FsdpVersion) -> Iterator[ConfigFinding]:
         """As FullyShardedDataParallelPlugin.__post_init__ treats them."""
-        reshard = self.settings.first(*_keys("reshard_after_forward"))
+        reshard = self.settings.find_first(*_name_keys("reshard_after_forward"))
         if version == 1:
             if reshard and isinstance(reshard.value, bool):
                 sentence = "reshard_after_forward belongs to fsdp_version 2; use sharding_strategy with version 1"
-                yield conflict(sentence, reshard)
+                yield report_conflict(sentence, reshard)
             return
-        if rows := [row for name in _VERSION_1_ONLY if (row := self.settings.first(*_keys(name)))]:
-            yield conflict("fsdp_version 2 does not read these settings, which belong to version 1", *rows)
-        local = self.settings.first(*_keys("state_dict_type"))
+        if rows := [row for name in _VERSION_1_ONLY if (row := self.settings.find_first(*_name_keys(name)))]:
+            yield report_conflict("fsdp_version 2 does not read these settings, which belong to version 1", *rows)
+        local = self.settings.find_first(*_name_keys("state_dict_type"))
         if local and str(local.value).upper() == "LOCAL_STATE_DICT":
-            yield conflict("accelerate rejects LOCAL_STATE_DICT with fsdp_version 2", local)
+            yield report_conflict("accelerate rejects LOCAL_STATE_DICT with fsdp_version 2", local)
         if reshard and str(reshard.value).lower() not in ("true", "false"):
-            yield conflict("reshard_after_forward must be true or false with fsdp_version 2", reshard)
+            yield report_conflict("reshard_after_forward must be true or false with fsdp_version 2", reshard)
 
 
 def _read_sharding(row: Setting) -> Chosen:
@@ -193,23 +200,23 @@ class Accelerate(FsdpConfigFramework[_AccelerateVersions]):
 
     @staticmethod
     def recognizes(settings: Settings) -> bool:
-        has_section = any(row.key.startswith(f"{_SECTION}.fsdp_") for row in settings.below(_SECTION))
+        has_section = any(row.key.startswith(f"{_SECTION}.fsdp_") for row in settings.list_below(_SECTION))
         is_asked = any(f"{LAUNCH}.{flag}" in settings for flag in (*_ENGINES, "config_file"))
         return (
             "distributed_type" in settings
             or "compute_environment" in settings
-            or (settings.text(PROGRAM) == "accelerate" and ("fsdp" not in settings or is_asked))
+            or (settings.read_text(PROGRAM) == "accelerate" and ("fsdp" not in settings or is_asked))
             or (has_section and "fsdp" not in settings and "output_dir" not in settings)
         )
 
     @staticmethod
     def complete(settings: Settings) -> Settings:
         """With the file that ``--config_file`` names, and with the flags, which go before it."""
-        completed = Settings.joined(_read_config_file(settings), settings)
+        completed = Settings.join(_read_config_file(settings), settings)
         for flag, engine in _ENGINES.items():
-            if row := settings.first_true(f"{LAUNCH}.{flag}"):
+            if row := settings.find_first_true(f"{LAUNCH}.{flag}"):
                 completed.put(Setting("distributed_type", engine, f"--{flag}, {row.where}"))
-        for row in settings.below(LAUNCH):
+        for row in settings.list_below(LAUNCH):
             if row.name.startswith("fsdp_"):
                 completed.put(Setting(f"{_SECTION}.{row.name}", row.value, row.where))
             elif row.name in ("num_processes", "num_machines"):
@@ -218,41 +225,42 @@ class Accelerate(FsdpConfigFramework[_AccelerateVersions]):
 
     @staticmethod
     def count_ranks(settings: Settings) -> int | None:
-        return settings.number("num_processes")
+        return settings.read_number("num_processes")
 
     def read(self, role: Role) -> ModelReading:
-        launched = self.settings.first("distributed_type")
+        launched = self.settings.find_first("distributed_type")
         if launched is not None and str(launched.value).upper() != "FSDP":
             if str(launched.value).upper() not in _OTHER_ENGINES:
                 raise Unreadable(f"{launched} is not one of accelerate's engines")
-            ignored = [row for row in self.settings.below(_SECTION) if row.value is not None][:1]
+            ignored = [row for row in self.settings.list_below(_SECTION) if row.value is not None][:1]
             sentence = "accelerate reads fsdp_config only with distributed_type=FSDP"
-            return not_under_fsdp(role, launched, *(conflict(sentence, launched, row) for row in ignored))
-        if launched is None and not self.settings.below(_SECTION):
+            return report_not_under_fsdp(role, launched, *(report_conflict(sentence, launched, row) for row in ignored))
+        if launched is None and not self.settings.list_below(_SECTION):
             raise Unreadable("accelerate launch has neither --use_fsdp nor --config_file, so the default file decides")
-        findings = [*self.find_version_conflicts({"": self.configured_version(default=1)}), *self._find_refused()]
-        if (row := self.settings.first("fsdp")) and row.value:
+        findings = [*self.find_version_conflicts({"": self.read_configured_version(default=1)}), *self._find_refused()]
+        if (row := self.settings.find_first("fsdp")) and row.value:
             # TrainingArguments puts its own values over the environment that ``accelerate launch`` made.
             sentence = (
                 "the script sets fsdp too, which overrides the settings of accelerate launch; leave one of them out"
             )
             findings.append(note(sentence, row))
-        return self.reading(role, findings)
+        return self.read_role(role, findings)
 
-    def fsdp_version(self, versions: _AccelerateVersions) -> FsdpVersion:
-        return self.configured_version(default=1)
+    def read_fsdp_version(self, versions: _AccelerateVersions) -> FsdpVersion:
+        return self.read_configured_version(default=1)
 
     def choose_axes(self, role: Role, versions: _AccelerateVersions) -> dict[AxisName, Chosen]:
         offload = OffloadChoice(
-            policy=self.settings.first_true(*_keys("offload_params")),
-            default=self.settings.first(*_keys("offload_params")) or "fsdp_offload_params=false is the default",
+            policy=self.settings.find_first_true(*_name_keys("offload_params")),
+            default=self.settings.find_first(*_name_keys("offload_params"))
+            or "fsdp_offload_params=false is the default",
         )
         otherwise: Backend = (
-            Backend.MIXED if self.state_dict_type(versions) == "FULL_STATE_DICT" else Backend.DEVICE_ONLY
+            Backend.MIXED if self.read_state_dict_type(versions) == "FULL_STATE_DICT" else Backend.DEVICE_ONLY
         )
-        why = self.settings.first(*_keys("version")) or "fsdp_version=1 is the default"
+        why = self.settings.find_first(*_name_keys("version")) or "fsdp_version=1 is the default"
         return {
-            "strategy": self.choose_strategy(self.fsdp_version(versions), why),
+            "strategy": self.choose_strategy(self.read_fsdp_version(versions), why),
             "offload": offload.chosen,
             "backend": Chosen(
                 versions.offload_backend if offload.policy else otherwise,
@@ -263,18 +271,18 @@ class Accelerate(FsdpConfigFramework[_AccelerateVersions]):
         }
 
     def choose_sharding(self, role: Role) -> Chosen:
-        if (self.settings.number(_REPLICAS) or 1) > 1:
-            return Chosen(Sharding.HSDP, self.settings.first(_REPLICAS))
-        row = self.settings.first(*_keys("sharding_strategy"))
-        if row is None or self.configured_version(default=1) == 2:
+        if (self.settings.read_number(_REPLICAS) or 1) > 1:
+            return Chosen(Sharding.HSDP, self.settings.find_first(_REPLICAS))
+        row = self.settings.find_first(*_name_keys("sharding_strategy"))
+        if row is None or self.read_configured_version(default=1) == 2:
             return Chosen(Sharding.FULL)
         return _read_sharding(row)
 
-    def configured_model(self, role: Role) -> ConfiguredModel:
-        model = self.model_of_all_ranks(role)
+    def read_model(self, role: Role) -> ConfiguredModel:
+        model = self.make_model_of_all_ranks(role)
         if model.ranks is None:
             return model
-        machines = self.settings.number("num_machines", default=1) or 1
+        machines = self.settings.read_number("num_machines", default=1) or 1
         match self.choose_sharding(role).value:
             case Sharding.SIZE1:
                 return dataclasses.replace(model, ranks=1)
@@ -285,15 +293,15 @@ class Accelerate(FsdpConfigFramework[_AccelerateVersions]):
 
     def _find_refused(self) -> Iterator[ConfigFinding]:
         """Settings of a file that ``accelerate launch`` refuses at its start; a flag is text, and passes."""
-        engine = self.settings.first("distributed_type")
+        engine = self.settings.find_first("distributed_type")
         for row in self.settings:
             is_misplaced = row.key.startswith("fsdp_") and "." not in row.key and _is_in_file(row)
             if engine is not None and row.file == engine.file and is_misplaced:
-                yield conflict(
+                yield report_conflict(
                     f"accelerate refuses a file with a key that it does not know; move {row.key} into fsdp_config", row
                 )
-        synchronizes = self.settings.first(*_keys("sync_module_states"))
-        loads = self.settings.first(*_keys("cpu_ram_efficient_loading"))
+        synchronizes = self.settings.find_first(*_name_keys("sync_module_states"))
+        loads = self.settings.find_first(*_name_keys("cpu_ram_efficient_loading"))
         if synchronizes is None or synchronizes.value is not False or not _is_in_file(synchronizes):
             return
         if loads is None or loads.value is not False:
@@ -301,12 +309,12 @@ class Accelerate(FsdpConfigFramework[_AccelerateVersions]):
                 "accelerate launch refuses cpu_ram_efficient_loading, which is on by default, without "
                 "sync_module_states"
             )
-            yield conflict(sentence, loads, synchronizes)
+            yield report_conflict(sentence, loads, synchronizes)
 
 
 def _read_config_file(settings: Settings) -> Settings:
     """Empty if the file was given beside the command. Raises Unreadable where it is not here."""
-    row = settings.first(_CONFIG_FILE)
+    row = settings.find_first(_CONFIG_FILE)
     if row is None or "distributed_type" in settings:
         return Settings()
     read = follow(row)
@@ -348,13 +356,13 @@ class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
 
     @staticmethod
     def recognizes(settings: Settings) -> bool:
-        has_section = _SECTION in settings or bool(settings.below(_SECTION))
+        has_section = _SECTION in settings or bool(settings.list_below(_SECTION))
         return "fsdp" in settings or (has_section and any(key in settings for key in _TRAINER_KEYS))
 
     @staticmethod
     def complete(settings: Settings) -> Settings:
         """``fsdp_config`` may be a JSON text, or name a JSON file."""
-        row = settings.first(_SECTION)
+        row = settings.find_first(_SECTION)
         if row is None or not isinstance(row.value, str) or not row.value:
             return settings
         if "$" in row.value:
@@ -362,46 +370,46 @@ class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
         rows = parse_json(row) if row.value.lstrip().startswith("{") else follow(row)
         if rows is None:
             raise UsageError(f"{row}: there is no such file; give it beside, or write fsdp_config out")
-        return Settings.joined(settings, [Setting(f"{_SECTION}.{r.key}", r.value, r.where) for r in rows])
+        return Settings.join(settings, [Setting(f"{_SECTION}.{r.key}", r.value, r.where) for r in rows])
 
-    def models(self) -> dict[Role, tuple[str, ...]]:
+    def list_models(self) -> dict[Role, tuple[str, ...]]:
         return {"model": (_SECTION,) if self._read_options() else ()}
 
     def read(self, role: Role) -> ModelReading:
-        options, ranges = self._read_options(), self.ranges()
+        options, ranges = self._read_options(), self.list_ranges()
         if not options:
             sentence = "TrainingArguments reads fsdp_config only where fsdp is set"
-            ignored = [conflict(sentence, row) for row in self.settings.below(_SECTION)[:1]]
-            return not_under_fsdp(role, self.settings.first("deepspeed") or "fsdp is not set", *ignored)
-        fsdp_versions = {versions.label: self.fsdp_version(versions) for versions in ranges}
+            ignored = [report_conflict(sentence, row) for row in self.settings.list_below(_SECTION)[:1]]
+            return report_not_under_fsdp(role, self.settings.find_first("deepspeed") or "fsdp is not set", *ignored)
+        fsdp_versions = {versions.label: self.read_fsdp_version(versions) for versions in ranges}
         findings = [*self.find_version_conflicts(fsdp_versions), *self._find_ignored(options, ranges)]
-        return self.reading(role, findings)
+        return self.read_role(role, findings)
 
-    def configured_model(self, role: Role) -> ConfiguredModel:
-        return self.model_of_all_ranks(role)
+    def read_model(self, role: Role) -> ConfiguredModel:
+        return self.make_model_of_all_ranks(role)
 
-    def fsdp_version(self, versions: _TrainerVersions) -> FsdpVersion:
-        asked = self.configured_version(default=versions.default)
+    def read_fsdp_version(self, versions: _TrainerVersions) -> FsdpVersion:
+        asked = self.read_configured_version(default=versions.default)
         return asked if versions.reads_version else versions.default
 
-    def state_dict_type(self, versions: _TrainerVersions) -> str:
+    def read_state_dict_type(self, versions: _TrainerVersions) -> str:
         if not versions.reads_state_dict_type:
             return ""
-        return self.settings.word(*_keys("state_dict_type"), default="FULL_STATE_DICT").upper()
+        return self.settings.read_word(*_name_keys("state_dict_type"), default="FULL_STATE_DICT").upper()
 
     def choose_axes(self, role: Role, versions: _TrainerVersions) -> dict[AxisName, Chosen]:
-        options, version = self._read_options(), self.fsdp_version(versions)
-        fsdp = self.settings.first("fsdp")
+        options, version = self._read_options(), self.read_fsdp_version(versions)
+        fsdp = self.settings.find_first("fsdp")
         policy = fsdp if "offload" in options else None
         if versions.reads_cpu_offload:
-            policy = self.settings.first_true(*_keys("cpu_offload")) or policy
+            policy = self.settings.find_first_true(*_name_keys("cpu_offload")) or policy
         words = [word.upper() for word in options if version == 1 and word.upper() in _SHARDING]
-        row = self.settings.first(*_keys("version")) if versions.reads_version else None
+        row = self.settings.find_first(*_name_keys("version")) if versions.reads_version else None
         return {
             "strategy": self.choose_strategy(version, row or f"FSDP{versions.default} is the default"),
             "offload": OffloadChoice(policy=policy, default=f"{fsdp} does not ask for it").chosen,
             "backend": choose_backend(
-                self.settings.first("ddp_backend"), "only NCCL under torchrun; accelerate launch sets its own"
+                self.settings.find_first("ddp_backend"), "only NCCL under torchrun; accelerate launch sets its own"
             ),
             "sharding": Chosen(_SHARDING[words[0]], fsdp) if words else Chosen(Sharding.FULL),
             "model": Chosen(Model.QWEN3),
@@ -409,7 +417,7 @@ class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
 
     def _read_options(self) -> tuple[str, ...]:
         """The words of ``fsdp``. Raises UsageError for one that TrainingArguments does not have."""
-        row = self.settings.first("fsdp")
+        row = self.settings.find_first("fsdp")
         if row is None or row.value is False:
             return ()
         if row.value is True:
@@ -424,22 +432,22 @@ class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
 
     def _find_ignored(self, options: Sequence[str], ranges: Sequence[_TrainerVersions]) -> Iterator[ConfigFinding]:
         """Settings that versions in question ignore or refuse; where the version is not known, these are notes."""
-        finding = conflict if len(ranges) == 1 else note
-        version = self.settings.first(*_keys("version"))
+        finding = report_conflict if len(ranges) == 1 else note
+        version = self.settings.find_first(*_name_keys("version"))
         if version and any(not versions.reads_version for versions in ranges):
             yield finding("transformers before 5.0 ignores the version in fsdp_config and always uses FSDP1", version)
-        offload = self.settings.first_true(*_keys("cpu_offload")) if "offload" not in options else None
+        offload = self.settings.find_first_true(*_name_keys("cpu_offload")) if "offload" not in options else None
         if offload and any(not versions.reads_cpu_offload for versions in ranges):
             yield finding("transformers before 5.10 ignores cpu_offload; put `offload` into fsdp there", offload)
-        ignored = self.settings.first_true(*_keys("offload_params"))
+        ignored = self.settings.find_first_true(*_name_keys("offload_params"))
         if ignored and "offload" not in options and not offload:
-            yield conflict("offload_params is accelerate's name, which TrainingArguments does not read", ignored)
+            yield report_conflict("offload_params is accelerate's name, which TrainingArguments does not read", ignored)
         refused = ", ".join(word for word in options if word.upper() in _SHARDING)
-        if refused and any(versions.default == 2 and self.fsdp_version(versions) == 2 for versions in ranges):
-            yield finding(f"transformers since 5.10 rejects {refused} with FSDP2", self.settings.first("fsdp"))
-        deepspeed = self.settings.first("deepspeed", f"{LAUNCH}.deepspeed")
+        if refused and any(versions.default == 2 and self.read_fsdp_version(versions) == 2 for versions in ranges):
+            yield finding(f"transformers since 5.10 rejects {refused} with FSDP2", self.settings.find_first("fsdp"))
+        deepspeed = self.settings.find_first("deepspeed", f"{LAUNCH}.deepspeed")
         if deepspeed and deepspeed.value:
-            yield conflict("fsdp and deepspeed are both set; TrainingArguments takes one of them", deepspeed)
+            yield report_conflict("fsdp and deepspeed are both set; TrainingArguments takes one of them", deepspeed)
 
 
 # axolotl
@@ -473,50 +481,52 @@ class Axolotl(FsdpConfigFramework[_AxolotlVersions]):
     def recognizes(settings: Settings) -> bool:
         return (
             ("base_model" in settings and any(key in settings for key in _AXOLOTL_KEYS))
-            or settings.text(PROGRAM) == "axolotl"
-            or settings.text(SCRIPT).startswith("axolotl.")
+            or settings.read_text(PROGRAM) == "axolotl"
+            or settings.read_text(SCRIPT).startswith("axolotl.")
         )
 
     @staticmethod
     def count_ranks(settings: Settings) -> int | None:
         """As the command tells its launcher: accelerate the ranks of all nodes, torchrun those of each."""
         per_node = settings.count("nproc_per_node")
-        return settings.number("num_processes") or (per_node and per_node * (settings.count("nnodes") or 1))
+        return settings.read_number("num_processes") or (per_node and per_node * (settings.count("nnodes") or 1))
 
-    def models(self) -> dict[Role, tuple[str, ...]]:
-        is_set = self.settings.first("fsdp") is not None or self.settings.below(_SECTION)
+    def list_models(self) -> dict[Role, tuple[str, ...]]:
+        is_set = self.settings.find_first("fsdp") is not None or self.settings.list_below(_SECTION)
         return {"model": (_SECTION,) if is_set else ()}
 
-    def section_keys(self) -> Keys:
-        return _with_accelerates(self.facts.section_keys)
+    def list_section_keys(self) -> Keys:
+        return _add_words_of_accelerate(self.facts.section_keys)
 
     def read(self, role: Role) -> ModelReading:
         if "base_model" not in self.settings:
             raise Unreadable("the command's configuration is not here; give that file beside")
-        if not self._read_options() and not self.settings.below(_SECTION):
-            return not_under_fsdp(role, self.settings.first("deepspeed") or "neither fsdp nor fsdp_config is set")
-        fsdp_versions = {versions.label: self.fsdp_version(versions) for versions in self.ranges()}
-        return self.reading(role, self.find_version_conflicts(fsdp_versions))
+        if not self._read_options() and not self.settings.list_below(_SECTION):
+            return report_not_under_fsdp(
+                role, self.settings.find_first("deepspeed") or "neither fsdp nor fsdp_config is set"
+            )
+        fsdp_versions = {versions.label: self.read_fsdp_version(versions) for versions in self.list_ranges()}
+        return self.read_role(role, self.find_version_conflicts(fsdp_versions))
 
-    def configured_model(self, role: Role) -> ConfiguredModel:
-        return self.model_of_all_ranks(role)
+    def read_model(self, role: Role) -> ConfiguredModel:
+        return self.make_model_of_all_ranks(role)
 
-    def ranges(self) -> Sequence[_AxolotlVersions]:
+    def list_ranges(self) -> Sequence[_AxolotlVersions]:
         """Without a version, those that can read the file: fsdp_version came with v0.9."""
         is_newer = self.version is None and "fsdp_version" in self.settings
-        return [versions for versions in super().ranges() if versions.reads_version or not is_newer]
+        return [versions for versions in super().list_ranges() if versions.reads_version or not is_newer]
 
-    def fsdp_version(self, versions: _AxolotlVersions) -> FsdpVersion:
-        return self.configured_version(default=1, before=("fsdp_version",)) if versions.reads_version else 1
+    def read_fsdp_version(self, versions: _AxolotlVersions) -> FsdpVersion:
+        return self.read_configured_version(default=1, before=("fsdp_version",)) if versions.reads_version else 1
 
     def choose_axes(self, role: Role, versions: _AxolotlVersions) -> dict[AxisName, Chosen]:
-        by_option = self.settings.first("fsdp") if "offload" in self._read_options() else None
+        by_option = self.settings.find_first("fsdp") if "offload" in self._read_options() else None
         offload = OffloadChoice(
-            policy=self.settings.first_true(*_keys("offload_params")) or by_option,
-            default=self.settings.first(*_keys("offload_params")) or "offload_params=false is the default",
+            policy=self.settings.find_first_true(*_name_keys("offload_params")) or by_option,
+            default=self.settings.find_first(*_name_keys("offload_params")) or "offload_params=false is the default",
         )
-        version, adapter = self.fsdp_version(versions), self.settings.first("adapter")
-        why = self.settings.first("fsdp_version", *_keys("version")) or "fsdp_version=1 is the default"
+        version, adapter = self.read_fsdp_version(versions), self.settings.find_first("adapter")
+        why = self.settings.find_first("fsdp_version", *_name_keys("version")) or "fsdp_version=1 is the default"
         return {
             "strategy": self.choose_strategy(version, why),
             "offload": offload.chosen,
@@ -532,20 +542,20 @@ class Axolotl(FsdpConfigFramework[_AxolotlVersions]):
 
     def _choose_sharding(self, version: FsdpVersion) -> Chosen:
         if version == 2:
-            has_replicas = (self.settings.number("dp_replicate_size") or 1) > 1
+            has_replicas = (self.settings.read_number("dp_replicate_size") or 1) > 1
             return (
-                Chosen(Sharding.HSDP, self.settings.first("dp_replicate_size"))
+                Chosen(Sharding.HSDP, self.settings.find_first("dp_replicate_size"))
                 if has_replicas
                 else Chosen(Sharding.FULL)
             )
-        row = self.settings.first(*_keys("sharding_strategy"))
+        row = self.settings.find_first(*_name_keys("sharding_strategy"))
         if row is not None:
             return _read_sharding(row)
         sharding = next((_SHARDING[word.upper()] for word in self._read_options() if word.upper() in _SHARDING), None)
-        return Chosen(sharding, self.settings.first("fsdp")) if sharding else Chosen(Sharding.FULL)
+        return Chosen(sharding, self.settings.find_first("fsdp")) if sharding else Chosen(Sharding.FULL)
 
     def _read_options(self) -> list[str]:
-        row = self.settings.first("fsdp")
+        row = self.settings.find_first("fsdp")
         if row is None or row.value in (False, True):
             return []
         return [str(word) for word in row.value] if isinstance(row.value, list) else str(row.value).split()
@@ -570,7 +580,7 @@ class MsSwift(FsdpConfigFramework[VersionRange]):
 
     @staticmethod
     def recognizes(settings: Settings) -> bool:
-        program, script = settings.text(PROGRAM), settings.text(SCRIPT)
+        program, script = settings.read_text(PROGRAM), settings.read_text(SCRIPT)
         if program in ("", "accelerate"):
             return False
         return program in ("swift", "megatron") or "swift/cli" in script or script.startswith("swift.cli")
@@ -578,41 +588,41 @@ class MsSwift(FsdpConfigFramework[VersionRange]):
     @staticmethod
     def complete(settings: Settings) -> Settings:
         """The words that ``--fsdp`` stands for, below ``ms_swift.fsdp``, and its section."""
-        row = settings.first("fsdp")
+        row = settings.find_first("fsdp")
         if row is None or not row.value:
             return settings
-        completed = Settings.joined(settings)
+        completed = Settings.join(settings)
         for inner in _read_fsdp_flag(row):
             completed.put(Setting(_SWIFT_OPTIONS if inner.key == "fsdp" else inner.key, inner.value, inner.where))
         return completed
 
-    def section_keys(self) -> Keys:
-        return _with_accelerates(self.facts.section_keys)
+    def list_section_keys(self) -> Keys:
+        return _add_words_of_accelerate(self.facts.section_keys)
 
     def read(self, role: Role) -> ModelReading:
-        if self.settings.text(PROGRAM) == "megatron":
-            return not_under_fsdp(role, self.settings.first(PROGRAM))
-        if self.settings.first("fsdp") is None:
-            return not_under_fsdp(role, self.settings.first("deepspeed") or "--fsdp is not set")
-        return self.reading(role, self.find_version_conflicts({"": self.configured_version(default=2)}))
+        if self.settings.read_text(PROGRAM) == "megatron":
+            return report_not_under_fsdp(role, self.settings.find_first(PROGRAM))
+        if self.settings.find_first("fsdp") is None:
+            return report_not_under_fsdp(role, self.settings.find_first("deepspeed") or "--fsdp is not set")
+        return self.read_role(role, self.find_version_conflicts({"": self.read_configured_version(default=2)}))
 
-    def configured_model(self, role: Role) -> ConfiguredModel:
-        return self.model_of_all_ranks(role)
+    def read_model(self, role: Role) -> ConfiguredModel:
+        return self.make_model_of_all_ranks(role)
 
-    def fsdp_version(self, versions: VersionRange) -> FsdpVersion:
-        return self.configured_version(default=2)
+    def read_fsdp_version(self, versions: VersionRange) -> FsdpVersion:
+        return self.read_configured_version(default=2)
 
     def choose_axes(self, role: Role, versions: VersionRange) -> dict[AxisName, Chosen]:
-        options, cpu = self.settings.first(_SWIFT_OPTIONS), self.settings.first(*_keys("cpu_offload"))
-        by_option = options if "offload" in self.settings.text(_SWIFT_OPTIONS).split() else None
+        options, cpu = self.settings.find_first(_SWIFT_OPTIONS), self.settings.find_first(*_name_keys("cpu_offload"))
+        by_option = options if "offload" in self.settings.read_text(_SWIFT_OPTIONS).split() else None
         offload = OffloadChoice(
-            policy=self.settings.first_true(*_keys("cpu_offload")) or by_option, default=cpu or options
+            policy=self.settings.find_first_true(*_name_keys("cpu_offload")) or by_option, default=cpu or options
         )
-        tuner = self.settings.first("tuner_type", "train_type", "sft_type")
+        tuner = self.settings.find_first("tuner_type", "train_type", "sft_type")
         has_adapter = not tuner or str(tuner.value) in ("lora", "longlora", "adalora")
-        why = self.settings.first(*_keys("version")) or "FSDP2 is ms-swift's default"
+        why = self.settings.find_first(*_name_keys("version")) or "FSDP2 is ms-swift's default"
         return {
-            "strategy": self.choose_strategy(self.fsdp_version(versions), why),
+            "strategy": self.choose_strategy(self.read_fsdp_version(versions), why),
             "offload": offload.chosen,
             "backend": Chosen(Backend.DEVICE_ONLY, "the Trainer makes its process group with NCCL alone"),
             "sharding": Chosen(Sharding.FULL),
@@ -620,7 +630,7 @@ class MsSwift(FsdpConfigFramework[VersionRange]):
         }
 
 
-def _with_accelerates(words: str) -> Keys:
+def _add_words_of_accelerate(words: str) -> Keys:
     """The words of accelerate's section and further ones, each with its prefix, and without."""
     every = f"{Accelerate.facts.section_keys} {words}".split()
     return (*(f"fsdp_{word}" for word in every), *every)

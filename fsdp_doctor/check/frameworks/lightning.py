@@ -17,10 +17,10 @@ from fsdp_doctor.check.framework import (
     VersionRange,
     choose_backend,
     load_facts,
-    not_under_fsdp,
+    report_not_under_fsdp,
 )
 from fsdp_doctor.check.settings import Settings, Unreadable
-from fsdp_doctor.check.use import Chosen, ExtractionPoint, OffloadChoice, Role, extraction
+from fsdp_doctor.check.use import Chosen, ExtractionPoint, OffloadChoice, Role, make_extraction_point
 from fsdp_doctor.matrix.axes import AxisName, Backend, Offload, Sharding, Strategy
 from fsdp_doctor.matrix.cases import Scenario
 
@@ -54,7 +54,7 @@ class Lightning(FsdpFramework[_Versions]):
 
     @staticmethod
     def recognizes(settings: Settings) -> bool:
-        row = settings.first(*_STRATEGY)
+        row = settings.find_first(*_STRATEGY)
         names = (*_FSDP_NAMES, "ddp", "ddp_find_unused_parameters_true")
         return row is not None and (row.name == "class_path" or str(row.value) in names)
 
@@ -64,17 +64,17 @@ class Lightning(FsdpFramework[_Versions]):
         return devices and devices * (settings.count("trainer.num_nodes") or 1)
 
     def read(self, role: Role) -> ModelReading:
-        row = self.settings.first(*_STRATEGY)
+        row = self.settings.find_first(*_STRATEGY)
         if self._name == _MODEL_PARALLEL:
             sentence = "the fully_shard that configure_model calls is not here: whether it has a policy is not known"
-            return self.reading(role, [note(sentence, row)], [_Versions(use_orig_params=True)])
+            return self.read_role(role, [note(sentence, row)], [_Versions(use_orig_params=True)])
         if self._name in _FSDP_NAMES:
-            return self.reading(role)
+            return self.read_role(role)
         if _OTHER_NAMES.fullmatch(self._name):
-            return not_under_fsdp(role, row)
+            return report_not_under_fsdp(role, row)
         raise Unreadable(f"{row} does not say which strategy it is")
 
-    def configured_model(self, role: Role) -> ConfiguredModel:
+    def read_model(self, role: Role) -> ConfiguredModel:
         """None that is known: the model is in the script."""
         return ConfiguredModel()
 
@@ -85,14 +85,17 @@ class Lightning(FsdpFramework[_Versions]):
                 "offload": Chosen(Offload()),
                 "backend": Chosen(Backend.DEVICE_ONLY, _NCCL_ALONE),
             }
-        orig, cpu_offload = self.settings.first(*_keys("use_orig_params")), self.settings.first(*_keys("cpu_offload"))
-        is_flat = not self.settings.flag(*_keys("use_orig_params"), default=versions.use_orig_params)
-        by_name = self.settings.first(*_STRATEGY) if _FSDP_NAMES[self._name] and cpu_offload is None else None
+        orig, cpu_offload = (
+            self.settings.find_first(*_name_keys("use_orig_params")),
+            self.settings.find_first(*_name_keys("cpu_offload")),
+        )
+        is_flat = not self.settings.read_flag(*_name_keys("use_orig_params"), default=versions.use_orig_params)
+        by_name = self.settings.find_first(*_STRATEGY) if _FSDP_NAMES[self._name] and cpu_offload is None else None
         offload = OffloadChoice(
-            policy=by_name or self.settings.first_true(*_keys("cpu_offload")),
+            policy=by_name or self.settings.find_first_true(*_name_keys("cpu_offload")),
             default=cpu_offload or "cpu_offload=None is the default",
         )
-        row = self.settings.first(*_keys("sharding_strategy"))
+        row = self.settings.find_first(*_name_keys("sharding_strategy"))
         sharding = _SHARDING.get(str(row.value).rpartition(".")[2].upper() if row else "")
         return {
             "strategy": Chosen(
@@ -100,23 +103,23 @@ class Lightning(FsdpFramework[_Versions]):
                 orig or f"use_orig_params={not is_flat} is the default".lower(),
             ),
             "offload": offload.chosen,
-            "backend": choose_backend(self.settings.first(*_keys("process_group_backend")), _NCCL_ALONE),
+            "backend": choose_backend(self.settings.find_first(*_name_keys("process_group_backend")), _NCCL_ALONE),
             "sharding": Chosen(sharding, row) if sharding else Chosen(Sharding.FULL),
         }
 
-    def extractions(self, role: Role, versions: _Versions, scenario: Scenario) -> Iterator[ExtractionPoint]:
+    def list_extractions(self, role: Role, versions: _Versions, scenario: Scenario) -> Iterator[ExtractionPoint]:
         if self._name == _MODEL_PARALLEL:
-            saves_shards = self.settings.flag(*_keys("save_distributed_checkpoint"), default=True)
-            path = "get_model_state_dict.sharded+cpu" if saves_shards else "get_model_state_dict.full+cpu"
+            saves_shards = self.settings.read_flag(*_name_keys("save_distributed_checkpoint"), default=True)
+            method = "get_model_state_dict.sharded+cpu" if saves_shards else "get_model_state_dict.full+cpu"
         else:
-            saves_shards = self.settings.word(*_keys("state_dict_type"), default="full") == "sharded"
-            path = "sharded_state_dict" if saves_shards else "full_state_dict.rank0+cpu"
-        yield extraction("checkpoint", scenario, path)
+            saves_shards = self.settings.read_word(*_name_keys("state_dict_type"), default="full") == "sharded"
+            method = "sharded_state_dict" if saves_shards else "full_state_dict.rank0+cpu"
+        yield make_extraction_point("checkpoint", scenario, method)
 
     @property
     def _name(self) -> str:
-        return self.settings.text(*_STRATEGY).rpartition(".")[2]
+        return self.settings.read_text(*_STRATEGY).rpartition(".")[2]
 
 
-def _keys(name: str) -> Keys:
+def _name_keys(name: str) -> Keys:
     return f"trainer.strategy.init_args.{name}", f"strategy.init_args.{name}"

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fsdp_doctor.check.framework import FsdpFramework, ModelReading, VersionRange, load_facts, not_under_fsdp
+from fsdp_doctor.check.framework import FsdpFramework, ModelReading, VersionRange, load_facts, report_not_under_fsdp
 from fsdp_doctor.check.settings import Settings, Unreadable
-from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, extraction
+from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, make_extraction_point
 from fsdp_doctor.matrix.axes import AxisName, Backend, Pinning, Strategy
 from fsdp_doctor.matrix.cases import Scenario
 
@@ -31,8 +31,8 @@ class NemoRl(FsdpFramework[_Versions]):
 
     @staticmethod
     def recognizes(settings: Settings) -> bool:
-        return bool(settings.below(_DTENSOR) or settings.below("policy.megatron_cfg")) or (
-            "policy.model_name" in settings and bool(settings.below("cluster"))
+        return bool(settings.list_below(_DTENSOR) or settings.list_below("policy.megatron_cfg")) or (
+            "policy.model_name" in settings and bool(settings.list_below("cluster"))
         )
 
     @staticmethod
@@ -41,35 +41,38 @@ class NemoRl(FsdpFramework[_Versions]):
 
         None where the configuration does not say how many generation takes.
         """
-        per_node, nodes = settings.number("cluster.gpus_per_node"), settings.number("cluster.num_nodes", default=1)
+        per_node, nodes = (
+            settings.read_number("cluster.gpus_per_node"),
+            settings.read_number("cluster.num_nodes", default=1),
+        )
         if not per_node or not nodes:
             return None
-        if settings.flag("policy.generation.colocated.enabled", default=True):
+        if settings.read_flag("policy.generation.colocated.enabled", default=True):
             return per_node * nodes
         name = "gpus_per_node" if nodes == 1 else "num_nodes"
-        taken = settings.number(f"policy.generation.colocated.resources.{name}")
+        taken = settings.read_number(f"policy.generation.colocated.resources.{name}")
         if taken is None:
             return None
         return per_node - taken if nodes == 1 else per_node * (nodes - taken)
 
-    def models(self) -> dict[Role, tuple[str, ...]]:
+    def list_models(self) -> dict[Role, tuple[str, ...]]:
         return {"actor": (_DTENSOR,)}
 
     def read(self, role: Role) -> ModelReading:
-        if self.settings.flag(_MEGATRON):
-            return not_under_fsdp(role, self.settings.first(_MEGATRON))
-        enabled = self.settings.first(f"{_DTENSOR}.enabled")
+        if self.settings.read_flag(_MEGATRON):
+            return report_not_under_fsdp(role, self.settings.find_first(_MEGATRON))
+        enabled = self.settings.find_first(f"{_DTENSOR}.enabled")
         if enabled is None:
             raise Unreadable(
                 "policy.dtensor_cfg.enabled is not in the configuration; give the file of its `defaults` beside"
             )
-        if not self.settings.flag(f"{_DTENSOR}.enabled"):
+        if not self.settings.read_flag(f"{_DTENSOR}.enabled"):
             raise Unreadable(f"{enabled}: FSDP1 in NeMo-RL until v0.2 and refused since; neither is read")
-        return self.reading(role, self.find_other_parallelisms(_DTENSOR, _DEGREES))
+        return self.read_role(role, self.find_other_parallelisms(_DTENSOR, _DEGREES))
 
     def choose_axes(self, role: Role, versions: _Versions) -> dict[AxisName, Chosen]:
         offload = self.choose_offload(role, "cpu_offload=false is the default")
-        is_mixed = offload.policy and self.settings.flag(f"{_DTENSOR}._v2") and versions.mixed_in_v2
+        is_mixed = offload.policy and self.settings.read_flag(f"{_DTENSOR}._v2") and versions.mixed_in_v2
         return {
             "strategy": Chosen(Strategy.FSDP2, "the DTensor worker uses fully_shard only"),
             "offload": offload.chosen,
@@ -82,8 +85,10 @@ class NemoRl(FsdpFramework[_Versions]):
             ),
         }
 
-    def extractions(self, role: Role, versions: _Versions, scenario: Scenario) -> Iterator[ExtractionPoint]:
+    def list_extractions(self, role: Role, versions: _Versions, scenario: Scenario) -> Iterator[ExtractionPoint]:
         """dtensor_params_generator, before which an offloaded model is moved to the device; and checkpoints."""
-        yield extraction("weights for generation", scenario, "state_dict.full_tensor.to", staged=scenario.policy)
-        if self.settings.flag("checkpointing.enabled"):
-            yield extraction("checkpoint", scenario, "get_model_state_dict.sharded")
+        yield make_extraction_point(
+            "weights for generation", scenario, "state_dict.full_tensor.to", staged=scenario.policy
+        )
+        if self.settings.read_flag("checkpointing.enabled"):
+            yield make_extraction_point("checkpoint", scenario, "get_model_state_dict.sharded")

@@ -15,11 +15,11 @@ from fsdp_doctor.check.framework import (
     ModelReading,
     VersionRange,
     load_facts,
-    not_under_fsdp,
+    report_not_under_fsdp,
     trains_with_fsdp,
 )
 from fsdp_doctor.check.settings import Settings
-from fsdp_doctor.check.use import Chosen, ExtractionPoint, OffloadChoice, Role, extraction
+from fsdp_doctor.check.use import Chosen, ExtractionPoint, OffloadChoice, Role, make_extraction_point
 from fsdp_doctor.matrix.axes import AxisName, Backend, Strategy, Transfer
 from fsdp_doctor.matrix.cases import Scenario
 
@@ -41,38 +41,38 @@ class SkyRl(FsdpFramework[_Versions]):
 
     @staticmethod
     def recognizes(settings: Settings) -> bool:
-        return bool(settings.below("trainer.policy") or settings.below("trainer.placement"))
+        return bool(settings.list_below("trainer.policy") or settings.list_below("trainer.placement"))
 
     @staticmethod
     def count_ranks(settings: Settings) -> int | None:
-        per_node = settings.number("trainer.placement.policy_num_gpus_per_node", default=1)
-        nodes = settings.number("trainer.placement.policy_num_nodes", default=1)
+        per_node = settings.read_number("trainer.placement.policy_num_gpus_per_node", default=1)
+        nodes = settings.read_number("trainer.placement.policy_num_nodes", default=1)
         return per_node * nodes if per_node and nodes else None
 
-    def models(self) -> dict[Role, tuple[str, ...]]:
+    def list_models(self) -> dict[Role, tuple[str, ...]]:
         roles: list[Role] = ["actor"]
-        in_reward = self.settings.flag("trainer.algorithm.use_kl_in_reward")
-        if in_reward or self.settings.flag("trainer.algorithm.use_kl_loss", default=True):
+        in_reward = self.settings.read_flag("trainer.algorithm.use_kl_in_reward")
+        if in_reward or self.settings.read_flag("trainer.algorithm.use_kl_loss", default=True):
             roles.append("ref")
-        if self.settings.first("trainer.critic.model.path") is not None:
+        if self.settings.find_first("trainer.critic.model.path") is not None:
             roles.append("critic")
-        return {role: self.keys(role).sections for role in roles}
+        return {role: self.list_keys(role).sections for role in roles}
 
     def read(self, role: Role) -> ModelReading:
-        row = self.settings.first(_STRATEGY)
+        row = self.settings.find_first(_STRATEGY)
         if row is not None and not trains_with_fsdp(row, ("fsdp", "fsdp2"), ("megatron", "deepspeed", "jax")):
-            return not_under_fsdp(role, row)
-        policy = self.settings.first_true(*self.keys(role).policy)
-        has_fsdp1 = any(self._read_strategy(versions).version == 1 for versions in self.ranges())
+            return report_not_under_fsdp(role, row)
+        policy = self.settings.find_first_true(*self.list_keys(role).policy)
+        has_fsdp1 = any(self._read_strategy(versions).version == 1 for versions in self.list_ranges())
         sentence = f"{role}: SkyRL does not read cpu_offload for a model that FSDP1 trains"
-        return self.reading(role, [note(sentence, policy)] if policy and has_fsdp1 and role != "ref" else [])
+        return self.read_role(role, [note(sentence, policy)] if policy and has_fsdp1 and role != "ref" else [])
 
     def choose_axes(self, role: Role, versions: _Versions) -> dict[AxisName, Chosen]:
         strategy = self._read_strategy(versions)
         offload = self._choose_offload(role, strategy)
         return {
             "strategy": Chosen(
-                strategy, self.settings.first(_STRATEGY) or f"strategy={versions.default} is the default"
+                strategy, self.settings.find_first(_STRATEGY) or f"strategy={versions.default} is the default"
             ),
             "offload": offload.chosen,
             "transfer": Chosen(Transfer.NONBLOCKING, "fsdp_utils.py: non_blocking=True")
@@ -83,18 +83,20 @@ class SkyRl(FsdpFramework[_Versions]):
             "sharding": self.choose_sharding(role),
         }
 
-    def extractions(self, role: Role, versions: _Versions, scenario: Scenario) -> Iterator[ExtractionPoint]:
+    def list_extractions(self, role: Role, versions: _Versions, scenario: Scenario) -> Iterator[ExtractionPoint]:
         """FSDPWeightExtractor after backload_to_gpu; of an adapter collect_lora_params."""
         if role != "actor":
             return
         if scenario.model.has_adapters:
-            yield extraction("adapter for the rollout", scenario, versions.adapter, staged=scenario.param_offload)
+            yield make_extraction_point(
+                "adapter for the rollout", scenario, versions.adapter, staged=scenario.param_offload
+            )
             return
-        path = "state_dict.to.full_tensor" if scenario.version == 2 else "sharded_state_dict.full_tensor"
-        yield extraction("weights for the rollout", scenario, path, staged=scenario.param_offload)
+        method = "state_dict.to.full_tensor" if scenario.version == 2 else "sharded_state_dict.full_tensor"
+        yield make_extraction_point("weights for the rollout", scenario, method, staged=scenario.param_offload)
 
     def _read_strategy(self, versions: _Versions) -> Strategy:
-        word = self.settings.text(_STRATEGY) or versions.default
+        word = self.settings.read_text(_STRATEGY) or versions.default
         return versions.fsdp if word == "fsdp" else Strategy.FSDP2
 
     def _choose_offload(self, role: Role, strategy: Strategy) -> OffloadChoice:
@@ -102,6 +104,6 @@ class SkyRl(FsdpFramework[_Versions]):
         offload = self.choose_offload(role, "cpu_offload=false is the default")
         if offload.policy and strategy.version == 1 and role != "ref":
             offload = OffloadChoice()
-        if offload.policy or not self.settings.flag("trainer.placement.colocate_all", default=True):
+        if offload.policy or not self.settings.read_flag("trainer.placement.colocate_all", default=True):
             return offload
         return OffloadChoice(param=_MOVED, optimizer=None if role == "ref" else _MOVED)

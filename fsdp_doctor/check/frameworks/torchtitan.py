@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fsdp_doctor.check.findings import ConfigFinding, ConfiguredModel, conflict, unknown
-from fsdp_doctor.check.framework import FsdpFramework, ModelReading, VersionRange, load_facts, not_under_fsdp
+from fsdp_doctor.check.findings import ConfigFinding, ConfiguredModel, report_conflict, report_unknown
+from fsdp_doctor.check.framework import FsdpFramework, ModelReading, VersionRange, load_facts, report_not_under_fsdp
 from fsdp_doctor.check.settings import Settings
-from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, extraction, loading
+from fsdp_doctor.check.use import Chosen, ExtractionPoint, Role, make_extraction_point, make_loading_point
 from fsdp_doctor.matrix.axes import AxisName, Backend, Strategy
 from fsdp_doctor.matrix.cases import Scenario
 
@@ -27,19 +27,19 @@ class Torchtitan(FsdpFramework[VersionRange]):
 
     @staticmethod
     def recognizes(settings: Settings) -> bool:
-        return _OFFLOAD in settings or bool(settings.below(_SECTION) and settings.below("training"))
+        return _OFFLOAD in settings or bool(settings.list_below(_SECTION) and settings.list_below("training"))
 
     def read(self, role: Role) -> ModelReading:
-        offload = self.settings.first_true(_OFFLOAD)
-        if self.settings.number(_SHARD) == 1 and (self.settings.number(_CONTEXT) or 1) == 1:
-            shard = self.settings.first(_SHARD)
+        offload = self.settings.find_first_true(_OFFLOAD)
+        if self.settings.read_number(_SHARD) == 1 and (self.settings.read_number(_CONTEXT) or 1) == 1:
+            shard = self.settings.find_first(_SHARD)
             sentence = (
                 "enable_cpu_offload is a setting of FSDP, and nothing is sharded with data_parallel_shard_degree=1"
             )
-            return not_under_fsdp(role, shard, *([conflict(sentence, offload, shard)] if offload else []))
-        return self.reading(role, self.find_other_parallelisms(_SECTION, _DEGREES))
+            return report_not_under_fsdp(role, shard, *([report_conflict(sentence, offload, shard)] if offload else []))
+        return self.read_role(role, self.find_other_parallelisms(_SECTION, _DEGREES))
 
-    def configured_model(self, role: Role) -> ConfiguredModel:
+    def read_model(self, role: Role) -> ConfiguredModel:
         """None that is known: the configuration names a size of torchtitan's own model."""
         return ConfiguredModel()
 
@@ -55,18 +55,18 @@ class Torchtitan(FsdpFramework[VersionRange]):
             "sharding": self.choose_sharding(role),
         }
 
-    def extractions(self, role: Role, versions: VersionRange, scenario: Scenario) -> Iterator[ExtractionPoint]:
-        if self.settings.flag("checkpoint.enable", "checkpoint.enable_checkpoint"):
-            yield extraction("checkpoint", scenario, "get_model_state_dict.sharded")
-            yield extraction("checkpoint", scenario, "dcp")
-            yield loading("resume", scenario, "dcp.load.model+optimizer")
+    def list_extractions(self, role: Role, versions: VersionRange, scenario: Scenario) -> Iterator[ExtractionPoint]:
+        if self.settings.read_flag("checkpoint.enable", "checkpoint.enable_checkpoint"):
+            yield make_extraction_point("checkpoint", scenario, "get_model_state_dict.sharded")
+            yield make_extraction_point("checkpoint", scenario, "dcp")
+            yield make_loading_point("resume", scenario, "dcp.load.model+optimizer")
 
-    def findings(self) -> list[ConfigFinding]:
+    def find_problems(self) -> list[ConfigFinding]:
         """An offload under a name that torchtitan does not know."""
         return [
-            unknown(
+            report_unknown(
                 f"{row.key.removeprefix('training.')!r} is not a known key of training (did you mean {_OFFLOAD}?)", row
             )
-            for row in self.settings.below("training")
+            for row in self.settings.list_below("training")
             if row.key != _OFFLOAD and "offload" in row.key
         ]

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
-from fsdp_doctor.check.findings import ConfigFinding, conflict, known, note, unknown
+from fsdp_doctor.check.findings import ConfigFinding, note, report_conflict, report_known, report_unknown
 from fsdp_doctor.check.framework import (
     FsdpFramework,
     Keys,
@@ -24,13 +24,20 @@ from fsdp_doctor.check.framework import (
     ModelReading,
     VersionRange,
     load_facts,
-    matching,
-    not_under_fsdp,
+    report_not_under_fsdp,
+    select_matching,
     trains_with_fsdp,
 )
 from fsdp_doctor.check.launch_commands import SCRIPT
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
-from fsdp_doctor.check.use import Chosen, ExtractionPoint, OffloadChoice, Role, extraction, loading
+from fsdp_doctor.check.use import (
+    Chosen,
+    ExtractionPoint,
+    OffloadChoice,
+    Role,
+    make_extraction_point,
+    make_loading_point,
+)
 from fsdp_doctor.matrix.axes import AxisName, Backend, Model, Strategy, Transfer
 from fsdp_doctor.matrix.cases import Scenario
 
@@ -70,40 +77,42 @@ class VerlModel(KeyTable, frozen=True, kw_only=True):
     synced: bool = False
     forward_only: bool = False
 
-    def below(self, name: str) -> Keys:
+    def name_keys(self, name: str) -> Keys:
         """The keys of that name in its sections."""
         return tuple(f"{section}.{name}" for section in self.sections)
 
-    def outer_strategy(self, settings: Settings) -> Setting | None:
+    def find_outer_strategy(self, settings: Settings) -> Setting | None:
         """The strategy outside of its sections, which the trainer follows."""
-        return settings.first(*self.strategies)
+        return settings.find_first(*self.strategies)
 
-    def inner_strategy(self, settings: Settings) -> Setting | None:
+    def find_inner_strategy(self, settings: Settings) -> Setting | None:
         """The strategy in its sections, which the engine followed until PR 5885."""
-        return settings.first(*self.below("strategy"))
+        return settings.find_first(*self.name_keys("strategy"))
 
-    def strategy_setting(self, settings: Settings) -> Setting | None:
-        return self.outer_strategy(settings) or self.inner_strategy(settings)
+    def find_strategy_setting(self, settings: Settings) -> Setting | None:
+        return self.find_outer_strategy(settings) or self.find_inner_strategy(settings)
 
-    def strategy(self, settings: Settings) -> Strategy | None:
+    def read_strategy(self, settings: Settings) -> Strategy | None:
         """FSDP1 or FSDP2, regardless of use_orig_params; None for another engine."""
-        return _STRATEGIES.get(settings.word(*self.strategies, *self.below("strategy"), default=self.default))
+        return _STRATEGIES.get(settings.read_word(*self.strategies, *self.name_keys("strategy"), default=self.default))
 
-    def policy_setting(self, settings: Settings) -> Setting | None:
+    def find_policy_setting(self, settings: Settings) -> Setting | None:
         """The setting that asks for the policy; None where one of those that must be on is not."""
-        is_asked = all(settings.flag(*self.below(name)) for name in self.policy_names)
-        return settings.first(*self.below(self.policy_names[0])) if is_asked else None
+        is_asked = all(settings.read_flag(*self.name_keys(name)) for name in self.policy_names)
+        return settings.find_first(*self.name_keys(self.policy_names[0])) if is_asked else None
 
-    def manual_offloads(self, settings: Settings) -> dict[str, Setting]:
+    def find_manual_offloads(self, settings: Settings) -> dict[str, Setting]:
         """By name, the manual offloads that are on."""
-        rows = {name: settings.first_true(*self.below(name)) for name in ("param_offload", "optimizer_offload")}
+        rows = {
+            name: settings.find_first_true(*self.name_keys(name)) for name in ("param_offload", "optimizer_offload")
+        }
         return {name: row for name, row in rows.items() if row}
 
-    def adapter(self, settings: Settings) -> Setting | None:
+    def find_adapter(self, settings: Settings) -> Setting | None:
         """The setting that asks for an adapter: lora_rank, or one to start from; lora.rank is Megatron's."""
-        if (settings.number(f"{self.model}.lora_rank") or 0) > 0:
-            return settings.first(f"{self.model}.lora_rank")
-        return settings.first(f"{self.model}.lora_adapter_path")
+        if (settings.read_number(f"{self.model}.lora_rank") or 0) > 0:
+            return settings.find_first(f"{self.model}.lora_rank")
+        return settings.find_first(f"{self.model}.lora_adapter_path")
 
 
 class VerlVersions(VersionRange, frozen=True, kw_only=True):
@@ -158,32 +167,32 @@ class Verl(FsdpFramework[VerlVersions]):
     @staticmethod
     def count_ranks(settings: Settings) -> int | None:
         """Eight on one node by default; for an SFT trainer what torchrun starts, unless it is the one on Ray."""
-        per_node = settings.number("trainer.n_gpus_per_node", default=8 if _is_ppo(settings) else None)
-        nodes = settings.number("trainer.nnodes", default=1)
+        per_node = settings.read_number("trainer.n_gpus_per_node", default=8 if _is_ppo(settings) else None)
+        nodes = settings.read_number("trainer.nnodes", default=1)
         return per_node * nodes if per_node and nodes else None
 
-    def models(self) -> dict[Role, tuple[str, ...]]:
-        if engine := _other_engine(self.settings):
-            if _words(f"{engine.key} {engine.value}").isdisjoint(_WITHOUT_FSDP):
+    def list_models(self) -> dict[Role, tuple[str, ...]]:
+        if engine := _find_other_engine(self.settings):
+            if _split_words(f"{engine.key} {engine.value}").isdisjoint(_WITHOUT_FSDP):
                 raise Unreadable(f"{engine}: this engine is not known, or has an FSDP of its own, which is not read")
             return {"actor" if _is_ppo(self.settings) else "model": ()}
-        if config := _unknown_config(self.settings):
+        if config := _find_unknown_config(self.settings):
             raise Unreadable(f"{config}: what that configuration sets is not known; give its file beside the command")
-        models = _built_models(self.settings)
-        return {model.role: model.sections for model in models if model is not _REF or self._ranges_of(model)}
+        models = _list_built_models(self.settings)
+        return {model.role: model.sections for model in models if model is not _REF or self._list_ranges(model)}
 
-    def keys(self, role: Role) -> VerlModel:
-        return next(model for model in _built_models(self.settings) if model.role == role)
+    def list_keys(self, role: Role) -> VerlModel:
+        return next(model for model in _list_built_models(self.settings) if model.role == role)
 
     def read(self, role: Role) -> ModelReading:
-        if engine := _other_engine(self.settings):
-            return not_under_fsdp(role, engine)
-        model = self.keys(role)
-        ranges = self._ranges_of(model)
-        strategy = model.strategy(self.settings)
-        if strategy is None and (row := model.strategy_setting(self.settings)):
+        if engine := _find_other_engine(self.settings):
+            return report_not_under_fsdp(role, engine)
+        model = self.list_keys(role)
+        ranges = self._list_ranges(model)
+        strategy = model.read_strategy(self.settings)
+        if strategy is None and (row := model.find_strategy_setting(self.settings)):
             trains_with_fsdp(row, (), _WITHOUT_FSDP)
-            return not_under_fsdp(role, row, *self._find_offload_conflicts(model, strategy))
+            return report_not_under_fsdp(role, row, *self._find_offload_conflicts(model, strategy))
         assert strategy is not None
         if not ranges:
             raise Unreadable("that version of verl does not know what these settings ask for")
@@ -195,12 +204,12 @@ class Verl(FsdpFramework[VerlVersions]):
             *self._find_useless_offload(model, strategy),
             *self._find_ignored_strategy(model, ranges),
         ]
-        return self.reading(role, findings, ranges)
+        return self.read_role(role, findings, ranges)
 
     def choose_axes(self, role: Role, versions: VerlVersions) -> dict[AxisName, Chosen]:
-        model = self.keys(role)
-        strategy = Strategy.FSDP1 if versions.fsdp1_only else model.strategy(self.settings) or Strategy.FSDP1
-        offload, adapter = self._choose_offloads(model, strategy), model.adapter(self.settings)
+        model = self.list_keys(role)
+        strategy = Strategy.FSDP1 if versions.fsdp1_only else model.read_strategy(self.settings) or Strategy.FSDP1
+        offload, adapter = self._choose_offloads(model, strategy), model.find_adapter(self.settings)
         return {
             "strategy": self._choose_strategy(model, strategy, versions),
             "offload": offload.chosen,
@@ -210,65 +219,69 @@ class Verl(FsdpFramework[VerlVersions]):
             "transfer": _choose_transfer(strategy, offload, versions),
         }
 
-    def extractions(self, role: Role, versions: VerlVersions, scenario: Scenario) -> Iterator[ExtractionPoint]:
+    def list_extractions(self, role: Role, versions: VerlVersions, scenario: Scenario) -> Iterator[ExtractionPoint]:
         """The weights sync, and checkpoints."""
-        model = self.keys(role)
+        model = self.list_keys(role)
         if model.synced:
             staged = _sync_is_staged(versions, scenario)
-            path = self._sync_path(versions, scenario, staged)
-            yield extraction("weights for the rollout", scenario, path, staged=staged)
-            if versions.asks_offloaded and self.settings.below("async_training"):
-                yield extraction("get_actor_weights_info for the rollout", scenario, "weights_info")
+            method = self._choose_sync_method(versions, scenario, staged)
+            yield make_extraction_point("weights for the rollout", scenario, method, staged=staged)
+            if versions.asks_offloaded and self.settings.list_below("async_training"):
+                yield make_extraction_point("get_actor_weights_info for the rollout", scenario, "weights_info")
         # PPO saves every ``save_freq`` steps if that is positive, and by default not at all; SFT saves at its end.
-        saves = role == "model" or (self.settings.number("trainer.save_freq") or -1) > 0
+        saves = role == "model" or (self.settings.read_number("trainer.save_freq") or -1) > 0
         if model.checkpoint and saves:
-            yield from self._checkpoints(model, versions, scenario)
+            yield from self._list_checkpoints(model, versions, scenario)
 
-    def findings(self) -> Iterator[ConfigFinding]:
+    def find_problems(self) -> Iterator[ConfigFinding]:
         yield from self._find_misplaced_offloads()
-        script = self.settings.text(SCRIPT)
+        script = self.settings.read_text(SCRIPT)
         module = re.fullmatch(r"(\w+)(?:\.\w+)+", script)
         # A package with verl's settings that is not verl's may be a copy of it, with workers of its own.
         if module is not None and module[1] not in ("verl", "recipe") and not script.endswith((".py", ".sh")):
             sentence = (
                 f"{module[1]} is not verl's own package: what is said here holds if its workers are those of verl"
             )
-            yield note(sentence, self.settings.first(SCRIPT))
-        if _is_ppo(self.settings) and not _other_engine(self.settings):
+            yield note(sentence, self.settings.find_first(SCRIPT))
+        if _is_ppo(self.settings) and not _find_other_engine(self.settings):
             yield from self._find_models_not_built()
-        if self.settings.first("defaults"):
+        if self.settings.find_first("defaults"):
             yield note("Hydra's `defaults` are not followed; verl's own defaults are assumed")
 
     # Versions and axes
 
-    def _ranges_of(self, model: VerlModel) -> list[VerlVersions]:
+    def _list_ranges(self, model: VerlModel) -> list[VerlVersions]:
         """The ranges of versions that build the model: by the version, and by the implementation that is chosen."""
         trainer: _Trainer = "old_sft" if model is _OLD_SFT else "sft" if model is _SFT else "ppo"
-        ranges = [item for item in matching(_FACTS.versions, self.version) if trainer in item.trainers]
+        ranges = [item for item in select_matching(_FACTS.versions, self.version) if trainer in item.trainers]
         if trainer == "sft":
             return ranges
-        if trainer == "ppo" and (word := self.settings.word(_IMPLEMENTATION)) in ("auto", "enable", "disable"):
+        if trainer == "ppo" and (word := self.settings.read_word(_IMPLEMENTATION)) in ("auto", "enable", "disable"):
             ranges = [item for item in ranges if not item.chosen_by or word in item.chosen_by]
         ranges = [item for item in ranges if not item.fsdp1_only or not self._asks_for_newer(model)]
         # With an adapter the actor without it is the reference: ``ref_in_actor``.
-        is_asked = _asks_for_reference(self.settings) and model.adapter(self.settings) is None
+        is_asked = _asks_for_reference(self.settings) and model.find_adapter(self.settings) is None
         return [item for item in ranges if model is not _REF or item.always_ref or is_asked]
 
     def _asks_for_newer(self, model: VerlModel) -> bool:
         """Whether the settings ask for what came with v0.4: FSDP2, adapters, the newer layouts."""
         asks_fsdp2 = (
-            model.strategy_setting(self.settings) is not None and model.strategy(self.settings) is Strategy.FSDP2
+            model.find_strategy_setting(self.settings) is not None
+            and model.read_strategy(self.settings) is Strategy.FSDP2
         )
-        asks_adapter = model is not _OLD_SFT and model.adapter(self.settings) is not None
+        asks_adapter = model is not _OLD_SFT and model.find_adapter(self.settings) is not None
         return (
-            asks_fsdp2 or asks_adapter or _IMPLEMENTATION in self.settings or bool(self.settings.below("critic.fsdp"))
+            asks_fsdp2
+            or asks_adapter
+            or _IMPLEMENTATION in self.settings
+            or bool(self.settings.list_below("critic.fsdp"))
         )
 
     def _choose_strategy(self, model: VerlModel, strategy: Strategy, versions: VerlVersions) -> Chosen:
-        row, orig = model.strategy_setting(self.settings), model.below("use_orig_params")
+        row, orig = model.find_strategy_setting(self.settings), model.name_keys("use_orig_params")
         why = "verl has only FSDP1 before v0.4" if versions.fsdp1_only else str(row or "verl's default")
-        if strategy.version == 1 and self.settings.flag(*orig):
-            return Chosen(Strategy.FSDP1_ORIG, f"{why}; {self.settings.first(*orig)}")
+        if strategy.version == 1 and self.settings.read_flag(*orig):
+            return Chosen(Strategy.FSDP1_ORIG, f"{why}; {self.settings.find_first(*orig)}")
         return Chosen(strategy, why)
 
     def _choose_offloads(self, model: VerlModel, strategy: Strategy) -> OffloadChoice:
@@ -278,9 +291,9 @@ class Verl(FsdpFramework[VerlVersions]):
                 policy="verl puts a model that only runs forward under the policy, whatever its flags say"
             )
         reads_policy = strategy.version == (1 if model is _OLD_SFT else 2)
-        manual = model.manual_offloads(self.settings)
+        manual = model.find_manual_offloads(self.settings)
         return OffloadChoice(
-            policy=model.policy_setting(self.settings) if reads_policy else None,
+            policy=model.find_policy_setting(self.settings) if reads_policy else None,
             param=manual.get("param_offload"),
             optimizer=manual.get("optimizer_offload"),
             default="verl's default",
@@ -288,75 +301,77 @@ class Verl(FsdpFramework[VerlVersions]):
 
     # Extractions
 
-    def _sync_path(self, versions: VerlVersions, scenario: Scenario, staged: bool) -> str:
+    def _choose_sync_method(self, versions: VerlVersions, scenario: Scenario, staged: bool) -> str:
         if scenario.model.has_adapters:
-            if versions.stages and self.settings.flag("actor_rollout_ref.model.lora.merge"):
+            if versions.stages and self.settings.read_flag("actor_rollout_ref.model.lora.merge"):
                 is_late = versions.merged_late and scenario.version == 2
                 return "lora.merged.read_late" if is_late else "lora.merged"
-            is_layered = self.settings.flag("actor_rollout_ref.rollout.layered_summon")
+            is_layered = self.settings.read_flag("actor_rollout_ref.rollout.layered_summon")
             return "lora.layered_summon" if is_layered else "lora.adapter"
         if scenario.version == 1:
-            load_format = "" if versions.engine else self.settings.word("actor_rollout_ref.rollout.load_format")
+            load_format = "" if versions.engine else self.settings.read_word("actor_rollout_ref.rollout.load_format")
             return "full_state_dict" if "hf" in load_format.split("_") else "sharded_state_dict.full_tensor"
         is_late = versions.reads_after_offload and staged and scenario.param_offload
         return "state_dict.held" if is_late else "state_dict.to.full_tensor"
 
-    def _checkpoints(self, model: VerlModel, versions: VerlVersions, scenario: Scenario) -> Iterator[ExtractionPoint]:
+    def _list_checkpoints(
+        self, model: VerlModel, versions: VerlVersions, scenario: Scenario
+    ) -> Iterator[ExtractionPoint]:
         """save_checkpoint: the sharded state dict, and where ``hf_model`` asks for it the whole model; the resume."""
         is_fsdp2 = scenario.version == 2
         whole = "get_model_state_dict.full+cpu" if is_fsdp2 else "full_state_dict.rank0+cpu"
         if versions.saves_whole:
-            yield extraction("checkpoint", scenario, whole)
+            yield make_extraction_point("checkpoint", scenario, whole)
             return
         staged = scenario.param_offload or (scenario.policy and is_fsdp2 and versions.saves_policy_staged)
-        row = self.settings.first(f"{model.checkpoint}.save_contents")
+        row = self.settings.find_first(f"{model.checkpoint}.save_contents")
         contents = row.value if row and isinstance(row.value, list) else ["model"]
-        paths = {"model": "state_dict" if is_fsdp2 else "sharded_state_dict", "hf_model": whole}
-        for name, path in paths.items():
+        methods = {"model": "state_dict" if is_fsdp2 else "sharded_state_dict", "hf_model": whole}
+        for name, method in methods.items():
             if name in contents:
-                yield extraction("checkpoint", scenario, path, staged=staged)
+                yield make_extraction_point("checkpoint", scenario, method, staged=staged)
         # FSDPCheckpointManager.load_checkpoint, after load_fsdp_model_to_gpu where param_offload asks for it.
-        yield loading("resume", scenario, "rank_files.model+optimizer", staged=scenario.param_offload)
+        yield make_loading_point("resume", scenario, "rank_files.model+optimizer", staged=scenario.param_offload)
 
     # Settings that contradict one another, that nothing reads, or that do harm together
 
     def _find_offload_conflicts(self, model: VerlModel, strategy: Strategy | None) -> Iterator[ConfigFinding]:
         """Conflicts between strategy and offloads. strategy: None for an engine other than FSDP1 and FSDP2."""
         settings, role = self.settings, model.role
-        policy, row = model.policy_setting(settings), model.strategy_setting(settings)
+        policy, row = model.find_policy_setting(settings), model.find_strategy_setting(settings)
         if model is _OLD_SFT:
             if policy and strategy is Strategy.FSDP2:
                 sentence = (
                     "since v0.4 the SFT trainer hands FSDP2 what is FSDP1's offload, which leaves the shards on the CPU"
                 )
-                yield conflict(sentence, policy, row)
+                yield report_conflict(sentence, policy, row)
             return
-        inner, outer = model.inner_strategy(settings), model.outer_strategy(settings)
+        inner, outer = model.find_inner_strategy(settings), model.find_outer_strategy(settings)
         if inner and outer and inner.value != outer.value and inner.key != outer.key:
             sentence = (
                 f"{role}: two different strategies: since PR 5885 (v0.8.0) the engine follows the first, before that "
                 "the second"
             )
-            yield conflict(sentence, outer, inner)
-        manual = list(model.manual_offloads(settings).values())
+            yield report_conflict(sentence, outer, inner)
+        manual = list(model.find_manual_offloads(settings).values())
         if model.forward_only:
             if policy or manual:
                 yield note(
                     f"{role}: verl puts this model under the policy, whatever these settings say", policy, *manual
                 )
         elif policy and strategy is Strategy.FSDP1:
-            yield conflict(
+            yield report_conflict(
                 f"{role}: offload_policy has no effect with FSDP1; only strategy=fsdp2 reads it", policy, row
             )
         elif policy and strategy is Strategy.FSDP2 and manual:
             sentence = f"{role}: the policy and a manual offload are both on; the policy takes precedence"
-            yield conflict(sentence, policy, *manual)
-        if strategy is Strategy.FSDP2 and (orig := settings.first_true(*model.below("use_orig_params"))):
+            yield report_conflict(sentence, policy, *manual)
+        if strategy is Strategy.FSDP2 and (orig := settings.find_first_true(*model.name_keys("use_orig_params"))):
             yield note(f"{role}: FSDP2 does not read use_orig_params", orig)
 
     def _find_ignored_strategy(self, model: VerlModel, ranges: Sequence[VerlVersions]) -> Iterator[ConfigFinding]:
         """Until PR 5885 the engine followed the strategy in the model's section alone, by default ``fsdp``."""
-        outer, inner = model.outer_strategy(self.settings), model.inner_strategy(self.settings)
+        outer, inner = model.find_outer_strategy(self.settings), model.find_inner_strategy(self.settings)
         if any(item.own_strategy for item in ranges) and outer and outer.value != "fsdp" and not inner:
             sentence = "an engine before PR 5885, as in v0.7.1, uses FSDP1 unless fsdp_config.strategy is set"
             yield note(f"{model.role}: {sentence}", outer)
@@ -365,33 +380,35 @@ class Verl(FsdpFramework[VerlVersions]):
         """A worker that only generates has the FSDP model beside the engine's own weights (issue 4229)."""
         settings = self.settings
         legacy = tuple(f"{model.role}, {item.label}" for item in ranges if not item.engine)
-        rows, size = settings.below("async_training"), model.below("fsdp_size")
-        if not (model.synced and legacy and rows) or settings.number(*size) != 1:
+        rows, size = settings.list_below("async_training"), model.name_keys("fsdp_size")
+        if not (model.synced and legacy and rows) or settings.read_number(*size) != 1:
             return
-        if settings.flag(*model.below("param_offload")):
+        if settings.read_flag(*model.name_keys("param_offload")):
             return
-        share = settings.first(_UTILIZATION)
+        share = settings.find_first(_UTILIZATION)
         memory = f"{share.value} of the device's memory" if share else "its share of the device's memory"
         sentence = (
             f"{model.role}: a worker that only generates loads this FSDP model, too, and with fsdp_size=1 all of it: "
             f"it is beside the engine's own weights when the engine asks for {memory} (issue 4229); "
             "`fsdp-doctor memory rollout` shows it"
         )
-        yield dataclasses.replace(conflict(sentence, settings.first(*size), share, rows[0]), holds_for=legacy)
+        yield dataclasses.replace(
+            report_conflict(sentence, settings.find_first(*size), share, rows[0]), holds_for=legacy
+        )
 
     def _find_useless_offload(self, model: VerlModel, strategy: Strategy) -> Iterator[ConfigFinding]:
         """An offload of FSDP1 parameters that are not sharded, in the dtype of the computation (by default float32)."""
         settings = self.settings
-        moved = settings.first_true(*model.below("param_offload"))
+        moved = settings.find_first_true(*model.name_keys("param_offload"))
         if strategy.version == 2 or moved is None or model.forward_only or model is _OLD_SFT:
             return
-        if self.configured_model(model.role).ranks != 1 or settings.flag(*model.below("use_orig_params")):
+        if self.read_model(model.role).ranks != 1 or settings.read_flag(*model.name_keys("use_orig_params")):
             return
-        stored = settings.first(*model.below("model_dtype"))
-        computed = settings.first(*model.below("mixed_precision.param_dtype"), *model.below("dtype"))
+        stored = settings.find_first(*model.name_keys("model_dtype"))
+        computed = settings.find_first(*model.name_keys("mixed_precision.param_dtype"), *model.name_keys("dtype"))
         if _read_dtype(stored, "float32") == _read_dtype(computed, "bfloat16"):
-            size = settings.first(*model.below("fsdp_size"))
-            yield known("fsdp1-no-shard-offload-frees-nothing", moved, size, stored, computed)
+            size = settings.find_first(*model.name_keys("fsdp_size"))
+            yield report_known("fsdp1-no-shard-offload-frees-nothing", moved, size, stored, computed)
 
     def _find_misplaced_offloads(self) -> Iterator[ConfigFinding]:
         """Offloads in a section where verl's FSDP does not read them."""
@@ -403,20 +420,20 @@ class Verl(FsdpFramework[VerlVersions]):
             if section.startswith(("actor_rollout_ref", "critic", "engine")):
                 (near,) = difflib.get_close_matches(section, sections, n=1, cutoff=0)
                 sentence = f"verl's FSDP does not read {row.name} in {section} (did you mean {near}.{row.name}?)"
-                yield unknown(sentence, row)
+                yield report_unknown(sentence, row)
 
     def _find_models_not_built(self) -> Iterator[ConfigFinding]:
         """A note on each model that has settings and is not built."""
-        settings, adapter = self.settings, _REF.adapter(self.settings)
+        settings, adapter = self.settings, _REF.find_adapter(self.settings)
         if adapter and _asks_for_reference(settings):
             sentence = (
                 "no reference model is built: with an adapter the actor without it is the reference (ref_in_actor)"
             )
             yield note(sentence, adapter)
-        elif settings.below(_REF.sections[0]) and not _asks_for_reference(settings):
+        elif settings.list_below(_REF.sections[0]) and not _asks_for_reference(settings):
             yield note("no reference model is built since v0.4: neither use_kl_loss nor use_kl_in_reward is true")
-        if settings.below("critic") and not _has_critic(settings):
-            yield note("no critic is built", settings.first("critic.enable", "algorithm.adv_estimator"))
+        if settings.list_below("critic") and not _has_critic(settings):
+            yield note("no critic is built", settings.find_first("critic.enable", "algorithm.adv_estimator"))
 
 
 def _choose_backend(model: VerlModel, versions: VerlVersions) -> Chosen:
@@ -452,40 +469,40 @@ def _read_dtype(row: Setting | None, default: str) -> str:
 
 def _is_ppo(settings: Settings) -> bool:
     """Whether the run is of PPO or a relative of it."""
-    has_critic = any(settings.below(section) for section in _CRITIC.sections) or "critic.strategy" in settings
-    script = settings.text(SCRIPT)
-    return bool(settings.below("actor_rollout_ref")) or has_critic or ("main_ppo" in script and "verl" in script)
+    has_critic = any(settings.list_below(section) for section in _CRITIC.sections) or "critic.strategy" in settings
+    script = settings.read_text(SCRIPT)
+    return bool(settings.list_below("actor_rollout_ref")) or has_critic or ("main_ppo" in script and "verl" in script)
 
 
 def _is_sft(settings: Settings) -> bool:
     has_engine = any(f"engine.{key}" in settings for key in _ENGINE_KEYS)
-    has_section = bool(settings.below("model.fsdp_config") and settings.below("trainer"))
-    script = settings.text(SCRIPT)
+    has_section = bool(settings.list_below("model.fsdp_config") and settings.list_below("trainer"))
+    script = settings.read_text(SCRIPT)
     is_script = "sft_trainer" in script and "verl" in script
     return has_engine or "model.partial_pretrain" in settings or has_section or is_script
 
 
-def _built_models(settings: Settings) -> tuple[VerlModel, ...]:
+def _list_built_models(settings: Settings) -> tuple[VerlModel, ...]:
     """The models of the run; some versions may not build all of them."""
     if _is_ppo(settings):
         return (_ACTOR, _REF, _CRITIC) if _has_critic(settings) else (_ACTOR, _REF)
-    is_old = "fsdp_sft_trainer" in settings.text(SCRIPT) or "model.partial_pretrain" in settings
-    return (_OLD_SFT,) if is_old or settings.below("model.fsdp_config") else (_SFT,)
+    is_old = "fsdp_sft_trainer" in settings.read_text(SCRIPT) or "model.partial_pretrain" in settings
+    return (_OLD_SFT,) if is_old or settings.list_below("model.fsdp_config") else (_SFT,)
 
 
 def _has_critic(settings: Settings) -> bool:
-    estimator = settings.first("algorithm.adv_estimator")
-    is_enabled = settings.flag("critic.enable", default=estimator is None or estimator.value == "gae")
-    return is_enabled and bool(settings.below("critic") or estimator)
+    estimator = settings.find_first("algorithm.adv_estimator")
+    is_enabled = settings.read_flag("critic.enable", default=estimator is None or estimator.value == "gae")
+    return is_enabled and bool(settings.list_below("critic") or estimator)
 
 
 def _asks_for_reference(settings: Settings) -> bool:
-    return settings.flag("algorithm.use_kl_in_reward") or settings.flag("actor_rollout_ref.actor.use_kl_loss")
+    return settings.read_flag("algorithm.use_kl_in_reward") or settings.read_flag("actor_rollout_ref.actor.use_kl_loss")
 
 
-def _unknown_config(settings: Settings) -> Setting | None:
+def _find_unknown_config(settings: Settings) -> Setting | None:
     """The setting that names a configuration which is neither verl's own nor given, so that its values are unknown."""
-    path, name = settings.first("config_path", "config_dir"), settings.first("config_name")
+    path, name = settings.find_first("config_path", "config_dir"), settings.find_first("config_name")
     stem = str(name.value).removesuffix(".yaml") if name else ""
     if any(pathlib.PurePath(row.file).stem == stem for row in settings):
         return None
@@ -495,24 +512,24 @@ def _unknown_config(settings: Settings) -> Setting | None:
     return None if is_verl_folder else path
 
 
-def _other_engine(settings: Settings) -> Setting | None:
+def _find_other_engine(settings: Settings) -> Setting | None:
     """The setting that chooses another engine than FSDP: one of Hydra's choices, or an engine's own section."""
-    for row in map(settings.first, ("model_engine", "engine")):
+    for row in map(settings.find_first, ("model_engine", "engine")):
         if row is not None and isinstance(row.value, str) and row.value not in _WITH_FSDP:
             return row
-    for row in map(settings.first, ("config_name", "defaults")):
+    for row in map(settings.find_first, ("config_name", "defaults")):
         if row is not None and _names_other_engine(str(row.value)):
             return row
-    if _ACTOR.outer_strategy(settings) is not None or settings.below("actor_rollout_ref.actor.fsdp_config"):
+    if _ACTOR.find_outer_strategy(settings) is not None or settings.list_below("actor_rollout_ref.actor.fsdp_config"):
         return None
-    sections = (settings.below(f"actor_rollout_ref.actor.{name}") for name in _OTHER_ENGINES)
+    sections = (settings.list_below(f"actor_rollout_ref.actor.{name}") for name in _OTHER_ENGINES)
     return next((rows[0] for rows in sections if rows), None)
 
 
 def _names_other_engine(text: str) -> bool:
     """Whether a name or a key has one of the other engines as one of its words, as ``ppo_megatron_trainer`` has."""
-    return not _words(text).isdisjoint(_OTHER_ENGINES)
+    return not _split_words(text).isdisjoint(_OTHER_ENGINES)
 
 
-def _words(text: str) -> set[str]:
+def _split_words(text: str) -> set[str]:
     return set(re.split(r"[^A-Za-z0-9]+", text)) | set(re.split(r"[^A-Za-z0-9_]+", text))

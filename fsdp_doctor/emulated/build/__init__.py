@@ -44,7 +44,7 @@ class EmulationUnavailable(ImportError):
     """The device cannot be built here; the message is one sentence with the reason and what helps."""
 
 
-def library() -> pathlib.Path:
+def find_library() -> pathlib.Path:
     """The path of the shared library for this torch: an installed one, else one from the cache, else built now.
 
     Any number of processes may call it at once: one builds, the others wait for it. If the cache cannot be written or
@@ -55,21 +55,21 @@ def library() -> pathlib.Path:
         raise EmulationUnavailable(
             f"the emulated accelerator needs torch {OLDEST_TORCH} or newer, this is torch {torch.__version__}"
         )
-    if installed := _installed():
+    if installed := _find_installed():
         return installed
-    compiler = _compiler()
-    key = _key(compiler)
+    compiler = _find_compiler()
+    key = _compute_key(compiler)
     cached = cache_directory() / key / _FILE
     # Not pathlib's exists, which raises for a directory that cannot be read.
     if os.path.exists(cached):
         return cached
-    with _in_writable_directory(key, lambda directory: open(directory / "lock", "w")) as lock:
+    with _use_writable_directory(key, lambda directory: open(directory / "lock", "w")) as lock:
         # The kernel releases the lock when this process ends.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return _built(key) or _build(compiler, key)
+        return _find_built(key) or _build(compiler, key)
 
 
-def prebuilt_name() -> str:
+def make_prebuilt_name() -> str:
     """The file name of the library in ``PREBUILT``, which depends on the sources, torch and Python."""
     digest = hashlib.sha256(f"{torch.version.git_version} {torch.compiled_with_cxx11_abi()}".encode())
     for source in sorted(_SOURCES.iterdir()):
@@ -77,11 +77,11 @@ def prebuilt_name() -> str:
     return f"_C_{digest.hexdigest()[:16]}{_SUFFIX}"
 
 
-def _installed() -> pathlib.Path | None:
+def _find_installed() -> pathlib.Path | None:
     package = importlib.util.find_spec(PREBUILT)
     if package is None or package.origin is None:
         return None
-    file = pathlib.Path(package.origin).with_name(prebuilt_name())
+    file = pathlib.Path(package.origin).with_name(make_prebuilt_name())
     return file if file.exists() else None
 
 
@@ -92,7 +92,7 @@ def cache_directory() -> pathlib.Path:
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "fsdp-doctor"
 
 
-def _temporary_directory() -> pathlib.Path:
+def _make_temporary_directory() -> pathlib.Path:
     """The fallback for the cache. Raises OSError if another user could put a library there."""
     directory = pathlib.Path(tempfile.gettempdir()) / f"fsdp-doctor-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
@@ -102,10 +102,10 @@ def _temporary_directory() -> pathlib.Path:
     return directory
 
 
-def _in_writable_directory(key: str, use: Callable[[pathlib.Path], _Result]) -> _Result:
+def _use_writable_directory(key: str, use: Callable[[pathlib.Path], _Result]) -> _Result:
     """The result of ``use`` for the cache, or for the temporary directory if it raises OSError for the cache."""
     reasons = []
-    for place in (cache_directory, _temporary_directory):
+    for place in (cache_directory, _make_temporary_directory):
         name = "the directory of temporary files"
         try:
             directory = place() / key
@@ -119,8 +119,8 @@ def _in_writable_directory(key: str, use: Callable[[pathlib.Path], _Result]) -> 
     )
 
 
-def _built(key: str) -> pathlib.Path | None:
-    for place in (cache_directory, _temporary_directory):
+def _find_built(key: str) -> pathlib.Path | None:
+    for place in (cache_directory, _make_temporary_directory):
         with contextlib.suppress(OSError):
             file = place() / key / _FILE
             if file.exists():
@@ -128,7 +128,7 @@ def _built(key: str) -> pathlib.Path | None:
     return None
 
 
-def _compiler() -> list[str]:
+def _find_compiler() -> list[str]:
     configured = os.environ.get("CXX")
     candidates = [shlex.split(configured)] if configured else [[name] for name in _COMPILERS]
     for command in candidates:
@@ -141,7 +141,7 @@ def _compiler() -> list[str]:
     )
 
 
-def _flags() -> list[str]:
+def _list_flags() -> list[str]:
     include = pathlib.Path(torch.__file__).parent / "include"
     directories = (include, include / "torch" / "csrc" / "api" / "include", sysconfig.get_paths()["include"])
     return [
@@ -151,14 +151,14 @@ def _flags() -> list[str]:
     ]
 
 
-def _key(compiler: list[str]) -> str:
+def _compute_key(compiler: list[str]) -> str:
     """A directory name that changes with everything that the library depends on."""
     try:
         version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise EmulationUnavailable(f"the C++ compiler {compiler[0]} does not run: {error}") from None
     digest = hashlib.sha256()
-    for part in (torch.__version__, str(torch.version.git_version), sys.version, version, *_flags()):
+    for part in (torch.__version__, str(torch.version.git_version), sys.version, version, *_list_flags()):
         digest.update(part.encode())
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.read_bytes())
@@ -171,7 +171,7 @@ def _build(compiler: list[str], key: str) -> pathlib.Path:
     try:
         with tempfile.TemporaryDirectory() as scratch:
             linked = _compile(compiler, pathlib.Path(scratch))
-            file = _in_writable_directory(key, lambda directory: _copy(linked, directory))
+            file = _use_writable_directory(key, lambda directory: _copy(linked, directory))
     except OSError as error:
         reason = error.strerror or error
         raise EmulationUnavailable(
@@ -191,11 +191,11 @@ def _print(message: str) -> None:
 
 def _compile(compiler: list[str], scratch: pathlib.Path) -> pathlib.Path:
     """Make the library in ``scratch``. Raises OSError if the disk is full, EmulationUnavailable."""
-    sources = [_write_unit(unit, scratch) for unit in _units()]
+    sources = [_write_unit(unit, scratch) for unit in _list_units()]
     objects = [str(source.with_suffix(".o")) for source in sources]
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         commands = zip(sources, objects, strict=True)
-        list(pool.map(lambda pair: _run([*compiler, *_flags(), "-c", str(pair[0]), "-o", pair[1]]), commands))
+        list(pool.map(lambda pair: _run([*compiler, *_list_flags(), "-c", str(pair[0]), "-o", pair[1]]), commands))
     linked = scratch / _FILE
     directory = pathlib.Path(torch.__file__).parent / "lib"
     names = [f"-l{name}" for name in _LIBRARIES]
@@ -209,17 +209,17 @@ def _copy(linked: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
         return pathlib.Path(shutil.copy(linked, beside)).rename(directory / _FILE)
 
 
-def _units() -> list[tuple[str, ...]]:
+def _list_units() -> list[tuple[str, ...]]:
     """For each run of the compiler the names of the sources that it compiles."""
     grouped = {name for unit in _UNITS for name in unit}
-    return [*_UNITS, *((path.stem,) for path in sorted(_SOURCES.glob("*.cpp")) if path.stem not in grouped)]
+    return [*_UNITS, *((method.stem,) for method in sorted(_SOURCES.glob("*.cpp")) if method.stem not in grouped)]
 
 
 def _write_unit(unit: tuple[str, ...], directory: pathlib.Path) -> pathlib.Path:
     """A file in ``directory`` that includes the sources of ``unit``."""
-    path = directory / f"{unit[0]}.cpp"
-    path.write_text("".join(f'#include "{_SOURCES / name}.cpp"\n' for name in unit))
-    return path
+    method = directory / f"{unit[0]}.cpp"
+    method.write_text("".join(f'#include "{_SOURCES / name}.cpp"\n' for name in unit))
+    return method
 
 
 def _run(command: list[str]) -> None:

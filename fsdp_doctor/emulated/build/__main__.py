@@ -16,7 +16,7 @@ import zipfile
 import torch
 from packaging.version import Version
 
-from fsdp_doctor.emulated.build import PREBUILT, library, prebuilt_name
+from fsdp_doctor.emulated.build import PREBUILT, find_library, make_prebuilt_name
 
 _INIT = '"""The emulated device\'s library, built. fsdp_doctor.emulated finds it here."""\n'
 
@@ -32,20 +32,20 @@ def main() -> None:
         help="write a wheel for machines without a compiler, of this torch and this Python, into DIR (dist)",
     )
     directory = parser.parse_args().wheel
-    path = library() if directory is None else pack_wheel(library(), directory)
-    sys.stdout.write(f"{path}\n")
+    method = find_library() if directory is None else pack_wheel(find_library(), directory)
+    sys.stdout.write(f"{method}\n")
 
 
 def pack_wheel(file: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
     """Write the wheel of the library ``file`` into ``directory``, which is created if necessary; returns its path."""
     release = Version(torch.__version__).base_version
-    version = f"{release}+{prebuilt_name().split('.')[0].removeprefix('_C_')}"
+    version = f"{release}+{make_prebuilt_name().split('.')[0].removeprefix('_C_')}"
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     tag = f"{python}-{python}-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
     information = f"{PREBUILT}-{version}.dist-info"
     contents = {
         f"{PREBUILT}/__init__.py": _INIT.encode(),
-        f"{PREBUILT}/{prebuilt_name()}": file.read_bytes(),
+        f"{PREBUILT}/{make_prebuilt_name()}": file.read_bytes(),
         f"{information}/METADATA": (
             f"Metadata-Version: 2.1\nName: {PREBUILT}\nVersion: {version}\n"
             f"Summary: The library of fsdp_doctor.emulated, built\nRequires-Dist: torch=={release}\n"
@@ -54,17 +54,17 @@ def pack_wheel(file: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
             f"Wheel-Version: 1.0\nGenerator: fsdp-doctor\nRoot-Is-Purelib: false\nTag: {tag}\n"
         ).encode(),
     }
-    record = "".join(f"{name},sha256={_digest(content)},{len(content)}\n" for name, content in contents.items())
+    record = "".join(f"{name},sha256={_compute_digest(content)},{len(content)}\n" for name, content in contents.items())
     contents[f"{information}/RECORD"] = f"{record}{information}/RECORD,,\n".encode()
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{PREBUILT}-{version}-{tag}.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+    method = directory / f"{PREBUILT}-{version}-{tag}.whl"
+    with zipfile.ZipFile(method, "w", zipfile.ZIP_DEFLATED) as wheel:
         for name, content in contents.items():
             wheel.writestr(name, content)
-    return path
+    return method
 
 
-def _digest(content: bytes) -> str:
+def _compute_digest(content: bytes) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
 
 

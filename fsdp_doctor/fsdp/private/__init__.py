@@ -79,7 +79,7 @@ class GradientSwitches:
 
 
 @dataclass(slots=True, eq=False)
-class OwnTensors:
+class ModuleTensors:
     """One module under one name, and what it owns itself; a name may have None for a tensor.
 
     fsdp2_state: the FSDPState of the innermost FSDP2 module that it is or lies in, None outside of any.
@@ -93,28 +93,29 @@ class OwnTensors:
     non_persistent: set[str]
 
 
-def own_tensors(model: nn.Module) -> list[OwnTensors]:
+def list_module_tensors(model: nn.Module) -> list[ModuleTensors]:
     """Lists every module, under every name, in the order of ``named_modules``.
 
     ``Module._modules``, ``_parameters``, ``_buffers``: the public walk is a generator in a generator for each level,
     and a model of tens of thousands of modules is read for each extraction. ``_non_persistent_buffers_set``: only
     ``state_dict()`` tells the buffers apart in public, and that is a method under test.
     """
-    modules: list[OwnTensors] = []
+    modules: list[ModuleTensors] = []
     waiting: list[tuple[str, nn.Module, Any]] = [("", model, None)]
     while waiting:
         prefix, module, state = waiting.pop()
         if isinstance(module, FSDPModule):
             state = get(module, "_get_fsdp_state")()
         tensors = get(module, "_parameters"), get(module, "_buffers"), get(module, "_non_persistent_buffers_set")
-        modules.append(OwnTensors(prefix, module, state, *tensors))
+        modules.append(ModuleTensors(prefix, module, state, *tensors))
         children = [(f"{prefix}{name}.", m, state) for name, m in get(module, "_modules").items() if m is not None]
         waiting += reversed(children)
     return modules
 
 
-def modules_and_tensors(model: nn.Module) -> tuple[list[nn.Module], list[Any], list[torch.Tensor | None]]:
-    """Lists every module, the names in each, and every tensor: ``own_tensors`` for comparisons, as cheap as can be.
+def list_modules_and_tensors(model: nn.Module) -> tuple[list[nn.Module], list[Any], list[torch.Tensor | None]]:
+    """Lists every module, the names in each, and every tensor: ``list_module_tensors`` for comparisons, as cheap as can
+    be.
 
     The name of a submodule that is None stands in a tuple.
     """
@@ -141,7 +142,7 @@ def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     return children
 
 
-def compiled_module(model: nn.Module) -> nn.Module | None:
+def find_compiled_module(model: nn.Module) -> nn.Module | None:
     """Returns the module inside of what ``torch.compile`` made: ``OptimizedModule._orig_mod``. None for any other.
 
     Among the module's own: FSDP1's has every attribute of what it wraps.
@@ -155,12 +156,12 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(get(tensor.untyped_storage(), "_cdata"))
 
 
-def hooks_of_a_step(module: nn.Module) -> list[Any]:
+def list_step_hooks(module: nn.Module) -> list[Any]:
     """Returns the hooks of a forward or a backward by their numbers: no public name lists what is registered."""
     return [get(module, f"_{when}_hooks") for when in ("forward_pre", "forward", "backward_pre", "backward")]
 
 
-def fsdp1_lazy_init(model: FullyShardedDataParallel) -> None:
+def run_fsdp1_lazy_init(model: FullyShardedDataParallel) -> None:
     """What the first forward does before it computes, and makes the local shards: ``_runtime_utils._lazy_init``."""
     from torch.distributed.fsdp import _runtime_utils
 
@@ -170,7 +171,7 @@ def fsdp1_lazy_init(model: FullyShardedDataParallel) -> None:
 # DTensors.
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def read_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part as it lies, half-moved or not: ``DTensor._local_tensor``. A plain tensor is its own.
 
     No copy, no collective. The public ``to_local()`` makes a view of a parameter's in newer versions, which costs 3 us.
@@ -178,12 +179,12 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def placed_as(tensor: DTensor) -> Any:
+def read_spec(tensor: DTensor) -> Any:
     """Returns mesh, placements and the whole's shape, strides and dtype: ``DTensor._spec``, in public one by one."""
     return tensor._spec
 
 
-def num_interleaved(placement: Placement) -> int | None:
+def count_interleaved(placement: Placement) -> int | None:
     """Returns into how many stretches a dim is cut before each is sharded; None for what shards no dim.
 
     1 for ``Shard``. ``_StridedShard.split_factor``: what ``fully_shard`` makes of a dim that tensor parallelism
@@ -194,7 +195,7 @@ def num_interleaved(placement: Placement) -> int | None:
     return 1 if isinstance(placement, Shard) else None
 
 
-def placement_on(mesh: DeviceMesh) -> Any:
+def make_placement(mesh: DeviceMesh) -> Any:
     """``ShardPlacementResult`` of a parameter with a mesh of its own; it and ``FSDPMeshInfo`` have no public names."""
     from torch.distributed.fsdp._fully_shard import _fsdp_common
 
@@ -223,7 +224,7 @@ def has_backend_for(group: dist.ProcessGroup, device: torch.device) -> bool:
     return any(kind.type == device.type for kind in get(group, "_device_types"))
 
 
-def default_store() -> dist.Store:
+def find_default_store() -> dist.Store:
     """Returns the default process group's store: ``distributed_c10d._get_default_store``."""
     from torch.distributed import distributed_c10d
 
@@ -248,7 +249,7 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_bl
         torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
 
 
-def views_like(flat: torch.Tensor, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+def make_views_like(flat: torch.Tensor, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Views of a 1-D tensor, one after another, with the tensors' shapes: ``_nn.unflatten_dense_tensors``, one call."""
     return torch._C._nn.unflatten_dense_tensors(flat, tensors)
 
@@ -272,7 +273,7 @@ def is_sharded_tensor(value: object) -> bool:
     return isinstance(value, ShardedTensor)
 
 
-def weak_reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+def make_weak_reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     """``torch.utils.weak.TensorWeakRef``, which is undocumented.
 
     ``weakref.ref`` may return a tensor whose memory torch has already taken over without telling Python.

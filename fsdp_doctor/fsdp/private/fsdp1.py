@@ -51,8 +51,8 @@ class Fsdp1Unit:
 
     @property
     def shard(self) -> torch.Tensor:
-        """See :func:`flat_shard`. Its last ``padding`` elements are no parameter's."""
-        return flat_shard(self._handle)
+        """See :func:`read_flat_shard`. Its last ``padding`` elements are no parameter's."""
+        return read_flat_shard(self._handle)
 
     @property
     def memories(self) -> list[torch.Tensor]:
@@ -60,7 +60,7 @@ class Fsdp1Unit:
 
         A forward under mixed precision reads ``_local_shard``; everything else reads the first one.
         """
-        shard = _sharded_flat(self._handle)
+        shard = _find_sharded_flat(self._handle)
         local = getattr(self.flat_parameter, "_local_shard", shard).detach()
         return [shard] if _is_same_memory(shard, local) else [shard, local]
 
@@ -95,8 +95,8 @@ class Fsdp1Unit:
         on another device. ``FlatParamHandle._writeback_orig_params``, ``_use_sharded_views``.
         """
         handle = self._handle
-        flat_param, shard = self.flat_parameter, _sharded_flat(handle)
-        replaced = _replaced_originals(handle, shard)
+        flat_param, shard = self.flat_parameter, _find_sharded_flat(handle)
+        replaced = _find_replaced_originals(handle, shard)
         if replaced:
             get(handle, "_writeback_orig_params")()
         local = getattr(flat_param, "_local_shard", shard)
@@ -204,7 +204,7 @@ class Fsdp1Unit:
         """Of the unsharded parameters, in the order of the names: ``FlatParameter._shapes``."""
         return list(get(self.flat_parameter, "_shapes"))
 
-    def layout(self) -> list[FlatSlice]:
+    def read_layout(self) -> list[FlatSlice]:
         """Where the parameters lie in the flat parameter, in the order of the names.
 
         It keeps each parameter's strides, and with ``use_orig_params`` an alignment gap between two:
@@ -226,7 +226,7 @@ class Fsdp1Unit:
             self._handle.flat_param._local_shard = self._handle.flat_param.data
 
 
-def flat_handle(module: nn.Module) -> Any:
+def find_flat_handle(module: nn.Module) -> Any:
     """The handle of an FSDP1 unit that owns parameters, ``FullyShardedDataParallel._handle``; None for any other."""
     return get(module, "_handle") if isinstance(module, FullyShardedDataParallel) else None
 
@@ -241,14 +241,14 @@ def is_flattened(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
-def plan_facts(handle: Any) -> Any:
+def read_plan_facts(handle: Any) -> Any:
     """What an extraction's plan depends on: ``FlatParamHandle.uses_sharded_strategy``, ``.process_group``."""
-    shard = flat_shard(handle)
+    shard = read_flat_shard(handle)
     is_sharded, group = get(handle, "uses_sharded_strategy"), get(handle, "process_group")
     return weakref.ref(handle), is_sharded, group, shard.shape, shard.dtype, shard.device
 
 
-def flat_shard(handle: Any) -> torch.Tensor:
+def read_flat_shard(handle: Any) -> torch.Tensor:
     """This rank's shard as torch's next unshard in full precision reads it: 1-D, as long as every other rank's.
 
     While the unit is sharded that is ``FlatParameter.data``: ``summon_full_params``, a state dict, and without mixed
@@ -257,8 +257,8 @@ def flat_shard(handle: Any) -> torch.Tensor:
     unsharded it is ``_local_shard``, to which a reshard returns. With ``use_orig_params`` an original parameter that
     was given other memory is first written back (``FlatParamHandle._writeback_orig_params``): then this is a copy.
     """
-    shard = _sharded_flat(handle)
-    if replaced := _replaced_originals(handle, shard):
+    shard = _find_sharded_flat(handle)
+    if replaced := _find_replaced_originals(handle, shard):
         shard = shard.clone()
         with torch.no_grad():
             for original, begin in replaced:
@@ -271,7 +271,7 @@ def _is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return tensor.device == other.device and tensor.data_ptr() == other.data_ptr()
 
 
-def _sharded_flat(handle: Any) -> torch.Tensor:
+def _find_sharded_flat(handle: Any) -> torch.Tensor:
     """``FlatParameter.data`` while it is this rank's shard, otherwise ``_local_shard``."""
     flat_param = get(handle, "flat_param")
     data: torch.Tensor = flat_param.detach()
@@ -284,7 +284,7 @@ def _sharded_flat(handle: Any) -> torch.Tensor:
     return local.detach() if is_unsharded else data
 
 
-def _replaced_originals(handle: Any, shard: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
+def _find_replaced_originals(handle: Any, shard: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
     """(parameter, where its part of this rank's shard begins) of those that are no views of it.
 
     With ``use_orig_params``, while the modules have sharded parameters: ``FlatParameter._param_infos``,
@@ -315,19 +315,19 @@ class PlaceInModule(NamedTuple):
     name_in_unit: str
 
 
-def flat_names(handle: Any) -> list[list[PlaceInModule]]:
+def list_flat_names(handle: Any) -> list[list[PlaceInModule]]:
     """For each parameter of a unit, in the order of the flat parameter, the places that have it.
 
     Its own comes first, then those to which it is tied within the unit. ``FlatParameter._param_infos`` and
     ``_shared_param_infos``.
     """
     flat_param = get(handle, "flat_param")
-    places = [[_place(module, name, path)] for name, module, path in get(flat_param, "_param_infos")]
+    places = [[_make_place(module, name, path)] for name, module, path in get(flat_param, "_param_infos")]
     index_of = {(id(place.module), place.name): index for index, (place,) in enumerate(places)}
     for name, module, path, primary_name, primary_module, _ in get(flat_param, "_shared_param_infos"):
-        places[index_of[id(primary_module), primary_name]].append(_place(module, name, path))
+        places[index_of[id(primary_module), primary_name]].append(_make_place(module, name, path))
     return places
 
 
-def _place(module: nn.Module, name: str, path: str) -> PlaceInModule:
+def _make_place(module: nn.Module, name: str, path: str) -> PlaceInModule:
     return PlaceInModule(module, name, f"{path}.{name}" if path else name)

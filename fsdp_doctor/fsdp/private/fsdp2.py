@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp_doctor.fsdp.private import GradientSwitches, get, local_tensor
+from fsdp_doctor.fsdp.private import GradientSwitches, get, read_local_tensor
 
 _SHOWN_IN_ITS_PLACE = ("_unsharded_param", "_sharded_post_forward_param")
 
@@ -28,13 +28,13 @@ class Fsdp2Unit:
     state: Any
 
     @classmethod
-    def of(cls, state: Any) -> Fsdp2Unit | None:
+    def read(cls, state: Any) -> Fsdp2Unit | None:
         """None for an ``FSDPState`` whose module owns no parameter.
 
         ``FSDPParamGroup.device``, ``.offload_policy``, ``FSDPState._is_root``, which is None until the first forward:
         no public name says under which policy a module was sharded.
         """
-        for group in _groups(state):
+        for group in _list_groups(state):
             return cls(get(group, "device"), get(group, "offload_policy"), get(state, "_is_root") is not None, state)
         return None
 
@@ -57,9 +57,12 @@ class Fsdp2Unit:
         ``setattr`` puts there, as tying does, is gone at the next forward.
         """
         places: list[tuple[nn.Module, str]] = []
-        for param in _params(self.state) if self.is_initialized else ():
+        for param in _list_params(self.state) if self.is_initialized else ():
             info = get(param, "_module_info")
-            if not info.shared_modules and info.module._parameters.get(info.param_name) is param.sharded_param:
+            if (
+                not info.shared_modules
+                and info.module._count_parameter_bytes.get(info.param_name) is param.sharded_param
+            ):
                 continue
             gathered = [getattr(param, name, None) for name in ("sharded_param", *_SHOWN_IN_ITS_PLACE)]
             modules, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
@@ -76,7 +79,7 @@ class Fsdp2Unit:
         (``orig_dtype``).
         """
         moved: list[tuple[nn.Parameter, bool]] = []
-        for param, parameter in moved_parameters(self.state):
+        for param, parameter in find_moved_parameters(self.state):
             spec = get(param, "_sharding_spec")
             is_placed = (parameter.device_mesh, parameter.placements, parameter.shape) == (  # type: ignore[attr-defined]
                 spec.mesh,
@@ -84,7 +87,9 @@ class Fsdp2Unit:
                 spec.shape,
             )
             is_same_dtype = parameter.dtype == get(param, "orig_dtype")
-            moved.append((parameter, is_placed and is_same_dtype and bool(local_tensor(parameter).is_contiguous())))
+            moved.append(
+                (parameter, is_placed and is_same_dtype and bool(read_local_tensor(parameter).is_contiguous()))
+            )
         return moved
 
     def follow_moved(self) -> None:
@@ -92,7 +97,7 @@ class Fsdp2Unit:
 
         As a ``load_state_dict`` of the whole model does, for which torch calls it. It also pads and pins.
         """
-        for param, _ in moved_parameters(self.state):
+        for param, _ in find_moved_parameters(self.state):
             get(param, "reset_sharded_param")()
 
     def follow_materialized(self, parameter: nn.Parameter) -> None:
@@ -101,7 +106,7 @@ class Fsdp2Unit:
         ``Module.to_empty``, through which torch calls it, empties the whole model. It also pads and pins, so the
         parameter's local tensor may be another one after it.
         """
-        for param in _params(self.state):
+        for param in _list_params(self.state):
             if get(param, "sharded_param") is parameter:
                 get(param, "reset_sharded_param")()
 
@@ -111,44 +116,44 @@ class Fsdp2Unit:
 
         ``FSDPParam.orig_dtype``, by which it sizes its buffers and casts its gradients.
         """
-        params = _params(self.state) if self.is_initialized else ()
+        params = _list_params(self.state) if self.is_initialized else ()
         pairs = [(get(param, "sharded_param"), get(param, "orig_dtype")) for param in params]
         return [parameter for parameter, noted in pairs if parameter.dtype != noted]
 
     @property
     def trained_together(self) -> list[list[nn.Parameter]]:
         """Its parameters that train, those together whose gradients are reduced in one buffer: of each group."""
-        groups = [[get(param, "sharded_param") for param in group.fsdp_params] for group in _groups(self.state)]
+        groups = [[get(param, "sharded_param") for param in group.fsdp_params] for group in _list_groups(self.state)]
         return [[parameter for parameter in group if parameter.requires_grad] for group in groups]
 
     @property
     def switches(self) -> GradientSwitches:
         """``FSDPParamGroup`` and ``FSDPStateContext`` keep what public methods set."""
-        groups = _groups(self.state)
+        groups = _list_groups(self.state)
         # Elsewhere than under HSDP and `replicate()` nothing reads whether it all-reduces.
         replicating = [group for group in groups if hasattr(get(group, "mesh_info"), "replicate_mesh_size")]
         return GradientSwitches(
             synchronizes=all(get(group, "reduce_grads") for group in groups),
             all_reduces=all(get(group, "all_reduce_grads") for group in replicating),
             ends=get(get(self.state, "_state_ctx"), "is_last_backward"),
-            divided_by=next(filter(None, map(_divisor, groups)), None),
+            divided_by=next(filter(None, map(_read_divisor, groups)), None),
             num_ranks=max((get(group, "mesh_info").mesh.size() for group in groups), default=1),
         )
 
 
-def unsharded_parameters(state: Any) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+def list_unsharded_parameters(state: Any) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     """(what an FSDP2 module shows now or showed last in place of its shard, the sharded parameter).
 
     After a forward without a backward the root still shows its parameters unsharded, in the compute dtype.
     ``FSDPParam.sharded_param``: there is no public way to the masters while they are not shown.
     """
-    for param in _params(state):
+    for param in _list_params(state):
         for shown in _SHOWN_IN_ITS_PLACE:
             if (other := getattr(param, shown, None)) is not None:
                 yield other, get(param, "sharded_param")
 
 
-def moved_parameters(state: Any) -> list[tuple[Any, nn.Parameter]]:
+def find_moved_parameters(state: Any) -> list[tuple[Any, nn.Parameter]]:
     """(its FSDPParam, a sharded parameter whose memory is not what an FSDP2 module gathers from).
 
     ``FSDPParam._sharded_param_data`` is what it gathers, padded, and the parameter's shard a part of it. A unit looks
@@ -157,7 +162,7 @@ def moved_parameters(state: Any) -> list[tuple[Any, nn.Parameter]]:
     another class is asked for what is gathered itself.
     """
     moved = []
-    for group in _groups(state):
+    for group in _list_groups(state):
         if get(group, "_reset_sharded_params"):
             for param in group.fsdp_params[:1]:
                 get(param, "_sharded_param_data"), get(param, "sharded_param")
@@ -166,10 +171,10 @@ def moved_parameters(state: Any) -> list[tuple[Any, nn.Parameter]]:
                 local = param.sharded_param._local_tensor
                 if local.data_ptr() != param._sharded_param_data.data_ptr() and local.numel():
                     moved.append((param, param.sharded_param))
-    return [(param, parameter) for param, parameter in moved if type(local_tensor(parameter)) is torch.Tensor]
+    return [(param, parameter) for param, parameter in moved if type(read_local_tensor(parameter)) is torch.Tensor]
 
 
-def _groups(state: Any) -> list[Any]:
+def _list_groups(state: Any) -> list[Any]:
     """The ``FSDPParamGroup``s, none if the module owns no parameter: ``_fsdp_param_groups`` in newer versions."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
@@ -177,11 +182,11 @@ def _groups(state: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def _params(state: Any) -> list[Any]:
-    return [param for group in _groups(state) for param in group.fsdp_params]
+def _list_params(state: Any) -> list[Any]:
+    return [param for group in _list_groups(state) for param in group.fsdp_params]
 
 
-def _divisor(group: Any) -> str | None:
+def _read_divisor(group: Any) -> str | None:
     """torch 2.6 and 2.7 keep an operator of NCCL in place of the factor."""
     factor = getattr(group, "gradient_divide_factor", None)
     if factor is None:

@@ -16,7 +16,7 @@ from fsdp_doctor.matrix.contracts import Direction, Method
 
 # In the order of their users.
 FrameworkName: TypeAlias = Literal["accelerate", "trainer", "verl", "trl", "lightning", "torchtitan", "skyrl"]
-PathKind: TypeAlias = Literal["prepare", "extraction", "rollback", "resume"]
+FrameworkMethodKind: TypeAlias = Literal["prepare", "extraction", "rollback", "resume"]
 ShimKind: TypeAlias = Literal["function", "variable", "plug-in", "stand-in"]
 
 # The values of the axis ``model``: the doctor's small models that a framework can be given.
@@ -30,7 +30,7 @@ MODELS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrameworkPath(Method):
+class FrameworkMethod(Method):
     """One of the framework's own methods to extract, save or load.
 
     kind: ``prepare``: the framework wraps a model, which must then have the plain model's weights, and a training step
@@ -40,7 +40,7 @@ class FrameworkPath(Method):
         the next two steps must be those of the run that was not interrupted.
     """
 
-    kind: PathKind
+    kind: FrameworkMethodKind
 
     @property
     def direction(self) -> Direction:
@@ -74,15 +74,15 @@ class FrameworkMatrix:
     distributions: tuple[str, ...]
     axes: tuple[Axis, ...]
     configurations: tuple[str, ...]
-    paths: tuple[FrameworkPath, ...]
+    methods: tuple[FrameworkMethod, ...]
     shims: tuple[Shim, ...]
     variables: tuple[str, ...]
 
-    def axis(self, name: str) -> Axis:
+    def find_axis(self, name: str) -> Axis:
         return next(axis for axis in self.axes if axis.name == name)
 
-    def path(self, name: str) -> FrameworkPath:
-        return next(path for path in self.paths if path.name == name)
+    def find_method(self, name: str) -> FrameworkMethod:
+        return next(method for method in self.methods if method.name == name)
 
 
 class _Table(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -97,7 +97,7 @@ class _Table(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     models: tuple[str, ...]
     configurations: tuple[tuple[tuple[str, ...], ...], ...]
     axes: tuple[Axis, ...]
-    methods: tuple[FrameworkPath, ...]
+    methods: tuple[FrameworkMethod, ...]
     builds_on: FrameworkName | None = None
     shims: tuple[Shim, ...] = ()
     variables: tuple[str, ...] = ()
@@ -116,7 +116,7 @@ def read_matrix(name: FrameworkName) -> FrameworkMatrix:
         configurations=tuple(
             "/".join(filter(None, values)) for choices in table.configurations for values in itertools.product(*choices)
         ),
-        paths=table.methods,
+        methods=table.methods,
         shims=(*(base.shims if base else ()), *table.shims),
         variables=(*(base.variables if base else ()), *table.variables),
     )

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_doctor.errors import CannotRun, UsageError
-from fsdp_doctor.machine.versions import installed_versions
-from fsdp_doctor.matrix.axes import nearest
+from fsdp_doctor.machine.versions import read_installed_versions
+from fsdp_doctor.matrix.axes import describe_nearest
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
-from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix, FrameworkName, FrameworkPath
+from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix, FrameworkMethod, FrameworkName
 
 ALL = "all"
 _OFFLOAD = "offload"
@@ -37,17 +37,17 @@ class FrameworkScenario:
     @property
     def values(self) -> Mapping[str, str]:
         """The value of each of the framework's axes."""
-        return _values(self.framework, self.configuration)
+        return _read_values(self.framework, self.configuration)
 
     @property
     def offload(self) -> str:
         return self.values[_OFFLOAD]
 
-    def offloads(self) -> tuple[str, ...]:
+    def list_offloads(self) -> tuple[str, ...]:
         """All values of the framework's axis ``offload``, in order."""
-        return tuple(self.matrix.axis(_OFFLOAD).values)
+        return tuple(self.matrix.find_axis(_OFFLOAD).values)
 
-    def id_values(self, without: str = "") -> list[str]:
+    def list_id_values(self, without: str = "") -> list[str]:
         """The values in its id, except that of the axis ``without``."""
         axes = (axis for axis in self.matrix.axes if axis.name != without)
         return [self.values[axis.name] for axis in axes if axis.always_in_id or self.values[axis.name] != axis.default]
@@ -57,14 +57,14 @@ class FrameworkScenario:
         """The generation of workers that may run it: one of its own, because frameworks keep singletons."""
         return self.id
 
-    def without_offload(self) -> FrameworkScenario:
+    def drop_offload(self) -> FrameworkScenario:
         """The scenario with the default offload and the same value on every other axis."""
-        default = self.matrix.axis(_OFFLOAD).default
-        return framework_scenario(self.framework, {**self.values, _OFFLOAD: default})
+        default = self.matrix.find_axis(_OFFLOAD).default
+        return make_framework_scenario(self.framework, {**self.values, _OFFLOAD: default})
 
-    def paths(self) -> tuple[FrameworkPath, ...]:
+    def list_methods(self) -> tuple[FrameworkMethod, ...]:
         """The methods that make sense in it, in the order in which they run."""
-        return tuple(path for path in self.matrix.paths if path.has_values(self.values))
+        return tuple(method for method in self.matrix.methods if method.has_values(self.values))
 
 
 @dataclass(frozen=True, order=True)
@@ -72,19 +72,19 @@ class FrameworkCase:
     """A configuration of a framework, and the name of one of its methods."""
 
     scenario: FrameworkScenario
-    path: str
+    method: str
 
     @property
     def id(self) -> str:
-        return f"{self.scenario.id}/{self.path}"
+        return f"{self.scenario.id}/{self.method}"
 
     @property
-    def way(self) -> FrameworkPath:
+    def definition(self) -> FrameworkMethod:
         """The method itself."""
-        return self.scenario.matrix.path(self.path)
+        return self.scenario.matrix.find_method(self.method)
 
 
-def framework_scenario(framework: FrameworkName, values: Mapping[str, str]) -> FrameworkScenario:
+def make_framework_scenario(framework: FrameworkName, values: Mapping[str, str]) -> FrameworkScenario:
     """Makes the scenario with these values by axis; an axis that is left out is at its default."""
     words = [
         value
@@ -95,17 +95,17 @@ def framework_scenario(framework: FrameworkName, values: Mapping[str, str]) -> F
 
 
 @functools.lru_cache(maxsize=1024)
-def _values(framework: FrameworkName, configuration: str) -> Mapping[str, str]:
-    axes, axis_of = FRAMEWORKS[framework].axes, _axis_of_value(framework)
+def _read_values(framework: FrameworkName, configuration: str) -> Mapping[str, str]:
+    axes, axis_of = FRAMEWORKS[framework].axes, _map_values_to_axes(framework)
     return {axis.name: axis.default for axis in axes} | {axis_of[word]: word for word in configuration.split("/")}
 
 
 @functools.cache
-def _axis_of_value(framework: FrameworkName) -> Mapping[str, str]:
+def _map_values_to_axes(framework: FrameworkName) -> Mapping[str, str]:
     return {value: axis.name for axis in FRAMEWORKS[framework].axes for value in axis.values}
 
 
-def frameworks_named(words: Sequence[str]) -> list[FrameworkName]:
+def find_frameworks(words: Sequence[str]) -> list[FrameworkName]:
     """Reads the values of ``--framework``; ``all`` means those that are installed. Returns each framework once.
 
     Raises UsageError for a framework without an adapter, CannotRun if ``all`` is none.
@@ -113,18 +113,18 @@ def frameworks_named(words: Sequence[str]) -> list[FrameworkName]:
     names: list[FrameworkName] = []
     for word in words:
         if word == ALL:
-            names += [name for name, matrix in FRAMEWORKS.items() if installed_versions(matrix.distributions[:1])]
+            names += [name for name, matrix in FRAMEWORKS.items() if read_installed_versions(matrix.distributions[:1])]
         else:
-            names.append(_framework_named(word, "--framework"))
+            names.append(_find_framework(word, "--framework"))
     if words and not names:
         raise CannotRun(f"--framework {ALL}: none of {', '.join(FRAMEWORKS)} is installed")
     return list(dict.fromkeys(names))
 
 
-def _framework_named(name: str, where: str) -> FrameworkName:
+def _find_framework(name: str, where: str) -> FrameworkName:
     if name not in FRAMEWORKS:
         known = ", ".join(FRAMEWORKS)
-        raise UsageError(f"{where}: there is no framework {name!r}{nearest(name, FRAMEWORKS)}; use {known}")
+        raise UsageError(f"{where}: there is no framework {name!r}{describe_nearest(name, FRAMEWORKS)}; use {known}")
     return name
 
 
@@ -134,24 +134,24 @@ def parse_framework_id(text: str) -> FrameworkCase:
     Raises UsageError that names the part which is not known.
     """
     head, _, rest = text.partition(":")
-    framework = _framework_named(head, f"case {text!r}")
-    *words, path = rest.split("/")
-    axis_of = _axis_of_value(framework)
+    framework = _find_framework(head, f"case {text!r}")
+    *words, method = rest.split("/")
+    axis_of = _map_values_to_axes(framework)
     values: dict[str, str] = {}
     for word in words:
         if word not in axis_of:
-            raise UsageError(f"case {text!r}: {word!r} is not a value of {framework}{nearest(word, axis_of)}")
+            raise UsageError(f"case {text!r}: {word!r} is not a value of {framework}{describe_nearest(word, axis_of)}")
         if axis_of[word] in values:
             raise UsageError(f"case {text!r} names {axis_of[word]} twice: {values[axis_of[word]]} and {word}")
         values[axis_of[word]] = word
     axes = FRAMEWORKS[framework].axes
     if missing := [axis.name for axis in axes if axis.always_in_id and axis.name not in values]:
         raise UsageError(f"case {text!r} has no value for {' and '.join(missing)}")
-    scenario = framework_scenario(framework, values)
-    names = [path.name for path in scenario.paths()]
-    if path not in names:
-        raise UsageError(f"case {text!r}: {scenario.id} has no path {path!r}{nearest(path, names)}")
-    return FrameworkCase(scenario, path)
+    scenario = make_framework_scenario(framework, values)
+    names = [method.name for method in scenario.list_methods()]
+    if method not in names:
+        raise UsageError(f"case {text!r}: {scenario.id} has no path {method!r}{describe_nearest(method, names)}")
+    return FrameworkCase(scenario, method)
 
 
 def is_framework_id(text: str) -> bool:
@@ -159,18 +159,18 @@ def is_framework_id(text: str) -> bool:
     return text.partition(":")[0] in FRAMEWORKS
 
 
-def scenarios_of(framework: FrameworkName) -> Iterator[FrameworkScenario]:
+def list_scenarios(framework: FrameworkName) -> Iterator[FrameworkScenario]:
     """Yields the scenarios of a framework that are tried."""
     for configuration in FRAMEWORKS[framework].configurations:
         yield FrameworkScenario(framework=framework, configuration=configuration)
 
 
-def check_paths(frameworks: Sequence[FrameworkName], names: Iterable[str]) -> None:
+def check_methods(frameworks: Sequence[FrameworkName], names: Iterable[str]) -> None:
     """Raises UsageError for a method that none of the frameworks has."""
-    known = [path.name for framework in frameworks for path in FRAMEWORKS[framework].paths]
+    known = [method.name for framework in frameworks for method in FRAMEWORKS[framework].methods]
     for name in names:
         if name not in known:
             raise UsageError(
-                f"--method: {', '.join(frameworks)} has no method {name!r}{nearest(name, known)}; "
+                f"--method: {', '.join(frameworks)} has no method {name!r}{describe_nearest(name, known)}; "
                 f"`fsdp-doctor list --framework {frameworks[0]} --methods` prints them"
             )

@@ -1,6 +1,6 @@
 """The methods under test, those that extract and those that load; their table is ``methods.toml``.
 
-This module imports no torch. The functions behind the names are in ``case/paths``.
+This module imports no torch. The functions behind the names are in ``case/methods``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ FIX, LOADING_FIX, OPTIMIZER_FIX = "full_tensors", "load_full_tensors", "load_opt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Path(Method):
+class MatrixMethod(Method):
     """A method of the matrix.
 
-    function: ``module:name`` in ``fsdp_doctor.case.paths``. used_by: who calls it.
+    function: ``module:name`` in ``fsdp_doctor.case.methods``. used_by: who calls it.
     is_fix: it is ours; it runs with --fix.
     undoes_staging: its user moves a staged module back with ``model.to("cpu")`` before training on,
         which is what a module under CPUOffloadPolicy needs whatever was extracted from it.
@@ -62,59 +62,59 @@ class Path(Method):
         return scenario.checkpoint.is_of_every_method or whole_model
 
 
-PATHS: tuple[Path, ...] = tuple(
+METHODS: tuple[MatrixMethod, ...] = tuple(
     msgspec.convert(
-        msgspec.toml.decode(pathlib.Path(__file__).with_name("methods.toml").read_bytes())["method"], list[Path]
+        msgspec.toml.decode(pathlib.Path(__file__).with_name("methods.toml").read_bytes())["method"], list[MatrixMethod]
     )
 )
-FIXES: frozenset[str] = frozenset(path.name for path in PATHS if path.is_fix)
-PATH_NAMES: tuple[str, ...] = tuple(dict.fromkeys(path.name for path in PATHS))
+FIXES: frozenset[str] = frozenset(path.name for path in METHODS if path.is_fix)
+METHOD_NAMES: tuple[str, ...] = tuple(dict.fromkeys(path.name for path in METHODS))
 
 
-def is_user_path(name: str) -> bool:
+def is_user_method(name: str) -> bool:
     """Whether ``name`` is a ``module:function`` of the user rather than a row of the table."""
     return ":" in name
 
 
-def paths_for(scenario: Scenario, direction: Direction | None = None) -> tuple[Path, ...]:
+def list_methods(scenario: Scenario, direction: Direction | None = None) -> tuple[MatrixMethod, ...]:
     """The methods that make sense in a scenario, the fixes among them; those of one direction if one is given."""
-    return tuple(path for path in PATHS if path.applies(scenario) and direction in (None, path.direction))
+    return tuple(method for method in METHODS if method.applies(scenario) and direction in (None, method.direction))
 
 
-def impossible(path: Path, scenario: Scenario) -> str:
+def explain_impossible(method: MatrixMethod, scenario: Scenario) -> str:
     """Why the method cannot be tried in the scenario, wherever it runs; empty if it can."""
-    if path.direction == "out" and path.contract.form == "optimizer" and not scenario.phase.is_trained:
+    if method.direction == "out" and method.contract.form == "optimizer" and not scenario.phase.is_trained:
         return "there is no optimizer state before the first step"
-    if path.direction == "in" and path.contract.loads != "model":
+    if method.direction == "in" and method.contract.loads != "model":
         if scenario.init.is_meta:
             return "an optimizer is loaded beside a model that has its weights, not beside one on the meta device"
         if scenario.checkpoint.is_of_weights_alone:
-            return f"{scenario.checkpoint} is a checkpoint of weights, and {path.name} loads an optimizer"
-    if path.without_mesh and not scenario.sharding.has_one_mesh:
-        return f"{path.name} needs a model without a device mesh, and {scenario.sharding} is built with one"
-    if path.contract.form == "flat" and scenario.strategy.uses_original_parameters:
+            return f"{scenario.checkpoint} is a checkpoint of weights, and {method.name} loads an optimizer"
+    if method.without_mesh and not scenario.sharding.has_one_mesh:
+        return f"{method.name} needs a model without a device mesh, and {scenario.sharding} is built with one"
+    if method.contract.form == "flat" and scenario.strategy.uses_original_parameters:
         return "torch has LOCAL_STATE_DICT only for use_orig_params=False"
     return scenario.contradiction
 
 
 @functools.cache
-def find_path(name: str, fsdp: int) -> Path:
+def find_method(name: str, fsdp: int) -> MatrixMethod:
     """The method of that name for FSDP1 or FSDP2; a ``module:function`` becomes one with the default contract."""
-    if is_user_path(name):
-        return Path(name=name, fsdp=(1, 2), function=name, summary=f"{name}(model)", sends=True)
-    return next(path for path in PATHS if path.name == name and fsdp in path.fsdp)
+    if is_user_method(name):
+        return MatrixMethod(name=name, fsdp=(1, 2), function=name, summary=f"{name}(model)", sends=True)
+    return next(method for method in METHODS if method.name == name and fsdp in method.fsdp)
 
 
-def direction_of(case: AnyCase) -> Direction:
+def find_direction(case: AnyCase) -> Direction:
     """Whether the method of a case extracts or loads, of the matrix or of a framework."""
     if isinstance(case, FrameworkCase):
-        return case.way.direction
-    return find_path(case.path, case.scenario.version).direction
+        return case.definition.direction
+    return find_method(case.method, case.scenario.version).direction
 
 
-def fix_for(name: str, fsdp: int) -> str:
+def find_fix(name: str, fsdp: int) -> str:
     """The name of our own method that does what the method of that name does."""
-    contract = find_path(name, fsdp).contract
+    contract = find_method(name, fsdp).contract
     if contract.form == "local":
         return name
     if contract.direction == "out":

@@ -40,7 +40,7 @@ Bytes: TypeAlias = dict[MemoryClass, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceLedger:
+class DeviceMemory:
     """One rank's device, in bytes. A class that is left out holds nothing.
 
     held: by class, when the stage ends; they add up to ``allocated``.
@@ -63,7 +63,7 @@ class DeviceLedger:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostLedger:
+class HostMemory:
     """One rank's tensors on the host, in bytes, when the stage ends.
 
     held: by class, pinned and pageable; they add up to ``pinned`` and ``pageable``.
@@ -78,7 +78,7 @@ class HostLedger:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageLedger:
+class StageMemory:
     """The memory of one rank at one stage.
 
     job: a scenario's id, or a role of a job. path: the method of the extraction, of the stage "extracted" and those
@@ -88,8 +88,8 @@ class StageLedger:
     job: str
     stage: JobStage
     rank: int
-    host: HostLedger
-    device: DeviceLedger | None = None
+    host: HostMemory
+    device: DeviceMemory | None = None
     path: str = ""
 
     @property
@@ -98,34 +98,34 @@ class StageLedger:
         return f"{self.stage}: {self.path}" if self.stage == "extracted" else self.stage
 
 
-def total(held: Bytes) -> int:
-    return sum(held.values())
+def sum_classes(by_class: Bytes) -> int:
+    return sum(by_class.values())
 
 
-def with_unexplained(held: Bytes, counted: int) -> Bytes:
+def add_unexplained(by_class: Bytes, counted: int) -> Bytes:
     """Adds the class "unexplained", so that the classes add up to the allocator's count.
 
     They add up to more where tensors are made without the allocator.
     """
-    rest = counted - total(held)
-    return {**held, "unexplained": rest} if rest > 0 else held
+    rest = counted - sum_classes(by_class)
+    return {**by_class, "unexplained": rest} if rest > 0 else by_class
 
 
 # The caching allocator gives tensors multiples of it; so does the emulated device's.
 _BLOCK = 512
 
 
-def rounded(nbytes: int) -> int:
+def round_up(nbytes: int) -> int:
     """Bytes that CUDA's caching allocator takes on the device for a tensor."""
     return -(-nbytes // _BLOCK) * _BLOCK
 
 
-def rounded_sum(sizes: Iterable[int]) -> int:
+def sum_rounded(sizes: Iterable[int]) -> int:
     """Bytes that CUDA's caching allocator takes on the device for tensors of these sizes."""
-    return sum(map(rounded, sizes))
+    return sum(map(round_up, sizes))
 
 
-def power_of_two(nbytes: int) -> int:
+def round_to_power_of_two(nbytes: int) -> int:
     """Bytes of pinned memory that CUDA's allocator takes for a tensor."""
     return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
 
@@ -136,7 +136,7 @@ Origin: TypeAlias = Literal["measured", "predicted"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LedgerFile:
+class MemoryFile:
     """The ledgers of one run or one plan.
 
     command: that made them. device: number of ranks and kind: ``2 x NVIDIA H200``. packages: versions by package.
@@ -146,23 +146,23 @@ class LedgerFile:
     origin: Origin
     command: str
     device: str
-    ledgers: tuple[StageLedger, ...]
+    ledgers: tuple[StageMemory, ...]
     packages: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     estimates: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
-def ledgers_to_json(file: LedgerFile) -> str:
+def format_memory_file(file: MemoryFile) -> str:
     head = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "version": __version__}
     return json.dumps(head | dataclasses.asdict(file), indent=1) + "\n"
 
 
-def ledgers_from_json(text: str) -> LedgerFile:
+def read_memory_file(text: str) -> MemoryFile:
     """Reads a file of ledgers. Raises UsageError for any other text."""
     try:
         data = json.loads(text)
         if (data["schema"], data["schema_version"]) != (SCHEMA, SCHEMA_VERSION):
             raise ValueError(f"its schema is {data['schema']} {data['schema_version']}")
-        return msgspec.convert(data, LedgerFile)
+        return msgspec.convert(data, MemoryFile)
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"this is no file of ledgers: {type(error).__name__}: {error}") from None

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import (
 import fsdp_doctor
 from fsdp_doctor import examine
 from fsdp_doctor.case import offloading
-from fsdp_doctor.ledgers.ledger import total
 from fsdp_doctor.memory import ledger
+from fsdp_doctor.memory_use.records import sum_classes
 
 
 def _allocated() -> int:
@@ -42,7 +42,7 @@ def test_the_ledger_of_a_live_model_adds_up_to_what_the_allocator_counts() -> No
         earlier = _allocated()
         found = ledger(model, optimizer)
         assert found.device is not None
-        held, later = total(found.device.held), _allocated()
+        held, later = sum_classes(found.device.held), _allocated()
         assert later <= held <= earlier, (later, held, earlier)
         unexplained = found.device.held.get("unexplained", 0)
         assert unexplained <= before, (unexplained, before)

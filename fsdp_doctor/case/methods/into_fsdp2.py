@@ -60,7 +60,7 @@ def set_model_state_dict_sharded(model: torch.nn.Module, state: dict[str, Any]) 
     return set_model_state_dict(model, state)
 
 
-def dcp_load(model: torch.nn.Module, state: pathlib.Path) -> Any:
+def load_dcp(model: torch.nn.Module, state: pathlib.Path) -> Any:
     template = {"model": model.state_dict()}
     dcp.load(template, checkpoint_id=state)
     return model.load_state_dict(template["model"])
@@ -80,7 +80,7 @@ def distribute_tensor_assign(model: torch.nn.Module, state: dict[str, Any], devi
     return model.load_state_dict(sharded, assign=True)
 
 
-def to_empty_broadcast(
+def empty_and_broadcast(
     model: torch.nn.Module, state: dict[str, Any], device: torch.device, buffers: Mapping[str, torch.Tensor]
 ) -> Any:
     """verl's way: rank 0 keeps what it has, the others' memory is made anew; buffers come from rank 0."""
@@ -103,17 +103,17 @@ def to_empty_broadcast(
     return result
 
 
-def rank_files(model: torch.nn.Module, state: pathlib.Path) -> Any:
+def load_rank_files(model: torch.nn.Module, state: pathlib.Path) -> Any:
     file = state / f"model_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
     return model.load_state_dict(torch.load(file, map_location="cpu", weights_only=False))
 
 
-def rank_files_on_saved_device(model: torch.nn.Module, state: pathlib.Path) -> Any:
+def load_rank_files_on_saved_device(model: torch.nn.Module, state: pathlib.Path) -> Any:
     file = state / f"model_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
     return model.load_state_dict(torch.load(file, weights_only=False))
 
 
-def rank_files_model_and_optimizer(
+def load_rank_files_with_optimizer(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: pathlib.Path
 ) -> Any:
     suffix = f"world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
@@ -141,13 +141,13 @@ def set_optimizer_state_dict_sharded(
     set_optimizer_state_dict(model, optimizer, state)
 
 
-def dcp_load_model_and_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: pathlib.Path) -> Any:
+def load_dcp_with_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: pathlib.Path) -> Any:
     of_model, of_optimizer = get_state_dict(model, optimizer)
     dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=state)
     return set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
 
 
-def dcp_load_fresh_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: pathlib.Path) -> Any:
+def load_dcp_with_fresh_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: pathlib.Path) -> Any:
     template = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.load(template, checkpoint_id=state)
     optimizer.load_state_dict(template["optimizer"])

@@ -12,14 +12,20 @@ import torch
 from program import forked_doctor, probe
 from support.places import ROOT
 
-from fsdp_doctor.case.paths.lookup import PathArguments, asked_for, called_by_name, function_of, load_user_path
+from fsdp_doctor.case.methods.lookup import (
+    MethodArguments,
+    call_by_name,
+    find_function,
+    list_requested_arguments,
+    load_user_method,
+)
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.matrix.paths import PATHS
+from fsdp_doctor.matrix.methods import METHODS
 
 _MODEL = torch.nn.Linear(2, 2)
 _DEVICE = torch.device("cpu")
 _OPTIMIZER = torch.optim.SGD(_MODEL.parameters(), lr=0.1)
-_GIVEN = PathArguments(model=_MODEL, device=_DEVICE, optimizer=_OPTIMIZER)
+_GIVEN = MethodArguments(model=_MODEL, device=_DEVICE, optimizer=_OPTIMIZER)
 _MINE = """\
 def weights(wrapped, optimizer, device, suffix=""):
     assert optimizer.state, "the optimizer of the training steps"
@@ -36,44 +42,44 @@ def test_the_model_comes_first_whatever_its_parameter_is_called() -> None:
     def path(wrapped: Any) -> Any:
         return wrapped
 
-    assert called_by_name(path)(_GIVEN) is _MODEL
+    assert call_by_name(path)(_GIVEN) is _MODEL
 
 
 def test_further_parameters_get_the_argument_of_their_name() -> None:
     def path(model: Any, device: Any, *, optimizer: Any) -> Any:
         return model, device, optimizer
 
-    assert called_by_name(path)(_GIVEN) == (_MODEL, _DEVICE, _OPTIMIZER)
+    assert call_by_name(path)(_GIVEN) == (_MODEL, _DEVICE, _OPTIMIZER)
 
 
 def test_a_parameter_with_a_default_keeps_it_even_if_its_name_is_an_arguments() -> None:
     def path(model: Any, device: str = "meta", **others: Any) -> Any:
         return device, others
 
-    assert called_by_name(path)(_GIVEN) == ("meta", {})
+    assert call_by_name(path)(_GIVEN) == ("meta", {})
 
 
 def test_a_callable_without_a_signature_gets_the_model_alone() -> None:
-    assert called_by_name(type)(_GIVEN) is torch.nn.Linear
+    assert call_by_name(type)(_GIVEN) is torch.nn.Linear
 
 
-@pytest.mark.parametrize("row", [row for row in PATHS if "lora" not in row.function], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in METHODS if "lora" not in row.function], ids=lambda row: row.name)
 def test_every_path_of_the_table_asks_for_what_there_is_alone(row: Any) -> None:
     of_loads = {"state", "buffers"} if row.direction == "in" else set()
-    assert set(asked_for(function_of(row))) <= {"optimizer", "device", "scratch", "control"} | of_loads
+    assert set(list_requested_arguments(find_function(row))) <= {"optimizer", "device", "scratch", "control"} | of_loads
 
 
-@pytest.mark.parametrize("row", [row for row in PATHS if row.direction == "in"], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in METHODS if row.direction == "in"], ids=lambda row: row.name)
 def test_every_path_that_loads_asks_for_its_checkpoint(row: Any) -> None:
     if "lora" in row.function:
         pytest.importorskip("peft")
-    assert "state" in asked_for(function_of(row))
-    assert ("optimizer" in asked_for(function_of(row))) is (row.contract.loads != "model")
+    assert "state" in list_requested_arguments(find_function(row))
+    assert ("optimizer" in list_requested_arguments(find_function(row))) is (row.contract.loads != "model")
 
 
 def test_the_modules_of_the_paths_import_nothing_of_ours() -> None:
     """A script of ``fsdp-doctor repro`` has their functions as they stand."""
-    room = ROOT / "fsdp_doctor" / "case" / "paths"
+    room = ROOT / "fsdp_doctor" / "case" / "methods"
     modules = [*room.glob("on_*.py"), *room.glob("into_*.py")]
     assert len(modules) == 5
     for module in modules:
@@ -89,10 +95,10 @@ def test_a_users_function_that_asks_for_what_there_is_not_is_refused_when_it_is_
     (tmp_path / "mine_loaded.py").write_text(_MINE)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UsageError, match="no argument 'tokenizer'"):
-        load_user_path("mine_loaded:asks_for_a_tokenizer")
-    load_user_path("mine_loaded:weights")
+        load_user_method("mine_loaded:asks_for_a_tokenizer")
+    load_user_method("mine_loaded:weights")
     with pytest.raises(UsageError, match="no argument 'optimizer'"):
-        load_user_path("mine_loaded:weights", ("model", "device"))
+        load_user_method("mine_loaded:weights", ("model", "device"))
 
 
 def test_a_users_function_is_given_the_scenarios_optimizer_and_device(tmp_path: pathlib.Path) -> None:
@@ -128,5 +134,5 @@ def test_it_is_said_in_a_sentence_which_parameter_cannot_be_given(
 )
 def test_what_is_no_function_of_the_users_is_a_usage_error(path: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence) as refusal:
-        load_user_path(path)
+        load_user_method(path)
     assert "\n" not in str(refusal.value)

@@ -1,4 +1,4 @@
-"""The extraction paths under test on FSDP2, each as frameworks write it. The names are in matrix/paths.py.
+"""The extraction paths under test on FSDP2, each as frameworks write it. The names are in matrix/methods.py.
 
 Nothing of ours is imported: ``fsdp-doctor repro`` copies a function of this module into a script as it stands.
 """
@@ -22,16 +22,16 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 
-def state_dict(model: torch.nn.Module) -> dict[str, Any]:
+def read_state_dict(model: torch.nn.Module) -> dict[str, Any]:
     return model.state_dict()
 
 
-def state_dict_to_full_tensor(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
+def move_and_gather_state_dict(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
     for name, tensor in model.state_dict().items():
         yield name, tensor.to(device, non_blocking=True).full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def state_dict_held(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
+def gather_state_dict_after_offload(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
     """The framework offloads the model while it goes on reading the state dict that it took before."""
     held = model.state_dict()
     model.to("cpu")
@@ -42,43 +42,43 @@ def state_dict_held(model: torch.nn.Module, device: torch.device) -> Iterator[tu
         model.to(device)
 
 
-def state_dict_full_tensor_to(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
+def gather_and_move_state_dict(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
     for name, tensor in model.state_dict().items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         yield name, full.to(device)
 
 
-def parameters_full_tensor(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+def gather_parameters(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, parameter in model.named_parameters():
         yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
-def parameters_module_source(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+def gather_parameters_as_module_source(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """vLLM's ModuleSource.iter_full; what reads from it sends over NCCL or CUDA IPC, so from the device."""
     for name, parameter in model.named_parameters():
         full_tensor = getattr(parameter, "full_tensor", None)
         yield name, full_tensor() if callable(full_tensor) else parameter
 
 
-def parameters_data_full_tensor(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+def gather_parameter_data(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, parameter in model.named_parameters():
         data = parameter.data
         yield name, data.full_tensor() if isinstance(data, DTensor) else data
 
 
-def model_state_dict_sharded(model: torch.nn.Module) -> dict[str, Any]:
+def get_sharded_model_state_dict(model: torch.nn.Module) -> dict[str, Any]:
     return get_model_state_dict(model)
 
 
-def model_state_dict_sharded_cpu(model: torch.nn.Module) -> dict[str, Any]:
+def get_sharded_model_state_dict_on_cpu(model: torch.nn.Module) -> dict[str, Any]:
     return get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))
 
 
-def model_state_dict_full(model: torch.nn.Module) -> dict[str, Any]:
+def get_full_model_state_dict(model: torch.nn.Module) -> dict[str, Any]:
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
-def model_state_dict_full_cpu(model: torch.nn.Module) -> dict[str, Any]:
+def get_full_model_state_dict_on_cpu(model: torch.nn.Module) -> dict[str, Any]:
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
@@ -95,7 +95,7 @@ def unshard(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         module.reshard()
 
 
-def dcp_save_and_load(model: torch.nn.Module, scratch: pathlib.Path, control: dist.ProcessGroup) -> dict[str, Any]:
+def save_and_load_dcp(model: torch.nn.Module, scratch: pathlib.Path, control: dist.ProcessGroup) -> dict[str, Any]:
     state = model.state_dict()
     dcp.save(state, checkpoint_id=scratch)
     try:
@@ -108,7 +108,7 @@ def dcp_save_and_load(model: torch.nn.Module, scratch: pathlib.Path, control: di
     return full
 
 
-def from_local(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
+def gather_from_local(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             yield name, parameter
@@ -123,12 +123,12 @@ def summon_full_params(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         yield from model.named_parameters()
 
 
-def weights_info(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+def read_weights_info(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, tensor in model.state_dict().items():
         yield name, (tensor.size(), tensor.dtype)
 
 
-def optimizer_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+def get_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
     state: Any = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     for name, values in state["state"].items():
         for key, value in values.items():

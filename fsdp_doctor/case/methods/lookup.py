@@ -21,13 +21,13 @@ from fsdp_doctor.extract import full_tensors, local_shards
 from fsdp_doctor.load import load_full_tensors, load_optimizer_state
 from fsdp_doctor.matrix.axes import Context
 from fsdp_doctor.matrix.contracts import Contract
-from fsdp_doctor.matrix.paths import Path
+from fsdp_doctor.matrix.methods import MatrixMethod
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PathArguments:
+class MethodArguments:
     """The sharded model in the state that the scenario left it in, and what else a method can ask for by name.
 
     device: this rank's compute device. The others exist in a probe alone.
@@ -46,17 +46,17 @@ class PathArguments:
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-PathFunction = Callable[[PathArguments], Any]
-_ARGUMENTS = tuple(argument.name for argument in dataclasses.fields(PathArguments))
+MethodFunction = Callable[[MethodArguments], Any]
+_ARGUMENTS = tuple(argument.name for argument in dataclasses.fields(MethodArguments))
 
 
-def called_by_name(function: Callable[..., Any]) -> PathFunction:
+def call_by_name(function: Callable[..., Any]) -> MethodFunction:
     """Wraps ``function`` so that it is called with the model and the arguments that it asks for."""
-    names = asked_for(function)
+    names = list_requested_arguments(function)
     return lambda given: function(given.model, **{name: getattr(given, name) for name in names})
 
 
-def asked_for(function: Callable[..., Any]) -> tuple[str, ...]:
+def list_requested_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
     """The names of the parameters after the first, which is the model; one with a default keeps it."""
     try:
         further = list(inspect.signature(function).parameters.values())[1:]
@@ -66,7 +66,7 @@ def asked_for(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in further if p.kind in _BY_NAME and p.default is inspect.Parameter.empty)
 
 
-def in_context(context: Context, function: PathFunction) -> PathFunction:
+def run_in_context(context: Context, function: MethodFunction) -> MethodFunction:
     """Wraps ``function`` so that it is called in one of torch's contexts, and its result is iterated over there.
 
     What is done with an entry, between it and the next one, is outside.
@@ -81,7 +81,7 @@ def in_context(context: Context, function: PathFunction) -> PathFunction:
         case _:
             assert_never(context)
 
-    def call(given: PathArguments) -> Any:
+    def call(given: MethodArguments) -> Any:
         with enter():
             result = function(given)
         return iterate(result) if isinstance(result, Iterator) else result
@@ -99,10 +99,10 @@ def in_context(context: Context, function: PathFunction) -> PathFunction:
     return call
 
 
-def function_of(path: Path) -> Callable[..., Any]:
+def find_function(method: MatrixMethod) -> Callable[..., Any]:
     """The function behind a row of the table. peft is imported only for the methods of models with adapters."""
-    module, _, name = path.function.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(f"fsdp_doctor.case.paths.{module}"), name)
+    module, _, name = method.function.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(f"fsdp_doctor.case.methods.{module}"), name)
     return function
 
 
@@ -110,20 +110,20 @@ def fix(model: nn.Module) -> Any:
     return full_tensors(model)
 
 
-def local_fix(model: nn.Module) -> Any:
+def extract_local_by_fix(model: nn.Module) -> Any:
     for shard in local_shards(model):
         yield shard.name, shard
 
 
-def loading_fix(model: nn.Module, state: Any, buffers: Any) -> Any:
+def load_by_fix(model: nn.Module, state: Any, buffers: Any) -> Any:
     return load_full_tensors(model, state, buffers=buffers)
 
 
-def optimizer_fix(model: nn.Module, optimizer: torch.optim.Optimizer, state: Any) -> Any:
+def load_optimizer_by_fix(model: nn.Module, optimizer: torch.optim.Optimizer, state: Any) -> Any:
     return load_optimizer_state(model, optimizer, state)
 
 
-def load_user_path(name: str, given: Collection[str] = _ARGUMENTS) -> tuple[Callable[..., Any], Contract]:
+def load_user_method(name: str, given: Collection[str] = _ARGUMENTS) -> tuple[Callable[..., Any], Contract]:
     """Imports ``module:function``.
 
     given: the names of the arguments that there are. The function is called with the sharded model and with those that
@@ -141,7 +141,7 @@ def load_user_path(name: str, given: Collection[str] = _ARGUMENTS) -> tuple[Call
     if not callable(function):
         what = "does not exist" if function is None else f"is a {type(function).__name__}, not a function"
         raise UsageError(f"--method {name}: {attribute or 'an empty name'} in {module_name} {what}")
-    if unknown := [parameter for parameter in asked_for(function) if parameter not in given]:
+    if unknown := [parameter for parameter in list_requested_arguments(function) if parameter not in given]:
         known = ", ".join(argument for argument in given if argument != "model")
         raise UsageError(
             f"--method {name}: a path has no argument {unknown[0]!r}; after the model its parameters can be {known}, "

@@ -1,4 +1,4 @@
-"""The paths of models with LoRA adapters, each as frameworks write it. The names are in matrix/paths.py.
+"""The paths of models with LoRA adapters, each as frameworks write it. The names are in matrix/methods.py.
 
 peft is imported by whoever built the model; without adapters none of these paths is tried.
 Nothing of ours is imported: ``fsdp-doctor repro`` copies a function of this module into a script as it stands.
@@ -18,38 +18,38 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 
-def merged(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
+def read_merged(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
     """verl since PR 7014: each tensor is materialised while the adapters are merged."""
-    with _merged(model):
-        for name, tensor in _base_weights(model):
-            full = _gathered(tensor, device)
+    with _merge_in_place(model):
+        for name, tensor in _list_base_weights(model):
+            full = _gather(tensor, device)
             yield name, full if isinstance(tensor, DTensor) else full.detach().clone()
 
 
-def merged_read_late(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
+def read_merged_late(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
     """verl before PR 7014: the state dict, which aliases the weights, is read after they were restored."""
-    with _merged(model):
-        weights = list(_base_weights(model))
+    with _merge_in_place(model):
+        weights = list(_list_base_weights(model))
     for name, tensor in weights:
-        yield name, _gathered(tensor, device)
+        yield name, _gather(tensor, device)
 
 
-def adapter(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
+def collect_adapter(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
     """verl's collect_lora_params."""
-    with _summoned(model):
-        for name, tensor in get_peft_model_state_dict(_peft_model(model)).items():
-            yield _unwrapped(name), _gathered(tensor, device).detach().clone()
+    with _summon(model):
+        for name, tensor in get_peft_model_state_dict(_find_peft_model(model)).items():
+            yield _unwrap(name), _gather(tensor, device).detach().clone()
 
 
-def layered_summon(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+def summon_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """verl's layered_summon_lora_params: module by module, each adapter to the host."""
     seen: set[str] = set()
-    for prefix, module in _layers(model):
+    for prefix, module in _list_layers(model):
         with FullyShardedDataParallel.summon_full_params(module, writeback=False):
-            state = get_peft_model_state_dict(_peft_model(model), state_dict=module.state_dict())
+            state = get_peft_model_state_dict(_find_peft_model(model), state_dict=module.state_dict())
             for name, tensor in state.items():
                 full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                if (whole_name := _unwrapped(prefix + name)) not in seen:
+                if (whole_name := _unwrap(prefix + name)) not in seen:
                     seen.add(whole_name)
                     yield whole_name, full.detach().cpu()
 
@@ -60,9 +60,9 @@ def set_peft_model_state_dict(model: torch.nn.Module, state: dict[str, Any]) -> 
 
 
 @contextlib.contextmanager
-def _merged(model: torch.nn.Module) -> Iterator[None]:
+def _merge_in_place(model: torch.nn.Module) -> Iterator[None]:
     """The adapters added to the weights in place, and the weights put back as they were."""
-    with _summoned(model), torch.no_grad():
+    with _summon(model), torch.no_grad():
         layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
         weights: list[Any] = [layer.get_base_layer().weight for layer in layers]
         shards = [weight.to_local() if isinstance(weight, DTensor) else weight.detach() for weight in weights]
@@ -77,35 +77,35 @@ def _merged(model: torch.nn.Module) -> Iterator[None]:
                 layer.merged_adapters.clear()
 
 
-def _summoned(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+def _summon(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """FSDP1's parameters unsharded; FSDP2's are left as they are, each with its DTensor."""
     if isinstance(model, FullyShardedDataParallel):
         return FullyShardedDataParallel.summon_full_params(model, writeback=False)
     return contextlib.nullcontext()
 
 
-def _base_weights(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+def _list_base_weights(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """The weights that are no adapter's, named as in the model that peft was given."""
     tensors = model.named_parameters() if isinstance(model, FullyShardedDataParallel) else model.state_dict().items()
     for name, tensor in tensors:
         if ".lora_" not in name:
-            yield _unwrapped(name).removeprefix("base_model.model.").replace(".base_layer.", "."), tensor
+            yield _unwrap(name).removeprefix("base_model.model.").replace(".base_layer.", "."), tensor
 
 
-def _gathered(tensor: Any, device: torch.device) -> Any:
+def _gather(tensor: Any, device: torch.device) -> Any:
     return tensor.to(device, non_blocking=True).full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _unwrapped(name: str) -> str:
+def _unwrap(name: str) -> str:
     return name.replace("_fsdp_wrapped_module.", "")
 
 
-def _peft_model(model: torch.nn.Module) -> Any:
+def _find_peft_model(model: torch.nn.Module) -> Any:
     return model.module if isinstance(model, FullyShardedDataParallel) else model
 
 
-def _layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+def _list_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """(prefix, FSDP module) of every one but the root."""
     for name, module in model.named_modules():
         if name and isinstance(module, (FullyShardedDataParallel, FSDPModule)):
-            yield _unwrapped(f"{name}."), module
+            yield _unwrap(f"{name}."), module

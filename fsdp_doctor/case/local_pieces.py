@@ -14,14 +14,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.reader import FlatSlice, Fsdp1Unit, HeldModel, HeldTensor
-from fsdp_doctor.fsdp.shards import held_part
+from fsdp_doctor.fsdp.reader import FlatSlice, Fsdp1Unit, ModelContents, ModelTensor
+from fsdp_doctor.fsdp.shards import compute_part
 
 Full = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldPiece:
+class LocalPiece:
     """This rank's part of one tensor.
 
     names: all of a tied parameter; one of a moment, ``<parameter>.<state>``.
@@ -46,28 +46,33 @@ class HeldPiece:
         return self.names[0]
 
 
-def of_model(model: nn.Module, full: Full) -> list[HeldPiece]:
+def list_model_pieces(model: nn.Module, full: Full) -> list[LocalPiece]:
     """Every parameter and every buffer of a state dict, each once."""
-    held = reader.read(model)
-    return [*_of_units(held, full), *(_of_tensor(tensor, full) for tensor in held.tensors())]
+    contents = reader.read(model)
+    return [
+        *_list_unit_pieces(contents, full),
+        *(_make_tensor_piece(tensor, full) for tensor in contents.list_tensors()),
+    ]
 
 
-def of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, states: Full) -> tuple[list[HeldPiece], list[str]]:
+def list_optimizer_pieces(
+    model: nn.Module, optimizer: torch.optim.Optimizer, states: Full
+) -> tuple[list[LocalPiece], list[str]]:
     """(the moments that the optimizer has, the names of those that it lacks).
 
     states: every state of every parameter, unsharded, as ``<parameter>.<state>``.
     """
-    held = reader.read(model)
-    tensors = {name: tensor.tensor for tensor in held.parameters for name in tensor.names}
-    places = {name: place for unit in held.fsdp1_units for place in _places(unit) for name in place.names}
-    pieces: list[HeldPiece] = []
+    contents = reader.read(model)
+    tensors = {name: tensor.tensor for tensor in contents.parameters for name in tensor.names}
+    places = {name: place for unit in contents.fsdp1_units for place in _list_places(unit) for name in place.names}
+    pieces: list[LocalPiece] = []
     missing: list[str] = []
     for name, full in states.items():
         parameter, _, key = name.rpartition(".")
         if parameter in tensors:
-            piece = _piece(name, optimizer.state.get(tensors[parameter], {}).get(key), full)
+            piece = _make_piece(name, optimizer.state.get(tensors[parameter], {}).get(key), full)
         else:
-            piece = _state_in_unit(places[parameter], optimizer, name, full)
+            piece = _read_state_in_unit(places[parameter], optimizer, name, full)
         if piece is None:
             missing.append(name)
         elif piece.held.numel():
@@ -75,7 +80,7 @@ def of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, states: Ful
     return pieces, missing
 
 
-def write(pieces: list[HeldPiece]) -> None:
+def write(pieces: list[LocalPiece]) -> None:
     """Writes the expected values into the model or the optimizer."""
     with torch.no_grad():
         for piece in pieces:
@@ -84,20 +89,20 @@ def write(pieces: list[HeldPiece]) -> None:
                     held.copy_(piece.expected.view(held.shape))
 
 
-def expected_part(tensor: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+def cut_part(tensor: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     """This rank's part of the unsharded ``full``, cut as ``tensor`` is: a DTensor by its placements."""
     if not isinstance(tensor, DTensor):
         return full
-    return held_part(dist.get_rank(), tensor.shape, tensor.device_mesh.mesh, tensor.placements).read(full)
+    return compute_part(dist.get_rank(), tensor.shape, tensor.device_mesh.mesh, tensor.placements).read(full)
 
 
-def _of_tensor(tensor: HeldTensor, full: Full) -> HeldPiece:
+def _make_tensor_piece(tensor: ModelTensor, full: Full) -> LocalPiece:
     whole = next((full[name] for name in tensor.names if name in full), None)
-    return HeldPiece(
+    return LocalPiece(
         names=tensor.names,
         shown=tensor.shown,
-        held=private.local_tensor(tensor.tensor).detach(),
-        expected=expected_part(tensor.tensor, whole) if whole is not None else None,
+        held=private.read_local_tensor(tensor.tensor).detach(),
+        expected=cut_part(tensor.tensor, whole) if whole is not None else None,
     )
 
 
@@ -116,56 +121,58 @@ class _Place:
     mine: range
     begin: int
 
-    def part(self, full: torch.Tensor) -> torch.Tensor:
+    def cut_part(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's elements of the unsharded parameter, in the order in which the flat parameter has them."""
         flat = torch.empty(self.slice.shape.numel(), dtype=full.dtype)
         flat.as_strided(self.slice.shape, self.slice.stride).copy_(full)
         return flat[self.mine.start - self.slice.offset : self.mine.stop - self.slice.offset]
 
 
-def _places(unit: Fsdp1Unit) -> Iterator[_Place]:
+def _list_places(unit: Fsdp1Unit) -> Iterator[_Place]:
     length = unit.attributes_with_weights[0][0].numel()
     shard_begin = dist.get_rank(unit.group) * length if unit.is_sharded else 0
-    for index, (names, place) in enumerate(zip(unit.names, unit.layout(), strict=True)):
+    for index, (names, place) in enumerate(zip(unit.names, unit.read_layout(), strict=True)):
         first = max(place.offset, shard_begin)
         mine = range(first, max(first, min(place.offset + place.shape.numel(), shard_begin + length)))
         yield _Place(unit=unit, index=index, names=names, slice=place, mine=mine, begin=first - shard_begin)
 
 
-def _of_units(held: HeldModel, full: Full) -> Iterator[HeldPiece]:
-    for unit in held.fsdp1_units:
+def _list_unit_pieces(contents: ModelContents, full: Full) -> Iterator[LocalPiece]:
+    for unit in contents.fsdp1_units:
         shards, originals = unit.attributes_with_weights
-        for place in _places(unit):
+        for place in _list_places(unit):
             whole = next((full[name] for name in place.names if name in full), None)
             # The last one is the local shard, to which every reshard returns.
             *copies, part = (shard[place.begin : place.begin + len(place.mine)] for shard in shards)
             if originals and (original := originals[place.index]) is not None:
                 copies.append(original)
-            yield HeldPiece(
+            yield LocalPiece(
                 names=place.names,
                 shown=unit.flat_parameter,
                 held=part,
                 copies=tuple(copies),
-                expected=place.part(whole) if whole is not None else None,
+                expected=place.cut_part(whole) if whole is not None else None,
             )
 
 
-def _state_in_unit(place: _Place, optimizer: torch.optim.Optimizer, name: str, full: torch.Tensor) -> HeldPiece | None:
+def _read_state_in_unit(
+    place: _Place, optimizer: torch.optim.Optimizer, name: str, full: torch.Tensor
+) -> LocalPiece | None:
     """The parameter's stretch of the flat parameter's state, or the whole state of the original parameter."""
     unit = place.unit
     if not len(place.mine):
-        return HeldPiece(names=(name,), shown=full, held=full.new_empty(0), expected=None)
+        return LocalPiece(names=(name,), shown=full, held=full.new_empty(0), expected=None)
     parameter = unit.originals[place.index] if unit.keeps_originals else unit.flat_parameter
     state = optimizer.state.get(parameter, {}).get(name.rpartition(".")[2])
     if state is None or state.ndim == 0 or full.ndim == 0:
-        return _piece(name, state, full)
+        return _make_piece(name, state, full)
     begin = 0 if unit.keeps_originals else place.begin
     held = state.detach().reshape(-1)[begin : begin + len(place.mine)]
-    return HeldPiece(names=(name,), shown=state, held=held, expected=place.part(full))
+    return LocalPiece(names=(name,), shown=state, held=held, expected=place.cut_part(full))
 
 
-def _piece(name: str, state: torch.Tensor | None, full: torch.Tensor) -> HeldPiece | None:
+def _make_piece(name: str, state: torch.Tensor | None, full: torch.Tensor) -> LocalPiece | None:
     if state is None:
         return None
-    held = private.local_tensor(state).detach()
-    return HeldPiece(names=(name,), shown=state, held=held, expected=expected_part(state, full))
+    held = private.read_local_tensor(state).detach()
+    return LocalPiece(names=(name,), shown=state, held=held, expected=cut_part(state, full))
