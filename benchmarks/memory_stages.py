@@ -110,7 +110,7 @@ def measured(
         job = model.job(training)
         with watch.measure_stage("trained"):
             trainer.step()
-        ledgers += [replace(ledger, job=job) for ledger in watch.take()]
+        ledgers += [replace(memory, job=job) for memory in watch.take()]
         device = ledgers[-1].device
         assert device is not None
         estimates[job] = {"measured": device.peak, **estimated(model.shape, trainer, at.world_size)}

@@ -88,13 +88,13 @@ def job_of(name: str, options: argparse.Namespace) -> Job:
 
 def compared(file: MemoryFile, options: argparse.Namespace) -> Iterator[Compared]:
     predictor = functools.cache(Predictor)
-    ranks = 1 + max(ledger.rank for ledger in file.ledgers)
-    jobs = dict.fromkeys(ledger.job for ledger in file.ledgers)
+    ranks = 1 + max(memory.rank for memory in file.ledgers)
+    jobs = dict.fromkeys(memory.job for memory in file.ledgers)
     for name in jobs:
         job = job_of(name, options)
-        measured = [ledger for ledger in file.ledgers if ledger.job == name and ledger.rank == 0]
+        measured = [memory for memory in file.ledgers if memory.job == name and memory.rank == 0]
         if job.of_benchmark:
-            measured = [ledger for ledger in measured if ledger.stage != "built"]
+            measured = [memory for memory in measured if memory.stage != "built"]
         shard_ranks = {"size1": 1, "hsdp": 2}.get(job.scenario.sharding, ranks)
         setup = RoleSetup(
             role=name,
@@ -107,9 +107,9 @@ def compared(file: MemoryFile, options: argparse.Namespace) -> Iterator[Compared
             extracted_bytes=2 if job.of_benchmark else None,
         )
         predicted = {
-            (ledger.stage, ledger.path): ledger
-            for path in dict.fromkeys(ledger.path for ledger in measured)
-            for ledger in predictor(job.model, job.layers).predict_stages(replace(setup, path=path))
+            (memory.stage, memory.path): memory
+            for path in dict.fromkeys(memory.path for memory in measured)
+            for memory in predictor(job.model, job.layers).predict_stages(replace(setup, path=path))
         }
         yield from _of_stages(name, measured, predicted)
 
@@ -117,14 +117,14 @@ def compared(file: MemoryFile, options: argparse.Namespace) -> Iterator[Compared
 def _of_stages(
     name: str, measured: Sequence[StageMemory], predicted: dict[tuple[str, str], StageMemory]
 ) -> Iterator[Compared]:
-    for ledger in measured:
-        ours = predicted[ledger.stage, ledger.path]
-        assert ledger.device is not None
+    for memory in measured:
+        ours = predicted[memory.stage, memory.path]
+        assert memory.device is not None
         assert ours.device is not None
-        held = [sum(each.device.held.get(part, 0) for part in EXACT) for each in (ours, ledger) if each.device]
-        host = [each.host.pinned_reserved + each.host.pageable for each in (ours, ledger)]
-        peaks = (ours.device.peak, ledger.device.peak)
-        yield Compared(name, ledger.name, (held[0], held[1]), peaks, (host[0], host[1]))
+        held = [sum(each.device.held.get(part, 0) for part in EXACT) for each in (ours, memory) if each.device]
+        host = [each.host.pinned_reserved + each.host.pageable for each in (ours, memory)]
+        peaks = (ours.device.peak, memory.device.peak)
+        yield Compared(name, memory.name, (held[0], held[1]), peaks, (host[0], host[1]))
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ def trained(predictor: Predictor, ranks: int, offload: Offload) -> StageMemory:
     setup = RoleSetup(
         role="model", scenario=scenario, shard_ranks=ranks, sequences=1, length=4096, checkpointing=True, path=""
     )
-    return next(ledger for ledger in predictor.predict_stages(setup) if ledger.stage == "trained")
+    return next(memory for memory in predictor.predict_stages(setup) if memory.stage == "trained")
 
 
 def row(name: str, predictor: Predictor, ranks: int) -> list[str]:

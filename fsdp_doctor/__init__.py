@@ -7,6 +7,7 @@ The command line is ``fsdp-doctor``. The library:
 :func:`local_shards`            each rank's shards without a gather
 :func:`load_full_tensors`       loads full tensors into a sharded model; :func:`load_optimizer_state` its optimizer
 :func:`fingerprint`             128 bits for each tensor, which prove what arrived
+:func:`read_hub_view`           which part of which of the model's tensors each tensor of the Hub is
 ``engines``                     weights in the form that an inference engine takes
 :func:`examine`                 where everything in a live model lies, and what of it is trouble
 ``memory.ledger``               the memory that a live job holds
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     )
     from fsdp_doctor.load import LoadError, LoadReport, load_full_tensors, load_optimizer_state
     from fsdp_doctor.matrix.contracts import promises
+    from fsdp_doctor.names import NamesError, TensorView, read_hub_view
 
 __version__ = "0.1.0"
 
@@ -67,6 +69,7 @@ _PUBLIC_NAMES = {
     "compare_fingerprints fingerprint fingerprint_checkpoint fingerprint_tensors fingerprint_variants",
     "load": "LoadError LoadReport load_full_tensors load_optimizer_state",
     "matrix.contracts": "promises",
+    "names": "NamesError TensorView read_hub_view",
 }
 __all__ = [
     "ClosingIterator",
@@ -80,6 +83,7 @@ __all__ = [
     "LoadReport",
     "LocalShard",
     "ModelIsBad",
+    "NamesError",
     "PlanMismatch",
     "RankLeft",
     "RepeatedFingerprint",
@@ -87,6 +91,7 @@ __all__ = [
     "ShardPlace",
     "TensorFingerprint",
     "TensorPart",
+    "TensorView",
     "WeightInfo",
     "__version__",
     "combine_fingerprints",
@@ -104,6 +109,7 @@ __all__ = [
     "local_shards",
     "memory",
     "promises",
+    "read_hub_view",
     "weights_info",
 ]
 

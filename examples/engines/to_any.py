@@ -16,7 +16,7 @@ import fsdp_doctor.engines
 def sync(model: nn.Module, send: Callable[[Any], object] | None, bucket_bytes: int = 512 << 20) -> None:
     """After a training step, on every rank. send: how rank 0 sends an object or a tensor; None on the other ranks."""
     sums = fsdp_doctor.FingerprintSums()
-    tensors = fsdp_doctor.full_tensors(model, dtype=torch.bfloat16)
+    tensors = fsdp_doctor.full_tensors(model, dtype=torch.bfloat16, names="auto")
     for bucket in fsdp_doctor.engines.packed_buckets(sums.watch(tensors), bucket_bytes):
         if send is not None:
             send([dataclasses.asdict(one) for one in bucket.index])

@@ -13,7 +13,7 @@ import fsdp_doctor.engines
 
 def sync(model: nn.Module, engine: Any, tp_size: int, bucket_bytes: int = 512 << 20) -> None:
     """After a training step, on every rank. engine: an ``sglang.Engine`` on the same node; None on the other ranks."""
-    tensors = fsdp_doctor.full_tensors(model, dtype=torch.bfloat16)
+    tensors = fsdp_doctor.full_tensors(model, dtype=torch.bfloat16, names="auto")
     if engine is not None:
         engine.begin_weight_update()
     for bucket in fsdp_doctor.engines.sglang_buckets(tensors, bucket_bytes):

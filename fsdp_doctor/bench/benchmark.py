@@ -55,8 +55,8 @@ def run(options: BenchOptions) -> BenchResult:
     Raises UsageError for a method that cannot be called with a model and a device.
     """
     here = read_place()
-    for path in filter(is_user_method, options.methods):
-        load_user_method(path, _GIVEN)
+    for method in filter(is_user_method, options.methods):
+        load_user_method(method, _GIVEN)
     device = _start(options.device, here)
     if device.type == "cpu" and any(scenario.version == 1 for scenario in options.scenarios):
         raise CannotRun("torch's FSDP1 needs an accelerator: --strategy fsdp2, or --device emulated")

@@ -82,7 +82,7 @@ def list_extractions(scenario: Scenario) -> tuple[str, ...]:
 
     FSDP2 ignores summon_full_params, and torch cannot unshard what a manual offload has moved to the host.
     """
-    there = {path.name for path in list_methods(scenario, "out")}
+    there = {method.name for method in list_methods(scenario, "out")}
     if scenario.version == 2:
         there.discard("summon_full_params")
     if scenario.param_offload and not scenario.staging.is_staged:

@@ -192,8 +192,8 @@ def _run_trainer(
     except torch.OutOfMemoryError as error:
         pipe.send(read_first_line(error))
         return
-    held = sum_bytes_on(device, list_owned_tensors(model, None))
-    pipe.send(_make_stage_memory(f"trainer, FSDP model {state}", rank, device, held))
+    by_class = sum_bytes_on(device, list_owned_tensors(model, None))
+    pipe.send(_make_stage_memory(f"trainer, FSDP model {state}", rank, device, by_class))
     pipe.recv()
 
 
@@ -237,8 +237,8 @@ def _run_engine(
             cache = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in pieces if nbytes]
         except torch.OutOfMemoryError as error:
             start = dataclasses.replace(start, refusal=read_first_line(error))
-    held: Bytes = {"parameters": sum(t.nbytes for t in parameters), "buffers": sum(t.nbytes for t in cache)}
-    pipe.send((start, _make_stage_memory(f"engine beside FSDP model {state}", 0, device, held)))
+    by_class: Bytes = {"parameters": sum(t.nbytes for t in parameters), "buffers": sum(t.nbytes for t in cache)}
+    pipe.send((start, _make_stage_memory(f"engine beside FSDP model {state}", 0, device, by_class)))
     pipe.recv()
 
 
@@ -266,8 +266,8 @@ def _request_memory(request: RolloutRequest, device: torch.device, weights: int)
     return EngineStart(free=free, total=capacity, requested=requested, weights=weights, refusal=refusal)
 
 
-def _make_stage_memory(job: str, rank: int, device: torch.device, held: Bytes) -> StageMemory:
-    on_device = DeviceCounters(device).read().make_device_memory(held, at_peak=held)
+def _make_stage_memory(job: str, rank: int, device: torch.device, by_class: Bytes) -> StageMemory:
+    on_device = DeviceCounters(device).read().make_device_memory(by_class, at_peak=by_class)
     host = HostMemory(held={}, pinned=0, pinned_reserved=0, pageable=0)
     return StageMemory(job=job, stage="built", rank=rank, host=host, device=on_device)
 
@@ -340,7 +340,7 @@ def render_rollout_json(request: RolloutRequest, attempts: Sequence[RolloutAttem
             origin="measured",
             command="fsdp-doctor " + " ".join(sys.argv[1:]),
             device=f"{request.ranks} x {request.device}",
-            ledgers=tuple(ledger for each in attempts for ledger in (each.trainer, each.engine)),
+            ledgers=tuple(memory for each in attempts for memory in (each.trainer, each.engine)),
             notes=tuple(notes),
         )
     )

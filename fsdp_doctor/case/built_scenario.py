@@ -69,12 +69,12 @@ class NotAsNamed(Exception):
     """A scenario was built otherwise than its id says, which is the doctor's fault and no verdict about torch."""
 
 
-def find_mismatches(found: BuiltFacts, asked: BuiltFacts) -> list[str]:
+def find_mismatches(actual: BuiltFacts, asked: BuiltFacts) -> list[str]:
     """One sentence for each fact that differs from the one asked for; it begins with the fact's name."""
     return [
-        f"{field.name}: {_put_into_words(getattr(found, field.name))} where {_put_into_words(wanted)} was asked for"
+        f"{field.name}: {_put_into_words(getattr(actual, field.name))} where {_put_into_words(wanted)} was asked for"
         for field in dataclasses.fields(BuiltFacts)
-        if (wanted := getattr(asked, field.name)) is not None and getattr(found, field.name) != wanted
+        if (wanted := getattr(asked, field.name)) is not None and getattr(actual, field.name) != wanted
     ]
 
 
@@ -93,9 +93,9 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, scenario: Scenario
 
 def read_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> BuiltFacts:
     """Reads the facts of a sharded model in any state, its optimizer, and the default process group."""
-    held = reader.read(model)
-    names = {name for every in held.list_all_names() for name in every}
-    parameters = list(_list_parameters(held))
+    contents = reader.read(model)
+    names = {name for every in contents.list_all_names() for name in every}
+    parameters = list(_list_parameters(contents))
     locals_ = [private.read_local_tensor(parameter) for parameter in parameters]
     state = [value for values in optimizer.state.values() for value in values.values()]
     moments = [private.read_local_tensor(value) for value in state if isinstance(value, torch.Tensor) and value.ndim]
@@ -103,13 +103,13 @@ def read_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> BuiltFacts
     text = _read_text_config(plain)
     on_host = [local for local in locals_ if local.device.type == "cpu" and local.numel()]
     return BuiltFacts(
-        strategy=_recognize_strategy(held),
+        strategy=_recognize_strategy(contents),
         units=Counter(_list_unit_kinds(model)),
-        spreads=frozenset(_list_spreads(held)),
-        groups=len({id(group) for group in _list_groups(held)}),
-        policy=frozenset(_list_policies(held)),
-        casts_to=frozenset(param for param, _ in _list_precisions(held)),
-        reduces_in=frozenset(reduce for _, reduce in _list_precisions(held)),
+        spreads=frozenset(_list_spreads(contents)),
+        groups=len({id(group) for group in _list_groups(contents)}),
+        policy=frozenset(_list_policies(contents)),
+        casts_to=frozenset(param for param, _ in _list_precisions(contents)),
+        reduces_in=frozenset(reduce for _, reduce in _list_precisions(contents)),
         dtypes=frozenset(parameter.dtype for parameter in parameters),
         shards_on=frozenset(local.device.type for local in locals_),
         shown_on=frozenset(parameter.device.type for parameter in parameters),
@@ -117,23 +117,23 @@ def read_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> BuiltFacts
         moments_on=frozenset(moment.device.type for moment in moments),
         has_stepped=bool(state),
         model=_name_class(plain),
-        is_tied=any(len(every) > 1 for every in held.list_all_names()),
+        is_tied=any(len(every) > 1 for every in contents.list_all_names()),
         has_adapters=any(".lora_" in name for name in names),
-        has_buffers=bool(held.buffers),
+        has_buffers=bool(contents.buffers),
         has_even_vocabulary=text.vocab_size % 2 == 0 if text is not None else None,
         backends=_read_backends(),
         ranks=dist.get_world_size(),
     )
 
 
-def _list_parameters(held: ModelContents) -> Iterator[torch.Tensor]:
-    yield from (unit.flat_parameter for unit in held.fsdp1_units)
-    yield from (parameter.tensor for parameter in held.parameters)
+def _list_parameters(contents: ModelContents) -> Iterator[torch.Tensor]:
+    yield from (unit.flat_parameter for unit in contents.fsdp1_units)
+    yield from (parameter.tensor for parameter in contents.parameters)
 
 
-def _recognize_strategy(held: ModelContents) -> Strategy | Literal["several", "none"]:
-    strategies = {Strategy.FSDP1_ORIG if unit.keeps_originals else Strategy.FSDP1 for unit in held.fsdp1_units}
-    strategies |= {Strategy.FSDP2} if held.fsdp2_units else set()
+def _recognize_strategy(contents: ModelContents) -> Strategy | Literal["several", "none"]:
+    strategies = {Strategy.FSDP1_ORIG if unit.keeps_originals else Strategy.FSDP1 for unit in contents.fsdp1_units}
+    strategies |= {Strategy.FSDP2} if contents.fsdp2_units else set()
     if len(strategies) > 1:
         return "several"
     return strategies.pop() if strategies else "none"
@@ -154,8 +154,8 @@ def _list_unit_kinds(model: nn.Module) -> Iterator[UnitKind]:
             yield "decoder layer" if _name_class(inner).endswith("DecoderLayer") else "other"
 
 
-def _list_spreads(held: ModelContents) -> Iterator[Spread]:
-    for parameter in held.parameters:
+def _list_spreads(contents: ModelContents) -> Iterator[Spread]:
+    for parameter in contents.parameters:
         tensor = parameter.tensor
         if isinstance(tensor, DTensor):
             shape = tensor.device_mesh.mesh.shape
@@ -163,32 +163,32 @@ def _list_spreads(held: ModelContents) -> Iterator[Spread]:
                 ("replicated" if placement.is_replicate() else "sharded", int(size))
                 for placement, size in zip(tensor.placements, shape, strict=True)
             )
-    for unit in held.fsdp1_units:
+    for unit in contents.fsdp1_units:
         replicas = unit.replica_group
         sharded: Spread = (("sharded", unit.group.size()),)
         yield sharded if replicas is None else (("replicated", replicas.size()), *sharded)
 
 
-def _list_groups(held: ModelContents) -> Iterator[Any]:
-    for parameter in held.parameters:
+def _list_groups(contents: ModelContents) -> Iterator[Any]:
+    for parameter in contents.parameters:
         if isinstance(parameter.tensor, DTensor):
             yield from parameter.tensor.device_mesh.get_all_groups()
-    yield from (unit.group for unit in held.fsdp1_units)
+    yield from (unit.group for unit in contents.fsdp1_units)
 
 
-def _list_policies(held: ModelContents) -> Iterator[Literal["none", "cpu", "pinned", "unpinned"]]:
-    for unit in held.fsdp2_units:
+def _list_policies(contents: ModelContents) -> Iterator[Literal["none", "cpu", "pinned", "unpinned"]]:
+    for unit in contents.fsdp2_units:
         if isinstance(unit.policy, CPUOffloadPolicy):
             yield "pinned" if unit.policy.pin_memory else "unpinned"
         else:
             yield "none"
-    yield from ("cpu" if unit.offloads else "none" for unit in held.fsdp1_units)
+    yield from ("cpu" if unit.offloads else "none" for unit in contents.fsdp1_units)
 
 
-def _list_precisions(held: ModelContents) -> Iterator[tuple[torch.dtype | None, torch.dtype | None]]:
-    for unit in held.fsdp2_units:
+def _list_precisions(contents: ModelContents) -> Iterator[tuple[torch.dtype | None, torch.dtype | None]]:
+    for unit in contents.fsdp2_units:
         yield unit.mixed_precision.param_dtype, unit.mixed_precision.reduce_dtype
-    for flat_unit in held.fsdp1_units:
+    for flat_unit in contents.fsdp1_units:
         precision: Any = flat_unit.module.mixed_precision
         yield precision.param_dtype, precision.reduce_dtype
 

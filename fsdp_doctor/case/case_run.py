@@ -11,6 +11,7 @@ import torch
 from typing_extensions import assert_never
 
 from fsdp_doctor.case import built_scenario, checkpoints
+from fsdp_doctor.case.consumers import consume
 from fsdp_doctor.case.extraction import ExtractionSteps
 from fsdp_doctor.case.loading import LoadingSteps
 from fsdp_doctor.case.methods.lookup import (
@@ -100,10 +101,13 @@ class CaseRun:
         trainer = self.prepare(kept)
         if trainer is not None:
             self._side_effects.look_before()
-            self.exercise(trainer, lambda: self._function(self.given), owned=True)
+            self.exercise(trainer, self._call_method, owned=True)
         reusable = self.go_on(trainer)
         self._recorder.clean_up(self._side_effects)
         return reusable
+
+    def _call_method(self) -> Any:
+        return consume(self._scenario.consumer, self._function, self.given, self._recorder.note)
 
     def prepare(self, kept: Trainer | None) -> Trainer | None:
         """Builds and trains the model, or takes the kept one; offloads and stages it. None where that failed."""
@@ -208,10 +212,10 @@ class CaseRunner:
     report: called with the record each time the case reaches another stage.
     """
 
-    def __init__(self, runtime: Runtime, user_paths: tuple[str, ...], report: RecordSink) -> None:
+    def __init__(self, runtime: Runtime, user_methods: tuple[str, ...], report: RecordSink) -> None:
         read_torch_functions()
         self._runtime = runtime
-        self._user_paths = {name: load_user_method(name) for name in user_paths}
+        self._user_methods = {name: load_user_method(name) for name in user_methods}
         self._report = report
         self._side_effects = SideEffects(runtime.device)
         self._trainer: Trainer | None = None
@@ -221,7 +225,7 @@ class CaseRunner:
         """Runs one case. Every rank must call it with the same case; of exceptions it raises SystemExit alone."""
         method = find_method(case.method, case.scenario.version)
         if is_user_method(case.method):
-            function, contract = self._user_paths[case.method]
+            function, contract = self._user_methods[case.method]
             method = dataclasses.replace(method, contract=contract)
         else:
             function = find_function(method)

@@ -316,9 +316,9 @@ class CheckpointForms:
 
     def _find_sharded_tensors(self) -> dict[str, torch.Tensor | None]:
         """By name the tensor that a sharded entry is divided like; None for one that FSDP1 shards by its first dim."""
-        held = reader.read(self._model)
-        like: dict[str, torch.Tensor | None] = {name: t.tensor for t in held.list_tensors() for name in t.names}
-        return like | dict.fromkeys(name for unit in held.fsdp1_units for names in unit.names for name in names)
+        contents = reader.read(self._model)
+        like: dict[str, torch.Tensor | None] = {name: t.tensor for t in contents.list_tensors() for name in t.names}
+        return like | dict.fromkeys(name for unit in contents.fsdp1_units for names in unit.names for name in names)
 
     def _make_sharded(self, like: torch.Tensor | None, full: torch.Tensor) -> torch.Tensor:
         device = self._runtime.device

@@ -48,8 +48,11 @@ class LocalPiece:
 
 def list_model_pieces(model: nn.Module, full: Full) -> list[LocalPiece]:
     """Every parameter and every buffer of a state dict, each once."""
-    held = reader.read(model)
-    return [*_list_unit_pieces(held, full), *(_make_tensor_piece(tensor, full) for tensor in held.list_tensors())]
+    contents = reader.read(model)
+    return [
+        *_list_unit_pieces(contents, full),
+        *(_make_tensor_piece(tensor, full) for tensor in contents.list_tensors()),
+    ]
 
 
 def list_optimizer_pieces(
@@ -59,9 +62,9 @@ def list_optimizer_pieces(
 
     states: every state of every parameter, unsharded, as ``<parameter>.<state>``.
     """
-    held = reader.read(model)
-    tensors = {name: tensor.tensor for tensor in held.parameters for name in tensor.names}
-    places = {name: place for unit in held.fsdp1_units for place in _list_places(unit) for name in place.names}
+    contents = reader.read(model)
+    tensors = {name: tensor.tensor for tensor in contents.parameters for name in tensor.names}
+    places = {name: place for unit in contents.fsdp1_units for place in _list_places(unit) for name in place.names}
     pieces: list[LocalPiece] = []
     missing: list[str] = []
     for name, full in states.items():
@@ -134,8 +137,8 @@ def _list_places(unit: Fsdp1Unit) -> Iterator[_Place]:
         yield _Place(unit=unit, index=index, names=names, slice=place, mine=mine, begin=first - shard_begin)
 
 
-def _list_unit_pieces(held: ModelContents, full: Full) -> Iterator[LocalPiece]:
-    for unit in held.fsdp1_units:
+def _list_unit_pieces(contents: ModelContents, full: Full) -> Iterator[LocalPiece]:
+    for unit in contents.fsdp1_units:
         shards, originals = unit.attributes_with_weights
         for place in _list_places(unit):
             whole = next((full[name] for name in place.names if name in full), None)

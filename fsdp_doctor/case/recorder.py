@@ -115,9 +115,9 @@ class Recorder:
             self.fail(error)
 
     @contextlib.contextmanager
-    def measure_memory(self, watch: Unwatched, stage: JobStage, path: str = "") -> Iterator[None]:
+    def measure_memory(self, watch: Unwatched, stage: JobStage, method: str = "") -> Iterator[None]:
         """Adds the memory of the block, as ``watch`` measures it, to the record."""
-        with watch.measure_stage(stage, path):
+        with watch.measure_stage(stage, method):
             yield
         self.add(ledgers=(*self.record.ledgers, *watch.take()))
 

@@ -65,24 +65,24 @@ def take(model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Run
     Every rank must call it. Raises LayoutError where the shards do not fit together.
     """
     runtime.synchronize()
-    held = reader.read(model)
-    reference = Reference(buffer_names=frozenset(name for buffer in held.buffers for name in buffer.names))
-    parts = [*_list_unit_parts(reference, held, optimizer), *_list_tensor_parts(reference, held, optimizer)]
+    contents = reader.read(model)
+    reference = Reference(buffer_names=frozenset(name for buffer in contents.buffers for name in buffer.names))
+    parts = [*_list_unit_parts(reference, contents, optimizer), *_list_tensor_parts(reference, contents, optimizer)]
     for part, pieces in zip(parts, _gather([part.local for part in parts], runtime), strict=True):
         part.join(pieces)
-    _add_tied_names(reference, held)
+    _add_tied_names(reference, contents)
     return reference
 
 
 def _list_tensor_parts(
-    reference: Reference, held: ModelContents, optimizer: torch.optim.Optimizer | None
+    reference: Reference, contents: ModelContents, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[_Part]:
     """The tensors that are in no FSDP1 unit: FSDP2's parameters, plain parameters and buffers."""
-    for tensor in held.list_tensors():
+    for tensor in contents.list_tensors():
         name = tensor.names[0]
         local = reference.local[name] = _copy_to_host(private.read_local_tensor(tensor.tensor))
         yield _Part(local, _make_joiner(reference.full, name, tensor.tensor))
-    for parameter in held.parameters:
+    for parameter in contents.parameters:
         name = parameter.names[0]
         reference.parameters.append(name)
         for key, state in _list_states(optimizer, parameter.tensor):
@@ -124,10 +124,10 @@ def _make_joiner(
 
 
 def _list_unit_parts(
-    reference: Reference, held: ModelContents, optimizer: torch.optim.Optimizer | None
+    reference: Reference, contents: ModelContents, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[_Part]:
     """FSDP1's units: flat shards, joined in rank order and cut along the unit's metadata."""
-    for unit in held.fsdp1_units:
+    for unit in contents.fsdp1_units:
         names = [names[0] for names in unit.names]
         reference.parameters += names
         # What a state dict and summon_full_params take: FlatParameter.data, while it is this rank's shard.
@@ -192,10 +192,10 @@ def _select_shard_group(pieces: list[torch.Tensor], unit: Fsdp1Unit) -> list[tor
     return [pieces[rank] for rank in dist.get_process_group_ranks(unit.group)]
 
 
-def _add_tied_names(reference: Reference, held: ModelContents) -> None:
+def _add_tied_names(reference: Reference, contents: ModelContents) -> None:
     for names in (
-        *(names for unit in held.fsdp1_units for names in unit.names),
-        *(t.names for t in held.list_tensors()),
+        *(names for unit in contents.fsdp1_units for names in unit.names),
+        *(t.names for t in contents.list_tensors()),
     ):
         reference.full |= dict.fromkeys(names[1:], reference.full[names[0]])
 

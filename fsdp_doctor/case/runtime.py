@@ -179,5 +179,5 @@ def wait_for_cuda_without_spinning(index: int) -> None:
 def _name_backend(device_type: str, backend: Backend) -> str:
     if device_type == "cpu":
         return "gloo"
-    own = dist.get_default_backend_for_device(device_type)
-    return own if backend == "device-only" else f"cpu:gloo,{device_type}:{own}"
+    default = dist.get_default_backend_for_device(device_type)
+    return default if backend == "device-only" else f"cpu:gloo,{device_type}:{default}"

@@ -50,12 +50,12 @@ def digest_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDig
     Shards, buffers and their placements; which parameters train and have gradients; the optimizer's state, options and
     parameters; train or eval; how gradients are reduced; the hooks, and forwards that replace those of the classes.
     """
-    held = reader.read(model)
+    contents = reader.read(model)
     states = [
         _StateTensor(f"optimizer state {index}.{key}", value, private.read_local_tensor(value))
         for index, key, value in _list_optimizer_states(optimizer)
     ]
-    tensors = [*_list_state_tensors(held), *states]
+    tensors = [*_list_state_tensors(contents), *states]
     state: dict[str, tuple[str, ...]] = {}
     for tensor, digest in zip(tensors, _digest_tensors([tensor.local for tensor in tensors]), strict=True):
         shown, local = tensor.shown, tensor.local
@@ -70,10 +70,15 @@ def digest_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDig
     state["options of the optimizer"] = (str(options),)
     state["training mode"] = (str([module.training for module in model.modules()]),)
     state["hooks and forwards"] = (str([_list_step_hooks(module) for module in model.modules()]),)
-    switches = [*(unit.switches for unit in held.fsdp1_units), *(unit.switches for unit in held.fsdp2_units)]
+    switches = [*(unit.switches for unit in contents.fsdp1_units), *(unit.switches for unit in contents.fsdp2_units)]
     state["reduction of the gradients"] = tuple(str(unit.effects) for unit in switches)
     # Between a forward and the next an unsharded parameter stands beside its shard: memory, and nothing else.
-    unsharded = frozenset(name for own in held.parameters if own.shown is not own.tensor for name in own.names)
+    unsharded = frozenset(
+        name
+        for model_tensor in contents.parameters
+        if model_tensor.shown is not model_tensor.tensor
+        for name in model_tensor.names
+    )
     return StateDigest(parts=state, unsharded=unsharded)
 
 
@@ -94,13 +99,13 @@ def find_lost_weights(model: nn.Module, truth: Reference) -> list[str]:
 
     The caller has synchronized with the device.
     """
-    held = reader.read(model)
+    contents = reader.read(model)
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    for unit in held.fsdp1_units:
+    for unit in contents.fsdp1_units:
         expected = truth.flat[unit.flat_name]
         for index, shard in enumerate(unit.attributes_with_weights[0]):
             pairs[f"{unit.flat_name}{index or ''}"] = (shard[: expected.numel()], expected)
-    for tensor in held.list_tensors():
+    for tensor in contents.list_tensors():
         if tensor.names[0] in truth.local:
             local = private.read_local_tensor(tensor.tensor).detach()
             pairs |= dict.fromkeys(tensor.names, (local, truth.local[tensor.names[0]]))
@@ -109,8 +114,8 @@ def find_lost_weights(model: nn.Module, truth: Reference) -> list[str]:
     return [name for name, a, b in zip(pairs, now, then, strict=True) if a != b]
 
 
-def _list_state_tensors(held: reader.ModelContents) -> Iterator[_StateTensor]:
-    for unit in held.fsdp1_units:
+def _list_state_tensors(contents: reader.ModelContents) -> Iterator[_StateTensor]:
+    for unit in contents.fsdp1_units:
         flat = unit.flat_parameter
         # With use_orig_params zero_grad() clears the original parameters' gradients, and the flat parameter
         # keeps its own until the next unshard, an extraction's or a forward's, drops it.
@@ -119,7 +124,7 @@ def _list_state_tensors(held: reader.ModelContents) -> Iterator[_StateTensor]:
         yield _StateTensor(unit.flat_name, flat, local, keeps_gradient=unit.keeps_originals)
         yield from (_StateTensor(f"{unit.flat_name}, in another memory", shard, shard) for shard in shards)
         yield from (_StateTensor(name, shown, shown.detach()) for name, shown in unit.shown.items())
-    for tensor in (*held.list_tensors(), *held.transient_buffers):
+    for tensor in (*contents.list_tensors(), *contents.transient_buffers):
         local = private.read_local_tensor(tensor.tensor).detach()
         yield from (_StateTensor(name, tensor.tensor, local) for name in tensor.names)
 

@@ -1,7 +1,7 @@
 """``fsdp-doctor check``: the cases that a training configuration amounts to, and what is known of them.
 
 Nothing here imports torch or a framework. ``reading`` makes settings of files, launch commands and overrides; each of
-``frameworks`` makes uses of them; ``findings`` and ``read_model`` hold what follows; ``presentation`` prints it.
+``frameworks`` makes uses of them; ``findings`` holds what follows; ``presentation`` prints it.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class _Script:
 
     def __post_init__(self) -> None:
         values: dict[str, set[str]] = {}
-        for pattern in (_ARRAY, _DEFAULTED, _ASSIGNMENT):
+        for pattern in (_DEFAULTED, _ASSIGNMENT, _ARRAY):
             for match in pattern.finditer(self.text):
                 written = match["value"] if pattern is _ARRAY else _unquote(match["value"])
                 value = self.expand(written.replace("\n", " "))

@@ -129,15 +129,15 @@ def make_use(
     )
 
 
-def make_extraction_point(purpose: str, scenario: Scenario, path: str, *, staged: bool = False) -> ExtractionPoint:
+def make_extraction_point(purpose: str, scenario: Scenario, method: str, *, staged: bool = False) -> ExtractionPoint:
     """The extraction of a model in that scenario by a path."""
     staging = Staging.STAGED if staged else Staging.UNSTAGED
-    return ExtractionPoint(purpose=purpose, case=Case(dataclasses.replace(scenario, staging=staging), path))
+    return ExtractionPoint(purpose=purpose, case=Case(dataclasses.replace(scenario, staging=staging), method))
 
 
-def make_loading_point(purpose: str, scenario: Scenario, path: str, *, staged: bool = False) -> ExtractionPoint:
+def make_loading_point(purpose: str, scenario: Scenario, method: str, *, staged: bool = False) -> ExtractionPoint:
     """The load by a path into a model in that scenario, before its first step."""
-    return make_extraction_point(purpose, dataclasses.replace(scenario, phase=Phase.FRESH), path, staged=staged)
+    return make_extraction_point(purpose, dataclasses.replace(scenario, phase=Phase.FRESH), method, staged=staged)
 
 
 def merge_equal(uses: Sequence[Use]) -> tuple[Use, ...]:

@@ -35,7 +35,7 @@ _EMBEDDING = re.compile(
     r"(?:^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|lm_head|embed_out)\.weight$"
 )
 _MATRIX = re.compile(r"(?:^|\.)((q|k|v|o|gate|up|down)_proj|embed_tokens|lm_head|wte)\.weight$")
-_MASK = re.compile(r"mask|bias$|inv_freq")
+_MASK = re.compile(r"mask|inv_freq")
 _COUNTERS = frozenset({"step", "last_epoch", "_step_count", "global_step"})
 _STEP_FOLDER = re.compile(r"(?:checkpoint|global_step|step)[-_](\d+)")
 
@@ -160,7 +160,7 @@ def compare_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
         if path[-1] in _COUNTERS:
             values[path]["", rank] = number
     for tensor in state.tensors.values():
-        if tensor.path[-1].rpartition(".")[2] == "step" and tensor.numel == 1:
+        if tensor.last_name == "step" and tensor.numel == 1:
             for piece, scan in evidence.scans_of(tensor):
                 if (value := _number(tensor.dtype, scan.head)) is not None:
                     values[tensor.path][piece.file, piece.rank] = value
@@ -186,7 +186,7 @@ def _number(dtype: str, head: bytes) -> float | None:
 
 def find_nonfinite(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     for tensor in state.tensors.values():
-        if _MASK.search(tensor.path[-1].rpartition(".")[2]) and not tensor.path[-1].endswith("bias"):
+        if _MASK.search(tensor.last_name):
             continue
         for piece, scan in evidence.scans_of(tensor):
             if scan.first_bad is None:

@@ -50,7 +50,7 @@ class Metadata(NamedTuple):
 
 def read_metadata(file: OpenFile) -> Metadata:
     """Raises BadFile for a damaged pickle, for one that asks for anything else, and for other classes of metadata."""
-    with open(file.path, "rb") as stream:
+    with open(file.path, "rb") as stream:  # a regular file, since it could be opened as one
         value = load_pickle(stream)
     try:
         return _interpret(value)
@@ -69,7 +69,7 @@ def _interpret(value: Any) -> Metadata:
     items, homeless = [], []
     for name, entry in value.fact("state_dict_metadata").items():
         keys = paths.get(name) if isinstance(paths, dict) else None
-        path = tuple(map(str, keys)) if isinstance(keys, tuple | list) else (name,)
+        path = tuple(map(str, keys)) if isinstance(keys, tuple | list) and keys else (name,)
         for offsets, lengths in _chunks(entry):
             info = places.get((name, offsets)) or (places.get((name, None)) if math.prod(entry_shape(entry)) else None)
             if info is None:
@@ -131,7 +131,7 @@ def read_item(file: OpenFile, path: str, item: Item, header: Header | None) -> I
             raise BadFile("is not in the file", item.name)
         if (entry.dtype, entry.shape) != (item.dtype, item.lengths):
             raise _other_form(item, entry.dtype, entry.shape)
-        piece = SavedPiece(path, entry.begin, entry.shape, item.offsets, row_major(entry.shape), rank)
+        piece = SavedPiece(path, entry.begin, entry.shape, item.offsets, compute_row_major_strides(entry.shape), rank)
         return ItemContents([Member(item.name, entry.begin, entry.nbytes, None)], piece)
     read = read_torch_file(file, item.begin, item.nbytes)
     if read.refusal is not None:
@@ -156,7 +156,7 @@ def _other_form(item: Item, dtype: str, shape: Shape) -> BadFile:
     )
 
 
-def row_major(shape: Shape) -> Shape:
+def compute_row_major_strides(shape: Shape) -> Shape:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 

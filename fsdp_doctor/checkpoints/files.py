@@ -25,6 +25,10 @@ class BadFile(Exception):
         return f"{path}: {self.tensor} {self.what}" if self.tensor else f"{path} {self.what}"
 
 
+class NotRead(BadFile):
+    """What is lawful, and of a kind that is not read."""
+
+
 class Extent(NamedTuple):
     """A range of a file. is_hole: nothing was ever written there, and it reads as zeros."""
 
@@ -39,9 +43,9 @@ class OpenFile:
     Raises OSError if it cannot be opened, BadFile if it is no regular file: a pipe might make a reader wait forever.
     """
 
-    def __init__(self, path: pathlib.Path) -> None:
-        self.path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    def __init__(self, method: pathlib.Path) -> None:
+        self.path = method
+        self._fd = os.open(method, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         status = os.fstat(self._fd)
         self.size, self.version = status.st_size, version_of(status)
         if not stat.S_ISREG(status.st_mode):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import pickletools
 from collections.abc import Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
@@ -15,6 +17,14 @@ _MOST_DEPTH = 64
 _MOST_VALUES_PER_BYTE = 20
 _MOST_VALUES_OF_ANY = 10_000
 
+# By opcode, the bytes of its argument, or in which of the ways of pickletools its length is said.
+_ARGUMENTS = {each.code.encode("latin-1"): each.arg.n if each.arg else 0 for each in pickletools.opcodes}
+_LENGTH_BYTES = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
 # By the first part of the module: modules move between versions of torch, names do not.
 _GLOBALS: Mapping[str, frozenset[str]] = {
     "torch": frozenset(
@@ -126,16 +136,43 @@ class _Unpickler(pickle.Unpickler):
 
 
 def load_pickle(file: IO[bytes]) -> Any:
-    """The value of the pickle at the file's position, of plain values, Storages and Pickled values.
+    """The value of the pickle at the position of a seekable file, of plain values, Storages and Pickled values.
 
     Raises RefusedPickle for a global that torch does not write, BadFile for what is no whole pickle.
     """
+    _check_lengths(file)
     try:
         return _Unpickler(file).load()
     except BadFile:
         raise
     except Exception as error:  # a damaged pickle may raise anything
         raise BadFile(f"has a damaged pickle ({type(error).__name__}: {read_first_line(error)})") from None
+
+
+def _check_lengths(file: IO[bytes]) -> None:
+    """Raises BadFile for an argument that is longer than the file, or a place in the memo that no pickle needs.
+
+    CPython before 3.14 would allocate gigabytes for one that is a number of four bytes.
+    """
+    begin = file.tell()
+    size = file.seek(0, io.SEEK_END) - begin
+    file.seek(begin)
+    while (code := file.read(1)) != pickle.STOP:
+        length = _ARGUMENTS.get(code)
+        if length is None:
+            raise BadFile("has a damaged pickle (it ends early, or has an unknown opcode)")
+        if code in (pickle.GLOBAL, pickle.INST):
+            file.readline()  # the module; the name comes next
+        of_length = _LENGTH_BYTES.get(length, length)
+        argument = file.readline() if length == pickletools.UP_TO_NEWLINE else file.read(of_length)
+        number = int.from_bytes(argument, "little")
+        if code == pickle.PUT:
+            number = int(argument) if argument.strip().isdigit() and len(argument) < 12 else size + 1
+        if (length in _LENGTH_BYTES or code in (pickle.PUT, pickle.LONG_BINPUT)) and number > size:
+            raise BadFile(f"has a damaged pickle (it needs {number} bytes or places, and has {size} bytes)")
+        if length in _LENGTH_BYTES:
+            file.seek(number, io.SEEK_CUR)
+    file.seek(begin)
 
 
 def leaves(value: Any, nbytes: int) -> Iterator[tuple[tuple[str, ...], Any]]:

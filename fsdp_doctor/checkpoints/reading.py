@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 from fsdp_doctor.checkpoints import dcp
-from fsdp_doctor.checkpoints.files import BadFile, OpenFile
+from fsdp_doctor.checkpoints.files import BadFile, NotRead, OpenFile
 from fsdp_doctor.checkpoints.pickles import RefusedPickle
 from fsdp_doctor.checkpoints.record import (
     Arrangement,
@@ -44,28 +44,29 @@ _WHOLE = re.compile(
 _ANY_CLASSES = re.compile(r"training_args\.bin|scheduler.*|rng_state.*|scaler\.pt|meta\.pt|.*dataloader.*")
 
 
-def read_checkpoint(path: pathlib.Path) -> SavedCheckpoint:
+def read_checkpoint(method: pathlib.Path) -> SavedCheckpoint:
     """Reads the metadata of all states in a directory and in those below it, or of a file alone.
 
     No tensor is read. What is wrong is noted, not raised.
     """
-    reading = _Reading(SavedCheckpoint(path if path.is_dir() else path.parent))
-    if path.is_dir():
+    reading = _Reading(SavedCheckpoint(method if method.is_dir() else method.parent))
+    if method.is_dir():
         for directory, names in reading.directories():
             reading.read_directory(directory, names)
     else:
-        reading.read_directory(".", {path.name})
+        reading.read_directory(".", {method.name})
     found = reading.checkpoint
     for state in found.states:
         state.has_model_key = any(map(is_under_model_key, state.tensors))
     if not found.states and not found.symptoms:
-        reading.note(Trouble.UNKNOWN, f"no file of a known format lies in {path}")
+        reading.note(Trouble.UNKNOWN, f"no file of a known format lies in {method}")
     return found
 
 
 class _Reading:
     def __init__(self, checkpoint: SavedCheckpoint) -> None:
         self.checkpoint = checkpoint
+        self._torch_files: dict[str, TorchTensors | None] = {}
 
     def note(self, trouble: Trouble, what: str, file: str = "", tensor: str = "", rank: int | None = None) -> None:
         self.checkpoint.symptoms.append(Symptom(trouble, what, file, tensor, rank=rank))
@@ -116,6 +117,8 @@ class _Reading:
                 return reader(file, saved)
         except RefusedPickle as error:
             self.note(Trouble.PICKLE, error.what, path)
+        except NotRead as error:
+            self.note(Trouble.UNREAD, error.what, path)
         except BadFile as error:
             self.note(trouble, error.what, path, error.tensor)
         except OSError as error:
@@ -141,6 +144,8 @@ class _Reading:
         return state
 
     def _read_torch(self, path: str, rank: int | None) -> TorchTensors | None:
+        """What is in a file of torch.save, which is read once, whoever asks."""
+
         def read(file: OpenFile, saved: SavedFile) -> TorchTensors | None:
             contents = read_torch_file(file)
             saved.members, saved.root, saved.identity = contents.members, contents.root, contents.identity
@@ -155,11 +160,13 @@ class _Reading:
             found = tensors_of(path, contents, rank)
             saved.ranks, saved.world_sizes = found.ranks, found.world_sizes
             for name, kind in found.unread.items():
-                self.checkpoint.unchecked.append(f"{path}: {name} is {kind}, and no dense tensor")
+                self.checkpoint.unchecked.append(f"{path}: {name} is {kind}, which is not read")
                 self.checkpoint.unread[name] = path, kind
             return found
 
-        return self._read(path, read)
+        if path not in self._torch_files:
+            self._torch_files[path] = self._read(path, read)
+        return self._torch_files[path]
 
     # Distributed checkpoints
 
@@ -250,9 +257,6 @@ class _Reading:
         read = {name: self._read_torch(_join(directory, name), rank) for name, rank in chosen.items()}
         saved = {name: self.checkpoint.files.get(_join(directory, name)) for name in chosen}
         if not any("_rank" in name for name in chosen) and not any(file.ranks for file in saved.values() if file):
-            self.checkpoint.symptoms = [
-                s for s in self.checkpoint.symptoms if pathlib.PurePath(s.file).name not in chosen
-            ]
             return False
         state = self._new_state(Arrangement.RANK_FILES, directory, label)
         state.files = [_join(directory, name) for name in chosen]
@@ -271,10 +275,19 @@ class _Reading:
             )
         for name, found in read.items():
             for tensor in found.tensors if found else ():
-                _merge(self, state, tensor, chosen[name])
+                self._merge(state, tensor, chosen[name])
             for path, number in found.numbers.items() if found else ():
                 state.numbers[path, chosen[name]] = number
         return True
+
+    def _merge(self, state: State, tensor: SavedTensor, rank: int) -> None:
+        known = state.tensors.setdefault(tensor.path, SavedTensor(tensor.path, tensor.dtype, tensor.shape))
+        if (known.dtype, known.shape) == (tensor.dtype, tensor.shape):
+            known.pieces += tensor.pieces
+        elif state.role(tensor.path) != "other":
+            other = f"{known.dtype} {list(known.shape)}"
+            what = f"it is {tensor.dtype} {list(tensor.shape)} here, and {other} on another rank"
+            self.note(Trouble.RANKS_DISAGREE, what, tensor.file, tensor.name, rank)
 
     def _world_size(self, directory: str, label: str, files: Mapping[str, tuple[int, int | None]]) -> int | None:
         """That of the files' names; if there are several, that of fsdp_config.json, or one of which no rank lacks."""
@@ -352,7 +365,7 @@ class _Reading:
                         entry.begin,
                         entry.shape,
                         (0,) * len(entry.shape),
-                        dcp.row_major(entry.shape),
+                        dcp.compute_row_major_strides(entry.shape),
                     )
                     self._add_whole(state, SavedTensor((key,), entry.dtype, entry.shape, [piece]), piece.file)
             self._compare_with_index(state, "safetensors", indexes.get(stem), names)
@@ -431,7 +444,9 @@ class _Reading:
                 continue
             for key, entry in header.tensors.items():
                 rank = shard - 1 if shard is not None else None
-                piece = SavedPiece(path, entry.begin, entry.shape, offsets[key], dcp.row_major(entry.shape), rank)
+                piece = SavedPiece(
+                    path, entry.begin, entry.shape, offsets[key], dcp.compute_row_major_strides(entry.shape), rank
+                )
                 shape = tuple(o + n for o, n in zip(piece.offsets, piece.shape, strict=False))
                 tensor = state.tensors.setdefault((key,), SavedTensor((key,), entry.dtype, shape))
                 if tensor.dtype != entry.dtype or len(tensor.shape) != len(shape):
@@ -441,20 +456,13 @@ class _Reading:
                 tensor.pieces.append(piece)
 
 
-def _merge(reading: _Reading, state: State, tensor: SavedTensor, rank: int) -> None:
-    known = state.tensors.setdefault(tensor.path, SavedTensor(tensor.path, tensor.dtype, tensor.shape))
-    if (known.dtype, known.shape) != (tensor.dtype, tensor.shape) and state.role(tensor.path) != "other":
-        what = f"it is {tensor.dtype} {list(tensor.shape)} here, and {known.dtype} {list(known.shape)} on another rank"
-        reading.note(Trouble.RANKS_DISAGREE, what, tensor.file, tensor.name, rank)
-        return
-    known.pieces += tensor.pieces
-
-
 def _add_item(state: State, item: dcp.Item, piece: SavedPiece | None) -> None:
     if item.dtype is not None:
         tensor = state.tensors.setdefault(item.path, SavedTensor(item.path, item.dtype, item.shape))
         path = _join(state.directory, item.file)
-        lost = SavedPiece(path, -1, item.lengths, item.offsets, dcp.row_major(item.lengths), dcp.rank_of(path))
+        lost = SavedPiece(
+            path, -1, item.lengths, item.offsets, dcp.compute_row_major_strides(item.lengths), dcp.rank_of(path)
+        )
         tensor.pieces.append(piece or lost)
 
 

@@ -95,6 +95,11 @@ class SavedTensor:
         return ".".join(self.path)
 
     @property
+    def last_name(self) -> str:
+        """Of an attribute of a module, or a kind of an optimizer's state."""
+        return self.name.rpartition(".")[2]
+
+    @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -149,7 +154,7 @@ class State:
             or re.match(r"(optim|optimizer|optimizer_\d+)\.|state\..+\.|param_groups\.", ".".join(path))
         ):
             return "optimizer"
-        if self.label.startswith("extra_state") or (self.has_model_key and path[0] not in _MODEL_KEYS):
+        if self.label.startswith("extra_state") or (self.has_model_key and not is_under_model_key(path)):
             return "other"
         return "model"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_doctor.checkpoints.dtypes import DTYPES
-from fsdp_doctor.checkpoints.files import BadFile, OpenFile
+from fsdp_doctor.checkpoints.files import BadFile, NotRead, OpenFile
 from fsdp_doctor.checkpoints.pickles import Pickled, Storage, leaves, load_pickle
 from fsdp_doctor.checkpoints.record import Member, SavedPiece, SavedTensor, Shape
 from fsdp_doctor.errors import read_first_line
@@ -51,7 +51,7 @@ class TorchFile:
 class TorchTensors:
     """What is in the value of a file. ranks, world_sizes: what its sharded tensors say of who saved it.
 
-    unread: values that are tensors of another kind, by path.
+    unread: tensors of which nothing else is known than that they are sparse, say, by path.
     """
 
     tensors: list[SavedTensor] = field(default_factory=list)
@@ -122,11 +122,11 @@ def read_torch_file(file: OpenFile, begin: int = 0, length: int | None = None) -
         read.identity = file.read(identity.begin, min(identity.nbytes, 64)).decode("latin-1")
     try:
         if (order := named.get("byteorder")) and file.read(order.begin, min(order.nbytes, 8)) != b"little":
-            raise BadFile("has another order of bytes than little-endian, which is not read")
+            raise NotRead("has another order of bytes than little-endian, which is not read")
         if (pickled := named.get("data.pkl")) is None:
             raise BadFile("has no data.pkl: it is a zip, and no file of torch.save")
         if pickled.nbytes > _LARGEST_PICKLE:
-            raise BadFile(f"has a pickle of {pickled.nbytes} bytes, which is not read")
+            raise NotRead(f"has a pickle of {pickled.nbytes} bytes, which is not read")
         read.pickle_bytes = pickled.nbytes
         read.value = load_pickle(io.BytesIO(file.read(pickled.begin, pickled.nbytes)))
     except BadFile as refusal:
@@ -190,7 +190,7 @@ def tensors_of(file: str, read: TorchFile, rank: int | None = None) -> TorchTens
         match leaf:
             case bool():
                 pass
-            case int() | float():
+            case int() | float() if path:
                 found.numbers[path] = leaf
             case Pickled():
                 _Reader(file, read.storages, rank, found).add(path, leaf)
@@ -208,6 +208,8 @@ class _Reader:
         try:
             if (tensor := self._tensor(path, value)) is not None:
                 self.found.tensors.append(tensor)
+        except NotRead as error:
+            self.found.unread[".".join(path)] = error.what
         except BadFile as error:
             raise BadFile(error.what, ".".join(path)) from None
         except (TypeError, ValueError, IndexError, KeyError, AttributeError, OverflowError) as error:
@@ -257,7 +259,7 @@ class _Reader:
         if isinstance(rank := mesh.fact("_rank"), int):
             self.found.ranks.add(rank)
         if not sizes or coordinate is None:
-            raise BadFile("is a DTensor whose mesh does not say where the rank stands")
+            raise NotRead("a DTensor whose mesh does not say where the rank stands")
         offsets, held = local_block(shape, sizes, _counts(coordinate), placements)
         if held != piece.shape or dtype != local_dtype:
             raise BadFile(
@@ -268,9 +270,10 @@ class _Reader:
 
     def _sharded(self, path: tuple[str, ...], arguments: Any, state: Any) -> SavedTensor:
         shards, metadata, group, *_ = state
-        if isinstance(group.fact("global_rank"), int):
-            self.found.ranks.add(group.fact("global_rank"))
-            self.found.world_sizes.add(group.fact("global_world_size"))
+        rank, world = group.fact("global_rank"), group.fact("global_world_size")
+        if isinstance(rank, int) and isinstance(world, int) and 0 <= rank < world:
+            self.found.ranks.add(rank)
+            self.found.world_sizes.add(world)
         tensor = SavedTensor(path, arguments[1], _counts(metadata.fact("size")))
         for shard in shards:
             place = shard.fact("metadata")
@@ -297,7 +300,7 @@ def mesh_shape(mesh: Pickled) -> Shape:
 
 
 def local_block(shape: Shape, mesh: Shape, coordinate: Shape, placements: Sequence[Any]) -> tuple[Shape, Shape]:
-    """Offsets and lengths of what DTensor's placements give to a coordinate. Raises BadFile for an unknown one."""
+    """Offsets and lengths of what DTensor's placements give to a coordinate. Raises NotRead for an unknown one."""
     offsets, lengths = [0] * len(shape), list(shape)
     for size, at, placement in zip(mesh, coordinate, placements, strict=True):
         match getattr(placement, "name", ""):
@@ -310,7 +313,7 @@ def local_block(shape: Shape, mesh: Shape, coordinate: Shape, placements: Sequen
             case "Replicate":
                 pass
             case name:
-                raise BadFile(f"is placed as {name or placement!r}, which is not read")
+                raise NotRead(f"placed as {name or placement!r}")
     return tuple(offsets), tuple(lengths)
 
 

@@ -72,7 +72,7 @@ class Verification(msgspec.Struct):
 
 
 def verify(
-    path: pathlib.Path,
+    method: pathlib.Path,
     *,
     compare: Callable[[], Sequence[Symptom]] | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -82,8 +82,8 @@ def verify(
     compare: finds what differs from a reference. progress: called with the bytes that were read, and with those that
     there are, by any thread. Raises FileNotFoundError.
     """
-    path.stat()
-    checkpoint = read_checkpoint(path)
+    method.stat()
+    checkpoint = read_checkpoint(method)
     num_bytes = sum(member.nbytes for file in checkpoint.files.values() for member in file.members)
     done = 0
 
@@ -100,7 +100,7 @@ def verify(
     findings = sorted(map(_finding, symptoms), key=lambda finding: order[finding.severity])
     kinds = {finding.severity for finding in findings}
     return Verification(
-        path=str(path),
+        path=str(method),
         answer="damaged" if "damage" in kinds else "cannot be judged" if "refused" in kinds else "sound",
         states=[
             _describe(state.arrangement.value, state.directory, state.label, len(state.tensors))

@@ -172,7 +172,7 @@ def _report_unmeasured(asked: BenchOptions, result: BenchResult) -> None:
     """Prints which named methods were not measured. Raises CannotRun if none was."""
     measured = {(row.scenario, row.path) for row in result.measured}
     wanted = itertools.product(asked.scenarios, asked.methods)
-    missing = [f"{scenario.id}/{path}" for scenario, path in wanted if (scenario, path) not in measured]
+    missing = [f"{scenario.id}/{method}" for scenario, method in wanted if (scenario, method) not in measured]
     if missing:
         print(
             f"note: not measured: {', '.join(missing)}; "

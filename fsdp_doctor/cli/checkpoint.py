@@ -155,7 +155,7 @@ def _compare(
 
 
 @contextlib.contextmanager
-def _usage_errors(path: pathlib.Path) -> Iterator[None]:
+def _usage_errors(method: pathlib.Path) -> Iterator[None]:
     """Raises UsageError for what is no checkpoint, or cannot be read."""
     from fsdp_doctor.fingerprints import FingerprintError
 
@@ -164,7 +164,7 @@ def _usage_errors(path: pathlib.Path) -> Iterator[None]:
     except FingerprintError as error:
         raise UsageError(str(error)) from None
     except OSError as error:
-        raise UsageError(f"cannot read {error.filename or path}: {error.strerror or error}") from None
+        raise UsageError(f"cannot read {error.filename or method}: {error.strerror or error}") from None
 
 
 def _torch_dtype(name: str | None) -> torch.dtype | None:

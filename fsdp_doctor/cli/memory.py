@@ -195,7 +195,7 @@ def plan(
     if json_file is not None:
         output.write(json_file, render_plan_json(plan))
     if svg is not None:
-        output.write(svg, render_memory_svg(ledger for role in plan.roles for ledger in role.first))
+        output.write(svg, render_memory_svg(stage_memory for role in plan.roles for stage_memory in role.first))
     raise SystemExit(EXIT_OK if plan.fits else EXIT_BAD_VERDICT)
 
 

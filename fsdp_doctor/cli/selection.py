@@ -62,6 +62,7 @@ class SelectionOptions:
     init: Annotated[list[str] | None, declare_axis("init")] = None
     checkpoint: Annotated[list[str] | None, declare_axis("checkpoint")] = None
     context: Annotated[list[str] | None, declare_axis("context")] = None
+    consumer: Annotated[list[str] | None, declare_axis("consumer")] = None
     model: Annotated[
         list[str] | None,
         declare_words(help=f"{', '.join(_BUILT_IN_MODELS)}; or the directory of a Hugging Face configuration."),
@@ -146,7 +147,7 @@ def list_cases(
 ) -> None:
     """Print the selected cases, or the methods or axes; runs nothing."""
     matrices = [FRAMEWORKS[name] for name in find_frameworks(selection.framework or ())]
-    all_methods = [path for matrix in matrices for path in matrix.methods] if matrices else METHODS
+    all_methods = [method for matrix in matrices for method in matrix.methods] if matrices else METHODS
     all_axes = [axis for matrix in matrices for axis in matrix.axes] if matrices else AXES
     if methods:
         print(
@@ -164,23 +165,23 @@ def list_cases(
         print(f"{format_count(len(cases), 'case')} in {format_count(len(scenarios), 'scenario')}", file=sys.stderr)
 
 
-def _render_methods(paths: Iterable[MatrixMethod | FrameworkMethod]) -> str:
+def _render_methods(methods: Iterable[MatrixMethod | FrameworkMethod]) -> str:
     lines = []
-    for path in paths:
-        lines.append(f"{path.name}  [{_name_kind(path)}]")
-        lines.append(f"    {path.summary}")
-        if isinstance(path, MatrixMethod) or path.kind == "extraction":
-            contract = dataclasses.asdict(path.contract)
+    for method in methods:
+        lines.append(f"{method.name}  [{_name_kind(method)}]")
+        lines.append(f"    {method.summary}")
+        if isinstance(method, MatrixMethod) or method.kind == "extraction":
+            contract = dataclasses.asdict(method.contract)
             lines.append(f"    promises {', '.join(f'{name} {value}' for name, value in contract.items())}")
-        if isinstance(path, MatrixMethod) and path.used_by:
-            lines.append(f"    used by {path.used_by}")
+        if isinstance(method, MatrixMethod) and method.used_by:
+            lines.append(f"    used by {method.used_by}")
     return "\n".join(lines)
 
 
-def _name_kind(path: MatrixMethod | FrameworkMethod) -> str:
-    if isinstance(path, FrameworkMethod):
-        return path.kind
-    return f"{path.direction}, {'+'.join(f'fsdp{version}' for version in path.fsdp)}"
+def _name_kind(method: MatrixMethod | FrameworkMethod) -> str:
+    if isinstance(method, FrameworkMethod):
+        return method.kind
+    return f"{method.direction}, {'+'.join(f'fsdp{version}' for version in method.fsdp)}"
 
 
 def _render_axes(axes: Iterable[Axis]) -> str:

@@ -29,20 +29,25 @@ from fsdp_doctor.extract import (
     local_shards,
     weights_info,
 )
-from fsdp_doctor.extract.local import read_own_shards, request_of
+from fsdp_doctor.extract.local import LoadedShard, divide_shard, read_own_shards, request_of
 from fsdp_doctor.extract.lora import Lora
 from fsdp_doctor.extract.streams import wait_for_device
+from fsdp_doctor.names import Names, NamesError
 
 _T = TypeVar("_T")
 
 
 class ShardOptions(TypedDict, total=False):
-    """The options of :func:`fsdp_doctor.local_shards` that an engine's interface passes on."""
+    """The options of :func:`fsdp_doctor.local_shards` that an engine's interface passes on.
+
+    names: ``auto`` by default: those of the Hub, which engines load, where transformers knows them.
+    """
 
     dtype: torch.dtype | None
     keep_dtype: Collection[str]
     bucket_bytes: int
     lora: Lora
+    names: Names
 
 
 class ExtractionOptions(ShardOptions, total=False):
@@ -70,9 +75,14 @@ def vllm_weight_source(model: nn.Module, **options: Unpack[ExtractionOptions]) -
     Arguments, errors and which ranks must iterate as :func:`fsdp_doctor.full_tensors` and ``local_shards``.
     """
     base = importlib.import_module("vllm.distributed.weight_transfer.base")
-    request = request_of(model, None, (), BUCKET_BYTES, options.get("lora", "merged"))
-    shards = read_own_shards(request.sources, request.shards)
-    places = {name: shard.place for shard in shards for name in shard.spec.names}
+    options.setdefault("names", "auto")
+    request = request_of(model, None, (), BUCKET_BYTES, options.get("lora", "merged"), options["names"])
+    places = {
+        name: part.place
+        for own in read_own_shards(request.sources, request.shards)
+        for part in divide_shard(request.plan.names, LoadedShard(own.spec, own.local, own.place, is_copy=False))
+        for name in part.spec.names
+    }
     shard_options: ShardOptions = {key: value for key, value in options.items() if key != "in_step"}  # type: ignore[assignment]
 
     class FullSource(base.WeightSource):  # type: ignore[misc,name-defined]
@@ -115,7 +125,7 @@ def vllm_weight_source(model: nn.Module, **options: Unpack[ExtractionOptions]) -
 
 def _can_be_described(place: ShardPlace) -> bool:
     if place.mesh is None or place.placements is None:
-        return place.group is None
+        return place.group is None and place.part is None
     return all(type(placement) in (Shard, Replicate) for placement in place.placements)
 
 
@@ -187,6 +197,7 @@ def verl_weights(
 
     Adapters are merged. Arguments, errors and which ranks must call as :func:`fsdp_doctor.full_tensors`.
     """
+    options.setdefault("names", "auto")
     return full_tensors(model, **options), None
 
 
@@ -198,6 +209,7 @@ def verl_shards(
     FSDP1's flat shards too, which verl has as DTensors only. verl must be installed. Arguments, errors and
     which ranks must call as :func:`fsdp_doctor.local_shards`.
     """
+    options.setdefault("names", "auto")
     spec = importlib.import_module("verl.workers.engine.spec").ShardSpec
     return (
         (shard.name, shard.tensor.reshape(-1), _shard_spec(spec, shard)) for shard in local_shards(model, **options)
@@ -208,6 +220,11 @@ def _shard_spec(spec: Any, shard: LocalShard) -> Any:
     place = shard.place
     if place.mesh is not None:
         return spec(full_shape=tuple(shard.shape), mesh=place.mesh, placements=place.placements)
+    if place.part is not None:
+        raise NamesError(
+            f"{shard.name} is a part of a tensor that is sharded by columns, which verl cannot be told of: take "
+            'verl_weights, or names="model"'
+        )
     if place.group is None:
         return spec(full_shape=tuple(shard.shape))
     return spec(full_shape=tuple(shard.shape), place=place.offset, gather_group=place.group)

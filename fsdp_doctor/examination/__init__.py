@@ -18,6 +18,7 @@ from fsdp_doctor.examination.facts import (
     Facts,
     FsdpUnit,
     Mesh,
+    NameFacts,
     OptimizerFacts,
     TensorFacts,
     TensorState,
@@ -35,6 +36,7 @@ __all__ = [
     "FsdpUnit",
     "Mesh",
     "ModelIsBad",
+    "NameFacts",
     "OptimizerFacts",
     "TensorFacts",
     "TensorState",
@@ -99,6 +101,8 @@ def examine(
     in any state, also on the meta device and before the first forward; of another model it says that it is not FSDP.
 
     model: FSDP's module, or one around it. Another rank's part of it may be in another state.
+    For a transformers model it says which names the Hub would have for its tensors, if these are others.
+
     optimizer: pass it if ``optimizer.step()`` comes next: state on another device than its parameter is bad then, and
         fine where a framework keeps it offloaded between two steps.
     raise_on_bad: raises ModelIsBad, which carries the examination, if a finding is ``bad``: torch fails or gives other

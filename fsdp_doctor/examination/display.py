@@ -10,7 +10,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_doctor.examination.facts import Facts, FsdpUnit, OptimizerFacts, TensorFacts, TensorState
+from fsdp_doctor.errors import join_some
+from fsdp_doctor.examination.facts import Facts, FsdpUnit, NameFacts, OptimizerFacts, TensorFacts, TensorState
 from fsdp_doctor.examination.findings import Finding
 from fsdp_doctor.extract.sources import name_dtype
 
@@ -36,6 +37,20 @@ def _render_head(facts: Facts) -> Iterator[Text]:
     count = sum(len(row.holds) or 1 for row in facts.parameters if not row.tied_to)
     tied = sum(bool(row.tied_to) for row in facts.parameters)
     yield Text(f"{count} parameters{f' and {tied} tied names' if tied else ''}, {len(facts.buffers)} buffers")
+    if text := _names(facts.names):
+        yield Text(text)
+
+
+def _names(names: NameFacts) -> str:
+    if names.unknown:
+        return ""
+    if names.refused:
+        return f"names on the Hub: {names.refused}"
+    if not names.others:
+        return "names: as on the Hub"
+    name, of_hub = max(names.others.items(), key=lambda item: len(item[1]))
+    count = f"{len(names.others)} of {names.model_names} tensors are called otherwise on the Hub"
+    return f"names: {count}; {name} is {join_some(of_hub, 1)} there"
 
 
 def _describe_unit(unit: FsdpUnit) -> str:

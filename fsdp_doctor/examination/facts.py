@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -16,6 +16,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.reader import Fsdp1Unit, Fsdp2Unit, ModelContents, ModelTensor
+from fsdp_doctor.names.hub_names import HubNamesUnknown, list_shapes, revert_names
+from fsdp_doctor.names.views import NamesError
 
 CPU = torch.device("cpu")
 TensorKind: TypeAlias = Literal["fsdp2", "fsdp1", "dtensor", "plain", "buffer"]
@@ -112,6 +114,21 @@ class OptimizerFacts:
     names: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NameFacts:
+    """What the Hub would call the model's tensors, as ``save_pretrained`` of transformers 5 does.
+
+    model_names: how many names of parameters and buffers the model has. others: by such a name, the Hub's, of those
+    that are called otherwise there: several where the model has fused what the Hub has apart. unknown: why nothing is
+    known of it; refused: why the tensors cannot be given the Hub's names.
+    """
+
+    model_names: int
+    others: Mapping[str, tuple[str, ...]] = field(repr=False)
+    unknown: str = ""
+    refused: str = ""
+
+
 ByState: TypeAlias = dict[TensorState, list[TensorFacts]]
 
 
@@ -120,9 +137,9 @@ class Facts:
     """A model as this rank sees it.
 
     wrapper: the class around the model. by_state, buffers_by_state: the parameters and buffers, those that are alike
-    together. units: the different ones. compute_device: of the first of them; None for a model that is not FSDP.
-    stream_idle: whether the calling thread's current stream of the compute device had nothing left to do; None if that
-    does not matter, or the stream cannot be asked.
+    together. units: the different ones. names: the model's, and the Hub's. compute_device: of the first unit; None for
+    a model that is not FSDP. stream_idle: whether the calling thread's current stream of the compute device had nothing
+    left to do; None if that does not matter, or the stream cannot be asked.
     """
 
     wrapper: str
@@ -132,6 +149,7 @@ class Facts:
     by_state: ByState = field(repr=False)
     buffers_by_state: ByState = field(repr=False)
     units: tuple[FsdpUnit, ...]
+    names: NameFacts
     compute_device: torch.device | None
     stream_idle: bool | None
 
@@ -158,9 +176,23 @@ def read_facts(model: nn.Module, contents: ModelContents, optimizer: torch.optim
         by_state=parameters.by_state,
         buffers_by_state=buffers.by_state,
         units=tuple(dict.fromkeys(units)),
+        names=_read_names(model, contents),
         compute_device=compute_device,
         stream_idle=_is_stream_idle(compute_device) if num_copied else None,
     )
+
+
+def _read_names(model: nn.Module, contents: ModelContents) -> NameFacts:
+    shapes, others = list_shapes(contents), dict[str, list[str]]()
+    try:
+        for name, view in revert_names(model, shapes).items():
+            if name != view.name:
+                others.setdefault(view.name, []).append(name)
+    except HubNamesUnknown as error:
+        return NameFacts(model_names=len(shapes), others={}, unknown=str(error))
+    except NamesError as error:
+        return NameFacts(model_names=len(shapes), others={}, refused=str(error))
+    return NameFacts(model_names=len(shapes), others={name: tuple(of_hub) for name, of_hub in others.items()})
 
 
 def count_left_by_copy(tensors: tuple[ByState, ...], optimizer: tuple[OptimizerFacts, ...]) -> int:

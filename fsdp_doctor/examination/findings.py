@@ -217,8 +217,8 @@ def check_uneven_after_nonblocking(facts: Facts) -> Iterator[Finding]:
             kind="uneven-nonblocking",
             severity="hazard",
             sentence="Sharded unevenly, and offloaded to pinned memory as a non-blocking copy does: "
-            f"{join_few(names)}; "
-            "a rank with a shorter shard has padded it on the host at once, perhaps before it arrived.",
+            f"{join_few(names)}; a rank with a shorter shard has padded it on the host at once, perhaps before it "
+            "arrived.",
             names=names,
             entry="nonblocking-offload-uneven-shards",
             remedy='offload with model.to("cpu"), which blocks.',
@@ -239,8 +239,8 @@ def check_outstanding_copy(facts: Facts) -> Iterator[Finding]:
         kind="copy-outstanding",
         severity="note" if facts.stream_idle else "hazard",
         sentence="In pinned host memory by no policy, as a non-blocking copy leaves it: "
-        f"{format_count(count, 'tensor')}; "
-        f"{known} whether one on another stream is under way cannot be known without waiting.",
+        f"{format_count(count, 'tensor')}; {known} whether one on another stream is under way cannot be known "
+        "without waiting.",
         entry="non-blocking-d2h-read-too-early",
         remedy="torch.accelerator.synchronize() before the host reads them.",
     )

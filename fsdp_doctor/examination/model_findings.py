@@ -106,9 +106,8 @@ def _check_moment_dtypes(contents: ModelContents, optimizer: torch.optim.Optimiz
         yield Finding(
             kind="moments-rounded",
             severity="hazard",
-            sentence=f"Optimizer state ({entries}) in a dtype of fewer bits than its parameter's: "
-            f"{join_few(names)}; unless "
-            "the optimizer keeps it so, a load has rounded it.",
+            sentence=f"Optimizer state ({entries}) in a dtype of fewer bits than its parameter's: {join_few(names)}; "
+            "unless the optimizer keeps it so, a load has rounded it.",
             names=names,
             entry="moments-take-the-parameters-dtype",
             remedy="load the state while the parameters have their own dtype; load_optimizer_state() keeps it.",
@@ -163,8 +162,8 @@ def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iter
             kind="stray-piece",
             severity="bad",
             sentence="Tied to a parameter of another FSDP1 unit before it was wrapped: "
-            f"{join_few(contents.stray_pieces)}; "
-            "that unit alone gathers it, and the module has this rank's piece of it.",
+            f"{join_few(contents.stray_pieces)}; that unit alone gathers it, and the module has this rank's piece of "
+            "it.",
             names=contents.stray_pieces,
             remedy="put the modules that share the parameter into one FSDP1 unit.",
         )
@@ -266,9 +265,8 @@ def find_in_memory(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
             kind="offload-frees-nothing",
             severity="hazard",
             sentence=f"Moved, while their former memory ({format_bytes(nbytes)} of the device) stays until the next "
-            f"forward, because the modules' parameters are views of it: {join_few(names)}; they are not sharded, "
-            "and have "
-            "the dtype of the computation.",
+            f"forward, because the modules' parameters are views of it: {join_few(names)}; they are not sharded, and "
+            "have the dtype of the computation.",
             names=names,
             entry="fsdp1-no-shard-offload-frees-nothing",
             remedy="use_orig_params=True, shards over at least two ranks, or float32 parameters with mixed precision.",
@@ -281,9 +279,8 @@ def find_in_memory(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="unsharded-copy",
             severity="note",
-            sentence=f"Unsharded on the device beside the shards, {format_bytes(nbytes)} in all: "
-            f"{join_few(names)}; a forward "
-            "without a backward leaves them, or reshard_after_forward=False.",
+            sentence=f"Unsharded on the device beside the shards, {format_bytes(nbytes)} in all: {join_few(names)}; "
+            "a forward without a backward leaves them, or reshard_after_forward=False.",
             names=names,
             remedy="module.reshard() of each FSDP module; it is undone in the next forward.",
         )

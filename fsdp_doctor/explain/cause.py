@@ -50,6 +50,7 @@ _FSDP = re.compile(
 # than it is launched, and every write to a full disk fails.
 _ANYWHERE = re.compile(r"device-side assert|No space left on device|Disk quota exceeded|Read-only file system")
 _INNERMOST = 3
+_CALLS = ("in forward", "in _call_impl", "in _wrapped_call_impl")
 _GATHERING = re.compile(r"state_dict|full_tensor|summon_full_params|save_pretrained|save_model|save_checkpoint")
 
 
@@ -210,8 +211,8 @@ def explain(files: Sequence[pathlib.Path | None]) -> Explanation:
     have them, decide what came first.
     """
     logs = _Logs()
-    for path in files:
-        logs.read(path)
+    for method in files:
+        logs.read(method)
     return logs.explain()
 
 
@@ -228,11 +229,11 @@ class _Logs:
         self._truncated: list[str] = []
         self._killed_for_memory = ""
 
-    def read(self, path: pathlib.Path | None) -> None:
-        if path is not None and (dump := read_dump(path, len(self._dumps))) is not None:
+    def read(self, method: pathlib.Path | None) -> None:
+        if method is not None and (dump := read_dump(method, len(self._dumps))) is not None:
             self._dumps.append(dump)
             return
-        log = LogInput(path)
+        log = LogInput(method)
         reader, summaries = ExceptionReader(log.name), SummaryReader()
         for piece in log.pieces():
             if not self._killed_for_memory and any(hint in piece.text for hint in _HINTS_OF_KILLERS):
@@ -343,7 +344,9 @@ def _names_fsdp(message: str, frames: Sequence[str], *, under_fsdp: bool) -> boo
     """
     if is_raised_anywhere(message):
         return False
-    is_named = any(_FSDP.search(text) for text in (message, *frames[-_INNERMOST:]))
+    # Every call of a module under FSDP1 goes through its forward.
+    telling = [*(frame for frame in frames[:-1] if not frame.endswith(_CALLS)), *frames[-1:]]
+    is_named = any(_FSDP.search(text) for text in (message, *telling[-_INNERMOST:]))
     return is_named or (under_fsdp and any(map(_gathers, frames)))
 
 

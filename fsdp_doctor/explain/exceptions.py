@@ -36,7 +36,9 @@ _INSIDE = re.compile(
 # A line of source code, which may contain a message and raises nothing.
 _SOURCE = re.compile(r"\s*(?:raise|assert|return|if|elif|else|except|p_assert|print|f?\"|f?'|//|\^+\s*$|~+)(?![a-z])")
 # Messages of Ray, c10d and torchrun about a process that is gone, which have not the form of an exception.
-_LOST = re.compile(r"A worker died or was killed|The actor is dead because|recvValue failed|failed \(exitcode: -?\d")
+_LOST = re.compile(
+    r"A worker died or was killed|The actor is dead because|recvValue failed|failed \(exitcode: -?\d|watchdog got stuck"
+)
 # The interpreter's own message; the stack that follows has the innermost frame first.
 _FATAL = re.compile(r"Fatal Python error: \S")
 # The message of C++ about an exception that nothing caught; the exception's own is in the next line.
@@ -172,6 +174,7 @@ class ExceptionReader:
                 or "recvValue" in raw
                 or "failed (exitcode" in raw
                 or "terminate called" in raw
+                or "watchdog got stuck" in raw
                 or any(a in raw for a in present)
                 or (boxed and "│" in raw)
             ):

@@ -81,8 +81,8 @@ def make_hang(waiting: Iterable[Waiting], sentences: Sequence[str] = ()) -> Hang
     if not ranks and not sentences:
         return None
     sentence, differs = _compare(ranks) if ranks else ("", True)
-    parting = (*sentences, sentence) if sentence else tuple(sentences)
-    return Hang(waiting=tuple(ranks), sentences=parting, differs=differs or bool(sentences))
+    all_sentences = (*sentences, sentence) if sentence else tuple(sentences)
+    return Hang(waiting=tuple(ranks), sentences=all_sentences, differs=differs or bool(sentences))
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

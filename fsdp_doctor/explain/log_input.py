@@ -107,9 +107,9 @@ class LogPiece:
 class LogInput:
     """One log; ``None`` is standard input. truncated: whether only its first MAX_STREAM bytes were read."""
 
-    def __init__(self, path: pathlib.Path | None) -> None:
-        self.path = path
-        self.name = str(path) if path is not None else "standard input"
+    def __init__(self, method: pathlib.Path | None) -> None:
+        self.path = method
+        self.name = str(method) if method is not None else "standard input"
         self.truncated = False
 
     def pieces(self) -> Iterator[LogPiece]:

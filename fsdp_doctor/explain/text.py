@@ -284,7 +284,7 @@ def _possible_lines(matches: tuple[Match, ...]) -> list[str]:
 
 def _render_foreign(explanation: Explanation, width: int) -> list[str]:
     has_frames = explanation.cause is not None and bool(explanation.cause.first.frames)
-    is_sure = (has_frames or explanation.foreign) and not explanation.under_fsdp
+    is_sure = has_frames + bool(explanation.foreign) > explanation.under_fsdp
     verdict = "No failure of FSDP's." if is_sure else "Nothing says that it is a failure of FSDP's."
     kind = f" It is about {explanation.foreign}." if explanation.foreign else ""
     if has_frames and explanation.cause is not None and is_raised_anywhere(explanation.cause.first.text):

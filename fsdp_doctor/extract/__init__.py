@@ -7,6 +7,7 @@ left half-moved (verl issue 5995) or flat shards on the CPU (verl PR 4726) are s
     full            full_tensors, weights_info, full_state_dict: the life of one extraction, step by step
     plan            all that follows from a model and the arguments, kept for as long as the model is as it was
     sources         the tensors of the model, how each is gathered, and in which dtype
+    output_names    the model's names or the Hub's, of which a fused tensor has several
     lora            which of them are adapters, and what is merged into what
     buckets         what is loaded and gathered together; transfers: allocation, collectives, copies out of them
     agreement       the ranks compare plans, promise buckets, and say when they leave

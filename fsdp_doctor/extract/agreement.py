@@ -362,14 +362,14 @@ class Agreement:
         _leftover[self._ranks] = keys
 
 
-def describe_first_difference(one: str, plan: Sequence[str], other: str, others: Sequence[str], verb: str) -> str:
+def describe_first_difference(name: str, plan: Sequence[str], other_name: str, others: Sequence[str], verb: str) -> str:
     """A sentence about the first line that two plans do not share."""
     for index in range(max(len(plan), len(others))):
         left = plan[index] if index < len(plan) else "nothing more"
         right = others[index] if index < len(others) else "nothing more"
         if left != right:
-            return f"the ranks do not {verb} the same: {one} has {left}, {other} has {right}"
-    return f"{one} and {other} agree"
+            return f"the ranks do not {verb} the same: {name} has {left}, {other_name} has {right}"
+    return f"{name} and {other_name} agree"
 
 
 _connections = threading.local()

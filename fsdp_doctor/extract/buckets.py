@@ -93,6 +93,23 @@ class _OpenBucket:
         return bucket
 
 
+def count_most_bytes(sizes: Sequence[int], bucket_bytes: int) -> int:
+    """Device memory that buckets and the caller's last tensor may take together. sizes: of all tensors, in bytes.
+
+    A bucket and the largest tensor, or two and a smaller tensor. Where the largest is larger than a
+    bucket and most of the model is in tensors half as large at least, as in fused experts, one of them more: so
+    that the next is loaded while the caller has the last.
+    """
+    largest = max(sizes, default=0)
+    most = max(bucket_bytes + largest, 2 * bucket_bytes + min(largest, bucket_bytes // 8))
+    return most + (largest if _is_mostly_large(sizes, bucket_bytes) else 0)
+
+
+def _is_mostly_large(sizes: Sequence[int], bucket_bytes: int) -> bool:
+    largest = max(sizes, default=0)
+    return largest > bucket_bytes and 2 * sum(size for size in sizes if 2 * size >= largest) > sum(sizes)
+
+
 @dataclass(frozen=True)
 class Division:
     """Divides tensors into buckets.
@@ -113,17 +130,7 @@ class Division:
 
     @functools.cached_property
     def most_bytes(self) -> int:
-        """Device memory that buckets and the caller's last tensor may take together.
-
-        A bucket and the largest tensor, or two and a smaller tensor. Where the largest is larger than a
-        bucket and most of the model is in tensors half as large at least, as in fused experts, one of them more: so
-        that the next is loaded while the caller has the last.
-        """
-        sizes, bucket_bytes = self._sizes, self.bucket_bytes
-        largest = max(sizes, default=0)
-        most = max(bucket_bytes + largest, 2 * bucket_bytes + min(largest, bucket_bytes // 8))
-        is_rule = largest > bucket_bytes and 2 * sum(size for size in sizes if 2 * size >= largest) > sum(sizes)
-        return most + (largest if is_rule else 0)
+        return count_most_bytes(self._sizes, self.bucket_bytes)
 
     def make_buckets(self) -> Iterator[Bucket]:
         """Each takes ``bucket_bytes`` at most, unless one tensor alone takes more; the last ones take less.
@@ -135,6 +142,10 @@ class Division:
         parts = list(self._make_parts())
         usual = max((size for size in sizes if size <= bucket_bytes), default=0)
         larger_bytes = min((self.most_bytes - max(usual, bucket_bytes // 8)) // 2, _MOST_TIMES * bucket_bytes)
+        if _is_mostly_large(sizes, bucket_bytes):
+            # The next large one is to fit beside a bucket, and beside small tensors that were gathered early.
+            bucket_bytes -= min(sum(nbytes for _, nbytes in self._make_packs()) // 2, bucket_bytes // 4)
+            larger_bytes = bucket_bytes
         limit = bucket_bytes
         left = sum(nbytes for _, _, nbytes in parts)
         filling, end = _OpenBucket(), 0

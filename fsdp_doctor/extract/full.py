@@ -40,6 +40,7 @@ from fsdp_doctor.extract.transfers import (
 )
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.decorators import defer_garbage_collection, disable_autograd
+from fsdp_doctor.names.hub_names import Names
 
 _T = TypeVar("_T")
 
@@ -65,6 +66,7 @@ def full_tensors(
     keep_dtype: Collection[str] = (),
     bucket_bytes: int = BUCKET_BYTES,
     lora: Lora = "merged",
+    names: Names = "model",
     in_step: bool = False,
 ) -> ClosingIterator[tuple[str, torch.Tensor]]:
     """Yields (name, full tensor) for every parameter and every persistent buffer, in one order on every rank.
@@ -75,11 +77,11 @@ def full_tensors(
     or when nothing refers to it any more; a traceback refers to it, so without ``with`` the others wait while an error
     is handled. Under HSDP each replica's shard group is on its own.
 
-    Names are those of the model before it was wrapped (by FSDP1, DDP, activation checkpointing, torch.compile, peft).
-    Tied parameters come under each of their names and share one tensor, gathered once. A yielded tensor belongs to the
-    caller, may be kept, and never aliases the model. It is ready on the stream that is current when it is asked for,
-    as the result of any operation of torch; that may be another stream each time. The streams that are current at the
-    call and at the first tensor are waited for before a shard is read.
+    Names are those of the model before it was wrapped (by FSDP1, DDP, activation checkpointing, torch.compile, peft),
+    unless ``names`` says otherwise. Tied parameters come under each of their names and share one tensor, gathered once.
+    A yielded tensor belongs to the caller, may be kept, and never aliases the model. It is ready on the stream that is
+    current when it is asked for, as the result of any operation of torch; that may be another stream each time. The
+    streams that are current at the call and at the first tensor are waited for before a shard is read.
 
     The plan is made in the first call for a model and kept; a model that has changed is noticed. Values are read as
     the iteration proceeds: a training step must wait until it has ended.
@@ -103,33 +105,47 @@ def full_tensors(
         ``unmerge_adapter`` yields the base, verl PR 6782); ``base`` without any adapter; ``adapter``
         the one active adapter alone, under the names of peft's adapter files. A model without
         adapters has only weights.
+    names: ``model``; ``hub`` those that transformers gives the files of ``save_pretrained``; ``auto`` the Hub's where
+        transformers knows them, otherwise the model's; or a mapping in the form of :func:`read_hub_view`. A tensor of
+        the Hub that is a part of one of the model's, as an expert's of a fused tensor, is a view of it, so who keeps
+        one of its parts keeps all of it. ``keep_dtype`` has the model's names all the same.
     in_step: no rank gathers while another sends. A bucket is complete on the device when its first tensor is yielded,
         and the next is gathered when every rank has asked for it and its device has done all that was launched on it.
         For receivers on the trainers' devices, where a gather that waits for a rank keeps what that rank's send waits
         for from running (RLinf issue 1539). Each bucket costs a wait for the device and a meeting over the store.
 
-    Raises, before any collective: ValueError, TypeError for wrong arguments; RuntimeError for a tensor on the meta
-    device, or a process group that is missing or has no backend for the device; NotImplementedError for adapters that
-    cannot be merged (DoRA, and kinds other than LoRA). On every rank: PlanMismatch where the ranks have different
-    models or arguments, and where groups of them have other tensors under one name, as of experts, which is looked for
-    once for a plan that is kept.
+    Raises, before any collective: ValueError, TypeError for wrong arguments; NamesError (ValueError) for names that the
+    model's tensors cannot be given; RuntimeError for a tensor on the meta device, or a process group that is missing or
+    has no backend for the device; NotImplementedError for adapters that cannot be merged (DoRA, and kinds other than
+    LoRA). On every rank: PlanMismatch where the ranks have different models or arguments, and where groups of them have
+    other tensors under one name, as of experts, which is looked for once for a plan that is kept.
     """
     with announce_errors(model):
-        arguments = Arguments.check(device, dtype, keep_dtype, bucket_bytes, lora, in_step=in_step)
+        arguments = Arguments.check(device, dtype, keep_dtype, bucket_bytes, lora, names, in_step=in_step)
     return ClosingIterator(_yield_each_name(extract(model, arguments)))
 
 
 def weights_info(
-    model: nn.Module, *, dtype: torch.dtype | None = None, keep_dtype: Collection[str] = (), lora: Lora = "merged"
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    keep_dtype: Collection[str] = (),
+    lora: Lora = "merged",
+    names: Names = "model",
 ) -> dict[str, WeightInfo]:
     """What :func:`full_tensors` would yield, in its order: no communication, no copy, no device is touched.
 
     Any rank may call it alone (verl's ``get_actor_weights_info``, which PR 4726 mends, gathers).
     Arguments and errors are those of :func:`full_tensors`.
     """
-    plan, _ = get_plan(model, Arguments.check(None, dtype, keep_dtype, BUCKET_BYTES, lora))
-    every = [spec for source in plan.sources for spec in list_specs(source)]
-    return {name: WeightInfo(spec.shape, plan.dtypes.choose(spec)) for spec in every for name in spec.names}
+    plan, _ = get_plan(model, Arguments.check(None, dtype, keep_dtype, BUCKET_BYTES, lora, names))
+    return {
+        name: WeightInfo(part.shape, plan.dtypes.choose(spec))
+        for source in plan.sources
+        for spec in list_specs(source)
+        for part, _ in plan.names.list_parts(spec)
+        for name in part.names
+    }
 
 
 @contextlib.contextmanager
@@ -146,8 +162,8 @@ def announce_errors(model: nn.Module) -> Iterator[None]:
 
 def _find_ranks(model: nn.Module) -> tuple[int, ...]:
     with contextlib.suppress(Exception):
-        held = reader.read(model)
-        ranks = read_groups(held).ranks or list_ranks(list_sources(held))
+        contents = reader.read(model)
+        ranks = read_groups(contents).ranks or list_ranks(list_sources(contents))
         if len(ranks) > 1:
             return ranks
     return tuple(range(dist.get_world_size()))
@@ -163,7 +179,7 @@ class ExtractionComparison(Comparison):
 
 
 def extract(model: nn.Module, arguments: Arguments) -> TensorStream:
-    """Yields every full tensor once, with all of its names."""
+    """Yields every full tensor once, with all of its names, or its parts."""
     with announce_errors(model):
         plan, shards = get_plan(model, arguments)
     return start_extraction(plan, shards)
@@ -174,7 +190,7 @@ def start_extraction(plan: Plan, shards: Sequence[torch.Tensor]) -> TensorStream
     agreement.expect(lambda: plan.compared, ExtractionComparison(plan.groups, shards, plan.device))
     with agreement.announce_leaving():
         pipeline = Pipeline(plan, shards, agreement)
-    return TensorStream(pipeline, agreement, HomeStream(plan.device))
+    return TensorStream(plan.names.divide(pipeline.run()), agreement, HomeStream(plan.device))
 
 
 class ClosingIterator(Iterator[_T]):
@@ -205,9 +221,11 @@ class TensorStream(Iterator[tuple[TensorSpec, torch.Tensor]]):
     A tensor may be used in the stream that is current when it is taken, and in others after ``hand_out`` there.
     """
 
-    def __init__(self, pipeline: Pipeline, agreement: Agreement, home: HomeStream) -> None:
+    def __init__(
+        self, tensors: Generator[tuple[TensorSpec, torch.Tensor]], agreement: Agreement, home: HomeStream
+    ) -> None:
         self.hand_out = home.hand_out
-        self._items = home.run(pipeline.run())
+        self._items = home.run(tensors)
         self._agreement = agreement
 
     def __next__(self) -> tuple[TensorSpec, torch.Tensor]:
@@ -333,8 +351,11 @@ class Pipeline:
         """last_bytes: of the tensor that the caller had last, and still has as a rule."""
         together = [*(pending.bucket for pending in self._pending), bucket]
         units = {unit for each in together for unit in each.units} & self._call.units.keys()
-        held = sum(each.nbytes for each in together) + sum(self._call.units[unit].count_kept_bytes() for unit in units)
-        return not self._pending or held + last_bytes <= self._plan.most_bytes
+        kept_bytes = sum(each.nbytes for each in together) + sum(
+            self._call.units[unit].count_kept_bytes() for unit in units
+        )
+        kept_bytes += sum(result.nbytes for _, _, result in self._early if isinstance(result, torch.Tensor))
+        return not self._pending or kept_bytes + last_bytes <= self._plan.most_bytes
 
     # Reading shards.
 
@@ -424,9 +445,9 @@ class Pipeline:
         self._spare = None
         needed = max((bucket.launched_bytes + bucket.rounding_bytes for bucket in promised), default=0)
         units = sum(unit.count_kept_bytes() for unit in self._call.units.values())
-        held = units + sum(pending.bucket.held_bytes for pending in self._pending)
-        if needed > held:
-            self._spare = torch.empty(needed - held, dtype=torch.uint8, device=self._plan.device)
+        kept_bytes = units + sum(pending.bucket.held_bytes for pending in self._pending)
+        if needed > kept_bytes:
+            self._spare = torch.empty(needed - kept_bytes, dtype=torch.uint8, device=self._plan.device)
 
     def _gather(self, transfers: Sequence[TensorTransfer], deltas: dict[str, list[Delta]]) -> Any:
         """Launches the collectives, and returns the event after them."""
@@ -547,6 +568,7 @@ def full_state_dict(
     keep_dtype: Collection[str] = (),
     bucket_bytes: int = BUCKET_BYTES,
     lora: Lora = "merged",
+    names: Names = "model",
 ) -> dict[str, torch.Tensor]:
     """The whole model's tensors on the CPU, by name, in pageable memory; tied names share one tensor.
 
@@ -560,7 +582,7 @@ def full_state_dict(
     with announce_errors(model):
         if ranks not in get_args(CollectingRanks):
             raise ValueError(f"ranks must be one of {', '.join(get_args(CollectingRanks))}, not {ranks!r}")
-        arguments = Arguments.check(None, dtype, keep_dtype, bucket_bytes, lora)
+        arguments = Arguments.check(None, dtype, keep_dtype, bucket_bytes, lora, names)
     collects = ranks == "all" or not dist.is_initialized() or dist.get_rank() == 0
     state: dict[str, torch.Tensor] = {}
     with _ToHost() as copies, contextlib.closing(extract(model, arguments)) as tensors:

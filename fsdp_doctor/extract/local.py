@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import Placement, Replicate
 from typing_extensions import assert_never
 
 from fsdp_doctor.extract import lora as adapters
@@ -33,13 +33,16 @@ from fsdp_doctor.extract.full import (
 from fsdp_doctor.extract.host_copies import HostCopies
 from fsdp_doctor.extract.loader import CastBuffer, Loader, Piece
 from fsdp_doctor.extract.lora import Delta, Lora, LoraAdapter
+from fsdp_doctor.extract.output_names import OutputNames
 from fsdp_doctor.extract.plan import Arguments, Plan, describe_plan, get_plan
 from fsdp_doctor.extract.rank_groups import describe_conflicts
 from fsdp_doctor.extract.sources import FlatUnit, OutputDtypes, Placed, Plain, Rows, Source, TensorSpec
 from fsdp_doctor.extract.streams import HomeStream, Streams
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.decorators import defer_garbage_collection, disable_autograd
-from fsdp_doctor.fsdp.shards import LocalPart, compute_part
+from fsdp_doctor.fsdp.shards import LocalPart, compute_part, compute_row_major_strides
+from fsdp_doctor.names.hub_names import Names
+from fsdp_doctor.names.views import NamesError, TensorView, find_box
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,8 +54,10 @@ class ShardPlace:
         for one that was cut along another dim than the first.
     stride: of the flattened tensor. It is row-major, but for an FSDP1 parameter that was not contiguous when it was
         wrapped: then the offset counts along ``tensor.as_strided(shape, stride)``.
-    mesh, placements: of the DTensor; None for FSDP1's flat shards and for what is whole on every rank.
-    group: over which FSDP1 divides it; None for a DTensor and for what is whole on every rank.
+    mesh, placements: of the DTensor; None for FSDP1's flat shards, for what is whole on every rank, and for a part of a
+        fused tensor under a name of the Hub.
+    group: over which such a part, or FSDP1's flat shard, is divided by ranges; None for all others.
+    part: of a part of a fused tensor that is divided along other dims, the indices of each dim that the rank has.
     """
 
     numel: int
@@ -61,16 +66,19 @@ class ShardPlace:
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] | None = None
     group: dist.ProcessGroup | None = None
+    part: LocalPart | None = None
 
     def held_part(self, shape: Sequence[int]) -> LocalPart:
-        """Which indices of each dim the shard has. Of a DTensor's shard alone."""
+        """Which indices of each dim the shard has. Of a DTensor's shard alone, and where ``part`` says it."""
+        if self.part is not None:
+            return self.part
         assert self.mesh is not None
         assert self.placements is not None
         return compute_part(dist.get_rank(), shape, self.mesh.mesh, self.placements)
 
     def of(self, full: torch.Tensor) -> torch.Tensor:
         """The part of a full tensor that is in the shard: in the shard's own shape for a DTensor's, else 1-D."""
-        if self.mesh is not None:
+        if self.mesh is not None or self.part is not None:
             return self.held_part(full.shape).read(full)
         assert self.offset is not None
         order = sorted(range(full.ndim), key=lambda dim: (-self.stride[dim], dim))
@@ -80,7 +88,8 @@ class ShardPlace:
 class LocalShard(NamedTuple):
     """One rank's part of one tensor.
 
-    tensor: on the device; of an FSDP1 flat shard 1-D, else as the rank's part is shaped, and empty where it has none.
+    tensor: on the device; 1-D where ``place.group`` is given, else as the rank's part is shaped, and empty where it has
+    none.
     shape: of the whole tensor.
     """
 
@@ -97,6 +106,7 @@ def local_shards(
     keep_dtype: Collection[str] = (),
     bucket_bytes: int = BUCKET_BYTES,
     lora: Lora = "merged",
+    names: Names = "model",
 ) -> ClosingIterator[LocalShard]:
     """Yields what this rank holds of every parameter and every persistent buffer: (name, tensor, global shape, place).
 
@@ -110,10 +120,11 @@ def local_shards(
     shards are cast or merged; the factors of all adapters.
 
     Raises as :func:`full_tensors`, but does not notice plain parameters that differ between the ranks;
-    LayoutError (RuntimeError) for placements that do not divide a tensor into shards.
+    LayoutError (RuntimeError) for placements that do not divide a tensor into shards, and NamesError for a name of the
+    Hub whose elements on a rank are no range and no block of it.
     """
     with announce_errors_where_merged(model, lora):
-        request = request_of(model, dtype, keep_dtype, bucket_bytes, lora)
+        request = request_of(model, dtype, keep_dtype, bucket_bytes, lora, names)
         refuse_unknown(request)
     return ClosingIterator(_yield_each_name(request, start_factor_stream(request)))
 
@@ -121,11 +132,13 @@ def local_shards(
 def _yield_each_name(request: ShardRequest, factors: TensorStream | None) -> Generator[LocalShard]:
     home = HomeStream(request.device)
     with contextlib.closing(home.run(load_shards(request, gather_deltas(request, factors), own=True))) as shards:
-        for spec, tensor, place, _ in shards:
-            for name in spec.names:
-                home.hand_out(tensor)
-                yield LocalShard(name, tensor, spec.shape, place)
-            del tensor
+        for shard in shards:
+            for spec, tensor, place, _ in divide_shard(request.plan.names, shard):
+                for name in spec.names:
+                    home.hand_out(tensor)
+                    yield LocalShard(name, tensor, spec.shape, place)
+                del tensor
+            del shard
 
 
 @contextlib.contextmanager
@@ -166,9 +179,14 @@ class ShardRequest:
 
 
 def request_of(
-    model: nn.Module, dtype: torch.dtype | None, keep_dtype: Collection[str], bucket_bytes: int, lora: Lora
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    keep_dtype: Collection[str],
+    bucket_bytes: int,
+    lora: Lora,
+    names: Names = "model",
 ) -> ShardRequest:
-    plan, shards = get_plan(model, Arguments.check(None, dtype, keep_dtype, bucket_bytes, lora))
+    plan, shards = get_plan(model, Arguments.check(None, dtype, keep_dtype, bucket_bytes, lora, names))
     return ShardRequest(
         plan=plan,
         shards=shards,
@@ -206,6 +224,7 @@ def start_factor_stream(request: ShardRequest) -> TensorStream | None:
         buckets=list(division.make_buckets()),
         most_bytes=division.most_bytes,
         ready=frozenset(),
+        names=OutputNames(),
         compared=ComparedPlan(describe_plan(factors, dtypes, settings, request.adapters)),
     )
     return start_extraction(gathering, request.shards)
@@ -248,6 +267,54 @@ def load_shards(request: ShardRequest, deltas: Mapping[str, list[Delta]], *, own
         loading.copies.close()
         if deltas:
             private.release_workspaces(request.device)
+
+
+def divide_shard(names: OutputNames, shard: LoadedShard) -> Iterator[LoadedShard]:
+    """Yields what this rank has of each part of a tensor, as views of its shard.
+
+    Raises NamesError for a part of which a rank has elements that are neither a range of it nor of its dims.
+    """
+    for part, view in names.list_parts(shard.spec):
+        yield LoadedShard(part, *shard[1:]) if view is None else _cut(shard, part, view)
+
+
+def _cut(shard: LoadedShard, part: TensorSpec, view: TensorView) -> LoadedShard:
+    shape, place, stride = shard.spec.shape, shard.place, compute_row_major_strides(part.shape)
+    is_whole = place.mesh is None and place.group is None
+    if (
+        not is_whole
+        and place.offset is not None
+        and place.stride == compute_row_major_strides(shape)
+        and view.is_contiguous
+    ):
+        first = min(max(place.offset - view.offset, 0), part.numel)
+        last = max(min(place.offset + place.numel - view.offset, part.numel), first)
+        begin = max(view.offset + first - place.offset, 0) if last > first else 0
+        tensor = shard.tensor.reshape(-1)[begin : begin + last - first]
+        new = ShardPlace(numel=last - first, offset=first, stride=stride, group=_dividing_group(place))
+        return LoadedShard(part, tensor, new, shard.is_copy)
+    box = find_box(view, shape)
+    if is_whole and box is not None:
+        tensor = view.read(shard.tensor.view(shape))
+        return LoadedShard(part, tensor, ShardPlace(numel=part.numel, offset=0, stride=stride), shard.is_copy)
+    if place.mesh is None or box is None or box.dims is None:
+        raise NamesError(
+            f"{part.names[0]} is a part of {shard.spec.names[0]}, which is divided across it: ask for the names of the "
+            'model (names="model"), or for full tensors'
+        )
+    held = place.held_part(shape)
+    cut, places = box.cut(held)
+    indices, tensor = box.restore(cut, shard.tensor.view(held.shape)[places])
+    new = ShardPlace(numel=tensor.numel(), offset=None, stride=stride, part=indices)
+    return LoadedShard(part, tensor, new, shard.is_copy)
+
+
+def _dividing_group(place: ShardPlace) -> dist.ProcessGroup | None:
+    """Of a shard that is a range of its tensor: of a DTensor, of the one dim of the mesh that divides it."""
+    if place.mesh is None:
+        return place.group
+    placements = place.placements or ()
+    return place.mesh.get_group(next(dim for dim, one in enumerate(placements) if not isinstance(one, Replicate)))
 
 
 def _divide_into_buckets(
@@ -375,15 +442,6 @@ def read_own_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -
                 yield from _read_unit(source, local)
             case _:
                 assert_never(source)
-
-
-def compute_row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor of that shape."""
-    strides, step = [], 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= length
-    return tuple(reversed(strides))
 
 
 def _place_on_mesh(source: Rows | Placed, local: torch.Tensor, offset: int | None) -> ShardPlace:

@@ -98,7 +98,7 @@ def make_deltas(
 ) -> dict[str, list[Delta]]:
     """The products to merge into each weight. factors: the full tensors by their names."""
     return {
-        weight: [Delta(factors[one.a], factors[one.b], one.scaling, one.transposed) for one in many]
+        weight: [Delta(factors[adapter.a], factors[adapter.b], adapter.scaling, adapter.transposed) for adapter in many]
         for weight, many in adapters.items()
     }
 
@@ -224,7 +224,8 @@ def _find_embeddings(model: Any) -> list[Any]:
 def _read_layer(layers: Layers, prefix: str, module: Any) -> None:
     from peft.tuners import lora
 
-    weight = f"{prefix}base_layer.weight"
+    # peft's ParamWrapper has a parameter that is no layer's weight, such as fused experts.
+    weight = f"{prefix}base_layer.{getattr(module, 'parameter_name', 'weight')}"
     if type(module) not in (lora.Linear, lora.Embedding):
         layers.unsupported[weight] = type(module).__name__
         return
@@ -256,7 +257,9 @@ def _make_adapter(prefix: str, module: Any, name: str) -> LoraAdapter:
 
 def _make_merged_names(layers: Layers) -> Callable[[str], str | None]:
     for weight, why in layers.unsupported.items():
-        raise NotImplementedError(f"{weight}: adapters of this kind cannot be merged out of place ({why})")
+        raise NotImplementedError(
+            f"{strip_adapters(weight)}: adapters of this kind cannot be merged out of place ({why})"
+        )
     return _make_plain_names(layers, [(copy, prefix) for copy, _, prefix in layers.copies])
 
 

@@ -17,6 +17,7 @@ from fsdp_doctor.extract import lora as adapters
 from fsdp_doctor.extract.agreement import ComparedPlan
 from fsdp_doctor.extract.buckets import Bucket, Division
 from fsdp_doctor.extract.lora import Lora, LoraAdapter
+from fsdp_doctor.extract.output_names import OutputNames
 from fsdp_doctor.extract.rank_groups import RankGroups, read_groups
 from fsdp_doctor.extract.sources import (
     FlatUnit,
@@ -36,6 +37,8 @@ from fsdp_doctor.extract.sources import (
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.fsdp.decorators import defer_garbage_collection
 from fsdp_doctor.fsdp.snapshot import Snapshot
+from fsdp_doctor.names.hub_names import NameChoice, Names, check_names, choose_names
+from fsdp_doctor.names.views import NamesError, TensorView
 
 # Of one model: a trainer asks for its weights in a few forms.
 _MOST_PLANS = 4
@@ -50,6 +53,7 @@ class Arguments:
     keep_dtype: tuple[str, ...]
     bucket_bytes: int
     lora: Lora
+    names: NameChoice | tuple[tuple[str, TensorView], ...]
     in_step: bool
 
     @classmethod
@@ -60,11 +64,13 @@ class Arguments:
         keep_dtype: Collection[str],
         bucket_bytes: int,
         lora: Lora,
+        names: Names = "model",
         *,
         in_step: bool = False,
     ) -> Arguments:
         """Raises ValueError for a word or a number that is not allowed, TypeError for another type."""
         adapters.check(lora)
+        check_names(names)
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}")
         if not isinstance(bucket_bytes, int):
@@ -74,7 +80,8 @@ class Arguments:
         keep = [keep_dtype] if isinstance(keep_dtype, str) or not isinstance(keep_dtype, Iterable) else keep_dtype
         if not all(isinstance(pattern, str) for pattern in keep):
             raise TypeError(f"keep_dtype must be names, or patterns of them, not {keep_dtype!r}")
-        return cls(device, dtype, tuple(keep), bucket_bytes, lora, in_step)
+        given = tuple(names.items()) if isinstance(names, Mapping) else names
+        return cls(device, dtype, tuple(keep), bucket_bytes, lora, given, in_step)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -85,7 +92,8 @@ class Plan:
     some may have other tensors than the others. merges: whether there are adapters, active ones or not, and they are to
     be merged; adapters, factors: which factors make up what is merged into a weight, and where they are. most_bytes:
     the device memory that buckets and the caller's last tensor may take together. ready: the places of the shards that
-    a collective can read as they are. in_step: whether nothing is gathered while a rank's caller has work under way.
+    a collective can read as they are. names: under which the sources' tensors are handed out.
+    in_step: whether nothing is gathered while a rank's caller has work under way.
     """
 
     all_sources: list[Source]
@@ -102,6 +110,7 @@ class Plan:
     ready: frozenset[int]
     in_step: bool
     compared: ComparedPlan
+    names: OutputNames
 
     def count_promisable(self, first: int, wanted: int) -> int:
         """How many buckets from ``first`` on a rank may promise at once: 1 at least, ``wanted`` at most.
@@ -111,7 +120,7 @@ class Plan:
         beside, last_bytes = 0, self.buckets[first - 1].last_bytes if first else 0
         for count, (bucket, following) in enumerate(itertools.pairwise(self.buckets[first : first + wanted]), 1):
             beside = max(beside, last_bytes + bucket.nbytes)
-            if beside + following.launched_bytes > self.most_bytes:
+            if beside + following.launched_bytes + following.rounding_bytes > self.most_bytes:
                 return count
             last_bytes = bucket.last_bytes
         return wanted
@@ -121,19 +130,19 @@ class _KeptPlan:
     """A plan, and what it was made from."""
 
     def __init__(self, model: nn.Module, arguments: Arguments) -> None:
-        held = reader.read(model)
-        if unused := held.list_unused():
+        contents = reader.read(model)
+        if unused := contents.list_unused():
             raise RuntimeError(
-                f"FSDP2 does not compute with what the model has as {join_some(unused)}: it was assigned or "
-                "swapped after "
-                "the first forward. Copy values into the parameter that FSDP2 has instead of replacing it or its memory"
+                f"FSDP2 does not compute with what the model has as {join_some(unused)}: it was assigned or swapped "
+                "after the first forward. Copy values into the parameter that FSDP2 has instead of replacing it "
+                "or its memory"
             )
         peft_modules = adapters.find_adapter_modules(reader.find_innermost(model))
-        self._snapshot = Snapshot(model, held)
+        self._snapshot = Snapshot(model, contents)
         self._peft_modules = [(prefix, weakref.ref(module)) for prefix, module in peft_modules]
         self._layers = adapters.read(peft_modules)
-        self.shards = list_shards(held)
-        self.plan = _make_plan(held, self.shards, self._layers, arguments)
+        self.shards = list_shards(contents)
+        self.plan = _make_plan(model, contents, self.shards, self._layers, arguments)
         asked = [torch.device(arguments.device).type] if arguments.device is not None else []
         self._device_types = {*(group.device.type for group in list_shard_groups(self.plan.all_sources)), *asked}
         self._devices = self._read_devices()
@@ -179,18 +188,24 @@ def forget(model: nn.Module) -> None:
 
 
 def _make_plan(
-    held: reader.ModelContents, shards: Sequence[torch.Tensor], layers: adapters.Layers, arguments: Arguments
+    model: nn.Module,
+    contents: reader.ModelContents,
+    shards: Sequence[torch.Tensor],
+    layers: adapters.Layers,
+    arguments: Arguments,
 ) -> Plan:
-    everything = list_sources(held)
+    everything = list_sources(contents)
     check_shards(everything, shards)
     sources, merged = adapters.select(layers, everything, arguments.lora)
     dtypes = OutputDtypes(arguments.dtype, arguments.keep_dtype)
     dtypes.check(sources)
-    device = _choose_device(arguments.device, compute_device(held, everything), bool(list_shard_groups(everything)))
+    device = _choose_device(arguments.device, compute_device(contents, everything), bool(list_shard_groups(everything)))
     factors = adapters.find_factors(everything, merged)
-    groups = read_groups(held)
+    groups = read_groups(contents)
+    names = _choose_names(model, sources, arguments)
     settings = (
-        f"dtype={dtypes.dtype} bucket_bytes={arguments.bucket_bytes} lora={arguments.lora} in_step={arguments.in_step}"
+        f"dtype={dtypes.dtype} bucket_bytes={arguments.bucket_bytes} lora={arguments.lora} {names} "
+        f"in_step={arguments.in_step}"
     )
     division = Division(sources, dtypes, arguments.bucket_bytes, _count_merging_bytes(merged, factors))
     return Plan(
@@ -208,7 +223,19 @@ def _make_plan(
         ready=_find_ready_places(sources, shards, dtypes, device, merged),
         in_step=arguments.in_step,
         compared=ComparedPlan(describe_plan(sources, dtypes, settings, merged)),
+        names=names,
     )
+
+
+def _choose_names(model: nn.Module, sources: Sequence[Source], arguments: Arguments) -> OutputNames:
+    """Raises NamesError."""
+    names = arguments.names
+    if arguments.lora == "adapter" and names != "model":
+        if names != "auto":
+            raise NamesError("lora=\"adapter\" has the names of peft's files: the Hub's are those of the weights")
+        names = "model"
+    shapes = {name: spec.shape for source in sources for spec in list_specs(source) for name in spec.names}
+    return OutputNames(choose_names(dict(names) if isinstance(names, tuple) else names, model, shapes))
 
 
 def _choose_device(asked: torch.device | str | None, computes: torch.device, is_sharded: bool) -> torch.device:

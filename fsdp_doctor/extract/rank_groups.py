@@ -85,10 +85,10 @@ class RankGroups:
         }
 
 
-def read_groups(held: ModelContents) -> RankGroups:
+def read_groups(contents: ModelContents) -> RankGroups:
     """Reads attributes alone: any rank may call it."""
     on_meshes: dict[int, tuple[DeviceMesh, tuple[int, ...]]] = {}
-    for parameter in held.parameters:
+    for parameter in contents.parameters:
         if isinstance(parameter.tensor, DTensor) and id(parameter.tensor.device_mesh) not in on_meshes:
             mesh = parameter.tensor.device_mesh
             on_meshes[id(mesh)] = mesh, tuple(mesh.mesh.flatten().tolist())
@@ -96,22 +96,22 @@ def read_groups(held: ModelContents) -> RankGroups:
         tuple(range(dist.get_world_size()))
         if unit.replica_group is not None
         else tuple(dist.get_process_group_ranks(unit.group))
-        for unit in held.fsdp1_units
+        for unit in contents.fsdp1_units
     ]
     everyone = max([*(ranks for _, ranks in on_meshes.values()), *of_units], key=len, default=())
     if len(everyone) < 2:
         return RankGroups(())
     # Of a mesh that overlaps with the largest it is not known which ranks it is together with.
     lacking = {key: (mesh, ranks) for key, (mesh, ranks) in on_meshes.items() if {*ranks} < {*everyone}}
-    whole = [t for p in held.parameters if isinstance(t := p.tensor, DTensor) and id(t.device_mesh) not in lacking]
+    whole = [t for p in contents.parameters if isinstance(t := p.tensor, DTensor) and id(t.device_mesh) not in lacking]
     on_whole = {(id(t.device_mesh), t.placements): (t.device_mesh, t.placements) for t in whole}.values()
     relations: dict[tuple[int, tuple[Placement, ...]], Relation] = {}
     parts = [
         Part(tuple(names[0] for names in unit.names), place, ranks, "unknown")
-        for place, (unit, ranks) in enumerate(zip(held.fsdp1_units, of_units, strict=True))
+        for place, (unit, ranks) in enumerate(zip(contents.fsdp1_units, of_units, strict=True))
         if {*ranks} < {*everyone}
     ]
-    for place, parameter in enumerate(held.parameters, len(held.fsdp1_units)):
+    for place, parameter in enumerate(contents.parameters, len(contents.fsdp1_units)):
         tensor, name = parameter.tensor, parameter.names[:1]
         if not isinstance(tensor, DTensor):
             parts.append(Part(name, place, (), "plain"))

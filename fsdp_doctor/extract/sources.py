@@ -148,28 +148,28 @@ class OutputDtypes:
             raise TypeError(f"dtype must be a floating-point dtype, not {self.dtype}")
 
 
-def list_sources(held: ModelContents) -> list[Source]:
+def list_sources(contents: ModelContents) -> list[Source]:
     """Every parameter and persistent buffer, each once, in the order of the model; FSDP1's units come first.
 
     Raises RuntimeError for a parameter that is only a piece of another unit's flat parameter.
     """
-    if held.stray_pieces:
-        raise RuntimeError(held.stray_sentence)
+    if contents.stray_pieces:
+        raise RuntimeError(contents.stray_sentence)
     groups = _ShardGroups()
-    units = [source for place, unit in enumerate(held.fsdp1_units) for source in _make_unit_sources(place, unit)]
+    units = [source for place, unit in enumerate(contents.fsdp1_units) for source in _make_unit_sources(place, unit)]
     return [
         *units,
         *(
             _make_source(place, tensor, groups)
-            for place, tensor in enumerate(held.list_tensors(), len(held.fsdp1_units))
+            for place, tensor in enumerate(contents.list_tensors(), len(contents.fsdp1_units))
         ),
     ]
 
 
-def list_shards(held: ModelContents) -> list[torch.Tensor]:
+def list_shards(contents: ModelContents) -> list[torch.Tensor]:
     """This rank's shards as they lie, by the places of the sources."""
-    units = [unit.shard for unit in held.fsdp1_units]
-    return [*units, *(private.read_local_tensor(tensor.tensor) for tensor in held.list_tensors())]
+    units = [unit.shard for unit in contents.fsdp1_units]
+    return [*units, *(private.read_local_tensor(tensor.tensor) for tensor in contents.list_tensors())]
 
 
 def check_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -> None:
@@ -192,17 +192,17 @@ def check_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -> N
             )
 
 
-def compute_device(held: ModelContents, sources: Sequence[Source]) -> torch.device:
+def compute_device(contents: ModelContents, sources: Sequence[Source]) -> torch.device:
     """Where the model's collectives run; for a model without shards, where its parameters are."""
     for source in sources:
         if not isinstance(source, Plain):
             return source.shard_group.device
-    for parameter in held.parameters:
+    for parameter in contents.parameters:
         if isinstance(parameter.tensor, DTensor):
             return find_device(parameter.tensor.device_mesh.device_type)
-    for unit in held.fsdp1_units:
+    for unit in contents.fsdp1_units:
         return unit.compute_device
-    return next((parameter.tensor.device for parameter in held.parameters), torch.device("cpu"))
+    return next((parameter.tensor.device for parameter in contents.parameters), torch.device("cpu"))
 
 
 def find_device(device_type: str) -> torch.device:
@@ -212,9 +212,9 @@ def find_device(device_type: str) -> torch.device:
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
-def _make_source(place: int, held: ModelTensor, groups: _ShardGroups) -> Source:
-    tensor = held.tensor
-    spec = TensorSpec(names=held.names, shape=tensor.shape, numel=tensor.numel(), dtype=tensor.dtype)
+def _make_source(place: int, model_tensor: ModelTensor, groups: _ShardGroups) -> Source:
+    tensor = model_tensor.tensor
+    spec = TensorSpec(names=model_tensor.names, shape=tensor.shape, numel=tensor.numel(), dtype=tensor.dtype)
     if not isinstance(tensor, DTensor):
         return Plain(spec=spec, place=place)
     if not dist.is_initialized():

@@ -57,7 +57,7 @@ class CheckpointComparison:
     equal: list[str]
 
 
-def fingerprint_checkpoint(path: pathlib.Path | str, *, dtype: torch.dtype | None = None) -> Fingerprints:
+def fingerprint_checkpoint(method: pathlib.Path | str, *, dtype: torch.dtype | None = None) -> Fingerprints:
     """Fingerprints the model in a checkpoint of any format that ``fsdp-doctor checkpoint verify`` reads.
 
     The names are those of the model, without the keys of the dicts around it (``model``, ``state_dict``). An optimizer
@@ -68,7 +68,7 @@ def fingerprint_checkpoint(path: pathlib.Path | str, *, dtype: torch.dtype | Non
 
     Raises FingerprintError if it is no checkpoint, is damaged, or changes while it is read; OSError.
     """
-    weights = _Weights(pathlib.Path(path))
+    weights = _Weights(pathlib.Path(method))
     sums = FingerprintSums()
     for name, tensor in weights.tensors.items():
         for part, offsets in weights.parts(tensor):
@@ -95,7 +95,7 @@ def compare_checkpoints(
 
     Raises as :func:`fingerprint_checkpoint`, and FingerprintError for models that have nothing in common.
     """
-    read = {path: read_fingerprints(path, dtype) for path in (left, right)}
+    read = {method: read_fingerprints(method, dtype) for method in (left, right)}
     names = match_names(read[left].tensors, read[right].tensors, strip, (str(left), str(right)))
     one, two = _renamed(read[left], names.left), _renamed(read[right], names.right)
     of_base = None
@@ -113,16 +113,16 @@ def compare_checkpoints(
     return CheckpointComparison(differences, names.notes, len(one.tensors), equal)
 
 
-def read_fingerprints(path: pathlib.Path, dtype: torch.dtype | None = None) -> Fingerprints:
+def read_fingerprints(method: pathlib.Path, dtype: torch.dtype | None = None) -> Fingerprints:
     """Those of a JSON file, or of a checkpoint. Raises as :func:`fingerprint_checkpoint`."""
-    if path.suffix != ".json" or not path.is_file():
-        return fingerprint_checkpoint(path, dtype=dtype)
+    if method.suffix != ".json" or not method.is_file():
+        return fingerprint_checkpoint(method, dtype=dtype)
     if dtype is not None:
-        raise FingerprintError(f"{path} holds sums, which --dtype {name_dtype(dtype)} cannot be applied to")
+        raise FingerprintError(f"{method} holds sums, which --dtype {name_dtype(dtype)} cannot be applied to")
     try:
-        return Fingerprints.from_json(path.read_text(encoding="utf-8"))
+        return Fingerprints.from_json(method.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
-        raise FingerprintError(f"{path} is no text") from None
+        raise FingerprintError(f"{method} is no text") from None
 
 
 def _renamed(fingerprints: Fingerprints, names: Mapping[str, str]) -> Fingerprints:
@@ -132,10 +132,10 @@ def _renamed(fingerprints: Fingerprints, names: Mapping[str, str]) -> Fingerprin
 
 
 def _variants(
-    path: pathlib.Path, differing: Mapping[str, TensorFingerprint], dtype: torch.dtype | None
+    method: pathlib.Path, differing: Mapping[str, TensorFingerprint], dtype: torch.dtype | None
 ) -> dict[str, list[FingerprintVariant]]:
     """The sums of some tensors after the usual mistakes. differing: what the other side has, by the name here."""
-    weights = _Weights(path)
+    weights = _Weights(method)
     return {
         name: list(_variants_of(weights, weights.tensors[name], actual, dtype))
         for name, actual in differing.items()
@@ -198,10 +198,10 @@ class _Weights:
     Raises FingerprintError if there are none, and for a damage that was found while their places were read.
     """
 
-    def __init__(self, path: pathlib.Path) -> None:
-        if not path.exists():
-            raise FingerprintError(f"{path} does not exist")
-        self.path, self.checkpoint = path, read_checkpoint(path)
+    def __init__(self, method: pathlib.Path) -> None:
+        if not method.exists():
+            raise FingerprintError(f"{method} does not exist")
+        self.path, self.checkpoint = method, read_checkpoint(method)
         self.tensors: dict[str, SavedTensor] = {}
         self._chosen: list[State] = []
         for state in sorted(self.checkpoint.states, key=_preference):
@@ -210,7 +210,7 @@ class _Weights:
                 name, other = min(both), self.tensors[min(both)].file
                 if any(_preference(state) == _preference(chosen) for chosen in self._chosen):
                     raise FingerprintError(
-                        f"{path}: {name} is in {other} and in {of_model[name].file}; name one of them"
+                        f"{method}: {name} is in {other} and in {of_model[name].file}; name one of them"
                     )
             elif of_model:
                 self.tensors |= of_model
@@ -220,7 +220,7 @@ class _Weights:
             self.tensors = {tensor.name: tensor for state in self._chosen for tensor in state.tensors.values()}
         self._check(self.checkpoint)
         if not self.tensors:
-            raise FingerprintError(f"{path} holds no tensors by name")
+            raise FingerprintError(f"{method} holds no tensors by name")
 
     def _check(self, checkpoint: SavedCheckpoint) -> None:
         places = {file for state in self._chosen for file in state.files} | {s.directory for s in self._chosen}
@@ -232,7 +232,7 @@ class _Weights:
                 raise FingerprintError(f"{where}: {what} (fsdp-doctor checkpoint verify {self.path} says more)")
         for name, (file, kind) in checkpoint.unread.items():
             if file in places:
-                raise FingerprintError(f"{checkpoint.root / file}: {name} is {kind}; fingerprints are of dense tensors")
+                raise FingerprintError(f"{checkpoint.root / file}: {name} is {kind}, and has no fingerprint")
 
     def parts(self, tensor: SavedTensor) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
         """Contiguous blocks of a tensor with their offsets in it, of at most 16 MiB or a row; each element once."""

@@ -163,8 +163,8 @@ def add_fingerprint(sums: dict[str, TensorFingerprint], name: str, part: TensorF
     num_summed = known.num_summed + part.num_summed
     if num_summed > known.numel:
         raise FingerprintError(f"{name} has {known.numel} elements, and {num_summed} were summed: parts of it overlap")
-    first = min((one.first for one in (known, part) if one.num_summed), default=0)
-    lanes = reduce_to_lanes(one + other for one, other in zip(known.lanes, part.lanes, strict=True))
+    first = min((fingerprint.first for fingerprint in (known, part) if fingerprint.num_summed), default=0)
+    lanes = reduce_to_lanes(fingerprint + other for fingerprint, other in zip(known.lanes, part.lanes, strict=True))
     sums[name] = replace(known, first=first, num_summed=num_summed, lanes=lanes)
 
 

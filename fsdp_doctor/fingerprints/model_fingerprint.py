@@ -24,7 +24,7 @@ from fsdp_doctor.extract.local import (
     LoadedShard,
     ShardRequest,
     announce_errors_where_merged,
-    compute_row_major_strides,
+    divide_shard,
     gather_deltas,
     load_shards,
     refuse_unknown,
@@ -33,7 +33,17 @@ from fsdp_doctor.extract.local import (
 )
 from fsdp_doctor.extract.lora import Delta, Lora
 from fsdp_doctor.extract.plan import Plan, describe_plan
-from fsdp_doctor.extract.sources import FlatUnit, OutputDtypes, Placed, Plain, Rows, Source, list_specs, name_dtype
+from fsdp_doctor.extract.sources import (
+    FlatUnit,
+    OutputDtypes,
+    Placed,
+    Plain,
+    Rows,
+    Source,
+    TensorSpec,
+    list_specs,
+    name_dtype,
+)
 from fsdp_doctor.fingerprints.differences import FingerprintVariant
 from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Fingerprints, TensorFingerprint, reduce_to_lanes
 from fsdp_doctor.fingerprints.keyed_sum import IndexedBlock
@@ -45,6 +55,8 @@ from fsdp_doctor.fingerprints.summing import (
     swap_halves,
 )
 from fsdp_doctor.fsdp.decorators import disable_autograd
+from fsdp_doctor.fsdp.shards import compute_row_major_strides
+from fsdp_doctor.names.hub_names import Names
 
 _INTERMEDIATE_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -59,6 +71,7 @@ def fingerprint(
     keep_dtype: Collection[str] = (),
     bucket_bytes: int = BUCKET_BYTES,
     lora: Lora = "merged",
+    names: Names = "model",
     combined: bool = True,
 ) -> Fingerprints:
     """Computes 128 bits for each tensor that :func:`full_tensors` would yield with the same arguments; gathers nothing.
@@ -72,6 +85,8 @@ def fingerprint(
     Every rank of the group over which the model is sharded must call it with the same arguments; they compare their
     models before the all-reduce, as in :func:`full_tensors`, and none is left waiting.
 
+    names: as :func:`full_tensors`. Those of the Hub are the names in a checkpoint that ``save_pretrained`` wrote, and
+        those that engines load. (:func:`fingerprint_variants` has the model's.)
     combined: False for this rank's part of the sums, without a collective (except for the factors of adapters), for
         :func:`combine_fingerprints`.
 
@@ -79,7 +94,9 @@ def fingerprint(
 
     Raises as :func:`full_tensors`.
     """
-    repeated = RepeatedFingerprint(model, dtype=dtype, keep_dtype=keep_dtype, bucket_bytes=bucket_bytes, lora=lora)
+    repeated = RepeatedFingerprint(
+        model, dtype=dtype, keep_dtype=keep_dtype, bucket_bytes=bucket_bytes, lora=lora, names=names
+    )
     if combined:
         repeated.start()
         return repeated.read()
@@ -87,7 +104,7 @@ def fingerprint(
         request = repeated.request()
         refuse_unknown(request)
     deltas = gather_deltas(request, start_factor_stream(request))
-    return _by_all_names(request.sources, _sum_shards(request, deltas).fingerprints().tensors)
+    return _by_all_names(_list_parts(request), _sum_shards(request, deltas).fingerprints().tensors)
 
 
 class RepeatedFingerprint:
@@ -107,9 +124,11 @@ class RepeatedFingerprint:
         keep_dtype: Collection[str] = (),
         bucket_bytes: int = BUCKET_BYTES,
         lora: Lora = "merged",
+        names: Names = "model",
     ) -> None:
         self._model = model
-        self._dtype, self._keep_dtype, self._bucket_bytes, self._lora = dtype, keep_dtype, bucket_bytes, lora
+        self._dtype, self._keep_dtype, self._bucket_bytes = dtype, keep_dtype, bucket_bytes
+        self._lora, self._names = lora, names
         self._sums = FingerprintSums()
         self._summed: tuple[Plan, list[int]] | None = None
 
@@ -120,25 +139,32 @@ class RepeatedFingerprint:
             request = self.request()
         summed = request.plan, [shard.data_ptr() for shard in request.shards]
         deltas = gather_deltas(request, start_factor_stream(request))
-        with _agree_on_request(request, f"fingerprints dtype={self._dtype} lora={self._lora}") as agree:
+        with _agree_on_request(
+            request, f"fingerprints dtype={self._dtype} lora={self._lora} {request.plan.names}"
+        ) as agree:
             if summed != self._summed or not self._sums.repeat():
                 self._sums, self._summed = _sum_shards(request, deltas), summed
-            self._added = _SumsOverRanks(request.sources, self._sums, request.device)
+            self._added = _SumsOverRanks(request, self._sums)
             agree()
             self._added.add()
-            self._sources = request.sources
+            self._specs = _list_parts(request)
 
     @disable_autograd
     def read(self) -> Fingerprints:
         """Of the last start. Waits for the device; no other rank is needed."""
-        return _by_all_names(self._sources, self._added.read())
+        return _by_all_names(self._specs, self._added.read())
 
     def request(self) -> ShardRequest:
-        return request_of(self._model, self._dtype, self._keep_dtype, self._bucket_bytes, self._lora)
+        return request_of(self._model, self._dtype, self._keep_dtype, self._bucket_bytes, self._lora, self._names)
 
 
-def _by_all_names(sources: Sequence[Source], by_first_name: Mapping[str, TensorFingerprint]) -> Fingerprints:
-    every = [spec for source in sources for spec in list_specs(source)]
+def _list_parts(request: ShardRequest) -> list[TensorSpec]:
+    """What is summed under names of its own: the tensors, or their parts."""
+    names = request.plan.names
+    return [part for source in request.sources for spec in list_specs(source) for part, _ in names.list_parts(spec)]
+
+
+def _by_all_names(every: Sequence[TensorSpec], by_first_name: Mapping[str, TensorFingerprint]) -> Fingerprints:
     tensors = {name: by_first_name[spec.names[0]] for spec in every for name in spec.names}
     return Fingerprints(tensors, tuple(spec.names for spec in every if len(spec.names) > 1))
 
@@ -171,8 +197,7 @@ def fingerprint_variants(
     deltas = gather_deltas(request, start_factor_stream(request))
     with _agree_on_request(request, f"variants of fingerprints dtype={dtype} lora={lora}") as agree:
         sums = [
-            (variant, _SumsOverRanks(request.sources, of_variant, request.device))
-            for variant, of_variant in _sum_variants(request, deltas)
+            (variant, _SumsOverRanks(request, of_variant)) for variant, of_variant in _sum_variants(request, deltas)
         ]
         agree()
         for _, over_ranks in sums:
@@ -209,7 +234,9 @@ def _sum_shards(request: ShardRequest, deltas: Mapping[str, list[Delta]]) -> Fin
     request = replace(request, sources=list(itertools.chain.from_iterable(by_groups.values())))
     with contextlib.closing(load_shards(request, deltas, own=False)) as shards:
         for shard in shards:
-            _add_shard(sums, shard)
+            for part in divide_shard(request.plan.names, shard):
+                _add_shard(sums, part)
+                del part
             del shard
     sums.flush()
     return sums
@@ -229,11 +256,18 @@ class _SumsOverRanks:
     ``add`` waits for the device.
     """
 
-    def __init__(self, sources: Sequence[Source], sums: FingerprintSums, device: torch.device) -> None:
+    def __init__(self, request: ShardRequest, sums: FingerprintSums) -> None:
+        device, list_parts = request.device, request.plan.names.list_parts
         self._parts = sums.named_parts()
         self._rows = sums.rows(device)
         self._on_host = torch.empty(self._rows.shape, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")
-        groups_of = {spec.names[0]: _find_dividing_groups(source) for source in sources for spec in list_specs(source)}
+        groups_of = {
+            part.names[0]: groups
+            for source in request.sources
+            for groups in (_find_dividing_groups(source),)
+            for spec in list_specs(source)
+            for part, _ in list_parts(spec)
+        }
         self._done: Any = None
         self._by_groups: list[tuple[list[dist.ProcessGroup], torch.Tensor]] = []
         begin = 0

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_doctor.extract.local import ShardPlace, compute_row_major_strides
+from fsdp_doctor.extract.local import ShardPlace
 from fsdp_doctor.extract.sources import name_dtype
 from fsdp_doctor.fingerprints.fingerprint_set import (
     FingerprintError,
@@ -20,6 +20,7 @@ from fsdp_doctor.fingerprints.fingerprint_set import (
 )
 from fsdp_doctor.fingerprints.keyed_sum import BlockSums, IndexedBlock, make_grid_block, make_range_block
 from fsdp_doctor.fsdp import private
+from fsdp_doctor.fsdp.shards import compute_row_major_strides
 from fsdp_doctor.load.source import describe_unless_dense
 
 # Of copies that are kept until they are summed.

@@ -72,7 +72,8 @@ def explain_unavailable(name: FrameworkName) -> str:
 def preload(frameworks: Iterable[FrameworkName], scratch: pathlib.Path, seconds: float) -> None:
     """Imports frameworks in the environment in which they will run, for the process from which workers are forked.
 
-    :func:`explain_unavailable` says what went wrong. The imports' output is dropped. seconds: the time for each.
+    :func:`explain_unavailable` says what went wrong. Output of the import is dropped. seconds: the time for each
+    import.
     """
     before = dict(os.environ)
     for framework in frameworks:

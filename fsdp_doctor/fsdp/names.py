@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 from fsdp_doctor.fsdp.private import WRAPPER_NAMES
 
 _PEFT_ROOT = "base_model.model."
+_BASE_LAYERS = re.compile(r"(\.base_layer)+\.")
 
 
 def unwrap_name(name: str) -> str:
@@ -16,4 +19,5 @@ def unwrap_name(name: str) -> str:
 
 def strip_adapters(name: str) -> str:
     """``name`` as in the model that peft was given, for a weight that is no adapter's."""
-    return name.removeprefix(_PEFT_ROOT).replace(".base_layer.", ".")
+    # Adapters of several parameters of one module are around one another.
+    return _BASE_LAYERS.sub(".", name.removeprefix(_PEFT_ROOT))

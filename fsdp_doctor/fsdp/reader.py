@@ -57,9 +57,8 @@ class ModelContents:
     def stray_sentence(self) -> str:
         """Why the model can be neither extracted nor loaded, where it has stray pieces."""
         return (
-            f"{join_some(self.stray_pieces)} is a piece of the flat parameter of another FSDP1 unit, to which it "
-            "was tied "
-            "before the model was wrapped: its module cannot use it. Put tied parameters into one FSDP1 unit"
+            f"{join_some(self.stray_pieces)} is a piece of the flat parameter of another FSDP1 unit, to which it was "
+            "tied before the model was wrapped: its module cannot use it. Put tied parameters into one FSDP1 unit"
         )
 
     def list_tensors(self) -> Iterator[ModelTensor]:
@@ -90,9 +89,13 @@ class ModelContents:
 def read(model: nn.Module) -> ModelContents:
     """Any rank may call it alone, before the first forward too."""
     modules = private.list_module_tensors(find_innermost(model))
-    for own in modules:
-        own.prefix = unwrap_name(own.prefix)
-    states = {id(own.fsdp2_state): own.fsdp2_state for own in modules if own.fsdp2_state is not None}
+    for module_tensors in modules:
+        module_tensors.prefix = unwrap_name(module_tensors.prefix)
+    states = {
+        id(module_tensors.fsdp2_state): module_tensors.fsdp2_state
+        for module_tensors in modules
+        if module_tensors.fsdp2_state is not None
+    }
     fsdp2_units = {key: unit for key, state in states.items() if (unit := Fsdp2Unit.read(state)) is not None}
     # FSDP2 may show others in their place.
     sharded = {id(shown): held for state in states.values() for shown, held in list_unsharded_parameters(state)}
@@ -123,14 +126,18 @@ def find_innermost(model: nn.Module) -> nn.Module:
 def _read_fsdp1_units(modules: list[private.ModuleTensors]) -> tuple[Fsdp1Unit, ...]:
     """Each once, under its module's first name."""
     prefixes: dict[int, list[str]] = {}
-    for own in modules:
-        prefixes.setdefault(id(own.module), []).append(own.prefix)
+    for module_tensors in modules:
+        prefixes.setdefault(id(module_tensors.module), []).append(module_tensors.prefix)
     units: dict[int, Fsdp1Unit] = {}
-    for own in modules:
-        handle = fsdp1.find_flat_handle(own.module)
+    for module_tensors in modules:
+        handle = fsdp1.find_flat_handle(module_tensors.module)
         if handle is not None and id(handle) not in units:
-            names = tuple(_list_names(places, own.prefix, prefixes) for places in fsdp1.list_flat_names(handle))
-            units[id(handle)] = Fsdp1Unit(prefix=own.prefix, names=names, shown={}, module=own.module, _handle=handle)
+            names = tuple(
+                _list_names(places, module_tensors.prefix, prefixes) for places in fsdp1.list_flat_names(handle)
+            )
+            units[id(handle)] = Fsdp1Unit(
+                prefix=module_tensors.prefix, names=names, shown={}, module=module_tensors.module, _handle=handle
+            )
     return tuple(units.values())
 
 
@@ -159,9 +166,9 @@ def _read_parameters(
     """Those that are in no FSDP1 unit; the others that modules have now are added to their units' ``shown``."""
     unit_of = {name: unit for unit in fsdp1_units for names in unit.names for name in names}
     parameters: dict[int, ModelTensor] = {}
-    for own in modules:
-        prefix, unit = own.prefix, fsdp2_units.get(id(own.fsdp2_state))
-        for key, shown in own.parameters.items():
+    for module_tensors in modules:
+        prefix, unit = module_tensors.prefix, fsdp2_units.get(id(module_tensors.fsdp2_state))
+        for key, shown in module_tensors.parameters.items():
             if shown is None:
                 continue
             name = prefix + key
@@ -179,10 +186,10 @@ def _read_buffers(
     modules: list[private.ModuleTensors], fsdp2_units: dict[int, Fsdp2Unit], *, persistent: bool
 ) -> tuple[ModelTensor, ...]:
     buffers: dict[int, ModelTensor] = {}
-    for own in modules:
-        for key, buffer in own.buffers.items():
-            if buffer is not None and (key not in own.non_persistent) == persistent:
-                unit = fsdp2_units.get(id(own.fsdp2_state))
-                held = buffers.setdefault(id(buffer), ModelTensor((), buffer, buffer, unit))
-                held.names += (own.prefix + key,)
+    for module_tensors in modules:
+        for key, buffer in module_tensors.buffers.items():
+            if buffer is not None and (key not in module_tensors.non_persistent) == persistent:
+                unit = fsdp2_units.get(id(module_tensors.fsdp2_state))
+                model_tensor = buffers.setdefault(id(buffer), ModelTensor((), buffer, buffer, unit))
+                model_tensor.names += (module_tensors.prefix + key,)
     return tuple(buffers.values())

@@ -18,14 +18,14 @@ from fsdp_doctor.fsdp.private.fsdp2 import find_moved_parameters
 class Snapshot:
     """Keeps neither the model nor a tensor of it alive; the process group it does."""
 
-    def __init__(self, model: nn.Module, held: reader.ModelContents) -> None:
+    def __init__(self, model: nn.Module, contents: reader.ModelContents) -> None:
         modules, names, tensors = private.list_modules_and_tensors(reader.find_innermost(model))
         places = {id(tensor): place for place, tensor in enumerate(tensors)}
         self._modules = [weakref.ref(module) for module in modules]
-        self._fsdp2_states = [weakref.ref(unit.state) for unit in held.fsdp2_units]
-        self._units = [weakref.ref(unit.module) for unit in held.fsdp1_units]
+        self._fsdp2_states = [weakref.ref(unit.state) for unit in contents.fsdp2_units]
+        self._units = [weakref.ref(unit.module) for unit in contents.fsdp1_units]
         # A parameter that FSDP2 shows unsharded has no place: the model has to be read again.
-        self._places = [places.get(id(tensor.tensor), -1) for tensor in held.list_tensors()]
+        self._places = [places.get(id(tensor.tensor), -1) for tensor in contents.list_tensors()]
         self._facts = self._read_facts(modules, names, tensors)
 
     def find_shards(self, model: nn.Module) -> list[torch.Tensor] | None:

@@ -151,10 +151,10 @@ def list_expected_outcomes(case: AnyCase, context: RunContext) -> tuple[KnownFai
     return (*outcomes, None)
 
 
-def find_shown_entry(case: AnyCase, found: BrokenCase, context: RunContext) -> KnownFailure | None:
+def find_shown_entry(case: AnyCase, broken: BrokenCase, context: RunContext) -> KnownFailure | None:
     """The entry that a case which broke shows, on this torch or on another; None where the catalogue has none."""
-    by_message = [entry for message in found.messages for entry in match_message(message, found.traceback)]
-    by_symptom = [entry for entry in read_catalogue() if _has_symptom(entry, found)]
+    by_message = [entry for message in broken.messages for entry in match_message(message, broken.traceback)]
+    by_symptom = [entry for entry in read_catalogue() if _has_symptom(entry, broken)]
     # What was extracted comes before what the next training step said of it.
     for entries in (by_symptom, by_message):
         triggered = [entry for entry in entries if entry.is_triggered_by(case, context)]
@@ -171,9 +171,9 @@ def find_nearest(message: str, count: int = 3) -> list[KnownFailure]:
     return [entry for _, entry in close[:count]]
 
 
-def _has_symptom(entry: KnownFailure, found: BrokenCase) -> bool:
-    return entry.verdict == found.kind and any(
-        pattern.search(reason) for pattern in entry.symptoms for reason in found.reasons
+def _has_symptom(entry: KnownFailure, broken: BrokenCase) -> bool:
+    return entry.verdict == broken.kind and any(
+        pattern.search(reason) for pattern in entry.symptoms for reason in broken.reasons
     )
 
 

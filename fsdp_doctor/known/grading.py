@@ -14,6 +14,8 @@ from fsdp_doctor.known.failures import KnownFailure
 Grade: TypeAlias = Literal["known", "likely", "possible"]
 # The package of a frame, or nothing: torch's own frames, and those of scripts, may be innermost in any failure.
 _PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?!torch[/\\])([\w.-]+)")
+# Libraries with a sharding of their own, whose messages are like torch's.
+_OTHER_SHARDING = re.compile(r"/(fairscale|deepspeed|torch_xla)/")
 _ORDER: tuple[Grade, ...] = ("known", "likely", "possible")
 
 
@@ -63,7 +65,8 @@ def match_evidence(evidence: Evidence) -> list[Match]:
     Of those that are known, one that wanted certain frames comes first; else what the matrix reproduces before what was
     only reported.
     """
-    graded = (_grade(entry, evidence) for entry in read_catalogue() if entry.matches_message(evidence.message))
+    entries = [entry for entry in read_catalogue() if entry.matches_message(evidence.message)]
+    graded = (_grade(entry, evidence, is_shared=len(entries) > 1) for entry in entries)
     return sorted((match for match in graded if match is not None), key=_make_key)
 
 
@@ -72,8 +75,11 @@ def _make_key(match: Match) -> tuple[int, bool, bool]:
     return _ORDER.index(match.grade), is_vague, not match.entry.reproduced
 
 
-def _grade(entry: KnownFailure, evidence: Evidence) -> Match | None:
-    """Known needs the message, a frame that belongs to the failure, and nothing that speaks against the entry."""
+def _grade(entry: KnownFailure, evidence: Evidence, *, is_shared: bool) -> Match | None:
+    """Known needs the message, a frame that belongs to the failure, and nothing that speaks against the entry.
+
+    is_shared: whether other entries have the message, too.
+    """
     traceback = evidence.traceback
     if entry.is_excluded_by(f"{evidence.message}\n{traceback}"):
         return None
@@ -94,7 +100,7 @@ def _grade(entry: KnownFailure, evidence: Evidence) -> Match | None:
     grade: Grade = "possible"
     if has_frame and not lacking and not evidence.indirect:
         grade = "known"
-    elif not is_elsewhere or (not traceback and not lacking and (evidence.names_fsdp or not entry.frames)):
+    elif not is_elsewhere or not (traceback or lacking or (entry.frames and (is_shared or not evidence.names_fsdp))):
         grade = "likely" if evidence.shows("fsdp") or not lacking else "possible"
     return Match(entry, "possible" if against else grade, tuple(questions), against)
 
@@ -109,5 +115,7 @@ def _contradictions(entry: KnownFailure, evidence: Evidence) -> Iterator[str]:
     is_its = entry.is_raised_in(innermost) or (entry.frames and entry.has_frame(innermost))
     if (match := _PACKAGE.search(innermost)) and not is_its:
         yield f"the innermost frame is {match[1]}'s"
+    if match := _OTHER_SHARDING.search(evidence.traceback):
+        yield f"the traceback goes through {match[1]}"
     if not entry.shows_on(evidence.torch):
         yield f"the log names torch {evidence.torch}, and this needs {entry.torch}"

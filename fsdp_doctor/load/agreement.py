@@ -34,27 +34,29 @@ class LoadAgreement:
         self.num_written = 0
         self.conflicts: Mapping[str, Conflict] = {}
 
-    def begin(self, source: LoadSource, plan: Callable[[], Sequence[str]], comparison: Comparison) -> Holders:
-        """Compares the ranks' plans and returns who has the source: rank 0 alone, or every rank.
+    def begin(
+        self, source: LoadSource, plan: Callable[[], Sequence[str]], comparison: Comparison, names: str = ""
+    ) -> tuple[Holders, str]:
+        """Compares the ranks' plans and returns who has the source, rank 0 alone or every rank, and rank 0's ``names``.
 
         Raises LoadError if it is neither, or if the files of the ranks differ.
         """
         if len(self._ranks) == 1:
             if source.kind is None:
                 raise LoadError("there is no source")
-            return "all"
+            return "all", names
         for kind in _KINDS:
             self._agreement.count(kind, int(source.kind == kind))
         self._agreement.expect(functools.cache(lambda: ComparedPlan(plan())), comparison)
-        kind_of_first = self.agree(source.kind or "")
+        kind_of_first, _, names = self.agree(f"{source.kind or ''} {names}").partition(" ")
         self.conflicts = comparison.conflicts
         counts = {kind: count for kind, count in zip(_KINDS, self._agreement.sums, strict=True) if count}
         if counts == {kind_of_first: len(self._ranks)}:
             if source.kind == "files":
                 self._compare_files(source)
-            return "all"
+            return "all", names
         if counts == {kind_of_first: 1}:
-            return "first"
+            return "first", names
         statement = ", ".join(
             f"{count} of {len(self._ranks)} ranks have {_KINDS[kind]}" for kind, count in counts.items()
         )

@@ -1,7 +1,8 @@
 """``load_full_tensors``: one load from its arguments to its report.
 
 1. read the model: every tensor is a target, with its names, its layout over the ranks, and this rank's part of it
-2. the ranks agree on targets and arguments, and who has the source; an error of one is an error of all from here on
+2. the ranks agree on targets and arguments, who has the source, and in which names; where these are the Hub's, what is
+   a part of a target becomes a target of its own; an error of one is an error of all from here on
 3. match the names, shapes and dtypes of the source with the targets
 4. allocate what the load needs, agree once more, and prepare the model for the writes
 5. read each part from the source and write it where the shard lies: each rank its own, or rank 0 everybody's
@@ -33,6 +34,7 @@ from fsdp_doctor.load.matching import DtypeRule, Matching
 from fsdp_doctor.load.outcome import LoadError, LoadReport
 from fsdp_doctor.load.portions import LocalParts
 from fsdp_doctor.load.source import LoadSource, TensorSource, Value, open_source
+from fsdp_doctor.load.source_names import SourceNames
 from fsdp_doctor.load.targets import (
     ModelPlace,
     Target,
@@ -43,6 +45,7 @@ from fsdp_doctor.load.targets import (
     match_transient_values,
     replace_memory,
 )
+from fsdp_doctor.names.hub_names import Names, check_names
 
 # A small model's bucket is as large as the model. A bucket is divided among all ranks.
 LOAD_BUCKET_BYTES = 512 << 20
@@ -55,6 +58,7 @@ def load_full_tensors(
     *,
     strict: bool = True,
     dtype: DtypeRule = "keep",
+    names: Names = "auto",
     buffers: Mapping[str, torch.Tensor] | None = None,
     bucket_bytes: int = LOAD_BUCKET_BYTES,
 ) -> LoadReport:
@@ -75,8 +79,7 @@ def load_full_tensors(
 
     model: under FSDP2 (``fully_shard``; any mesh, Shard and Replicate) or FSDP1 (``use_orig_params`` or not), under any
         offload, half-moved too, on the meta device (FSDP2), before the first forward or after training.
-    source: full tensors on any device by the names that the model had before it was wrapped (by FSDP1, activation
-        checkpointing, torch.compile; peft's names stay as they are): a mapping; an iterable of (name, tensor), which
+    source: full tensors on any device, by name (see ``names``): a mapping; an iterable of (name, tensor), which
         may reuse the memory of a tensor when the next is asked for, and is closed at the end if it is a generator; a
         safetensors file, or a directory of such files with or without an index. If every rank has it, each reads its
         own rows only and nothing is communicated; if rank 0 alone has it, the others pass None or an empty mapping. A
@@ -84,17 +87,24 @@ def load_full_tensors(
     strict: False to leave as it is what the source lacks, and to skip what the model does not have; the report names
         both. Shapes and dtypes must fit all the same.
     dtype: ``keep``: a tensor of another dtype than the model's is an error; ``cast``: it is cast to the model's.
+    names: ``model``: the source has the names that the model had before it was wrapped (by FSDP1, activation
+        checkpointing, torch.compile; peft's names stay as they are). ``hub``: those that transformers gives the files
+        of ``save_pretrained``, where an expert may have tensors of its own that are parts of one of the model's.
+        ``auto``: whichever the names of the source are; the model's for an iterable. Or a mapping in the form of
+        :func:`read_hub_view`. Each rank reads its own rows only, whatever the names.
     buffers: non-persistent buffers, by name, on every rank; those on the meta device must be among them.
     bucket_bytes: of device memory of one bucket.
 
-    Raises LoadError on every rank, before anything is written, for names that are missing or superfluous, other shapes
-    and dtypes, tied names with different values, files that are truncated or no safetensors, a model that is not
-    sharded, tensors that are different ones under one name on groups of ranks (meshes of some of the ranks, plain
-    parameters whose values differ), ranks whose models or arguments differ, or whose files do in names, shapes,
-    dtypes, or the 4 KiB in the middle of a tensor (of 128 tensors at most). The items of an iterator are checked as
-    they come, and whether a file was written to or replaced meanwhile at the end: then the error says how many tensors
-    had been written. On a rank where something else is raised (OSError, what an iterator raises) it stays what it is,
-    and the others raise LoadError. Raises TypeError, ValueError for arguments that make no sense.
+    Raises LoadError on every rank, before anything is written, for names that are missing or superfluous, a source
+    that has some tensors by the Hub's names and others by the model's, Hub names that are unknown or are no parts of
+    the model's tensors, a mapping of names that is not one-to-one, other shapes and dtypes, tied names with different
+    values, files that are truncated or no safetensors, a model that is not sharded, tensors that are different ones
+    under one name on groups of ranks (meshes of some of the ranks, plain parameters whose values differ), ranks whose
+    models or arguments differ, or whose files do in names, shapes, dtypes, or the 4 KiB in the middle of a tensor (of
+    128 tensors at most). The items of an iterator are checked as they come, and whether a file was written to or
+    replaced meanwhile at the end: then the error says how many tensors had been written. On a rank where something else
+    is raised (OSError, what an iterator raises) it stays what it is, and the others raise LoadError. Raises TypeError,
+    ValueError for arguments that make no sense.
     """
     with contextlib.ExitStack() as stack:
         if isinstance(source, Generator):
@@ -102,7 +112,7 @@ def load_full_tensors(
             stack.callback(source.close)
         if isinstance(source, Iterator):
             source = keep_present_modes(source)
-        return _load(model, source, strict=strict, dtype=dtype, buffers=buffers, bucket_bytes=bucket_bytes)
+        return _load(model, source, strict=strict, dtype=dtype, names=names, buffers=buffers, bucket_bytes=bucket_bytes)
 
 
 @disable_autograd
@@ -112,6 +122,7 @@ def _load(
     *,
     strict: bool,
     dtype: DtypeRule,
+    names: Names,
     buffers: Mapping[str, torch.Tensor] | None,
     bucket_bytes: int,
 ) -> LoadReport:
@@ -121,6 +132,7 @@ def _load(
         if buffers is not None and not isinstance(buffers, Mapping):
             raise TypeError(f"buffers must be a mapping of names to tensors, not {type(buffers).__name__}")
         check_arguments(model, bucket_bytes)
+        check_names(names)
         contents = reader.read(model)
         place = find_place(contents)
     agreement = LoadAgreement(place.ranks)
@@ -129,10 +141,13 @@ def _load(
         transient = match_transient_values(contents.transient_buffers, buffers or {}, place.device)
         opened = stack.enter_context(contextlib.closing(open_source(source, is_first=dist.get_rank() == place.first)))
         settings = f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes}"
-        holders = agreement.begin(
-            opened, lambda: [settings, *describe_targets(targets)], compare_groups(contents, place)
-        )
-        matching = Matching(targets, strict=strict, dtype=dtype, holders=holders, conflicts=agreement.conflicts)
+        source_names = SourceNames(names, model, targets, opened)
+        lines = lambda: [settings, *describe_targets(targets)]  # noqa: E731
+        holders, word = agreement.begin(opened, lines, compare_groups(contents, place), source_names.word)
+        source_names.follow(word)
+        parts = source_names.divide(targets)
+        conflicts = source_names.rename(agreement.conflicts)
+        matching = Matching(parts, strict=strict, dtype=dtype, holders=holders, conflicts=conflicts)
 
         def prepare_model() -> None:
             settle(model, contents, place.device)
@@ -144,7 +159,7 @@ def _load(
                 else:
                     buffer.copy_(value)
 
-        report = fill_targets(place, targets, opened, holders, matching, agreement, bucket_bytes, prepare_model)
+        report = fill_targets(place, parts, opened, holders, matching, agreement, bucket_bytes, prepare_model)
         for unit in contents.fsdp1_units:
             # Where FSDP1 has the shard on another device, too: a forward under mixed precision reads it there, and the
             # next reshard returns to it.
@@ -196,8 +211,7 @@ def fill_targets(
     if holders == "first" and place.partial:
         raise LoadError(
             f"{join_some(place.partial)}: sharded over some of the model's ranks, on a mesh that is no submesh of "
-            "one of "
-            "all, so that rank 0 does not know which rank has which part: give every rank the source"
+            "one of all, so that rank 0 does not know which rank has which part: give every rank the source"
         )
     if source.kind in ("mapping", "files"):
         matching.add_all(source.tensors)

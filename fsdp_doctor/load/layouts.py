@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fsdp_doctor.fsdp.reader import Fsdp1Unit
-from fsdp_doctor.fsdp.shards import LocalPart, Slices, Stretches, compute_part
+from fsdp_doctor.fsdp.shards import LocalPart, Slices, Stretches, compute_part, compute_row_major_strides
 from fsdp_doctor.load.outcome import LoadError
+from fsdp_doctor.names.views import Box, TensorView, find_box
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,37 @@ class Layout(ABC):
     def list_stretches(self, shape: torch.Size, part: LocalPart) -> list[Stretches] | None:
         """The part's elements in the flattened tensor; None if its rows are not in the tensor's order."""
         return [stretch for stretch in part.list_stretches(shape) if stretch.length and stretch.rows]
+
+    def cut(self, shape: torch.Size, view: TensorView) -> tuple[Layout, LocalPart, Slices] | None:
+        """The layout of a part of a tensor of that shape: (layout, this rank's part of the tensor, slices of that).
+
+        None where what a rank has of the part is not known by ranges.
+        """
+        box = find_box(view, shape)
+        if box is None:
+            return None
+        part = self.compute_part(shape, dist.get_rank())
+        return _InBox(self, shape, box), part, box.cut(part)[1]
+
+
+class _InBox(Layout):
+    """The layout of a part of a tensor that is divided along its dims. shape: of the tensor."""
+
+    def __init__(self, whole: Layout, shape: torch.Size, box: Box) -> None:
+        self._whole, self._shape, self._box = whole, shape, box
+        self.owners, self.replicas = whole.owners, whole.replicas
+
+    def __str__(self) -> str:
+        return f"{self._box} of {self._whole}"
+
+    def compute_part(self, shape: torch.Size, rank: int) -> LocalPart:
+        return self._box.cut(self._whole.compute_part(self._shape, rank))[0]
+
+    def arrange(self, full: torch.Tensor) -> torch.Tensor:
+        return self._box.arrange(full)
+
+    def list_stretches(self, shape: torch.Size, part: LocalPart) -> list[Stretches] | None:
+        return super().list_stretches(torch.Size(self._box.lengths), part) if self._box.is_in_order else None
 
 
 class OnMesh(Layout):
@@ -171,9 +203,19 @@ class InFlatParameter(Layout):
         return full.permute(order).reshape(-1)
 
     def list_stretches(self, shape: torch.Size, part: LocalPart) -> list[Stretches] | None:
-        if list(self._stride) != sorted(self._stride, reverse=True):
+        return super().list_stretches(torch.Size([shape.numel()]), part) if self._is_row_major else None
+
+    def cut(self, shape: torch.Size, view: TensorView) -> tuple[Layout, LocalPart, Slices] | None:
+        if not (view.is_contiguous and self._is_row_major):
             return None
-        return super().list_stretches(torch.Size([shape.numel()]), part)
+        layout = InFlatParameter(self._shards, self._offset + view.offset, compute_row_major_strides(view.shape))
+        (whole,), (part,) = self.find_slices(shape), layout.find_slices(torch.Size(view.shape))
+        begin = part.start - whole.start if part.stop > part.start else 0
+        return layout, self.compute_part(shape, dist.get_rank()), (slice(begin, begin + part.stop - part.start),)
+
+    @property
+    def _is_row_major(self) -> bool:
+        return list(self._stride) == sorted(self._stride, reverse=True)
 
 
 def _ascend(ranks: torch.Tensor, dim: int) -> bool:

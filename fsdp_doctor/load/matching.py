@@ -20,6 +20,8 @@ from fsdp_doctor.load.targets import Target
 
 DtypeRule = Literal["keep", "cast"]
 _WHOLE = Whole((0,))
+# Of each kind of problem, of which there are three.
+_MOST_NAMES = 3
 
 
 class Matching:
@@ -81,7 +83,7 @@ class Matching:
         missing = self.list_missing() if self._strict else []
         problems = [_describe_missing(missing)] if missing else []
         problems += [_describe_superfluous(self.superfluous)] if self._strict and self.superfluous else []
-        problems += [join_some(misfits)] if misfits else []
+        problems += [join_some(misfits, _MOST_NAMES)] if misfits else []
         if problems:
             raise LoadError("; ".join(problems))
         for index, (first, *others) in self.names.items():
@@ -134,11 +136,11 @@ class Matching:
 
 
 def _describe_missing(names: Sequence[str]) -> str:
-    return f"the source lacks {len(names)} of the model's tensors: {join_some(names)}"
+    return f"the source lacks {len(names)} of the model's tensors: {join_some(names, _MOST_NAMES)}"
 
 
 def _describe_superfluous(names: Sequence[str]) -> str:
-    return f"the source has {len(names)} that the model does not have: {join_some(names)}"
+    return f"the source has {len(names)} that the model does not have: {join_some(names, _MOST_NAMES)}"
 
 
 def _is_same_memory(one: Value, other: Value) -> bool:

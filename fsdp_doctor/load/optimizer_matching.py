@@ -241,9 +241,8 @@ def check_kind(outline: StateOutline, optimizer: torch.optim.Optimizer) -> None:
         lacking, unknown = options - set(group), set(group) - known - set(_COMMON)
         if unknown and 2 * len(lacking) > len(options):
             raise LoadError(
-                "the source is the state of another optimizer: its param groups have "
-                f"{join_some(sorted(unknown))}, and not "
-                f"{join_some(sorted(lacking))}"
+                f"the source is the state of another optimizer: its param groups have {join_some(sorted(unknown))}, "
+                f"and not {join_some(sorted(lacking))}"
             )
 
 

@@ -99,7 +99,7 @@ def load_optimizer_state(
             for parameter in parameters
             for part in parameter.parts
         ]
-        holders = agreement.begin(opened, lambda: lines, compare_groups(contents, place))
+        holders, _ = agreement.begin(opened, lambda: lines, compare_groups(contents, place))
         outline_of_first = StateOutline.from_word(agreement.agree(outline.to_word()))
         if source:
             _check_alike(outline_of_first, outline, place.first)

@@ -24,10 +24,10 @@ class SafetensorsFile:
     Raises LoadError for another kind of file and for a truncated one, OSError if it cannot be read.
     """
 
-    def __init__(self, path: pathlib.Path) -> None:
-        self.path = path
-        with _load_errors(path), contextlib.ExitStack() as on_error:
-            self._file = OpenFile(path)
+    def __init__(self, method: pathlib.Path) -> None:
+        self.path = method
+        with _load_errors(method), contextlib.ExitStack() as on_error:
+            self._file = OpenFile(method)
             on_error.callback(self._file.close)
             self.tensors = {
                 name: FileTensor(self, entry.begin, torch.Size(entry.shape), _torch_dtype(name, entry.dtype))
@@ -69,23 +69,25 @@ class FileTensor:
         return self.begin + self.shape.numel() * self.dtype.itemsize
 
 
-def open_files(path: pathlib.Path) -> tuple[list[SafetensorsFile], dict[str, FileTensor]]:
+def open_files(method: pathlib.Path) -> tuple[list[SafetensorsFile], dict[str, FileTensor]]:
     """Opens a file, or the files of a directory (those of its index if it has one), and lists their tensors by name."""
     index: dict[str, str] = {}
-    paths: Iterable[pathlib.Path] = [path]
-    if path.is_dir():
-        index = read_index(path, "safetensors")
-        paths = [path / name for name in sorted(set(index.values()))] if index else sorted(path.glob("*.safetensors"))
+    paths: Iterable[pathlib.Path] = [method]
+    if method.is_dir():
+        index = read_index(method, "safetensors")
+        paths = (
+            [method / name for name in sorted(set(index.values()))] if index else sorted(method.glob("*.safetensors"))
+        )
         if absent := [str(file) for file in paths if index and not file.exists()]:
-            raise LoadError(f"the index of {path} names files that are not there: {join_some(absent)}")
+            raise LoadError(f"the index of {method} names files that are not there: {join_some(absent)}")
         if not paths:
-            raise LoadError(f"{path} holds no safetensors file")
+            raise LoadError(f"{method} holds no safetensors file")
     with contextlib.ExitStack() as on_error:
         files = []
         for each in paths:
             files.append(SafetensorsFile(each))
             on_error.callback(files[-1].close)
-        tensors = dict(_list_tensors(path, files, index))
+        tensors = dict(_list_tensors(method, files, index))
         on_error.pop_all()
         return files, tensors
 
@@ -104,13 +106,13 @@ def read_index(directory: pathlib.Path, suffix: str) -> dict[str, str]:
 
 
 def _list_tensors(
-    path: pathlib.Path, files: list[SafetensorsFile], index: dict[str, str]
+    method: pathlib.Path, files: list[SafetensorsFile], index: dict[str, str]
 ) -> Iterator[tuple[str, FileTensor]]:
     file_of: dict[str, pathlib.Path] = {}
     for file in files:
         names = {name for name, where in index.items() if where == file.path.name} if index else set(file.tensors)
         if lacking := sorted(names - set(file.tensors)):
-            raise LoadError(f"{file.path} does not hold what the index of {path} says: {join_some(lacking)}")
+            raise LoadError(f"{file.path} does not hold what the index of {method} says: {join_some(lacking)}")
         for name, tensor in file.tensors.items():
             if name in names:
                 if name in file_of:
@@ -127,8 +129,8 @@ def _torch_dtype(name: str, dtype: str) -> torch.dtype:
 
 
 @contextlib.contextmanager
-def _load_errors(path: pathlib.Path) -> Iterator[None]:
+def _load_errors(method: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except BadFile as error:
-        raise LoadError(error.about(path)) from None
+        raise LoadError(error.about(method)) from None

@@ -116,9 +116,9 @@ def list_targets(contents: ModelContents, place: ModelPlace) -> list[Target]:
     """Every parameter and persistent buffer once, in the order of the model, those of FSDP1 units first."""
     if unused := contents.list_unused(but_followed=True):
         raise LoadError(
-            f"FSDP2 does not compute with what the model has as {join_some(unused)}: another parameter was "
-            "assigned after "
-            "the first forward, and the next forward puts the former one back. Copy values into the former one instead"
+            f"FSDP2 does not compute with what the model has as {join_some(unused)}: another parameter was assigned "
+            "after the first forward, and the next forward puts the former one back. Copy values into the former "
+            "one instead"
         )
     layouts, rank = Layouts(place.ranks, place.meshes), dist.get_rank()
     targets = [target for unit in contents.fsdp1_units for target in _list_targets_of_unit(unit, place)]

@@ -31,6 +31,7 @@ AxisName: TypeAlias = Literal[
     "init",
     "checkpoint",
     "context",
+    "consumer",
 ]
 FsdpVersion: TypeAlias = Literal[1, 2]
 
@@ -423,6 +424,29 @@ class Context(AxisValue):
     INFERENCE = "inference", "it is called, and what it yields is read, inside of torch.inference_mode()"
 
 
+class Consumer(AxisValue):
+    """What is done with the entries that a method yields. A receiver is another process."""
+
+    ALONE = "alone", "each entry is read when it comes"
+    SECOND_GROUP = "second-group", "rank 0 broadcasts each entry to a receiver, over a second process group"
+    SLOW = "slow", "the same, to a receiver that takes its time"
+    PACKED = "packed", "rank 0 packs entries under two streams in turn, and broadcasts the buffers: vLLM's NCCL sender"
+    STEP_IN_FLIGHT = "step-in-flight", "the same, right after kernels that write the weights were launched"
+    COLOCATED = (
+        "colocated",
+        "every rank packs into one buffer, and goes on when it is acknowledged: vLLM's IPC sender",
+    )
+    KEEPS_VIEWS = "keeps-views", "entries are kept, and read after the last one"
+    IN_PLACE = "in-place", "each entry is overwritten once it has been read"
+    STOPS = "stops", "rank 0 stops after three entries; then the method is called again"
+    RAISES = "raises", "rank 0 raises after three entries, and all meet in a collective while it handles the error"
+
+    @property
+    def needs_sender(self) -> bool:
+        """Whether only methods that a framework sends with are tried with it."""
+        return self is not Consumer.ALONE
+
+
 @dataclass(frozen=True, kw_only=True)
 class Axis:
     """One dimension of a matrix, ours or a framework's: its values with their meanings, the default first."""
@@ -450,6 +474,7 @@ _ENUMS: dict[str, type[AxisValue]] = {
     "init": Init,
     "checkpoint": CheckpointFit,
     "context": Context,
+    "consumer": Consumer,
 }
 
 

@@ -21,6 +21,7 @@ from fsdp_doctor.matrix.axes import (
     AXIS_OF_VALUE,
     Backend,
     CheckpointFit,
+    Consumer,
     Context,
     Dims,
     FsdpVersion,
@@ -60,6 +61,7 @@ class Scenario:
     init: Init = Init.MATERIALIZED
     checkpoint: CheckpointFit = CheckpointFit.EXACT
     context: Context = Context.ORDINARY
+    consumer: Consumer = Consumer.ALONE
 
     @functools.cached_property
     def values(self) -> Mapping[str, str]:
@@ -178,19 +180,19 @@ def read_leading_words(case: AnyCase) -> tuple[str, str, str]:
     return (words[0], words[1], "") if isinstance(case, FrameworkCase) else (words[0], words[1], words[2])
 
 
-def make_any_case(scenario: Mapping[str, str], path: str) -> AnyCase:
+def make_any_case(scenario: Mapping[str, str], method: str) -> AnyCase:
     """The case of a scenario that came as JSON. Raises KeyError and ValueError as :func:`make_scenario`."""
     if "framework" in scenario:
         fields: dict[str, Any] = dict(scenario)
         read = FrameworkScenario(**fields)
         # As it is written here; a KeyError for what another version of the doctor calls otherwise.
-        return FrameworkCase(make_framework_scenario(read.framework, read.values), path)
-    return Case(make_scenario(scenario), path)
+        return FrameworkCase(make_framework_scenario(read.framework, read.values), method)
+    return Case(make_scenario(scenario), method)
 
 
-def parse_case_id(text: str, known_paths: tuple[str, ...]) -> Case:
+def parse_case_id(text: str, known_methods: tuple[str, ...]) -> Case:
     """Reads an id of the matrix back. Raises UsageError that names the part which is not known."""
-    *values, path = text.split("/")
+    *values, method = text.split("/")
     fields: dict[str, str] = {}
     for value in values:
         axis = AXIS_OF_VALUE.get(value)
@@ -206,9 +208,9 @@ def parse_case_id(text: str, known_paths: tuple[str, ...]) -> Case:
         raise UsageError(
             f"case {text!r} has no value for {' and '.join(missing)}; an id looks like fsdp2/policy/staged/state_dict"
         )
-    if path not in known_paths and ":" not in path:
-        raise UsageError(f"case {text!r}: there is no path {path!r}{describe_nearest(path, known_paths)}")
-    return Case(make_scenario(fields), path)
+    if method not in known_methods and ":" not in method:
+        raise UsageError(f"case {text!r}: there is no path {method!r}{describe_nearest(method, known_methods)}")
+    return Case(make_scenario(fields), method)
 
 
 def make_scenario(values: Mapping[str, str]) -> Scenario:

@@ -78,6 +78,9 @@ _DEFAULT_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         _vary_extraction(_BOTH, _POLICY, _STAGED, precision="fp32-compute"),
         _vary_extraction(_FSDP2, _POLICY, _UNSTAGED, context="inference"),
         _vary_extraction(_FSDP1, _NONE, _UNSTAGED, context="inference"),
+        _vary_extraction(_FSDP2, _NONE, _UNSTAGED, consumer="packed"),
+        _vary_extraction(_FSDP2, _NONE, _UNSTAGED, consumer="step-in-flight"),
+        _vary_extraction(_FSDP2, _POLICY, _UNSTAGED, consumer="keeps-views"),
     ),
     "in": (
         _vary_load(_FSDP2, _POLICY, _UNSTAGED, precision="fp32-compute"),
@@ -97,7 +100,8 @@ _DEFAULT_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
 }
 
 # The default matrix samples these axes: some of their values, with the methods that a framework is known to use.
-_SAMPLED = ("precision", "context")
+_SAMPLED = ("precision", "context", "consumer")
+_CONSUMERS = ("second-group", "slow", "packed", "step-in-flight", "colocated", "keeps-views", "in-place")
 _MODELS = ("qwen3-tied", "qwen3-buffers", "qwen2", "qwen3-moe", "qwen3.5", "qwen3-lora")
 _FULL_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
     "out": (
@@ -113,6 +117,9 @@ _FULL_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         _vary_extraction(offloads=("none", "policy"), precision="fp32-compute", sharding="size1"),
         _vary_extraction(offloads=_EACH_KIND, context="no_grad"),
         _vary_extraction(offloads=_EACH_KIND, context="inference"),
+        # With these two a method of torch's hangs, which takes a deadline each.
+        *(_vary_extraction(_FSDP2, _NONE, _UNSTAGED, consumer=consumer) for consumer in ("stops", "raises")),
+        *(_vary_extraction(offloads=_EACH_KIND, stagings=_UNSTAGED, consumer=consumer) for consumer in _CONSUMERS),
         _vary_extraction(sharding="hsdp"),
         _vary_extraction(sharding="size1"),
         _vary_extraction(_FSDP2, sharding="tp"),

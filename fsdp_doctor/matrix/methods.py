@@ -29,6 +29,7 @@ class MatrixMethod(Method):
         which is what a module under CPUOffloadPolicy needs whatever was extracted from it.
     without_mesh: FSDP1 has it only for a model that was given no device mesh.
     offloads: it moves the shards off the device before it yields, and so promises their memory back.
+    sends: its user sends what it yields, so it is tried with every consumer.
     optimizer_first: the optimizer is made before the load, also where the model is still on the meta device.
     """
 
@@ -39,11 +40,13 @@ class MatrixMethod(Method):
     undoes_staging: bool = False
     without_mesh: bool = False
     offloads: bool = False
+    sends: bool = False
     optimizer_first: bool = False
 
     def applies(self, scenario: Scenario) -> bool:
         """Whether it makes sense there at all; whether it works is for the probe to say."""
         suits = self._suits_loading(scenario) if self.direction == "in" else not scenario.is_of_loading
+        suits = suits and (self.sends or not scenario.consumer.needs_sender)
         return scenario.version in self.fsdp and self.has_values(scenario.values) and suits
 
     def _suits_loading(self, scenario: Scenario) -> bool:
@@ -75,21 +78,21 @@ def is_user_method(name: str) -> bool:
 
 def list_methods(scenario: Scenario, direction: Direction | None = None) -> tuple[MatrixMethod, ...]:
     """The methods that make sense in a scenario, the fixes among them; those of one direction if one is given."""
-    return tuple(path for path in METHODS if path.applies(scenario) and direction in (None, path.direction))
+    return tuple(method for method in METHODS if method.applies(scenario) and direction in (None, method.direction))
 
 
-def explain_impossible(path: MatrixMethod, scenario: Scenario) -> str:
+def explain_impossible(method: MatrixMethod, scenario: Scenario) -> str:
     """Why the method cannot be tried in the scenario, wherever it runs; empty if it can."""
-    if path.direction == "out" and path.contract.form == "optimizer" and not scenario.phase.is_trained:
+    if method.direction == "out" and method.contract.form == "optimizer" and not scenario.phase.is_trained:
         return "there is no optimizer state before the first step"
-    if path.direction == "in" and path.contract.loads != "model":
+    if method.direction == "in" and method.contract.loads != "model":
         if scenario.init.is_meta:
             return "an optimizer is loaded beside a model that has its weights, not beside one on the meta device"
         if scenario.checkpoint.is_of_weights_alone:
-            return f"{scenario.checkpoint} is a checkpoint of weights, and {path.name} loads an optimizer"
-    if path.without_mesh and not scenario.sharding.has_one_mesh:
-        return f"{path.name} needs a model without a device mesh, and {scenario.sharding} is built with one"
-    if path.contract.form == "flat" and scenario.strategy.uses_original_parameters:
+            return f"{scenario.checkpoint} is a checkpoint of weights, and {method.name} loads an optimizer"
+    if method.without_mesh and not scenario.sharding.has_one_mesh:
+        return f"{method.name} needs a model without a device mesh, and {scenario.sharding} is built with one"
+    if method.contract.form == "flat" and scenario.strategy.uses_original_parameters:
         return "torch has LOCAL_STATE_DICT only for use_orig_params=False"
     return scenario.contradiction
 
@@ -98,8 +101,8 @@ def explain_impossible(path: MatrixMethod, scenario: Scenario) -> str:
 def find_method(name: str, fsdp: int) -> MatrixMethod:
     """The method of that name for FSDP1 or FSDP2; a ``module:function`` becomes one with the default contract."""
     if is_user_method(name):
-        return MatrixMethod(name=name, fsdp=(1, 2), function=name, summary=f"{name}(model)")
-    return next(path for path in METHODS if path.name == name and fsdp in path.fsdp)
+        return MatrixMethod(name=name, fsdp=(1, 2), function=name, summary=f"{name}(model)", sends=True)
+    return next(method for method in METHODS if method.name == name and fsdp in method.fsdp)
 
 
 def find_direction(case: AnyCase) -> Direction:

@@ -58,7 +58,7 @@ def select(selection: Selection) -> list[AnyCase]:
 
     Raises UsageError for a value, id or path that does not exist, CannotRun where nothing is left.
     """
-    user_paths = tuple(name for name in selection.methods if is_user_method(name))
+    user_methods = tuple(name for name in selection.methods if is_user_method(name))
     cases: list[AnyCase]
     if selection.case_ids:
         cases = [_parse_named_case(case_id, selection) for case_id in selection.case_ids]
@@ -67,7 +67,7 @@ def select(selection: Selection) -> list[AnyCase]:
     elif selection.frameworks:
         cases = list(_list_framework_cases(selection))
     else:
-        cases = list(_list_cases(selection, user_paths))
+        cases = list(_list_cases(selection, user_methods))
     if selection.expression:
         matches = compile_expression(selection.expression)
         matching = [case for case in cases if matches(case.id)]
@@ -88,10 +88,10 @@ def _parse_named_case(case_id: str, selection: Selection) -> AnyCase:
     if is_framework_id(case_id):
         return parse_framework_id(case_id)
     case = parse_case_id(case_id, METHOD_NAMES)
-    if not is_user_method(case.method) and case.method not in {path.name for path in list_methods(case.scenario)}:
+    if not is_user_method(case.method) and case.method not in {method.name for method in list_methods(case.scenario)}:
         raise UsageError(
-            f"case {case_id!r}: {case.scenario.id} has no path {case.method!r}; `fsdp-doctor list --methods` "
-            "prints them"
+            f"case {case_id!r}: {case.scenario.id} has no path {case.method!r}; `fsdp-doctor list --methods` prints "
+            "them"
         )
     if case.scenario.model == "custom" and not selection.custom_model:
         raise UsageError(f"case {case_id!r} needs a model of your own: add --model DIR")
@@ -111,20 +111,20 @@ def _list_framework_cases(selection: Selection) -> Iterable[FrameworkCase]:
     directions = selection.directions or ("out", "in")
     for framework in selection.frameworks:
         for scenario in list_scenarios(framework):
-            for path in scenario.list_methods():
-                if path.direction in directions and path.name in (selection.methods or (path.name,)):
-                    yield FrameworkCase(scenario, path.name)
+            for method in scenario.list_methods():
+                if method.direction in directions and method.name in (selection.methods or (method.name,)):
+                    yield FrameworkCase(scenario, method.name)
 
 
 def _list_fixes(case: AnyCase) -> list[AnyCase]:
     """The cases of ours in the scenario of a case, in the direction of its path; a framework has none."""
     if isinstance(case, FrameworkCase):
         return []
-    directions = {path.direction for path in list_methods(case.scenario) if path.name == case.method}
+    directions = {method.direction for method in list_methods(case.scenario) if method.name == case.method}
     return [
-        Case(case.scenario, path.name)
-        for path in list_methods(case.scenario)
-        if path.is_fix and (path.direction in directions or is_user_method(case.method))
+        Case(case.scenario, method.name)
+        for method in list_methods(case.scenario)
+        if method.is_fix and (method.direction in directions or is_user_method(case.method))
     ]
 
 
@@ -158,7 +158,7 @@ def _has(scenario: Scenario, asked: dict[str, tuple[str, ...]]) -> bool:
     return all(scenario.values[axis] in values for axis, values in asked.items())
 
 
-def _list_cases(selection: Selection, user_paths: Sequence[str]) -> Iterable[Case]:
+def _list_cases(selection: Selection, user_methods: Sequence[str]) -> Iterable[Case]:
     """A path of the user's own is tried in the scenarios of the first direction: out, where none is asked for."""
     named = [name for name in selection.methods if not is_user_method(name)]
     for name in named:
@@ -170,13 +170,15 @@ def _list_cases(selection: Selection, user_paths: Sequence[str]) -> Iterable[Cas
     directions = selection.directions or ("out", "in")
     for direction in directions:
         for scenario in _list_scenarios(selection, direction):
-            of_user = user_paths if direction == directions[0] else ()
-            paths = list_methods(scenario, direction)
+            of_user = user_methods if direction == directions[0] else ()
+            methods = list_methods(scenario, direction)
             in_use_alone = has_methods_in_use_alone(selection.level, scenario, bool(selection.axes))
-            usual = [path for path in paths if not path.is_fix and (path.used_by or not in_use_alone)]
-            asked = [path for path in paths if path.name in named] if named else usual
+            usual = [method for method in methods if not method.is_fix and (method.used_by or not in_use_alone)]
+            asked = [method for method in methods if method.name in named] if named else usual
             with_fixes = selection.fix and bool(asked or of_user)
-            yield from (Case(scenario, path.name) for path in paths if path in asked or (path.is_fix and with_fixes))
+            yield from (
+                Case(scenario, method.name) for method in methods if method in asked or (method.is_fix and with_fixes)
+            )
             yield from (Case(scenario, name) for name in of_user)
 
 

@@ -84,14 +84,14 @@ def list_owned_tensors(
 
 def sum_bytes_on(device: torch.device, tensors: Iterable[tuple[MemoryClass, torch.Tensor]]) -> Bytes:
     """Bytes of the tensors on a device by class, as its allocator counts; memory of several is of the first."""
-    held: Bytes = {}
+    by_class: Bytes = {}
     seen: set[int] = set()
     for memory_class, tensor in tensors:
         for storage in list_storages(tensor):
             if storage.device == device and storage.nbytes() and id(storage) not in seen:
                 seen.add(id(storage))
-                held[memory_class] = held.get(memory_class, 0) + count_device_bytes(storage)
-    return held
+                by_class[memory_class] = by_class.get(memory_class, 0) + count_device_bytes(storage)
+    return by_class
 
 
 def _list_parameter_tensors(parts: ModelContents) -> Iterator[torch.Tensor]:
@@ -122,7 +122,7 @@ def count_host_memory(tensors: Iterable[tuple[MemoryClass, torch.Tensor]], taken
 
     taken: bytes that the allocator of pinned memory reports, 0 where it does not.
     """
-    held: Bytes = {}
+    by_class: Bytes = {}
     pinned = pinned_reserved = pageable = 0
     seen: set[int] = set()
     for memory_class, tensor in tensors:
@@ -131,13 +131,13 @@ def count_host_memory(tensors: Iterable[tuple[MemoryClass, torch.Tensor]], taken
             if storage.device.type != "cpu" or not nbytes or storage.data_ptr() in seen:
                 continue
             seen.add(storage.data_ptr())
-            held[memory_class] = held.get(memory_class, 0) + nbytes
+            by_class[memory_class] = by_class.get(memory_class, 0) + nbytes
             if storage.is_pinned():
                 pinned += nbytes
                 pinned_reserved += round_to_power_of_two(nbytes)
             else:
                 pageable += nbytes
-    return HostMemory(held=held, pinned=pinned, pinned_reserved=max(taken, pinned_reserved), pageable=pageable)
+    return HostMemory(held=by_class, pinned=pinned, pinned_reserved=max(taken, pinned_reserved), pageable=pageable)
 
 
 _NEEDED = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "mem_get_info")
@@ -157,10 +157,10 @@ class Counters:
     capacity: int
     elsewhere: int
 
-    def make_device_memory(self, held: Bytes, at_peak: Bytes) -> DeviceMemory:
+    def make_device_memory(self, by_class: Bytes, at_peak: Bytes) -> DeviceMemory:
         """Makes the ledger of a device. held, at_peak: bytes of known classes, now and at the peak."""
         return DeviceMemory(
-            held=add_unexplained(held, self.allocated),
+            held=add_unexplained(by_class, self.allocated),
             at_peak=add_unexplained(at_peak, self.peak),
             allocated=self.allocated,
             peak=self.peak,

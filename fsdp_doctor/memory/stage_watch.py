@@ -155,10 +155,10 @@ class StorageTracker(private.OperatorMode):
 
     def held(self) -> Bytes:
         """Bytes that are alive now, by class."""
-        held: Counter[MemoryClass] = Counter()
+        by_class: Counter[MemoryClass] = Counter()
         for tracked in list(self._live.values()):
-            held[tracked.memory_class] += tracked.nbytes
-        return {memory_class: nbytes for memory_class, nbytes in held.items() if nbytes}
+            by_class[tracked.memory_class] += tracked.nbytes
+        return {memory_class: nbytes for memory_class, nbytes in by_class.items() if nbytes}
 
     def at_peak(self) -> Bytes:
         """Bytes that were alive at the peak of the stage, by class."""
@@ -171,10 +171,10 @@ class StorageTracker(private.OperatorMode):
         now: Counter[TrackedStorage] = Counter({tracked: tracked.nbytes for tracked in self._live.values()})
         for tracked, change in self._log[peak_at:]:
             now[tracked] -= change
-        held: Counter[MemoryClass] = Counter()
+        by_class: Counter[MemoryClass] = Counter()
         for tracked, nbytes in now.items():
-            held[tracked.memory_class] += nbytes
-        return {memory_class: nbytes for memory_class, nbytes in held.items() if nbytes}
+            by_class[tracked.memory_class] += nbytes
+        return {memory_class: nbytes for memory_class, nbytes in by_class.items() if nbytes}
 
     def _see(self, storage: torch.UntypedStorage, maker: CodeType | None) -> None:
         """Records a storage that is new, or may have another size."""
@@ -239,7 +239,7 @@ class Unwatched:
     def set_model(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Sets the model and the optimizer whose tensors have classes, from now on."""
 
-    def measure_stage(self, stage: JobStage, path: str = "") -> contextlib.AbstractContextManager[None]:
+    def measure_stage(self, stage: JobStage, method: str = "") -> contextlib.AbstractContextManager[None]:
         """Measures the block as a stage, and keeps its ledger unless it raises. Every rank must enter it alike."""
         return contextlib.nullcontext()
 
@@ -275,7 +275,7 @@ class StageWatch(Unwatched):
         set_classes()
 
     @contextlib.contextmanager
-    def measure_stage(self, stage: JobStage, path: str = "") -> Iterator[None]:
+    def measure_stage(self, stage: JobStage, method: str = "") -> Iterator[None]:
         gc.collect()
         self._counters.synchronize()
         self._tracker.set_classes(self._owned())
@@ -283,7 +283,7 @@ class StageWatch(Unwatched):
         with self._tracker.track("activations" if stage in _TRAINS else "communication buffers"):
             yield
             self._counters.synchronize()
-        self._ledgers.append(self._make_stage_memory(stage, path))
+        self._ledgers.append(self._make_stage_memory(stage, method))
 
     def count_outputs(self, result: Any) -> Any:
         if not isinstance(result, Mapping):
@@ -306,18 +306,18 @@ class StageWatch(Unwatched):
         if isinstance(value, torch.Tensor):
             self._tracker.set_output(value)
 
-    def _make_stage_memory(self, stage: JobStage, path: str) -> StageMemory:
+    def _make_stage_memory(self, stage: JobStage, method: str) -> StageMemory:
         counted = self._counters.read()
         owned = list(self._owned())
         self._tracker.set_classes(owned)
         workspaces = self._counters.free_workspaces()
         device = counted.make_device_memory(
-            held=_add_workspaces(workspaces, self._tracker.held()),
+            by_class=_add_workspaces(workspaces, self._tracker.held()),
             at_peak=_add_workspaces(workspaces, self._tracker.at_peak()),
         )
         host = count_host_memory(owned, self._counters.read_pinned_reserved())
-        return StageMemory(job=self._job, stage=stage, path=path, rank=self._rank, device=device, host=host)
+        return StageMemory(job=self._job, stage=stage, path=method, rank=self._rank, device=device, host=host)
 
 
-def _add_workspaces(workspaces: int, held: Bytes) -> Bytes:
-    return {**held, "activations": held.get("activations", 0) + workspaces} if workspaces else held
+def _add_workspaces(workspaces: int, by_class: Bytes) -> Bytes:
+    return {**by_class, "activations": by_class.get("activations", 0) + workspaces} if workspaces else by_class

@@ -98,17 +98,17 @@ class StageMemory:
         return f"{self.stage}: {self.path}" if self.stage == "extracted" else self.stage
 
 
-def sum_classes(held: Bytes) -> int:
-    return sum(held.values())
+def sum_classes(by_class: Bytes) -> int:
+    return sum(by_class.values())
 
 
-def add_unexplained(held: Bytes, counted: int) -> Bytes:
+def add_unexplained(by_class: Bytes, counted: int) -> Bytes:
     """Adds the class "unexplained", so that the classes add up to the allocator's count.
 
     They add up to more where tensors are made without the allocator.
     """
-    rest = counted - sum_classes(held)
-    return {**held, "unexplained": rest} if rest > 0 else held
+    rest = counted - sum_classes(by_class)
+    return {**by_class, "unexplained": rest} if rest > 0 else by_class
 
 
 # The caching allocator gives tensors multiples of it; so does the emulated device's.

@@ -27,28 +27,28 @@ class JobMemory:
     @property
     def highest(self) -> int:
         """Bytes of the highest bar, which is a peak of the device or the host."""
-        return max((max(_find_peak(ledger), _sum_host_bytes(ledger)) for ledger in self.stages), default=0)
+        return max((max(_find_peak(memory), _sum_host_bytes(memory)) for memory in self.stages), default=0)
 
     @property
     def capacity(self) -> int | None:
         """Capacity of a device; None where it is unknown, or so much that it is no limit."""
-        capacities = [ledger.device.capacity for ledger in self.stages if ledger.device and ledger.device.capacity]
+        capacities = [memory.device.capacity for memory in self.stages if memory.device and memory.device.capacity]
         return min(capacities, default=None) if capacities and min(capacities) < 4 * self.highest else None
 
     @property
     def classes(self) -> tuple[MemoryClass, ...]:
         """The classes that have any bytes."""
-        counts = [nbytes for ledger in self.stages for nbytes in _list_bytes_by_class(ledger)]
+        counts = [nbytes for memory in self.stages for nbytes in _list_bytes_by_class(memory)]
         return tuple(name for name in CLASSES if any(nbytes.get(name) for nbytes in counts))
 
 
-def group_by_job(ledgers: Iterable[StageMemory]) -> list[JobMemory]:
+def group_by_job(memories: Iterable[StageMemory]) -> list[JobMemory]:
     jobs: dict[str, dict[tuple[str, str], StageMemory]] = {}
-    for ledger in ledgers:
-        stages = jobs.setdefault(ledger.job, {})
-        known = stages.get((ledger.stage, ledger.path))
-        if known is None or _find_peak(ledger) > _find_peak(known):
-            stages[ledger.stage, ledger.path] = ledger
+    for memory in memories:
+        stages = jobs.setdefault(memory.job, {})
+        known = stages.get((memory.stage, memory.path))
+        if known is None or _find_peak(memory) > _find_peak(known):
+            stages[memory.stage, memory.path] = memory
     return [JobMemory(job, tuple(stages.values())) for job, stages in jobs.items()]
 
 
@@ -57,17 +57,17 @@ def choose_unit(nbytes: int) -> tuple[str, int]:
     return next(((name, size) for name, size in _UNITS if nbytes < 10240 * size), _UNITS[-1])
 
 
-def _find_peak(ledger: StageMemory) -> int:
-    return ledger.device.peak if ledger.device is not None else 0
+def _find_peak(memory: StageMemory) -> int:
+    return memory.device.peak if memory.device is not None else 0
 
 
-def _sum_host_bytes(ledger: StageMemory) -> int:
-    return ledger.host.pinned_reserved + ledger.host.pageable
+def _sum_host_bytes(memory: StageMemory) -> int:
+    return memory.host.pinned_reserved + memory.host.pageable
 
 
-def _list_bytes_by_class(ledger: StageMemory) -> list[dict[MemoryClass, int]]:
-    device = [ledger.device.held, ledger.device.at_peak] if ledger.device is not None else []
-    return [*device, ledger.host.held]
+def _list_bytes_by_class(memory: StageMemory) -> list[dict[MemoryClass, int]]:
+    device = [memory.device.held, memory.device.at_peak] if memory.device is not None else []
+    return [*device, memory.host.held]
 
 
 _SHORT: dict[MemoryClass, str] = {
@@ -80,7 +80,7 @@ _SHORT: dict[MemoryClass, str] = {
 }
 
 
-def render_memory_table(ledgers: Iterable[StageMemory], color: bool = False) -> str:
+def render_memory_table(memories: Iterable[StageMemory], color: bool = False) -> str:
     """Prints a table for each job."""
     console = Console(
         width=400,  # so that no cell of a table is cut
@@ -90,7 +90,7 @@ def render_memory_table(ledgers: Iterable[StageMemory], color: bool = False) -> 
         highlight=False,
         legacy_windows=False,
     )
-    for job in group_by_job(ledgers):
+    for job in group_by_job(memories):
         unit, size = choose_unit(job.highest)
         limit = f", of {_format_number(job.capacity, size)} {unit} on the device" if job.capacity else ""
         title = f"{job.job}, {unit}, the rank that comes highest{limit}"
@@ -105,30 +105,30 @@ def _render_job(job: JobMemory, size: int) -> Table:
     table.add_column("stage", no_wrap=True)
     for name in ("", "all", *(_SHORT.get(name, name) for name in job.classes), "reserved", "elsewhere"):
         table.add_column(name, no_wrap=True, justify="left" if not name else "right")
-    for ledger in job.stages:
-        for row in _format_rows(ledger, job.classes, size):
+    for memory in job.stages:
+        for row in _format_rows(memory, job.classes, size):
             table.add_row(*row)
     return table
 
 
-def _format_rows(ledger: StageMemory, classes: tuple[MemoryClass, ...], size: int) -> list[list[str]]:
+def _format_rows(memory: StageMemory, classes: tuple[MemoryClass, ...], size: int) -> list[list[str]]:
     rows = []
-    if (device := ledger.device) is not None:
+    if (device := memory.device) is not None:
         kept = [_format_number(device.reserved, size), _format_number(device.elsewhere, size)]
         rows += [["held", _format_number(device.allocated, size), *_format_cells(device.held, classes, size), *kept]]
         rows += [["peak", _format_number(device.peak, size), *_format_cells(device.at_peak, classes, size)]]
         rows[-1] += [_format_number(device.peak_reserved, size), ""]
-    host = ledger.host
+    host = memory.host
     if host.pinned_reserved + host.pageable:
         taken = host.pinned_reserved + host.pageable
         pinned = f"pinned {_format_number(host.pinned, size)}" if host.pinned else ""
         rows += [["host", _format_number(host.pinned + host.pageable, size), *_format_cells(host.held, classes, size)]]
         rows[-1] += [_format_number(taken, size), pinned]
-    return [[ledger.name if not number else "", *row] for number, row in enumerate(rows)]
+    return [[memory.name if not number else "", *row] for number, row in enumerate(rows)]
 
 
-def _format_cells(held: Bytes, classes: tuple[MemoryClass, ...], size: int) -> list[str]:
-    return [_format_number(held.get(name) or None, size) for name in classes]
+def _format_cells(by_class: Bytes, classes: tuple[MemoryClass, ...], size: int) -> list[str]:
+    return [_format_number(by_class.get(name) or None, size) for name in classes]
 
 
 def _format_number(nbytes: int | None, size: int) -> str:
@@ -156,9 +156,9 @@ _LEGEND = 190
 _FONT = 'font-family="sans-serif" font-size="12"'
 
 
-def render_memory_svg(ledgers: Iterable[StageMemory]) -> str:
+def render_memory_svg(memories: Iterable[StageMemory]) -> str:
     """Draws a panel for each job. The picture loads nothing and runs nothing."""
-    jobs = group_by_job(ledgers)
+    jobs = group_by_job(memories)
     width = _LEFT + _STEP * max((len(job.stages) for job in jobs), default=1) + _LEGEND
     panel = _TOP + _HEIGHT + _BELOW
     parts = [
@@ -178,8 +178,8 @@ def _draw_job(job: JobMemory, width: int) -> list[str]:
         y = _compute_y(top * tick / 4, top)
         parts.append(f'<line x1="{_LEFT}" x2="{width - _LEGEND}" y1="{y}" y2="{y}" stroke="#dddddd"/>')
         parts.append(_draw_text(_LEFT - 6, y + 4, f"{top * tick / 4 / size:,.1f}", anchor="end"))
-    for number, ledger in enumerate(job.stages):
-        parts += _draw_stage(ledger, _LEFT + 10 + _STEP * number, top)
+    for number, memory in enumerate(job.stages):
+        parts += _draw_stage(memory, _LEFT + 10 + _STEP * number, top)
     if job.capacity:
         y = _compute_y(job.capacity, top)
         line = f'x1="{_LEFT}" x2="{width - _LEGEND}" y1="{y}" y2="{y}"'
@@ -188,21 +188,21 @@ def _draw_job(job: JobMemory, width: int) -> list[str]:
     return parts + _draw_legend(job, width - _LEGEND + 16)
 
 
-def _draw_stage(ledger: StageMemory, x: int, top: float) -> list[str]:
+def _draw_stage(memory: StageMemory, x: int, top: float) -> list[str]:
     parts = []
-    if (device := ledger.device) is not None:
+    if (device := memory.device) is not None:
         parts += _draw_stack(device.at_peak, x, _DEVICE_BAR, top)
         y = _compute_y(device.allocated, top)
         parts.append(f'<line x1="{x - 3}" x2="{x + _DEVICE_BAR + 3}" y1="{y}" y2="{y}" stroke="#000000"/>')
-    parts += _draw_stack(ledger.host.held, x + _DEVICE_BAR + 4, _HOST_BAR, top)
+    parts += _draw_stack(memory.host.held, x + _DEVICE_BAR + 4, _HOST_BAR, top)
     place = f'transform="rotate(30 {x} {_TOP + _HEIGHT + 16})"'
-    return [*parts, _draw_text(x, _TOP + _HEIGHT + 16, ledger.name, more=place)]
+    return [*parts, _draw_text(x, _TOP + _HEIGHT + 16, memory.name, more=place)]
 
 
-def _draw_stack(held: Bytes, x: int, width: int, top: float) -> list[str]:
+def _draw_stack(by_class: Bytes, x: int, width: int, top: float) -> list[str]:
     parts, below = [], 0
     for name, colour in _COLOUR.items():
-        nbytes = max(0, held.get(name, 0))
+        nbytes = max(0, by_class.get(name, 0))
         if nbytes:
             y, height = _compute_y(below + nbytes, top), round(_HEIGHT * nbytes / top, 2)
             what = f"<title>{name}: {nbytes:,} bytes</title>"

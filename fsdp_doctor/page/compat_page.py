@@ -54,11 +54,11 @@ _DIRECTIONS = get_args(Direction)
 _AXES = ("strategy", "offload", "staging")
 
 
-def write_page(path: pathlib.Path, merged: MergedReport, picture: str = "") -> None:
+def write_page(method: pathlib.Path, merged: MergedReport, picture: str = "") -> None:
     """Raises UsageError if there is no result to show, DoctorFault if the disk does not take the page."""
     text = render_page(merged, picture)
-    with turn_write_errors(path):
-        replace_file(path, text.encode(errors="replace"))
+    with turn_write_errors(method):
+        replace_file(method, text.encode(errors="replace"))
 
 
 def render_page(merged: MergedReport, picture: str = "") -> str:
@@ -109,17 +109,17 @@ class _Numbers:
 
 def make_page_data(merged: MergedReport) -> dict[str, Any]:
     """The data of the page, as JSON values."""
-    texts, paths = _Numbers(""), _Numbers()
+    texts, methods = _Numbers(""), _Numbers()
     used = {axis: {getattr(case, axis) for case in merged.cases} for axis in _AXES}
     words = {axis: _Numbers(*(value for value in AXIS[axis].values if value in used[axis])) for axis in _AXES}
-    cases = [_make_case(case, words, paths, texts) for case in merged.cases]
+    cases = [_make_case(case, words, methods, texts) for case in merged.cases]
     return {
         "environments": [_make_column(environment) for environment in merged.environments],
         "kinds": [*_KINDS],
         "good": [kind for kind in _KINDS if kind in GOOD],
         "bad": [kind for kind in _KINDS if kind not in GOOD | NO_ANSWER],
         "axes": {axis: numbers.texts for axis, numbers in words.items()} | {"direction": [*_DIRECTIONS]},
-        "paths": paths.texts,
+        "paths": methods.texts,
         "outcomes": [_make_outcome(outcome, texts) for outcome in merged.outcomes],
         "cases": cases,
         # With ``<device>`` for any device's name, as the catalogue's files have it.
@@ -155,14 +155,14 @@ def _make_column(environment: Environment) -> dict[str, str]:
     }
 
 
-def _make_case(case: MergedCase, words: dict[str, _Numbers], paths: _Numbers, texts: _Numbers) -> list[Any]:
+def _make_case(case: MergedCase, words: dict[str, _Numbers], methods: _Numbers, texts: _Numbers) -> list[Any]:
     begin = "".join(f"{word}/" for word in (case.strategy, case.offload, case.staging) if word)
     others = case.id.removeprefix(begin).removesuffix(case.path).strip("/")
     return [
         *(words[axis].find_number(getattr(case, axis)) for axis in _AXES),
         texts.find_number(others),
         _DIRECTIONS.index(case.direction),
-        paths.find_number(case.path),
+        methods.find_number(case.path),
         [_NO_RESULT if index is None else index for index in case.outcomes],
         [texts.find_number(f"{statement.where}: {statement.text}") for statement in case.statements],
         int(case.changes),

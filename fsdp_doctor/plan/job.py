@@ -292,6 +292,11 @@ def _refuse_without_fsdp(result: CheckResult) -> None:
         raise CannotRun(f"the job cannot be determined from this configuration: {'; '.join(about or unknown)}")
     if deciding := [f"{', '.join(one.settings)}: {one.sentence}" for one in result.findings if one.decides]:
         raise CannotRun(f"the job cannot be determined from this configuration: {'; '.join(deciding)}")
+    try:
+        # Where a size cannot be read, `check` says what holds for every one; a plan needs the size.
+        set_ranks(result, result.world_size or 1)
+    except Unreadable as error:
+        raise CannotRun(f"the job cannot be determined from this configuration: {error}") from None
     if all(use.scenario is None for use in result.uses):
         why = "; ".join(dict.fromkeys(f"{use.title}: {use.why_not}" for use in result.uses if use.why_not))
         raise CannotRun(f"there is no FSDP in this configuration to plan ({why or 'no model was read'})")
@@ -342,11 +347,11 @@ def _read_role(use: Use, result: CheckResult, machines: Machines, options: PlanO
         raise UsageError(f"{use.role}: a shard group of {shard_ranks} ranks does not divide the {machines.ranks} ranks")
     if sequences * length > _MOST_TOKENS:
         raise UsageError(
-            f"{use.role}: {format_count(sequences, 'sequence')} of {length} tokens are more than {_MOST_TOKENS:,} "
-            "at once"
+            f"{use.role}: {format_count(sequences, 'sequence')} of {length} tokens are more than {_MOST_TOKENS:,} at "
+            "once"
         )
-    path = next((point.case.method for point in use.extractions if point.case.scenario.phase.is_trained), "")
-    staging = next((p.case.scenario.staging for p in use.extractions if p.case.method == path), Staging.UNSTAGED)
+    method = next((point.case.method for point in use.extractions if point.case.scenario.phase.is_trained), "")
+    staging = next((p.case.scenario.staging for p in use.extractions if p.case.method == method), Staging.UNSTAGED)
     return RoleSetup(
         role=use.role,
         scenario=dataclasses.replace(use.scenario, staging=staging),
@@ -360,7 +365,7 @@ def _read_role(use: Use, result: CheckResult, machines: Machines, options: PlanO
         length=length,
         checkpointing=_read_checkpointing(keys, settings),
         dtypes=Dtypes(master=_read_master_bytes(keys, settings)),
-        path=path,
+        path=method,
         saved_whole=any(point.case.method in _SAVES_WHOLE for point in use.extractions),
     )
 

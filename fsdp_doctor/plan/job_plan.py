@@ -57,7 +57,7 @@ class RolePlan:
     last: tuple[StageMemory, ...]
 
     def find_stage(self, stage: JobStage) -> StageMemory:
-        return next(ledger for ledger in self.first if ledger.stage == stage)
+        return next(memory for memory in self.first if memory.stage == stage)
 
     def count_bytes(self, stage: JobStage) -> int:
         device = self.find_stage(stage).device
@@ -65,7 +65,7 @@ class RolePlan:
 
     def find_peak(self, *stages: JobStage) -> int:
         """The highest peak of the stages that the role has."""
-        return max((ledger.device.peak for ledger in self.first if ledger.device and ledger.stage in stages), default=0)
+        return max((memory.device.peak for memory in self.first if memory.device and memory.stage in stages), default=0)
 
 
 @dataclass(frozen=True, kw_only=True)

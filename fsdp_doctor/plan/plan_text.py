@@ -56,13 +56,13 @@ def render_plan_text(plan: JobPlan, advices: Sequence[Advice]) -> str:
 def render_plan_json(plan: JobPlan) -> str:
     """A file of ledgers of the first and the last rank, in the form of measured ones."""
     machines = plan.job.machines
-    ledgers = [led for role in plan.roles for led in (*role.first, *(role.last if role.last != role.first else ()))]
+    memories = [led for role in plan.roles for led in (*role.first, *(role.last if role.last != role.first else ()))]
     return format_memory_file(
         MemoryFile(
             origin="predicted",
             command="fsdp-doctor " + " ".join(sys.argv[1:]),
             device=f"{machines.ranks} x {_format_gib(machines.gpu_memory)} GiB",
-            ledgers=tuple(ledgers),
+            ledgers=tuple(memories),
             notes=(*ASSUMPTIONS, *(f"not modelled: {sentence}" for sentence in NOT_MODELLED)),
         )
     )
@@ -111,13 +111,13 @@ def _describe_last_rank(role: RolePlan) -> str:
     """A sentence on the last rank: the table shows the first, which needs the most."""
     rank = role.last[-1].rank
     first, last = (
-        next(ledger.device.peak for ledger in ledgers if ledger.device and ledger.stage == "trained")
-        for ledgers in (role.first, role.last)
+        next(memory.device.peak for memory in memories if memory.device and memory.stage == "trained")
+        for memories in (role.first, role.last)
     )
     if rank and first - last >= _GIB // 100:
         return (
-            f" That is rank 0 of a shard group; rank {rank} has {_format_gib(first - last)} GiB less at the "
-            "peak of a step.\n"
+            f" That is rank 0 of a shard group; rank {rank} has {_format_gib(first - last)} GiB less at the peak "
+            "of a step.\n"
         )
     return " Every rank of a shard group holds as much.\n" if rank else ""
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from fsdp_doctor.errors import CannotRun, UsageError, read_first_line
-from fsdp_doctor.extract.buckets import SMALL_BYTES
+from fsdp_doctor.extract.buckets import SMALL_BYTES, count_most_bytes
 from fsdp_doctor.extract.full import BUCKET_BYTES
 from fsdp_doctor.extract.loader import CAST_BYTES
 from fsdp_doctor.memory_use.records import (
@@ -34,21 +34,25 @@ from fsdp_doctor.plan.training_step import (
 
 
 def _replay_buckets(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
-    """Replays full_tensors: as many buckets at once as fit into two, or into one and the largest tensor."""
+    """Replays full_tensors: as many buckets at once as there may be beside the caller's last tensor."""
+    itemsize = setup.extracted_bytes or setup.dtypes.master
     is_cast = setup.extracted_bytes not in (None, setup.dtypes.master)
     cast = CAST_BYTES if is_cast and setup.shards_on_host else 0
-    most = BUCKET_BYTES + max(BUCKET_BYTES, _find_largest(shards, setup))
+    most = count_most_bytes([numel * itemsize for unit in shards.units for numel in unit.originals], BUCKET_BYTES)
     buckets: list[tuple[int, int]] = [(0, 0)]
+    last = [0]
     # FSDP1's tensors are copied out of their unit as they are handed out, a few at a time.
-    joined = max if setup.scenario.version == 1 and setup.shard_ranks > 1 else sum
+    of_units = setup.scenario.version == 1 and setup.shard_ranks > 1
+    joined = max if of_units else sum
     for gathered, buffered in _list_gathers(shards, setup, most):
         outputs, buffers = joined((buckets[-1][0], gathered)), buckets[-1][1] + buffered
         if sum(buckets[-1]) and outputs + buffers > BUCKET_BYTES:
             buckets.append((0, 0))
+            last.append(0)
             outputs, buffers = gathered, buffered
-        buckets[-1] = outputs, buffers
+        buckets[-1], last[-1] = (outputs, buffers), 0 if of_units else gathered
     for at in range(len(buckets)):
-        outputs = buffers = 0
+        outputs, buffers = last[at - 1] if at else 0, 0
         for number, (gathered, buffered) in enumerate(buckets[at:]):
             if number and joined((outputs, gathered)) + buffers + buffered > most:
                 break
@@ -312,18 +316,23 @@ class RankReplay:
     def _count_moment_bytes(self, unit: UnitShard) -> int:
         return sum_rounded(numel * self._setup.dtypes.master for numel in unit.local)
 
-    def _end_stage(self, stage: JobStage, path: str = "") -> None:
+    def _end_stage(self, stage: JobStage, method: str = "") -> None:
         device = self._timeline.end_stage()
-        ledger = StageMemory(
-            job=self._setup.role, stage=stage, path=path, rank=self._rank, device=device, host=self._count_host_memory()
+        memory = StageMemory(
+            job=self._setup.role,
+            stage=stage,
+            path=method,
+            rank=self._rank,
+            device=device,
+            host=self._count_host_memory(),
         )
-        self._ledgers.append(ledger)
+        self._ledgers.append(memory)
 
     def _count_host_memory(self) -> HostMemory:
         """The host's memory: everything that is not on the device; pinned under a policy and by non-blocking copies."""
         setup, scenario = self._setup, self._setup.scenario
         master = setup.dtypes.master
-        held: dict[MemoryClass, int] = {}
+        by_class: dict[MemoryClass, int] = {}
         pinned = reserved = pageable = 0
         sizes: list[tuple[MemoryClass, list[int], bool]] = []
         if not self._timeline.count_bytes("parameters"):
@@ -338,13 +347,13 @@ class RankReplay:
             moments = [numel * master for unit in self._shards.units for numel in unit.local] * setup.moments
             sizes.append(("optimizer state", moments, not scenario.policy and not scenario.transfer.is_blocking))
         for name, each, is_pinned in sizes:
-            held[name] = sum(each)
+            by_class[name] = sum(each)
             if is_pinned:
                 pinned += sum(each)
                 reserved += sum(map(round_to_power_of_two, each))
             else:
                 pageable += sum(each)
-        return HostMemory(held=held, pinned=pinned, pinned_reserved=reserved, pageable=pageable)
+        return HostMemory(held=by_class, pinned=pinned, pinned_reserved=reserved, pageable=pageable)
 
 
 # Raised by a forward that reads values of tensors, which have none, or inputs that it is not given.

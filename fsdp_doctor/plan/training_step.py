@@ -138,18 +138,18 @@ class Timeline:
 
     def end_stage(self) -> DeviceMemory:
         """Returns the ledger of the stage. The next stage begins with the memory that is allocated now."""
-        held = {name: size for name, size in self._held.items() if size}
-        allocated = sum(held.values())
-        ledger = DeviceMemory(
-            held=held,
+        by_class = {name: size for name, size in self._held.items() if size}
+        allocated = sum(by_class.values())
+        memory = DeviceMemory(
+            held=by_class,
             at_peak=self._at_peak,
             allocated=allocated,
             peak=self._peak,
             reserved=allocated,
             peak_reserved=self._peak,
         )
-        self._peak, self._at_peak = allocated, held
-        return ledger
+        self._peak, self._at_peak = allocated, by_class
+        return memory
 
 
 def replay_forward_and_backward(

@@ -19,6 +19,7 @@ from fsdp_doctor.matrix.axes import (
     AXIS,
     Backend,
     CheckpointFit,
+    Consumer,
     Context,
     Model,
     check_axis_value,
@@ -167,6 +168,8 @@ def _explain_impossible(axis: str, value: str) -> str:
             return "a test that has a model of its own is marked ranks"
         case CheckpointFit.OTHER_RUN | CheckpointFit.OTHER_WORLD:
             return "the probe alone has other processes that save"
+        case Consumer() as consumer if consumer.needs_sender:
+            return "the test itself does what it does with what it extracts"
         case Context.NO_GRAD | Context.INFERENCE:
             return "the test itself enters torch.no_grad() or torch.inference_mode()"
         case _:

@@ -143,7 +143,7 @@ def make_result(
         peak_extra_bytes=max(peaks, default=None),
         wall_seconds=round(wall_seconds, 4),
         yielded=tuple(report.record.yielded if report.record is not None else {} for report in reports),
-        ledgers=tuple(ledger for record in records for ledger in record.ledgers),
+        ledgers=tuple(memory for record in records for memory in record.ledgers),
         ranks=tuple(map(_remove_memory, reports)) if verdict.bad else (),
     )
 

@@ -137,10 +137,10 @@ def _join_along(boxes: list[_Box], dimension: str) -> list[_Box]:
 def _make_patterns_of_box(box: _Box, others: Collection[str]) -> list[str]:
     """One pattern, or several of at most 100 characters each if its list of paths is long."""
     pattern = _find_shortest_pattern(box, others)
-    paths = box.values["path"]
-    if len(pattern) <= _LONGEST_PATTERN or len(paths) == 1:
+    methods = box.values["path"]
+    if len(pattern) <= _LONGEST_PATTERN or len(methods) == 1:
         return [pattern]
-    halves = paths[: len(paths) // 2], paths[len(paths) // 2 :]
+    halves = methods[: len(methods) // 2], methods[len(methods) // 2 :]
     return [text for half in halves for text in _make_patterns_of_box(_Box({**box.values, "path": half}), others)]
 
 

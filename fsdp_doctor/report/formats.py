@@ -79,7 +79,7 @@ def render_memory_picture(report: Report) -> str:
 
 
 def _list_memory(report: Report) -> tuple[StageMemory, ...]:
-    return tuple(ledger for result in report.results for ledger in result.ledgers)
+    return tuple(memory for result in report.results for memory in result.ledgers)
 
 
 def _make_memory_file(report: Report) -> MemoryFile:

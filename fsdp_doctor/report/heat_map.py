@@ -26,6 +26,7 @@ _COLOURS: dict[VerdictKind, tuple[str, str, str]] = {
     "ok": ("#8fd19e", "#2f7d46", ""),
     "refused": ("#9fd3d8", "#2b6f77", "r"),
     "wrong": ("#f4a72c", "#c47f12", "w"),
+    "race": ("#ef9a76", "#b8592f", "s"),
     "incomplete": ("#f6c667", "#a87b1f", "i"),
     "misplaced": ("#fbe08d", "#8f7a2a", "m"),
     "poisoned": ("#e58fd0", "#a0448a", "p"),

@@ -46,15 +46,15 @@ def make_grids(report: Report) -> list[Grid]:
 
 def _make_grid(scenario: AnyScenario, cells: dict[tuple[str, str], CaseResult]) -> Grid:
     if isinstance(scenario, FrameworkScenario):
-        paths, offloads = tuple(path.name for path in scenario.list_methods()), scenario.list_offloads()
+        methods, offloads = tuple(method.name for method in scenario.list_methods()), scenario.list_offloads()
         words = [scenario.framework, *scenario.list_id_values(without="offload")]
     else:
-        paths, offloads = METHOD_NAMES, tuple(AXIS["offload"].values)
+        methods, offloads = METHOD_NAMES, tuple(AXIS["offload"].values)
         values = [(axis, scenario.values[axis.name]) for axis in AXES if axis.name != "offload"]
         words = [value for axis, value in values if value != axis.default or axis.always_in_id]
     return Grid(
         title=", ".join(words),
-        methods=sort_by_table((path for path, _ in cells), paths),
+        methods=sort_by_table((method for method, _ in cells), methods),
         offloads=sort_by_table((offload for _, offload in cells), offloads),
         cells=cells,
     )

@@ -83,10 +83,10 @@ def _render_grid(grid: Grid, number_of: dict[str, int]) -> list[str]:
     header = "| path | " + " | ".join(grid.offloads) + " |"
     rule = "|---" * (len(grid.offloads) + 1) + "|"
     rows = [
-        f"| `{path}` | "
-        + " | ".join(_render_cell(grid.cells.get((path, offload)), number_of) for offload in grid.offloads)
+        f"| `{method}` | "
+        + " | ".join(_render_cell(grid.cells.get((method, offload)), number_of) for offload in grid.offloads)
         + " |"
-        for path in grid.methods
+        for method in grid.methods
     ]
     return [f"**{grid.title}**", "", header, rule, *rows, ""]
 

@@ -18,7 +18,7 @@ from fsdp_doctor.verdict.classification import MEANING
 # Keys that a report of an earlier version may lack.
 _ADDED_LATER = frozenset(
     {"late_completion", "shims", "yielded", "known", "retire", "refusal", "ledgers", "call"}
-    | {"init", "checkpoint", "precision", "context"}
+    | {"init", "checkpoint", "precision", "context", "consumer"}
 )
 
 

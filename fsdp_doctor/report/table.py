@@ -81,7 +81,7 @@ def _render_tables(grid: Grid, number_of: dict[str, int], width: int) -> list[Ta
     """One table, or several below each other if the terminal is too narrow for all offloads."""
     cells = [_render_cell(result, number_of).cell_len for result in grid.cells.values()]
     headers = [len(part) for offload in grid.offloads for part in _render_header(offload).split("\n")]
-    room = width - max(len(path) for path in grid.methods) - 2
+    room = width - max(len(method) for method in grid.methods) - 2
     across = max(1, room // (max(*cells, *headers) + _BETWEEN_COLUMNS))
     return [
         _render_table(grid, grid.offloads[first : first + across], number_of)
@@ -98,8 +98,8 @@ def _render_table(grid: Grid, offloads: tuple[str, ...], number_of: dict[str, in
     table.add_column("path", no_wrap=True)
     for offload in offloads:
         table.add_column(_render_header(offload), no_wrap=True)
-    for path in grid.methods:
-        table.add_row(path, *(_render_cell(grid.cells.get((path, offload)), number_of) for offload in offloads))
+    for method in grid.methods:
+        table.add_row(method, *(_render_cell(grid.cells.get((method, offload)), number_of) for offload in offloads))
     return table
 
 

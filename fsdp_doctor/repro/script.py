@@ -31,26 +31,26 @@ def render_script(case: Case, expectation: Expectation, name: str = "repro.py") 
 
     name: of the script, for the command in its docstring. Raises UsageError for a case that only fsdp-doctor can run.
     """
-    path = _find_method(case)
-    module, _, function = path.function.partition(":")
+    method = _find_method(case)
+    module, _, function = method.function.partition(":")
     # Read, not imported: that would take torch.
     method_module = (_METHODS / f"{module}.py").read_text(encoding="utf-8")
     scenario = case.scenario
     packages = ("torch", "transformers", *(("peft",) if scenario.model.has_adapters else ()))
     num_ranks, mesh = _choose_mesh(case)
-    text = _TEMPLATES.get_template(_TEMPLATE[path.direction]).render(
+    text = _TEMPLATES.get_template(_TEMPLATE[method.direction]).render(
         case=case,
         scenario=scenario,
-        contract=path.contract,
+        contract=method.contract,
         num_ranks=num_ranks,
         mesh=mesh,
         config=_name_config(scenario.model),
-        with_mesh=not path.without_mesh,
-        offloads=path.offloads,
-        optimizer_first=path.optimizer_first,
+        with_mesh=not method.without_mesh,
+        offloads=method.offloads,
+        optimizer_first=method.optimizer_first,
         method_module=method_module,
-        call=_call(method_module, function, path.direction, scenario.context),
-        compares=_needs_comparison(case, path, expectation),
+        call=_call(method_module, function, method.direction, scenario.context),
+        compares=_needs_comparison(case, method, expectation),
         asks_others=_needs_other_ranks(case, expectation),
         expected=expectation,
         message=_format_literal(expectation.message.replace(signatures.DEVICE, r"\S+?")),
@@ -66,19 +66,21 @@ def _find_method(case: Case) -> MatrixMethod:
     scenario = case.scenario
     if is_user_method(case.method):
         raise UsageError(f"case {case.id!r}: {case.method} is your own; a script has torch's functions alone")
+    if scenario.consumer.needs_sender:
+        raise UsageError(f"case {case.id!r}: there is no script of a consumer; a script reads each entry when it comes")
     if scenario.model.is_custom:
         raise UsageError(f"case {case.id!r} is of a model of your own; a script has the built-in ones alone")
-    path = find_method(case.method, scenario.version)
-    if path.is_fix:
-        raise UsageError(f"case {case.id!r}: {path.name} is fsdp-doctor's own; a script has torch's functions alone")
+    method = find_method(case.method, scenario.version)
+    if method.is_fix:
+        raise UsageError(f"case {case.id!r}: {method.name} is fsdp-doctor's own; a script has torch's functions alone")
     _choose_mesh(case)
-    if reason := explain_impossible(path, scenario):
+    if reason := explain_impossible(method, scenario):
         raise UsageError(f"case {case.id!r} cannot be tried: {reason}")
     # Files for each rank hold the optimizer's own state_dict(), everything else get_optimizer_state_dict's.
-    moments_by_name = path.contract.loads != "model" and path.contract.given != "rank_files"
+    moments_by_name = method.contract.loads != "model" and method.contract.given != "rank_files"
     if moments_by_name and scenario.version == 1 and not scenario.sharding.has_one_mesh:
         raise UsageError(f"case {case.id!r}: torch cannot save the optimizer's state of FSDP1's replicas")
-    return path
+    return method
 
 
 def _choose_mesh(case: Case) -> tuple[int, str]:
@@ -134,12 +136,12 @@ def _call(module: str, function: str, direction: Direction, context: Context) ->
     return f"{called}({arguments})" + ("" if yields or direction == "in" else ".items()")
 
 
-def _needs_comparison(case: Case, path: MatrixMethod, expectation: Expectation) -> bool:
+def _needs_comparison(case: Case, method: MatrixMethod, expectation: Expectation) -> bool:
     """Whether the script compares values with the true ones: not if the case raises before it has any."""
     kind = expectation.kind
-    if path.contract.form == "flat":
+    if method.contract.form == "flat":
         return False
-    if path.direction == "in":
+    if method.direction == "in":
         # Of a next step that fails, its message says enough.
         has_message = kind == "poisoned" and bool(expectation.message)
         return kind in ("ok", "wrong", "incomplete", "misplaced", "poisoned") and not has_message

@@ -19,6 +19,7 @@ VerdictKind = Literal[
     "ok",
     "refused",
     "wrong",
+    "race",
     "incomplete",
     "misplaced",
     "crash",
@@ -36,6 +37,7 @@ MEANING: dict[VerdictKind, str] = {
     "ok": "every value as it should be, on every rank; training goes on",
     "refused": "every rank raised an exception on a checkpoint that does not fit; the exact one is ok",
     "wrong": "a value, shape or form differs from the reference",
+    "race": "a stream reads memory that another one writes, and neither waits: what arrives is a matter of time",
     "incomplete": "names are missing or superfluous, a rank got no data, or something was not loaded",
     "misplaced": "another device or dtype than promised",
     "crash": "raised an exception",
@@ -60,7 +62,7 @@ OWN_STAGES: tuple[Stage, ...] = ("checkpoint", "reference", "fingerprint", "veri
 # The stages in which the method under test works.
 _METHOD_STAGES = ("extract", "save", "load", "test")
 
-PROBLEM_ORDER: tuple[ProblemKind, ...] = ("wrong", "incomplete", "misplaced", "poisoned", "leak")
+PROBLEM_ORDER: tuple[ProblemKind, ...] = ("wrong", "race", "incomplete", "misplaced", "poisoned", "leak")
 
 _CASCADE = re.compile(
     r"connection closed by peer|connection reset by peer|broken pipe|connection was closed"

@@ -38,7 +38,7 @@ Stage = Literal[
     "test",  # a test of the user's own runs, with its fixtures
 ]
 
-ProblemKind = Literal["wrong", "incomplete", "misplaced", "poisoned", "leak"]
+ProblemKind = Literal["wrong", "race", "incomplete", "misplaced", "poisoned", "leak"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -175,8 +175,8 @@ def _make_row(case: AnyCase) -> MergedCase:
 def _has_method(case: AnyCase) -> bool:
     """Whether this version of the doctor knows the path."""
     if isinstance(case, FrameworkCase):
-        return any(path.name == case.method for path in case.scenario.list_methods())
-    return is_user_method(case.method) or any(path.name == case.method for path in list_methods(case.scenario))
+        return any(method.name == case.method for method in case.scenario.list_methods())
+    return is_user_method(case.method) or any(method.name == case.method for method in list_methods(case.scenario))
 
 
 def _as_measured(outcome: Outcome, row: MergedCase, device: str) -> Outcome:

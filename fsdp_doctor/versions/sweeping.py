@@ -81,9 +81,8 @@ def check(sweep: Sweep) -> None:
         earlier = _read_existing_report(sweep.name_file(version))
         if earlier is not None and earlier.results and not _has_options(earlier, sweep.options):
             raise UsageError(
-                f"{sweep.name_file(version)} is the report of `{earlier.command}`, which has other options than "
-                "this sweep; "
-                "give another --directory, or remove it"
+                f"{sweep.name_file(version)} is the report of `{earlier.command}`, which has other options than this "
+                "sweep; give another --directory, or remove it"
             )
 
 

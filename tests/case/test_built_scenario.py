@@ -114,9 +114,9 @@ def test_a_model_of_anybodys_is_held_against_facts_that_are_asked_for_alone() ->
     """As a framework's: that its key was ignored, and nothing else, is what it says."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(this_device())
     optimizer = torch.optim.AdamW(fully_shard(model).parameters())
-    found = read_facts(model, optimizer)
-    assert find_mismatches(found, BuiltFacts(strategy="fsdp2", policy=frozenset({"none"}), has_stepped=False)) == []
-    (sentence,) = find_mismatches(found, BuiltFacts(strategy="fsdp1-orig", policy=frozenset({"none"})))
+    actual = read_facts(model, optimizer)
+    assert find_mismatches(actual, BuiltFacts(strategy="fsdp2", policy=frozenset({"none"}), has_stepped=False)) == []
+    (sentence,) = find_mismatches(actual, BuiltFacts(strategy="fsdp1-orig", policy=frozenset({"none"})))
     assert sentence.split() == ["strategy:", "fsdp2", "where", "fsdp1-orig", "was", "asked", "for"]
 
 

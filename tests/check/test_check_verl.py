@@ -99,7 +99,7 @@ def test_the_critic_of_the_old_layout_is_read_and_had_nccl_alone() -> None:
     asked = ("critic.strategy=fsdp2", flag("offload_policy", section=old), "trainer.use_legacy_worker_impl=enable")
     result = checked(*asked, "algorithm.adv_estimator=gae", "trainer.save_freq=1", version="0.7.1")
     assert ids(use_of(result, "critic")) == ["fsdp2/policy/unstaged/device-only/state_dict"]
-    assert any(any("device-only" in row for row in one.settings) for one in of_kind(result, "conflict"))
+    assert any(any("device-only" in row for row in finding.settings) for finding in of_kind(result, "conflict"))
 
 
 def test_models_that_are_not_built_are_not_checked() -> None:
@@ -143,7 +143,7 @@ def test_a_manual_offload_that_frees_nothing_is_known_of_fsdp1_without_shards_in
     findings = [f for f in checked(flag("param_offload"), *arguments, version="0.9.0").findings if f.entry == entry]
     assert bool(findings) == expected
     assert not expected or f"{ACTOR}.fsdp_config.param_offload=true (command line)" in findings[0].settings
-    assert not [one for one in checked(*arguments, version="0.9.0").findings if one.entry == entry]
+    assert not [finding for finding in checked(*arguments, version="0.9.0").findings if finding.entry == entry]
 
 
 def test_a_shard_group_of_no_ranks_is_refused_as_verl_divides_by_it() -> None:

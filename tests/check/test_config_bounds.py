@@ -49,7 +49,7 @@ def test_a_long_value_is_shown_in_part() -> None:
 def test_many_unknown_keys_are_said_in_part(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("output_dir: x\nfsdp: full_shard\nfsdp_config:\n" + "".join(f"  k{i}: 1\n" for i in range(15_000)))
-    unknown = [one for one in check([str(file)]).findings if one.kind == "unknown"]
+    unknown = [finding for finding in check([str(file)]).findings if finding.kind == "unknown"]
     assert len(unknown) == 21
     assert "14980" in unknown[-1].sentence
 

@@ -43,7 +43,7 @@ def test_every_case_that_is_named_can_be_given_to_probe(file: str) -> None:
     assert named
     for case in named:
         assert parse_case_id(case.id, METHOD_NAMES) == case
-        assert case.method in {path.name for path in list_methods(case.scenario)}
+        assert case.method in {method.name for method in list_methods(case.scenario)}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_keys_of_the_other_version_of_fsdp_are_a_conflict() -> None:
 
 def test_nccl_alone_with_shards_on_the_cpu_is_a_conflict() -> None:
     conflicts = of_kind(checked("accelerate_v2.yaml", version="1.6"), "conflict")
-    assert any(any(row.startswith("backend=device-only") for row in one.settings) for one in conflicts)
+    assert any(any(row.startswith("backend=device-only") for row in finding.settings) for finding in conflicts)
 
 
 def test_fsdp_config_without_fsdp_is_a_conflict_without_a_case() -> None:

@@ -10,6 +10,7 @@ import pickle
 import shutil
 import struct
 import sys
+import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,13 +38,19 @@ LAWFUL = {"buffers": {"replicas_differ"}, "new_adapter": {"lora_start"}}
 
 
 def test_every_program_s_checkpoints_are_sound(originals: pathlib.Path) -> None:
-    directories = sorted(path for path in originals.iterdir())
+    directories = sorted(method for method in originals.iterdir())
     assert len(directories) > 25
-    for path in directories:
-        found = verification.verify(path)
+    for method in directories:
+        found = verification.verify(method)
         assert (found.answer, found.num_tensors > 0) == ("sound", True), found.to_text()
-        assert kinds(found, "warning") == LAWFUL.get(path.name, set()), found.to_text()
+        assert kinds(found, "warning") == LAWFUL.get(method.name, set()), found.to_text()
         assert found.unchecked
+
+
+@pytest.mark.parametrize("value", [torch.ones(3, 3), [torch.ones(3)], 5, {}, {"step": 1}, "text"], ids=str)
+def test_any_value_that_torch_saves_is_read(tmp_path: pathlib.Path, value: Any) -> None:
+    torch.save(value, tmp_path / "model.pt")
+    assert verification.verify(tmp_path).answer == "sound"
 
 
 def test_the_model_s_tensors_are_found_in_every_format(originals: pathlib.Path) -> None:
@@ -465,8 +472,8 @@ def test_a_finding_names_the_file_the_tensor_the_rows_and_the_rank(
 class _Made:
     """Pickles as a call that makes a directory."""
 
-    def __init__(self, path: pathlib.Path) -> None:
-        self.path = path
+    def __init__(self, method: pathlib.Path) -> None:
+        self.path = method
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return os.mkdir, (str(self.path),)
@@ -490,6 +497,17 @@ def _nested(levels: int) -> Any:
     for _ in range(levels):
         value = [value, value]
     return value
+
+
+@pytest.mark.parametrize("opcode", [b"r", b"B", b"X", b"\x8e"])
+def test_a_length_of_a_pickle_that_is_not_there_takes_no_memory(tmp_path: pathlib.Path, opcode: bytes) -> None:
+    """An index of the memo, and lengths of bytes and texts."""
+    code = b"\x80\x04" + (b"K\x01" if opcode == b"r" else b"") + opcode + b"\xff\xff\xff\x7f\x01\x00\x00\x00."
+    (tmp_path / ".metadata").write_bytes(code)
+    tracemalloc.start()
+    assert verification.verify(tmp_path).answer == "damaged"
+    assert tracemalloc.get_traced_memory()[1] < 50 << 20
+    tracemalloc.stop()
 
 
 def test_what_is_no_checkpoint_is_refused_in_bounded_time(tmp_path: pathlib.Path) -> None:
@@ -576,12 +594,12 @@ threading.stack_size(1 << 20)
 limit = int(pages) * resource.getpagesize() + (30 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 found = verify(pathlib.Path(sys.argv[1]))
-print("torch" in sys.modules, found.answer, found.num_bytes > 2 * 200 << 20)
+print("torch" in sys.modules, found.answer, found.num_bytes > 2 * 100 << 20)
 """
 
 
 def test_thirty_mebibytes_suffice_for_any_size(tmp_path: pathlib.Path) -> None:
-    tensor = torch.randn(50 << 20)
+    tensor = torch.randn(25 << 20)
     save_file({"large": tensor}, tmp_path / "model.safetensors")
     torch.save({"large": tensor}, tmp_path / "model.pt")
     del tensor

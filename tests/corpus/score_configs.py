@@ -1,6 +1,6 @@
 """How many of the configurations in configs.toml `fsdp-doctor check` reads rightly, in both halves of the corpus.
 
-    python tests/corpus/score_configs.py --files DIR [--download] [--half seen|unseen|last] [--verbose]
+    python tests/corpus/score_configs.py --files DIR [--download] [--half seen|unseen|last|third] [--verbose]
 
 The files are read from DIR/OWNER+REPOSITORY@COMMIT/PATH; with --download those that are missing are taken from GitHub.
 Half of the corpus was kept unseen while `check` was written: which half a file is in, a digest of its name decides. A
@@ -33,7 +33,7 @@ else:
     import tomli as tomllib
 
 MANIFEST = pathlib.Path(__file__).with_name("configs.toml")
-HALVES = ("seen", "unseen", "last")
+HALVES = ("seen", "unseen", "last", "third")
 _SHOWN = ("strategy", "offload", "model", "sharding")
 _DEFAULTS = {"model": "qwen3", "sharding": "full"}
 
@@ -43,7 +43,9 @@ def configs() -> list[dict[str, Any]]:
 
 
 def half(config: dict[str, Any]) -> str:
-    """``seen`` or ``unseen``, or ``last`` for what was collected only when `check` was done."""
+    """``seen`` or ``unseen``; ``last`` or ``third`` for what was collected only when `check` was done."""
+    if config.get("third"):
+        return "third"
     if config.get("last"):
         return "last"
     name = f"{config['repository'].replace('/', '+')}/{config['path']}"

@@ -11,9 +11,9 @@ from fsdp_doctor import examine
 
 def test_without_a_process_group_a_plain_model_is_said_not_to_be_fsdp() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    (found,) = examine(model, torch.optim.AdamW(model.parameters()), raise_on_bad=True).findings
-    assert (found.kind, found.severity) == ("not-fsdp", "note")
-    assert found.sentence.startswith("The Sequential is not an FSDP model")
+    (finding,) = examine(model, torch.optim.AdamW(model.parameters()), raise_on_bad=True).findings
+    assert (finding.kind, finding.severity) == ("not-fsdp", "note")
+    assert finding.sentence.startswith("The Sequential is not an FSDP model")
 
 
 def test_the_examination_prints_as_it_does_for_rich(capsys: pytest.CaptureFixture[str]) -> None:

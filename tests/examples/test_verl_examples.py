@@ -146,7 +146,9 @@ def done(json_file: pathlib.Path) -> Run:
 def ledgers(done: Run, json_file: pathlib.Path) -> dict[tuple[str, str], DeviceMemory]:
     assert done.code == 1, done.stderr
     found = read_memory_file(json_file.read_text()).ledgers
-    return {(one.stage, one.path): one.device for one in found if one.rank == 0 and one.device is not None}
+    return {
+        (memory.stage, memory.path): memory.device for memory in found if memory.rank == 0 and memory.device is not None
+    }
 
 
 def test_what_a_path_loads_and_does_not_offload_stays_on_the_device(

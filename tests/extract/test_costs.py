@@ -226,7 +226,7 @@ def test_units_larger_than_a_bucket_stay_within_what_is_promised() -> None:
         model = _fsdp1(net, use_orig_params=True, **options)
         planned = plan_for(model, bucket)
         assert planned.most_bytes == bucket + largest
-        assert all(isinstance(one, UnitGather) for part in planned.buckets for one in part.transfers)
+        assert all(isinstance(transfer, UnitGather) for part in planned.buckets for transfer in part.transfers)
         assert_same(extracted(model, bucket_bytes=bucket), expected)
         gc.collect()
         accelerator().synchronize()
@@ -240,6 +240,38 @@ def test_units_larger_than_a_bucket_stay_within_what_is_promised() -> None:
         assert used <= bucket + largest + 64 * 512, f"{options}: {used} bytes of {bucket + largest}"
         gc.collect()
         assert accelerator().memory_allocated() == before
+
+
+class FusedExperts(nn.Module):
+    """Two large tensors, of 12 and 6 MiB, between small and smaller ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ParameterList(nn.Parameter(torch.randn(64, 64)) for _ in range(6))
+        self.routers = nn.ParameterList(nn.Parameter(torch.randn(256, 256)) for _ in range(4))
+        self.up = nn.Parameter(torch.randn(8, 3 * MIB // 8))
+        self.down = nn.Parameter(torch.randn(8, 3 * MIB // 16))
+
+
+@on_the_device
+def test_fused_experts_stay_within_what_is_promised_and_the_next_is_loaded_beside_the_last() -> None:
+    """Small tensors that are gathered early count, and what an allocator rounds up."""
+    for bucket in (8 * MIB, 16 * MIB):
+        model = nn.Sequential(*(FusedExperts() for _ in range(4))).to(this_device())
+        for layer in model:
+            fully_shard(layer, mesh=mesh_over())
+        fully_shard(model, mesh=mesh_over())
+        most = plan_for(model, bucket).most_bytes
+        assert most == (bucket + 2 * 12 * MIB if bucket < 12 * MIB else 2 * bucket + bucket // 8)
+        gc.collect()
+        accelerator().synchronize()
+        before = accelerator().memory_allocated()
+        accelerator().reset_peak_memory_stats()
+        for _, tensor in full_tensors(model, bucket_bytes=bucket):
+            tensor.cpu()
+        del tensor
+        used = accelerator().max_memory_allocated() - before
+        assert 2 * 12 * MIB < used <= most, f"{used / MIB} of {most / MIB} MiB"
 
 
 @on_the_device

@@ -314,6 +314,21 @@ def test_wrapped_layers_have_plain_names() -> None:
 
 
 @on_the_device
+def test_fsdp1_around_a_compiled_model_has_its_root_unit() -> None:
+    """FSDP1's module has the attributes of what it wraps, ``_orig_mod`` too."""
+    for use_orig_params in (True, False):
+        net = all_trainable(new_net(empty=False))
+        expected = tensors_of(net)
+        for index, layer in enumerate(net.layers):
+            net.layers[index] = FullyShardedDataParallel(
+                layer, device_id=this_device(), use_orig_params=use_orig_params
+            )
+        compiled = torch.compile(net)
+        model = FullyShardedDataParallel(compiled, device_id=this_device(), use_orig_params=use_orig_params)  # type: ignore[arg-type]
+        assert_same(extracted(model), expected)
+
+
+@on_the_device
 def test_a_transformer_with_gradient_checkpointing_is_as_before_sharding() -> None:
     model = qwen()
     expected = tensors_of(model)
@@ -354,9 +369,9 @@ def test_a_cast_leaves_what_is_not_floating_point_as_it_is() -> None:
     state = full_state_dict(model, dtype=torch.bfloat16, ranks="all")
     assert_same(state, expected, device=torch.device("cpu"))
     announced = weights_info(model, dtype=torch.bfloat16)
-    assert {name: one.dtype for name, one in announced.items()} == {name: t.dtype for name, t in expected.items()}
-    for one in local_shards(model, dtype=torch.bfloat16):
-        assert one.tensor.dtype == expected[one.name].dtype
+    assert {name: info.dtype for name, info in announced.items()} == {name: t.dtype for name, t in expected.items()}
+    for info in local_shards(model, dtype=torch.bfloat16):
+        assert info.tensor.dtype == expected[info.name].dtype
     assert compare_fingerprints(fingerprint(model, dtype=torch.bfloat16), prints) == []
 
 

@@ -157,7 +157,7 @@ def test_tensors_may_be_taken_on_other_streams_in_turns() -> None:
             lambda model=model: full_tensors(model, bucket_bytes=64 << 10, dtype=torch.bfloat16),
             lambda model=model: full_tensors(model),
             lambda model=model: full_tensors(model, bucket_bytes=64 << 10, in_step=True),
-            lambda model=model: ((one.name, one.tensor) for one in local_shards(model, bucket_bytes=32 << 10)),
+            lambda model=model: ((shard.name, shard.tensor) for shard in local_shards(model, bucket_bytes=32 << 10)),
         ]
         for pull in pulls:
             expected = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in pull()])
@@ -371,8 +371,8 @@ def test_the_mode_may_change_while_tensors_are_pulled() -> None:
             for name, tensor in expected.items():
                 assert torch.equal(tensors[name], tensor), (kind, name)
             _use({name: tensor for name, tensor in tensors.items() if name != "head.weight"}, kind)
-        shards = {one.name: one.tensor for one in local_shards(model)}
-        for name, tensor in _in_turns((one.name, one.tensor) for one in local_shards(model, **FEW_BYTES)).items():
+        shards = {shard.name: shard.tensor for shard in local_shards(model)}
+        for name, tensor in _in_turns((shard.name, shard.tensor) for shard in local_shards(model, **FEW_BYTES)).items():
             assert torch.equal(tensor, shards[name]), (kind, name)
 
 
@@ -400,8 +400,8 @@ def test_adapters_are_merged_alike_in_every_mode() -> None:
         for enter in MODES.values():
             with enter():
                 assert_same(extracted(model), expected)
-                for one, other in zip(local_shards(model), shards, strict=True):
-                    assert torch.equal(one.tensor, other.tensor), one.name
+                for shard, other in zip(local_shards(model), shards, strict=True):
+                    assert torch.equal(shard.tensor, other.tensor), shard.name
                 assert fingerprint(model) == prints
 
 

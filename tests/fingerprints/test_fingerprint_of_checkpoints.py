@@ -40,8 +40,8 @@ def in_every_form(model: nn.Module, directory: pathlib.Path) -> dict[str, pathli
     state = model.state_dict()
     names = list(state)
     forms = {form: directory / form for form in ("safetensors", "indexed", "bin", "indexed bin", "dcp")}
-    for path in forms.values():
-        path.mkdir()
+    for method in forms.values():
+        method.mkdir()
     halves = {"a": names[:4], "b": names[4:]}
     save_file(state, forms["safetensors"] / "model.safetensors")
     torch.save({"model": state}, forms["bin"] / "pytorch_model.bin")
@@ -66,8 +66,8 @@ def test_every_form_has_the_fingerprint_of_the_model(model: nn.Module, tmp_path:
     expected = fingerprint(model)
     forms = in_every_form(model, tmp_path)
     assert len(forms) == 7
-    for form, path in forms.items():
-        assert compare_fingerprints(expected, fingerprint_checkpoint(path)) == [], form
+    for form, method in forms.items():
+        assert compare_fingerprints(expected, fingerprint_checkpoint(method)) == [], form
     cast = fingerprint(model, dtype=torch.float16, keep_dtype=["*.num_batches_tracked"])
     assert fingerprint_checkpoint(forms["indexed"], dtype=torch.float16).tensors == cast.tensors
 
@@ -174,8 +174,8 @@ def test_a_parameter_with_attributes_of_its_own_is_dense() -> None:
 
 def test_an_output_that_is_an_input_is_refused_and_left_as_it_is(model: nn.Module, tmp_path: pathlib.Path) -> None:
     before, after = tmp_path / "before.json", tmp_path / "after.json"
-    for path in (before, after):
-        path.write_text(fingerprint(model).to_json())
+    for method in (before, after):
+        method.write_text(fingerprint(model).to_json())
     for paths, output in (
         ((before,), before),
         ((before, after), before),

@@ -39,16 +39,18 @@ def one_rank() -> Iterator[None]:
 
 
 def test_every_tensor_comes_once_with_all_of_its_names() -> None:
-    held = reader.read(Net())
-    assert [tensor.names for tensor in held.parameters] == [
+    contents = reader.read(Net())
+    assert [tensor.names for tensor in contents.parameters] == [
         ("embed.weight", "head.weight"),
         ("layer.weight",),
         ("layer.bias",),
     ]
-    assert [tensor.names for tensor in held.buffers] == [("scale",)]
-    assert [tensor.names for tensor in held.transient_buffers] == [("scratch",)]
-    assert [tensor.names for tensor in held.list_tensors()] == [t.names for t in (*held.parameters, *held.buffers)]
-    assert (held.fsdp1_units, held.fsdp2_units) == ((), ())
+    assert [tensor.names for tensor in contents.buffers] == [("scale",)]
+    assert [tensor.names for tensor in contents.transient_buffers] == [("scratch",)]
+    assert [tensor.names for tensor in contents.list_tensors()] == [
+        t.names for t in (*contents.parameters, *contents.buffers)
+    ]
+    assert (contents.fsdp1_units, contents.fsdp2_units) == ((), ())
 
 
 def test_names_are_those_of_the_model_before_it_was_wrapped() -> None:
@@ -80,11 +82,11 @@ def test_each_tensor_knows_the_innermost_fsdp2_module_around_it() -> None:
     mesh = init_device_mesh("cpu", (1,))
     fully_shard(net.layer, mesh=mesh)
     model = fully_shard(net, mesh=mesh)
-    held = reader.read(model)
-    outer, inner = held.fsdp2_units
-    assert [tensor.unit for tensor in held.parameters] == [outer, inner, inner]
-    assert held.parameters[0].unit is outer
-    assert held.parameters[1].unit is inner
+    contents = reader.read(model)
+    outer, inner = contents.fsdp2_units
+    assert [tensor.unit for tensor in contents.parameters] == [outer, inner, inner]
+    assert contents.parameters[0].unit is outer
+    assert contents.parameters[1].unit is inner
     assert not inner.is_initialized
     model(torch.ones(2, 4))
     assert all(unit.is_initialized for unit in reader.read(model).fsdp2_units)

@@ -60,7 +60,7 @@ _VALUES = {"path": METHOD_NAMES} | {axis.name: tuple(axis.values) for axis in AX
 
 def _values_of(matrix: FrameworkMatrix) -> dict[str, tuple[str, ...]]:
     axes = {axis.name: tuple(axis.values) for axis in matrix.axes}
-    return axes | {"framework": (matrix.name,), "path": tuple(path.name for path in matrix.methods)}
+    return axes | {"framework": (matrix.name,), "path": tuple(method.name for method in matrix.methods)}
 
 
 def test_there_are_at_least_45_entries_each_under_its_own_id() -> None:
@@ -198,14 +198,14 @@ def test_the_fix_is_expected_to_fail_nowhere_but_where_the_weights_are_lost_befo
 
 
 def test_what_was_extracted_wrong_outranks_what_the_next_step_said() -> None:
-    found = BrokenCase(
+    broken = BrokenCase(
         kind="misplaced",
         reasons=("on cpu where cuda was promised: model.norm.weight",),
         messages=(
             "RuntimeError: attempting to assign a gradient with device type 'cpu' to a tensor with device type 'cuda'",
         ),
     )
-    entry = find_shown_entry(_case("fsdp2/policy/staged/parameters.full_tensor"), found, RunContext())
+    entry = find_shown_entry(_case("fsdp2/policy/staged/parameters.full_tensor"), broken, RunContext())
     assert entry is not None
     assert entry.id == "half-moved-gathers-on-the-host"
 

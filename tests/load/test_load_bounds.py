@@ -187,19 +187,19 @@ def _assert_filled(model: nn.Module, expected: Tensors) -> None:
 @contextlib.contextmanager
 def _file(tensors: Tensors) -> Iterator[pathlib.Path]:
     with shared_directory() as name:
-        path = pathlib.Path(name) / "model.safetensors"
+        method = pathlib.Path(name) / "model.safetensors"
         if this_rank() == 0:
-            save_file(tensors, path)
+            save_file(tensors, method)
         together()
-        yield path
+        yield method
 
 
 @on_ranks(Setting("cpu", 2))
 def test_rare_dtypes_scalars_and_empty_tensors_are_filled_bit_by_bit() -> None:
     expected = _Rare(3).state_dict()
     conjugate = expected | {"complex": expected["complex"].conj()}
-    with _file(expected) as path:
-        for source in (expected, on_first(expected), path, on_first(path), on_first(iter(expected.items()))):
+    with _file(expected) as method:
+        for source in (expected, on_first(expected), method, on_first(method), on_first(iter(expected.items()))):
             model = fully_shard(_Rare(0))
             load_full_tensors(model, source, bucket_bytes=1)
             _assert_filled(model, expected)

@@ -105,13 +105,13 @@ def test_files_fill_columns() -> None:
     assert_same(extracted(model), expected)
 
 
-def _truncate(path: pathlib.Path) -> None:
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size // 2)
+def _truncate(method: pathlib.Path) -> None:
+    with method.open("r+b") as file:
+        file.truncate(method.stat().st_size // 2)
 
 
-def _of_another_model(path: pathlib.Path) -> None:
-    save_file({"transformer.wte.weight": torch.ones(3, 4)}, path)
+def _of_another_model(method: pathlib.Path) -> None:
+    save_file({"transformer.wte.weight": torch.ones(3, 4)}, method)
 
 
 SPOILED: dict[str, tuple[Callable[[pathlib.Path], None], str]] = {
@@ -140,10 +140,10 @@ def test_a_file_that_one_rank_has_is_an_error_on_every_rank() -> None:
     model = fsdp2(new_net())
     before = extracted(model)
     with _files(other_tensors()) as places:
-        path = places["file"] if this_rank() == 0 else places["file"].with_name("elsewhere.safetensors")
+        method = places["file"] if this_rank() == 0 else places["file"].with_name("elsewhere.safetensors")
         kind = LoadError if this_rank() == 0 else (FileNotFoundError, LoadError)
         with raises_soon(kind, "elsewhere.safetensors"):
-            load_full_tensors(model, path)
+            load_full_tensors(model, method)
     assert_same(extracted(model), before)
 
 
@@ -205,21 +205,21 @@ def test_a_file_that_gets_shorter_while_it_is_read_is_an_error_on_every_rank() -
                 load_full_tensors(model, source(places["file"]), bucket_bytes=BUCKET_BYTES)
 
 
-def _overwrite(path: pathlib.Path) -> None:
+def _overwrite(method: pathlib.Path) -> None:
     """With as many bytes, in the same file."""
-    with path.open("r+b") as file:
+    with method.open("r+b") as file:
         file.seek(-4096, os.SEEK_END)
         file.write(bytes(4096))
 
 
-def _replace(path: pathlib.Path) -> None:
+def _replace(method: pathlib.Path) -> None:
     """With a file of the same size and time."""
-    before = path.stat()
-    other = path.with_suffix(".new")
-    other.write_bytes(path.read_bytes())
+    before = method.stat()
+    other = method.with_suffix(".new")
+    other.write_bytes(method.read_bytes())
     _overwrite(other)
     os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
-    other.replace(path)
+    other.replace(method)
 
 
 @everywhere
@@ -227,14 +227,14 @@ def test_a_file_that_changes_while_it_is_read_is_an_error_on_every_rank() -> Non
     for change, source in itertools.product((_overwrite, _replace), (lambda path: path, on_first)):
         model = fsdp2(new_net())
         with _files(other_tensors()) as places, pytest.MonkeyPatch.context() as patch:
-            path, write, finish = places["file"], full_load.fill_targets, HostCopies.finish
+            method, write, finish = places["file"], full_load.fill_targets, HostCopies.finish
             if this_rank() == 0:
                 # Another time than that of a change, however coarse the clock of the files is.
-                os.utime(path, ns=(10**18, 10**18))
+                os.utime(method, ns=(10**18, 10**18))
             torch.distributed.barrier()
             to_change = [change] if this_rank() == 0 else []
 
-            def finished(self: Any, path: Any = path, to_change: Any = to_change, finish: Any = finish) -> None:
+            def finished(self: Any, path: Any = method, to_change: Any = to_change, finish: Any = finish) -> None:
                 while to_change:
                     to_change.pop()(path)
                 finish(self)
@@ -244,31 +244,31 @@ def test_a_file_that_changes_while_it_is_read_is_an_error_on_every_rank() -> Non
                 return write(*arguments)
 
             patch.setattr(full_load, "fill_targets", run)
-            with raises_soon(LoadError, str(path), "had begun to write"):
-                load_full_tensors(model, source(path), bucket_bytes=BUCKET_BYTES)
+            with raises_soon(LoadError, str(method), "had begun to write"):
+                load_full_tensors(model, source(method), bucket_bytes=BUCKET_BYTES)
             torch.distributed.barrier()
 
 
 def test_a_checkpoint_that_changes_while_its_fingerprint_is_taken_is_an_error(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file(_saved(other_tensors()), path)
-    os.utime(path, ns=(10**18, 10**18))
-    fingerprint_checkpoint(path)
+    method = tmp_path / "model.safetensors"
+    save_file(_saved(other_tensors()), method)
+    os.utime(method, ns=(10**18, 10**18))
+    fingerprint_checkpoint(method)
     whole = OpenFile.read_into
 
     def read(self: OpenFile, offset: int, into: memoryview) -> None:
         whole(self, offset, into)
-        _overwrite(path)
+        _overwrite(method)
 
     monkeypatch.setattr(OpenFile, "read_into", read)
     with pytest.raises(FingerprintError, match=r"model\.safetensors"):
-        fingerprint_checkpoint(path)
+        fingerprint_checkpoint(method)
 
 
-def _truncate_to(path: pathlib.Path, size: int) -> None:
-    with path.open("r+b") as file:
+def _truncate_to(method: pathlib.Path, size: int) -> None:
+    with method.open("r+b") as file:
         file.truncate(size)
 
 

@@ -44,8 +44,8 @@ def _refused(call: Callable[[], object]) -> list[str]:
 
 def _experts(model: Any) -> torch.Tensor:
     """This rank's, as they lie."""
-    held = model.experts.up if isinstance(model.experts.up, nn.Parameter) else next(model.experts.parameters())
-    return local_of(held).detach().cpu().clone()
+    parameter = model.experts.up if isinstance(model.experts.up, nn.Parameter) else next(model.experts.parameters())
+    return local_of(parameter).detach().cpu().clone()
 
 
 @on_four_devices

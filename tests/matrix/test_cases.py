@@ -131,20 +131,20 @@ def test_an_axis_takes_its_own_values_and_no_others(axis):
 
 @pytest.mark.parametrize("fsdp", [1, 2])
 def test_a_path_name_is_one_row_in_each_version(fsdp):
-    rows = [path for path in METHODS if fsdp in path.fsdp]
-    names = [path.name for path in rows]
+    rows = [method for method in METHODS if fsdp in method.fsdp]
+    names = [method.name for method in rows]
     assert sorted(names) == sorted(set(names))
     assert [find_method(name, fsdp) for name in names] == rows
 
 
 def test_every_row_of_the_table_applies_somewhere():
     assert {case.method for case in select(Selection(level="full", fix=True))} == set(METHOD_NAMES)
-    assert all(path.fsdp and set(path.fsdp) <= {1, 2} for path in METHODS)
+    assert all(method.fsdp and set(method.fsdp) <= {1, 2} for method in METHODS)
 
 
 def test_a_row_that_is_for_some_values_of_an_axis_names_values_that_there_are():
-    for path in METHODS:
-        for axis, values in path.only.items():
+    for method in METHODS:
+        for axis, values in method.only.items():
             assert set(values) <= set(AXIS[axis].values)
 
 

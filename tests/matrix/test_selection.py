@@ -20,18 +20,19 @@ def values(cases, axis):
 
 
 def is_plain(case):
-    return (case.scenario.precision, case.scenario.context) == ("bf16-compute", "ordinary")
+    scenario = case.scenario
+    return (scenario.precision, scenario.context, scenario.consumer) == ("bf16-compute", "ordinary", "alone")
 
 
 def test_the_default_matrix_of_extraction_is_both_strategies_all_offloads_and_stagings_and_every_path():
     cases = [case for case in select(Selection(directions=("out",))) if is_plain(case)]
     expected = {
-        (strategy, offload, staging, path.name)
+        (strategy, offload, staging, method.name)
         for strategy in ("fsdp2", "fsdp1")
         for offload in AXIS["offload"].values
         for staging in AXIS["staging"].values
-        for path in list_methods(make_scenario({"strategy": strategy, "offload": offload, "staging": staging}), "out")
-        if not path.is_fix
+        for method in list_methods(make_scenario({"strategy": strategy, "offload": offload, "staging": staging}), "out")
+        if not method.is_fix
     }
     pairs = [(c.scenario.strategy, str(c.scenario.offload), c.scenario.staging, c.method) for c in cases]
     assert set(pairs) == expected
@@ -51,7 +52,7 @@ def test_the_default_matrix_of_loading_is_the_same_before_the_first_step_and_wha
         for staging in AXIS["staging"].values
     }
     for scenario in {c.scenario for c in plain}:
-        expected = {path.name for path in list_methods(scenario, "in") if not path.is_fix}
+        expected = {method.name for method in list_methods(scenario, "in") if not method.is_fix}
         assert {c.method for c in plain if c.scenario == scenario} == expected
     others = set(cases) - plain
     assert values(others, "init") == {"materialized", "meta"}
@@ -74,7 +75,9 @@ def test_where_values_are_asked_for_every_path_is_tried_and_no_other_precision_o
     assert all(map(is_plain, select(Selection(axes=asked))))
     cases = select(Selection(axes={**asked, "precision": ("fp32-compute",)}, directions=("in",)))
     (scenario,) = {case.scenario for case in cases}
-    assert {case.method for case in cases} == {path.name for path in list_methods(scenario, "in") if not path.is_fix}
+    assert {case.method for case in cases} == {
+        method.name for method in list_methods(scenario, "in") if not method.is_fix
+    }
 
 
 def test_the_directions_together_are_the_default_matrix():
@@ -171,7 +174,7 @@ def test_fix_adds_the_fix_once_to_each_scenario():
     assert len(added) == len(set(added))
     assert {case.scenario for case in added} == {case.scenario for case in without}
     fixes = {(c.scenario, find_fix(c.method, c.scenario.version)) for c in without}
-    shards = {(scenario, "local_shards") for scenario, path in fixes if path == FIX}
+    shards = {(s, "local_shards") for s, path in fixes if path == FIX and not s.consumer.needs_sender}
     assert fixes | shards == {(c.scenario, c.method) for c in added}
 
 

@@ -26,13 +26,13 @@ _CALLS = "def made(module): return module()"
 
 
 @pytest.mark.parametrize("held", [{}, {"parameters": 50}, {"parameters": 50, "gradients": 30}], ids=len)
-def test_bytes_without_a_known_class_are_unexplained_now_and_at_the_peak(held: Bytes) -> None:
-    ledger = _COUNTED.make_device_memory(held, at_peak=held)
-    assert (sum_classes(ledger.held), sum_classes(ledger.at_peak)) == (80, 100)
-    assert ledger.held.get("unexplained", 0) == 80 - sum_classes(held)
-    assert ledger.at_peak["unexplained"] == 100 - sum_classes(held)
-    assert (ledger.allocated, ledger.peak, ledger.reserved) == (80, 100, 120)
-    assert (ledger.peak_reserved, ledger.capacity, ledger.elsewhere) == (140, 1000, 7)
+def test_bytes_without_a_known_class_are_unexplained_now_and_at_the_peak(by_class: Bytes) -> None:
+    memory = _COUNTED.make_device_memory(by_class, at_peak=by_class)
+    assert (sum_classes(memory.held), sum_classes(memory.at_peak)) == (80, 100)
+    assert memory.held.get("unexplained", 0) == 80 - sum_classes(by_class)
+    assert memory.at_peak["unexplained"] == 100 - sum_classes(by_class)
+    assert (memory.allocated, memory.peak, memory.reserved) == (80, 100, 120)
+    assert (memory.peak_reserved, memory.capacity, memory.elsewhere) == (140, 1000, 7)
 
 
 def test_a_device_without_a_counter_is_refused_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

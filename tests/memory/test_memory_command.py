@@ -52,36 +52,38 @@ def measured(done: Run, directory: pathlib.Path) -> MemoryFile:
     return read_memory_file((directory / "ledgers.json").read_text())
 
 
-def _device(ledger: StageMemory) -> DeviceMemory:
-    assert ledger.device is not None
-    return ledger.device
+def _device(memory: StageMemory) -> DeviceMemory:
+    assert memory.device is not None
+    return memory.device
 
 
 def _stages(measured: MemoryFile, job: str) -> Iterator[StageMemory]:
-    return (ledger for ledger in measured.ledgers if ledger.job == job and ledger.rank == 0)
+    return (memory for memory in measured.ledgers if memory.job == job and memory.rank == 0)
 
 
 def _one(measured: MemoryFile, job: str, stage: str, path: str = "") -> StageMemory:
-    return next(one for one in _stages(measured, job) if one.stage == stage and path in ("", one.path))
+    return next(memory for memory in _stages(measured, job) if memory.stage == stage and path in ("", memory.path))
 
 
 def test_every_rank_has_a_ledger_of_every_stage_of_every_job(measured: MemoryFile) -> None:
-    jobs = {ledger.job for ledger in measured.ledgers}
+    jobs = {memory.job for memory in measured.ledgers}
     assert len(jobs) == 6
     for job in jobs:
         for rank in (0, 1):
-            assert {one.stage for one in measured.ledgers if (one.job, one.rank) == (job, rank)} == set(STAGES)
-    paths = {ledger.path for ledger in measured.ledgers if ledger.stage == "extracted"}
+            assert {memory.stage for memory in measured.ledgers if (memory.job, memory.rank) == (job, rank)} == set(
+                STAGES
+            )
+    paths = {memory.path for memory in measured.ledgers if memory.stage == "extracted"}
     assert paths == {"full_tensors", "get_model_state_dict.full"}
 
 
 def test_classes_add_up_to_what_the_allocator_counts_with_1_percent_unexplained(measured: MemoryFile) -> None:
-    for ledger in measured.ledgers:
-        device = _device(ledger)
+    for memory in measured.ledgers:
+        device = _device(memory)
         assert sum_classes(device.held) == device.allocated
         assert sum_classes(device.at_peak) == device.peak
         for held in (device.held, device.at_peak):
-            assert abs(held.get("unexplained", 0)) <= _MOST_UNEXPLAINED * max(1, device.peak), (ledger.name, held)
+            assert abs(held.get("unexplained", 0)) <= _MOST_UNEXPLAINED * max(1, device.peak), (memory.name, held)
             assert all(nbytes >= 0 for name, nbytes in held.items() if name != "unexplained")
 
 
@@ -93,10 +95,10 @@ def test_on_two_gpus_less_than_3_percent_of_the_peak_of_a_step_is_unexplained(tm
         "memory", "measure", "--strategy", "fsdp2,fsdp1", *size, "--device", "cuda", "--json", str(file)
     )
     assert done.code == 0, done.stderr
-    for ledger in read_memory_file(file.read_text()).ledgers:
-        device = _device(ledger)
-        if ledger.stage in ("trained", "trained again"):
-            assert device.at_peak.get("unexplained", 0) <= 0.03 * device.peak, (ledger.job, device)
+    for memory in read_memory_file(file.read_text()).ledgers:
+        device = _device(memory)
+        if memory.stage in ("trained", "trained again"):
+            assert device.at_peak.get("unexplained", 0) <= 0.03 * device.peak, (memory.job, device)
 
 
 def test_a_manual_offload_takes_parameters_and_optimizer_state_to_the_host(measured: MemoryFile) -> None:
@@ -162,10 +164,10 @@ def test_a_limit_that_is_near_is_a_line_and_a_number() -> None:
         held={}, at_peak={"parameters": 900}, allocated=0, peak=900, reserved=900, peak_reserved=900, capacity=1000
     )
     host = HostMemory(held={}, pinned=0, pinned_reserved=0, pageable=0)
-    ledger = StageMemory(job="a & b", stage="built", rank=0, host=host, device=device)
-    assert "limit 1.0 KiB" in render_memory_svg([ledger])
-    assert "a &amp; b" in render_memory_svg([ledger])
-    assert "of 1.0 KiB on the device" in render_memory_table([ledger])
+    memory = StageMemory(job="a & b", stage="built", rank=0, host=host, device=device)
+    assert "limit 1.0 KiB" in render_memory_svg([memory])
+    assert "a &amp; b" in render_memory_svg([memory])
+    assert "of 1.0 KiB on the device" in render_memory_table([memory])
 
 
 def test_a_probe_with_memory_has_ledgers_in_its_report_and_in_its_formats(tmp_path: pathlib.Path) -> None:
@@ -174,7 +176,7 @@ def test_a_probe_with_memory_has_ledgers_in_its_report_and_in_its_formats(tmp_pa
         tmp_path, "--memory", "--case", "fsdp2/param/staged/state_dict", "--html", str(page), device="emulated"
     )
     result = done.result("state_dict")
-    assert {ledger.stage for ledger in result.ledgers} == set(STAGES)
+    assert {memory.stage for memory in result.ledgers} == set(STAGES)
     file = tmp_path / "report.json"
     assert result.ledgers == read_report(file).results[0].ledgers
     jsonschema.validate(json.loads(file.read_text()), make_report_schema(), cls=jsonschema.Draft202012Validator)

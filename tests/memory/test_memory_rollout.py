@@ -59,27 +59,27 @@ def ledgers(sharded: Run, file: pathlib.Path) -> MemoryFile:
     return read_memory_file(file.read_text())
 
 
-def _device(ledgers: MemoryFile, number: int) -> DeviceMemory:
-    device = ledgers.ledgers[number].device
+def _device(memory_file: MemoryFile, number: int) -> DeviceMemory:
+    device = memory_file.ledgers[number].device
     assert device is not None
     return device
 
 
-def test_half_of_a_sharded_model_is_beside_the_engine_and_in_its_way(sharded: Run, ledgers: MemoryFile) -> None:
-    assert _device(ledgers, 0).held["parameters"] == pytest.approx(4 * _MIB, rel=0.01)
+def test_half_of_a_sharded_model_is_beside_the_engine_and_in_its_way(sharded: Run, memory_file: MemoryFile) -> None:
+    assert _device(memory_file, 0).held["parameters"] == pytest.approx(4 * _MIB, rel=0.01)
     assert "(0.9, 21.60 MiB)" in sharded.stdout
 
 
-def test_what_one_process_holds_is_elsewhere_for_the_other(ledgers: MemoryFile) -> None:
-    trainer, engine = _device(ledgers, 0), _device(ledgers, 1)
+def test_what_one_process_holds_is_elsewhere_for_the_other(memory_file: MemoryFile) -> None:
+    trainer, engine = _device(memory_file, 0), _device(memory_file, 1)
     assert engine.elsewhere == trainer.reserved
 
 
-def test_without_the_fsdp_model_the_engine_has_weights_and_a_cache_up_to_its_share(ledgers: MemoryFile) -> None:
-    engine = _device(ledgers, 3)
+def test_without_the_fsdp_model_the_engine_has_weights_and_a_cache_up_to_its_share(memory_file: MemoryFile) -> None:
+    engine = _device(memory_file, 3)
     assert engine.held["parameters"] == pytest.approx(8 * _MIB, rel=0.01)
     assert sum_classes(engine.held) == engine.allocated == pytest.approx(0.9 * 24 * _MIB, rel=0.01)
-    assert ledgers.notes[1].endswith("the engine started")
+    assert memory_file.notes[1].endswith("the engine started")
 
 
 def test_every_remedy_says_what_it_frees_and_whether_it_is_enough(sharded: Run) -> None:
@@ -97,7 +97,7 @@ def _attempt(*, share: float, weights: int, free: int) -> RolloutAttempt:
     device = DeviceMemory(
         held=held, at_peak=held, allocated=reserved, peak=reserved, reserved=reserved, peak_reserved=reserved
     )
-    ledger = StageMemory(
+    memory = StageMemory(
         job="trainer",
         stage="built",
         rank=0,
@@ -107,7 +107,7 @@ def _attempt(*, share: float, weights: int, free: int) -> RolloutAttempt:
     start = EngineStart(
         free=free, total=24 * _MIB, requested=int(24 * _MIB * share), weights=weights, refusal="refused"
     )
-    return RolloutAttempt(trainer_state="loaded", trainer=ledger, engine=ledger, start=start)
+    return RolloutAttempt(trainer_state="loaded", trainer=memory, engine=memory, start=start)
 
 
 _REQUEST = RolloutRequest(

@@ -117,10 +117,10 @@ def stages(run: tuple[MemoryFile, argparse.Namespace]) -> list[Any]:
 def test_of_every_offload_less_than_1_percent_of_the_peak_is_unexplained_in_every_stage(
     run: tuple[MemoryFile, argparse.Namespace],
 ) -> None:
-    for ledger in run[0].ledgers:
-        assert ledger.device is not None
-        for held in (ledger.device.held, ledger.device.at_peak):
-            assert abs(held.get("unexplained", 0)) < 0.01 * ledger.device.peak, (ledger.job, ledger.name, held)
+    for memory in run[0].ledgers:
+        assert memory.device is not None
+        for held in (memory.device.held, memory.device.at_peak):
+            assert abs(held.get("unexplained", 0)) < 0.01 * memory.device.peak, (memory.job, memory.name, held)
 
 
 def test_parameters_gradients_and_optimizer_are_within_five_percent_in_every_stage(stages: list[Any]) -> None:

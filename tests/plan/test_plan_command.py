@@ -102,11 +102,11 @@ def test_the_host_can_be_what_does_not_hold_it() -> None:
 def test_the_ledgers_of_the_first_and_the_last_rank_are_written(tmp_path: pathlib.Path) -> None:
     file, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
     assert _plan(*_SMALL, "--json", str(file), "--svg", str(picture)).code == 0
-    ledgers = read_memory_file(file.read_text())
-    assert ledgers.origin == "predicted"
-    assert {ledger.rank for ledger in ledgers.ledgers} == {0, 1}
-    assert {ledger.job for ledger in ledgers.ledgers} == {"actor", "ref"}
-    assert any("CUDA context" in note for note in ledgers.notes)
+    memory_file = read_memory_file(file.read_text())
+    assert memory_file.origin == "predicted"
+    assert {memory.rank for memory in memory_file.ledgers} == {0, 1}
+    assert {memory.job for memory in memory_file.ledgers} == {"actor", "ref"}
+    assert any("CUDA context" in note for note in memory_file.notes)
     assert picture.read_text().startswith("<svg")
 
 

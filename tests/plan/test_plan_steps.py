@@ -125,7 +125,7 @@ def test_an_offload_of_fsdp1_without_shards_frees_only_original_parameters_in_th
     for master in (BF16, 4):
         scenario = make_scenario({"strategy": strategy, "offload": "param", "staging": "staged"})
         setup = RoleSetup(role="actor", scenario=scenario, shard_ranks=1, length=16, dtypes=Dtypes(master=master))
-        stages = {one.stage: one.device for one in _PREDICTOR("small").predict_stages(setup) if one.device}
+        stages = {memory.stage: memory.device for memory in _PREDICTOR("small").predict_stages(setup) if memory.device}
         whole = stages["trained"].held["parameters"]
         held[master] = [
             sum(stages[stage].held.get(part, 0) for part in ("parameters", "unsharded parameters")) / whole

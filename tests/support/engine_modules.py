@@ -120,8 +120,8 @@ def _module(name: str, **content: Any) -> ModuleType:
 def _loaded(paths: dict[str, pathlib.Path], stubs: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
     """The files as modules; each can import the stubs and the files before it."""
     modules = {name: _module(name, **content) for name, content in stubs.items()}
-    for name, path in paths.items():
-        spec = importlib.util.spec_from_file_location(name, path)
+    for name, method in paths.items():
+        spec = importlib.util.spec_from_file_location(name, method)
         assert spec is not None
         assert spec.loader is not None
         modules[name] = importlib.util.module_from_spec(spec)
@@ -130,13 +130,13 @@ def _loaded(paths: dict[str, pathlib.Path], stubs: dict[str, dict[str, Any]]) ->
     return modules
 
 
-def _parts_of(path: pathlib.Path, names: set[str], **imported: Any) -> dict[str, Any]:
+def _parts_of(method: pathlib.Path, names: set[str], **imported: Any) -> dict[str, Any]:
     """The named definitions of a file, without what it imports."""
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(method.read_text())
     tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
-    assert len(tree.body) == len(names), f"{path} does not define {names}"
+    assert len(tree.body) == len(names), f"{method} does not define {names}"
     content = {"__name__": "sglang.srt.utils.common", **imported}
-    exec(compile(tree, str(path), "exec"), content)
+    exec(compile(tree, str(method), "exec"), content)
     return content
 
 

@@ -165,8 +165,8 @@ def _rank(
     target: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    for number, path in enumerate(files, start=1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
+    for number, method in enumerate(files, start=1):
+        os.dup2(os.open(method, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
     for name in ("COLUMNS", "LINES"):
         # What readline, which pytest imports, has put into the environment behind Python's back.

@@ -35,11 +35,17 @@ def _counts(number: int, cases: list[MergedCase]) -> tuple[int, int, int, int]:
 def _matrix_table() -> str:
     rows = ["| torch | device | ranks | transformers | ok | bad | not measurable | not run |", "|---" * 8 + "|"]
     cases = [case for case in _MERGED.cases if not is_framework_id(case.id)]
-    for number, one in enumerate(_MERGED.environments):
+    for number, environment in enumerate(_MERGED.environments):
         if all(case.outcomes[number] is None for case in cases):
             continue
-        device = one.accelerators[0] if one.accelerators else one.device
-        cells = (one.torch, device, one.world_size, one.packages["transformers"], *_counts(number, cases))
+        device = environment.accelerators[0] if environment.accelerators else environment.device
+        cells = (
+            environment.torch,
+            device,
+            environment.world_size,
+            environment.packages["transformers"],
+            *_counts(number, cases),
+        )
         rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows)
 
@@ -49,11 +55,11 @@ def _frameworks_table() -> str:
     rows = [f"| framework | torch | {' | '.join(packages)} | ok | bad | not run |", "|---" * 8 + "|"]
     for framework in FRAMEWORKS:
         cases = [case for case in _MERGED.cases if case.id.startswith(f"{framework}:")]
-        for number, one in enumerate(_MERGED.environments):
+        for number, environment in enumerate(_MERGED.environments):
             if any(case.outcomes[number] is not None for case in cases):
-                own = "" if framework in packages else one.packages.get(framework, "")
+                own = "" if framework in packages else environment.packages.get(framework, "")
                 name = f"{framework} {own}".strip()
-                versions = (one.torch, *(one.packages[package] for package in packages))
+                versions = (environment.torch, *(environment.packages[package] for package in packages))
                 good, bad, _, not_run = _counts(number, cases)
                 rows.append(f"| {' | '.join(map(str, (name, *versions, good, bad, not_run)))} |")
     return "\n".join(rows)
@@ -65,7 +71,7 @@ def test_the_tables_are_those_of_the_committed_report(table: Callable[[], str]) 
 
 
 def test_every_run_is_whole_and_small_enough_to_be_committed() -> None:
-    assert all(one.complete for one in _MERGED.environments)
+    assert all(environment.complete for environment in _MERGED.environments)
     assert (ROOT / "docs" / "compat" / "merged.json.gz").stat().st_size < 1_500_000
 
 

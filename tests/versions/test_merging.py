@@ -114,12 +114,12 @@ def test_devices_and_frameworks_are_told_apart() -> None:
         _of("2.11.0", "crash", transformers="5.0"),
         _of("2.11.0", "ok", transformers="5.1"),
     )
-    said = {(one.package, one.where): one.text for one in merged.cases[0].statements}
+    said = {(environment.package, environment.where): environment.text for environment in merged.cases[0].statements}
     assert said == {
         ("torch", "2 ranks of emulated, transformers 5.0"): "crash since torch 2.10",
         ("transformers", "2 ranks of emulated, torch 2.11.0"): "crash since transformers 5.0, ok from 5.1",
     }
-    assert [one.name for one in merged.environments] == [
+    assert [environment.name for environment in merged.environments] == [
         "torch 2.9.0, cpu",
         "torch 2.10.0, emulated",
         "torch 2.11.0, emulated, 2 ranks of emulated, transformers 5.0",

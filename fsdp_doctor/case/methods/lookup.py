@@ -99,9 +99,9 @@ def run_in_context(context: Context, function: MethodFunction) -> MethodFunction
     return call
 
 
-def find_function(path: MatrixMethod) -> Callable[..., Any]:
+def find_function(method: MatrixMethod) -> Callable[..., Any]:
     """The function behind a row of the table. peft is imported only for the methods of models with adapters."""
-    module, _, name = path.function.partition(":")
+    module, _, name = method.function.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(f"fsdp_doctor.case.methods.{module}"), name)
     return function
 

@@ -101,8 +101,8 @@ class FsdpConfigFramework(FsdpFramework[V]):
         if self.settings.read_flag(self.vllm_key):
             sync = "summon_full_params" if version == 1 else "state_dict.to.full_tensor"
             yield make_extraction_point("weights for vLLM (TRL)", scenario, sync)
-        for path in _RESUME.get(saved, ()):
-            yield make_loading_point("resume (load_state)", scenario, path)
+        for method in _RESUME.get(saved, ()):
+            yield make_loading_point("resume (load_state)", scenario, method)
 
     def choose_strategy(self, version: FsdpVersion, why: Setting | str) -> Chosen:
         if version == 2:

@@ -110,11 +110,11 @@ class Lightning(FsdpFramework[_Versions]):
     def list_extractions(self, role: Role, versions: _Versions, scenario: Scenario) -> Iterator[ExtractionPoint]:
         if self._name == _MODEL_PARALLEL:
             saves_shards = self.settings.read_flag(*_name_keys("save_distributed_checkpoint"), default=True)
-            path = "get_model_state_dict.sharded+cpu" if saves_shards else "get_model_state_dict.full+cpu"
+            method = "get_model_state_dict.sharded+cpu" if saves_shards else "get_model_state_dict.full+cpu"
         else:
             saves_shards = self.settings.read_word(*_name_keys("state_dict_type"), default="full") == "sharded"
-            path = "sharded_state_dict" if saves_shards else "full_state_dict.rank0+cpu"
-        yield make_extraction_point("checkpoint", scenario, path)
+            method = "sharded_state_dict" if saves_shards else "full_state_dict.rank0+cpu"
+        yield make_extraction_point("checkpoint", scenario, method)
 
     @property
     def _name(self) -> str:

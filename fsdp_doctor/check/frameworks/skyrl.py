@@ -92,8 +92,8 @@ class SkyRl(FsdpFramework[_Versions]):
                 "adapter for the rollout", scenario, versions.adapter, staged=scenario.param_offload
             )
             return
-        path = "state_dict.to.full_tensor" if scenario.version == 2 else "sharded_state_dict.full_tensor"
-        yield make_extraction_point("weights for the rollout", scenario, path, staged=scenario.param_offload)
+        method = "state_dict.to.full_tensor" if scenario.version == 2 else "sharded_state_dict.full_tensor"
+        yield make_extraction_point("weights for the rollout", scenario, method, staged=scenario.param_offload)
 
     def _read_strategy(self, versions: _Versions) -> Strategy:
         word = self.settings.read_text(_STRATEGY) or versions.default

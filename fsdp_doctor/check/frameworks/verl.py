@@ -224,8 +224,8 @@ class Verl(FsdpFramework[VerlVersions]):
         model = self.list_keys(role)
         if model.synced:
             staged = _sync_is_staged(versions, scenario)
-            path = self._choose_sync_method(versions, scenario, staged)
-            yield make_extraction_point("weights for the rollout", scenario, path, staged=staged)
+            method = self._choose_sync_method(versions, scenario, staged)
+            yield make_extraction_point("weights for the rollout", scenario, method, staged=staged)
             if versions.asks_offloaded and self.settings.list_below("async_training"):
                 yield make_extraction_point("get_actor_weights_info for the rollout", scenario, "weights_info")
         # PPO saves every ``save_freq`` steps if that is positive, and by default not at all; SFT saves at its end.
@@ -326,10 +326,10 @@ class Verl(FsdpFramework[VerlVersions]):
         staged = scenario.param_offload or (scenario.policy and is_fsdp2 and versions.saves_policy_staged)
         row = self.settings.find_first(f"{model.checkpoint}.save_contents")
         contents = row.value if row and isinstance(row.value, list) else ["model"]
-        paths = {"model": "state_dict" if is_fsdp2 else "sharded_state_dict", "hf_model": whole}
-        for name, path in paths.items():
+        methods = {"model": "state_dict" if is_fsdp2 else "sharded_state_dict", "hf_model": whole}
+        for name, method in methods.items():
             if name in contents:
-                yield make_extraction_point("checkpoint", scenario, path, staged=staged)
+                yield make_extraction_point("checkpoint", scenario, method, staged=staged)
         # FSDPCheckpointManager.load_checkpoint, after load_fsdp_model_to_gpu where param_offload asks for it.
         yield make_loading_point("resume", scenario, "rank_files.model+optimizer", staged=scenario.param_offload)
 

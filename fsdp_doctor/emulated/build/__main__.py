@@ -32,8 +32,8 @@ def main() -> None:
         help="write a wheel for machines without a compiler, of this torch and this Python, into DIR (dist)",
     )
     directory = parser.parse_args().wheel
-    path = find_library() if directory is None else pack_wheel(find_library(), directory)
-    sys.stdout.write(f"{path}\n")
+    method = find_library() if directory is None else pack_wheel(find_library(), directory)
+    sys.stdout.write(f"{method}\n")
 
 
 def pack_wheel(file: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
@@ -57,11 +57,11 @@ def pack_wheel(file: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
     record = "".join(f"{name},sha256={_compute_digest(content)},{len(content)}\n" for name, content in contents.items())
     contents[f"{information}/RECORD"] = f"{record}{information}/RECORD,,\n".encode()
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{PREBUILT}-{version}-{tag}.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+    method = directory / f"{PREBUILT}-{version}-{tag}.whl"
+    with zipfile.ZipFile(method, "w", zipfile.ZIP_DEFLATED) as wheel:
         for name, content in contents.items():
             wheel.writestr(name, content)
-    return path
+    return method
 
 
 def _compute_digest(content: bytes) -> str:

@@ -48,6 +48,8 @@ OperatorMode = TorchDispatchMode
 """``torch.utils._python_dispatch``: what sees every operator, the backward's too, has no public name."""
 ITEM = torch.ops.aten._local_scalar_dense.default
 """What ``Tensor.item`` calls; a dispatch mode sees it under this name alone."""
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+"""What ``Tensor.reshape`` calls for a copy that it has made; a dispatch mode sees it under this name alone."""
 MODULE_CALL = nn.Module._call_impl.__code__
 """What every call of a module goes through, its hooks too: ``Module.__call__`` is an alias of another function."""
 
@@ -112,7 +114,8 @@ def list_module_tensors(model: nn.Module) -> list[ModuleTensors]:
 
 
 def list_modules_and_tensors(model: nn.Module) -> tuple[list[nn.Module], list[Any], list[torch.Tensor | None]]:
-    """Lists every module, the names in each, and every tensor: a cheap ``list_module_tensors`` for comparisons.
+    """Lists every module, the names in each, and every tensor: ``list_module_tensors`` for comparisons, as cheap as can
+    be.
 
     The name of a submodule that is None stands in a tuple.
     """
@@ -133,10 +136,24 @@ def list_modules_and_tensors(model: nn.Module) -> tuple[list[nn.Module], list[An
     return modules, names, tensors
 
 
+def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """``Module._modules``: ``named_children`` leaves out a module that is there under two names."""
+    children: dict[str, nn.Module | None] = get(module, "_modules")
+    return children
+
+
 def find_compiled_module(model: nn.Module) -> nn.Module | None:
-    """Returns the module inside of what ``torch.compile`` made: ``OptimizedModule._orig_mod``. None for any other."""
-    inner = getattr(model, "_orig_mod", None)
+    """Returns the module inside of what ``torch.compile`` made: ``OptimizedModule._orig_mod``. None for any other.
+
+    Among the module's own: FSDP1's has every attribute of what it wraps.
+    """
+    inner = getattr(model, "_modules", {}).get("_orig_mod")
     return inner if isinstance(inner, nn.Module) else None
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Tells the storages of tensors apart, also on the meta device, where all begin at 0: ``UntypedStorage._cdata``."""
+    return int(get(tensor.untyped_storage(), "_cdata"))
 
 
 def list_step_hooks(module: nn.Module) -> list[Any]:

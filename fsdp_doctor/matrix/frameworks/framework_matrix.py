@@ -82,7 +82,7 @@ class FrameworkMatrix:
         return next(axis for axis in self.axes if axis.name == name)
 
     def find_method(self, name: str) -> FrameworkMethod:
-        return next(path for path in self.methods if path.name == name)
+        return next(method for method in self.methods if method.name == name)
 
 
 class _Table(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

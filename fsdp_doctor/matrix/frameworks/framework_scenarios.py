@@ -64,7 +64,7 @@ class FrameworkScenario:
 
     def list_methods(self) -> tuple[FrameworkMethod, ...]:
         """The methods that make sense in it, in the order in which they run."""
-        return tuple(path for path in self.matrix.methods if path.has_values(self.values))
+        return tuple(method for method in self.matrix.methods if method.has_values(self.values))
 
 
 @dataclass(frozen=True, order=True)
@@ -135,7 +135,7 @@ def parse_framework_id(text: str) -> FrameworkCase:
     """
     head, _, rest = text.partition(":")
     framework = _find_framework(head, f"case {text!r}")
-    *words, path = rest.split("/")
+    *words, method = rest.split("/")
     axis_of = _map_values_to_axes(framework)
     values: dict[str, str] = {}
     for word in words:
@@ -148,10 +148,10 @@ def parse_framework_id(text: str) -> FrameworkCase:
     if missing := [axis.name for axis in axes if axis.always_in_id and axis.name not in values]:
         raise UsageError(f"case {text!r} has no value for {' and '.join(missing)}")
     scenario = make_framework_scenario(framework, values)
-    names = [path.name for path in scenario.list_methods()]
-    if path not in names:
-        raise UsageError(f"case {text!r}: {scenario.id} has no path {path!r}{describe_nearest(path, names)}")
-    return FrameworkCase(scenario, path)
+    names = [method.name for method in scenario.list_methods()]
+    if method not in names:
+        raise UsageError(f"case {text!r}: {scenario.id} has no path {method!r}{describe_nearest(method, names)}")
+    return FrameworkCase(scenario, method)
 
 
 def is_framework_id(text: str) -> bool:
@@ -167,7 +167,7 @@ def list_scenarios(framework: FrameworkName) -> Iterator[FrameworkScenario]:
 
 def check_methods(frameworks: Sequence[FrameworkName], names: Iterable[str]) -> None:
     """Raises UsageError for a method that none of the frameworks has."""
-    known = [path.name for framework in frameworks for path in FRAMEWORKS[framework].methods]
+    known = [method.name for framework in frameworks for method in FRAMEWORKS[framework].methods]
     for name in names:
         if name not in known:
             raise UsageError(
