@@ -100,14 +100,14 @@ def _send_packed(
         yield from iterate_entries(pull())
         return
     devices: dict[str, torch.device] = {}
-    with _noting_races(given.device, note):
+    with _note_races(given.device, note):
         before()
-        buckets = packed_buckets(_noting_devices(iterate_entries(pull()), devices), _BUFFER_BYTES)
+        buckets = packed_buckets(_note_devices(iterate_entries(pull()), devices), _BUFFER_BYTES)
         slots: list[tuple[Any, PackedBucket | None]] = [(_make_stream(given.device), None) for _ in range(2)]
         for number in itertools.count():
             stream, sent = slots[number % 2]
             _finish_slot(stream, sent)
-            with _under(stream):
+            with _enter_stream(stream):
                 bucket = next(buckets, None)
                 if bucket is not None:
                     host = torch.empty(bucket.buffer.shape, dtype=torch.uint8, pin_memory=stream is not None)
@@ -120,7 +120,7 @@ def _send_packed(
     yield from _take_received(devices)
 
 
-def _noting_devices(entries: _Entries, devices: dict[str, torch.device]) -> _Entries:
+def _note_devices(entries: _Entries, devices: dict[str, torch.device]) -> _Entries:
     for name, tensor in entries:
         devices[name] = tensor.device
         yield name, tensor
@@ -138,7 +138,7 @@ def _make_stream(device: torch.device) -> Any:
     return torch.get_device_module(device).Stream(device) if device.type != "cpu" else None
 
 
-def _under(stream: Any) -> contextlib.AbstractContextManager[Any]:
+def _enter_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
     context: contextlib.AbstractContextManager[Any] = (
         torch.get_device_module(stream.device).stream(stream) if stream is not None else contextlib.nullcontext()
     )
@@ -146,7 +146,7 @@ def _under(stream: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def _noting_races(device: torch.device, note: _Note) -> Iterator[None]:
+def _note_races(device: torch.device, note: _Note) -> Iterator[None]:
     """The emulated device alone detects races."""
     if device.type != "emulated":
         yield
@@ -172,7 +172,7 @@ def _write_weights(given: MethodArguments) -> None:
 def _send_colocated(entries: _Entries, given: MethodArguments) -> _Entries:
     devices: dict[str, torch.device] = {}
     buffer: torch.Tensor | None = None
-    for bucket in packed_buckets(_noting_devices(entries, devices), _BUFFER_BYTES):
+    for bucket in packed_buckets(_note_devices(entries, devices), _BUFFER_BYTES):
         if buffer is None or len(buffer) < len(bucket.buffer):
             buffer = torch.empty_like(bucket.buffer)
         shared = buffer[: len(bucket.buffer)].copy_(bucket.buffer)
