@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
+import secrets
 import time
 
 import torch
@@ -51,7 +52,9 @@ def _make_backend(store: dist.Store, rank: int, size: int, timeout: datetime.tim
     store = dist.PrefixStore("emulated", store)
     host = dist.ProcessGroupGloo(store, rank, size, timeout)
     file = shared_memory.open_for_group(store, rank, size, _C.shared_bytes(size))
-    backend: dist.Backend = _C.make_backend(host, file, timeout, _make_backend)
+    if rank == 0:
+        store.set("name", secrets.token_hex(3))
+    backend: dist.Backend = _C.make_backend(host, file, store.get("name").decode(), timeout, _make_backend)
     return backend
 
 

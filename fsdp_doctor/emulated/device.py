@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
+import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -451,3 +453,61 @@ def data_races() -> list[str]:
     """The races that ``race_detection`` has found since the last call, one sentence each."""
     races: list[str] = _C.take_races()
     return races
+
+
+@contextlib.contextmanager
+def note_launch_order(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Context in which the collectives of this process are noted in ``directory``, for :func:`find_order_cycle`.
+
+    Processes that are given the same directory, and use the same device, are noted in the order of their launches.
+    Raises OSError where the directory cannot be made.
+    """
+    os.makedirs(directory, exist_ok=True)
+    _C.log_launches(os.fspath(directory))
+    try:
+        yield
+    finally:
+        _C.log_launches("")
+
+
+def find_order_cycle(directory: str | os.PathLike[str]) -> str:
+    """Says in which orders two or more devices launch collectives that wait for one another; empty if none do.
+
+    It is exact for a model: a device runs one collective at a time, over all groups and processes, in the order of
+    their launch, and is through with it when every member has begun it. Then all end if and only if the orders of all
+    devices fit together, so nothing has to be waited for. NCCL promises no more than that, and a GPU may do better:
+    what is found is a hazard, not a certainty.
+    """
+    following: dict[str, dict[str, str]] = {}
+    for file in sorted(pathlib.Path(directory).iterdir()):
+        for before, after in itertools.pairwise(file.read_text().splitlines()):
+            following.setdefault(before, {}).setdefault(after, file.name)
+    cycle = _find_cycle(following)
+    steps = [(before, after, following[before][after]) for before, after in itertools.pairwise([*cycle, *cycle[:1]])]
+    # From one device's first to its last.
+    runs = [list(run) for _, run in itertools.groupby(steps, key=lambda step: step[2])]
+    return "; ".join(
+        f"emulated:{run[0][2]} launches {_describe(run[0][0])} before {_describe(run[-1][1])}" for run in runs
+    )
+
+
+def _find_cycle(following: dict[str, dict[str, str]]) -> list[str]:
+    done: set[str] = set()
+    for start in following:
+        path: dict[str, Iterator[str]] = {start: iter(following[start])} if start not in done else {}
+        while path:
+            here = next(reversed(path))
+            there = next(path[here], None)
+            if there in path:
+                return list(path)[list(path).index(there) :]
+            if there is None:
+                done.add(here)
+                del path[here]
+            elif there not in done:
+                path[there] = iter(following.get(there, ()))
+    return []
+
+
+def _describe(launch: str) -> str:
+    group, number, kind = launch.split()
+    return f"{kind} {number} of group {group}"

@@ -11,11 +11,17 @@
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <condition_variable>
+#include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -210,6 +216,42 @@ struct Task {
   at::ThreadLocalState caller{}; // inference mode among it: the tensors are of the caller's making
 };
 
+// In which order the collectives of a device are launched, by all groups and all processes: a file for each device, to
+// which every process appends.
+class LaunchLog {
+ public:
+  // An empty directory ends it.
+  void write_to(const std::string& directory) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [device, file] : files_) {
+      close(file);
+    }
+    files_.clear();
+    directory_ = directory;
+  }
+
+  void note(c10::DeviceIndex device, const std::string& line) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (directory_.empty()) {
+      return;
+    }
+    auto& file = files_.try_emplace(device, -1).first->second;
+    if (file < 0) {
+      const auto path = directory_ + "/" + std::to_string(static_cast<int>(device));
+      file = open(path.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
+    }
+    const auto written = ::write(file, line.data(), line.size());
+    TORCH_CHECK(written == static_cast<ssize_t>(line.size()), "cannot write to ", directory_, ": ", std::strerror(errno));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::string directory_;
+  std::map<c10::DeviceIndex, int> files_;
+};
+
+LaunchLog launch_log;
+
 // Complete when all of them are.
 class Together : public c10d::Work {
  public:
@@ -381,10 +423,12 @@ class Backend final : public c10d::Backend {
   Backend(
       const c10::intrusive_ptr<c10d::Backend>& host,
       std::unique_ptr<Agreement> agreement,
+      std::string name,
       std::chrono::milliseconds timeout,
       MakeBackend make)
       : c10d::Backend(host->getRank(), host->getSize()),
         host_(host),
+        name_(std::move(name)),
         line_(std::make_shared<Line>(std::move(agreement))),
         options_(c10::make_intrusive<GroupOptions>("emulated", timeout)),
         make_(std::move(make)) {
@@ -790,6 +834,9 @@ class Backend final : public c10d::Backend {
     if (task.asks) {
       last_ = task.done;
       sequence_ += 1;
+      launch_log.note(
+          device_.index(),
+          name_ + " " + std::to_string(sequence_) + " " + c10d::opTypeToString(task.header.type) + "\n");
     }
     if (coalesced_.has_value()) {
       coalesced_->push_back(work);
@@ -822,6 +869,7 @@ class Backend final : public c10d::Backend {
   }
 
   c10::intrusive_ptr<c10d::Backend> host_;
+  std::string name_; // the same on all ranks
   std::shared_ptr<Line> line_;
   const c10::StreamId stream_ = next_stream();
   c10::intrusive_ptr<GroupOptions> options_;
@@ -836,11 +884,12 @@ class Backend final : public c10d::Backend {
 c10::intrusive_ptr<Backend> make_backend(
     const c10::intrusive_ptr<c10d::Backend>& host,
     int file,
+    std::string name,
     std::chrono::milliseconds timeout,
     MakeBackend make) {
   auto agreement =
       file >= 0 ? agree_over_memory(file, host->getRank(), host->getSize()) : agree_over_messages(host);
-  return c10::make_intrusive<Backend>(host, std::move(agreement), timeout, std::move(make));
+  return c10::make_intrusive<Backend>(host, std::move(agreement), std::move(name), timeout, std::move(make));
 }
 
 } // namespace
@@ -854,6 +903,7 @@ void bind_collectives(py::module_& m) {
       .def_property_readonly("options", &Backend::getBackendOptions);
   m.def("shared_bytes", &shared_bytes);
   m.def("make_backend", &make_backend);
+  m.def("log_launches", [](const std::string& directory) { launch_log.write_to(directory); });
 }
 
 } // namespace emulated
