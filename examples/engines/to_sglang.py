@@ -12,14 +12,17 @@ import fsdp_doctor.engines
 
 
 def sync(model: nn.Module, engine: Any, tp_size: int, bucket_bytes: int = 512 << 20) -> None:
-    """After a training step, on every rank. engine: an ``sglang.Engine`` on the same node; None on the other ranks."""
-    tensors = fsdp_doctor.full_tensors(model, dtype=torch.bfloat16, names="auto")
+    """After a training step, on every rank. engine: an ``sglang.Engine`` on the same node; None on the other ranks.
+
+    On its GPUs no rank may gather while another one sends. If it raises, the other ranks raise RankLeft.
+    """
     if engine is not None:
         engine.begin_weight_update()
-    for bucket in fsdp_doctor.engines.sglang_buckets(tensors, bucket_bytes):
-        if engine is not None:
-            engine.update_weights_from_tensor(
-                named_tensors=bucket.serialized(tp_size), load_format="flattened_bucket", flush_cache=False
-            )
+    with fsdp_doctor.full_tensors(model, dtype=torch.bfloat16, names="auto", in_step=True) as tensors:
+        for bucket in fsdp_doctor.engines.sglang_buckets(tensors, bucket_bytes):
+            if engine is not None:
+                engine.update_weights_from_tensor(
+                    named_tensors=bucket.serialized(tp_size), load_format="flattened_bucket", flush_cache=False
+                )
     if engine is not None:
         engine.end_weight_update()

@@ -16,11 +16,13 @@ def connect(model: nn.Module, url: str) -> Any:
     from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-    source = fsdp_doctor.engines.vllm_weight_source(model, dtype=torch.bfloat16)
+    # On the same GPUs no rank may gather while another one sends.
+    source = fsdp_doctor.engines.vllm_weight_source(model, dtype=torch.bfloat16, in_step=True)
     init_info = IPCTrainerInitInfo(rank=dist.get_rank(), packed=True)
     return WeightTransferTrainerFactory.trainer_init(init_info, client=HTTPVLLMWeightSyncClient(url), source=source)
 
 
 def sync(trainer: Any) -> None:
-    """After a training step, on every rank."""
-    trainer.send_weights()
+    """After a training step, on every rank. If it raises, the other ranks raise RankLeft, and none of them waits."""
+    with trainer.source:
+        trainer.send_weights()

@@ -105,7 +105,7 @@ def test_vllms_trainer_is_given_a_source_and_sends() -> None:
 
     def trainer_init(init_info: Any, *, client: Any, source: Any) -> Any:
         assert (init_info.rank, init_info.packed, client) == (this_rank(), True, "client of http://engine")
-        return SimpleNamespace(send_weights=lambda: found.update(source.iter_full()))
+        return SimpleNamespace(source=source, send_weights=lambda: found.update(source.iter_full()))
 
     with engine_modules.vllm("stand-in"):
         package = sys.modules["vllm.distributed.weight_transfer"]
