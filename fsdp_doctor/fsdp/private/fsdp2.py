@@ -59,10 +59,7 @@ class Fsdp2Unit:
         places: list[tuple[nn.Module, str]] = []
         for param in _list_params(self.state) if self.is_initialized else ():
             info = get(param, "_module_info")
-            if (
-                not info.shared_modules
-                and info.module._count_parameter_bytes.get(info.param_name) is param.sharded_param
-            ):
+            if not info.shared_modules and info.module._parameters.get(info.param_name) is param.sharded_param:
                 continue
             gathered = [getattr(param, name, None) for name in ("sharded_param", *_SHOWN_IN_ITS_PLACE)]
             modules, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
