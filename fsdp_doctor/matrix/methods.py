@@ -52,8 +52,6 @@ class MatrixMethod(Method):
     def _suits_loading(self, scenario: Scenario) -> bool:
         """Whether what it loads can be on meta, and a checkpoint of its form can be as the scenario has it."""
         contract = self.contract
-        if scenario.sharding.needs_fsdp2:  # loads are not tried with these
-            return False
         if scenario.init.is_meta and contract.loads != "model":
             return False
         if scenario.checkpoint.saved_elsewhere:
