@@ -18,8 +18,8 @@ from fsdp_doctor.checkpoints.record import (
     SavedPiece,
     SavedTensor,
     State,
-    optimizer_slot,
-    parameter_name,
+    get_parameter_name,
+    parse_optimizer_slot,
 )
 from fsdp_doctor.checkpoints.scanning import PAGE_BYTES, Scans, SpanScan
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
@@ -47,25 +47,25 @@ class CheckpointEvidence:
     checkpoint: SavedCheckpoint
     scans: Scans
 
-    def scans_of(self, tensor: SavedTensor) -> list[tuple[SavedPiece, SpanScan]]:
+    def find_scans(self, tensor: SavedTensor) -> list[tuple[SavedPiece, SpanScan]]:
         """The pieces that have elements and were read."""
-        pairs = ((piece, self.scans.of(piece, tensor.itemsize)) for piece in tensor.pieces if piece.numel)
+        pairs = ((piece, self.scans.find(piece, tensor.itemsize)) for piece in tensor.pieces if piece.numel)
         return [(piece, scan) for piece, scan in pairs if scan is not None]
 
     def is_zero(self, tensor: SavedTensor) -> bool:
-        scans = self.scans_of(tensor)
+        scans = self.find_scans(tensor)
         return bool(scans) and all(scan.is_zero for _, scan in scans)
 
-    def checksum(self, tensor: SavedTensor) -> int | None:
+    def find_checksum(self, tensor: SavedTensor) -> int | None:
         """That of a whole tensor in one piece; None of others."""
-        match self.scans_of(tensor):
+        match self.find_scans(tensor):
             case [(piece, scan)] if piece.is_contiguous and piece.shape == tensor.shape:
                 return scan.crc
         return None
 
-    def model_config(self, state: State) -> dict[str, Any]:
+    def find_model_config(self, state: State) -> dict[str, Any]:
         """The facts of config.json, those of the text model first; empty if the weights are quantized."""
-        config = self.checkpoint.setting(state.directory, "config.json")
+        config = self.checkpoint.find_setting(state.directory, "config.json")
         inner = config.get("text_config")
         return {} if "quantization_config" in config else config | (inner if isinstance(inner, dict) else {})
 
@@ -95,14 +95,14 @@ def find_gaps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
             evidence.checkpoint.unchecked.append(f"{tensor.name}: whether its {len(boxes)} pieces overlap")
         elif tensor.shape and all(o[1:] == boxes[0][0][1:] and s[1:] == tensor.shape[1:] for o, s in boxes):
             yield from _sweep_rows(tensor, file, [(o[0], o[0] + s[0]) for o, s in boxes])
-        elif any(_overlap(one, two) for one, two in itertools.combinations(boxes, 2)):
+        elif any(_do_overlap(one, two) for one, two in itertools.combinations(boxes, 2)):
             yield Symptom(Trouble.OVERLAP, "pieces of it overlap", file, tensor.name)
         elif (covered := sum(math.prod(s) for _, s in boxes)) < tensor.numel:
             missing = tensor.numel - covered
             yield Symptom(Trouble.GAP, f"{missing} of {tensor.numel} elements are in no file", file, tensor.name)
 
 
-def _overlap(one: tuple[Sequence[int], Sequence[int]], two: tuple[Sequence[int], Sequence[int]]) -> bool:
+def _do_overlap(one: tuple[Sequence[int], Sequence[int]], two: tuple[Sequence[int], Sequence[int]]) -> bool:
     return all(max(a, b) < min(a + n, b + m) for a, n, b, m in zip(*one, *two, strict=True))
 
 
@@ -138,15 +138,15 @@ def compare_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
     """Tensors that some ranks lack, and copies of a tensor that differ between ranks."""
     ranks = {piece.rank for tensor in state.tensors.values() for piece in tensor.pieces}
     for tensor in state.tensors.values():
-        slot = optimizer_slot(tensor)
-        if state.role(tensor.path) == "other" or (slot and slot[1] == "step"):
+        slot = parse_optimizer_slot(tensor)
+        if state.find_role(tensor.path) == "other" or (slot and slot[1] == "step"):
             continue
         here = {piece.rank for piece in tensor.pieces}
         if state.arrangement is Arrangement.RANK_FILES and here != ranks:
             what = f"rank {join_some(sorted(map(str, here)))} alone has it, of {len(ranks)} ranks"
             yield Symptom(Trouble.RANKS_DISAGREE, what, tensor.file, tensor.name)
         values: dict[Any, tuple[SavedPiece, int | None]] = {}
-        for piece, scan in evidence.scans_of(tensor) if state.arrangement is not Arrangement.WHOLE else ():
+        for piece, scan in evidence.find_scans(tensor) if state.arrangement is not Arrangement.WHOLE else ():
             first, crc = values.setdefault((piece.offsets, piece.shape, piece.strides), (piece, scan.crc))
             if crc != scan.crc and piece.is_contiguous:
                 what = f"it differs from the copy in {first.file}"
@@ -161,8 +161,8 @@ def compare_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
             values[path]["", rank] = number
     for tensor in state.tensors.values():
         if tensor.last_name == "step" and tensor.numel == 1:
-            for piece, scan in evidence.scans_of(tensor):
-                if (value := _number(tensor.dtype, scan.head)) is not None:
+            for piece, scan in evidence.find_scans(tensor):
+                if (value := _parse_number(tensor.dtype, scan.head)) is not None:
                     values[tensor.path][piece.file, piece.rank] = value
     for path, by_rank in values.items():
         if len(set(by_rank.values())) > 1:
@@ -175,7 +175,7 @@ def compare_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
         yield Symptom(Trouble.STEPS_VARY, what, state.directory)
 
 
-def _number(dtype: str, head: bytes) -> float | None:
+def _parse_number(dtype: str, head: bytes) -> float | None:
     code = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}.get(dtype)
     size = struct.calcsize(code) if code else 0
     return float(struct.unpack(code, head[:size])[0]) if code and len(head) >= size else None
@@ -188,19 +188,19 @@ def find_nonfinite(evidence: CheckpointEvidence, state: State) -> Iterator[Sympt
     for tensor in state.tensors.values():
         if _MASK.search(tensor.last_name):
             continue
-        for piece, scan in evidence.scans_of(tensor):
+        for piece, scan in evidence.find_scans(tensor):
             if scan.first_bad is None:
                 continue
             parts = {"NaN": scan.num_nan, "inf": scan.num_inf, "-inf": scan.num_minus_inf}
             what = "it holds " + ", ".join(f"{count} {kind}" for kind, count in parts.items() if count)
-            is_bad = scan.num_nan or scan.num_inf or state.role(tensor.path) == "optimizer"
-            row = _row(piece, scan.first_bad) if piece.is_contiguous else None
+            is_bad = scan.num_nan or scan.num_inf or state.find_role(tensor.path) == "optimizer"
+            row = _locate_row(piece, scan.first_bad) if piece.is_contiguous else None
             yield Symptom(
                 Trouble.NONFINITE if is_bad else Trouble.INFINITE, what, piece.file, tensor.name, row, piece.rank
             )
 
 
-def _row(piece: SavedPiece, element: int) -> tuple[int, int] | None:
+def _locate_row(piece: SavedPiece, element: int) -> tuple[int, int] | None:
     if not piece.shape:
         return None
     row = piece.offsets[0] + element // math.prod(piece.shape[1:])
@@ -210,29 +210,29 @@ def _row(piece: SavedPiece, element: int) -> tuple[int, int] | None:
 def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Matrices, ranks' rows and blocks of the file that are zero where others like them are not."""
     families: dict[str, list[SavedTensor]] = defaultdict(list)
-    for tensor in state.of_role("model"):
-        if len(tensor.shape) > 1 and tensor.numel and not _LORA.match(parameter_name(tensor)):
-            families[_family(tensor)].append(tensor)
+    for tensor in state.select("model"):
+        if len(tensor.shape) > 1 and tensor.numel and not _LORA.match(get_parameter_name(tensor)):
+            families[_name_family(tensor)].append(tensor)
     for members in families.values():
         zero = [tensor for tensor in members if evidence.is_zero(tensor)]
         for tensor in zero if len(zero) < len(members) else ():
             what = f"it is zero, and of {len(members)} tensors like it {len(members) - len(zero)} are not"
             yield Symptom(Trouble.ZERO_MATRIX, what, tensor.file, tensor.name)
     for tensor in state.tensors.values():
-        scans = evidence.scans_of(tensor)
+        scans = evidence.find_scans(tensor)
         if all(scan.is_zero for _, scan in scans):
             continue
-        is_matrix = len(tensor.shape) > 1 and state.role(tensor.path) == "model"
+        is_matrix = len(tensor.shape) > 1 and state.find_role(tensor.path) == "model"
         for piece, scan in scans:
             if scan.is_zero and is_matrix and state.arrangement is not Arrangement.WHOLE:
                 is_last = piece.offsets[0] + piece.shape[0] == tensor.shape[0]
                 trouble = Trouble.ZERO_ROWS if is_last and _EMBEDDING.search(tensor.name) else Trouble.ZERO_RANK
                 yield Symptom(trouble, "these rows are zero", piece.file, tensor.name, piece.rows, piece.rank)
             elif not scan.is_zero and piece.is_contiguous and piece.shape:
-                yield from _zero_runs(evidence, tensor, piece, scan, is_matrix)
+                yield from _judge_zero_runs(evidence, tensor, piece, scan, is_matrix)
 
 
-def _zero_runs(
+def _judge_zero_runs(
     evidence: CheckpointEvidence, tensor: SavedTensor, piece: SavedPiece, scan: SpanScan, is_matrix: bool
 ) -> Iterator[Symptom]:
     row_bytes = piece.numel // piece.shape[0] * tensor.itemsize
@@ -243,7 +243,7 @@ def _zero_runs(
         slack = max(tensor.itemsize, 8)
         if begin > first * row_bytes - slack and end - after * row_bytes < slack and is_matrix:
             if not (_EMBEDDING.search(tensor.name) and after == piece.shape[0]):
-                whose = _share(piece.shape[0], first, after)
+                whose = _describe_share(piece.shape[0], first, after)
                 trouble = Trouble.ZERO_RANK if whose else Trouble.ZERO_ROWS
                 yield Symptom(trouble, f"these rows are zero{whose}", piece.file, tensor.name, rows, piece.rank)
             else:
@@ -257,7 +257,7 @@ def _zero_runs(
             yield Symptom(Trouble.ZERO_BLOCK, what, piece.file, tensor.name, rows, piece.rank)
 
 
-def _share(rows: int, first: int, after: int) -> str:
+def _describe_share(rows: int, first: int, after: int) -> str:
     """Words for whose rows they are, if they are those of whole ranks of a job of 2 to 1024."""
     for world in (2**power for power in range(10, 0, -1)):
         share = -(-rows // world)
@@ -268,12 +268,12 @@ def _share(rows: int, first: int, after: int) -> str:
 
 def find_experts(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Experts that are missing, or all the same."""
-    config = evidence.model_config(state)
+    config = evidence.find_model_config(state)
     keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     said = next((config[key] for key in keys if isinstance(config.get(key), int)), None)
     experts: dict[tuple[str, str], dict[int, SavedTensor]] = defaultdict(dict)
-    for tensor in state.of_role("model"):
-        if found := _EXPERT.match(parameter_name(tensor)):
+    for tensor in state.select("model"):
+        if found := _EXPERT.match(get_parameter_name(tensor)):
             experts[found["layer"], found["rest"]][int(found["number"])] = tensor
     for (layer, rest), by_number in experts.items():
         name, file = f"{layer}.*.{rest}", next(iter(by_number.values())).file
@@ -281,7 +281,7 @@ def find_experts(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom
         if missing := sorted(set(range(expected)) - by_number.keys()):
             what = f"of {expected} experts {len(missing)} are missing: {join_some(list(map(str, missing)))}"
             yield Symptom(Trouble.EXPERTS, what, file, name)
-        sums = {evidence.checksum(tensor) for tensor in by_number.values()}
+        sums = {evidence.find_checksum(tensor) for tensor in by_number.values()}
         one = by_number[min(by_number)]
         are_equal = len(by_number) > 1 and len(sums) == 1 and None not in sums
         if are_equal and len(one.shape) > 1 and not evidence.is_zero(one):
@@ -291,10 +291,10 @@ def find_experts(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom
 def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Halves without the other, a rank that adapter_config.json denies, and B that never moved from zero."""
     halves: dict[str, dict[str, SavedTensor]] = defaultdict(dict)
-    for tensor in state.of_role("model"):
-        if found := _LORA.match(parameter_name(tensor)):
+    for tensor in state.select("model"):
+        if found := _LORA.match(get_parameter_name(tensor)):
             halves[found["module"]][found["half"]] = tensor
-    config = evidence.checkpoint.setting(state.directory, "adapter_config.json")
+    config = evidence.checkpoint.find_setting(state.directory, "adapter_config.json")
     for module, by_half in halves.items():
         file = next(iter(by_half.values())).file
         if len(by_half) == 1:
@@ -309,7 +309,7 @@ def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
             what = f"it is zero, and {len(matrices) - len(zero)} of {len(matrices)} are not"
             yield Symptom(Trouble.LORA_ZERO, what, tensor.file, tensor.name)
     elif zero:
-        step = evidence.checkpoint.setting(state.directory, "trainer_state.json").get("global_step")
+        step = evidence.checkpoint.find_setting(state.directory, "trainer_state.json").get("global_step")
         trouble = Trouble.LORA_ZERO if isinstance(step, int) and step > 0 else Trouble.LORA_START
         after = f" after {step} steps" if trouble is Trouble.LORA_ZERO else ""
         yield Symptom(trouble, f"all {len(zero)} lora_B are zero{after}", zero[0].file)
@@ -319,12 +319,12 @@ def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
 
 
 def find_wrapped_names(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    names = [parameter_name(tensor) for tensor in state.of_role("model")]
+    names = [get_parameter_name(tensor) for tensor in state.select("model")]
     wrapped = [name for name in names if _WRAPPERS.search(name)]
     if not wrapped and names and all(name.startswith("module.") for name in names):
         wrapped = names
     if wrapped:
-        is_hub = evidence.checkpoint.setting(state.directory, "config.json") or ".safetensors" in state.files[0]
+        is_hub = evidence.checkpoint.find_setting(state.directory, "config.json") or ".safetensors" in state.files[0]
         trouble = Trouble.PREFIX if is_hub else Trouble.WRAPPED
         what = f"{len(wrapped)} of {len(names)} names have a wrapper's prefix, such as {wrapped[0]}"
         yield Symptom(trouble, what, state.files[0])
@@ -334,11 +334,11 @@ def find_flat_shards(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
     """Local shards that were saved in the place of whole weights: flat or empty."""
     if state.arrangement is not Arrangement.WHOLE or not state.files:
         return
-    ranks = Counter((_family(tensor), len(tensor.shape)) for tensor in state.of_role("model"))
-    for tensor in state.of_role("model"):
-        name = parameter_name(tensor)
+    ranks = Counter((_name_family(tensor), len(tensor.shape)) for tensor in state.select("model"))
+    for tensor in state.select("model"):
+        name = get_parameter_name(tensor)
         others = max(
-            (count for (family, dims), count in ranks.items() if family == _family(tensor) and dims > 1), default=0
+            (count for (family, dims), count in ranks.items() if family == _name_family(tensor) and dims > 1), default=0
         )
         if "flat_param" in name:
             yield Symptom(Trouble.FLAT, "it is the flat parameter of FSDP1, and no weight", state.files[0], name)
@@ -350,11 +350,11 @@ def find_flat_shards(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
 
 
 def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    config = evidence.model_config(state)
+    config = evidence.find_model_config(state)
     vocabulary, hidden = config.get("vocab_size"), config.get("hidden_size", config.get("n_embd"))
     has_projection = {"embedding_size", "word_embed_proj_dim"} & config.keys()
-    for tensor in state.of_role("model"):
-        name, file = parameter_name(tensor), tensor.file
+    for tensor in state.select("model"):
+        name, file = get_parameter_name(tensor), tensor.file
         if len(tensor.shape) == 2 and _EMBEDDING.search(name):
             rows, columns = tensor.shape
             if isinstance(hidden, int) and columns != hidden and not has_projection:
@@ -377,8 +377,8 @@ def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[
 
 def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Layers, tensors of one layer, and heads that a model of this kind has."""
-    config = evidence.model_config(state)
-    names = {parameter_name(tensor): tensor for tensor in state.of_role("model")}
+    config = evidence.find_model_config(state)
+    names = {get_parameter_name(tensor): tensor for tensor in state.select("model")}
     if any(_LORA.match(name) for name in names) or not state.files:
         return
     stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
@@ -407,17 +407,17 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
         what = "it is missing, and config.json does not tie it to the embedding"
         yield Symptom(Trouble.MISSING_TENSOR, what, state.files[0], "lm_head.weight")
     if ties is True and head is not None and embedding is not None:
-        sums = evidence.checksum(head), evidence.checksum(embedding)
+        sums = evidence.find_checksum(head), evidence.find_checksum(embedding)
         if None not in sums and sums[0] != sums[1]:
-            what = f"it differs from {parameter_name(embedding)}, to which config.json ties it"
+            what = f"it differs from {get_parameter_name(embedding)}, to which config.json ties it"
             yield Symptom(Trouble.TIED, what, head.file, "lm_head.weight")
 
 
 def find_mixed_dtypes(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     families: dict[str, list[SavedTensor]] = defaultdict(list)
-    for tensor in state.of_role("model"):
+    for tensor in state.select("model"):
         if len(tensor.shape) > 1:
-            families[_family(tensor)].append(tensor)
+            families[_name_family(tensor)].append(tensor)
     for members in families.values():
         (common, count), *others = Counter(tensor.dtype for tensor in members).most_common()
         for tensor in members if others and count * 3 > len(members) * 2 else ():
@@ -426,7 +426,7 @@ def find_mixed_dtypes(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
                 yield Symptom(Trouble.DTYPES, what, tensor.file, tensor.name)
 
 
-def _family(tensor: SavedTensor) -> str:
+def _name_family(tensor: SavedTensor) -> str:
     return re.sub(r"\d+", "#", tensor.name)
 
 
@@ -438,14 +438,17 @@ def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
     states = evidence.checkpoint.states
     with_state: set[str] = set()
     for state in states:
-        slots = [slot for tensor in state.of_role("optimizer") if (slot := optimizer_slot(tensor))]
+        slots = [slot for tensor in state.select("optimizer") if (slot := parse_optimizer_slot(tensor))]
         ids = {f"{number:g}" for (path, _), number in state.numbers.items() if path[-2:-1] == ("params",)}
         with_state |= {name for name, _ in slots}
         if lacking := sorted(ids - {name for name, _ in slots}) if slots else []:
             what = f"of {len(ids)} parameters {len(lacking)} have no state: {join_some(lacking)}"
             yield Symptom(Trouble.NO_OPTIMIZER, what, state.directory)
     model = {
-        parameter_name(tensor): tensor for state in states for tensor in state.of_role("model") if len(tensor.shape) > 0
+        get_parameter_name(tensor): tensor
+        for state in states
+        for tensor in state.select("model")
+        if len(tensor.shape) > 0
     }
     has_training_state = any(state.label == "extra_state" for state in states) or any(
         pathlib.PurePath(path).name == "trainer_state.json" for path in evidence.checkpoint.settings

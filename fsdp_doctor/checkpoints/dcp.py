@@ -13,7 +13,7 @@ from fsdp_doctor.checkpoints.files import BadFile, OpenFile
 from fsdp_doctor.checkpoints.pickles import Pickled, load_pickle
 from fsdp_doctor.checkpoints.record import Member, SavedPiece, Shape
 from fsdp_doctor.checkpoints.safetensors_files import Header, read_header
-from fsdp_doctor.checkpoints.torch_files import read_torch_file, tensors_of
+from fsdp_doctor.checkpoints.torch_files import find_tensors, read_torch_file
 
 METADATA = re.compile(r"(__\d+)?\.metadata")
 _RANK = re.compile(r"__(\d+)_\d+\.distcp")
@@ -62,30 +62,30 @@ def _interpret(value: Any) -> Metadata:
     if not isinstance(value, Pickled) or value.name != "Metadata":
         raise BadFile("is no metadata of a distributed checkpoint")
     places = {}
-    for index, info in value.fact("storage_data").items():
-        offsets = index.fact("offset")
-        places[index.fact("fqn"), tuple(offsets) if offsets is not None else None] = info
-    paths = value.fact("planner_data")
+    for index, info in value.get("storage_data").items():
+        offsets = index.get("offset")
+        places[index.get("fqn"), tuple(offsets) if offsets is not None else None] = info
+    paths = value.get("planner_data")
     items, homeless = [], []
-    for name, entry in value.fact("state_dict_metadata").items():
+    for name, entry in value.get("state_dict_metadata").items():
         keys = paths.get(name) if isinstance(paths, dict) else None
         path = tuple(map(str, keys)) if isinstance(keys, tuple | list) and keys else (name,)
-        for offsets, lengths in _chunks(entry):
-            info = places.get((name, offsets)) or (places.get((name, None)) if math.prod(entry_shape(entry)) else None)
+        for offsets, lengths in _read_chunks(entry):
+            info = places.get((name, offsets)) or (places.get((name, None)) if math.prod(_read_shape(entry)) else None)
             if info is None:
                 homeless.append(name)
                 continue
             items.append(
                 Item(
                     path,
-                    entry.fact("properties").state[0] if entry.name == "TensorStorageMetadata" else None,
-                    entry_shape(entry),
+                    entry.get("properties").state[0] if entry.name == "TensorStorageMetadata" else None,
+                    _read_shape(entry),
                     offsets or (),
                     lengths,
-                    str(info.fact("relative_path")),
-                    int(info.fact("offset")),
-                    int(info.fact("length")),
-                    tuple(map(str, info.fact("transform_descriptors") or ())),
+                    str(info.get("relative_path")),
+                    int(info.get("offset")),
+                    int(info.get("length")),
+                    tuple(map(str, info.get("transform_descriptors") or ())),
                 )
             )
             if (dtype := items[-1].dtype) is not None and dtype not in DTYPES:
@@ -93,14 +93,14 @@ def _interpret(value: Any) -> Metadata:
     return Metadata(items, homeless)
 
 
-def entry_shape(entry: Pickled) -> Shape:
-    return tuple(entry.fact("size")) if entry.name == "TensorStorageMetadata" else ()
+def _read_shape(entry: Pickled) -> Shape:
+    return tuple(entry.get("size")) if entry.name == "TensorStorageMetadata" else ()
 
 
-def _chunks(entry: Pickled) -> Iterator[tuple[Shape | None, Shape]]:
+def _read_chunks(entry: Pickled) -> Iterator[tuple[Shape | None, Shape]]:
     if entry.name == "TensorStorageMetadata":
-        for chunk in entry.fact("chunks"):
-            yield tuple(chunk.fact("offsets")), tuple(chunk.fact("sizes"))
+        for chunk in entry.get("chunks"):
+            yield tuple(chunk.get("offsets")), tuple(chunk.get("sizes"))
     else:
         yield None, ()
 
@@ -114,7 +114,7 @@ class ItemContents(NamedTuple):
     has_checksums: bool = False
 
 
-def rank_of(file: str) -> int | None:
+def parse_rank(file: str) -> int | None:
     found = _RANK.fullmatch(pathlib.PurePath(file).name)
     return int(found[1]) if found else None
 
@@ -124,14 +124,14 @@ def read_item(file: OpenFile, path: str, item: Item, header: Header | None) -> I
 
     Raises BadFile if there is something else than the metadata says.
     """
-    rank = rank_of(path)
+    rank = parse_rank(path)
     if header is not None:
         entry = header.tensors.get(item.name)
         if entry is None:
             raise BadFile("is not in the file", item.name)
         if (entry.dtype, entry.shape) != (item.dtype, item.lengths):
-            raise _other_form(item, entry.dtype, entry.shape)
-        piece = SavedPiece(path, entry.begin, entry.shape, item.offsets, compute_row_major_strides(entry.shape), rank)
+            raise _refuse_form(item, entry.dtype, entry.shape)
+        piece = SavedPiece(path, entry.begin, entry.shape, item.offsets, compute_strides(entry.shape), rank)
         return ItemContents([Member(item.name, entry.begin, entry.nbytes, None)], piece)
     read = read_torch_file(file, item.begin, item.nbytes)
     if read.refusal is not None:
@@ -141,22 +141,22 @@ def read_item(file: OpenFile, path: str, item: Item, header: Header | None) -> I
     contents = ItemContents(read.members, has_checksums=read.has_checksums)
     if item.dtype is None:
         return contents._replace(number=read.value if type(read.value) in (int, float) else None)
-    found = tensors_of(path, read, rank)
+    found = find_tensors(path, read, rank)
     if len(found.tensors) != 1 or found.tensors[0].path:
         raise BadFile("is no tensor in the file", item.name)
     (tensor,) = found.tensors
     if (tensor.dtype, tensor.shape) != (item.dtype, item.lengths):
-        raise _other_form(item, tensor.dtype, tensor.shape)
+        raise _refuse_form(item, tensor.dtype, tensor.shape)
     return contents._replace(piece=tensor.pieces[0]._replace(offsets=item.offsets))
 
 
-def _other_form(item: Item, dtype: str, shape: Shape) -> BadFile:
+def _refuse_form(item: Item, dtype: str, shape: Shape) -> BadFile:
     return BadFile(
         f"is {dtype} {list(shape)} in the file, and {item.dtype} {list(item.lengths)} in the metadata", item.name
     )
 
 
-def compute_row_major_strides(shape: Shape) -> Shape:
+def compute_strides(shape: Shape) -> Shape:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 

@@ -10,7 +10,8 @@ import stat
 from collections.abc import Iterator
 from typing import NamedTuple
 
-CHUNK_BYTES = 1 << 20
+# It stays in the processor's cache while it is summed and looked at.
+CHUNK_BYTES = 1 << 18
 
 
 class BadFile(Exception):
@@ -20,7 +21,7 @@ class BadFile(Exception):
         super().__init__(f"{tensor} {what}" if tensor else what)
         self.what, self.tensor = what, tensor
 
-    def about(self, path: object) -> str:
+    def describe(self, path: object) -> str:
         """The sentence about the file of that path."""
         return f"{path}: {self.tensor} {self.what}" if self.tensor else f"{path} {self.what}"
 
@@ -43,11 +44,13 @@ class OpenFile:
     Raises OSError if it cannot be opened, BadFile if it is no regular file: a pipe might make a reader wait forever.
     """
 
-    def __init__(self, method: pathlib.Path) -> None:
-        self.path = method
-        self._fd = os.open(method, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         status = os.fstat(self._fd)
-        self.size, self.version = status.st_size, version_of(status)
+        self.size, self.version = status.st_size, get_version(status)
+        # To look for a hole takes as long as the file is, so it is done only where there may be one.
+        self._may_have_holes = status.st_blocks * 512 < status.st_size
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise BadFile("is no file")
@@ -75,12 +78,18 @@ class OpenFile:
         """Exactly ``length`` bytes. Raises BadFile if the file ends before."""
         if offset < 0 or offset + length > self.size:
             raise BadFile(f"is truncated: it has {self.size} bytes, and {offset + length} are expected")
-        data = bytearray(length)
-        self.read_into(offset, memoryview(data))
-        return bytes(data)
+        data = os.pread(self._fd, length, offset)
+        while len(data) < length:
+            rest = bytearray(length - len(data))
+            self.read_into(offset + len(data), memoryview(rest))
+            data += rest
+        return data
 
-    def extents(self, begin: int, end: int) -> Iterator[Extent]:
+    def find_extents(self, begin: int, end: int) -> Iterator[Extent]:
         """Divides a range into what was written and what was not, where the file system knows."""
+        if not self._may_have_holes:
+            yield Extent(begin, end, False)
+            return
         while begin < end:
             data = _seek(self._fd, begin, os.SEEK_DATA, end)
             if begin < data:
@@ -91,12 +100,12 @@ class OpenFile:
                 data = hole
             begin = data
 
-    def changed(self) -> bool:
+    def has_changed(self) -> bool:
         """Whether it was written to, or another file has its name now. A file that was removed is as it was."""
         states = [os.fstat(self._fd)]
         with contextlib.suppress(FileNotFoundError):
             states.append(os.stat(self.path))
-        return any(version_of(state) != self.version for state in states)
+        return any(get_version(state) != self.version for state in states)
 
 
 def _seek(fd: int, offset: int, whence: int, end: int) -> int:
@@ -108,5 +117,5 @@ def _seek(fd: int, offset: int, whence: int, end: int) -> int:
         return offset if whence == os.SEEK_DATA else end
 
 
-def version_of(status: os.stat_result) -> tuple[int, int, int, int]:
+def get_version(status: os.stat_result) -> tuple[int, int, int, int]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -10,6 +10,11 @@ from typing import NamedTuple
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
+def strip_wrappers(name: str) -> str:
+    """Without the prefixes that torch.compile, FSDP1 and activation checkpointing put before the names of a module."""
+    return _WRAPPERS.sub("", name)
+
+
 class MatchedNames(NamedTuple):
     """left, right: the common form of each name. notes: what was stripped, and from which side."""
 
@@ -41,10 +46,10 @@ def match_names(
             stripped = {name: form.removeprefix(prefix) for name, form in sides[side].items()}
             try_to(side, stripped, f"the prefix {prefix}", asked=True)
     for side in (0, 1):
-        unwrapped = {name: _WRAPPERS.sub("", form) for name, form in sides[side].items()}
-        try_to(side, unwrapped, "the prefixes of wrappers", asked=_has_common_form(unwrapped, sides[1 - side]))
+        bare = {name: strip_wrappers(form) for name, form in sides[side].items()}
+        try_to(side, bare, "the prefixes of wrappers", asked=_have_common_form(bare, sides[1 - side]))
     for side in (0, 1):
-        if prefix := _prefix(sides[side].values(), sides[1 - side].values()):
+        if prefix := _find_prefix(sides[side].values(), sides[1 - side].values()):
             stripped = {name: form.removeprefix(prefix) for name, form in sides[side].items()}
             try_to(side, stripped, f"the prefix {prefix}")
     return MatchedNames(sides[0], sides[1], notes)
@@ -54,13 +59,13 @@ def _count(names: dict[str, str], common: set[str]) -> int:
     return sum(form in common for form in names.values())
 
 
-def _has_common_form(unwrapped: dict[str, str], other: dict[str, str]) -> bool:
+def _have_common_form(bare: dict[str, str], other: dict[str, str]) -> bool:
     """Whether the other side has wrappers too, or a prefix more, so that only both together make names the same."""
-    forms = {_WRAPPERS.sub("", form) for form in other.values()}
-    return bool(_count(unwrapped, forms) or _prefix(unwrapped.values(), forms) or _prefix(forms, unwrapped.values()))
+    forms = {strip_wrappers(form) for form in other.values()}
+    return bool(_count(bare, forms) or _find_prefix(bare.values(), forms) or _find_prefix(forms, bare.values()))
 
 
-def _prefix(names: Collection[str], others: Collection[str]) -> str:
+def _find_prefix(names: Collection[str], others: Collection[str]) -> str:
     """What stands before the other side's names in most of these; empty if nothing does."""
     suffixes = set(others)
     found: Counter[str] = Counter()

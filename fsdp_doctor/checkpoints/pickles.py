@@ -85,7 +85,7 @@ class Pickled:
 
     def __setitem__(self, _: Any, __: Any) -> None: ...
 
-    def fact(self, name: str) -> Any:
+    def get(self, name: str) -> Any:
         """An attribute of the pickled object; None if it has none of this name."""
         parts = self.state if isinstance(self.state, tuple) else (self.state,)
         return next((part[name] for part in parts if isinstance(part, dict) and name in part), None)
@@ -120,10 +120,10 @@ class _Unpickler(pickle.Unpickler):
         if name == "Size":
             return self._types.setdefault(name, type(name, (tuple,), {}))
         if name == "getattr":
-            return self._types.setdefault(name, type(name, (), {"__new__": self._nested_class}))
+            return self._types.setdefault(name, type(name, (), {"__new__": self._make_nested_class}))
         return self._types.setdefault(name, type(name, (Pickled,), {"name": name}))
 
-    def _nested_class(self, _: Any, owner: Any = None, name: Any = None) -> Any:
+    def _make_nested_class(self, _: Any, owner: Any = None, name: Any = None) -> Any:
         if getattr(owner, "name", None) != "ShardedTensor" or name != "ProcessGroupState":
             raise RefusedPickle(f"has a pickle that asks for the attribute {name!r} of {owner!r}")
         return self._types.setdefault(name, type(name, (Pickled,), {"name": name}))
@@ -175,7 +175,7 @@ def _check_lengths(file: IO[bytes]) -> None:
     file.seek(begin)
 
 
-def leaves(value: Any, nbytes: int) -> Iterator[tuple[tuple[str, ...], Any]]:
+def walk_leaves(value: Any, nbytes: int) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every value inside of nested dicts, lists and tuples, with the keys that lead to it.
 
     nbytes: the length of the pickle. Raises BadFile for a nesting without end.

@@ -25,7 +25,7 @@ from fsdp_doctor.checkpoints.record import (
     is_under_model_key,
 )
 from fsdp_doctor.checkpoints.safetensors_files import Header, parse_json, read_header, read_weight_map
-from fsdp_doctor.checkpoints.torch_files import TorchTensors, read_torch_file, tensors_of
+from fsdp_doctor.checkpoints.torch_files import TorchTensors, find_tensors, read_torch_file
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
 from fsdp_doctor.errors import join_some
 
@@ -44,22 +44,22 @@ _WHOLE = re.compile(
 _ANY_CLASSES = re.compile(r"training_args\.bin|scheduler.*|rng_state.*|scaler\.pt|meta\.pt|.*dataloader.*")
 
 
-def read_checkpoint(method: pathlib.Path) -> SavedCheckpoint:
+def read_checkpoint(path: pathlib.Path) -> SavedCheckpoint:
     """Reads the metadata of all states in a directory and in those below it, or of a file alone.
 
     No tensor is read. What is wrong is noted, not raised.
     """
-    reading = _Reading(SavedCheckpoint(method if method.is_dir() else method.parent))
-    if method.is_dir():
-        for directory, names in reading.directories():
+    reading = _Reading(SavedCheckpoint(path if path.is_dir() else path.parent))
+    if path.is_dir():
+        for directory, names in reading.walk():
             reading.read_directory(directory, names)
     else:
-        reading.read_directory(".", {method.name})
+        reading.read_directory(".", {path.name})
     found = reading.checkpoint
     for state in found.states:
         state.has_model_key = any(map(is_under_model_key, state.tensors))
     if not found.states and not found.symptoms:
-        reading.note(Trouble.UNKNOWN, f"no file of a known format lies in {method}")
+        reading.note(Trouble.UNKNOWN, f"no file of a known format lies in {path}")
     return found
 
 
@@ -71,15 +71,15 @@ class _Reading:
     def note(self, trouble: Trouble, what: str, file: str = "", tensor: str = "", rank: int | None = None) -> None:
         self.checkpoint.symptoms.append(Symptom(trouble, what, file, tensor, rank=rank))
 
-    def directories(self) -> Iterator[tuple[str, set[str]]]:
+    def walk(self) -> Iterator[tuple[str, set[str]]]:
         """Links to directories are not followed, since they may lead anywhere and in a circle."""
         count = 0
 
-        def unreadable(error: OSError) -> None:
-            self.note(Trouble.UNREAD, f"cannot be read: {error.strerror}", self._relative(str(error.filename)))
+        def note_unreadable(error: OSError) -> None:
+            self.note(Trouble.UNREAD, f"cannot be read: {error.strerror}", self._make_relative(str(error.filename)))
 
-        for directory, below, names in os.walk(self.checkpoint.root, onerror=unreadable):
-            relative = self._relative(directory)
+        for directory, below, names in os.walk(self.checkpoint.root, onerror=note_unreadable):
+            relative = self._make_relative(directory)
             depth = len(pathlib.PurePath(relative).parts)
             below[:] = sorted(name for name in below if depth < _MOST_DEPTH and not name.startswith("."))
             if unfinished := [name for name in below if name.startswith("tmp_")]:
@@ -91,7 +91,7 @@ class _Reading:
                 return
             yield relative, set(names)
 
-    def _relative(self, path: str) -> str:
+    def _make_relative(self, path: str) -> str:
         return os.path.relpath(path, self.checkpoint.root)
 
     def read_directory(self, directory: str, names: set[str]) -> None:
@@ -138,7 +138,7 @@ class _Reading:
         self.checkpoint.settings[path] = self._read(path, read, Trouble.SETTINGS_DAMAGED)
         del self.checkpoint.files[path]
 
-    def _new_state(self, arrangement: Arrangement, directory: str, label: str) -> State:
+    def _add_state(self, arrangement: Arrangement, directory: str, label: str) -> State:
         state = State(arrangement, directory, label)
         self.checkpoint.states.append(state)
         return state
@@ -157,7 +157,7 @@ class _Reading:
                 return None
             if contents.refusal is not None:
                 raise contents.refusal
-            found = tensors_of(path, contents, rank)
+            found = find_tensors(path, contents, rank)
             saved.ranks, saved.world_sizes = found.ranks, found.world_sizes
             for name, kind in found.unread.items():
                 self.checkpoint.unchecked.append(f"{path}: {name} is {kind}, which is not read")
@@ -171,7 +171,7 @@ class _Reading:
     # Distributed checkpoints
 
     def _read_dcp(self, directory: str, names: set[str]) -> None:
-        state = self._new_state(Arrangement.DCP, directory, "dcp")
+        state = self._add_state(Arrangement.DCP, directory, "dcp")
         files = sorted(name for name in names if dcp.METADATA.fullmatch(name))
         if not files:
             what = "no .metadata is there" + (", only .metadata.tmp" if ".metadata.tmp" in names else "")
@@ -197,7 +197,7 @@ class _Reading:
                     Trouble.MISSING_FILE,
                     what + join_some([item.name for item in of_file], 3),
                     path,
-                    rank=dcp.rank_of(path),
+                    rank=dcp.parse_rank(path),
                 )
             else:
                 self._read(path, functools.partial(self._read_items, state, of_file))
@@ -225,12 +225,12 @@ class _Reading:
                 except RefusedPickle as error:
                     self.note(Trouble.PICKLE, error.what, path, item.name)
                 except BadFile as error:
-                    self.note(Trouble.SIZE, error.what, path, item.name, dcp.rank_of(path))
+                    self.note(Trouble.SIZE, error.what, path, item.name, dcp.parse_rank(path))
             if contents is not None:
                 saved.members += contents.members
                 saved.has_checksums |= contents.has_checksums
                 if contents.number is not None:
-                    state.numbers[item.path, dcp.rank_of(path)] = contents.number
+                    state.numbers[item.path, dcp.parse_rank(path)] = contents.number
             _add_item(state, item, contents.piece if contents is not None else None)
 
     # A file of each rank
@@ -252,13 +252,13 @@ class _Reading:
 
     def _read_rank_files(self, directory: str, label: str, files: dict[str, tuple[int, int | None]]) -> bool:
         """Whether they are files of ranks: ``model_3.pt`` is only if what is in it says so."""
-        world = self._world_size(directory, label, files)
+        world = self._choose_world_size(directory, label, files)
         chosen = {name: rank for name, (rank, of) in files.items() if of == world or of is None}
         read = {name: self._read_torch(_join(directory, name), rank) for name, rank in chosen.items()}
         saved = {name: self.checkpoint.files.get(_join(directory, name)) for name in chosen}
         if not any("_rank" in name for name in chosen) and not any(file.ranks for file in saved.values() if file):
             return False
-        state = self._new_state(Arrangement.RANK_FILES, directory, label)
+        state = self._add_state(Arrangement.RANK_FILES, directory, label)
         state.files = [_join(directory, name) for name in chosen]
         inside = max((size for file in saved.values() if file for size in file.world_sizes), default=None)
         if world is not None and inside is not None and world % inside:
@@ -284,12 +284,12 @@ class _Reading:
         known = state.tensors.setdefault(tensor.path, SavedTensor(tensor.path, tensor.dtype, tensor.shape))
         if (known.dtype, known.shape) == (tensor.dtype, tensor.shape):
             known.pieces += tensor.pieces
-        elif state.role(tensor.path) != "other":
+        elif state.find_role(tensor.path) != "other":
             other = f"{known.dtype} {list(known.shape)}"
             what = f"it is {tensor.dtype} {list(tensor.shape)} here, and {other} on another rank"
             self.note(Trouble.RANKS_DISAGREE, what, tensor.file, tensor.name, rank)
 
-    def _world_size(self, directory: str, label: str, files: Mapping[str, tuple[int, int | None]]) -> int | None:
+    def _choose_world_size(self, directory: str, label: str, files: Mapping[str, tuple[int, int | None]]) -> int | None:
         """That of the files' names; if there are several, that of fsdp_config.json, or one of which no rank lacks."""
         ranks: dict[int, set[int]] = defaultdict(set)
         for rank, of in files.values():
@@ -297,7 +297,7 @@ class _Reading:
                 ranks[of].add(rank)
         if not ranks:
             return None
-        said = self.checkpoint.setting(directory, "fsdp_config.json").get("world_size")
+        said = self.checkpoint.find_setting(directory, "fsdp_config.json").get("world_size")
         if isinstance(said, int) and said not in ranks:
             self.note(
                 Trouble.WORLD_SIZE,
@@ -325,7 +325,7 @@ class _Reading:
             contents = {name: self._read_torch(_join(directory, name), None) for name in of_stem}
             if of_stem and all(_ANY_CLASSES.fullmatch(name) for name in of_stem):
                 continue
-            state = self._new_state(Arrangement.WHOLE, directory, stem)
+            state = self._add_state(Arrangement.WHOLE, directory, stem)
             state.files = [_join(directory, name) for name in of_stem]
             for name, value in contents.items():
                 path = _join(directory, name)
@@ -356,7 +356,7 @@ class _Reading:
         if shards:
             self._read_shards(directory, shards, headers)
         for stem, of_stem in by_stem.items():
-            state = self._new_state(Arrangement.WHOLE, directory, stem)
+            state = self._add_state(Arrangement.WHOLE, directory, stem)
             state.files = [_join(directory, name) for name in of_stem]
             for name in of_stem:
                 for key, entry in headers[name].tensors.items() if name in headers else ():
@@ -365,7 +365,7 @@ class _Reading:
                         entry.begin,
                         entry.shape,
                         (0,) * len(entry.shape),
-                        dcp.compute_row_major_strides(entry.shape),
+                        dcp.compute_strides(entry.shape),
                     )
                     self._add_whole(state, SavedTensor((key,), entry.dtype, entry.shape, [piece]), piece.file)
             self._compare_with_index(state, "safetensors", indexes.get(stem), names)
@@ -424,7 +424,7 @@ class _Reading:
 
     def _read_shards(self, directory: str, shards: Mapping[str, int | None], headers: Mapping[str, Header]) -> None:
         """Files of rows: nothing in them says how many rows the whole tensor has."""
-        state = self._new_state(Arrangement.SHARDED_SAFETENSORS, directory, "shards")
+        state = self._add_state(Arrangement.SHARDED_SAFETENSORS, directory, "shards")
         state.files = [_join(directory, name) for name in shards]
         self.checkpoint.unchecked.append(
             f"{directory}: nothing in the shards says how many ranks there were; the last ones may be missing"
@@ -444,9 +444,7 @@ class _Reading:
                 continue
             for key, entry in header.tensors.items():
                 rank = shard - 1 if shard is not None else None
-                piece = SavedPiece(
-                    path, entry.begin, entry.shape, offsets[key], dcp.compute_row_major_strides(entry.shape), rank
-                )
+                piece = SavedPiece(path, entry.begin, entry.shape, offsets[key], dcp.compute_strides(entry.shape), rank)
                 shape = tuple(o + n for o, n in zip(piece.offsets, piece.shape, strict=False))
                 tensor = state.tensors.setdefault((key,), SavedTensor((key,), entry.dtype, shape))
                 if tensor.dtype != entry.dtype or len(tensor.shape) != len(shape):
@@ -460,9 +458,7 @@ def _add_item(state: State, item: dcp.Item, piece: SavedPiece | None) -> None:
     if item.dtype is not None:
         tensor = state.tensors.setdefault(item.path, SavedTensor(item.path, item.dtype, item.shape))
         path = _join(state.directory, item.file)
-        lost = SavedPiece(
-            path, -1, item.lengths, item.offsets, dcp.compute_row_major_strides(item.lengths), dcp.rank_of(path)
-        )
+        lost = SavedPiece(path, -1, item.lengths, item.offsets, dcp.compute_strides(item.lengths), dcp.parse_rank(path))
         tensor.pieces.append(piece or lost)
 
 

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from fsdp_doctor.checkpoints.dtypes import DTYPES
+from fsdp_doctor.checkpoints.files import BadFile
 from fsdp_doctor.checkpoints.troubles import Symptom
 
 Shape: TypeAlias = tuple[int, ...]
@@ -147,7 +148,7 @@ class State:
     files: list[str] = field(default_factory=list)
     has_model_key: bool = False
 
-    def role(self, path: tuple[str, ...]) -> StateRole:
+    def find_role(self, path: tuple[str, ...]) -> StateRole:
         if (
             self.label.startswith("optim")
             or (len(path) > 1 and _OPTIMIZER_KEY.fullmatch(path[0]))
@@ -158,15 +159,15 @@ class State:
             return "other"
         return "model"
 
-    def of_role(self, role: StateRole) -> Iterator[SavedTensor]:
-        return (tensor for path, tensor in self.tensors.items() if self.role(path) == role)
+    def select(self, role: StateRole) -> Iterator[SavedTensor]:
+        return (tensor for path, tensor in self.tensors.items() if self.find_role(path) == role)
 
 
 def is_under_model_key(path: tuple[str, ...]) -> bool:
     return len(path) > 1 and path[0] in _MODEL_KEYS
 
 
-def parameter_name(tensor: SavedTensor) -> str:
+def get_parameter_name(tensor: SavedTensor) -> str:
     """The name of a tensor of a model, without the keys of the dicts around the model's state."""
     path = tensor.path
     while is_under_model_key(path):
@@ -174,7 +175,7 @@ def parameter_name(tensor: SavedTensor) -> str:
     return ".".join(path)
 
 
-def optimizer_slot(tensor: SavedTensor) -> tuple[str, str] | None:
+def parse_optimizer_slot(tensor: SavedTensor) -> tuple[str, str] | None:
     """The parameter and the kind of an optimizer's state, such as ``exp_avg``."""
     found = _OPTIMIZER_STATE.search(tensor.name)
     return (found["parameter"], found["slot"]) if found else None
@@ -196,10 +197,45 @@ class SavedCheckpoint:
     unchecked: list[str] = field(default_factory=list)
     unread: dict[str, tuple[str, str]] = field(default_factory=dict)
 
-    def setting(self, directory: str, name: str) -> dict[str, Any]:
+    def find_setting(self, directory: str, name: str) -> dict[str, Any]:
         """A JSON object beside a state, in its ``huggingface`` folder or a directory above; empty if none."""
         here = pathlib.PurePath(directory)
         for place in (here, here / "huggingface", here.parent, here.parent / "huggingface"):
             if isinstance(found := self.settings.get(str(place / name)), dict):
                 return found
         return {}
+
+
+@dataclass(frozen=True, slots=True)
+class SavedModel:
+    """The model in a checkpoint: its tensors by its own names, and the states that they are of."""
+
+    tensors: dict[str, SavedTensor]
+    states: list[State]
+
+
+def choose_model(checkpoint: SavedCheckpoint) -> SavedModel:
+    """The model, without an optimizer, unless there is nothing else.
+
+    Of a model that is there in several forms one is taken: safetensors, else the whole tensors, else the shards.
+    Raises BadFile if two states of one form have the same names.
+    """
+    model = SavedModel({}, [])
+    for state in sorted(checkpoint.states, key=_order_state):
+        of_model = {get_parameter_name(tensor): tensor for tensor in state.select("model")}
+        if both := of_model.keys() & model.tensors.keys():
+            name, other = min(both), model.tensors[min(both)].file
+            if any(_order_state(state) == _order_state(chosen) for chosen in model.states):
+                raise BadFile(f"has {name} in {other} and in {of_model[name].file}: name one of them")
+        elif of_model:
+            model.tensors.update(of_model)
+            model.states.append(state)
+    if model.tensors:
+        return model
+    every = {tensor.name: tensor for state in checkpoint.states for tensor in state.tensors.values()}
+    return SavedModel(every, checkpoint.states)
+
+
+def _order_state(state: State) -> tuple[bool, bool]:
+    is_safetensors = bool(state.files) and state.files[0].endswith(".safetensors")
+    return state.arrangement is not Arrangement.WHOLE, not is_safetensors

@@ -52,7 +52,7 @@ def read_header(file: OpenFile) -> Header:
     if not isinstance(header, dict):
         raise BadFile("is no safetensors file: its header is no JSON object")
     metadata = header.pop("__metadata__", None)
-    entries = {name: _entry(name, entry, begin, size) for name, entry in header.items()}
+    entries = {name: _read_entry(name, entry, begin, size) for name, entry in header.items()}
     tensors = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].nbytes, item[0])))
     for (name, one), (other, two) in itertools.pairwise(tensors.items()):
         if two.begin < one.begin + one.nbytes:
@@ -61,7 +61,7 @@ def read_header(file: OpenFile) -> Header:
     return Header(tensors, metadata if isinstance(metadata, dict) else {}, end)
 
 
-def _entry(name: str, entry: Any, begin: int, size: int) -> HeaderEntry:
+def _read_entry(name: str, entry: Any, begin: int, size: int) -> HeaderEntry:
     entry = entry if isinstance(entry, dict) else {}
     code, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(code, str) or code not in NAME_OF_CODE:
@@ -107,12 +107,12 @@ def read_weight_map(index: pathlib.Path) -> dict[str, str]:
 def parse_json(text: bytes) -> Any:
     """Raises ValueError for what is no JSON, for a name that stands twice, and for a nesting without end."""
     try:
-        return json.loads(text, object_pairs_hook=_without_duplicates)
+        return json.loads(text, object_pairs_hook=_refuse_duplicates)
     except RecursionError:
         raise ValueError("it is nested without end") from None
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
         raise ValueError("it has a name twice")

@@ -19,6 +19,8 @@ from fsdp_doctor.checkpoints.record import Member, SavedCheckpoint, SavedFile, S
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
 
 SpanKey: TypeAlias = tuple[str, int, int]
+# Is given the file, the offset in it, and the bytes; by any thread.
+Sink: TypeAlias = Callable[[str, int, bytes], None]
 PAGE_BYTES = 4096
 _ZERO_PAGE = bytes(PAGE_BYTES)
 # A longer one is not read: its file would take hours, and holds nothing there.
@@ -79,12 +81,14 @@ class Scans:
     nbytes: int = 0
     num_checked: int = 0
 
-    def of(self, piece: SavedPiece, itemsize: int) -> SpanScan | None:
+    def find(self, piece: SavedPiece, itemsize: int) -> SpanScan | None:
         return self.spans.get((piece.file, piece.begin, piece.span * itemsize))
 
 
-def scan(checkpoint: SavedCheckpoint, progress: Callable[[int], None] | None = None) -> Scans:
-    """Reads every member and every piece once. progress: called by any thread with the number of bytes just read.
+def scan(checkpoint: SavedCheckpoint, progress: Callable[[int], None] | None = None, sink: Sink | None = None) -> Scans:
+    """Reads every member and every piece once.
+
+    progress: called by any thread with the number of bytes just read. sink: is given the bytes.
 
     Host memory: a few MiB for each of two readers, however large the checkpoint is.
     """
@@ -97,7 +101,7 @@ def scan(checkpoint: SavedCheckpoint, progress: Callable[[int], None] | None = N
     scans, lock = Scans(), threading.Lock()
 
     def scan_file(saved: SavedFile) -> None:
-        part = _scan_file(checkpoint.root / saved.path, saved, pieces.get(saved.path, {}), progress)
+        part = _scan_file(checkpoint.root / saved.path, saved, pieces.get(saved.path, {}), progress, sink)
         with lock:
             scans.spans |= part.spans
             scans.symptoms += part.symptoms
@@ -111,20 +115,21 @@ def scan(checkpoint: SavedCheckpoint, progress: Callable[[int], None] | None = N
 
 
 def _scan_file(
-    method: pathlib.Path,
+    path: pathlib.Path,
     saved: SavedFile,
     pieces: dict[tuple[int, int], _Place],
     progress: Callable[[int], None] | None,
+    sink: Sink | None,
 ) -> Scans:
     scans = Scans()
     waiting = sorted(pieces.items(), key=lambda item: item[0])
     try:
-        with OpenFile(method) as file:
+        with OpenFile(path) as file:
             for member in sorted(saved.members, key=lambda member: member.begin):
                 inside = [each for each in waiting if member.begin <= each[0][0] < member.begin + member.nbytes]
                 waiting = waiting[len(inside) :]
-                _scan_member(file, saved, member, inside, scans, progress)
-            if file.version != saved.version or file.changed():
+                _scan_member(file, saved, member, inside, scans, progress, sink)
+            if file.version != saved.version or file.has_changed():
                 scans.symptoms.append(Symptom(Trouble.CHANGED, "it changed while it was read", saved.path))
     except BadFile as error:
         scans.symptoms.append(Symptom(Trouble.CHANGED, error.what, saved.path))
@@ -140,10 +145,11 @@ def _scan_member(
     pieces: list[tuple[tuple[int, int], _Place]],
     scans: Scans,
     progress: Callable[[int], None] | None,
+    sink: Sink | None,
 ) -> None:
     scanners = [_SpanScanner(begin, nbytes, place.tensor.dtype) for (begin, nbytes), place in pieces]
     crc: int | None = 0
-    for begin, end, is_hole in file.extents(member.begin, member.begin + member.nbytes):
+    for begin, end, is_hole in file.find_extents(member.begin, member.begin + member.nbytes):
         if is_hole and end - begin > _LONGEST_HOLE:
             crc = None
             for scanner, (_, place) in zip(scanners, pieces, strict=True):
@@ -152,10 +158,12 @@ def _scan_member(
                 found = Symptom(Trouble.ZERO_BLOCK, what, saved.path, place.tensor.name, place.piece.rows)
                 scans.symptoms.append(found)
             continue
-        for offset, chunk in _chunks(file, begin, end):
+        for offset, chunk in _read_chunks(file, begin, end):
             crc = zlib.crc32(chunk, crc) if crc is not None else None
             for scanner in scanners:
                 scanner.feed(offset, chunk, sums=scanner.scan.nbytes != member.nbytes)
+            if sink is not None:
+                sink(saved.path, offset, chunk)
             scans.nbytes += len(chunk)
             if progress is not None:
                 progress(len(chunk))
@@ -174,7 +182,7 @@ def _scan_member(
             scans.symptoms.append(Symptom(Trouble.CHECKSUM, what, saved.path, name, rows, rank))
 
 
-def _chunks(file: OpenFile, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+def _read_chunks(file: OpenFile, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
     """All but the first begin on a page."""
     while begin < end:
         length = min(end - begin, CHUNK_BYTES - begin % CHUNK_BYTES)

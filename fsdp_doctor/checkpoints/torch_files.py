@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdp_doctor.checkpoints.dtypes import DTYPES
 from fsdp_doctor.checkpoints.files import BadFile, NotRead, OpenFile
-from fsdp_doctor.checkpoints.pickles import Pickled, Storage, leaves, load_pickle
+from fsdp_doctor.checkpoints.pickles import Pickled, Storage, load_pickle, walk_leaves
 from fsdp_doctor.checkpoints.record import Member, SavedPiece, SavedTensor, Shape
 from fsdp_doctor.errors import read_first_line
 
@@ -103,7 +103,7 @@ def read_torch_file(file: OpenFile, begin: int = 0, length: int | None = None) -
     try:
         with zipfile.ZipFile(window) as archive:
             entries = archive.infolist()
-            members = [_member(file, begin, length, entry) for entry in entries]
+            members = [_read_member(file, begin, length, entry) for entry in entries]
     except BadFile:
         raise
     except Exception as error:  # zipfile raises whatever a damaged directory leads to
@@ -134,7 +134,7 @@ def read_torch_file(file: OpenFile, begin: int = 0, length: int | None = None) -
     return read
 
 
-def _member(file: OpenFile, begin: int, length: int, entry: zipfile.ZipInfo) -> Member:
+def _read_member(file: OpenFile, begin: int, length: int, entry: zipfile.ZipInfo) -> Member:
     header = file.read(begin + entry.header_offset, _LOCAL_HEADER)
     if header[:4] != b"PK\x03\x04":
         raise BadFile(f"has no {entry.filename} where its directory says")
@@ -157,7 +157,7 @@ def _read_legacy(stream: io.BufferedReader, begin: int, length: int) -> TorchFil
     except BadFile as refusal:
         return TorchFile([], {}, refusal=refusal)
     members, at = [], stream.tell()
-    storages = list(_storages(value, at))
+    storages = list(_walk_storages(value, at))
     itemsizes = {storage.key: DTYPES[storage.dtype].itemsize for storage in storages if storage.dtype}
     for key in keys if isinstance(keys, list) else ():
         stream.seek(at)
@@ -170,23 +170,23 @@ def _read_legacy(stream: io.BufferedReader, begin: int, length: int) -> TorchFil
     return TorchFile(members, by_key, value, pickle_bytes=at)
 
 
-def _storages(value: Any, nbytes: int) -> Iterator[Storage]:
-    for _, leaf in leaves(value, nbytes):
+def _walk_storages(value: Any, nbytes: int) -> Iterator[Storage]:
+    for _, leaf in walk_leaves(value, nbytes):
         match leaf:
             case Storage():
                 yield leaf
             case Pickled():
-                yield from _storages(leaf.args, nbytes)
-                yield from _storages(leaf.state, nbytes)
+                yield from _walk_storages(leaf.args, nbytes)
+                yield from _walk_storages(leaf.state, nbytes)
 
 
-def tensors_of(file: str, read: TorchFile, rank: int | None = None) -> TorchTensors:
+def find_tensors(file: str, read: TorchFile, rank: int | None = None) -> TorchTensors:
     """The tensors in the value of a file, by the keys of the nested dicts and lists that lead to them.
 
     Raises BadFile for a tensor that does not fit its storage.
     """
     found = TorchTensors()
-    for path, leaf in leaves(read.value, read.pickle_bytes):
+    for path, leaf in walk_leaves(read.value, read.pickle_bytes):
         match leaf:
             case bool():
                 pass
@@ -206,7 +206,7 @@ class _Reader:
 
     def add(self, path: tuple[str, ...], value: Pickled) -> None:
         try:
-            if (tensor := self._tensor(path, value)) is not None:
+            if (tensor := self._read_tensor(path, value)) is not None:
                 self.found.tensors.append(tensor)
         except NotRead as error:
             self.found.unread[".".join(path)] = error.what
@@ -215,52 +215,52 @@ class _Reader:
         except (TypeError, ValueError, IndexError, KeyError, AttributeError, OverflowError) as error:
             raise BadFile(f"is pickled in an unknown form ({type(error).__name__})", ".".join(path)) from None
 
-    def _tensor(self, path: tuple[str, ...], value: Pickled) -> SavedTensor | None:
+    def _read_tensor(self, path: tuple[str, ...], value: Pickled) -> SavedTensor | None:
         match value.name, value.args:
             case name, _ if name in _STRIDED:
-                dtype, piece = self._strided(value)
+                dtype, piece = self._read_strided(value)
                 return SavedTensor(path, dtype, piece.shape, [piece])
             case (("_rebuild_parameter" | "_rebuild_parameter_with_state"), (Pickled() as inner, *_)):
-                return self._tensor(path, inner)
+                return self._read_tensor(path, inner)
             case "_rebuild_from_type_v2", (function, kind, arguments, state):
                 match getattr(kind, "name", ""):
                     case "DTensor":
-                        return self._dtensor(path, arguments, state)
+                        return self._read_dtensor(path, arguments, state)
                     case "ShardedTensor":
-                        return self._sharded(path, arguments, state)
+                        return self._read_sharded(path, arguments, state)
                 inner = function(*arguments)
                 if isinstance(inner, Pickled):
-                    return self._tensor(path, inner)
+                    return self._read_tensor(path, inner)
             case name, _ if name in _NOT_DENSE:
                 self.found.unread[".".join(path)] = _NOT_DENSE[name]
         return None
 
-    def _strided(self, value: Pickled) -> tuple[str, SavedPiece]:
+    def _read_strided(self, value: Pickled) -> tuple[str, SavedPiece]:
         storage, first, shape, strides, *rest = value.args
         dtype = rest[2] if value.name == "_rebuild_tensor_v3" else storage.dtype
         itemsize = DTYPES[dtype].itemsize
         member = self.storages.get(storage.key)
         if member is None:
             raise BadFile(f"lies in data/{storage.key}, which the file does not have")
-        shape, strides = _counts(shape), _counts(strides)
+        shape, strides = _check_counts(shape), _check_counts(strides)
         piece = SavedPiece(self.file, member.begin + first * itemsize, shape, (0,) * len(shape), strides, self.rank)
         if first < 0 or first * itemsize + piece.span * itemsize > member.nbytes:
             raise BadFile(f"needs {(first + piece.span) * itemsize} bytes of a storage of {member.nbytes}")
         return dtype, piece
 
-    def _dtensor(self, path: tuple[str, ...], arguments: Any, state: Any) -> SavedTensor:
+    def _read_dtensor(self, path: tuple[str, ...], arguments: Any, state: Any) -> SavedTensor:
         parts = [part for part in (state if isinstance(state, tuple) else (state,)) if isinstance(part, dict)]
         facts = {key: item for part in parts for key, item in part.items()}
-        dtype, shape = arguments[1], _counts(arguments[2])
-        local_dtype, piece = self._strided(facts["_local_tensor"])
-        mesh, placements = facts["_spec"].fact("mesh"), facts["_spec"].fact("placements")
-        sizes, coordinate = mesh_shape(mesh), mesh.fact("_coordinate_on_dim")
+        dtype, shape = arguments[1], _check_counts(arguments[2])
+        local_dtype, piece = self._read_strided(facts["_local_tensor"])
+        mesh, placements = facts["_spec"].get("mesh"), facts["_spec"].get("placements")
+        sizes, coordinate = read_mesh_shape(mesh), mesh.get("_coordinate_on_dim")
         self.found.world_sizes |= {math.prod(sizes)} if sizes else set()
-        if isinstance(rank := mesh.fact("_rank"), int):
+        if isinstance(rank := mesh.get("_rank"), int):
             self.found.ranks.add(rank)
         if not sizes or coordinate is None:
             raise NotRead("a DTensor whose mesh does not say where the rank stands")
-        offsets, held = local_block(shape, sizes, _counts(coordinate), placements)
+        offsets, held = compute_local_block(shape, sizes, _check_counts(coordinate), placements)
         if held != piece.shape or dtype != local_dtype:
             raise BadFile(
                 f"has {local_dtype} {list(piece.shape)} on the rank at {list(coordinate)} of the mesh {list(sizes)}, "
@@ -268,44 +268,44 @@ class _Reader:
             )
         return SavedTensor(path, dtype, shape, [piece._replace(offsets=offsets)])
 
-    def _sharded(self, path: tuple[str, ...], arguments: Any, state: Any) -> SavedTensor:
+    def _read_sharded(self, path: tuple[str, ...], arguments: Any, state: Any) -> SavedTensor:
         shards, metadata, group, *_ = state
-        rank, world = group.fact("global_rank"), group.fact("global_world_size")
+        rank, world = group.get("global_rank"), group.get("global_world_size")
         if isinstance(rank, int) and isinstance(world, int) and 0 <= rank < world:
             self.found.ranks.add(rank)
             self.found.world_sizes.add(world)
-        tensor = SavedTensor(path, arguments[1], _counts(metadata.fact("size")))
+        tensor = SavedTensor(path, arguments[1], _check_counts(metadata.get("size")))
         for shard in shards:
-            place = shard.fact("metadata")
-            _, piece = self._strided(shard.fact("tensor"))
-            if piece.shape != _counts(place.fact("shard_sizes")):
-                raise BadFile(f"has a shard of {list(piece.shape)} where {place.fact('shard_sizes')} belong")
-            tensor.pieces.append(piece._replace(offsets=_counts(place.fact("shard_offsets"))))
+            place = shard.get("metadata")
+            _, piece = self._read_strided(shard.get("tensor"))
+            if piece.shape != _check_counts(place.get("shard_sizes")):
+                raise BadFile(f"has a shard of {list(piece.shape)} where {place.get('shard_sizes')} belong")
+            tensor.pieces.append(piece._replace(offsets=_check_counts(place.get("shard_offsets"))))
         if not shards:
             nothing = (0,) * len(tensor.shape)
             tensor.pieces.append(SavedPiece(self.file, 0, nothing, nothing, nothing, self.rank))
         return tensor
 
 
-def mesh_shape(mesh: Pickled) -> Shape:
+def read_mesh_shape(mesh: Pickled) -> Shape:
     """The lengths of a DeviceMesh's dims as any version of torch pickles it; empty if it does not say."""
-    layout = mesh.fact("_layout")
+    layout = mesh.get("_layout")
     if isinstance(layout, Pickled):
-        if isinstance(axes := layout.fact("axes"), tuple | list):
-            return tuple(math.prod(_counts(axis.fact("shape"))) for axis in axes)
-        shape = layout.fact("shape")
-        return (shape,) if isinstance(shape, int) else tuple(math.prod(_flat(dim)) for dim in shape or ())
-    ranks = mesh.fact("mesh")
-    return _counts(ranks.args[2]) if isinstance(ranks, Pickled) and len(ranks.args) > 2 else ()
+        if isinstance(axes := layout.get("axes"), tuple | list):
+            return tuple(math.prod(_check_counts(axis.get("shape"))) for axis in axes)
+        shape = layout.get("shape")
+        return (shape,) if isinstance(shape, int) else tuple(math.prod(_flatten(dim)) for dim in shape or ())
+    ranks = mesh.get("mesh")
+    return _check_counts(ranks.args[2]) if isinstance(ranks, Pickled) and len(ranks.args) > 2 else ()
 
 
-def local_block(shape: Shape, mesh: Shape, coordinate: Shape, placements: Sequence[Any]) -> tuple[Shape, Shape]:
+def compute_local_block(shape: Shape, mesh: Shape, coordinate: Shape, placements: Sequence[Any]) -> tuple[Shape, Shape]:
     """Offsets and lengths of what DTensor's placements give to a coordinate. Raises NotRead for an unknown one."""
     offsets, lengths = [0] * len(shape), list(shape)
     for size, at, placement in zip(mesh, coordinate, placements, strict=True):
         match getattr(placement, "name", ""):
             case "Shard":
-                dim = placement.fact("dim")
+                dim = placement.get("dim")
                 rows = -(-lengths[dim] // size)
                 first = min(at * rows, lengths[dim])
                 offsets[dim] += first
@@ -317,11 +317,11 @@ def local_block(shape: Shape, mesh: Shape, coordinate: Shape, placements: Sequen
     return tuple(offsets), tuple(lengths)
 
 
-def _flat(value: Any) -> Shape:
-    return (value,) if isinstance(value, int) else tuple(each for part in value for each in _flat(part))
+def _flatten(value: Any) -> Shape:
+    return (value,) if isinstance(value, int) else tuple(each for part in value for each in _flatten(part))
 
 
-def _counts(value: Any) -> Shape:
+def _check_counts(value: Any) -> Shape:
     """Raises BadFile for anything but lengths."""
     if not isinstance(value, tuple | list) or not all(type(each) is int and each >= 0 for each in value):
         raise BadFile(f"has {value!r} where lengths belong")

@@ -11,13 +11,15 @@ import msgspec
 from fsdp_doctor.checkpoints.checks import CheckpointEvidence, run_checks
 from fsdp_doctor.checkpoints.reading import read_checkpoint
 from fsdp_doctor.checkpoints.record import SavedCheckpoint, SavedFile
-from fsdp_doctor.checkpoints.scanning import Scans, scan
+from fsdp_doctor.checkpoints.scanning import Scans, Sink, scan
 from fsdp_doctor.checkpoints.troubles import Symptom, TroubleSeverity
+from fsdp_doctor.errors import join_some
 
 SoundnessAnswer: TypeAlias = Literal["sound", "damaged", "cannot be judged"]
 EXIT_CODES: dict[SoundnessAnswer, int] = {"sound": 0, "damaged": 1, "cannot be judged": 2}
 # Of one kind in one file; JSON has all.
 _MOST_SHOWN = 3
+_MOST_LISTED = 12
 
 
 class CheckpointFinding(msgspec.Struct, omit_defaults=True):
@@ -50,20 +52,22 @@ class Verification(msgspec.Struct):
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
 
     def to_text(self) -> str:
-        lines = [self._headline()]
+        lines = [self._write_headline()]
         groups: dict[tuple[str, str], list[CheckpointFinding]] = {}
         for finding in self.findings:
             groups.setdefault((finding.trouble, finding.file), []).append(finding)
         for of_group in groups.values():
-            lines += [_sentence(finding) for finding in of_group[:_MOST_SHOWN]]
+            lines += [_write_sentence(finding) for finding in of_group[:_MOST_SHOWN]]
             if len(of_group) > _MOST_SHOWN:
                 lines.append(f"  and {len(of_group) - _MOST_SHOWN} more like it in this file")
             lines += [f"  a load: {of_group[0].load}", f"  do: {of_group[0].remedy}"]
-        lines.append("read: " + ("; ".join(self.states) or "nothing"))
-        lines += [f"not checked: {each}" for each in self.unchecked]
+        lines.append(f"read: {join_some(self.states, _MOST_LISTED) or 'nothing'}")
+        lines += [f"not checked: {each}" for each in self.unchecked[-_MOST_LISTED:]]
+        if len(self.unchecked) > _MOST_LISTED:
+            lines.append(f"not checked: {len(self.unchecked) - _MOST_LISTED} more, which --json lists")
         return "\n".join(lines) + "\n"
 
-    def _headline(self) -> str:
+    def _write_headline(self) -> str:
         counts = {kind: sum(f.severity == kind for f in self.findings) for kind in ("damage", "refused", "warning")}
         names = {"damage": "damage", "refused": "unreadable", "warning": "warning"}
         parts = [f"{count} x {names[kind]}" for kind, count in counts.items() if count]
@@ -72,7 +76,7 @@ class Verification(msgspec.Struct):
 
 
 def verify(
-    method: pathlib.Path,
+    path: pathlib.Path,
     *,
     compare: Callable[[], Sequence[Symptom]] | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -82,8 +86,19 @@ def verify(
     compare: finds what differs from a reference. progress: called with the bytes that were read, and with those that
     there are, by any thread. Raises FileNotFoundError.
     """
-    method.stat()
-    checkpoint = read_checkpoint(method)
+    path.stat()
+    return judge(read_checkpoint(path), path, compare=compare, progress=progress)[0]
+
+
+def judge(
+    checkpoint: SavedCheckpoint,
+    path: pathlib.Path,
+    *,
+    compare: Callable[[], Sequence[Symptom]] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    sink: Sink | None = None,
+) -> tuple[Verification, Scans]:
+    """The verdict on a checkpoint that was read, and what its bytes are. sink: is given all bytes as they are read."""
     num_bytes = sum(member.nbytes for file in checkpoint.files.values() for member in file.members)
     done = 0
 
@@ -93,14 +108,14 @@ def verify(
         if progress is not None:
             progress(done, num_bytes)
 
-    scans = scan(checkpoint, count)
+    scans = scan(checkpoint, count, sink)
     symptoms = run_checks(CheckpointEvidence(checkpoint, scans))
     symptoms = [*checkpoint.symptoms, *scans.symptoms, *symptoms, *(compare() if compare else ())]
     order: dict[TroubleSeverity, int] = {"damage": 0, "refused": 1, "warning": 2}
-    findings = sorted(map(_finding, symptoms), key=lambda finding: order[finding.severity])
+    findings = sorted(map(_make_finding, symptoms), key=lambda finding: order[finding.severity])
     kinds = {finding.severity for finding in findings}
-    return Verification(
-        path=str(method),
+    found = Verification(
+        path=str(path),
         answer="damaged" if "damage" in kinds else "cannot be judged" if "refused" in kinds else "sound",
         states=[
             _describe(state.arrangement.value, state.directory, state.label, len(state.tensors))
@@ -110,33 +125,40 @@ def verify(
         num_files=len(checkpoint.files),
         num_bytes=scans.nbytes,
         findings=findings,
-        unchecked=[*checkpoint.unchecked, *_without_checksums(checkpoint, scans), *_never_checked(compare is not None)],
+        unchecked=[
+            *checkpoint.unchecked,
+            *_list_without_checksums(checkpoint, scans),
+            *_list_never_checked(compare is not None),
+        ],
     )
+    return found, scans
 
 
 def _describe(arrangement: str, directory: str, label: str, count: int) -> str:
     where = label if directory == "." else f"{directory}/{label}"
-    return f"{where}: {arrangement}, {count} tensors"
+    return f"{where} ({arrangement}; {count} tensors)"
 
 
-def _finding(symptom: Symptom) -> CheckpointFinding:
+def _make_finding(symptom: Symptom) -> CheckpointFinding:
     kind = symptom.trouble.value
     return CheckpointFinding(
         symptom.trouble.name.lower(), kind.severity, symptom.what, kind.load, kind.remedy, *symptom[2:]
     )
 
 
-def _sentence(finding: CheckpointFinding) -> str:
+def _write_sentence(finding: CheckpointFinding) -> str:
     place = [finding.file, finding.tensor]
     if finding.rows is not None:
         first, after = finding.rows
         place.append(f"row {first}" if after == first + 1 else f"rows {first} to {after - 1}")
     if finding.rank is not None:
         place.append(f"rank {finding.rank}")
-    return f"{finding.severity}: {', '.join(filter(None, place))}: {finding.what} [{finding.trouble}]"
+    return ": ".join(
+        filter(None, (finding.severity, ", ".join(filter(None, place)), f"{finding.what} [{finding.trouble}]"))
+    )
 
 
-def _without_checksums(checkpoint: SavedCheckpoint, scans: Scans) -> list[str]:
+def _list_without_checksums(checkpoint: SavedCheckpoint, scans: Scans) -> list[str]:
     def has_data(file: SavedFile) -> bool:
         return bool(file.members)
 
@@ -152,5 +174,5 @@ def _without_checksums(checkpoint: SavedCheckpoint, scans: Scans) -> list[str]:
     ]
 
 
-def _never_checked(has_reference: bool) -> list[str]:
+def _list_never_checked(has_reference: bool) -> list[str]:
     return [] if has_reference else ["whether the weights are of the step that you expect: no --against, no --base"]

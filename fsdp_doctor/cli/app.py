@@ -67,6 +67,7 @@ _GROUPS: dict[str, dict[str, _Command]] = {
     "checkpoint": {
         "verify": (checkpoint.verify, checkpoint.VERIFY_EXIT_CODES),
         "diff": (checkpoint.diff, checkpoint.DIFF_EXIT_CODES),
+        "convert": (checkpoint.convert, checkpoint.CONVERT_EXIT_CODES),
         "fingerprint": (checkpoint.fingerprint, checkpoint.FINGERPRINT_EXIT_CODES),
     },
 }

@@ -8,10 +8,12 @@ import functools
 import json
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typing_extensions import assert_never
 
 from fsdp_doctor.cli.options import declare_output_file
 from fsdp_doctor.cli.output import write
@@ -25,9 +27,16 @@ if TYPE_CHECKING:
     from fsdp_doctor.fingerprints.checkpoint_files import CheckpointComparison
 
 FINGERPRINT_EXIT_CODES = "Exit codes: 0 done; 2 usage; 4 the output cannot be written."
+CONVERT_EXIT_CODES = "Exit codes: 0 written; 1 the checkpoint is damaged; 2 it cannot be judged, or usage."
 DIFF_EXIT_CODES = "Exit codes: 0 no difference; 1 a difference; 2 usage; 4 the output cannot be written."
 _DTYPE: Any = typer.Option(metavar="DTYPE", help="Cast floating-point tensors to it first, as in bfloat16.")
 VERIFY_EXIT_CODES = "Exit codes: 0 sound; 1 damaged; 2 it cannot be judged, or usage; 4 the output cannot be written."
+
+
+class ConversionTarget(str, Enum):
+    """The formats that a checkpoint can be converted to."""
+
+    HF = "hf"
 
 
 def verify(
@@ -53,7 +62,7 @@ def verify(
         found = verify_checkpoint(
             directory,
             compare=functools.partial(_compare_with, directory, base, against) if base or against else None,
-            progress=_show_progress if sys.stderr.isatty() else None,
+            progress=_choose_progress(),
         )
     except OSError as error:
         raise UsageError(f"cannot read {error.filename or directory}: {error.strerror or error}") from None
@@ -85,6 +94,10 @@ def _compare_with(directory: pathlib.Path, base: pathlib.Path | None, against: p
             what = f"{len(found.equal)} of {found.compared} tensors are those of {base}: {join_some(found.equal)}"
             symptoms.append(Symptom(trouble, what))
     return symptoms
+
+
+def _choose_progress() -> Callable[[int, int], None] | None:
+    return _show_progress if sys.stderr.isatty() else None
 
 
 def _show_progress(done: int, total: int) -> None:
@@ -121,6 +134,43 @@ def diff(
     raise SystemExit(EXIT_BAD_VERDICT if found.differences else EXIT_OK)
 
 
+def convert(
+    *,
+    source: Annotated[pathlib.Path, typer.Argument(help="A checkpoint of any format.")],
+    target: Annotated[pathlib.Path, typer.Argument(help="A new directory.")],
+    to: Annotated[ConversionTarget, typer.Option(help="hf: safetensors files that transformers and vLLM read.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a directory of this name.")] = False,
+    largest_file: Annotated[int, typer.Option(metavar="BYTES", help="The most that a file gets.")] = 5_000_000_000,
+) -> None:
+    """Write the model in a checkpoint as Hugging Face files, bit by bit, without torch and without running a pickle.
+
+    The checkpoint is verified as it is read, and so is what was written. The directory gets its name at the end.
+    """
+    from fsdp_doctor.checkpoints.conversion import ConversionError, convert_to_hub
+    from fsdp_doctor.checkpoints.verification import EXIT_CODES
+
+    try:
+        match to:
+            case ConversionTarget.HF:
+                found = convert_to_hub(
+                    source, target, overwrite=overwrite, largest_file=largest_file, progress=_choose_progress()
+                )
+            case _:
+                assert_never(to)
+    except ConversionError as error:
+        raise UsageError(str(error)) from None
+    except OSError as error:
+        raise UsageError(f"{error.filename or target}: {error.strerror or error}") from None
+    if not found.files:
+        write(None, found.verification.to_text())
+        print(f"nothing was written to {target}", file=sys.stderr)
+        raise SystemExit(EXIT_CODES[found.verification.answer])
+    for old, new in found.names.items():
+        print(f"{old} is {new}", file=sys.stderr)
+    print(f"{found.num_bytes} bytes in {len(found.files)} files", file=sys.stderr)
+    raise SystemExit(EXIT_OK)
+
+
 def fingerprint(
     *,
     checkpoint: Annotated[pathlib.Path, typer.Argument(help="A checkpoint of any format.")],
@@ -132,8 +182,8 @@ def fingerprint(
     _check_output(output, checkpoint)
     from fsdp_doctor.fingerprints.checkpoint_files import read_fingerprints
 
-    cast_to = _torch_dtype(dtype)
-    with _usage_errors(checkpoint):
+    cast_to = _parse_dtype(dtype)
+    with _raise_usage_errors(checkpoint):
         write(output, _render_list(read_fingerprints(checkpoint, cast_to), as_json))
     raise SystemExit(EXIT_OK)
 
@@ -149,13 +199,13 @@ def _compare(
 ) -> CheckpointComparison:
     from fsdp_doctor.fingerprints.checkpoint_files import compare_checkpoints
 
-    cast_to = _torch_dtype(dtype)
-    with _usage_errors(left):
+    cast_to = _parse_dtype(dtype)
+    with _raise_usage_errors(left):
         return compare_checkpoints(left, right, dtype=cast_to, base=base, strip=strip)
 
 
 @contextlib.contextmanager
-def _usage_errors(method: pathlib.Path) -> Iterator[None]:
+def _raise_usage_errors(path: pathlib.Path) -> Iterator[None]:
     """Raises UsageError for what is no checkpoint, or cannot be read."""
     from fsdp_doctor.fingerprints import FingerprintError
 
@@ -164,10 +214,10 @@ def _usage_errors(method: pathlib.Path) -> Iterator[None]:
     except FingerprintError as error:
         raise UsageError(str(error)) from None
     except OSError as error:
-        raise UsageError(f"cannot read {error.filename or method}: {error.strerror or error}") from None
+        raise UsageError(f"cannot read {error.filename or path}: {error.strerror or error}") from None
 
 
-def _torch_dtype(name: str | None) -> torch.dtype | None:
+def _parse_dtype(name: str | None) -> torch.dtype | None:
     """Raises UsageError for a name that is none of a floating-point dtype."""
     import torch
 

@@ -13,16 +13,14 @@ from typing import TypeAlias
 
 import torch
 
-from fsdp_doctor.checkpoints.files import BadFile, OpenFile, version_of
+from fsdp_doctor.checkpoints.files import BadFile, OpenFile, get_version
 from fsdp_doctor.checkpoints.names import match_names
 from fsdp_doctor.checkpoints.reading import read_checkpoint
 from fsdp_doctor.checkpoints.record import (
-    Arrangement,
     SavedCheckpoint,
     SavedPiece,
     SavedTensor,
-    State,
-    parameter_name,
+    choose_model,
 )
 from fsdp_doctor.checkpoints.troubles import Trouble
 from fsdp_doctor.extract.local import compute_row_major_strides
@@ -57,7 +55,7 @@ class CheckpointComparison:
     equal: list[str]
 
 
-def fingerprint_checkpoint(method: pathlib.Path | str, *, dtype: torch.dtype | None = None) -> Fingerprints:
+def fingerprint_checkpoint(path: pathlib.Path | str, *, dtype: torch.dtype | None = None) -> Fingerprints:
     """Fingerprints the model in a checkpoint of any format that ``fsdp-doctor checkpoint verify`` reads.
 
     The names are those of the model, without the keys of the dicts around it (``model``, ``state_dict``). An optimizer
@@ -68,16 +66,16 @@ def fingerprint_checkpoint(method: pathlib.Path | str, *, dtype: torch.dtype | N
 
     Raises FingerprintError if it is no checkpoint, is damaged, or changes while it is read; OSError.
     """
-    weights = _Weights(pathlib.Path(method))
+    weights = _Weights(pathlib.Path(path))
     sums = FingerprintSums()
     for name, tensor in weights.tensors.items():
-        for part, offsets in weights.parts(tensor):
+        for part, offsets in weights.read_parts(tensor):
             cast = part.to(dtype) if dtype is not None and part.is_floating_point() else part
             blocks = [make_grid_block(0, cast, offsets, compute_row_major_strides(tensor.shape))]
             sums.add_blocks(name, make_unsummed(cast.dtype, tensor.shape, blocks), blocks)
             sums.flush()
     weights.check_unchanged()
-    return Fingerprints(sums.fingerprints().tensors, tuple(weights.ties()))
+    return Fingerprints(sums.fingerprints().tensors, tuple(weights.find_ties()))
 
 
 def compare_checkpoints(
@@ -95,55 +93,55 @@ def compare_checkpoints(
 
     Raises as :func:`fingerprint_checkpoint`, and FingerprintError for models that have nothing in common.
     """
-    read = {method: read_fingerprints(method, dtype) for method in (left, right)}
+    read = {path: read_fingerprints(path, dtype) for path in (left, right)}
     names = match_names(read[left].tensors, read[right].tensors, strip, (str(left), str(right)))
-    one, two = _renamed(read[left], names.left), _renamed(read[right], names.right)
+    one, two = _rename(read[left], names.left), _rename(read[right], names.right)
     of_base = None
     if base is not None:
         of_base = read_fingerprints(base, dtype)
-        of_base = _renamed(of_base, match_names(of_base.tensors, one.tensors, strip).left)
+        of_base = _rename(of_base, match_names(of_base.tensors, one.tensors, strip).left)
     differing = [name for name in one.tensors if name in two.tensors and one.tensors[name] != two.tensors[name]]
     variants: dict[str, list[FingerprintVariant]] = {}
     if differing and left.suffix != ".json":
         originals = {form: name for name, form in names.left.items()}
-        found = _variants(left, {originals[name]: two.tensors[name] for name in differing}, dtype)
+        found = _find_variants(left, {originals[name]: two.tensors[name] for name in differing}, dtype)
         variants = {names.left[name]: of_name for name, of_name in found.items()}
     differences = compare_fingerprints(one, two, base=of_base, variants=variants, called=(str(left), str(right)))
     equal = [name for name, tensor in one.tensors.items() if two.tensors.get(name) == tensor]
     return CheckpointComparison(differences, names.notes, len(one.tensors), equal)
 
 
-def read_fingerprints(method: pathlib.Path, dtype: torch.dtype | None = None) -> Fingerprints:
+def read_fingerprints(path: pathlib.Path, dtype: torch.dtype | None = None) -> Fingerprints:
     """Those of a JSON file, or of a checkpoint. Raises as :func:`fingerprint_checkpoint`."""
-    if method.suffix != ".json" or not method.is_file():
-        return fingerprint_checkpoint(method, dtype=dtype)
+    if path.suffix != ".json" or not path.is_file():
+        return fingerprint_checkpoint(path, dtype=dtype)
     if dtype is not None:
-        raise FingerprintError(f"{method} holds sums, which --dtype {name_dtype(dtype)} cannot be applied to")
+        raise FingerprintError(f"{path} holds sums, which --dtype {name_dtype(dtype)} cannot be applied to")
     try:
-        return Fingerprints.from_json(method.read_text(encoding="utf-8"))
+        return Fingerprints.from_json(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
-        raise FingerprintError(f"{method} is no text") from None
+        raise FingerprintError(f"{path} is no text") from None
 
 
-def _renamed(fingerprints: Fingerprints, names: Mapping[str, str]) -> Fingerprints:
+def _rename(fingerprints: Fingerprints, names: Mapping[str, str]) -> Fingerprints:
     tensors = {names[name]: tensor for name, tensor in fingerprints.tensors.items()}
     tied = tuple(tuple(names[name] for name in group) for group in fingerprints.tied)
     return replace(fingerprints, tensors=tensors, tied=tied)
 
 
-def _variants(
-    method: pathlib.Path, differing: Mapping[str, TensorFingerprint], dtype: torch.dtype | None
+def _find_variants(
+    path: pathlib.Path, differing: Mapping[str, TensorFingerprint], dtype: torch.dtype | None
 ) -> dict[str, list[FingerprintVariant]]:
     """The sums of some tensors after the usual mistakes. differing: what the other side has, by the name here."""
-    weights = _Weights(method)
+    weights = _Weights(path)
     return {
-        name: list(_variants_of(weights, weights.tensors[name], actual, dtype))
+        name: list(_sum_variants(weights, weights.tensors[name], actual, dtype))
         for name, actual in differing.items()
         if name in weights.tensors
     }
 
 
-def _variants_of(
+def _sum_variants(
     weights: _Weights, tensor: SavedTensor, actual: TensorFingerprint, dtype: torch.dtype | None
 ) -> Iterator[FingerprintVariant]:
     shape, saved = tensor.shape, getattr(torch, tensor.dtype)
@@ -165,7 +163,7 @@ def _variants_of(
             mistakes.append(("cast twice", detail, functools.partial(_cast, (between, expected), shape)))
     for kind, detail, blocks_of in mistakes:
         sums = FingerprintSums()
-        for part, offsets in weights.parts(tensor):
+        for part, offsets in weights.read_parts(tensor):
             blocks = blocks_of(part, offsets)
             sums.add_blocks("", make_unsummed(expected, shape, blocks), blocks)
             sums.flush()
@@ -198,32 +196,19 @@ class _Weights:
     Raises FingerprintError if there are none, and for a damage that was found while their places were read.
     """
 
-    def __init__(self, method: pathlib.Path) -> None:
-        if not method.exists():
-            raise FingerprintError(f"{method} does not exist")
-        self.path, self.checkpoint = method, read_checkpoint(method)
-        self.tensors: dict[str, SavedTensor] = {}
-        self._chosen: list[State] = []
-        for state in sorted(self.checkpoint.states, key=_preference):
-            of_model = {parameter_name(tensor): tensor for tensor in state.of_role("model")}
-            if both := of_model.keys() & self.tensors.keys():
-                name, other = min(both), self.tensors[min(both)].file
-                if any(_preference(state) == _preference(chosen) for chosen in self._chosen):
-                    raise FingerprintError(
-                        f"{method}: {name} is in {other} and in {of_model[name].file}; name one of them"
-                    )
-            elif of_model:
-                self.tensors |= of_model
-                self._chosen.append(state)
-        if not self.tensors:
-            self._chosen = self.checkpoint.states
-            self.tensors = {tensor.name: tensor for state in self._chosen for tensor in state.tensors.values()}
+    def __init__(self, path: pathlib.Path) -> None:
+        if not path.exists():
+            raise FingerprintError(f"{path} does not exist")
+        self.path, self.checkpoint = path, read_checkpoint(path)
+        with self._raise_errors_of(""):
+            model = choose_model(self.checkpoint)
+        self.tensors, self._states = model.tensors, model.states
         self._check(self.checkpoint)
         if not self.tensors:
-            raise FingerprintError(f"{method} holds no tensors by name")
+            raise FingerprintError(f"{path} holds no tensors by name")
 
     def _check(self, checkpoint: SavedCheckpoint) -> None:
-        places = {file for state in self._chosen for file in state.files} | {s.directory for s in self._chosen}
+        places = {file for state in self._states for file in state.files} | {s.directory for s in self._states}
         for symptom in checkpoint.symptoms:
             is_grave = symptom.trouble.value.severity != "warning" and symptom.trouble not in _HARMLESS
             if is_grave and (not self.tensors or {symptom.file, str(pathlib.PurePath(symptom.file).parent)} & places):
@@ -234,22 +219,22 @@ class _Weights:
             if file in places:
                 raise FingerprintError(f"{checkpoint.root / file}: {name} is {kind}, and has no fingerprint")
 
-    def parts(self, tensor: SavedTensor) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+    def read_parts(self, tensor: SavedTensor) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
         """Contiguous blocks of a tensor with their offsets in it, of at most 16 MiB or a row; each element once."""
         seen = set()
         for piece in tensor.pieces:
             if (piece.offsets, piece.shape) not in seen:
                 seen.add((piece.offsets, piece.shape))
-                with self._errors_of(piece.file), OpenFile(self.checkpoint.root / piece.file) as file:
-                    yield from _blocks(file, piece, getattr(torch, tensor.dtype))
+                with self._raise_errors_of(piece.file), OpenFile(self.checkpoint.root / piece.file) as file:
+                    yield from _read_blocks(file, piece, getattr(torch, tensor.dtype))
 
     def check_unchanged(self) -> None:
         for path in sorted({piece.file for tensor in self.tensors.values() for piece in tensor.pieces}):
             with contextlib.suppress(FileNotFoundError):  # all that was read is of one version
-                if version_of(os.stat(self.checkpoint.root / path)) != self.checkpoint.files[path].version:
+                if get_version(os.stat(self.checkpoint.root / path)) != self.checkpoint.files[path].version:
                     raise FingerprintError(f"{self.checkpoint.root / path} has changed while it was read")
 
-    def ties(self) -> Iterator[tuple[str, ...]]:
+    def find_ties(self) -> Iterator[tuple[str, ...]]:
         """The names whose tensors are the same bytes of a file."""
         by_place: dict[tuple[object, ...], list[str]] = {}
         for name, tensor in self.tensors.items():
@@ -258,24 +243,21 @@ class _Weights:
         return (tuple(names) for names in by_place.values() if len(names) > 1)
 
     @contextlib.contextmanager
-    def _errors_of(self, path: str) -> Iterator[None]:
+    def _raise_errors_of(self, path: str) -> Iterator[None]:
         try:
             yield
         except BadFile as error:
-            raise FingerprintError(error.about(self.checkpoint.root / path)) from None
+            raise FingerprintError(error.describe(self.checkpoint.root / path)) from None
 
 
-def _preference(state: State) -> tuple[bool, bool]:
-    is_safetensors = bool(state.files) and state.files[0].endswith(".safetensors")
-    return state.arrangement is not Arrangement.WHOLE, not is_safetensors
-
-
-def _blocks(file: OpenFile, piece: SavedPiece, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+def _read_blocks(
+    file: OpenFile, piece: SavedPiece, dtype: torch.dtype
+) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
     if not piece.numel:
         yield torch.empty(piece.shape, dtype=dtype), piece.offsets
         return
     if not piece.shape:
-        yield _tensor(file, piece, dtype), ()
+        yield _read_tensor(file, piece, dtype), ()
         return
     row = piece._replace(shape=(1, *piece.shape[1:]))
     step = max(_CHUNK_BYTES // (max(row.span, 1) * dtype.itemsize), 1)
@@ -284,10 +266,10 @@ def _blocks(file: OpenFile, piece: SavedPiece, dtype: torch.dtype) -> Iterator[t
             begin=piece.begin + first * piece.strides[0] * dtype.itemsize,
             shape=(min(step, piece.shape[0] - first), *piece.shape[1:]),
         )
-        yield _tensor(file, part, dtype), (piece.offsets[0] + first, *piece.offsets[1:])
+        yield _read_tensor(file, part, dtype), (piece.offsets[0] + first, *piece.offsets[1:])
 
 
-def _tensor(file: OpenFile, piece: SavedPiece, dtype: torch.dtype) -> torch.Tensor:
+def _read_tensor(file: OpenFile, piece: SavedPiece, dtype: torch.dtype) -> torch.Tensor:
     data = bytearray(piece.span * dtype.itemsize)
     file.read_into(piece.begin, memoryview(data))
     return torch.frombuffer(data, dtype=dtype).as_strided(piece.shape, piece.strides).contiguous()

@@ -24,13 +24,13 @@ class SafetensorsFile:
     Raises LoadError for another kind of file and for a truncated one, OSError if it cannot be read.
     """
 
-    def __init__(self, method: pathlib.Path) -> None:
-        self.path = method
-        with _load_errors(method), contextlib.ExitStack() as on_error:
-            self._file = OpenFile(method)
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+        with _raise_load_errors(path), contextlib.ExitStack() as on_error:
+            self._file = OpenFile(path)
             on_error.callback(self._file.close)
             self.tensors = {
-                name: FileTensor(self, entry.begin, torch.Size(entry.shape), _torch_dtype(name, entry.dtype))
+                name: FileTensor(self, entry.begin, torch.Size(entry.shape), _get_torch_dtype(name, entry.dtype))
                 for name, entry in read_header(self._file).tensors.items()
             }
             on_error.pop_all()
@@ -40,7 +40,7 @@ class SafetensorsFile:
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fills ``into`` with the bytes of the file from ``offset`` on. Any thread may call it."""
-        with _load_errors(self.path):
+        with _raise_load_errors(self.path):
             self._file.read_into(offset, into)
 
     def check_unchanged(self) -> None:
@@ -48,7 +48,7 @@ class SafetensorsFile:
 
         A file that was removed is fine: all that was read is still of one version.
         """
-        if self._file.changed():
+        if self._file.has_changed():
             raise LoadError(
                 f"{self.path} has changed while it was read, so what was loaded may be a mixture of two checkpoints: "
                 "load again when nothing writes to it"
@@ -69,25 +69,23 @@ class FileTensor:
         return self.begin + self.shape.numel() * self.dtype.itemsize
 
 
-def open_files(method: pathlib.Path) -> tuple[list[SafetensorsFile], dict[str, FileTensor]]:
+def open_files(path: pathlib.Path) -> tuple[list[SafetensorsFile], dict[str, FileTensor]]:
     """Opens a file, or the files of a directory (those of its index if it has one), and lists their tensors by name."""
     index: dict[str, str] = {}
-    paths: Iterable[pathlib.Path] = [method]
-    if method.is_dir():
-        index = read_index(method, "safetensors")
-        paths = (
-            [method / name for name in sorted(set(index.values()))] if index else sorted(method.glob("*.safetensors"))
-        )
+    paths: Iterable[pathlib.Path] = [path]
+    if path.is_dir():
+        index = read_index(path, "safetensors")
+        paths = [path / name for name in sorted(set(index.values()))] if index else sorted(path.glob("*.safetensors"))
         if absent := [str(file) for file in paths if index and not file.exists()]:
-            raise LoadError(f"the index of {method} names files that are not there: {join_some(absent)}")
+            raise LoadError(f"the index of {path} names files that are not there: {join_some(absent)}")
         if not paths:
-            raise LoadError(f"{method} holds no safetensors file")
+            raise LoadError(f"{path} holds no safetensors file")
     with contextlib.ExitStack() as on_error:
         files = []
         for each in paths:
             files.append(SafetensorsFile(each))
             on_error.callback(files[-1].close)
-        tensors = dict(_list_tensors(method, files, index))
+        tensors = dict(_list_tensors(path, files, index))
         on_error.pop_all()
         return files, tensors
 
@@ -101,18 +99,18 @@ def read_index(directory: pathlib.Path, suffix: str) -> dict[str, str]:
     indexes = sorted(directory.glob(f"*.{suffix}.index.json"))
     if len(indexes) != 1:
         return {}
-    with _load_errors(indexes[0]):
+    with _raise_load_errors(indexes[0]):
         return read_weight_map(indexes[0])
 
 
 def _list_tensors(
-    method: pathlib.Path, files: list[SafetensorsFile], index: dict[str, str]
+    path: pathlib.Path, files: list[SafetensorsFile], index: dict[str, str]
 ) -> Iterator[tuple[str, FileTensor]]:
     file_of: dict[str, pathlib.Path] = {}
     for file in files:
         names = {name for name, where in index.items() if where == file.path.name} if index else set(file.tensors)
         if lacking := sorted(names - set(file.tensors)):
-            raise LoadError(f"{file.path} does not hold what the index of {method} says: {join_some(lacking)}")
+            raise LoadError(f"{file.path} does not hold what the index of {path} says: {join_some(lacking)}")
         for name, tensor in file.tensors.items():
             if name in names:
                 if name in file_of:
@@ -121,7 +119,7 @@ def _list_tensors(
                 yield name, tensor
 
 
-def _torch_dtype(name: str, dtype: str) -> torch.dtype:
+def _get_torch_dtype(name: str, dtype: str) -> torch.dtype:
     """Raises BadFile for a dtype that is newer than this torch."""
     if not isinstance(found := getattr(torch, dtype, None), torch.dtype):
         raise BadFile(f"has the dtype {dtype}, which torch {torch.__version__} does not have", name)
@@ -129,8 +127,8 @@ def _torch_dtype(name: str, dtype: str) -> torch.dtype:
 
 
 @contextlib.contextmanager
-def _load_errors(method: pathlib.Path) -> Iterator[None]:
+def _raise_load_errors(path: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except BadFile as error:
-        raise LoadError(error.about(method)) from None
+        raise LoadError(error.describe(path)) from None

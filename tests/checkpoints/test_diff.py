@@ -39,18 +39,18 @@ def test_one_model_is_equal_in_all_formats(originals: pathlib.Path) -> None:
 
 def edited(directory: pathlib.Path, **tensors: torch.Tensor) -> pathlib.Path:
     """The model in ``directory/model.safetensors`` with other tensors, by names without dots."""
-    method = directory / "edited.safetensors"
+    path = directory / "edited.safetensors"
     state = load_file(directory / "model.safetensors")
     state |= {name.replace("__", "."): tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(state, method)
-    return method
+    save_file(state, path)
+    return path
 
 
 def test_it_says_how_tensors_differ(originals: pathlib.Path, tmp_path: pathlib.Path) -> None:
     shutil.copy(originals / "tied" / "model.safetensors", tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     down, up, query = state[DOWN], state[UP], state["model.layers.0.self_attn.q_proj.weight"]
-    method = edited(
+    path = edited(
         tmp_path,
         model__layers__1__mlp__down_proj__weight=down.T,
         model__layers__1__mlp__up_proj__weight=up.roll(33, 1),
@@ -59,7 +59,7 @@ def test_it_says_how_tensors_differ(originals: pathlib.Path, tmp_path: pathlib.P
         model__norm__weight=state["model.norm.weight"].bfloat16(),
         model__layers__0__self_attn__v_proj__weight=query + 1,
     )
-    found = compare_checkpoints(tmp_path / "model.safetensors", method)
+    found = compare_checkpoints(tmp_path / "model.safetensors", path)
     kinds = {difference.name.removesuffix(".weight"): difference.kind for difference in found.differences}
     assert kinds == {
         "model.layers.1.mlp.down_proj": "transposed",

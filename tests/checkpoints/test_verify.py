@@ -38,12 +38,12 @@ LAWFUL = {"buffers": {"replicas_differ"}, "new_adapter": {"lora_start"}}
 
 
 def test_every_program_s_checkpoints_are_sound(originals: pathlib.Path) -> None:
-    directories = sorted(method for method in originals.iterdir())
+    directories = sorted(path for path in originals.iterdir())
     assert len(directories) > 25
-    for method in directories:
-        found = verification.verify(method)
+    for path in directories:
+        found = verification.verify(path)
         assert (found.answer, found.num_tensors > 0) == ("sound", True), found.to_text()
-        assert kinds(found, "warning") == LAWFUL.get(method.name, set()), found.to_text()
+        assert kinds(found, "warning") == LAWFUL.get(path.name, set()), found.to_text()
         assert found.unchecked
 
 
@@ -55,7 +55,7 @@ def test_any_value_that_torch_saves_is_read(tmp_path: pathlib.Path, value: Any) 
 
 def test_the_model_s_tensors_are_found_in_every_format(originals: pathlib.Path) -> None:
     from fsdp_doctor.checkpoints.reading import read_checkpoint
-    from fsdp_doctor.checkpoints.record import parameter_name
+    from fsdp_doctor.checkpoints.record import get_parameter_name
 
     expected = {
         name: tuple(tensor.shape) for name, tensor in torch.load(originals / "legacy/pytorch_model.bin").items()
@@ -79,7 +79,7 @@ def test_the_model_s_tensors_are_found_in_every_format(originals: pathlib.Path) 
     ):
         states = read_checkpoint(originals / name).states
         for state in states:
-            if weights := {parameter_name(t): t.shape for t in state.of_role("model")}:
+            if weights := {get_parameter_name(t): t.shape for t in state.select("model")}:
                 assert weights == expected, (name, state.label)
 
 
@@ -370,9 +370,7 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     ),
     "inf in float16": (
         "tied",
-        tensors(
-            TIED, lambda t: (t.update({n: v.reserve_half() for n, v in t.items()}), t[DOWN][7, 3].fill_(torch.inf))
-        ),
+        tensors(TIED, lambda t: (t.update({n: v.half() for n, v in t.items()}), t[DOWN][7, 3].fill_(torch.inf))),
         "nonfinite",
     ),
     "a matrix of zeros": ("tied", tensors(TIED, lambda t: t[DOWN].zero_()), "zero_matrix"),
@@ -472,8 +470,8 @@ def test_a_finding_names_the_file_the_tensor_the_rows_and_the_rank(
 class _Made:
     """Pickles as a call that makes a directory."""
 
-    def __init__(self, method: pathlib.Path) -> None:
-        self.path = method
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return os.mkdir, (str(self.path),)
