@@ -39,9 +39,9 @@ def find_fix(arguments: Sequence[str], check: Callable[[Sequence[str]], CheckRes
     arguments: as of ``check``, files and overrides. Raises UsageError as ``check``.
     """
     result = check(arguments)
-    for row, after in _candidates(result):
+    for row, after in _list_candidates(result):
         file = pathlib.Path(row.file)
-        if str(file) not in arguments or (text := _edited(file, row, after)) is None:
+        if str(file) not in arguments or (text := _edit_line(file, row, after)) is None:
             continue
         with tempfile.TemporaryDirectory() as directory:
             changed = pathlib.Path(directory) / file.name
@@ -55,7 +55,7 @@ def find_fix(arguments: Sequence[str], check: Callable[[Sequence[str]], CheckRes
     return None
 
 
-def _candidates(result: CheckResult) -> Iterator[tuple[Setting, str]]:
+def _list_candidates(result: CheckResult) -> Iterator[tuple[Setting, str]]:
     bad = "\n".join(row for finding in result.findings if finding.bad for row in finding.settings)
     reasons = "\n".join(str(reason) for use in result.uses for reason in use.reasons if reason.axis != "model")
     for text in (bad, reasons):
@@ -64,7 +64,7 @@ def _candidates(result: CheckResult) -> Iterator[tuple[Setting, str]]:
         yield from ((row, "") for row in named)
 
 
-def _edited(file: pathlib.Path, row: Setting, after: str) -> str | None:
+def _edit_line(file: pathlib.Path, row: Setting, after: str) -> str | None:
     """The text with that line changed; None where the value does not stand in the line, as that of a variable."""
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     number = row.where.removeprefix(row.file).removeprefix(":")

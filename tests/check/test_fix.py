@@ -10,7 +10,7 @@ from support.checked import CONFIGS, checked
 from support.inside import doctor
 
 
-def _changed_lines(before: str, after: str) -> list[str]:
+def _list_changed_lines(before: str, after: str) -> list[str]:
     lines = difflib.ndiff(before.splitlines(), after.splitlines())
     return [line for line in lines if line.startswith(("+ ", "- "))]
 
@@ -28,7 +28,7 @@ def test_the_file_with_one_setting_changed_is_printed_and_breaks_nothing(
     assert checked(file, version=version).exit_code == 1
     done = doctor("check", str(CONFIGS / file), "--framework-version", version, "--fix")
     assert done.code == 0
-    assert _changed_lines((CONFIGS / file).read_text(), done.stdout) == changed
+    assert _list_changed_lines((CONFIGS / file).read_text(), done.stdout) == changed
     copy = tmp_path / file
     copy.write_text(done.stdout)
     assert checked(str(copy), version=version).exit_code == 0

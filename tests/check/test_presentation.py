@@ -103,7 +103,7 @@ def test_every_known_failure_in_a_configuration_has_a_remedy_for_the_user_of_tha
 ) -> None:
     for version in ("all", "0.7.1", "main"):
         result = checked(*arguments, version=version)
-        entries = [catalogue.known_failure(finding.entry) for finding in of_kind(result, "known")]
+        entries = [catalogue.find_entry(finding.entry) for finding in of_kind(result, "known")]
         assert [entry.id for entry in entries if result.version.of not in entry.remedies] == []
 
 
