@@ -104,7 +104,7 @@ def make_readable_file(method: pathlib.Path, directory: pathlib.Path) -> pathlib
         return method
     copy = directory / f"log-{len(list(directory.iterdir())) + 1}.txt"
     with open(copy, "w", encoding="utf-8", errors="replace") as file:
-        for piece in LogInput(None if str(method) == "-" else method).pieces():
+        for piece in LogInput(None if str(method) == "-" else method).read_pieces():
             file.writelines(f"{line}\n" for line in piece.written)
     return copy
 
@@ -119,7 +119,7 @@ def cut_excerpt(method: pathlib.Path, explanation: Explanation) -> str:
     kept: dict[int, str] = {}
     end: deque[tuple[int, str]] = deque(maxlen=_END_LINES)
     number = 0
-    for piece in LogInput(method).pieces():
+    for piece in LogInput(method).read_pieces():
         for number, line in enumerate(piece.written, start=number + 1):  # noqa: B020, the number goes on over the pieces
             end.append((number, line))
             if any(first <= number <= last for first, last in windows):

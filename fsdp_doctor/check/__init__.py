@@ -123,7 +123,7 @@ def check(
     version = _find_version("--framework-version", framework_version, facts.distributions or (facts.name,))
     torch = _find_version("--torch-version", torch_version, ("torch",))
     run = functools.partial(_check_as, kind, version=version, torch=torch, world_size=world_size)
-    strange = [row for row in _shard_groups(kind, settings) if not _is_number(row)]
+    strange = [row for row in _list_shard_groups(kind, settings) if not _is_number(row)]
     if not strange:
         return run(settings)
     # A size that cannot be read is no reason to say nothing: what holds for every size is said.
@@ -138,7 +138,7 @@ def check(
     )
 
 
-def _shard_groups(kind: type[Framework], settings: Settings) -> list[Setting]:
+def _list_shard_groups(kind: type[Framework], settings: Settings) -> list[Setting]:
     keys = dict.fromkeys(key for table in kind.facts.models.values() for key in table.shard_group)
     return [row for key in keys if (row := settings.find_first(key)) is not None]
 

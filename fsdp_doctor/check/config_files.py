@@ -126,9 +126,9 @@ def flatten(data: Any, name: str, where: Callable[[str], str]) -> Iterator[Setti
 
 def _read_bytes(argument: str) -> bytes:
     """The whole file, or one byte more than is allowed."""
-    method = None if argument == "-" else pathlib.Path(os.path.expanduser(argument))
+    path = None if argument == "-" else pathlib.Path(os.path.expanduser(argument))
     data = b""
-    for part in read_parts(method, size=1 << 16):
+    for part in read_parts(path, size=1 << 16):
         data += part
         if len(data) > _MAX_BYTES:
             break

@@ -126,12 +126,13 @@ class _Script:
 
     def __post_init__(self) -> None:
         values: dict[str, set[str]] = {}
-        for pattern in (_DEFAULTED, _ASSIGNMENT, _ARRAY):
-            for match in pattern.finditer(self.text):
-                written = match["value"] if pattern is _ARRAY else _unquote(match["value"])
-                value = self.expand(written.replace("\n", " "))
-                values.setdefault(match["name"], set()).add(value)
-                self.variables[match["name"]] = value
+        matches = (match for pattern in (_ARRAY, _DEFAULTED, _ASSIGNMENT) for match in pattern.finditer(self.text))
+        # As a shell does: a variable has its value from its line on.
+        for match in sorted(matches, key=lambda match: match.start()):
+            written = match["value"] if match.re is _ARRAY else _unquote(match["value"])
+            value = self.expand(written.replace("\n", " "))
+            values.setdefault(match["name"], set()).add(value)
+            self.variables[match["name"]] = value
         self.unknown = {name for name, different in values.items() if len(different) > 1}
 
     def expand(self, text: str) -> str:

@@ -128,7 +128,7 @@ def _finding_lines(finding: ConfigFinding, result: CheckResult) -> Iterator[str]
         for line in (*finding.settings, *finding.cases):
             yield from _wrap(line, 4)
         return
-    for condition in _conditions(entry, result):
+    for condition in _list_conditions(entry, result):
         yield from _wrap(condition, 4)
     yield from _wrap(f"cause: {entry.cause}", 4)
     if special := entry.remedies.get(result.version.of):
@@ -140,7 +140,7 @@ def _finding_lines(finding: ConfigFinding, result: CheckResult) -> Iterator[str]
         yield f"    {case}"
 
 
-def _conditions(entry: KnownFailure, result: CheckResult) -> Iterator[str]:
+def _list_conditions(entry: KnownFailure, result: CheckResult) -> Iterator[str]:
     """The versions and ranks that a failure depends on, with what is known of them here; and where it was measured."""
     yield f"torch: {entry.torch or 'every version that was tried'}"
     for name, versions in entry.versions.items():
@@ -182,7 +182,7 @@ def _finding_as_dict(finding: ConfigFinding, result: CheckResult) -> dict[str, o
         entry = catalogue.find_entry(finding.entry)
         data |= {name: getattr(entry, name) for name in ("verdict", "cause", "remedy", "references")}
         data |= {
-            "conditions": list(_conditions(entry, result)),
+            "conditions": list(_list_conditions(entry, result)),
             "remedy_here": entry.remedies.get(result.version.of, ""),
         }
     return data

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fsdp_doctor.cli import options, output
 from fsdp_doctor.cli.options import RankOptions
-from fsdp_doctor.errors import CannotRun, UsageError
+from fsdp_doctor.errors import EXIT_OK, CannotRun, UsageError
+
+if TYPE_CHECKING:
+    from fsdp_doctor.check.fix import Fix
 
 EXIT_CODES = (
     "Exit codes: 0 nothing in it is known to fail; 1 a known failure or a conflict; 2 usage; 3 it is not FSDP, or not "
@@ -43,6 +47,10 @@ def check(
         typer.Option(min=1, help="Number of ranks, if the configuration does not say; --probe runs on as many."),
     ] = None,
     probe: Annotated[bool, typer.Option("--probe", help="Then run exactly those cases.")] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Print the file with the one setting changed that mends it.")
+    ] = False,
+    write: Annotated[bool, typer.Option("--write", help="With --fix: write the file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Check a training configuration for known failures, without a GPU.
@@ -51,12 +59,18 @@ def check(
     """
     from fsdp_doctor import check
     from fsdp_doctor.check import presentation
+    from fsdp_doctor.check.fix import find_fix
 
     if probe and as_json:
         raise UsageError("--probe prints the probe's report, so it cannot be combined with --json")
-    result = check.check(
-        config, framework_version=framework_version, world_size=world_size, torch_version=torch_version
+    if write and not fix:
+        raise UsageError("--write writes what --fix has found; use it with --fix")
+    run = functools.partial(
+        check.check, framework_version=framework_version, world_size=world_size, torch_version=torch_version
     )
+    result = run(config)
+    if fix and any(finding.bad for finding in result.findings):
+        _print_fix(find_fix(config, run), write=write)
     output.replace_unprintable("backslashreplace")
     sys.stdout.write(presentation.as_json(result) if as_json else presentation.as_text(result))
     if not probe:
@@ -67,3 +81,15 @@ def check(
         raise CannotRun("the configuration does not amount to any case that the probe can run")
     options.check_versions()
     options.start_ranks(RankOptions(nproc=world_size), ["probe", *selection])
+
+
+def _print_fix(fix: Fix | None, *, write: bool) -> None:
+    """Prints or writes the changed file, and ends the command."""
+    if fix is None:
+        raise CannotRun("no change of one setting in a file mends it; see the findings without --fix")
+    print(f"fsdp-doctor: {fix}", file=sys.stderr)
+    if write:
+        fix.file.write_text(fix.text, encoding="utf-8")
+    else:
+        sys.stdout.write(fix.text)
+    raise SystemExit(EXIT_OK)

@@ -211,8 +211,8 @@ def explain(files: Sequence[pathlib.Path | None]) -> Explanation:
     have them, decide what came first.
     """
     logs = _Logs()
-    for method in files:
-        logs.read(method)
+    for path in files:
+        logs.read(path)
     return logs.explain()
 
 
@@ -229,13 +229,13 @@ class _Logs:
         self._truncated: list[str] = []
         self._killed_for_memory = ""
 
-    def read(self, method: pathlib.Path | None) -> None:
-        if method is not None and (dump := read_dump(method, len(self._dumps))) is not None:
+    def read(self, path: pathlib.Path | None) -> None:
+        if path is not None and (dump := read_dump(path, len(self._dumps))) is not None:
             self._dumps.append(dump)
             return
-        log = LogInput(method)
+        log = LogInput(path)
         reader, summaries = ExceptionReader(log.name), SummaryReader()
-        for piece in log.pieces():
+        for piece in log.read_pieces():
             if not self._killed_for_memory and any(hint in piece.text for hint in _HINTS_OF_KILLERS):
                 lines = zip(piece.numbers, piece.lines, strict=True)
                 numbers = (number for number, line in lines if _KILLED_FOR_MEMORY.search(line))

@@ -200,7 +200,7 @@ class ExceptionReader:
 
     def _read_line(self, line: Line, present: list[str]) -> Iterator[Raised]:
         if (opened := self._open.get(line.source)) is not None:
-            line = _without_indent(line, opened.indent)
+            line = _dedent_line(line, opened.indent)
         if opened is not None and line.text.lstrip().startswith(("|", "+-")):
             line = dataclasses.replace(line, text=_GROUP.sub("", line.text))
         if _is_boxed(line.text):
@@ -231,7 +231,7 @@ class ExceptionReader:
             self._labels = tuple(dict.fromkeys((*self._labels, before)))
             line = self._strip_label(line)
         yield from self._close(line.source)
-        opened = self._open[line.source] = _Open(line, self._find_time(line), indent=_indent_of(line.text))
+        opened = self._open[line.source] = _Open(line, self._find_time(line), indent=_measure_indent(line.text))
         after = after.lstrip(": ")
         if matches := list(_INSIDE.finditer(after)):
             # A whole traceback that lost its line breaks.
@@ -244,7 +244,7 @@ class ExceptionReader:
         lid = line.text.lstrip().startswith("╭")
         if (lid and _BEGIN in line.text) or ((opened is None or opened.raised is not None) and _begins_box(line.text)):
             yield from self._close(line.source)
-            opened = self._open[line.source] = _Open(line, self._find_time(line), indent=_indent_of(line.text))
+            opened = self._open[line.source] = _Open(line, self._find_time(line), indent=_measure_indent(line.text))
         if opened is None or lid:
             return
         if line.text.lstrip().startswith("╰"):
@@ -272,16 +272,16 @@ class ExceptionReader:
             yield from self._read_alone(line, present)
             return
         message = f"{opened.raised.message}\n{line.text[:_MAX_OF_A_LINE]}"
-        opened.raised.message = _once(message)[:_MAX_MESSAGE_CHARACTERS]
+        opened.raised.message = _strip_repeated(message)[:_MAX_MESSAGE_CHARACTERS]
 
     def _read_frame_or_end(self, opened: _Open, line: Line) -> None:
         if opened.box:
             opened.end_box()
         if (frame := _parse_frame(line.text)) is not None:
-            opened.frames.append(_once(frame))
+            opened.frames.append(_strip_repeated(frame))
             opened.source = None
             return
-        text = _once(line.text)
+        text = _strip_repeated(line.text)
         match = _RAISED.match(text.removeprefix("  ") if opened.frames else text.strip())
         if match is None and opened.frames and (bare := _ANY.match(text)) and not keyword.iskeyword(bare["type"]):
             match = bare
@@ -298,13 +298,13 @@ class ExceptionReader:
         """Reads a line outside of any traceback: a frame without a header, an exception, or a known message."""
         if (frame := _parse_frame(line.text)) is not None:
             # A frame is two columns within its traceback.
-            indent = _indent_of(line.text)
+            indent = _measure_indent(line.text)
             self._open[line.source] = opened = _Open(line, self._find_time(line), indent=indent - 2 * (indent > 1))
-            opened.frames.append(_once(frame))
+            opened.frames.append(_strip_repeated(frame))
         elif (match := _INSIDE.search(line.text)) and not _SOURCE.match(line.text):
             raised = self._parse_raised(line, match, [])
             raised.logged = _LEVEL.search(line.raw[:200]) is not None
-            self._open[line.source] = _Open(line, raised.time, indent=_indent_of(line.text), raised=raised)
+            self._open[line.source] = _Open(line, raised.time, indent=_measure_indent(line.text), raised=raised)
         elif _FATAL.match(line.text.lstrip()):
             raised = self._make_raised(line, [])
             self._open[line.source] = _Open(line, raised.time, raised=raised, fatal=True)
@@ -323,7 +323,7 @@ class ExceptionReader:
         raised = self._make_raised(line, frames)
         # Ray's RayTaskError(RuntimeError) carries a RuntimeError.
         raised.type = (match["inner"] or match["type"]).rsplit(".", 1)[-1]
-        raised.message = _once(match["message"] or "")[:_MAX_MESSAGE_CHARACTERS]
+        raised.message = _strip_repeated(match["message"] or "")[:_MAX_MESSAGE_CHARACTERS]
         raised.time = time if time is not None else raised.time
         return raised
 
@@ -334,7 +334,7 @@ class ExceptionReader:
             source=line.source,
             time=self._find_time(line),
             type="",
-            message=_once(line.text.strip())[:_MAX_MESSAGE_CHARACTERS],
+            message=_strip_repeated(line.text.strip())[:_MAX_MESSAGE_CHARACTERS],
             frames=frames,
         )
 
@@ -377,18 +377,18 @@ class ExceptionReader:
         return self._times.get(line.source)
 
 
-def _once(text: str) -> str:
+def _strip_repeated(text: str) -> str:
     """A line without Ray's count of how often it was written."""
     return _REPEATED.sub("", text) if "[repeated" in text else text
 
 
-def _indent_of(text: str) -> int:
+def _measure_indent(text: str) -> int:
     return len(text) - len(text.lstrip())
 
 
-def _without_indent(line: Line, indent: int) -> Line:
+def _dedent_line(line: Line, indent: int) -> Line:
     """The line without the indentation of the traceback that it may belong to."""
-    removed = min(indent, _indent_of(line.text))
+    removed = min(indent, _measure_indent(line.text))
     return dataclasses.replace(line, text=line.text[removed:]) if removed else line
 
 

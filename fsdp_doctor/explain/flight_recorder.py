@@ -53,29 +53,29 @@ class Dump:
     groups: Mapping[str, Mapping[int, _Call]]
 
 
-def read_dump(method: pathlib.Path, index: int) -> Dump | None:
+def read_dump(path: pathlib.Path, index: int) -> Dump | None:
     """The dump in a file; None where it is something else. index: the rank where the file's name has none.
 
     Raises UsageError for a dump that cannot be read.
     """
     try:
-        if not method.is_file():
+        if not path.is_file():
             return None
-        with open(method, "rb") as file:
+        with open(path, "rb") as file:
             begin = file.read(8192)
             is_pickle, is_json = _PICKLE.match(begin) is not None, _JSON.match(begin) is not None
             if not (is_pickle or is_json):
                 return None
             data = begin + file.read(_MAX_PICKLE if is_pickle else _MAX_JSON)
     except OSError as error:
-        raise UsageError(f"cannot read {method}: {error.strerror or error}") from None
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
     if len(data) > (_MAX_PICKLE if is_pickle else _MAX_JSON):
-        raise UsageError(f"{method} is larger than a flight recorder's dump that can be read")
-    content = _unpickle(method, data) if is_pickle else _parse_json(method, data)
+        raise UsageError(f"{path} is larger than a flight recorder's dump that can be read")
+    content = _unpickle(path, data) if is_pickle else _parse_json(path, data)
     entries = content.get("entries") if isinstance(content, dict) else None
     if not isinstance(entries, list):
-        raise UsageError(f"{method} is no dump of torch's flight recorder: it has no list of entries")
-    rank = _RANK.search(method.name)
+        raise UsageError(f"{path} is no dump of torch's flight recorder: it has no list of entries")
+    rank = _RANK.search(path.name)
     return Dump(int(rank[1]) if rank else index, _group_calls(entries))
 
 
@@ -101,21 +101,21 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
-def _unpickle(method: pathlib.Path, data: bytes) -> Any:
+def _unpickle(path: pathlib.Path, data: bytes) -> Any:
     try:
         return _PlainUnpickler(io.BytesIO(data)).load()
     # A damaged pickle makes the unpickler raise nearly anything, MemoryError for a size that it only announces.
     except Exception as error:
         raise UsageError(
-            f"{method} is a pickle, but no dump of torch's flight recorder: {read_first_line(error)}"
+            f"{path} is a pickle, but no dump of torch's flight recorder: {read_first_line(error)}"
         ) from None
 
 
-def _parse_json(method: pathlib.Path, data: bytes) -> Any:
+def _parse_json(path: pathlib.Path, data: bytes) -> Any:
     try:
         return json.loads(data.decode("utf-8", errors="replace"))
     except (ValueError, RecursionError):
-        raise UsageError(f"{method} begins like a flight recorder's dump and is no whole JSON document") from None
+        raise UsageError(f"{path} begins like a flight recorder's dump and is no whole JSON document") from None
 
 
 def _group_calls(entries: list[Any]) -> dict[str, dict[int, _Call]]:

@@ -107,24 +107,24 @@ class LogPiece:
 class LogInput:
     """One log; ``None`` is standard input. truncated: whether only its first MAX_STREAM bytes were read."""
 
-    def __init__(self, method: pathlib.Path | None) -> None:
-        self.path = method
-        self.name = str(method) if method is not None else "standard input"
+    def __init__(self, path: pathlib.Path | None) -> None:
+        self.path = path
+        self.name = str(path) if path is not None else "standard input"
         self.truncated = False
 
-    def pieces(self) -> Iterator[LogPiece]:
+    def read_pieces(self) -> Iterator[LogPiece]:
         """The log piece by piece, about a mebibyte each, without colours.
 
         Raises UsageError for a file that cannot be read, is empty, or is not text.
         """
         number, width, label, rest, empty = 1, -1, "", "", True
-        for text in itertools.chain(self._texts(), [""]):
+        for text in itertools.chain(self._decode_texts(), [""]):
             whole, rest = _split(rest + text) if text else (rest, "")
             empty = empty and not whole.strip()
-            written = _split_lines(whole)
+            written = _break_into_lines(whole)
             if width < 0 and written:
-                label = _common_label(written)
-                width = 0 if label else _wrapped_width(written)
+                label = _find_common_label(written)
+                width = 0 if label else _measure_wrapped_width(written)
             lines, begins = _join_wrapped(written, width) if width > 0 else (written, range(len(written)))
             if label:
                 lines = [line.removeprefix(label) for line in lines]
@@ -136,14 +136,14 @@ class LogInput:
         if empty:
             raise UsageError(f"{self.name} is empty")
 
-    def _texts(self) -> Iterator[str]:
+    def _decode_texts(self) -> Iterator[str]:
         """The log as text, without its colours."""
         data = self._read()
         first = next(data, b"")
         if first.startswith(_GZIP):
-            data = self._limited(_inflated(itertools.chain([first], data), self.name))
+            data = self._limit_bytes(_inflate(itertools.chain([first], data), self.name))
             first = next(data, b"")
-        encoding = _encoding_of(first)
+        encoding = _detect_encoding(first)
         if encoding == "utf-8" and _is_binary(first):
             raise UsageError(f"{self.name} is not a text file")
         decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
@@ -156,11 +156,11 @@ class LogInput:
         is_file = self.path is not None and self.path.is_file()
         try:
             parts = read_parts(self.path, size=_CHUNK, patient=True)
-            yield from parts if is_file else self._limited(_in_blocks(parts))
+            yield from parts if is_file else self._limit_bytes(_gather_blocks(parts))
         except OSError as error:
             raise UsageError(f"cannot read {self.name}: {error.strerror or error}") from None
 
-    def _limited(self, data: Iterable[bytes]) -> Iterator[bytes]:
+    def _limit_bytes(self, data: Iterable[bytes]) -> Iterator[bytes]:
         read = 0
         for part in data:
             yield part
@@ -170,7 +170,7 @@ class LogInput:
                 return
 
 
-def _in_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
+def _gather_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
     """The same bytes in parts that are no smaller than those of a file."""
     block = bytearray()
     for part in parts:
@@ -181,7 +181,7 @@ def _in_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
     yield bytes(block)
 
 
-def _encoding_of(first: bytes) -> str:
+def _detect_encoding(first: bytes) -> str:
     """By a mark; or by zeros at every other place, which UTF-16 has where a text is mostly ASCII."""
     for mark, encoding in _MARKS:
         if first.startswith(mark):
@@ -193,7 +193,7 @@ def _encoding_of(first: bytes) -> str:
     return "utf-8"
 
 
-def _inflated(data: Iterable[bytes], name: str) -> Iterator[bytes]:
+def _inflate(data: Iterable[bytes], name: str) -> Iterator[bytes]:
     """The content of a gzip file, as far as it goes; of several members, one after the other."""
     inflate = zlib.decompressobj(wbits=31)
     try:
@@ -224,7 +224,7 @@ def _split(text: str) -> tuple[str, str]:
     return text[:end], text[end:]
 
 
-def _split_lines(text: str) -> list[str]:
+def _break_into_lines(text: str) -> list[str]:
     lines = text.split("\n")
     if "\r" in text:
         # A progress bar writes its line again and again; what was written last stands.
@@ -233,7 +233,7 @@ def _split_lines(text: str) -> list[str]:
     return lines[:-1] if lines[-1] == "" else lines
 
 
-def _common_label(lines: Sequence[str]) -> str:
+def _find_common_label(lines: Sequence[str]) -> str:
     """What stands before every line and says nothing: the same indentation, or the same label; else an empty text."""
     written = [line for line in lines if line.strip()]
     if len(set(written)) < 3:
@@ -243,7 +243,7 @@ def _common_label(lines: Sequence[str]) -> str:
     return match[0] if match else ""
 
 
-def _wrapped_width(lines: Sequence[str]) -> int:
+def _measure_wrapped_width(lines: Sequence[str]) -> int:
     """The width at which a terminal has broken the lines of a log; 0 where nothing looks like that.
 
     No line is wider, and the lines of that width go on in the next: a single one where that width is usual, or where it

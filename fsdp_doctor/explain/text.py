@@ -208,7 +208,7 @@ def render_entry(entry: KnownFailure, width: int, *, conditions: Sequence[str] =
         lines += wrap(f"Only if {', and '.join(CLUES[name].fact for name in entry.needs)}.", width)
     lines += wrap(f"Cause: {entry.cause}", width)
     for framework, remedy in entry.remedies.items():
-        if not places or f"/{framework}/" in places:
+        if not places or f"/{framework.replace('-', '_')}/" in places:
             lines += wrap(f"Remedy in {framework}: {remedy}", width)
     lines += wrap(f"Remedy: {entry.remedy}", width)
     if entry.code:

@@ -105,8 +105,8 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     evidence: the id of a case that reproduces it on two ranks, or ``reported``.
     evidence_device: the device that it takes; empty where any but the CPU does, the emulated one too.
     measured: for each device the versions of torch with which a committed run showed it.
-    cause, remedy: sentences. code: the remedy in code. remedies: by framework, the setting of its user's configuration
-        and the release, which go before the code for its maintainer.
+    cause, remedy: sentences. code: the remedy in code. remedies: by the framework's distribution, the setting of its
+        user's configuration and the release, which go before the code for its maintainer.
     references: ``owner/repository#number``, or a file of torch.
     """
 

@@ -96,7 +96,7 @@ def _grade(entry: KnownFailure, evidence: Evidence, *, is_shared: bool) -> Match
         questions.insert(0, f"does the traceback go through {place}?")
     if evidence.indirect:
         questions.append("where was it raised? The log has no traceback of it")
-    against = tuple(_contradictions(entry, evidence))
+    against = tuple(_list_contradictions(entry, evidence))
     grade: Grade = "possible"
     if has_frame and not lacking and not evidence.indirect:
         grade = "known"
@@ -105,7 +105,7 @@ def _grade(entry: KnownFailure, evidence: Evidence, *, is_shared: bool) -> Match
     return Match(entry, "possible" if against else grade, tuple(questions), against)
 
 
-def _contradictions(entry: KnownFailure, evidence: Evidence) -> Iterator[str]:
+def _list_contradictions(entry: KnownFailure, evidence: Evidence) -> Iterator[str]:
     for name in entry.contradicted_by:
         if evidence.shows(name):
             yield f"the log shows that {CLUES[name].fact}"

@@ -15,15 +15,15 @@ _MESSAGE_AFTER_S = 1.0
 _GIVE_UP_AFTER_S = 60.0
 
 
-def read_parts(method: pathlib.Path | None, *, size: int = 1 << 20, patient: bool = False) -> Iterator[bytes]:
+def read_parts(path: pathlib.Path | None, *, size: int = 1 << 20, patient: bool = False) -> Iterator[bytes]:
     """The content part by part, of at most ``size`` bytes each; ``None`` is standard input.
 
     patient: whether to wait as long as it takes for what standard input or a device writes; a named pipe is given up
     after a minute of silence all the same. Raises OSError, and UsageError for a standard input that is closed and for
     what is given up.
     """
-    name = "standard input" if method is None else str(method)
-    if method is None:
+    name = "standard input" if path is None else str(path)
+    if path is None:
         if sys.stdin is None:
             raise UsageError("standard input is closed; give a file instead of -")
         try:
@@ -33,10 +33,10 @@ def read_parts(method: pathlib.Path | None, *, size: int = 1 << 20, patient: boo
             return
     else:
         # Without O_NONBLOCK a pipe that nobody writes to cannot even be opened.
-        descriptor = os.open(method, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         mode = os.fstat(descriptor).st_mode
-        is_patient = patient and not (method is not None and stat.S_ISFIFO(mode))
+        is_patient = patient and not (path is not None and stat.S_ISFIFO(mode))
         while part := _read_part(descriptor, name, size, waits=not stat.S_ISREG(mode), is_patient=is_patient):
             yield part
     finally:

@@ -86,6 +86,27 @@ def test_a_failure_of_some_releases_of_peft_names_them_and_the_one_that_is_here(
     assert all((peft or "not known") in line for line in conditions)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *((file,) for file in GOOD),
+        *(
+            (f"actor_rollout_ref.actor.strategy={strategy}", "actor_rollout_ref.actor.grad_clip=1", setting)
+            for strategy in ("fsdp", "fsdp2")
+            for setting in (flag("offload_policy"), flag("param_offload"), "actor_rollout_ref.model.lora_rank=8")
+        ),
+    ],
+    ids=" ".join,
+)
+def test_every_known_failure_in_a_configuration_has_a_remedy_for_the_user_of_that_framework(
+    arguments: tuple[str, ...],
+) -> None:
+    for version in ("all", "0.7.1", "main"):
+        result = checked(*arguments, version=version)
+        entries = [catalogue.find_entry(finding.entry) for finding in of_kind(result, "known")]
+        assert [entry.id for entry in entries if result.version.of not in entry.remedies] == []
+
+
 def test_a_finding_says_first_what_the_user_of_that_framework_sets() -> None:
     text = presentation.as_text(checked("verl_policy.sh", version="0.7.1"))
     assert text.index("in verl: Install verl 0.8.0") < text.index("remedy: ")

@@ -1,4 +1,4 @@
-"""Scores `explain` on logs from public threads: ``python tests/corpus/score_logs.py [seen|unseen|fresh|third]``.
+"""Scores `explain` on logs from public threads: ``python tests/corpus/score_logs.py [seen|unseen|fresh|third|fourth]``.
 
 ``logs.toml`` says where each log is from and what is to be said of it. Half of the logs, by the hash of their names,
 was not shown to `explain` until the work on it was done: the score of the unseen half is the one that counts.
@@ -28,7 +28,7 @@ else:
 
 HERE = pathlib.Path(__file__).parent
 Score: TypeAlias = Literal["right", "weak", "missed", "wrong"]
-Half: TypeAlias = Literal["seen", "unseen", "fresh", "third"]
+Half: TypeAlias = Literal["seen", "unseen", "fresh", "third", "fourth"]
 SCORES: tuple[Score, ...] = ("right", "weak", "missed", "wrong")
 _GRADES = ("known", "likely", "possible", None)
 
@@ -38,8 +38,8 @@ def half_of(row: dict[str, Any]) -> Half:
     name: str = row["file"]
     if row.get("fresh"):
         return "fresh"
-    if row.get("set") == "third":
-        return "third"
+    if later := row.get("set"):
+        return "third" if later == "third" else "fourth"
     return "seen" if int(hashlib.sha256(name.encode()).hexdigest(), 16) % 2 == 0 else "unseen"
 
 
@@ -89,7 +89,7 @@ def table(half: Half) -> Iterator[str]:
 
 def main() -> None:
     with contextlib.suppress(BrokenPipeError):
-        for half in sys.argv[1:] or ("seen", "unseen", "fresh", "third"):
+        for half in sys.argv[1:] or ("seen", "unseen", "fresh", "third", "fourth"):
             print("\n".join(table(half)), end="\n\n")  # type: ignore[arg-type]
 
 

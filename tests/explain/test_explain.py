@@ -366,6 +366,13 @@ def test_what_is_not_sure_of_an_entry_stands_above_its_remedy(tmp_path: pathlib.
     assert shown.index("To be sure:") < shown.index("Remedy: ")
 
 
+def test_the_remedy_for_a_user_of_the_framework_in_the_traceback_comes_first(tmp_path: pathlib.Path) -> None:
+    lines = traceback(STORAGE.format(0))
+    shown = _text(tmp_path, *lines)
+    assert shown.index("Remedy in verl: ") < shown.index("Remedy: ")
+    assert "Remedy in verl: " not in _text(tmp_path, *(line.replace("verl", "mine") for line in lines))
+
+
 def test_a_log_that_names_fsdp_is_not_said_to_name_none(tmp_path: pathlib.Path) -> None:
     lines = ["actor.strategy=fsdp2", BEGIN, '  File "/opt/data.py", line 3, in f', "ValueError: bad row"]
     assert "Nothing in the log names FSDP" not in _text(tmp_path, *lines)

@@ -110,9 +110,11 @@ def test_the_log_of_a_real_torchrun_is_explained(tmp_path: pathlib.Path) -> None
     script = tmp_path / "job.py"
     script.write_text(
         "import os, sys, time\n"
-        "if os.environ['RANK'] == '1':\n"
-        "    from torch.distributed.utils import _p_assert\n"
+        "from torch.distributed.utils import _p_assert\n"
+        "def take_state_dict():\n"
         "    _p_assert(False, 'Expects tensor to be on the compute device cuda:1, was on cpu')\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    take_state_dict()\n"
         "time.sleep(60)\n"
     )
     finished = torchrun("--nproc-per-node=2", str(script))

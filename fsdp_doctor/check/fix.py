@@ -1,0 +1,79 @@
+"""One setting of a configuration's file, changed so that nothing in it is known to break, with all else as it was.
+
+No rule says which setting it is: each that a finding rests on is tried, and the changed file is checked again.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from fsdp_doctor.check import CheckResult
+from fsdp_doctor.check.settings import Setting
+from fsdp_doctor.errors import EXIT_OK, UsageError
+
+_TRUE = re.compile(r"\b(?:true|yes|on)\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Fix:
+    """file: the one with the setting. before: the setting. after: its new value, empty where it is left out."""
+
+    file: pathlib.Path
+    before: Setting
+    after: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.before}: {f'set it to {self.after}' if self.after else 'leave it out'}"
+
+
+def find_fix(arguments: Sequence[str], check: Callable[[Sequence[str]], CheckResult]) -> Fix | None:
+    """The first change of one setting after which ``check`` ends with success; None where there is none.
+
+    A setting that is true is set to false, and any may be left out; first come those that the findings name. What
+    decides which model is trained stays.
+    arguments: as of ``check``, files and overrides. Raises UsageError as ``check``.
+    """
+    result = check(arguments)
+    for row, after in _list_candidates(result):
+        file = pathlib.Path(row.file)
+        if str(file) not in arguments or (text := _edit_line(file, row, after)) is None:
+            continue
+        with tempfile.TemporaryDirectory() as directory:
+            changed = pathlib.Path(directory) / file.name
+            changed.write_text(text, encoding="utf-8")
+            changed_arguments = [str(changed) if argument == str(file) else argument for argument in arguments]
+            try:
+                if check(changed_arguments).exit_code == EXIT_OK:
+                    return Fix(file, row, after, text)
+            except UsageError:
+                continue
+    return None
+
+
+def _list_candidates(result: CheckResult) -> Iterator[tuple[Setting, str]]:
+    bad = "\n".join(row for finding in result.findings if finding.bad for row in finding.settings)
+    reasons = "\n".join(str(reason) for use in result.uses for reason in use.reasons if reason.axis != "model")
+    for text in (bad, reasons):
+        named = [row for row in result.settings if str(row) in text]
+        yield from ((row, "false") for row in named if row.value is True)
+        yield from ((row, "") for row in named)
+
+
+def _edit_line(file: pathlib.Path, row: Setting, after: str) -> str | None:
+    """The text with that line changed; None where the value does not stand in the line, as that of a variable."""
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    number = row.where.removeprefix(row.file).removeprefix(":")
+    if not number.isdecimal() or not 0 < int(number) <= len(lines) or row.name not in lines[int(number) - 1]:
+        return None
+    at = int(number) - 1
+    if not after:
+        is_alone = lines[at].lstrip(" \t'\"+").startswith((row.key, row.name)) and not set(lines[at]) & set("{},")
+        return "".join([*lines[:at], *lines[at + 1 :]]) if is_alone else None
+    before, name, value = lines[at].partition(row.name)
+    changed, count = _TRUE.subn(lambda match: after.capitalize() if match[0][0].isupper() else after, value, count=1)
+    return "".join([*lines[:at], before + name + changed, *lines[at + 1 :]]) if count else None

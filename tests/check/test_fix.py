@@ -1,0 +1,53 @@
+"""``fsdp-doctor check --fix``: one setting is changed, nothing else, and then nothing is known to fail."""
+
+from __future__ import annotations
+
+import difflib
+import pathlib
+
+import pytest
+from support.checked import CONFIGS, checked
+from support.inside import doctor
+
+
+def _list_changed_lines(before: str, after: str) -> list[str]:
+    lines = difflib.ndiff(before.splitlines(), after.splitlines())
+    return [line for line in lines if line.startswith(("+ ", "- "))]
+
+
+@pytest.mark.parametrize(
+    ("file", "version", "changed"),
+    [
+        ("verl_sft.yaml", "0.7.1", ["-   offload_policy: true", "+   offload_policy: false"]),
+        ("verl_policy.sh", "0.7.1", ["-     actor_rollout_ref.actor.fsdp_config.offload_policy=$offload \\"]),
+    ],
+)
+def test_the_file_with_one_setting_changed_is_printed_and_breaks_nothing(
+    file: str, version: str, changed: list[str], tmp_path: pathlib.Path
+) -> None:
+    assert checked(file, version=version).exit_code == 1
+    done = doctor("check", str(CONFIGS / file), "--framework-version", version, "--fix")
+    assert done.code == 0
+    assert _list_changed_lines((CONFIGS / file).read_text(), done.stdout) == changed
+    copy = tmp_path / file
+    copy.write_text(done.stdout)
+    assert checked(str(copy), version=version).exit_code == 0
+
+
+def test_write_changes_the_file_and_keeps_its_comments(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "sft.yaml"
+    text = (CONFIGS / "verl_sft.yaml").read_text().replace("offload_policy: true", "offload_policy: True  # memory")
+    file.write_text(text)
+    done = doctor("check", str(file), "--framework-version", "0.7.1", "--fix", "--write")
+    assert (done.code, done.stdout) == (0, "")
+    assert file.read_text() == text.replace("offload_policy: True  # memory", "offload_policy: False  # memory")
+
+
+def test_where_no_single_setting_mends_it_that_is_said() -> None:
+    done = doctor("check", str(CONFIGS / "verl_grpo.yaml"), "--framework-version", "0.7.1", "--fix")
+    assert (done.code, done.stdout) == (3, "")
+    assert "no change of one setting" in done.stderr
+
+
+def test_write_alone_is_refused() -> None:
+    assert doctor("check", str(CONFIGS / "verl_sft.yaml"), "--write").code == 2
