@@ -180,4 +180,4 @@ def _name_backend(device_type: str, backend: Backend) -> str:
     if device_type == "cpu":
         return "gloo"
     default = dist.get_default_backend_for_device(device_type)
-    return default if backend == "device-only" else f"cpu:gloo,{device_type}:{default}"
+    return f"cpu:gloo,{device_type}:{default}" if backend.has_cpu_collectives else default

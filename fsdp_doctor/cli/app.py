@@ -157,8 +157,13 @@ def _refuse_old_spelling(words: Sequence[str]) -> None:
             raise UsageError(f"`fsdp-doctor {old}` is `fsdp-doctor {_RENAMED[old]}` now")
         case ["memory", *rest] if rest[:1] not in (["-h"], ["--help"]) and (not rest or rest[0].startswith("-")):
             raise UsageError("`fsdp-doctor memory` is `fsdp-doctor memory measure` now")
-        case ["report", word, *_] if word not in ("-h", "--help", *_GROUPS["report"]):
+        case ["report", word, *_] if word not in ("-h", "--help") and _names_file(word):
             raise UsageError("`fsdp-doctor report FILE` is `fsdp-doctor report show FILE` now")
+
+
+def _names_file(word: str) -> bool:
+    """Whether the word after ``report`` is a file, or an option that went before one; a misspelt command is neither."""
+    return word.startswith("-") or "." in word or "/" in word
 
 
 def _print_error(error: FsdpDoctorError) -> None:

@@ -182,11 +182,6 @@ def get_plan(model: nn.Module, arguments: Arguments) -> tuple[Plan, list[torch.T
     return kept.plan, shards
 
 
-def forget(model: nn.Module) -> None:
-    """The next plan of the model is made anew."""
-    _kept.pop(model, None)
-
-
 def _make_plan(
     model: nn.Module,
     contents: reader.ModelContents,

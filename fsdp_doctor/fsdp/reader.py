@@ -98,7 +98,11 @@ def read(model: nn.Module) -> ModelContents:
     }
     fsdp2_units = {key: unit for key, state in states.items() if (unit := Fsdp2Unit.read(state)) is not None}
     # FSDP2 may show others in their place.
-    sharded = {id(shown): held for state in states.values() for shown, held in list_unsharded_parameters(state)}
+    sharded = {
+        id(shown): known_parameter
+        for state in states.values()
+        for shown, known_parameter in list_unsharded_parameters(state)
+    }
     fsdp1_units = _read_fsdp1_units(modules)
     parameters = _read_parameters(modules, fsdp1_units, fsdp2_units, sharded)
     stray = [p for p in parameters if fsdp1.is_flattened(p.tensor)] if fsdp1_units else []

@@ -185,7 +185,7 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def is_certain_in(self, case: AnyCase, context: RunContext) -> bool:
         """Whether a case that it is expected in must show it: no race, and no path or model of the user."""
         is_raced = self.race and context.non_blocking_copies == "at any time"
-        is_users = isinstance(case, Case) and (is_user_method(case.method) or case.scenario.model == "custom")
+        is_users = isinstance(case, Case) and (is_user_method(case.method) or case.scenario.model.is_custom)
         return not is_raced and not is_users
 
     def measure_narrowness(self, case: AnyCase, context: RunContext) -> int:

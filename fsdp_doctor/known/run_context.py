@@ -86,6 +86,6 @@ class RunContext:
         group = self.shard_group(scenario)
         if group == 1:
             return ("even",)
-        if scenario.model == "custom":
+        if scenario.model.is_custom:
             return ("even", "uneven")
-        return ("even",) if scenario.dims == "even" and EVEN_DIMS[scenario.model] % group == 0 else ("uneven",)
+        return ("even",) if scenario.dims.is_even and EVEN_DIMS[scenario.model] % group == 0 else ("uneven",)

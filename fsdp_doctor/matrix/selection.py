@@ -93,7 +93,7 @@ def _parse_named_case(case_id: str, selection: Selection) -> AnyCase:
             f"case {case_id!r}: {case.scenario.id} has no path {case.method!r}; `fsdp-doctor list --methods` prints "
             "them"
         )
-    if case.scenario.model == "custom" and not selection.custom_model:
+    if case.scenario.model.is_custom and not selection.custom_model:
         raise UsageError(f"case {case_id!r} needs a model of your own: add --model DIR")
     return case
 

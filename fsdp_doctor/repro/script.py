@@ -13,7 +13,7 @@ from typing_extensions import assert_never
 from fsdp_doctor import __version__
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known import signatures
-from fsdp_doctor.matrix.axes import Context, Model, Sharding
+from fsdp_doctor.matrix.axes import CheckpointFit, Context, Model, Sharding
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.methods import MatrixMethod, explain_impossible, find_method, is_user_method
@@ -41,6 +41,7 @@ def render_script(case: Case, expectation: Expectation, name: str = "repro.py") 
     text = _TEMPLATES.get_template(_TEMPLATE[method.direction]).render(
         case=case,
         scenario=scenario,
+        CheckpointFit=CheckpointFit,
         contract=method.contract,
         num_ranks=num_ranks,
         mesh=mesh,
@@ -62,7 +63,7 @@ def render_script(case: Case, expectation: Expectation, name: str = "repro.py") 
 
 
 def _find_method(case: Case) -> MatrixMethod:
-    """The path of the case. Raises UsageError if a script cannot have it."""
+    """The method of the case. Raises UsageError if a script cannot have it."""
     scenario = case.scenario
     if is_user_method(case.method):
         raise UsageError(f"case {case.id!r}: {case.method} is your own; a script has torch's functions alone")

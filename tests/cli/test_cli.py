@@ -146,3 +146,9 @@ def test_an_old_spelling_of_a_command_is_refused_with_the_new_one(words: tuple[s
     done = doctor(*words)
     assert (done.code, done.stdout) == (2, "")
     assert f"`fsdp-doctor {new}`" in _complaint(done.stderr)
+
+
+def test_a_misspelt_command_of_a_group_is_answered_with_the_one_that_is_meant() -> None:
+    complaint = _complaint(doctor("report", "dif", "a.json", "b.json").stderr)
+    assert "'dif'" in complaint
+    assert "'diff'" in complaint

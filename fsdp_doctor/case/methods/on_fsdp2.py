@@ -33,10 +33,10 @@ def move_and_gather_state_dict(model: torch.nn.Module, device: torch.device) -> 
 
 def gather_state_dict_after_offload(model: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, Any]]:
     """The framework offloads the model while it goes on reading the state dict that it took before."""
-    held = model.state_dict()
+    state_dict = model.state_dict()
     model.to("cpu")
     try:
-        for name, tensor in held.items():
+        for name, tensor in state_dict.items():
             yield name, tensor.to(device, non_blocking=True).full_tensor() if hasattr(tensor, "full_tensor") else tensor
     finally:
         model.to(device)
