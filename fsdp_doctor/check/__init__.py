@@ -131,10 +131,10 @@ def check(
         run(Settings.join(settings, [Setting(row.key, size, row.where) for row in strange])) for size in _SHARD_GROUPS
     ]
     said = [{(finding.kind, finding.entry or finding.sentence) for finding in result.findings} for result in others]
-    held = [one for one in first.findings if all((one.kind, one.entry or one.sentence) in other for other in said)]
+    common = [one for one in first.findings if all((one.kind, one.entry or one.sentence) in other for other in said)]
     sentence = "this number cannot be read; what is said here holds whatever it is"
     return dataclasses.replace(
-        first, findings=(*held, report_unknown(sentence, *strange, decides=True)), settings=settings
+        first, findings=(*common, report_unknown(sentence, *strange, decides=True)), settings=settings
     )
 
 

@@ -67,6 +67,7 @@ _PREFIX = re.compile(
 _JOINT = re.compile(r"(?<=\S)[ ]{3,400}(?=\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)|(?<=[^\s>|])(?=\[rank\d{1,9}\]:)")
 # What no terminal makes of the rest of a line that it has broken.
 _BEGINNING = re.compile(rf"\s\s|Traceback|During handling|The above|```|[-=*]{{4}}|{_LEVEL}\b")
+_DIGIT = re.compile(r"\d")
 _EXCEPTION = re.compile(r"[\w.]{1,80}(?:Error|Exception)\b")
 # What may stand before every line of a log: the name of a pod, of a container, of a job.
 _LABEL = re.compile(r"\s*(?:(?:\[?[a-z][a-z0-9._/:-]{1,80}\]?|\|)[ ]{1,20}){0,3}")
@@ -260,10 +261,20 @@ def _measure_wrapped_width(lines: Sequence[str]) -> int:
 
 def _goes_on(line: str, following: str) -> bool:
     """Whether the rest of a broken line may follow. line: as far as it was read."""
-    if _PREFIX.match(following) or line[:4] == following[:4] or line[-1:] in _ENDS or not following.strip():
+    if (
+        _PREFIX.match(following)
+        or _find_shape(line) == _find_shape(following)
+        or line[-1:] in _ENDS
+        or not following.strip()
+    ):
         return False
     is_exception = line[:1].isspace() and _EXCEPTION.match(following)
     return _PREFIX.match(line) is not None or not (is_exception or _BEGINNING.match(following))
+
+
+def _find_shape(line: str) -> str:
+    """How the line begins, whatever its numbers: alike in the lines of a progress bar."""
+    return _DIGIT.sub("0", line[:6])
 
 
 def _join_wrapped(lines: Sequence[str], width: int) -> tuple[list[str], list[int]]:

@@ -92,6 +92,12 @@ def test_source_lines_and_prose_are_no_failure(tmp_path: pathlib.Path, line: str
     assert explained(tmp_path, "step 1 rror", line).showing == "nothing"
 
 
+def test_lines_of_one_length_that_are_no_broken_line_stay_apart(tmp_path: pathlib.Path) -> None:
+    bar = [f"{percent}% done, {percent} of 99 files, loss 0.{percent}{'.' * 40}" for percent in range(10, 99)]
+    explanation = explained(tmp_path, *bar, "ValueError: no such thing")
+    assert (cause_of(explanation).text, cause_of(explanation).line) == ("ValueError: no such thing", 90)
+
+
 def test_a_message_in_prose_is_not_known_for_certain(tmp_path: pathlib.Path) -> None:
     explanation = explained(
         tmp_path, "it says: FSDP parameters should be materialized on CPU when enabling CPU offloading"
