@@ -58,39 +58,39 @@ def main() -> None:
     model = sharded(options.device, options.hidden)
     name = [tempfile.mkdtemp(dir=options.directory) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(name)
-    method = pathlib.Path(name[0]) / "model.safetensors"
+    path = pathlib.Path(name[0]) / "model.safetensors"
     if dist.get_rank() == 0:
-        save_file({n: torch.zeros(p.shape, dtype=p.dtype) for n, p in model.named_parameters()}, method)
+        save_file({n: torch.zeros(p.shape, dtype=p.dtype) for n, p in model.named_parameters()}, path)
     dist.barrier()
     try:
-        measure(model, method, options)
+        measure(model, path, options)
     finally:
         if dist.get_rank() == 0:
-            method.unlink()
-            method.parent.rmdir()
+            path.unlink()
+            path.parent.rmdir()
     dist.destroy_process_group()
 
 
-def measure(model: nn.Module, method: pathlib.Path, options: argparse.Namespace) -> None:
+def measure(model: nn.Module, path: pathlib.Path, options: argparse.Namespace) -> None:
     shards = [private.read_local_tensor(tensor.tensor) for tensor in reader.read(model).list_tensors()]
     nbytes = sum(shard.nbytes for shard in shards)
     threads = count_threads()
     say(f"{len(shards)} tensors, {nbytes / 1e6:.0f} MB a rank, {dist.get_world_size()} ranks, {threads} threads each")
     memory = torch.zeros(nbytes, dtype=torch.uint8)
-    plain = taken(lambda: in_threads(threads, nbytes, functools.partial(read, method, memory)), options)
+    plain = taken(lambda: in_threads(threads, nbytes, functools.partial(read, path, memory)), options)
     say(row("plain", plain, nbytes, plain))
     for mib in map(int, options.chunk_mib.split(",")):
         if options.device != "cpu":
-            carry = functools.partial(read_and_send, method, mib * _MIB, options.device)
+            carry = functools.partial(read_and_send, path, mib * _MIB, options.device)
             bare = taken(lambda c=carry: in_threads(threads, nbytes, c), options)
             say(row(f"bare, {mib} MiB", bare, nbytes, plain))
         used: list[tuple[float, float]] = []
-        took = taken(lambda m=mib, u=used: u.append(load(model, method, m * _MIB)), options)
+        took = taken(lambda m=mib, u=used: u.append(load(model, path, m * _MIB)), options)
         before, in_all = (statistics.median(times) * 1e3 for times in zip(*used, strict=True))
         say(f"{row(f'load, {mib} MiB', took, nbytes, plain)}, before reading {before:.1f}, in all {in_all:.1f}")
 
 
-def load(model: nn.Module, method: pathlib.Path, chunk_bytes: int) -> tuple[float, float]:
+def load(model: nn.Module, path: pathlib.Path, chunk_bytes: int) -> tuple[float, float]:
     """Returns the seconds that the main thread computes before the threads read, and in all."""
     finish = LocalParts.finish
     begins: list[float] = []
@@ -104,7 +104,7 @@ def load(model: nn.Module, method: pathlib.Path, chunk_bytes: int) -> tuple[floa
         mock.patch.object(LocalParts, "finish", noted),
         mock.patch.object(full_load, "HostCopies", functools.partial(HostCopies, chunk_bytes=chunk_bytes)),
     ):
-        load_full_tensors(model, method)
+        load_full_tensors(model, path)
     return begins[0] - start, time.thread_time() - start
 
 
@@ -119,18 +119,18 @@ def in_threads(count: int, nbytes: int, carry: Callable[[int, int], None]) -> No
         thread.join()
 
 
-def read(method: pathlib.Path, memory: torch.Tensor, begin: int, end: int) -> None:
-    with method.open("rb", buffering=0) as file:
+def read(path: pathlib.Path, memory: torch.Tensor, begin: int, end: int) -> None:
+    with path.open("rb", buffering=0) as file:
         for start in range(begin, end, 8 * _MIB):
             os.preadv(file.fileno(), [view(memory[start : min(start + 8 * _MIB, end)])], start)
 
 
-def read_and_send(method: pathlib.Path, chunk_bytes: int, device: str, begin: int, end: int) -> None:
+def read_and_send(path: pathlib.Path, chunk_bytes: int, device: str, begin: int, end: int) -> None:
     module = torch.get_device_module(device)
     module.set_device(int(os.environ["LOCAL_RANK"]))
     chunks = [torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     views, target = [view(chunk) for chunk in chunks], torch.empty(chunk_bytes, dtype=torch.uint8, device=device)
-    with method.open("rb", buffering=0) as file, module.stream(module.Stream()) as _:
+    with path.open("rb", buffering=0) as file, module.stream(module.Stream()) as _:
         stream, taken = module.current_stream(), [None, None]
         for number, start in enumerate(range(begin, end, chunk_bytes)):
             turn, length = number % 2, min(chunk_bytes, end - start)

@@ -95,31 +95,31 @@ def _describe_command(run: CommandRun) -> str:
     return "\n".join([shlex.join(run.command), "", run.sentence, *ranks]) + "\n"
 
 
-def make_readable_file(method: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
+def make_readable_file(path: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
     """Returns a file that can be read twice: the log, or a copy in ``directory`` of a pipe or standard input.
 
     Raises UsageError for a log that cannot be read.
     """
-    if method.is_file() or not (method.exists() or str(method) == "-"):
-        return method
+    if path.is_file() or not (path.exists() or str(path) == "-"):
+        return path
     copy = directory / f"log-{len(list(directory.iterdir())) + 1}.txt"
     with open(copy, "w", encoding="utf-8", errors="replace") as file:
-        for piece in LogInput(None if str(method) == "-" else method).read_pieces():
+        for piece in LogInput(None if str(path) == "-" else path).read_pieces():
             file.writelines(f"{line}\n" for line in piece.written)
     return copy
 
 
-def cut_excerpt(method: pathlib.Path, explanation: Explanation) -> str:
+def cut_excerpt(path: pathlib.Path, explanation: Explanation) -> str:
     """Whole lines of the log at ``path``: its beginning, around the failure, and its end. Left-out lines are counted.
 
     explanation: of the log.
     """
-    places = _find_failure_lines(explanation, LogInput(method).name)
+    places = _find_failure_lines(explanation, LogInput(path).name)
     windows = [(1, _BEGIN_LINES), *((max(1, line - _BEFORE), line + _AFTER) for line in places)]
     kept: dict[int, str] = {}
     end: deque[tuple[int, str]] = deque(maxlen=_END_LINES)
     number = 0
-    for piece in LogInput(method).read_pieces():
+    for piece in LogInput(path).read_pieces():
         for number, line in enumerate(piece.written, start=number + 1):  # noqa: B020, the number goes on over the pieces
             end.append((number, line))
             if any(first <= number <= last for first, last in windows):

@@ -246,7 +246,7 @@ def _remove_private(report: Report, redactor: Redactor) -> Report:
     return read_report_dict(redactor.clean_values(values))
 
 
-def write_bundle(method: pathlib.Path, bundle: Bundle) -> None:
+def write_bundle(path: pathlib.Path, bundle: Bundle) -> None:
     """Writes the zip file. Raises DoctorFault where the disk does not take it."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
@@ -254,9 +254,9 @@ def write_bundle(method: pathlib.Path, bundle: Bundle) -> None:
             entry = zipfile.ZipInfo(name, _DATE)
             archive.writestr(entry, text.encode("utf-8", errors="replace"), zipfile.ZIP_DEFLATED)
     try:
-        replace_file(method, content.getvalue())
+        replace_file(path, content.getvalue())
     except OSError as error:
-        raise DoctorFault(f"cannot write {method}: {error.strerror or error}") from None
+        raise DoctorFault(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def _describe_replacements(counts: Counter[str]) -> str:

@@ -63,7 +63,7 @@ def bundle(
     if command:
         check_writable(record)
     with tempfile.TemporaryDirectory(prefix="fsdp-doctor-") as directory:
-        logs = [bundle.make_readable_file(method, pathlib.Path(directory)) for method in log or ()]
+        logs = [bundle.make_readable_file(path, pathlib.Path(directory)) for path in log or ()]
         # A log that cannot be read is refused before the command runs for hours.
         bundle.gather({}, logs=logs)
         configuration = check(config) if config else None

@@ -54,11 +54,11 @@ _DIRECTIONS = get_args(Direction)
 _AXES = ("strategy", "offload", "staging")
 
 
-def write_page(method: pathlib.Path, merged: MergedReport, picture: str = "") -> None:
+def write_page(path: pathlib.Path, merged: MergedReport, picture: str = "") -> None:
     """Raises UsageError if there is no result to show, DoctorFault if the disk does not take the page."""
     text = render_page(merged, picture)
-    with turn_write_errors(method):
-        replace_file(method, text.encode(errors="replace"))
+    with turn_write_errors(path):
+        replace_file(path, text.encode(errors="replace"))
 
 
 def render_page(merged: MergedReport, picture: str = "") -> str:

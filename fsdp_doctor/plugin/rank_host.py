@@ -30,7 +30,7 @@ _PROGRAM = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from fsdp_doctor.machine import imports
-with imports.of_what_stays():
+with imports.freeze_imports():
     from fsdp_doctor.plugin.supervision import main
 main(int(sys.argv[2]))
 """

@@ -77,18 +77,18 @@ class ExpectedFailures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return next((entry for entry in self.entries if entry.covers(case_id) and not entry.is_over(torch)), None)
 
 
-def read_expected_failures(method: pathlib.Path) -> ExpectedFailures:
+def read_expected_failures(path: pathlib.Path) -> ExpectedFailures:
     """Raises UsageError, with the place in the file, for anything else."""
     try:
-        return msgspec.convert(tomllib.loads(method.read_text(encoding="utf-8")), ExpectedFailures)
+        return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), ExpectedFailures)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UsageError(f"cannot read the expectations {method}: {reason}") from None
+        raise UsageError(f"cannot read the expectations {path}: {reason}") from None
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{method} is not TOML: {error}") from None
+        raise UsageError(f"{path} is not TOML: {error}") from None
     except msgspec.ValidationError as error:
         raise UsageError(
-            f"{method}: {error}; each table [[expect]] has cases, a list of patterns, and a verdict "
+            f"{path}: {error}; each table [[expect]] has cases, a list of patterns, and a verdict "
             f"({', '.join(get_args(VerdictKind))}), and may have a reason, a link and until, a version of torch"
         ) from None
 

@@ -30,19 +30,19 @@ from fsdp_doctor.report.document import (
 )
 
 
-def name_journal(method: pathlib.Path) -> pathlib.Path:
+def name_journal(path: pathlib.Path) -> pathlib.Path:
     """The file that holds the finished cases of a run until its report at ``path`` is complete."""
-    return method.with_name(method.name + ".journal")
+    return path.with_name(path.name + ".journal")
 
 
 class Journal:
     """Appends results to the journal of ``path``. Raises DoctorFault if the disk does not take them."""
 
-    def __init__(self, method: pathlib.Path, report: Report) -> None:
-        self._path = method
-        _start_report(method, report)
-        with turn_write_errors(name_journal(method)):
-            self._file: IO[str] = open(name_journal(method), "w", encoding="utf-8")
+    def __init__(self, path: pathlib.Path, report: Report) -> None:
+        self._path = path
+        _start_report(path, report)
+        with turn_write_errors(name_journal(path)):
+            self._file: IO[str] = open(name_journal(path), "w", encoding="utf-8")
         for result in report.results:
             self.add(result)
 
@@ -58,38 +58,38 @@ class Journal:
         write_report(self._path, report)
 
 
-def write_report(method: pathlib.Path, report: Report) -> None:
+def write_report(path: pathlib.Path, report: Report) -> None:
     """Writes a report to ``path``, without a journal beside it. Raises DoctorFault if the disk does not take it."""
-    _start_report(method, report)
+    _start_report(path, report)
     with contextlib.suppress(OSError):
-        name_journal(method).unlink()
+        name_journal(path).unlink()
 
 
-def _start_report(method: pathlib.Path, report: Report) -> None:
+def _start_report(path: pathlib.Path, report: Report) -> None:
     """Writes a report to which no older journal can add.
 
     A journal beside a report without results is of an older run, and is emptied first. A journal beside any other
     report may be what the report was made from, and stays until the report is there.
     """
-    journal = name_journal(method)
-    with turn_write_errors(method):
+    journal = name_journal(path)
+    with turn_write_errors(path):
         if not report.results and journal.exists():
             journal.write_text("")
-        replace_file(method, json.dumps(convert_report_to_dict(report), indent=1) + "\n")
+        replace_file(path, json.dumps(convert_report_to_dict(report), indent=1) + "\n")
 
 
-def read_report(method: pathlib.Path) -> Report:
+def read_report(path: pathlib.Path) -> Report:
     """Reads a report, with the journal of an incomplete one; a name that ends in .gz is compressed.
 
     Raises UsageError for anything else.
     """
-    data = read_document(method, "report", SCHEMA, SCHEMA_VERSION)
+    data = read_document(path, "report", SCHEMA, SCHEMA_VERSION)
     try:
         if not data["complete"]:
-            data["results"] = _choose_longer(data["results"], name_journal(method))
+            data["results"] = _choose_longer(data["results"], name_journal(path))
         return read_report_dict(data)
     except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{method} is a damaged report: {type(error).__name__}: {error}") from None
+        raise UsageError(f"{path} is a damaged report: {type(error).__name__}: {error}") from None
 
 
 def _choose_longer(results: list[Any], journal: pathlib.Path) -> list[Any]:
@@ -104,42 +104,42 @@ def _choose_longer(results: list[Any], journal: pathlib.Path) -> list[Any]:
     return in_journal if len(in_journal) > len(results) else results
 
 
-def read_document(method: pathlib.Path, kind: str, schema: str, newest: int) -> dict[str, Any]:
+def read_document(path: pathlib.Path, kind: str, schema: str, newest: int) -> dict[str, Any]:
     """Reads a JSON document of fsdp-doctor, of any version of its schema up to ``newest``.
 
     kind: the name of such a document in a message. Raises UsageError for anything else.
     """
     try:
-        data = read_json(method)
+        data = read_json(path)
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
-        raise UsageError(f"cannot read the {kind} {method}: {reason or error}") from None
+        raise UsageError(f"cannot read the {kind} {path}: {reason or error}") from None
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{method} is not a {kind} of fsdp-doctor: it is not JSON ({error})") from None
+        raise UsageError(f"{path} is not a {kind} of fsdp-doctor: it is not JSON ({error})") from None
     if not isinstance(data, dict) or data.get("schema") != schema:
-        raise UsageError(f"{method} is not a {kind} of fsdp-doctor: its 'schema' is not {schema!r}")
+        raise UsageError(f"{path} is not a {kind} of fsdp-doctor: its 'schema' is not {schema!r}")
     version = data.get("schema_version")
     if type(version) is not int or not 1 <= version <= newest:
-        raise UsageError(f"{method} has schema version {version}, this fsdp-doctor reads up to {newest}: upgrade it")
+        raise UsageError(f"{path} has schema version {version}, this fsdp-doctor reads up to {newest}: upgrade it")
     return data
 
 
-def read_json(method: pathlib.Path) -> Any:
+def read_json(path: pathlib.Path) -> Any:
     """Reads JSON, compressed if the name ends in .gz.
 
     Raises OSError, EOFError, zlib.error, ValueError or RecursionError.
     """
-    content = method.read_bytes()
-    return json.loads(gzip.decompress(content) if method.suffix == ".gz" else content)
+    content = path.read_bytes()
+    return json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
 
 
-def replace_file(method: pathlib.Path, content: str | bytes) -> None:
+def replace_file(path: pathlib.Path, content: str | bytes) -> None:
     """Writes a file beside ``path`` and renames it, so that a reader never sees half of it.
 
     Raises OSError, and then the old file stays.
     """
-    beside = method.with_name(method.name + ".new")
-    if method.exists() and not method.is_file():
+    beside = path.with_name(path.name + ".new")
+    if path.exists() and not path.is_file():
         # Renaming would replace even a device or a pipe.
         raise OSError(errno.EINVAL, "it is there, and no regular file")
     try:
@@ -147,7 +147,7 @@ def replace_file(method: pathlib.Path, content: str | bytes) -> None:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, method)
+        os.replace(beside, path)
     except OSError:
         with contextlib.suppress(OSError):
             beside.unlink()
@@ -155,9 +155,9 @@ def replace_file(method: pathlib.Path, content: str | bytes) -> None:
 
 
 @contextlib.contextmanager
-def turn_write_errors(method: pathlib.Path) -> Iterator[None]:
+def turn_write_errors(path: pathlib.Path) -> Iterator[None]:
     """Turns an OSError into a fault of the doctor: results that cannot be written are lost."""
     try:
         yield
     except OSError as error:
-        raise DoctorFault(f"cannot write {method}: {error.strerror or error}") from None
+        raise DoctorFault(f"cannot write {path}: {error.strerror or error}") from None

@@ -217,32 +217,32 @@ def _update(merged: MergedReport, schema_version: int) -> MergedReport:
     return dataclasses.replace(today, version=merged.version)
 
 
-def write_merged(method: pathlib.Path, merged: MergedReport) -> None:
+def write_merged(path: pathlib.Path, merged: MergedReport) -> None:
     """Writes the same bytes for the same report, compressed if the name ends in .gz.
 
     Raises DoctorFault if the disk does not take it; an older file stays.
     """
     content = (json.dumps(convert_merged_to_dict(merged), indent=1) + "\n").encode()
-    with turn_write_errors(method):
-        replace_file(method, gzip.compress(content, mtime=0) if method.suffix == ".gz" else content)
+    with turn_write_errors(path):
+        replace_file(path, gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
 
 
-def read_either(method: pathlib.Path) -> Report | MergedReport:
+def read_either(path: pathlib.Path) -> Report | MergedReport:
     """Reads a merged report or the report of one run. Raises UsageError for anything else."""
     with contextlib.suppress(OSError, EOFError, zlib.error, ValueError, RecursionError):
-        data = read_json(method)
+        data = read_json(path)
         if isinstance(data, dict) and data.get("schema") == MERGED_SCHEMA:
-            return read_merged(method)
-    return read_report(method)
+            return read_merged(path)
+    return read_report(path)
 
 
-def read_merged(method: pathlib.Path) -> MergedReport:
+def read_merged(path: pathlib.Path) -> MergedReport:
     """Raises UsageError for anything but a merged report of this version of the schema or an older one."""
-    data = read_document(method, "merged report", MERGED_SCHEMA, MERGED_SCHEMA_VERSION)
+    data = read_document(path, "merged report", MERGED_SCHEMA, MERGED_SCHEMA_VERSION)
     try:
         return read_merged_dict(data)
     except (KeyError, ValueError) as error:
-        raise UsageError(f"{method} is a damaged merged report: {type(error).__name__}: {error}") from None
+        raise UsageError(f"{path} is a damaged merged report: {type(error).__name__}: {error}") from None
 
 
 def render_environments(merged: MergedReport) -> Iterator[str]:

@@ -23,7 +23,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, A
         env={"TMPDIR": str(directory)},
     )
     assert run.code == 0, run.stderr
-    assert [method.name for method in directory.iterdir()] == ["bench.json"]
+    assert [path.name for path in directory.iterdir()] == ["bench.json"]
     return run, json.loads((directory / "bench.json").read_text())
 
 

@@ -70,8 +70,8 @@ def _metadata(environment: pathlib.Path) -> email.message.Message:
 
 def test_every_file_of_the_package_is_installed(environment: pathlib.Path) -> None:
     def files(directory: pathlib.Path) -> set[str]:
-        found = (method for method in directory.rglob("*") if method.is_file() and "__pycache__" not in method.parts)
-        return {str(method.relative_to(directory)) for method in found}
+        found = (path for path in directory.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+        return {str(path.relative_to(directory)) for path in found}
 
     assert files(_packages(environment) / "fsdp_doctor") == files(ROOT / "fsdp_doctor")
 

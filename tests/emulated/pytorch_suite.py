@@ -209,7 +209,7 @@ def totals_of(results: Sequence[Result]) -> dict[str, list[int]]:
     """How many tests passed, failed and were skipped, by file and ranks."""
     totals: dict[str, list[int]] = {}
     for result in results:
-        totals.setdefault(result.run, [0] * len(OUTCOMES))[OUTCOMES.index(result.find_outcome)] += 1
+        totals.setdefault(result.run, [0] * len(OUTCOMES))[OUTCOMES.index(result.outcome)] += 1
     return totals
 
 
@@ -221,9 +221,9 @@ def differences(results: Sequence[Result]) -> list[str]:
     sentences = []
     for result in compared:
         where = f"{result.name} with {result.ranks} ranks"
-        if result.find_outcome == "passed" and result.name in failures:
+        if result.outcome == "passed" and result.name in failures:
             sentences.append(f"passed, and expected to fail: {where} ({failures[result.name]})")
-        if result.find_outcome == "failed" and result.name not in failures:
+        if result.outcome == "failed" and result.name not in failures:
             sentences.append(f"failed, and expected to pass: {where}: {result.reason}")
     for run, counts in totals_of(compared).items():
         if totals.get(run, counts) != counts:
@@ -240,8 +240,8 @@ def write_expected(results: Sequence[Result], versions: dict[str, str]) -> None:
     expected = read_expected()
     before = failures_of(expected)
     totals = totals_of([result for result in results if before.get(result.name) not in _MAY_PASS])
-    failed = {result.name: result for result in results if result.find_outcome == "failed"}
-    passed = {result.name for result in results if result.find_outcome == "passed"}
+    failed = {result.name: result for result in results if result.outcome == "failed"}
+    passed = {result.name for result in results if result.outcome == "passed"}
     groups: dict[tuple[str, str], list[str]] = {}
     for group in expected.get("failures", ()):
         kept = [test for test in group["tests"] if group["class"] in _MAY_PASS or test not in passed]
@@ -268,7 +268,7 @@ def write_expected(results: Sequence[Result], versions: dict[str, str]) -> None:
 
 
 def _row(head: str, results: Sequence[Result]) -> str:
-    counts = Counter(result.find_outcome for result in results)
+    counts = Counter(result.outcome for result in results)
     return head + " " + " ".join(f"{counts[outcome]:7}" for outcome in OUTCOMES)
 
 
@@ -310,10 +310,10 @@ def main() -> int:
         print(f"not in this checkout: {file}")
     classes = failures_of(read_expected())
     for result in results:
-        if result.find_outcome in ("failed", "undone"):
+        if result.outcome in ("failed", "undone"):
             where = f"{result.name} with {result.ranks} ranks"
-            print(f"{result.find_outcome}: {where}: {classes.get(result.name, 'gap')}: {result.reason[:200]}")
-    for reason, count in Counter(result.text for result in results if result.find_outcome == "skipped").most_common():
+            print(f"{result.outcome}: {where}: {classes.get(result.name, 'gap')}: {result.reason[:200]}")
+    for reason, count in Counter(result.text for result in results if result.outcome == "skipped").most_common():
         print(f"skipped: {count}: {reason.removeprefix('Skipped: ')}")
     if options.no_late_completion:
         return 0

@@ -311,12 +311,12 @@ def test_summon_full_params_writes_back_frees_its_memory_and_can_give_cpu_tensor
 
 
 def _fsdp1_state(model: nn.Module, kind: StateDictType, config: Any = None) -> dict[str, Any]:
-    with FullyShardedDataParallel.read_state_dict_type(model, kind, config):
+    with FullyShardedDataParallel.state_dict_type(model, kind, config):
         return model.state_dict()
 
 
 def _load_fsdp1(model: nn.Module, kind: StateDictType, state: dict[str, Any], config: Any = None) -> None:
-    with FullyShardedDataParallel.read_state_dict_type(model, kind, config):
+    with FullyShardedDataParallel.state_dict_type(model, kind, config):
         model.load_state_dict(state)
 
 

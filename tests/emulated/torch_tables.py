@@ -341,7 +341,7 @@ def run_tables(dtypes: Sequence[str], one_in: int, samples: int | None) -> Itera
 
 
 def summary(entries: Sequence[Entry]) -> str:
-    counts = Counter((entry.table, entry.dtype, entry.find_outcome) for entry in entries)
+    counts = Counter((entry.table, entry.dtype, entry.outcome) for entry in entries)
     outcomes: tuple[Outcome, ...] = ("equal", "rounding", "differs", "raises", "skipped")
     lines = [f"{'table':15} {'dtype':10} " + " ".join(f"{outcome:>9}" for outcome in outcomes)]
     for table, dtype in dict.fromkeys((entry.table, entry.dtype) for entry in entries):
@@ -365,7 +365,7 @@ def main() -> int:
         if entry.is_unequal:
             mark = "NEW " if unexpected([entry], known) else "    "
             print(
-                f"{mark}{entry.table:15} {entry.name:44} {entry.dtype:10} {entry.find_outcome:9} {entry.detail}",
+                f"{mark}{entry.table:15} {entry.name:44} {entry.dtype:10} {entry.outcome:9} {entry.detail}",
                 flush=True,
             )
     print(summary(entries))

@@ -20,8 +20,8 @@ CPU = torch.device("cpu")
 
 
 def example(name: str) -> ModuleType:
-    method = ROOT / "examples" / "engines" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, method)
+    path = ROOT / "examples" / "engines" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

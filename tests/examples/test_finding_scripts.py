@@ -34,7 +34,7 @@ from fsdp_doctor.frameworks.adapter import Shims
 from fsdp_doctor.frameworks.framework_worker import find_adapter
 adapter = find_adapter({framework!r})
 shims = Shims(adapter.matrix)
-adapter.on_emulated(shims)
+adapter.prepare_emulated_device(shims)
 """
 
 

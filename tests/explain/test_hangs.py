@@ -116,9 +116,9 @@ def _dump(calls: list[tuple[str, bool]], rank: int, folder: pathlib.Path) -> pat
         }
         for number, (name, ended) in enumerate(calls, 1)
     ]
-    method = folder / f"comm_lib_trace_rank_{rank}"
-    method.write_bytes(pickle.dumps({"version": "2.10", "pg_config": {}, "entries": entries}, protocol=2))
-    return method
+    path = folder / f"comm_lib_trace_rank_{rank}"
+    path.write_bytes(pickle.dumps({"version": "2.10", "pg_config": {}, "entries": entries}, protocol=2))
+    return path
 
 
 def test_a_rank_that_never_came_is_named_by_its_last_call(tmp_path: pathlib.Path) -> None:

@@ -187,11 +187,11 @@ def _assert_filled(model: nn.Module, expected: Tensors) -> None:
 @contextlib.contextmanager
 def _file(tensors: Tensors) -> Iterator[pathlib.Path]:
     with shared_directory() as name:
-        method = pathlib.Path(name) / "model.safetensors"
+        path = pathlib.Path(name) / "model.safetensors"
         if this_rank() == 0:
-            save_file(tensors, method)
+            save_file(tensors, path)
         together()
-        yield method
+        yield path
 
 
 @on_ranks(Setting("cpu", 2))

@@ -105,13 +105,13 @@ def test_files_fill_columns() -> None:
     assert_same(extracted(model), expected)
 
 
-def _truncate(method: pathlib.Path) -> None:
-    with method.open("r+b") as file:
-        file.truncate(method.stat().st_size // 2)
+def _truncate(path: pathlib.Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
 
 
-def _of_another_model(method: pathlib.Path) -> None:
-    save_file({"transformer.wte.weight": torch.ones(3, 4)}, method)
+def _of_another_model(path: pathlib.Path) -> None:
+    save_file({"transformer.wte.weight": torch.ones(3, 4)}, path)
 
 
 SPOILED: dict[str, tuple[Callable[[pathlib.Path], None], str]] = {
@@ -205,21 +205,21 @@ def test_a_file_that_gets_shorter_while_it_is_read_is_an_error_on_every_rank() -
                 load_full_tensors(model, source(places["file"]), bucket_bytes=BUCKET_BYTES)
 
 
-def _overwrite(method: pathlib.Path) -> None:
+def _overwrite(path: pathlib.Path) -> None:
     """With as many bytes, in the same file."""
-    with method.open("r+b") as file:
+    with path.open("r+b") as file:
         file.seek(-4096, os.SEEK_END)
         file.write(bytes(4096))
 
 
-def _replace(method: pathlib.Path) -> None:
+def _replace(path: pathlib.Path) -> None:
     """With a file of the same size and time."""
-    before = method.stat()
-    other = method.with_suffix(".new")
-    other.write_bytes(method.read_bytes())
+    before = path.stat()
+    other = path.with_suffix(".new")
+    other.write_bytes(path.read_bytes())
     _overwrite(other)
     os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
-    other.replace(method)
+    other.replace(path)
 
 
 @everywhere
@@ -252,23 +252,23 @@ def test_a_file_that_changes_while_it_is_read_is_an_error_on_every_rank() -> Non
 def test_a_checkpoint_that_changes_while_its_fingerprint_is_taken_is_an_error(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    method = tmp_path / "model.safetensors"
-    save_file(_saved(other_tensors()), method)
-    os.utime(method, ns=(10**18, 10**18))
-    fingerprint_checkpoint(method)
+    path = tmp_path / "model.safetensors"
+    save_file(_saved(other_tensors()), path)
+    os.utime(path, ns=(10**18, 10**18))
+    fingerprint_checkpoint(path)
     whole = OpenFile.read_into
 
     def read(self: OpenFile, offset: int, into: memoryview) -> None:
         whole(self, offset, into)
-        _overwrite(method)
+        _overwrite(path)
 
     monkeypatch.setattr(OpenFile, "read_into", read)
     with pytest.raises(FingerprintError, match=r"model\.safetensors"):
-        fingerprint_checkpoint(method)
+        fingerprint_checkpoint(path)
 
 
-def _truncate_to(method: pathlib.Path, size: int) -> None:
-    with method.open("r+b") as file:
+def _truncate_to(path: pathlib.Path, size: int) -> None:
+    with path.open("r+b") as file:
         file.truncate(size)
 
 

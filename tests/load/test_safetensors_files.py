@@ -67,12 +67,12 @@ BROKEN: dict[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_is_refused_with_its_path_and_the_reason(name: str, tmp_path: pathlib.Path) -> None:
     data, message = BROKEN[name]
-    method = tmp_path / "model.safetensors"
-    method.write_bytes(data)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(data)
     with pytest.raises(LoadError) as raised:
-        SafetensorsFile(method)
+        SafetensorsFile(path)
     assert message in str(raised.value)
-    assert str(method) in str(raised.value)
+    assert str(path) in str(raised.value)
 
 
 def test_a_pipe_or_a_directory_is_refused_without_waiting(tmp_path: pathlib.Path) -> None:
@@ -139,10 +139,10 @@ def test_files_that_do_not_match_their_index_or_one_another_are_named(tmp_path: 
             open_files(tmp_path)
 
 
-def _is_written(dtype: torch.dtype, method: pathlib.Path) -> bool:
+def _is_written(dtype: torch.dtype, path: pathlib.Path) -> bool:
     with contextlib.suppress(KeyError, RuntimeError, SafetensorError):
-        save_file({"w": torch.zeros(16, dtype=torch.uint8).view(dtype)}, method)
-    return method.exists() and "float4" not in str(dtype)
+        save_file({"w": torch.zeros(16, dtype=torch.uint8).view(dtype)}, path)
+    return path.exists() and "float4" not in str(dtype)
 
 
 def test_every_dtype_of_whole_bytes_that_safetensors_writes_is_read(tmp_path: pathlib.Path) -> None:

@@ -44,8 +44,8 @@ def _reported_features() -> dict[str, frozenset[str]]:
     """By case, the facts and the lines in which the scripts of the default matrix differ."""
     features = {}
     for result in _committed().results:
-        method = find_method(result.path, result.case.scenario.version)
-        if not method.is_fix and (result.verdict.bad or method.direction == "in"):
+        path = find_method(result.path, result.case.scenario.version)
+        if not path.is_fix and (result.verdict.bad or path.direction == "in"):
             text = render_script(result.case, read_reported(result.case, _committed()))
             facts = {f"{result.verdict.kind} of {result.case.scenario.version}", result.case.scenario.strategy}
             features[result.id] = _lines(text) | facts

@@ -130,13 +130,13 @@ def _loaded(paths: dict[str, pathlib.Path], stubs: dict[str, dict[str, Any]]) ->
     return modules
 
 
-def _parts_of(method: pathlib.Path, names: set[str], **imported: Any) -> dict[str, Any]:
+def _parts_of(path: pathlib.Path, names: set[str], **imported: Any) -> dict[str, Any]:
     """The named definitions of a file, without what it imports."""
-    tree = ast.parse(method.read_text())
+    tree = ast.parse(path.read_text())
     tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
-    assert len(tree.body) == len(names), f"{method} does not define {names}"
+    assert len(tree.body) == len(names), f"{path} does not define {names}"
     content = {"__name__": "sglang.srt.utils.common", **imported}
-    exec(compile(tree, str(method), "exec"), content)
+    exec(compile(tree, str(path), "exec"), content)
     return content
 
 

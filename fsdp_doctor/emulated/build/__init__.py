@@ -212,14 +212,14 @@ def _copy(linked: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
 def _list_units() -> list[tuple[str, ...]]:
     """For each run of the compiler the names of the sources that it compiles."""
     grouped = {name for unit in _UNITS for name in unit}
-    return [*_UNITS, *((method.stem,) for method in sorted(_SOURCES.glob("*.cpp")) if method.stem not in grouped)]
+    return [*_UNITS, *((path.stem,) for path in sorted(_SOURCES.glob("*.cpp")) if path.stem not in grouped)]
 
 
 def _write_unit(unit: tuple[str, ...], directory: pathlib.Path) -> pathlib.Path:
     """A file in ``directory`` that includes the sources of ``unit``."""
-    method = directory / f"{unit[0]}.cpp"
-    method.write_text("".join(f'#include "{_SOURCES / name}.cpp"\n' for name in unit))
-    return method
+    path = directory / f"{unit[0]}.cpp"
+    path.write_text("".join(f'#include "{_SOURCES / name}.cpp"\n' for name in unit))
+    return path
 
 
 def _run(command: list[str]) -> None:

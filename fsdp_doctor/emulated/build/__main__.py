@@ -57,11 +57,11 @@ def pack_wheel(file: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
     record = "".join(f"{name},sha256={_compute_digest(content)},{len(content)}\n" for name, content in contents.items())
     contents[f"{information}/RECORD"] = f"{record}{information}/RECORD,,\n".encode()
     directory.mkdir(parents=True, exist_ok=True)
-    method = directory / f"{PREBUILT}-{version}-{tag}.whl"
-    with zipfile.ZipFile(method, "w", zipfile.ZIP_DEFLATED) as wheel:
+    path = directory / f"{PREBUILT}-{version}-{tag}.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
         for name, content in contents.items():
             wheel.writestr(name, content)
-    return method
+    return path
 
 
 def _compute_digest(content: bytes) -> str:

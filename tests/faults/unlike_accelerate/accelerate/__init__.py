@@ -34,9 +34,9 @@ def _prints_without_end(*arguments, **options):
 def _leaves_a_process_and_writes_home(self, *arguments, **options):
     _save_state(self, *arguments, **options)
     subprocess.Popen(["sleep", "600"], start_new_session=True)
-    method = pathlib.Path(os.path.expanduser("~")) / "written_by_accelerate"
-    method.write_text(repr({name: os.environ.get(name) for name in ("HF_HUB_OFFLINE", "https_proxy", "HF_HOME")}))
-    print(f"HOME WAS {method.parent}", file=sys.stderr)
+    path = pathlib.Path(os.path.expanduser("~")) / "written_by_accelerate"
+    path.write_text(repr({name: os.environ.get(name) for name in ("HF_HUB_OFFLINE", "https_proxy", "HF_HOME")}))
+    print(f"HOME WAS {path.parent}", file=sys.stderr)
 
 
 del Accelerator.get_state_dict  # noqa: F821
