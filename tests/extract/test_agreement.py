@@ -490,7 +490,7 @@ def test_ctrl_c_after_the_others_went_on_is_heeded_when_the_promise_is_kept() ->
         return come(self, one_only)
 
     first = {"_wait": interrupted, "_answer_with": heeded}
-    with mock.patch.multiple(agreement.Agreement, **(first if this_rank() == 0 else {"_came_to_stage": last})):
+    with mock.patch.multiple(agreement.Agreement, **(first if this_rank() == 0 else {"_come_to_stage": last})):
         if this_rank() == 0:
             with raises_soon(KeyboardInterrupt):
                 extracted(model, bucket_bytes=FEW_BYTES)

@@ -285,7 +285,7 @@ def _pinned(most: int) -> list[Any]:
 @on_the_device
 def test_a_reader_that_fails_is_the_error_of_the_call() -> None:
     model, expected = _offloaded()
-    for owner, name in ((host_copies, "_read"), (Streams, "of_thread")):
+    for owner, name in ((host_copies, "_read"), (Streams, "enter_thread")):
         failing = mock.patch.object(owner, name, side_effect=OSError("it is gone"))
         with raises_soon(OSError, "it is gone"), failing:
             extracted(model)
