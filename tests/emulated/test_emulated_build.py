@@ -66,7 +66,7 @@ def build_with(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> str:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(EmulationUnavailable) as refusal:
-        build.library()
+        build.find_library()
     return str(refusal.value)
 
 
@@ -107,7 +107,7 @@ case "$made" in *.o) : > "$made" ;; *) sleep {seconds}; cp '{library}' "$made" ;
 
 def linker(directory: pathlib.Path, seconds: int = 0) -> str:
     """A compiler that is done in no time, or after that many seconds."""
-    return compiler(directory, _LINKER.format(library=build.library(), seconds=seconds))
+    return compiler(directory, _LINKER.format(library=build.find_library(), seconds=seconds))
 
 
 def test_of_many_processes_one_builds_and_all_work(tmp_path: pathlib.Path) -> None:
@@ -185,14 +185,14 @@ def test_without_any_place_for_the_library_both_are_named_in_one_sentence(
 
 def test_a_torch_that_is_too_old_is_refused_and_a_nightly_of_the_oldest_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(build, "_installed", lambda: pathlib.Path("built"))
+    monkeypatch.setattr(build, "_find_installed", lambda: pathlib.Path("built"))
     for version in ("2.9.1", "2.9.0+cu128", "1.13.1"):
         monkeypatch.setattr(torch, "__version__", version)
         with pytest.raises(EmulationUnavailable, match=r"needs torch 2\.10 or newer, this is torch"):
-            build.library()
+            build.find_library()
     for version in ("2.10.0", "2.10.0a0+git1234", "2.13.1+cu130", "3.0.0"):
         monkeypatch.setattr(torch, "__version__", version)
-        assert build.library() == pathlib.Path("built")
+        assert build.find_library() == pathlib.Path("built")
 
 
 def test_the_cache_is_where_the_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,18 +208,18 @@ def test_the_cache_is_where_the_variables_say(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_another_torch_compiler_or_flag_is_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = build._compiler()
-    before = build._key(command)
-    assert build._key(command) == before
+    command = build._find_compiler()
+    before = build._compute_key(command)
+    assert build._compute_key(command) == before
     with monkeypatch.context() as changed:
         changed.setattr(torch, "__version__", "2.99.0")
-        assert build._key(command) != before
-    monkeypatch.setattr(build, "_flags", lambda: ["-O3"])
-    assert build._key(command) != before
+        assert build._compute_key(command) != before
+    monkeypatch.setattr(build, "_list_flags", lambda: ["-O3"])
+    assert build._compute_key(command) != before
 
 
 def test_every_source_is_compiled_once() -> None:
-    named = [name for unit in build._units() for name in unit]
+    named = [name for unit in build._list_units() for name in unit]
     assert sorted(named) == sorted(source.stem for source in build._SOURCES.glob("*.cpp"))
 
 
