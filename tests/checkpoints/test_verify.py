@@ -122,6 +122,16 @@ def link_to_blobs(directory: pathlib.Path) -> None:
         file.symlink_to(blobs / str(number))
 
 
+def say_packed(directory: pathlib.Path) -> None:
+    """As with torch's ZStandard extension: what is packed is not looked at."""
+
+    def edit(metadata: Any) -> None:
+        for info in metadata.storage_data.values():
+            info.transform_descriptors = ["stream.zstd/1"]
+
+    saved.edit_metadata(directory, edit)
+
+
 MORE_LAWFUL: dict[str, tuple[str, Damage, set[str]]] = {
     "a file that was renamed": ("legacy", rename_root, set()),
     "a vocabulary padded with zeros": ("tied", pad_vocabulary, {"padded", "zero_rows"}),
@@ -133,6 +143,7 @@ MORE_LAWFUL: dict[str, tuple[str, Damage, set[str]]] = {
         lambda d: shutil.copy(d / "__0_0.distcp", d / "__7_0.distcp"),
         {"leftover"},
     ),
+    "items that are packed": ("columns", say_packed, set()),
     "links to blobs": ("hub", link_to_blobs, set()),
     "a wrong total_size": (
         "hub",
