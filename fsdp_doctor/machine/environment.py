@@ -103,7 +103,10 @@ def collect_of_torch() -> EnvironmentFacts:
 
 def collect(host_name: bool = False) -> EnvironmentFacts:
     """All facts. torch is imported in a process of its own, because one that cannot be imported is a fact, too."""
-    program = "import json; from fsdp_doctor.machine.environment import collect_of_torch; print(json.dumps(collect_of_torch()))"
+    program = (
+        "import json; from fsdp_doctor.machine.environment import collect_of_torch; "
+        "print(json.dumps(collect_of_torch()))"
+    )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
         answer = subprocess.run(

@@ -20,12 +20,14 @@ _PROGRAMS = {
     },
     "explain": "import fsdp_doctor.cli; from fsdp_doctor.explain import explain, text",
     "repro": (
-        "from fsdp_doctor.repro import find_expected, render_script; from fsdp_doctor.matrix.selection import Selection, select; "
-        "case = select(Selection(case_ids=('fsdp2/policy/staged/state_dict',)))[0]; render_script(case, find_expected(case))"
+        "from fsdp_doctor.repro import find_expected, render_script; "
+        "from fsdp_doctor.matrix.selection import Selection, select; "
+        "case = select(Selection(case_ids=('fsdp2/policy/staged/state_dict',)))[0]; "
+        "render_script(case, find_expected(case))"
     ),
     "check": (
         "from fsdp_doctor.check import check, presentation; "
-        f"presentation.render_text(check([{str(_CONFIG)!r}])); presentation.render_json(check([{str(_CONFIG)!r}]))"
+        f"presentation.as_text(check([{str(_CONFIG)!r}])); presentation.as_json(check([{str(_CONFIG)!r}]))"
     ),
 }
 
