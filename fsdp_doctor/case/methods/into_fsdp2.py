@@ -1,7 +1,8 @@
-"""The loading paths under test on FSDP2, each as frameworks write it. The names are in matrix/methods.toml.
+"""The loading methods under test on FSDP2, each written as frameworks write it. The names are in matrix/methods.toml.
 
-``state`` is what the path's contract says it is given. Several are torch's own functions for both FSDPs.
-Nothing of ours is imported: ``fsdp-doctor repro`` copies a function of this module into a script as it stands.
+``state`` is the checkpoint in the form that the method's contract names. Several are torch's own functions for both
+FSDPs.
+Imports nothing of this package: ``fsdp-doctor repro`` copies a function of this module into a script unchanged.
 """
 
 from __future__ import annotations

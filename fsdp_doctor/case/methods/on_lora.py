@@ -1,7 +1,7 @@
-"""The paths of models with LoRA adapters, each as frameworks write it. The names are in matrix/methods.py.
+"""The methods for models with LoRA adapters, each written as frameworks write it. The names are in matrix/methods.py.
 
-peft is imported by whoever built the model; without adapters none of these paths is tried.
-Nothing of ours is imported: ``fsdp-doctor repro`` copies a function of this module into a script as it stands.
+peft is imported by whoever built the model; a model without adapters is tried with none of these methods.
+Imports nothing of this package: ``fsdp-doctor repro`` copies a function of this module into a script unchanged.
 """
 
 from __future__ import annotations
