@@ -69,7 +69,7 @@ class Scenario:
         return {axis.name: str(getattr(self, axis.name)) for axis in AXES}
 
     def to_json(self) -> dict[str, str]:
-        """As :func:`make_any_case` reads it."""
+        """Returns the scenario as JSON values, in the form that :func:`make_any_case` reads."""
         return dict(self.values)
 
     @property
@@ -158,7 +158,7 @@ class Case:
 
     @property
     def with_exact_checkpoint(self) -> Case:
-        """The case that differs from this one by its checkpoint alone, and is given one that has what the model has."""
+        """The same case with the exact checkpoint, one that fits the model."""
         return Case(self.scenario.change(checkpoint=AXIS["checkpoint"].default), self.method)
 
 

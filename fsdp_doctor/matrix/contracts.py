@@ -71,7 +71,7 @@ class Contract:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A way to extract weights or to load them, ours or a framework's.
+    """A method that extracts or loads weights: one of the matrix or of a framework's matrix.
 
     summary: the method in code. only: by axis, the values with which it makes sense.
     """
@@ -94,7 +94,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Promises(TypedDict, total=False):
-    """The words that a contract of one's own can have; see :class:`Contract`."""
+    """The keyword arguments with which a user declares a contract; see :class:`Contract`."""
 
     device: PromisedDevice
     dtype: PromisedDtype

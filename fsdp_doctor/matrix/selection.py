@@ -1,7 +1,7 @@
 """Which cases a command means: the default matrix, another level of it, or what the options pick.
 
-Options that name axis values leave out of the levels ``quick`` and ``full`` what does not have them; they never add to
-these.
+Options that name axis values remove from the levels ``quick`` and ``full`` the cases without these values; they never
+add cases.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _parse_named_case(case_id: str, selection: Selection) -> AnyCase:
             "them"
         )
     if case.scenario.model.is_custom and not selection.custom_model:
-        raise UsageError(f"case {case_id!r} needs a model of your own: add --model DIR")
+        raise UsageError(f"case {case_id!r} needs your own model: add --model DIR")
     return case
 
 
@@ -104,7 +104,7 @@ def _list_framework_cases(selection: Selection) -> Iterable[FrameworkCase]:
     beside += [f"--level {selection.level}"] * (selection.level != "default")
     if beside:
         raise UsageError(
-            f"--framework has axes of its own and cannot be combined with {', '.join(beside)}; "
+            f"--framework has its own axes and cannot be combined with {', '.join(beside)}; "
             "-k picks configurations by the words of their ids"
         )
     check_methods(selection.frameworks, selection.methods)

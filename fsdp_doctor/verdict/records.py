@@ -83,7 +83,7 @@ def _find_carried(message: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What one rank did in one case so far.
+    """The record of one rank in one case so far.
 
     call: which call of the method the rank is at. A user's function is called once more after the next step.
     done: the rank is through with the case, well or not, and waits for the next one.
@@ -117,7 +117,7 @@ class Record:
 
     @property
     def call_in_words(self) -> str:
-        """Before what is said of a call; empty of the first one."""
+        """A prefix for sentences about the second call; empty for the first call."""
         return "the second call: " if self.call > 1 else ""
 
 
@@ -184,9 +184,8 @@ class RankReport:
 
 
 def make_failure(error: BaseException) -> Failure:
-    """The exception as values, with the innermost frames of its traceback.
-
-    This does not fail, though any method of an exception of the user's own class can.
+    """The exception as values, with the innermost frames of its traceback. Never raises, though any method of a user's
+    exception class may.
     """
     return Failure(
         type=type(error).__name__,

@@ -91,7 +91,7 @@ def test_a_framework_without_an_adapter_is_refused_with_those_that_there_are() -
 
 @pytest.mark.parametrize("option", [{"axes": {"offload": ("policy",)}}, {"level": "full"}, {"fix": True}])
 def test_what_selects_in_the_matrix_is_refused_beside_a_framework(option: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match="--framework has axes of its own"):
+    with pytest.raises(UsageError, match="--framework has its own axes"):
         select(Selection(frameworks=("accelerate",), **option))  # type: ignore[arg-type]
 
 

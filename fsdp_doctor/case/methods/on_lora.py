@@ -85,7 +85,7 @@ def _summon(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
 
 
 def _list_base_weights(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """The weights that are no adapter's, named as in the model that peft was given."""
+    """Yields the weights that belong to no adapter, named as in the model that peft was given."""
     tensors = model.named_parameters() if isinstance(model, FullyShardedDataParallel) else model.state_dict().items()
     for name, tensor in tensors:
         if ".lora_" not in name:
@@ -105,7 +105,7 @@ def _find_peft_model(model: torch.nn.Module) -> Any:
 
 
 def _list_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """(prefix, FSDP module) of every one but the root."""
+    """Returns (prefix, FSDP module) for every FSDP module but the root."""
     for name, module in model.named_modules():
         if name and isinstance(module, (FullyShardedDataParallel, FSDPModule)):
             yield _unwrap(f"{name}."), module

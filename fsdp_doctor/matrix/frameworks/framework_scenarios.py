@@ -54,7 +54,7 @@ class FrameworkScenario:
 
     @property
     def generation(self) -> str:
-        """The generation of workers that may run it: one of its own, because frameworks keep singletons."""
+        """The generation of workers that may run it: a separate one for each, because frameworks keep singletons."""
         return self.id
 
     def drop_offload(self) -> FrameworkScenario:
@@ -155,7 +155,9 @@ def parse_framework_id(text: str) -> FrameworkCase:
 
 
 def is_framework_id(text: str) -> bool:
-    """Whether an id is of a framework's case. In another id a colon stands in a user's own function, if at all."""
+    """Whether an id names a framework's case. In any other id a colon can only be part of a user's
+    ``module:function``.
+    """
     return text.partition(":")[0] in FRAMEWORKS
 
 
