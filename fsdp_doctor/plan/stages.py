@@ -197,7 +197,7 @@ class RankReplay:
         self._ledgers: list[StageMemory] = []
 
     def replay_stages(self) -> list[StageMemory]:
-        """The ledgers of all stages; those of a model that is not trained end with its offload."""
+        """The memory of all stages; the stages of a model that is not trained end with its offload."""
         scenario = self._setup.scenario
         self._build()
         self._end_stage("built")
