@@ -1,4 +1,4 @@
-"""The clock, the memory counter, and what the links carry, over all ranks."""
+"""Measures seconds, peak memory and the links' bandwidth over all ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Clock:
         self._control: Any = dist.new_group(backend="gloo")
 
     def measure_seconds(self, run: Callable[[], object]) -> float:
-        """From the moment when all ranks are ready to the moment when the last is done, its device included."""
+        """Measures the seconds from the moment when all ranks are ready until the last rank and its device are done."""
         self._synchronize()
         dist.barrier(group=self._control)
         start = time.perf_counter()

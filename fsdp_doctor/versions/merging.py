@@ -225,7 +225,7 @@ def _join(first: _Column, other: _Column) -> _Column:
 
 
 def _make_environment_key(environment: Environment) -> tuple[object, ...]:
-    """By machine and version; an environment that could not be made comes last."""
+    """Sorts by machine and version; an environment that could not be made comes last."""
     torch = _make_version_key(strip_build(environment.torch))
     never_made = environment.world_size == 0
     return never_made, _describe_machine(environment), torch, environment.created, environment.reports
