@@ -170,7 +170,7 @@ def _make_config(name: Model, dims: Dims) -> Any:
                 layer_types=["linear_attention", "full_attention"],
             )
         case Model.CUSTOM:
-            raise AssertionError("a model of the user's own has a configuration of its own")
+            raise AssertionError("a user's model has its own configuration")
         case _:
             assert_never(name)
 

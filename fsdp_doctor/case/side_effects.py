@@ -38,7 +38,7 @@ _ABSENT = object()
 
 @functools.cache
 def read_torch_functions() -> TorchFunctions:
-    """torch's functions in this process, which must ask for them before any code of the user's runs."""
+    """The functions of torch in this process; must be called before any code of the user runs."""
     return TorchFunctions()
 
 
@@ -169,7 +169,9 @@ class _Setting:
 
 
 def _list_settings(device: torch.device) -> Iterator[_Setting]:
-    """In the order in which they are put back: those that decide how tensors are made come first."""
+    """Lists the settings in the order in which they are restored: the ones that decide how tensors are made come
+    first.
+    """
     yield _Setting(
         "torch's functions",
         _take_snapshots,

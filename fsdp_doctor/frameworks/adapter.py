@@ -185,7 +185,7 @@ class PlainModel:
         return module
 
     def build_without_adapters(self) -> nn.Module:
-        """Builds it as it is before peft's adapters are added, for a framework that adds them itself."""
+        """Builds the model without peft's adapters, for a framework that adds them itself."""
         return models.build(*_MODEL["qwen3"], None, "own") if self.has_adapters else self._build(self.weights)
 
     def write_pretrained(self) -> pathlib.Path:

@@ -145,7 +145,7 @@ _NEEDED = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_m
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """In bytes. allocated, reserved: now. peak, peak_reserved: the most since the last reset.
+    """The memory of one device, in bytes. allocated, reserved: now. peak, peak_reserved: the most since the last reset.
 
     capacity: the device's memory, or this process's limit. elsewhere: in use, and not reserved by this process.
     """

@@ -1,4 +1,4 @@
-"""In pytest's own process: runs the marked tests on ranks, phase by phase, and reports how they end.
+"""Runs the marked tests on ranks from pytest's process, phase by phase, and reports how they end.
 
 A phase that fails on a rank raises here, so marks, ``-x``, reports and other plugins see an ordinary test.
 """

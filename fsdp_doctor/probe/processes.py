@@ -99,7 +99,7 @@ class Activity:
         self._idle_since = self._last.time
 
     def measure_idle_seconds(self) -> float:
-        """For how long the session has been idle, as far as the calls of this function can tell."""
+        """Returns for how many seconds the session has been idle, as far as the calls of this function can tell."""
         before, self._last = self._last, self._take_sample()
         if self._last.was_active_since(before):
             self._idle_since = self._last.time

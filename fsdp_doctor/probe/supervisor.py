@@ -115,7 +115,7 @@ class Round:
         self._store.set(self._make_idle_key(rank), str(seconds))
 
     def read_idle_seconds(self) -> float:
-        """For how long none of the workers that have not finished has done anything; 0 where one has not reported."""
+        """The seconds for which no unfinished worker has done anything; 0 where one has not reported."""
         working = [rank for rank in self._ranks if not self.have_posted([rank])]
         if not working or not self._store.check([self._make_idle_key(rank) for rank in working]):
             return 0.0

@@ -83,7 +83,9 @@ def import_what_cases_need() -> None:
 
 
 def import_frameworks(job: Job, seconds: float) -> None:
-    """For the supervisor, once, before the first fork: imports the job's frameworks. seconds: that each may take."""
+    """Imports the job's frameworks; the supervisor calls it once, before the first fork. seconds: that each may
+    take.
+    """
     if not job.frameworks:
         return
     from fsdp_doctor.frameworks import framework_worker

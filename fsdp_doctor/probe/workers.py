@@ -169,7 +169,8 @@ class WorkerProcess:
             self.stop("memory", f"held {resident >> 20} MiB of host memory, the limit is {host_bytes >> 20} MiB")
 
     def measure_idle_seconds(self) -> float:
-        """For how long the worker has only waited for other ranks or its device, since this was first asked here.
+        """Returns for how long the worker has only waited for other ranks or its device, since this was first asked
+        here.
 
         A worker that waits for anything else, a service or a timer, may go on by itself: its stack shows that. A
         suspended worker is not asked, since that would wake it.

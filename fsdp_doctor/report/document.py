@@ -211,7 +211,9 @@ def read_result_dict(data: dict[str, Any]) -> CaseResult:
 
 
 def convert_verdict_of_version_1(verdict: Verdict) -> Verdict:
-    """In the first version a refused checkpoint was an "ok" with a reason, and nobody tried the exact checkpoint."""
+    """Converts the first version, where a refused checkpoint was an "ok" with a reason, without a case of the exact
+    checkpoint.
+    """
     exception = verdict.reason.removeprefix(_REFUSED_IN_VERSION_1)
     if verdict.kind != "ok" or exception == verdict.reason:
         return verdict

@@ -1,4 +1,5 @@
-"""What a worker tells its supervisor, and what a supervisor adds to it: plain values, as JSON.
+"""The records that a worker sends to its supervisor, and the reports that the supervisor makes of them: plain values,
+as JSON.
 
 A worker sends the record of the case whole, again and again, each time it reaches another
 stage; the last one that arrived says how far the rank came. The supervisor wraps it in a
@@ -130,7 +131,7 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """A worker cannot start, and the reason is not a fault of ours.
+    """A worker cannot start, for a reason that is not the doctor's fault.
 
     exit_code: as in errors.py.
     """

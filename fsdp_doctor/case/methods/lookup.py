@@ -1,4 +1,4 @@
-"""Finds the function behind the name of a method, also one of the user's, and calls it with what it asks for."""
+"""Finds the function behind the name of a method, including a user's, and calls it with the arguments that it names."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def _find_peft_model(model: torch.nn.Module) -> Any:
 
 
 def _list_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Returns (prefix, FSDP module) for every FSDP module but the root."""
+    """Yields (prefix, FSDP module) for every FSDP module but the root."""
     for name, module in model.named_modules():
         if name and isinstance(module, (FullyShardedDataParallel, FSDPModule)):
             yield _unwrap(f"{name}."), module

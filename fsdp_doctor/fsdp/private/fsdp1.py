@@ -191,7 +191,7 @@ class Fsdp1Unit:
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """Without ``use_orig_params``, what the modules have now: views of what the flat parameter was when last used.
+        """The modules' present tensors without ``use_orig_params``: views of the flat parameter as of its last use.
 
         ``FlatParameter._param_infos``.
         """
@@ -285,7 +285,7 @@ def _find_sharded_flat(handle: Any) -> torch.Tensor:
 
 
 def _find_replaced_originals(handle: Any, shard: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
-    """Yields (parameter, where its part of this rank's shard begins) for each parameter that is not a view of the
+    """Lists (parameter, where its part of this rank's shard begins) for each parameter that is not a view of the
     shard.
 
     With ``use_orig_params``, while the modules have sharded parameters: ``FlatParameter._param_infos``,
@@ -317,7 +317,7 @@ class PlaceInModule(NamedTuple):
 
 
 def list_flat_names(handle: Any) -> list[list[PlaceInModule]]:
-    """For each parameter of a unit, in the order of the flat parameter, the places that have it.
+    """Lists the places of each parameter of a unit, in the order of the flat parameter.
 
     Its own comes first, then those to which it is tied within the unit. ``FlatParameter._param_infos`` and
     ``_shared_param_infos``.

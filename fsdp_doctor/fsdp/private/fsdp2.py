@@ -138,7 +138,8 @@ class Fsdp2Unit:
 
 
 def list_unsharded_parameters(state: Any) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """(what an FSDP2 module shows now or showed last in place of its shard, the sharded parameter).
+    """Yields (the parameter that an FSDP2 module shows now or showed last in place of its shard, the sharded
+    parameter).
 
     After a forward without a backward the root still shows its parameters unsharded, in the compute dtype.
     ``FSDPParam.sharded_param``: there is no public way to the masters while they are not shown.
@@ -150,7 +151,8 @@ def list_unsharded_parameters(state: Any) -> Iterator[tuple[nn.Parameter, nn.Par
 
 
 def find_moved_parameters(state: Any) -> list[tuple[Any, nn.Parameter]]:
-    """(its FSDPParam, a sharded parameter whose memory is not what an FSDP2 module gathers from).
+    """Lists (the FSDPParam, the sharded parameter) where an FSDP2 module gathers from other memory than the
+    parameter's.
 
     ``FSDPParam._sharded_param_data`` is what it gathers, padded, and the parameter's shard a part of it. A unit looks
     for it anew in ``Module._apply``, in a load and at its first forward (``FSDPParamGroup._reset_sharded_params``), so
