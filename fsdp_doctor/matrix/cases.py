@@ -146,7 +146,7 @@ class Scenario:
 class Case:
     """A scenario and a method.
 
-    path: a name of the table of methods, or the user's ``module:function``.
+    method: a name of the table of methods, or the user's ``module:function``.
     """
 
     scenario: Scenario
