@@ -111,7 +111,7 @@ def _name_processor() -> str:
 class _Model:
     """A sharded model of one scenario.
 
-    dtypes: of the shards and the output, as in the options. dtype: of the yielded tensors, None for that of the shards.
+    dtypes: of the shards and the output, as in the options. dtype: of the yielded tensors, None for the shards' dtype.
     """
 
     def __init__(self, options: BenchOptions, scenario: Scenario, dtypes: str, clock: Clock) -> None:
@@ -185,7 +185,7 @@ def _choose_extraction(
 
 
 def _consume(result: Any, dtype: torch.dtype | None) -> None:
-    """Exhausts the result of a method, casts what it did not cast, and keeps no more than the last tensor."""
+    """Exhausts the result of a method, casts the tensors that it did not cast, and keeps only the last one."""
     for _, value in result.items() if isinstance(result, Mapping) else result:
         if isinstance(value, torch.Tensor) and dtype is not None:
             value.to(dtype)

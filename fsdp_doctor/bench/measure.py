@@ -1,4 +1,4 @@
-"""The clock, the memory counter, and what the links carry, over all ranks."""
+"""Measures seconds, peak memory and the links' bandwidth over all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fsdp_doctor.extract.host_copies import count_threads
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.matrix.contracts import Direction
 
-# A path that takes longer than this is not repeated as often as asked for.
+# A method that takes longer than this is not repeated as often as asked for.
 _ENOUGH_SECONDS = 6.0
 _LINK_REPEAT = 5
 _CHUNK_BYTES = 8 << 20
@@ -47,7 +47,7 @@ class Clock:
         self._control: Any = dist.new_group(backend="gloo")
 
     def measure_seconds(self, run: Callable[[], object]) -> float:
-        """From the moment when all ranks are ready to the moment when the last is done, its device included."""
+        """Measures the seconds from the moment when all ranks are ready until the last rank and its device are done."""
         self._synchronize()
         dist.barrier(group=self._control)
         start = time.perf_counter()

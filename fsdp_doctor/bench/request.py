@@ -78,7 +78,7 @@ def list_scenarios(
 
 
 def list_extractions(scenario: Scenario) -> tuple[str, ...]:
-    """Returns the methods that are measured in a scenario, without those that are known to unshard nothing there.
+    """Returns the methods that are measured in a scenario, without methods that are known to unshard nothing there.
 
     FSDP2 ignores summon_full_params, and torch cannot unshard what a manual offload has moved to the host.
     """

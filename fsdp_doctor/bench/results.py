@@ -69,7 +69,7 @@ def render_text(result: BenchResult, width: int) -> str:
             console.print(f"{name.replace('_', ' '):14} {rate / 1e9:8.1f} GB/s a rank")
     is_load = any(row.source for row in result.measured)
     table = Table(box=box.SIMPLE_HEAD)
-    for column in ("model", *(["source"] if is_load else []), "path"):
+    for column in ("model", *(["source"] if is_load else []), "method"):
         table.add_column(column)
     for column in ("first ms", "ms", "GB/s", "of ceiling", *(["x torch"] if is_load else []), "peak extra MiB"):
         table.add_column(column, justify="right")

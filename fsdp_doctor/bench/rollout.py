@@ -1,6 +1,6 @@
 """``fsdp-doctor memory rollout``: starts a rollout engine on a device beside a trainer's worker (verl issue 4229).
 
-The worker and the engine are processes of their own. Each reports over a pipe the memory that it uses, and keeps it
+The worker and the engine are separate processes. Each reports over a pipe the memory that it uses, and keeps it
 until it is told to end. The engine is a stand-in: it asks for its share of the device's memory as vLLM does, and takes
 it for weights and a cache.
 """

@@ -1,7 +1,7 @@
 """Runs a command, and keeps its output, its exit code, and the stacks of its ranks if it hangs.
 
-The command runs as it stands, but for environment variables that make Python and torch report more when something is
-wrong; those that the user has set stay as they are. Its standard input is this process's.
+The command runs unchanged, except for environment variables that make Python and torch report more when something is
+wrong; variables that the user has set stay unchanged. Its standard input is this process's.
 
 The ranks write their stacks themselves: Python's faulthandler, which ``PYTHONFAULTHANDLER`` switches on, writes the
 stacks of all threads at SIGABRT, and the process ends. So it is asked for last, when the command is to be ended anyway.
@@ -58,7 +58,7 @@ class RankStack:
 def take_stacks(output: Callable[[float], bytes]) -> list[RankStack]:
     """Takes the stacks of the ranks below this process, each of which is ended by that.
 
-    output: waits up to so many seconds, and returns what the command has written meanwhile.
+    output: waits up to so many seconds, and returns the command's output of that time.
     """
     processes = _find_descendants()
     ranks = _find_ranks(processes)
@@ -77,7 +77,7 @@ def end_descendants() -> None:
 
 
 def _find_descendants() -> list[psutil.Process]:
-    """All processes below this one that have not ended, parents before their children."""
+    """All descendants of this process that have not ended, parents before their children."""
     running = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -87,7 +87,9 @@ def _find_descendants() -> list[psutil.Process]:
 
 
 def _find_ranks(processes: Sequence[psutil.Process]) -> dict[str, psutil.Process]:
-    """By name, the first process of each rank, by the variable RANK; if none has it, every Python process."""
+    """Maps names to the first process of each rank, found by the variable RANK; to every Python process if none has
+    it.
+    """
     ranks: dict[int, psutil.Process] = {}
     pythons = {}
     for process in processes:
@@ -189,9 +191,9 @@ class CommandRun:
 
 
 def run(command: Sequence[str], *, output: pathlib.Path, dumps: pathlib.Path, hang_after: float) -> CommandRun:
-    """Runs ``command``, shows what it writes, and ends it if it writes nothing for ``hang_after`` seconds.
+    """Runs ``command``, shows its output, and ends it if it writes nothing for ``hang_after`` seconds.
 
-    output: the file that takes what it writes. dumps: a new folder for torch's flight recorder. Raises UsageError where
+    output: the file for its output. dumps: a new folder for torch's flight recorder. Raises UsageError where
     the command cannot be started.
     """
     # So that processes which a command leaves behind are below this one, and can be ended.
@@ -243,7 +245,7 @@ def _choose_diagnostic_variables(dumps: pathlib.Path) -> dict[str, str]:
 
 
 def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Starts the command in a session of its own, so that Ctrl-C reaches this process alone."""
+    """Starts the command in a new session, so that Ctrl-C reaches this process alone."""
     try:
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -326,7 +328,9 @@ class _Output:
 
 @contextlib.contextmanager
 def _turn_signals_into_interrupts() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the command as Ctrl-C does: what it wrote is kept, and nothing of it stays behind."""
+    """Makes SIGTERM and SIGHUP end the command as Ctrl-C does: its output is kept, and none of its processes stays
+    behind.
+    """
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

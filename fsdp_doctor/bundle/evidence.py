@@ -175,7 +175,7 @@ def choose_case(evidence: FailureEvidence) -> ChosenCase | None:
         try:
             case = select(Selection(case_ids=(case_id,)))[0]
         except FsdpDoctorError:
-            # A user's own path, or a case of another version.
+            # A user's own method, or a case of another version.
             continue
         return _add_script(case, why, evidence.report)
     return None

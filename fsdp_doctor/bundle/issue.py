@@ -126,7 +126,9 @@ def _describe_place(evidence: FailureEvidence, chosen: ChosenCase | None) -> str
 
 
 def _list_failed_ranks(evidence: FailureEvidence) -> list[str]:
-    """The ranks that raised the cause, or the one that torchrun saw fail first: it ends the others itself."""
+    """The ranks that raised the cause, or the rank that torchrun saw fail first, because torchrun ends the others
+    itself.
+    """
     explanation = evidence.explanation
     if explanation is not None:
         cause = explanation.cause if explanation.showing == "failure" else None

@@ -198,7 +198,7 @@ class Redactor:
         self._names["host"] |= {part for part in (name, name.split(".")[0]) if _is_name(part)}
 
     def learn_values(self, value: Any) -> None:
-        """Takes in what the strings of a JSON value show."""
+        """Collects the private names in the strings of a JSON value."""
         self.learn("\n".join(dict.fromkeys(_walk_strings(value))))
 
     def clean(self, text: str) -> str:

@@ -1,8 +1,8 @@
 """Checks that a model is what the id of its scenario says, by facts that the model shows.
 
-The facts that are found are read from the model, the optimizer and the process group; those that are asked for follow
-from the id alone. Neither side uses the other or the code that builds. Only metadata is read, so nothing waits for a
-copy in flight; no collective.
+The actual facts are read from the model, the optimizer and the process group; the expected facts follow from the id
+alone. Neither side uses the other or the code that builds. Only metadata is read, so nothing waits for a copy in
+flight; no collective.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class BuiltFacts:
 
 
 class NotAsNamed(Exception):
-    """A scenario was built otherwise than its id says, which is the doctor's fault and no verdict about torch."""
+    """The built model does not match its scenario's id: a fault of the doctor, not a verdict about torch."""
 
 
 def find_mismatches(actual: BuiltFacts, asked: BuiltFacts) -> list[str]:
@@ -234,8 +234,8 @@ _CLASSES: dict[Model, str] = {
 def derive_facts(scenario: Scenario, *, device: str, ranks: int) -> BuiltFacts:
     """The facts that the id of a scenario implies, when the method is called.
 
-    device: the type of the compute device. ranks: the number that the run was asked to have. Facts that follow from
-    the configuration of a model of the user's own are not asked for.
+    device: the type of the compute device. ranks: the number that the run was asked to have. Facts that follow from the
+    configuration of a user's model are not expected.
     """
     built_in = not scenario.model.is_custom
     casts = scenario.precision.casts

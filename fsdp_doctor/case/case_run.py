@@ -97,7 +97,7 @@ class CaseRun:
         return trainer
 
     def _run_cycle(self, kept: Trainer | None) -> Trainer | None:
-        """From one state between two training steps to the next, with the method between them."""
+        """Carries the case from one state between two training steps to the next, and runs the method between them."""
         trainer = self.prepare(kept)
         if trainer is not None:
             self._side_effects.look_before()
@@ -155,9 +155,8 @@ class CaseRun:
         return self.prepare(trainer)
 
     def exercise(self, trainer: Trainer, call: Callable[[], Any], *, owned: bool) -> None:
-        """Has ``call`` run the method, and verifies what it did.
-
-        owned: whether nobody but ``call`` holds the method's result, so that its memory can be measured.
+        """Has ``call`` run the method, and verifies its effects. owned: whether nobody but ``call`` holds the method's
+        result, so that its memory can be measured.
         """
         with self._recorder.record_exceptions():
             self._steps.run_method(trainer, call, owned)
@@ -196,9 +195,8 @@ class CaseRun:
         return self._steps.build()
 
     def _is_called_again(self) -> bool:
-        """Whether the user's function is called once more: what it keeps from one call shows in the next.
-
-        The same on every rank. A case whose memory is measured has one call.
+        """Whether the user's function is called a second time, which shows what it keeps from the first call. The same
+        on every rank. A case whose memory is measured has one call.
         """
         if not is_user_method(self._method.name) or self._runtime.with_ledgers or not self.record.healthy:
             return False

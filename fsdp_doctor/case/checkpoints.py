@@ -148,7 +148,9 @@ def _write_rank_files(
 
 
 def _read(scenario: Scenario, runtime: Runtime) -> Checkpoint:
-    """Reads what :func:`save` left. A rank more than there were then goes on with the data of one of them."""
+    """Reads what :func:`save` left. Where more ranks load than saved, each additional rank takes its data position from
+    one that saved.
+    """
     directory = name_directory(scenario, runtime.scratch)
     saved_by: int
     checkpoint: Checkpoint
@@ -205,7 +207,7 @@ def start_of(scenario: Scenario) -> Start:
 
 
 def _needs_same_batches(scenario: Scenario) -> bool:
-    """Whether each rank would train a model of its own: FSDP1 reduces no gradient over a shard group of one.
+    """Whether each rank would train a separate model: FSDP1 reduces no gradient over a shard group of one.
 
     A checkpoint has one set of weights, so there every rank is given the same batches.
     """
@@ -315,7 +317,9 @@ class CheckpointForms:
         return {name: self._make_sharded(like.get(name), tensor) for name, tensor in self._weights.items()}
 
     def _find_sharded_tensors(self) -> dict[str, torch.Tensor | None]:
-        """By name the tensor that a sharded entry is divided like; None for one that FSDP1 shards by its first dim."""
+        """Maps the name of each entry to the tensor whose sharding it takes; None for a tensor that FSDP1 shards by its
+        first dim.
+        """
         contents = reader.read(self._model)
         like: dict[str, torch.Tensor | None] = {name: t.tensor for t in contents.list_tensors() for name in t.names}
         return like | dict.fromkeys(name for unit in contents.fsdp1_units for names in unit.names for name in names)
@@ -339,11 +343,13 @@ class CheckpointForms:
         )
 
     def _is_sharded_by_fsdp1(self, full: torch.Tensor) -> bool:
-        """Whether it is in an FSDP1 unit, whose sharded state dict exists in a shard group of several."""
+        """Whether the tensor is in an FSDP1 unit, whose sharded state dict exists only in a shard group of several
+        ranks.
+        """
         return self._scenario.version == 1 and bool(full.ndim) and full.shape != _EXTRA_SHAPE
 
     def _make_optimizer_state(self, *, sharded: bool) -> dict[str, Any]:
-        """As ``get_optimizer_state_dict`` has it: by parameter names."""
+        """Returns the optimizer's state in the form of ``get_optimizer_state_dict``, by parameter names."""
         like = self._find_sharded_tensors()
         state: dict[str, dict[str, Any]] = {}
         for name, full in self._checkpoint.moments.items():

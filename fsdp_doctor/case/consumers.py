@@ -1,7 +1,7 @@
-"""What is done with the entries that a method yields: the values of the axis ``consumer``.
+"""The consumers of the entries that a method yields: the values of the axis ``consumer``.
 
-A consumer pulls the entries, and yields what came of each: on rank 0 what the receiver holds, elsewhere the entry. What
-it yields is then verified as the entries of a method are.
+A consumer pulls the entries and yields a result for each: on rank 0 the tensor that the receiver has, elsewhere the
+entry. Its results are then verified in the same way as the entries of a method.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _SECONDS_OF_A_SLOW_RECEIVER = 0.005
 
 
 class ConsumerError(RuntimeError):
-    """Planted: as a sender may raise while it handles an entry."""
+    """A planted exception, for a sender that fails while it handles an entry."""
 
 
 def consume(consumer: Consumer, function: MethodFunction, given: MethodArguments, note: _Note) -> Any:
-    """Calls the method, and does with what it gives as the consumer does. note: for a race that was detected."""
+    """Calls the method, and passes its result to the consumer. note: for a race that was detected."""
     pull = functools.partial(function, given)
     match consumer:
         case Consumer.ALONE:
@@ -82,7 +82,9 @@ def _send_each(entries: _Entries, seconds: float) -> _Entries:
 
 
 def _take_received(devices: dict[str, torch.device]) -> _Entries:
-    """What the receiver holds, on the devices of what was sent; nothing on a rank that sends nothing."""
+    """Yields the receiver's tensors, each on the device of the tensor that was sent; nothing on a rank that sends
+    nothing.
+    """
     if _sends():
         for name, tensor in start_receiver().take().items():
             yield name, tensor.to(devices[name])
@@ -91,9 +93,8 @@ def _take_received(devices: dict[str, torch.device]) -> _Entries:
 def _send_packed(
     pull: Callable[[], Any], given: MethodArguments, note: _Note, before: Callable[[], None] = lambda: None
 ) -> _Entries:
-    """Each of two buffers has its stream, under which entries are pulled and packed, and which is waited for alone.
-
-    The others pull as they are called.
+    """Each of two buffers has a stream, under which entries are pulled and packed, and which is waited for separately.
+    The other consumers pull on the stream on which they are called.
     """
     if not _sends():
         before()
@@ -163,7 +164,7 @@ def _note_races(device: torch.device, note: _Note) -> Iterator[None]:
 
 @torch.no_grad()
 def _write_weights(given: MethodArguments) -> None:
-    """As the end of a step: every weight is written, by kernels for which nothing waits; its bits stay."""
+    """Imitates the end of a step: writes every weight with the same bits, by kernels for which nothing waits."""
     for parameter in given.model.parameters():
         local = private.read_local_tensor(parameter).detach()
         local.copy_(local.clone())
@@ -231,7 +232,7 @@ def _raise(pull: Callable[[], Any], given: MethodArguments) -> _Entries:
 
 
 def _pull_until_told(result: Any) -> None:
-    """To the end, or to the exception with which a method says that rank 0 has left."""
+    """Pulls all entries, or stops at the RuntimeError by which a method reports that rank 0 has left."""
     with contextlib.suppress(RuntimeError):
         for _ in iterate_entries(result):
             pass

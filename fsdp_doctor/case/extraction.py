@@ -1,4 +1,6 @@
-"""The steps of a case that extracts: the method runs, each entry is verified, and so is what it must leave alone."""
+"""The steps of a case that extracts: the method runs, each entry is verified, and so is the state that the method must
+not change.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ class ExtractionCheck:
             self._before = training_state.digest_state(model, optimizer)
 
     def check_weights(self, what: str) -> None:
-        """Compares this rank's shards with the reference. ``what``: the sentence for those that differ."""
+        """Compares this rank's shards with the reference. ``what``: the sentence for shards that differ."""
         self._runtime.synchronize()
         if lost := training_state.find_lost_weights(self._model, self._truth):
             self._recorder.note("poisoned", f"{what}: {join_first_names(lost)}")
@@ -75,9 +77,8 @@ class ExtractionCheck:
         owned: bool = True,
         measured: contextlib.AbstractContextManager[None] | None = None,
     ) -> None:
-        """Has ``call`` run the method, and verifies what came of it.
-
-        live_tensors: ids of the tensors that live on, so that yielding one of them keeps nothing alive.
+        """Has ``call`` run the method, and verifies its result. live_tensors: ids of the tensors that stay alive, so
+        that yielding one of them keeps nothing alive.
         offloaded_bytes: of the shards that the method promises to move off the device before it yields.
         owned: whether nobody but ``call`` holds the result, so that its memory can be measured.
         measured: entered while the method runs.
@@ -151,7 +152,7 @@ class ExtractionCheck:
             self._recorder.note("leak", detail)
 
     def _check_shards_are_gone(self, allocated: int | None, shard_bytes: int, first: Any) -> None:
-        """The method has moved the shards off the device: their memory must have come back by now."""
+        """Checks that the memory of the shards, which the method has moved off the device, was released."""
         now = self._runtime.read_allocated_bytes()
         if now is None or allocated is None:
             return
@@ -199,7 +200,9 @@ class ExtractionSteps:
         return trainer
 
     def is_reusable(self) -> bool:
-        """Whether the trainer is after the next step what :meth:`build` returned."""
+        """Whether the trainer can serve the next case after its step: a trained one can, a fresh one is no longer
+        fresh.
+        """
         return self._scenario.phase.is_trained
 
     def take_reference(self, trainer: Trainer) -> None:
@@ -244,7 +247,7 @@ class ExtractionSteps:
         )
 
     def prepare_optimizer(self, trainer: Trainer) -> None:
-        """Nothing: the optimizer is the one that trained before."""
+        """Does nothing: the optimizer is the one that trained before."""
 
     def check_resumed(self, trainer: Trainer) -> None:
         self._check.check_weights("the next training step would start from other weights")

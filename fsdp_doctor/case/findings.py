@@ -1,4 +1,4 @@
-"""Comparing host tensors bit by bit, and summing up what a check finds as problems."""
+"""Compares host tensors bit by bit, and sums up the findings of a check as problems."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def join_first_names(names: Collection[str]) -> str:
 def compare(actual: torch.Tensor, expected: torch.Tensor) -> str:
     """How two host tensors differ, bit by bit; empty if they do not. NaNs compare by their bits, too.
 
-    Where the dtypes differ, ``expected`` is rounded to that of ``actual``, and then any NaN is like any other: which
-    one rounding makes of a NaN depends on the device, and on a CPU on the vector instructions.
+    Where the dtypes differ, ``expected`` is rounded to the dtype of ``actual``, and then any NaN is like any other:
+    which one rounding makes of a NaN depends on the device, and on a CPU on the vector instructions.
     """
     if actual.numel() != expected.numel():
         return f"{actual.numel()} elements, not {expected.numel()}"

@@ -42,9 +42,9 @@ class _Facts:
 class LoadedState:
     """Made just before the load and asked for :meth:`problems` just after it; local to a rank.
 
-    right: what the model is to hold, unsharded.
-    device: the compute device. parameter_device: where the shards of a model that is on meta now belong.
-    left_alone: a name that is to stay as it was.
+    right: the values that the model must have, unsharded.
+    device: the compute device. parameter_device: where the shards of a model that is now on meta belong.
+    left_alone: a name whose tensor the load must not change.
     watches: whether the values from before may be read now, which waits for copies in flight.
     """
 
@@ -244,12 +244,12 @@ def read_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _make_plain(value: Any) -> Any:
-    """A setter of torch's makes lists of tuples, which no optimizer minds."""
+    """Turns a list into a tuple, because a setter of torch turns tuples into lists, which no optimizer minds."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def count_optimized(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[int, int]:
-    """(how many of the model's parameters the optimizer holds, how many there are)."""
+    """Returns (number of the model's parameters that the optimizer has, number of the model's parameters)."""
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = list(model.parameters())
     return sum(id(parameter) in optimized for parameter in parameters), len(parameters)

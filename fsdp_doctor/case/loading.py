@@ -64,7 +64,7 @@ class LoadingSteps:
         return trainer
 
     def is_reusable(self) -> bool:
-        """A load needs a trainer of other weights each time."""
+        """Whether a trainer can be used for the next case: no, because each load needs one with other weights."""
         return False
 
     def take_reference(self, trainer: Trainer) -> None:

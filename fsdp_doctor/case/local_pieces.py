@@ -25,7 +25,8 @@ class LocalPiece:
     """This rank's part of one tensor.
 
     names: all of a tied parameter; one of a moment, ``<parameter>.<state>``.
-    shown: the tensor that the model or the optimizer has. held: this rank's part as it lies, which can be written.
+    shown: the tensor that the model or the optimizer has. held: this rank's part in its present memory, which can be
+    written.
     copies: the other tensors from which FSDP1 may take this part, in a forward, a state dict or a reshard.
     expected: on the host, flat or of the part's shape; None where the unsharded tensors have none of these names.
     """
@@ -58,7 +59,7 @@ def list_model_pieces(model: nn.Module, full: Full) -> list[LocalPiece]:
 def list_optimizer_pieces(
     model: nn.Module, optimizer: torch.optim.Optimizer, states: Full
 ) -> tuple[list[LocalPiece], list[str]]:
-    """(the moments that the optimizer has, the names of those that it lacks).
+    """Returns (the moments that the optimizer has, the names of the moments that it lacks).
 
     states: every state of every parameter, unsharded, as ``<parameter>.<state>``.
     """

@@ -1,4 +1,4 @@
-"""The small Qwen models under test, and a configuration or checkpoint of the user's own.
+"""The small Qwen models under test, and a user's configuration or checkpoint.
 
 A model is built once for each worker, in float32 on the CPU and from one seed, so that every
 rank has the same weights; each scenario shards a copy of it. Loads start from one with other weights,
@@ -42,7 +42,7 @@ SEED: dict[Weights, int] = {"own": 0, "other": 1, "meta": 0}
 def build(name: Model, dims: Dims, custom: pathlib.Path | None, weights: Weights = "own") -> nn.Module:
     """A causal language model, float32, the same on every rank, on the CPU or on the meta device.
 
-    ``own`` weights are those of a directory of the user's where it has any.
+    ``own`` weights come from the user's directory, if it has a checkpoint.
     """
     template = _build_template(name, dims, custom, weights)
     return copy.deepcopy(template)
@@ -77,7 +77,7 @@ def add_special_values(model: Any) -> None:
 
 
 def choose_token_range(name: Model, model: Any) -> range:
-    """The tokens that a batch is made of: all but the first and the last, or all of a model of the user's own."""
+    """The tokens that a batch is made of: all but the first and the last, or all tokens of a user's model."""
     size = read_vocabulary_size(model)
     return range(size) if name.is_custom else range(1, size - 1)
 
@@ -170,7 +170,7 @@ def _make_config(name: Model, dims: Dims) -> Any:
                 layer_types=["linear_attention", "full_attention"],
             )
         case Model.CUSTOM:
-            raise AssertionError("a model of the user's own has a configuration of its own")
+            raise AssertionError("a user's model has its own configuration")
         case _:
             assert_never(name)
 

@@ -1,4 +1,4 @@
-"""The framework's manual offload, and what it does to bring the model back: verl's functions for both FSDPs."""
+"""A framework's manual offload, and the load that brings the model back: verl's functions for both FSDPs."""
 
 from __future__ import annotations
 

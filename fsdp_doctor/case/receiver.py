@@ -1,7 +1,8 @@
-"""A receiver of weights: a process of its own, with which rank 0 shares a second process group.
+"""A receiver of weights: a separate process, with which rank 0 shares a second process group.
 
-``python -m fsdp_doctor.case.receiver PORT`` is the receiver. It keeps what arrives, by name, and gives it back when it
-is asked to, so that its weights are verified and not what it was sent. It ends with the process that started it.
+``python -m fsdp_doctor.case.receiver PORT`` is the receiver. It keeps the tensors that arrive, by name, and returns
+them on request, so that the received weights are verified and not the sent ones. It ends with the process that started
+it.
 """
 
 from __future__ import annotations

@@ -69,7 +69,8 @@ class Recorder:
     def switch(self, stage: Stage) -> None:
         """Begins a stage without reporting it.
 
-        In the doctor's own stages torch's functions are its own; in the others what the method put in their place.
+        In the doctor's stages torch's functions are the originals; in the other stages they are the method's
+        replacements, if it made any.
         """
         if stage in OWN_STAGES or stage == "agree":
             self._torch_functions.restore()
@@ -122,11 +123,11 @@ class Recorder:
         self.add(ledgers=(*self.record.ledgers, *watch.take()))
 
     def restore_torch(self) -> None:
-        """Undoes what the method put in the place of torch's functions, until the next stage begins."""
+        """Restores the functions of torch that the method replaced, until the next stage begins."""
         self._torch_functions.restore()
 
     def clean_up(self, side_effects: SideEffects) -> None:
-        """Undoes what the method left in the process; what cannot be undone retires it."""
+        """Undoes the method's side effects on the process; the process is retired if one cannot be undone."""
         self._torch_functions.reapply()
         self.add(retire=side_effects.undo())
 

@@ -38,25 +38,25 @@ _ABSENT = object()
 
 @functools.cache
 def read_torch_functions() -> TorchFunctions:
-    """torch's functions in this process, which must ask for them before any code of the user's runs."""
+    """The functions of torch in this process; must be called before any code of the user runs."""
     return TorchFunctions()
 
 
 class TorchFunctions:
-    """torch's functions and methods as they were when this was made: those that the doctor's own work uses."""
+    """The originals of the functions and methods of torch that the doctor uses, taken when this is made."""
 
     def __init__(self) -> None:
         self._original = _take_snapshots()
         self._replacements: list[tuple[Any, str, Any]] = []
 
     def restore(self) -> None:
-        """Puts torch's functions back in the place of others, for what the doctor itself does."""
+        """Restores torch's functions for the duration of the doctor's own work."""
         patched = list(_find_differing(self._original))
         self._replacements += [(place, name, vars(place).get(name, _ABSENT)) for place, name, _ in patched]
         _put(patched)
 
     def reapply(self) -> None:
-        """Puts the replacements in their place again."""
+        """Puts the method's replacements back."""
         _put(self._replacements)
         self._replacements = []
 
@@ -105,7 +105,7 @@ def _put(values: Iterable[tuple[Any, str, Any]]) -> None:
 
 
 class SideEffects:
-    """Compares the process with what it was before a method was called."""
+    """Compares the state of the process with its state before a method was called."""
 
     def __init__(self, device: torch.device) -> None:
         self._settings = list(_list_settings(device))
@@ -115,7 +115,7 @@ class SideEffects:
         self._num_leaked_descriptors = 0
 
     def look_before(self) -> None:
-        """Takes note of the process as it is, just before the method is called."""
+        """Records the state of the process; call it just before the method is called."""
         self._before = [setting.read_value() for setting in self._settings]
         self._threads = set(threading.enumerate())
         self._num_descriptors = _count_open_descriptors()
@@ -169,7 +169,9 @@ class _Setting:
 
 
 def _list_settings(device: torch.device) -> Iterator[_Setting]:
-    """In the order in which they are put back: those that decide how tensors are made come first."""
+    """Lists the settings in the order in which they are restored: the ones that decide how tensors are made come
+    first.
+    """
     yield _Setting(
         "torch's functions",
         _take_snapshots,
@@ -241,7 +243,7 @@ def _read_autocast(device_type: str) -> _Setting:
 
 
 def _read_autocast_nesting() -> tuple[int, bool]:
-    """How many contexts are open, which only opening one more shows; whether they keep what they cast."""
+    """Returns (the number of open autocast contexts, which only opening one more shows; whether casts are cached)."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting(), torch.is_autocast_cache_enabled()
 

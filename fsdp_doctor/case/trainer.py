@@ -139,7 +139,7 @@ class Trainer:
         self.load()
 
     def unstage(self, *, undo_staging: bool = False) -> None:
-        """The first half of :meth:`resume`: offloads again what was staged."""
+        """Offloads the staged modules again: the first half of :meth:`resume`."""
         if self._staged and self.scenario.param_offload:
             self.offload()
         if self._staged and undo_staging and self.scenario.policy and self.scenario.version == 2:

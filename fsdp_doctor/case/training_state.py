@@ -83,7 +83,9 @@ def digest_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDig
 
 
 def find_changes(before: StateDigest, after: StateDigest) -> tuple[Problem, ...]:
-    """A problem if the extraction changed what the next training step starts from, and one if it left it unsharded."""
+    """Reports a problem if the extraction changed the state from which the next training step starts, and one if it
+    left parameters unsharded.
+    """
     problems: list[Problem] = []
     was, now = before.parts, after.parts
     if changed := [name for name in sorted(was | now) if was.get(name) != now.get(name)]:
@@ -95,7 +97,7 @@ def find_changes(before: StateDigest, after: StateDigest) -> tuple[Problem, ...]
 
 
 def find_lost_weights(model: nn.Module, truth: Reference) -> list[str]:
-    """The parameters and buffers whose local shard on this rank is not what the reference says.
+    """The parameters and buffers whose local shard on this rank differs from the reference.
 
     The caller has synchronized with the device.
     """
@@ -136,7 +138,7 @@ def _list_step_hooks(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _list_optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, str, Any]]:
-    """(number of the parameter, name of the state, its value)."""
+    """Yields (number of the parameter, name of the state, its value)."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
         for key, value in optimizer.state.get(parameter, {}).items():

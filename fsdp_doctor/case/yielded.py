@@ -28,7 +28,7 @@ YieldedForm: TypeAlias = Literal["tensor", "dtensor", "sharded tensor", "local s
 
 @dataclass(frozen=True, kw_only=True)
 class YieldedEntry:
-    """One entry that a method yielded: what it is, where it lies, and its data on the host.
+    """One entry that a method yielded: its type, its place, and its data on the host.
 
     shape: of the whole tensor. data: of a sharded entry, this rank's part; None of what is no tensor.
     type_name: of what is neither a tensor nor its shape and dtype.
@@ -90,7 +90,9 @@ class YieldedEntry:
 
 
 def read(name: str, value: Any) -> YieldedEntry:
-    """Reads one entry and brings its data to the host. An exception here is the method's."""
+    """Reads one entry and brings its data to the host. An exception that the read raises counts as one of the
+    method.
+    """
     if isinstance(value, LocalShard):
         shard = value.tensor
         return YieldedEntry(
@@ -169,19 +171,19 @@ def is_on_host(value: Any) -> bool:
 def iterate_entries(result: Any) -> Iterator[tuple[str, Any]]:
     """Iterates over (name, value) of what a method returned: a mapping, or anything that yields pairs.
 
-    An entry is released before the next one is asked for, so that what is streamed is not held twice.
+    An entry is released before the next one is asked for, so that a streamed tensor is not in memory twice.
     """
     if isinstance(result, Mapping):
         result = result.items()
     if not isinstance(result, Iterable):
-        raise TypeError(f"a path returns a mapping or yields (name, tensor), not {type(result).__name__}")
+        raise TypeError(f"a method returns a mapping or yields (name, tensor), not {type(result).__name__}")
     yield from map(_unpack_pair, result)
 
 
 def _unpack_pair(item: Any) -> tuple[str, Any]:
     name, value = item
     if not isinstance(name, str):
-        raise TypeError(f"a path yields (name, tensor) with a str for a name, not {type(name).__name__}")
+        raise TypeError(f"a method yields (name, tensor) with a str for a name, not {type(name).__name__}")
     return name, value
 
 

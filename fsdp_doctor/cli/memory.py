@@ -65,7 +65,7 @@ class JobOptions:
         declare_words(
             "--method",
             "--path",
-            help="The method that extracts; module:function adds one of your own.  [default: full_tensors]",
+            help="The method that extracts; module:function adds your own.  [default: full_tensors]",
         ),
     ] = None
     batch: Annotated[int, typer.Option(min=1, help="Sequences of each rank in a training step.")] = SMALL_STEP.batch

@@ -61,12 +61,12 @@ class Examination:
 
     @property
     def buffers(self) -> tuple[TensorFacts, ...]:
-        """Every buffer under every name, also those that no state dict has."""
+        """Every buffer under every name, including buffers that no state dict has."""
         return self.facts.buffers
 
     @property
     def optimizer(self) -> tuple[OptimizerFacts, ...]:
-        """The tensors of the optimizer's state, those that are alike together; empty without an optimizer."""
+        """The tensors of the optimizer's state, grouped where they are alike; empty without an optimizer."""
         return self.facts.optimizer
 
     @property

@@ -1,4 +1,4 @@
-"""Findings: what the places of a model's tensors mean; ``model_findings`` has what the model itself tells.
+"""Findings: what the places of a model's tensors mean; ``model_findings`` has the findings about the model itself.
 
 ``bad``      torch fails, or gives other values, when it next uses the model: in a training step or an extraction
 ``hazard``   it depends on what is called next, or on something that no single rank can see without waiting
@@ -22,7 +22,7 @@ from fsdp_doctor.report.layout import format_count
 Severity = Literal["bad", "hazard", "note"]
 _SHOWN_NAMES = 3
 _FLAT = "flat parameter"
-_UNDO_MOVE = 'model.to("cpu"), then each buffer back to the device; full_tensors() reads the module as it is.'
+_UNDO_MOVE = 'model.to("cpu"), then each buffer back to the device; full_tensors() reads the module in this state.'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,12 +117,12 @@ def check_fsdp1_away(facts: Facts) -> Iterator[Finding]:
             f"state_dict): {join_few(names, _FLAT)}.",
             names=names,
             entry="fsdp1-manual-offload-then-state-dict",
-            remedy="load the model with what offloaded it before it is used; full_tensors() reads it as it is.",
+            remedy="load the model with what offloaded it before it is used; full_tensors() reads it in this state.",
         )
 
 
 def check_fsdp2_away(facts: Facts) -> Iterator[Finding]:
-    """All of FSDP2's shards away from the device is an offload by hand; some of them is a broken one."""
+    """Tells a manual offload, which moves all of FSDP2's shards off the device, from a partial one, which is broken."""
     names, state = _choose(facts, lambda state: state.kind == "fsdp2" and _is_away(state) and not _is_half_moved(state))
     at_home, _ = _choose(facts, lambda state: state.kind == "fsdp2" and not state.policy and not _is_away(state))
     if names and at_home:
@@ -131,7 +131,7 @@ def check_fsdp2_away(facts: Facts) -> Iterator[Finding]:
             severity="bad",
             sentence=f"Not on {facts.compute_device}, where others ({len(at_home)}) are: {join_few(names)}.",
             names=names,
-            remedy="move the whole model, or what was left behind.",
+            remedy="move the whole model, or the tensors that were left behind.",
         )
     elif state is not None and state.device.type != "cpu":
         yield Finding(
@@ -204,7 +204,7 @@ def check_optimizer_devices(facts: Facts) -> Iterator[Finding]:
 def check_uneven_after_nonblocking(facts: Facts) -> Iterator[Finding]:
     """FSDP2 pads a shard that is shorter than another rank's as soon as it was moved: on the host, a read too early.
 
-    What it padded is in pageable memory again, so the evidence is the pinned memory of the other shards.
+    The padded shard is in pageable memory again, so the evidence is the pinned memory of the other shards.
     """
 
     def is_by_hand(state: TensorState) -> bool:
@@ -232,7 +232,7 @@ def check_outstanding_copy(facts: Facts) -> Iterator[Finding]:
     stream = f"the current stream of {facts.compute_device}"
     known = {
         False: f"{stream} has work left, so one may be under way, and",
-        True: f"{stream} is idle, so those that were issued on it are done;",
+        True: f"{stream} is idle, so the copies issued on it are done;",
         None: f"{stream} cannot be asked, and",
     }[facts.stream_idle]
     yield Finding(
@@ -316,7 +316,7 @@ def _list_buffers_away(facts: Facts) -> list[TensorFacts]:
 
 
 def _choose(facts: Facts, is_chosen: Callable[[TensorState], bool]) -> tuple[tuple[str, ...], TensorState | None]:
-    """(the first names of the parameters in chosen states, the first chosen state)."""
+    """Returns (the first names of the parameters in chosen states, the first chosen state)."""
     states = [state for state in facts.by_state if is_chosen(state)]
     names = tuple(row.name for state in states for row in facts.by_state[state] if not row.tied_to)
     return names, states[0] if states else None

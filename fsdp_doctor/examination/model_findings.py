@@ -131,7 +131,7 @@ def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iter
             kind="replaced",
             severity="bad",
             sentence="Assigned or swapped after the first forward, while FSDP2 continues to gather the former ones: "
-            f"{join_few(replaced)}; the next forward does not use what the module has now.",
+            f"{join_few(replaced)}; the next forward does not use the module's present parameters.",
             names=replaced,
             remedy="copy the values into the parameter that FSDP2 has, or tie and assign before fully_shard.",
         )
@@ -335,7 +335,7 @@ def _list_names(contents: ModelContents, parameters: list[nn.Parameter]) -> tupl
 
 
 def _list_trainable(contents: ModelContents) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, parameter) of all that an optimizer made now would have."""
+    """Yields (name, parameter) of all parameters that an optimizer made now would have."""
     yield from ((tensor.names[0], tensor.tensor) for tensor in contents.parameters)
     for unit in contents.fsdp1_units:
         if unit.keeps_originals:
@@ -370,9 +370,9 @@ def _find_untied(model: nn.Module, contents: ModelContents) -> Iterator[tuple[st
 
 
 def _read_configured_ties(module: nn.Module) -> Mapping[str, str]:
-    """Maps the name of a weight to that of the one to which a model of transformers ties it.
+    """Maps the name of each tied weight of a transformers model to the name of the weight to which it is tied.
 
-    Before transformers 5 that is always the embedding's.
+    Before transformers 5 the latter is always the embedding.
     """
     # The class's attribute, because FullyShardedDataParallel returns the attributes of the module that it wraps.
     tied = getattr(type(module), "_tied_weights_keys", None) or {}
@@ -436,7 +436,7 @@ def _find_views_of_former_memory(contents: ModelContents) -> Iterator[tuple[str,
 
 
 def _find_copies(contents: ModelContents) -> Iterator[tuple[int, int]]:
-    """Recognizes a state dict by its keys: they have dots, unlike those of the dictionaries of modules."""
+    """Recognizes a state dict by its keys: they have dots, unlike the keys of dictionaries of modules."""
     names = [names[0] for names in contents.list_all_names() if "." in names[0]]
     known = {id(storage) for tensor in _list_tensors(contents) for storage in list_storages(tensor)}
     for dictionary in gc.get_objects():

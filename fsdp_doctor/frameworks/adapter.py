@@ -141,7 +141,7 @@ class Adapter(abc.ABC):
     def build(self, configuration: Mapping[str, str], plain: PlainModel) -> FrameworkSession:
         """Configures the framework, which makes the process groups itself, and has it wrap the plain model.
 
-        configuration: the value of each of the framework's axes. Called in a worker of its own for each configuration.
+        configuration: the value of each of the framework's axes. Called in a separate worker for each configuration.
         """
 
 
@@ -159,8 +159,8 @@ _MODEL: Mapping[str, tuple[Model, Dims]] = {
 class PlainModel:
     """A small model that a framework is given to wrap, and the batches to train it on.
 
-    name: on the axis ``model`` of a framework. weights: ``own``, or ``other`` for a session that is to load those of
-    another. workspace: a directory that the session may write to, the same on every rank.
+    name: on the axis ``model`` of a framework. weights: ``own``, or ``other`` for a session that is to load the weights
+    of another session. workspace: a directory that the session may write to, the same on every rank.
     """
 
     name: str
@@ -185,7 +185,7 @@ class PlainModel:
         return module
 
     def build_without_adapters(self) -> nn.Module:
-        """Builds it as it is before peft's adapters are added, for a framework that adds them itself."""
+        """Builds the model without peft's adapters, for a framework that adds them itself."""
         return models.build(*_MODEL["qwen3"], None, "own") if self.has_adapters else self._build(self.weights)
 
     def write_pretrained(self) -> pathlib.Path:
@@ -237,7 +237,7 @@ class Shims:
         self._missing = {shim.name for shim in matrix.shims}
 
     def replace(self, name: str, value: Any) -> Any:
-        """Replaces ``module:qualified.name`` by ``value``, and returns what was there.
+        """Replaces ``module:qualified.name`` by ``value``, and returns the former value.
 
         Raises AttributeError or ImportError where there is no such name.
         """

@@ -139,7 +139,9 @@ class FrameworkRun:
 
     @contextlib.contextmanager
     def _record_exceptions(self) -> Iterator[None]:
-        """Makes the first exception part of the record; those that it caused in the framework's loop are dropped."""
+        """Makes the first exception part of the record; exceptions that it caused in the framework's loop are
+        dropped.
+        """
         with self.recorder.record_exceptions():
             try:
                 yield
@@ -156,7 +158,7 @@ class FrameworkRun:
         """Names a package or a name that the framework turns out to lack; empty if the error is another one."""
         framework = describe_version(self.case.scenario.framework)
         if isinstance(error, ModuleNotFoundError) and self.recorder.record.stage == "build":
-            return f"{framework} needs what is not installed: {error}"
+            return f"{framework} needs a package that is not installed: {error}"
         where = error.__traceback__
         while where is not None and where.tb_next is not None:
             where = where.tb_next

@@ -132,7 +132,7 @@ def start(
 ) -> FrameworkWorker:
     """Prepares a worker for a framework that makes its process groups itself. Every rank must call it.
 
-    store: a store of this generation, in which rank 0 publishes the port of the one that the framework is given.
+    store: a store of this generation, in which rank 0 publishes the port of the store that the framework uses.
     """
     device = runtime.choose_device(place, run_device)
     _replace_environment(_make_environment(scratch, framework))
@@ -149,7 +149,9 @@ def start(
 
 
 def _make_environment(scratch: pathlib.Path, framework: FrameworkName) -> dict[str, str]:
-    """This process's variables, with a home and caches below ``scratch``, without those of networks and frameworks."""
+    """This process's environment variables, with a home and caches below ``scratch``, without variables of networks and
+    frameworks.
+    """
     home = scratch / "home"
     home.mkdir(parents=True, exist_ok=True)
     kept = {

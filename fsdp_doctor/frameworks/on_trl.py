@@ -1,4 +1,4 @@
-"""TRL: a trainer of its own, and the class by which its online trainers give vLLM their weights."""
+"""TRL: one of its trainers, and the class by which its online trainers give vLLM their weights."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ _T = TypeVar("_T")
 
 
 def disable_autograd(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """While ``function`` runs nothing is recorded for a backward, and what it makes are ordinary tensors.
+    """Runs ``function`` so that nothing is recorded for a backward, and its new tensors are ordinary ones.
 
-    Tensors that are made in inference mode can be written to only by threads that are in it, and only inside of it.
+    Tensors that are made in inference mode can be written to only by threads in that mode, and only while it lasts.
     """
     # To leave inference mode also enables gradients, so that comes first.
     return torch.inference_mode(False)(torch.no_grad()(function))

@@ -31,7 +31,7 @@ class Stretches(NamedTuple):
     rows: int
 
     def convert_to_bytes(self, begin: int, itemsize: int) -> Stretches:
-        """Of the tensor whose first byte is at ``begin``."""
+        """Returns the same stretches in bytes, for a tensor whose first byte is at ``begin``."""
         return Stretches(begin + self.first * itemsize, self.length * itemsize, self.step * itemsize, self.rows)
 
 
@@ -78,7 +78,7 @@ class LocalPart:
             full[whole] = shard[own]
 
     def list_stretches(self, shape: Sequence[int]) -> Iterator[Stretches]:
-        """Of the flattened tensor of that shape, in the shard's order."""
+        """Yields the shard's stretches of the flattened tensor of that shape, in the shard's order."""
         last = max((dim for dim, runs in enumerate(self.runs) if runs != (range(shape[dim]),)), default=0)
         strides = [math.prod(shape[dim + 1 :]) for dim in range(last + 1)]
         columns = self.runs[last] if self.runs else (range(1),)
@@ -92,7 +92,7 @@ class LocalPart:
                 yield Stretches(first, len(column) * strides[last], strides[last - 1], len(row))
 
     def list_blocks(self) -> Iterator[tuple[Slices, Slices]]:
-        """(where it lies in the tensor, where it lies in the shard) of each block."""
+        """Yields (place in the tensor, place in the shard) of each block."""
         for block in itertools.product(*map(_place_runs, self.runs)):
             yield tuple(whole for whole, _ in block), tuple(own for _, own in block)
 
@@ -100,8 +100,8 @@ class LocalPart:
 def compute_part(rank: int, shape: Sequence[int], mesh: torch.Tensor, placements: Sequence[Placement]) -> LocalPart:
     """What a rank holds of a tensor of ``shape``, by torch.chunk's division; nothing if the mesh does not have it.
 
-    mesh: the ranks, as ``DeviceMesh.mesh``. Its dims are applied from the first to the last; each cuts what the
-    ones before it left. Raises LayoutError for a placement that is neither replicated nor sharded.
+    mesh: the ranks, as ``DeviceMesh.mesh``. Its dims are applied from the first to the last; each divides the parts
+    that the dims before it left. Raises LayoutError for a placement that is neither replicated nor sharded.
     """
     found = (mesh == rank).nonzero()
     if not len(found):

@@ -41,7 +41,9 @@ class Snapshot:
         return [*units, *(private.read_local_tensor(tensors[place]) for place in self._places)]  # type: ignore[arg-type]
 
     def _read_facts(self, modules: list[nn.Module], names: list[Any], tensors: list[torch.Tensor | None]) -> Any:
-        """All that a plan depends on. Tensors go by their ids: what has come to have one is compared as well."""
+        """Everything that a plan depends on. Tensors are compared by id, and also by the facts that a reused id could
+        hide.
+        """
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         units = [read_plan_facts(find_flat_handle(unit)) for known in self._units if (unit := known())]
         return [group, len(modules), names, units, list(map(_read_tensor, tensors))]

@@ -20,7 +20,7 @@ class RunDevice:
     """The device of a run, the same on all ranks.
 
     type: as in ``torch.device``; ``auto`` until :func:`resolve`.
-    memory: bytes that each device has, None for all that there are.
+    memory: bytes that each device has, None for the whole memory.
     late_completion: whether non-blocking copies of the emulated device finish as late as they may.
     """
 

@@ -48,7 +48,7 @@ VARIABLES = (
 
 
 class EnvironmentFacts(TypedDict, total=False):
-    """Facts about the machine, from an allow-list; those that there are.
+    """Facts about the machine, from an allow-list; only the facts that are available.
 
     host: only where it was asked for.
     torch: its version, or why it cannot be imported. cuda, hip: the version that torch was built for.
@@ -102,7 +102,7 @@ def collect_of_torch() -> EnvironmentFacts:
 
 
 def collect(host_name: bool = False) -> EnvironmentFacts:
-    """All facts. torch is imported in a process of its own, because one that cannot be imported is a fact, too."""
+    """All facts. torch is imported in a separate process, because a failing import is a fact, too."""
     program = (
         "import json; from fsdp_doctor.machine.environment import collect_of_torch; "
         "print(json.dumps(collect_of_torch()))"

@@ -1,4 +1,4 @@
-"""Ranks: this process's place among those that torchrun started, and starting torchrun."""
+"""Ranks: this process's place among the processes that torchrun started, and starting torchrun."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ _GIVE_UP_AFTER_S = 60.0
 def read_parts(path: pathlib.Path | None, *, size: int = 1 << 20, patient: bool = False) -> Iterator[bytes]:
     """The content part by part, of at most ``size`` bytes each; ``None`` is standard input.
 
-    patient: whether to wait as long as it takes for what standard input or a device writes; a named pipe is given up
+    patient: whether to wait without limit for standard input or a device; a named pipe is given up
     after a minute of silence all the same. Raises OSError, and UsageError for a standard input that is closed and for
-    what is given up.
+    an input that is given up.
     """
     name = "standard input" if path is None else str(path)
     if path is None:

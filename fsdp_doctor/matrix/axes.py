@@ -244,7 +244,7 @@ class Phase(AxisValue):
 class Backend(AxisValue):
     """The backends of the default process group."""
 
-    MIXED = "mixed", "a backend for each device type: cpu:gloo and the accelerator's own"
+    MIXED = "mixed", "a backend for each device type: cpu:gloo and the accelerator's default backend"
     DEVICE_ONLY = "device-only", "the accelerator's backend alone, as init_process_group('nccl') gives"
 
     @property
@@ -370,7 +370,7 @@ class Init(AxisValue):
 class CheckpointFit(AxisValue):
     """How the checkpoint of a load differs from the state dict of the model, and who saved it."""
 
-    EXACT = "exact", "the checkpoint has what the model has"
+    EXACT = "exact", "the checkpoint fits the model exactly"
     BF16 = "bf16", "it is bfloat16, the model's parameters are float32"
     FP32 = "fp32", "it is float32, the model's parameters are bfloat16"
     EXTRA_KEY = "extra-key", "it has a tensor more than the model"
@@ -419,9 +419,9 @@ class CheckpointFit(AxisValue):
 class Context(AxisValue):
     """The context of autograd in which the method is called."""
 
-    ORDINARY = "ordinary", "the method is called as it stands"
-    NO_GRAD = "no_grad", "it is called, and what it yields is read, inside of torch.no_grad()"
-    INFERENCE = "inference", "it is called, and what it yields is read, inside of torch.inference_mode()"
+    ORDINARY = "ordinary", "the method is called without a context around it"
+    NO_GRAD = "no_grad", "the method is called, and its results are read, inside of torch.no_grad()"
+    INFERENCE = "inference", "the method is called, and its results are read, inside of torch.inference_mode()"
 
 
 class Consumer(AxisValue):
@@ -449,7 +449,7 @@ class Consumer(AxisValue):
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One dimension of a matrix, ours or a framework's: its values with their meanings, the default first."""
+    """One dimension of the matrix or of a framework's matrix: its values with their meanings, the default first."""
 
     name: str
     values: Mapping[str, str]

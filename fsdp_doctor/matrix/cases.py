@@ -1,9 +1,9 @@
 """Scenarios and cases, and their ids.
 
-A *scenario* is a point on every axis but the path: a model that is built, sharded, perhaps trained,
-offloaded and perhaps staged; and for a path that loads, a checkpoint. A *case* is a scenario and a
-path. The id of a case spells strategy, offload and staging, then every other axis that is not at its
-default, then the path: ``fsdp2/policy/staged/uneven/state_dict``.
+A *scenario* is a point on every axis but the method: a model that is built, sharded, perhaps trained,
+offloaded and perhaps staged; and for a method that loads, a checkpoint. A *case* is a scenario and a method. The id of
+a case spells strategy, offload and staging, then every other axis that is not at its
+default, then the method: ``fsdp2/policy/staged/uneven/state_dict``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Scenario:
         return {axis.name: str(getattr(self, axis.name)) for axis in AXES}
 
     def to_json(self) -> dict[str, str]:
-        """As :func:`make_any_case` reads it."""
+        """Returns the scenario as JSON values, in the form that :func:`make_any_case` reads."""
         return dict(self.values)
 
     @property
@@ -144,9 +144,9 @@ class Scenario:
 
 @dataclass(frozen=True, order=True)
 class Case:
-    """A scenario and a path.
+    """A scenario and a method.
 
-    path: a name of the table of paths, or the user's ``module:function``.
+    method: a name of the table of methods, or the user's ``module:function``.
     """
 
     scenario: Scenario
@@ -158,7 +158,7 @@ class Case:
 
     @property
     def with_exact_checkpoint(self) -> Case:
-        """The case that differs from this one by its checkpoint alone, and is given one that has what the model has."""
+        """The same case with the exact checkpoint, one that fits the model."""
         return Case(self.scenario.change(checkpoint=AXIS["checkpoint"].default), self.method)
 
 
@@ -209,7 +209,7 @@ def parse_case_id(text: str, known_methods: tuple[str, ...]) -> Case:
             f"case {text!r} has no value for {' and '.join(missing)}; an id looks like fsdp2/policy/staged/state_dict"
         )
     if method not in known_methods and ":" not in method:
-        raise UsageError(f"case {text!r}: there is no path {method!r}{describe_nearest(method, known_methods)}")
+        raise UsageError(f"case {text!r}: there is no method {method!r}{describe_nearest(method, known_methods)}")
     return Case(make_scenario(fields), method)
 
 

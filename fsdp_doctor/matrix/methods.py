@@ -24,7 +24,7 @@ class MatrixMethod(Method):
     """A method of the matrix.
 
     function: ``module:name`` in ``fsdp_doctor.case.methods``. used_by: who calls it.
-    is_fix: it is ours; it runs with --fix.
+    is_fix: it is fsdp-doctor's replacement for the other methods; it runs with --fix.
     undoes_staging: its user moves a staged module back with ``model.to("cpu")`` before training on,
         which is what a module under CPUOffloadPolicy needs whatever was extracted from it.
     without_mesh: FSDP1 has it only for a model that was given no device mesh.
@@ -50,7 +50,9 @@ class MatrixMethod(Method):
         return scenario.version in self.fsdp and self.has_values(scenario.values) and suits
 
     def _suits_loading(self, scenario: Scenario) -> bool:
-        """Whether what it loads can be on meta, and a checkpoint of its form can be as the scenario has it."""
+        """Whether the method can load a model on meta, and a checkpoint of its form can differ from the model as the
+        scenario says.
+        """
         contract = self.contract
         if scenario.init.is_meta and contract.loads != "model":
             return False
@@ -111,7 +113,7 @@ def find_direction(case: AnyCase) -> Direction:
 
 
 def find_fix(name: str, fsdp: int) -> str:
-    """The name of our own method that does what the method of that name does."""
+    """The name of the fix that replaces the method of that name."""
     contract = find_method(name, fsdp).contract
     if contract.form == "local":
         return name

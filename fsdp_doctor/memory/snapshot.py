@@ -109,7 +109,7 @@ def _list_gradient_tensors(parts: ModelContents, optimizer: torch.optim.Optimize
 
 
 def _list_unsharded_tensors(parts: ModelContents) -> Iterator[torch.Tensor]:
-    """Tensors that modules have in place of their shards, in memory of their own."""
+    """Tensors that modules have in place of their shards, in separate memory."""
     yield from (parameter.shown for parameter in parts.parameters if parameter.shown is not parameter.tensor)
     for unit in parts.fsdp1_units:
         yield unit.flat_parameter.detach()
@@ -145,9 +145,9 @@ _NEEDED = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_m
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """In bytes. allocated, reserved: now. peak, peak_reserved: the most since the last reset.
+    """The memory of one device, in bytes. allocated, reserved: now. peak, peak_reserved: the most since the last reset.
 
-    capacity: what the device has, or this process was limited to. elsewhere: in use, and not reserved by this process.
+    capacity: the device's memory, or this process's limit. elsewhere: in use, and not reserved by this process.
     """
 
     allocated: int
@@ -262,7 +262,9 @@ def ledger(
 
 
 def compute_device(model: nn.Module) -> torch.device:
-    """The device on which FSDP's units compute, with an index; of another model that of its first parameter."""
+    """The device on which FSDP's units compute, with an index; for any other model, the device of its first
+    parameter.
+    """
     parts = reader.read(model)
     places = [
         *(unit.compute_device for unit in parts.fsdp1_units),

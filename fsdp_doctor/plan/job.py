@@ -101,10 +101,9 @@ class RoleSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSetup:
-    """A rollout engine with bfloat16 weights. bucket_bytes: the size in which it is given its weights.
-
-    is_apart: whether it has devices of its own. sleeps: whether it gives its share back while the trainer works.
-    loads_model: whether the worker of an engine on devices of its own loads the FSDP model, too, which it never uses
+    """A rollout engine with bfloat16 weights. bucket_bytes: the size of the buckets in which it receives its weights.
+    is_apart: whether it has separate devices. sleeps: whether it gives its share back while the trainer works.
+    loads_model: whether the worker of an engine on separate devices loads the FSDP model, too, which it never uses
     (verl issue 4229).
     """
 
@@ -170,7 +169,7 @@ class EngineKeys:
     """The keys of a rollout engine.
 
     asked: keys of which one is set if there is an engine; empty if the framework always has one.
-    apart: sections that exist if the engine has devices of its own. colocated: flags that are false if it has.
+    apart: sections that exist if the engine has separate devices. colocated: flags that are false if it has.
     sleeps: flags that are false if the engine keeps its share while the trainer works.
     bucket_mib: of the weights' transfer.
     loads_model_before: the version before which a worker of an engine on its own devices loads the FSDP model, too.
@@ -273,7 +272,7 @@ def read_job(arguments: Sequence[str], options: PlanOptions) -> JobSetup:
     except Unreadable as error:
         raise UsageError(str(error)) from None
     unread = [
-        f"{use.role}: the adapter is not in it: the plan is that of training all parameters, which takes more"
+        f"{use.role}: the plan is for training all parameters, without the adapter, which takes more memory"
         for use in uses
         if use.scenario and use.scenario.model.has_adapters
     ]

@@ -84,7 +84,7 @@ class JobPlan:
 
     @property
     def highest_of_host(self) -> JobMoment:
-        """The highest moment of the host among those that are certain."""
+        """The moment of the highest host memory among the certain ones."""
         return max((moment for moment in self.host if moment.is_certain), key=lambda moment: moment.total)
 
     @property
@@ -114,7 +114,7 @@ class Planner:
     def advise(self, plan: JobPlan) -> list[Advice]:
         """Tries each change of one setting of a job that does not fit.
 
-        Returns those that make it fit, the cheapest first; or the three that come nearest.
+        Returns the changes that make it fit, the cheapest first; or the three that come nearest.
         """
         if plan.fits:
             return []

@@ -195,7 +195,7 @@ def count_learned_positions(model: Any) -> int | None:
 
 
 def find_followed_layers(model: Any) -> dict[int, nn.Module]:
-    """The decoder layers that tokens go through, by number: not those of a tower for images."""
+    """The decoder layers that tokens go through, by number, without the layers of an image tower."""
     layers = models.find_decoder_layers(model)
     inside = set(_find_decoder(model).modules())
     return {at: layer for at, layer in enumerate(layers) if layer in inside} or dict(enumerate(layers))

@@ -30,18 +30,18 @@ ASSUMPTIONS = (
     "of tensors, two moments",
     "attention by a fused kernel, of models that can have one; the loss as transformers has it: logits of all tokens "
     "cast to float32, their log-softmax, and the gradients of both",
-    "a critic has a head of one output for each token, in the place of that of the vocabulary",
+    "a critic has a head of one output for each token, in place of the vocabulary's head",
     "a model is unsharded on the device unit by unit while it is built, as fully_shard and FSDP1 do with one that "
     "lies on the host",
     f"beside torch's allocator each process has {CONTEXT_BYTES / _GIB:.2f} GiB of CUDA context and "
     f"{NCCL_BYTES / _GIB:.2f} GiB of NCCL's buffers; an engine that sleeps keeps {ASLEEP_BYTES / _GIB:.2f} GiB; a "
     f"process takes {PROCESS_BYTES / _GIB:g} GiB of the host",
-    "bytes are those in tensors: what the caching allocator reserves beyond them, by fragmentation, is not in it",
+    "bytes are counted in tensors, without the memory that the caching allocator reserves beyond them by fragmentation",
 )
 NOT_MODELLED = (
     "tensor, pipeline, context and expert parallelism of the trainer; adapters, quantized weights, torch.compile; "
     "fused losses and offloaded activations, which take less",
-    "TRL's value head beside that of the vocabulary, which verl takes where transformers has no token classification",
+    "TRL's value head beside the vocabulary's head, which verl takes where transformers has no token classification",
     "what a tower for images computes, and the tokens of images: its parameters, gradients and moments are in the plan",
     "kernels for linear attention and state spaces, which take less than what transformers computes without them",
     "an engine's own peak, which is within its share",
@@ -80,7 +80,7 @@ def _render_lines(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]:
         )
     if job.engine:
         engine, share = job.engine, job.engine.utilization * machines.gpu_memory
-        where = ", on devices of its own" if engine.is_apart else ""
+        where = ", on separate devices" if engine.is_apart else ""
         yield (
             f"  engine{where}: {engine.utilization:g} of a device, {_format_gib(share)} GiB; {_describe_engine(engine)}"
         )

@@ -108,7 +108,7 @@ class FsdpCase:
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """For a test that loads: the buffers that no state dict has, by name, on the host."""
+        """The buffers that no state dict has, by name, on the host; for a test that loads."""
         return self._run.given.buffers
 
     @property
@@ -140,7 +140,7 @@ class FsdpCase:
         return self._this_rank.scratch
 
     def train_step(self, *, unstage: bool = False) -> None:
-        """Trains a step: what is extracted from now on must be the new weights.
+        """Trains a step, after which extractions must return the new weights.
 
         The model is in the state of its scenario before and after, offloaded and perhaps staged. unstage: as of
         :meth:`check`. For a test that extracts. Every rank must call it.

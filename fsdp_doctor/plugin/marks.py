@@ -165,7 +165,7 @@ def _explain_impossible(axis: str, value: str) -> str:
     """Why no test can have this value of an axis; empty if one can."""
     match parse_value(axis, value):
         case Model.CUSTOM:
-            return "a test that has a model of its own is marked ranks"
+            return "a test that builds its own model is marked ranks"
         case CheckpointFit.OTHER_RUN | CheckpointFit.OTHER_WORLD:
             return "the probe alone has other processes that save"
         case Consumer() as consumer if consumer.needs_sender:

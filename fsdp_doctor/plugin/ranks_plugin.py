@@ -1,4 +1,4 @@
-"""In pytest's own process: runs the marked tests on ranks, phase by phase, and reports how they end.
+"""Runs the marked tests on ranks from pytest's process, phase by phase, and reports how they end.
 
 A phase that fails on a rank raises here, so marks, ``-x``, reports and other plugins see an ordinary test.
 """
@@ -50,7 +50,7 @@ class RanksPlugin:
         if mistake:
             pytest.fail(mistake, pytrace=False)
         if isinstance(item, pytest.Function):
-            # The ranks set up the fixtures, each its own.
+            # Each rank sets up its own fixtures.
             item.fixturenames = []
         self._num_tests += 1
         self._still_whole = True
@@ -154,7 +154,8 @@ class PhaseOutcome:
     """How a phase ended, over all ranks.
 
     skipped, xfailed, silent: the ranks whose own pytest skipped the test, expected its failure, reported nothing.
-    reason: of those that skipped or were expected to fail. details: sections on a failure. printed: output and logs.
+    reason: of the ranks that skipped or were expected to fail. details: sections on a failure. printed: output and
+    logs.
     """
 
     phase: TestPhase

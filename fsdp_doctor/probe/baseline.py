@@ -1,4 +1,4 @@
-"""Compares the verdicts of a run with those that are expected, and decides the exit code."""
+"""Compares the verdicts of a run with the expected ones, and decides the exit code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ class Judgement:
 
     @functools.cached_property
     def differences(self) -> dict[str, str]:
-        """By id of each case that is not as expected, the worse ones first: a sentence that says so."""
+        """Maps the id of each case that differs from its expectation to a sentence that says how, the worse cases
+        first.
+        """
         ordered = sorted(self.report.results, key=lambda result: not result.verdict.bad)
         return {result.id: sentence for result in ordered if (sentence := self._describe_difference(result))}
 
@@ -108,13 +110,13 @@ class Judgement:
 
     @functools.cached_property
     def _kinds(self) -> dict[str, str]:
-        """By id, the verdicts of the expected report."""
+        """Maps ids to the verdicts of the expected report."""
         assert isinstance(self.baseline, Report)
         return {result.id: result.verdict.kind for result in self.baseline.results}
 
 
 def _name_count(result: CaseResult) -> Literal["ok", "refused", "bad", "not run"]:
-    """Under which word of the conclusion a case is counted."""
+    """Returns the word of the conclusion under which a case is counted."""
     kind = result.verdict.kind
     if kind in NOT_RUN:
         return "not run"

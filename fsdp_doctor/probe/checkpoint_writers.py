@@ -1,6 +1,7 @@
-"""The processes that save what other processes load: a generation of workers of its own for each checkpoint.
+"""The processes that save the checkpoints which other processes load: a separate generation of workers for each
+checkpoint.
 
-Rank 0's supervisor supervises all of them, so their number is not that of the run's ranks.
+Rank 0's supervisor supervises all of them, so their number may differ from the run's number of ranks.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from fsdp_doctor.verdict.records import RankReport
 
 
 def choose_num_writers(asked: int | None, world_size: int, device_type: str) -> int:
-    """How many ranks save what ``world_size`` others load: as asked, else one more, or one less for want of a device.
-
-    Raises UsageError where the number that is asked for is no other one.
+    """Returns how many ranks save the checkpoint that ``world_size`` ranks load: the number asked for, else one more
+    than ``world_size``, or one less where a device is lacking. Raises UsageError if the number asked for equals
+    ``world_size``.
     """
     if asked == world_size:
         raise UsageError(
@@ -46,7 +47,7 @@ def choose_num_writers(asked: int | None, world_size: int, device_type: str) -> 
 
 
 class CheckpointWriters:
-    """Has each checkpoint saved once, when the first case that is given it is about to run.
+    """Has each checkpoint saved once, before the first case that loads it.
 
     place: of rank 0. saved_by: how many ranks save a checkpoint of another number of ranks.
     """

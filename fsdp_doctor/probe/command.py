@@ -213,7 +213,7 @@ def _write_page(page: pathlib.Path, report: Report) -> DoctorFault | None:
 
 
 def _print(judgement: Judgement, options: ProbeOptions) -> None:
-    """Prints the chosen format to stdout; to stderr what is unexpected before it, and notes and summary after it."""
+    """Prints the chosen format to stdout; to stderr the unexpected cases before it, and notes and summary after it."""
     report = judgement.report
     if options.expect != "nothing bad":  # where they are what the report says itself
         for sentence in judgement.unexpected:

@@ -30,7 +30,7 @@ class Conductor:
     """Gives the supervisors their instructions, performs rank 0's part of them, and gathers all ranks' reports.
 
     Every method that gives an instruction returns when all ranks have performed it.
-    generation: what the present one is of, as scenarios name it; None where there is none.
+    generation: the scenarios' name of the present generation; None between generations.
     """
 
     def __init__(self, supervisor: Supervisor) -> None:
@@ -44,7 +44,7 @@ class Conductor:
     def start(self, case: AnyCase, task: Task = "run") -> list[RankReport]:
         """Starts a generation of workers on every rank that can run the case.
 
-        Raises what the workers say if they cannot run here, DoctorFault if they end in the start.
+        Raises the workers' error if they cannot run here, DoctorFault if they end while they start.
         """
         self.generation, self.has_run_a_case = case.scenario.generation, False
         self._num_generations += 1
@@ -134,7 +134,7 @@ def run_cases(
 
 
 def add_exact_checkpoints(cases: Sequence[AnyCase]) -> tuple[AnyCase, ...]:
-    """The cases, and after them those with the exact checkpoint, by which a refusal is judged."""
+    """Returns the cases, followed by the cases with the exact checkpoint, by which refusals are judged."""
     misfits = (case for case in cases if isinstance(case, Case) and not case.scenario.checkpoint.must_load)
     return tuple(dict.fromkeys([*cases, *(case.with_exact_checkpoint for case in misfits)]))
 

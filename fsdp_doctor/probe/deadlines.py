@@ -100,7 +100,7 @@ class Watch:
         """Returns the order to stop the workers, once it is time for it.
 
         records: the last ones. in_trouble: whether some rank can keep the others from finishing. idle_seconds: for how
-        long no worker has done anything, of those that are not through.
+        long no unfinished worker has done anything.
         """
         now = time.monotonic()
         self._still += min(now - self._looked_at, _LATE_SECONDS)

@@ -1,4 +1,4 @@
-"""The report before anything ran: what is run and where, or the earlier report that is continued."""
+"""The report before anything ran: the selected cases and the machine, or the earlier report that is continued."""
 
 from __future__ import annotations
 

@@ -62,9 +62,9 @@ def share_job(store: dist.Store, job: Job, limits: Limits) -> None:
 
 
 def receive_job(store: dist.Store, check: Callable[[], None]) -> tuple[Job, Limits]:
-    """Waits for what rank 0 tells. Where rank 0 refuses to begin, torchrun ends the wait.
+    """Waits for rank 0's announcement. Where rank 0 refuses to begin, torchrun ends the wait.
 
-    check: called again and again meanwhile; what it raises ends the wait too.
+    check: called repeatedly during the wait; an exception that it raises ends the wait, too.
     """
     while not store.check([_KEY]):
         check()

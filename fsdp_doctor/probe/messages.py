@@ -23,8 +23,8 @@ class StartWorker:
     """Start the rank's worker of a new generation.
 
     generation: its number in this run among those with the same task.
-    backend: what the worker's process groups are made with; None for a framework's, which makes them itself.
-    framework: whose cases it runs; None for those of the matrix.
+    backend: of the worker's process groups; None for a framework, which makes them itself.
+    framework: the one whose cases the worker runs; None for cases of the matrix.
     """
 
     generation: int

@@ -28,12 +28,14 @@ def die_with_parent(number: signal.Signals) -> None:
 
 
 def adopt_orphans() -> None:
-    """From now on a descendant whose parent ends becomes this process's child, and not init's."""
+    """Makes this process the parent, in place of init, of each descendant whose parent ends from now on."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_orphans(workers: Collection[int]) -> None:
-    """Kills the children that are neither ``workers`` nor of this process's session, and those that they leave."""
+    """Kills the children that are neither ``workers`` nor in this process's session, and the orphans that these
+    leave.
+    """
     while orphans := [child for child in psutil.Process().children() if _is_orphan(child.pid, workers)]:
         for orphan in orphans:
             with contextlib.suppress(psutil.Error):
@@ -97,7 +99,7 @@ class Activity:
         self._idle_since = self._last.time
 
     def measure_idle_seconds(self) -> float:
-        """For how long the session has been idle, as far as the calls of this function can tell."""
+        """Returns for how many seconds the session has been idle, as far as the calls of this function can tell."""
         before, self._last = self._last, self._take_sample()
         if self._last.was_active_since(before):
             self._idle_since = self._last.time

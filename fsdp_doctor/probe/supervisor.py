@@ -102,7 +102,7 @@ class Round:
         return bool(self._store.check([f"{self._prefix}/trouble"]))
 
     def order_stop(self, stop: StopWorker) -> None:
-        """Has every worker that is not through be ended; for the conductor."""
+        """Orders that every worker that has not finished be ended; for the conductor."""
         self._store.set(f"{self._prefix}/stop", encode(stop))
 
     def stop(self) -> StopWorker | None:
@@ -115,7 +115,7 @@ class Round:
         self._store.set(self._make_idle_key(rank), str(seconds))
 
     def read_idle_seconds(self) -> float:
-        """For how long no worker has done anything, of those that are not through; 0 where one has not reported."""
+        """The seconds for which no unfinished worker has done anything; 0 where one has not reported."""
         working = [rank for rank in self._ranks if not self.have_posted([rank])]
         if not working or not self._store.check([self._make_idle_key(rank) for rank in working]):
             return 0.0

@@ -50,7 +50,7 @@ class WorkerEnds:
     stacks: int
 
     def write_stacks(self) -> None:
-        """From now on SIGUSR1 writes every thread's stack there; a fatal signal writes them to stderr."""
+        """Makes SIGUSR1 write every thread's stack there from now on, and a fatal signal write them to stderr."""
         faulthandler.enable(file=sys.stderr)
         faulthandler.register(signal.SIGUSR1, file=self.stacks, all_threads=True)
 
@@ -83,7 +83,9 @@ def import_what_cases_need() -> None:
 
 
 def import_frameworks(job: Job, seconds: float) -> None:
-    """For the supervisor, once, before the first fork: imports the job's frameworks. seconds: that each may take."""
+    """Imports the job's frameworks; the supervisor calls it once, before the first fork. seconds: that each may
+    take.
+    """
     if not job.frameworks:
         return
     from fsdp_doctor.frameworks import framework_worker
@@ -148,9 +150,9 @@ def _join(place: Place, job: Job, start: StartWorker, send: Callable[[Message], 
 
 
 def become_worker(parent: int, output: int) -> None:
-    """What a fork must do before anything else. ``output``: where stdout and stderr go.
+    """Prepares a forked worker; must run before anything else. ``output``: where stdout and stderr go.
 
-    The worker leads a session of its own, so that Ctrl-C reaches the supervisor alone and all
+    The worker leads a new session, so that Ctrl-C reaches the supervisor alone and all
     that the worker starts can be ended with it. It dies with its supervisor, however that ends.
     """
     os.setsid()

@@ -97,7 +97,9 @@ class WorkerProcess:
         self.phase_report: PhaseReport | None = None
 
     def begin(self, command: str) -> None:
-        """Sends the worker its next command, a line. One that died since the last one reports that of this one."""
+        """Sends the worker its next command, a line. A worker that died since the last command reports its death for
+        this one.
+        """
         before = self._report
         self._report = RankReport(rank=before.rank)
         if self.ended:
@@ -115,7 +117,7 @@ class WorkerProcess:
             self._channel.shutdown(socket.SHUT_WR)
 
     def pump(self, seconds: float) -> None:
-        """Waits up to ``seconds`` for the worker, takes in what it wrote, notices its end."""
+        """Waits up to ``seconds`` for the worker, reads its output, notices its end."""
         if self._closed:
             time.sleep(seconds)
             return
@@ -124,7 +126,7 @@ class WorkerProcess:
             self._reap()
 
     def make_report(self) -> RankReport:
-        """This rank's part in the case or the start that is under way, as far as it is known."""
+        """Returns this rank's report on the case or the start in progress, as far as it is known."""
         return dataclasses.replace(self._report, output=shorten_paths(self._output.decode(errors="replace")))
 
     @property
@@ -167,7 +169,8 @@ class WorkerProcess:
             self.stop("memory", f"held {resident >> 20} MiB of host memory, the limit is {host_bytes >> 20} MiB")
 
     def measure_idle_seconds(self) -> float:
-        """For how long the worker has only waited for other ranks or its device, since this was first asked here.
+        """Returns for how long the worker has only waited for other ranks or its device, since this was first asked
+        here.
 
         A worker that waits for anything else, a service or a timer, may go on by itself: its stack shows that. A
         suspended worker is not asked, since that would wake it.
@@ -192,7 +195,7 @@ class WorkerProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Terminates the worker and all it started, then kills what is left. Returns when it is gone."""
+        """Terminates the worker and its processes, then kills those that remain. Returns when it is gone."""
         if self._closed:
             return
         for number, patience in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, _KILL_SECONDS)):
@@ -336,8 +339,8 @@ def _cut_excerpt(data: bytes) -> str:
 class WorkerGroup:
     """Forks a worker for each rank of one node at once, and supervises them without a store; :meth:`close` ends them.
 
-    runs: each rank's whole life, called in its fork. check: called again and again while the group is waited for; what
-    it raises ends the wait.
+    runs: each rank's whole life, called in its fork. check: called repeatedly while the group is waited for; an
+    exception that it raises ends the wait.
     """
 
     def __init__(
@@ -365,7 +368,7 @@ class WorkerGroup:
     def perform(self, command: str, timeout: float | None = None) -> list[RankReport]:
         """Gives every worker the command. Returns every rank's report once all are through with it, or were stopped.
 
-        timeout: seconds without progress that the test has which is the command; None for those of the group's limits.
+        timeout: seconds without progress that the command's test may take; None for the group's limits.
         """
         for member in self._workers:
             member.begin(command)
@@ -378,7 +381,7 @@ class WorkerGroup:
         return [member.phase_report for member in self._workers]
 
     def end(self, seconds: float) -> None:
-        """Lets all workers end by themselves, and ends those that have not after that time."""
+        """Lets all workers end by themselves, and after that time ends the remaining ones."""
         for member in self._workers:
             member.let_go()
         end = time.monotonic() + seconds
@@ -421,7 +424,7 @@ class WorkerGroup:
 
 
 def check_ready(reports: Sequence[RankReport]) -> None:
-    """Raises what the workers say if they cannot run here, DoctorFault if they ended in the start."""
+    """Raises the workers' error if they cannot run here, DoctorFault if they ended while they started."""
     for report in reports:
         if report.refused is not None:
             raise _ERROR_OF_EXIT_CODE.get(report.refused.exit_code, DoctorFault)(report.refused.reason)

@@ -34,10 +34,10 @@ _REFUSED_IN_VERSION_1 = "refused on every rank: "
 class CaseResult:
     """The result of one case; a bad verdict comes with the report of every rank.
 
-    id, scenario, path: of the case. seconds: the slowest rank's time inside the path.
+    id, scenario, path: of the case. seconds: the slowest rank's time inside the method.
     peak_extra_bytes: device memory of the rank that needed most. wall_seconds: the cost of the case, with building
         and checking.
-    yielded: by rank, the number of entries of each form, dtype and kind of device; empty if the path did not finish.
+    yielded: by rank, the number of entries of each form, dtype and kind of device; empty if the method did not finish.
     known: the id of the catalogue's entry for a bad verdict; empty if no entry matches.
     confirmation: the verdict of the second run in fresh workers, with --confirm.
     ledgers: the memory of each rank at each stage, with --memory.
@@ -211,7 +211,9 @@ def read_result_dict(data: dict[str, Any]) -> CaseResult:
 
 
 def convert_verdict_of_version_1(verdict: Verdict) -> Verdict:
-    """In the first version a refused checkpoint was an "ok" with a reason, and nobody tried the exact checkpoint."""
+    """Converts the first version, where a refused checkpoint was an "ok" with a reason, without a case of the exact
+    checkpoint.
+    """
     exception = verdict.reason.removeprefix(_REFUSED_IN_VERSION_1)
     if verdict.kind != "ok" or exception == verdict.reason:
         return verdict

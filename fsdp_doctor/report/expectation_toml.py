@@ -101,7 +101,7 @@ class _Box:
         return _Box({**self.values, dimension: both})
 
     def make_pattern(self, shortened: Mapping[str, str]) -> str:
-        """Its pattern, in which some dimensions are shortened and the others lists."""
+        """The pattern of a box, in which some dimensions are shortened and the others lists."""
         words = {name: shortened.get(name) or _list_in_braces(self.values[name]) for name in _DIMENSIONS}
         order = ("strategy", "offload", "staging", "rest", "path")
         return "/".join(words[name] for name in order if words[name])
@@ -135,7 +135,7 @@ def _join_along(boxes: list[_Box], dimension: str) -> list[_Box]:
 
 
 def _make_patterns_of_box(box: _Box, others: Collection[str]) -> list[str]:
-    """One pattern, or several of at most 100 characters each if its list of paths is long."""
+    """One pattern, or several of at most 100 characters each if its list of methods is long."""
     pattern = _find_shortest_pattern(box, others)
     methods = box.values["path"]
     if len(pattern) <= _LONGEST_PATTERN or len(methods) == 1:
@@ -145,9 +145,8 @@ def _make_patterns_of_box(box: _Box, others: Collection[str]) -> list[str]:
 
 
 def _find_shortest_pattern(box: _Box, others: Collection[str]) -> str:
-    """Its pattern, with a ``*`` for a list of offloads or stagings if that matches nothing more.
-
-    Strategies and paths are named: nothing is known of those that will be added.
+    """The pattern of a box, with ``*`` in place of a list of offloads or stagings where it matches nothing more.
+    Strategies and methods are always named: a ``*`` would also match those added later.
     """
     shortened: dict[str, str] = {}
     for name in ("offload", "staging"):

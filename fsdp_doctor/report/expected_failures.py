@@ -124,7 +124,9 @@ def describe_difference(result: CaseResult, expected: ExpectedFailure | None) ->
 
 
 def make_comparable(text: str) -> str:
-    """``text`` as it is printed, without what differs between equal reasons: devices, their indices and seconds."""
+    """``text`` in its printed form, without the parts that differ between equal reasons: devices, their indices and
+    seconds.
+    """
     return _DEVICE.sub("device", strip_seconds(fold(" ".join(make_printable(text).split()))))
 
 

@@ -46,7 +46,7 @@ class FailureGroup:
 
     @property
     def stacks(self) -> list[tuple[int, str]]:
-        """(rank, Python stacks) of every rank that was stopped."""
+        """Returns (rank, Python stacks) of every rank that was stopped."""
         return [(report.rank, report.stack) for report in self.results[0].ranks if report.stack]
 
 

@@ -75,7 +75,7 @@ def _render_items(unexpected: Sequence[str], num_bytes: int) -> str:
 
 
 def _quote_as_code(text: str) -> str:
-    """As code, so that nothing in the text is Markdown or a mention."""
+    """Formats the text as code, so that nothing in it is read as Markdown or a mention."""
     one_line = " ".join(make_printable(text).split())
     return f"`` {one_line} ``" if "`" in one_line else f"`{one_line}`"
 

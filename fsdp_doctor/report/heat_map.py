@@ -57,7 +57,7 @@ class _Block:
 
     @property
     def names(self) -> list[str]:
-        """Of the columns. That a scenario is not staged goes without saying."""
+        """The names of the columns, without the word for a scenario that is not staged."""
         return [" ".join(word for word in words if word != "unstaged") for words in self.columns]
 
     @property
@@ -71,7 +71,7 @@ class _Block:
 
     @property
     def width(self) -> int:
-        """Of its cells, with what the name of the last column takes beyond them."""
+        """The width of the cells, and of the part of the last column's name that extends beyond them."""
         gaps = len({words[1:] for words in self.columns}) * _GROUP_GAP
         return len(self.columns) * _STEP + gaps + round(max(map(len, self.names)) * _CHARACTER * _RUN)
 

@@ -1,4 +1,4 @@
-"""JUnit XML, for CI systems: a test suite for each scenario, a test case for each path."""
+"""JUnit XML, for CI systems: a test suite for each scenario, a test case for each method."""
 
 from __future__ import annotations
 

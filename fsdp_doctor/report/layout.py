@@ -20,7 +20,7 @@ _NOT_PRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ff
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """A rectangle of the matrix: paths down, offloads across, everything else in the title."""
+    """A rectangle of the matrix: methods down, offloads across, everything else in the title."""
 
     title: str
     methods: tuple[str, ...]
@@ -61,13 +61,13 @@ def _make_grid(scenario: AnyScenario, cells: dict[tuple[str, str], CaseResult]) 
 
 
 def sort_by_table(present: Iterable[str], order: tuple[str, ...]) -> tuple[str, ...]:
-    """The names in the order of the table; names that the table lacks, as a user's path, at the end."""
+    """The names in the order of the table; names that the table lacks, as a user's method, at the end."""
     names = dict.fromkeys(present)
     return (*(name for name in order if name in names), *(name for name in names if name not in order))
 
 
 def find_fixes(report: Report) -> dict[str, CaseResult]:
-    """By id of a case, the result of the fix for its path in the same scenario, if the fix ran."""
+    """Maps the id of a case to the result of the fix for its method in the same scenario, where the fix ran."""
     results = {result.id: result for result in report.results}
     fix_ids = {
         case_id: Case(case.scenario, find_fix(case.method, case.scenario.version)).id

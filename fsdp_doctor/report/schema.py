@@ -1,4 +1,4 @@
-"""The JSON schemas of the documents. ``python -m fsdp_doctor.report.schema`` prints that of a report."""
+"""The JSON schemas of the documents. ``python -m fsdp_doctor.report.schema`` prints the schema of a report."""
 
 from __future__ import annotations
 

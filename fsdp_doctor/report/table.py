@@ -95,7 +95,7 @@ def _render_header(offload: str) -> str:
 
 def _render_table(grid: Grid, offloads: tuple[str, ...], number_of: dict[str, int]) -> Table:
     table = Table(title=grid.title, title_justify="left", title_style="bold", pad_edge=False, box=box.SIMPLE_HEAD)
-    table.add_column("path", no_wrap=True)
+    table.add_column("method", no_wrap=True)
     for offload in offloads:
         table.add_column(_render_header(offload), no_wrap=True)
     for method in grid.methods:
@@ -117,7 +117,7 @@ def _render_verdict(kind: VerdictKind) -> Text:
 
 
 def _render_side_by_side(report: Report) -> Table:
-    title = "each path, and the fix in the same scenario"
+    title = "each method, and the fix in the same scenario"
     table = Table(title=title, title_justify="left", title_style="bold", pad_edge=False, box=box.SIMPLE_HEAD)
     for column in ("case", "verdict", "time", "peak extra", "fix", "time", "peak extra"):
         table.add_column(column, no_wrap=True, justify="right" if column in ("time", "peak extra") else "left")

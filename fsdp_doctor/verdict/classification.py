@@ -34,7 +34,7 @@ VerdictKind = Literal[
 ]
 
 MEANING: dict[VerdictKind, str] = {
-    "ok": "every value as it should be, on every rank; training goes on",
+    "ok": "every value is right on every rank, and training continues",
     "refused": "every rank raised an exception on a checkpoint that does not fit; the exact one is ok",
     "wrong": "a value, shape or form differs from the reference",
     "race": "a stream reads memory that another one writes, and neither waits: what arrives is a matter of time",
@@ -44,10 +44,10 @@ MEANING: dict[VerdictKind, str] = {
     "hang": "did not end before the deadline; every rank's stack is in the report",
     "died": "a process ended in the middle: a signal or an exit",
     "oom": "ran out of device or host memory",
-    "poisoned": "the path worked, the next training step fails, or starts or ends with other weights",
+    "poisoned": "the method worked, the next training step fails, or starts or ends with other weights",
     "leak": "memory was not given back",
     "unsupported": "cannot be built here; the reason says why",
-    "skipped": "not run, because its scenario already failed before any path could run",
+    "skipped": "not run, because its scenario already failed before any method could run",
     "lost": "the doctor's own fault: no result",
 }
 
@@ -88,7 +88,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line \d+ in (?P<function>\S+)')
 class Verdict:
     """What happened to a case.
 
-    ranks: the ones that the reason speaks of. also: what was found or followed besides.
+    ranks: the ranks that the reason is about. also: further problems, and consequences.
     """
 
     kind: VerdictKind
@@ -136,7 +136,7 @@ def classify(reports: Sequence[RankReport], world_size: int) -> Verdict:
 
 
 def judge_refusal(refusal: Verdict, exact: Verdict, world_size: int) -> Verdict:
-    """The verdict of a case that every rank refused. exact: that of the same method with the exact checkpoint.
+    """The verdict of a case that every rank refused. exact: the verdict of the same method with the exact checkpoint.
 
     A method that is bad on the exact checkpoint refuses nothing: it raised an exception.
     """
@@ -191,7 +191,7 @@ def find_wait(stack: str) -> str:
 
 
 def _read_frames(stack: str) -> list[tuple[str, str]]:
-    """(file, function) of the main thread, the innermost first."""
+    """Returns (file, function) of each frame of the main thread, the innermost first."""
     current = stack.split("Current thread", 1)[-1].split("\nThread", 1)[0]
     return [(match["file"], match["function"]) for match in _FRAME.finditer(current)]
 

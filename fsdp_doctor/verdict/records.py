@@ -1,4 +1,5 @@
-"""What a worker tells its supervisor, and what a supervisor adds to it: plain values, as JSON.
+"""The records that a worker sends to its supervisor, and the reports that the supervisor makes of them: plain values,
+as JSON.
 
 A worker sends the record of the case whole, again and again, each time it reaches another
 stage; the last one that arrived says how far the rank came. The supervisor wraps it in a
@@ -28,12 +29,12 @@ Stage = Literal[
     "reference",  # the shards are joined by hand
     "offload",  # the framework's manual offload
     "staging",  # verl's load_fsdp_model_to_gpu
-    "fingerprint",  # the training state is read, before the path and after it: the doctor's own work
-    "extract",  # the path runs, and its tensors are read to the host
+    "fingerprint",  # the training state is read, before the method and after it: the doctor's own work
+    "extract",  # the method runs, and its tensors are read to the host
     "save",  # the framework saves
-    "load",  # the path loads
+    "load",  # the method loads
     "verify",  # what was read, or loaded, is compared with what it should be: the doctor's own work
-    "agree",  # the ranks tell one another how the path ended
+    "agree",  # the ranks tell one another how the method ended
     "next step",  # one more training step
     "test",  # a test of the user's own runs, with its fixtures
 ]
@@ -83,18 +84,18 @@ def _find_carried(message: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What one rank did in one case so far.
+    """The record of one rank in one case so far.
 
-    call: which call of the path the rank is at. A function of the user's own is called once more after the next step.
+    call: which call of the method the rank is at. A user's function is called once more after the next step.
     done: the rank is through with the case, well or not, and waits for the next one.
-    seconds: time spent inside the path, synchronized with the device at both ends.
-    peak_extra_bytes: device memory that the path had allocated at its peak, above what was
+    seconds: time spent inside the method, synchronized with the device at both ends.
+    peak_extra_bytes: device memory that the method had allocated at its peak, above what was
         allocated when it started; None where the device does not count memory.
-    num_tensors: how many entries the path yielded on this rank so far; of a load, how many were checked after it.
-    yielded: once the path is through, how many of each form, dtype and kind of device.
+    num_tensors: how many entries the method yielded on this rank so far; of a load, how many were checked after it.
+    yielded: once the method has finished, how many entries of each form, dtype and kind of device.
     healthy: whether the ranks ended alike and the process group still carries a collective.
     refusal: ``failure`` in short, where every rank refused a checkpoint that does not fit; empty where one did not.
-    retire: what the path left behind in the process that could not be undone, so that no other case
+    retire: what the method left behind in the process that could not be undone, so that no other case
         may run in it; empty if there is nothing.
     ledgers: of the stages of the scenario's life that were watched and are over.
     """
@@ -117,7 +118,7 @@ class Record:
 
     @property
     def call_in_words(self) -> str:
-        """Before what is said of a call; empty of the first one."""
+        """A prefix for sentences about the second call; empty for the first call."""
         return "the second call: " if self.call > 1 else ""
 
 
@@ -130,7 +131,7 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """A worker cannot start, and the reason is not a fault of ours.
+    """A worker cannot start, for a reason that is not the doctor's fault.
 
     exit_code: as in errors.py.
     """
@@ -184,9 +185,8 @@ class RankReport:
 
 
 def make_failure(error: BaseException) -> Failure:
-    """The exception as values, with the innermost frames of its traceback.
-
-    This does not fail, though any method of an exception of the user's own class can.
+    """The exception as values, with the innermost frames of its traceback. Never raises, though any method of a user's
+    exception class may.
     """
     return Failure(
         type=type(error).__name__,

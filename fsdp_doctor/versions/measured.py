@@ -23,7 +23,7 @@ _EVIDENCE = re.compile(r"^evidence = ")
 
 
 def list_measured(merged: MergedReport) -> dict[str, tuple[str, ...]]:
-    """By entry, the versions with the failure on each device: ``emulated: 2.10 to 2.13, 2.15``.
+    """Maps each entry to the versions with the failure on each device: ``emulated: 2.10 to 2.13, 2.15``.
 
     A range is of successive releases, all of which had it.
     """

@@ -111,7 +111,7 @@ def _make_columns(name: str, report: Report | MergedReport) -> list[_Column]:
     if isinstance(report, MergedReport):
         return [_make_merged_column(report, number) for number in range(len(report.environments))]
     context = make_context(report)
-    # Today's catalogue knows more than that of the run did; a path that today's table lacks is left as it was.
+    # Today's catalogue knows more than that of the run did; a method that today's table lacks is left as it was.
     results = [recognize_failure(result, context) if _has_method(result.case) else result for result in report.results]
     return [
         _Column(
@@ -164,7 +164,7 @@ def _make_row(case: AnyCase) -> MergedCase:
         strategy=strategy,
         offload=offload,
         staging=staging,
-        # A path that only another version of the doctor has is shown with those that extract.
+        # A method that only another version of the doctor has is shown with those that extract.
         direction=find_direction(case) if _has_method(case) else "out",
         path=case.method,
         outcomes=(),
@@ -173,7 +173,7 @@ def _make_row(case: AnyCase) -> MergedCase:
 
 
 def _has_method(case: AnyCase) -> bool:
-    """Whether this version of the doctor knows the path."""
+    """Whether this version of the doctor knows the method."""
     if isinstance(case, FrameworkCase):
         return any(method.name == case.method for method in case.scenario.list_methods())
     return is_user_method(case.method) or any(method.name == case.method for method in list_methods(case.scenario))
@@ -225,7 +225,7 @@ def _join(first: _Column, other: _Column) -> _Column:
 
 
 def _make_environment_key(environment: Environment) -> tuple[object, ...]:
-    """By machine and version; an environment that could not be made comes last."""
+    """Sorts by machine and version; an environment that could not be made comes last."""
     torch = _make_version_key(strip_build(environment.torch))
     never_made = environment.world_size == 0
     return never_made, _describe_machine(environment), torch, environment.created, environment.reports

@@ -137,7 +137,7 @@ def _print_progress(text: str) -> None:
 
 @dataclass(frozen=True)
 class Program:
-    """fsdp-doctor in an environment of its own. path: the directory of its package."""
+    """An installation of fsdp-doctor in a separate environment. path: the directory of its package."""
 
     python: pathlib.Path
     path: pathlib.Path
@@ -197,7 +197,7 @@ def _read_last_sentence(log: pathlib.Path) -> str:
 
 
 def _choose_device_options(options: Sequence[str], program: Program) -> list[str]:
-    """Before torch 2.10 there is no emulated device: the CPU, if torch sees no accelerator."""
+    """Returns ``--device cpu`` if torch is too old for the emulated device and sees no accelerator."""
     if "--device" in _split_words(options):
         return []
     if is_at_least(program.read_torch_version(), OLDEST_EMULATED_TORCH) or program.list_accelerators():
@@ -261,7 +261,7 @@ def _make_empty_report(sweep: Sweep, version: str, trouble: str) -> Report:
 
 
 def read_exact_versions(requirements: Sequence[str]) -> dict[str, str]:
-    """By package, the versions of requirements such as ``transformers==5.23.0``; others are left out."""
+    """Maps packages to the versions in requirements such as ``transformers==5.23.0``; leaves out other requirements."""
     versions: dict[str, str] = {}
     for text in requirements:
         with contextlib.suppress(InvalidRequirement):
@@ -336,7 +336,7 @@ def _make_child_environment(**more: str) -> dict[str, str]:
 def _run_child(
     command: Sequence[str], end: Callable[[subprocess.Popen[Any]], None], **options: Any
 ) -> Iterator[subprocess.Popen[Any]]:
-    """Runs a command in a session of its own, so that signals of the terminal reach this process alone.
+    """Runs a command in a new session, so that signals of the terminal reach this process alone.
 
     end: called if the block raises; then the process is waited for. Signals wait while the process is being started:
     otherwise it could go on after this one. Raises OSError as Popen does.

@@ -25,7 +25,7 @@ _MAKES = f"def made(module=None): return torch.empty({_NBYTES}, dtype=torch.uint
 _CALLS = "def made(module): return module()"
 
 
-@pytest.mark.parametrize("held", [{}, {"parameters": 50}, {"parameters": 50, "gradients": 30}], ids=len)
+@pytest.mark.parametrize("by_class", [{}, {"parameters": 50}, {"parameters": 50, "gradients": 30}], ids=len)
 def test_bytes_without_a_known_class_are_unexplained_now_and_at_the_peak(by_class: Bytes) -> None:
     memory = _COUNTED.make_device_memory(by_class, at_peak=by_class)
     assert (sum_classes(memory.held), sum_classes(memory.at_peak)) == (80, 100)

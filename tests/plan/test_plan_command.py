@@ -220,7 +220,7 @@ def test_an_engine_that_is_not_colocated_is_on_devices_of_its_own(name: str, set
     engine = "policy.generation.backend=vllm" if name == "nemo_rl.yaml" else "generator.backend=vllm"
     together, apart = (_plan(*_SMALL, config=(str(_CONFIGS / name), engine, *more)).stdout for more in ((), (setting,)))
     assert "engine: generates" in together
-    assert "engine, on devices of its own" in apart
+    assert "engine, on separate devices" in apart
     assert "engine: generates" not in apart
     assert "engine, asleep" not in apart
 

@@ -1,7 +1,8 @@
-"""The loading paths under test on FSDP2, each as frameworks write it. The names are in matrix/methods.toml.
+"""The loading methods under test on FSDP2, each written as frameworks write it. The names are in matrix/methods.toml.
 
-``state`` is what the path's contract says it is given. Several are torch's own functions for both FSDPs.
-Nothing of ours is imported: ``fsdp-doctor repro`` copies a function of this module into a script as it stands.
+``state`` is the checkpoint in the form that the method's contract names. Several are torch's own functions for both
+FSDPs.
+Imports nothing of this package: ``fsdp-doctor repro`` copies a function of this module into a script unchanged.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def load_dcp(model: torch.nn.Module, state: pathlib.Path) -> Any:
 
 
 def distribute_tensor_assign(model: torch.nn.Module, state: dict[str, Any], device: torch.device) -> Any:
-    """accelerate's way: every entry is taken for a DTensor, and its shard goes where the model's lies."""
+    """Loads like accelerate: takes every entry for a DTensor, and puts its shard where the model's shard lies."""
     sharded = {}
     for name, own in model.state_dict().items():
         if dist.get_rank() == 0:
@@ -83,7 +84,7 @@ def distribute_tensor_assign(model: torch.nn.Module, state: dict[str, Any], devi
 def empty_and_broadcast(
     model: torch.nn.Module, state: dict[str, Any], device: torch.device, buffers: Mapping[str, torch.Tensor]
 ) -> Any:
-    """verl's way: rank 0 keeps what it has, the others' memory is made anew; buffers come from rank 0."""
+    """Loads like verl: rank 0 keeps its tensors, the other ranks allocate theirs anew; buffers come from rank 0."""
     first = next(model.parameters())
     offloaded = first.device.type == "cpu"
     if dist.get_rank() == 0 and not first.is_meta:

@@ -1,7 +1,7 @@
-"""The paths of models with LoRA adapters, each as frameworks write it. The names are in matrix/methods.py.
+"""The methods for models with LoRA adapters, each written as frameworks write it. The names are in matrix/methods.py.
 
-peft is imported by whoever built the model; without adapters none of these paths is tried.
-Nothing of ours is imported: ``fsdp-doctor repro`` copies a function of this module into a script as it stands.
+peft is imported by whoever built the model; a model without adapters is tried with none of these methods.
+Imports nothing of this package: ``fsdp-doctor repro`` copies a function of this module into a script unchanged.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _summon(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
 
 
 def _list_base_weights(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """The weights that are no adapter's, named as in the model that peft was given."""
+    """Yields the weights that belong to no adapter, named as in the model that peft was given."""
     tensors = model.named_parameters() if isinstance(model, FullyShardedDataParallel) else model.state_dict().items()
     for name, tensor in tensors:
         if ".lora_" not in name:
@@ -105,7 +105,7 @@ def _find_peft_model(model: torch.nn.Module) -> Any:
 
 
 def _list_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """(prefix, FSDP module) of every one but the root."""
+    """Yields (prefix, FSDP module) for every FSDP module but the root."""
     for name, module in model.named_modules():
         if name and isinstance(module, (FullyShardedDataParallel, FSDPModule)):
             yield _unwrap(f"{name}."), module

@@ -1,4 +1,5 @@
-"""Every private name of torch that the project uses, and nothing else; ``fsdp1`` and ``fsdp2`` have those of the FSDPs.
+"""Every private name of torch that the project uses, and nothing else; ``fsdp1`` and ``fsdp2`` have the names of the
+FSDPs.
 
 Each function says for what there is no public API. Read in the source, and run, on the versions in ``CHECKED``; where
 a name is gone, :class:`PrivateApiGone` says which and for which torch.
@@ -80,7 +81,7 @@ class GradientSwitches:
 
 @dataclass(slots=True, eq=False)
 class ModuleTensors:
-    """One module under one name, and what it owns itself; a name may have None for a tensor.
+    """One module under one name, with its direct parameters and buffers; a name may have None for a tensor.
 
     fsdp2_state: the FSDPState of the innermost FSDP2 module that it is or lies in, None outside of any.
     """
@@ -143,7 +144,7 @@ def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def find_compiled_module(model: nn.Module) -> nn.Module | None:
-    """Returns the module inside of what ``torch.compile`` made: ``OptimizedModule._orig_mod``. None for any other.
+    """Returns the module that ``torch.compile`` wrapped: ``OptimizedModule._orig_mod``. None for any other.
 
     Among the module's own: FSDP1's has every attribute of what it wraps.
     """
@@ -157,7 +158,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def list_step_hooks(module: nn.Module) -> list[Any]:
-    """Returns the hooks of a forward or a backward by their numbers: no public name lists what is registered."""
+    """Returns the hooks of a forward or a backward by their numbers: no public name lists the registered hooks."""
     return [get(module, f"_{when}_hooks") for when in ("forward_pre", "forward", "backward_pre", "backward")]
 
 
@@ -196,7 +197,7 @@ def count_interleaved(placement: Placement) -> int | None:
 
 
 def make_placement(mesh: DeviceMesh) -> Any:
-    """``ShardPlacementResult`` of a parameter with a mesh of its own; it and ``FSDPMeshInfo`` have no public names."""
+    """``ShardPlacementResult`` of a parameter with a separate mesh; it and ``FSDPMeshInfo`` have no public names."""
     from torch.distributed.fsdp._fully_shard import _fsdp_common
 
     return get(_fsdp_common, "ShardPlacementResult")(None, get(_fsdp_common, "FSDPMeshInfo")(mesh, shard_mesh_dim=0))

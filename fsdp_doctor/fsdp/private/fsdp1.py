@@ -45,7 +45,7 @@ class Fsdp1Unit:
 
     @property
     def flat_parameter(self) -> nn.Parameter:
-        """As it is now, this rank's shard or the whole while it is unsharded: ``FlatParamHandle.flat_param``."""
+        """The flat parameter, now this rank's shard, or the whole while unsharded: ``FlatParamHandle.flat_param``."""
         parameter: nn.Parameter = get(self._handle, "flat_param")
         return parameter
 
@@ -135,7 +135,7 @@ class Fsdp1Unit:
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:
-        """Under HYBRID_SHARD, the ranks that have the same shard: ``FullyShardedDataParallel._inter_node_pg``."""
+        """The ranks that have the same shard under HYBRID_SHARD: ``FullyShardedDataParallel._inter_node_pg``."""
         return getattr(self.module, "_inter_node_pg", None)
 
     @property
@@ -186,12 +186,12 @@ class Fsdp1Unit:
 
     @property
     def optimized(self) -> list[nn.Parameter]:
-        """All by which an optimizer may know the parameters, the tied ones too: ``FlatParameter._shared_params``."""
+        """All parameters that an optimizer may have, including tied ones: ``FlatParameter._shared_params``."""
         return [self.flat_parameter, *self.originals, *(get(self.flat_parameter, "_shared_params") or ())]
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """Without ``use_orig_params``, what the modules have now: views of what the flat parameter was when last used.
+        """The modules' present tensors without ``use_orig_params``: views of the flat parameter as of its last use.
 
         ``FlatParameter._param_infos``.
         """
@@ -201,7 +201,7 @@ class Fsdp1Unit:
 
     @property
     def shapes(self) -> list[torch.Size]:
-        """Of the unsharded parameters, in the order of the names: ``FlatParameter._shapes``."""
+        """The shapes of the unsharded parameters, in the order of the names: ``FlatParameter._shapes``."""
         return list(get(self.flat_parameter, "_shapes"))
 
     def read_layout(self) -> list[FlatSlice]:
@@ -285,7 +285,8 @@ def _find_sharded_flat(handle: Any) -> torch.Tensor:
 
 
 def _find_replaced_originals(handle: Any, shard: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
-    """(parameter, where its part of this rank's shard begins) of those that are no views of it.
+    """Lists (parameter, where its part of this rank's shard begins) for each parameter that is not a view of the
+    shard.
 
     With ``use_orig_params``, while the modules have sharded parameters: ``FlatParameter._param_infos``,
     ``_shard_param_infos``, ``FlatParamHandle._skipped_use_sharded_views``.
@@ -316,7 +317,7 @@ class PlaceInModule(NamedTuple):
 
 
 def list_flat_names(handle: Any) -> list[list[PlaceInModule]]:
-    """For each parameter of a unit, in the order of the flat parameter, the places that have it.
+    """Lists the places of each parameter of a unit, in the order of the flat parameter.
 
     Its own comes first, then those to which it is tied within the unit. ``FlatParameter._param_infos`` and
     ``_shared_param_infos``.

@@ -51,7 +51,7 @@ class Fsdp2Unit:
 
     @property
     def replaced(self) -> list[tuple[nn.Module, str]]:
-        """Modules and names at which there is another parameter than the one that it gathers, once it is initialized.
+        """Modules and names with a different parameter than the one that the unit gathers, once it is initialized.
 
         ``FSDPParam._module_info``: a unit looks at its modules again in ``Module._apply`` and in a load, so what
         ``setattr`` puts there, as tying does, is gone at the next forward.
@@ -70,10 +70,9 @@ class Fsdp2Unit:
 
     @property
     def moved(self) -> list[tuple[nn.Parameter, bool]]:
-        """Its parameters that have other memory than it gathers from, and whether it can gather from that.
-
-        It can where the parameter is placed as when it was sharded (``FSDPParam._sharding_spec``), in the same dtype
-        (``orig_dtype``).
+        """The unit's parameters whose memory differs from the memory that it gathers from, and whether it can gather
+        from it. It can where the parameter is placed as when it was sharded (``FSDPParam._sharding_spec``), in the same
+        dtype (``orig_dtype``).
         """
         moved: list[tuple[nn.Parameter, bool]] = []
         for param, parameter in find_moved_parameters(self.state):
@@ -90,7 +89,7 @@ class Fsdp2Unit:
         return moved
 
     def follow_moved(self) -> None:
-        """Makes it gather from the memory that its parameters have now: ``FSDPParam.reset_sharded_param``.
+        """Makes the unit gather from the present memory of its parameters: ``FSDPParam.reset_sharded_param``.
 
         As a ``load_state_dict`` of the whole model does, for which torch calls it. It also pads and pins.
         """
@@ -109,7 +108,7 @@ class Fsdp2Unit:
 
     @property
     def recast(self) -> list[nn.Parameter]:
-        """Its parameters that were given another dtype after its first forward.
+        """The unit's parameters whose dtype was changed after its first forward.
 
         ``FSDPParam.orig_dtype``, by which it sizes its buffers and casts its gradients.
         """
@@ -119,7 +118,7 @@ class Fsdp2Unit:
 
     @property
     def trained_together(self) -> list[list[nn.Parameter]]:
-        """Its parameters that train, those together whose gradients are reduced in one buffer: of each group."""
+        """The unit's trainable parameters, grouped by the buffer in which their gradients are reduced."""
         groups = [[get(param, "sharded_param") for param in group.fsdp_params] for group in _list_groups(self.state)]
         return [[parameter for parameter in group if parameter.requires_grad] for group in groups]
 
@@ -139,7 +138,8 @@ class Fsdp2Unit:
 
 
 def list_unsharded_parameters(state: Any) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """(what an FSDP2 module shows now or showed last in place of its shard, the sharded parameter).
+    """Yields (the parameter that an FSDP2 module shows now or showed last in place of its shard, the sharded
+    parameter).
 
     After a forward without a backward the root still shows its parameters unsharded, in the compute dtype.
     ``FSDPParam.sharded_param``: there is no public way to the masters while they are not shown.
@@ -151,7 +151,8 @@ def list_unsharded_parameters(state: Any) -> Iterator[tuple[nn.Parameter, nn.Par
 
 
 def find_moved_parameters(state: Any) -> list[tuple[Any, nn.Parameter]]:
-    """(its FSDPParam, a sharded parameter whose memory is not what an FSDP2 module gathers from).
+    """Lists (the FSDPParam, the sharded parameter) where an FSDP2 module gathers from other memory than the
+    parameter's.
 
     ``FSDPParam._sharded_param_data`` is what it gathers, padded, and the parameter's shard a part of it. A unit looks
     for it anew in ``Module._apply``, in a load and at its first forward (``FSDPParamGroup._reset_sharded_params``), so

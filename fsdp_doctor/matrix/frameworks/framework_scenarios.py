@@ -54,7 +54,7 @@ class FrameworkScenario:
 
     @property
     def generation(self) -> str:
-        """The generation of workers that may run it: one of its own, because frameworks keep singletons."""
+        """The generation of workers that may run it: a separate one for each, because frameworks keep singletons."""
         return self.id
 
     def drop_offload(self) -> FrameworkScenario:
@@ -150,12 +150,14 @@ def parse_framework_id(text: str) -> FrameworkCase:
     scenario = make_framework_scenario(framework, values)
     names = [method.name for method in scenario.list_methods()]
     if method not in names:
-        raise UsageError(f"case {text!r}: {scenario.id} has no path {method!r}{describe_nearest(method, names)}")
+        raise UsageError(f"case {text!r}: {scenario.id} has no method {method!r}{describe_nearest(method, names)}")
     return FrameworkCase(scenario, method)
 
 
 def is_framework_id(text: str) -> bool:
-    """Whether an id is of a framework's case. In another id a colon stands in a user's own function, if at all."""
+    """Whether an id names a framework's case. In any other id a colon can only be part of a user's
+    ``module:function``.
+    """
     return text.partition(":")[0] in FRAMEWORKS
 
 
