@@ -20,7 +20,7 @@ from fsdp_doctor.extract.host_copies import count_threads
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.matrix.contracts import Direction
 
-# A path that takes longer than this is not repeated as often as asked for.
+# A method that takes longer than this is not repeated as often as asked for.
 _ENOUGH_SECONDS = 6.0
 _LINK_REPEAT = 5
 _CHUNK_BYTES = 8 << 20

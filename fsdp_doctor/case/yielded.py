@@ -174,14 +174,14 @@ def iterate_entries(result: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(result, Mapping):
         result = result.items()
     if not isinstance(result, Iterable):
-        raise TypeError(f"a path returns a mapping or yields (name, tensor), not {type(result).__name__}")
+        raise TypeError(f"a method returns a mapping or yields (name, tensor), not {type(result).__name__}")
     yield from map(_unpack_pair, result)
 
 
 def _unpack_pair(item: Any) -> tuple[str, Any]:
     name, value = item
     if not isinstance(name, str):
-        raise TypeError(f"a path yields (name, tensor) with a str for a name, not {type(name).__name__}")
+        raise TypeError(f"a method yields (name, tensor) with a str for a name, not {type(name).__name__}")
     return name, value
 
 

@@ -1,9 +1,9 @@
 """Scenarios and cases, and their ids.
 
-A *scenario* is a point on every axis but the path: a model that is built, sharded, perhaps trained,
-offloaded and perhaps staged; and for a path that loads, a checkpoint. A *case* is a scenario and a
+A *scenario* is a point on every axis but the method: a model that is built, sharded, perhaps trained,
+offloaded and perhaps staged; and for a method that loads, a checkpoint. A *case* is a scenario and a
 path. The id of a case spells strategy, offload and staging, then every other axis that is not at its
-default, then the path: ``fsdp2/policy/staged/uneven/state_dict``.
+default, then the method: ``fsdp2/policy/staged/uneven/state_dict``.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Scenario:
 class Case:
     """A scenario and a path.
 
-    path: a name of the table of paths, or the user's ``module:function``.
+    method: a name of the table of methods, or the user's ``module:function``.
     """
 
     scenario: Scenario
@@ -209,7 +209,7 @@ def parse_case_id(text: str, known_methods: tuple[str, ...]) -> Case:
             f"case {text!r} has no value for {' and '.join(missing)}; an id looks like fsdp2/policy/staged/state_dict"
         )
     if method not in known_methods and ":" not in method:
-        raise UsageError(f"case {text!r}: there is no path {method!r}{describe_nearest(method, known_methods)}")
+        raise UsageError(f"case {text!r}: there is no method {method!r}{describe_nearest(method, known_methods)}")
     return Case(make_scenario(fields), method)
 
 

@@ -1,4 +1,4 @@
-"""What a path promises: of its own in the table of paths, of the user's by ``promises``."""
+"""What a method promises: of its own in the table of methods, of the user's by ``promises``."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Loads = Literal["model", "optimizer", "both"]
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """What a path promises, one that extracts or one that loads.
+    """What a method promises, one that extracts or one that loads.
 
-    direction: ``out`` for a path that extracts. ``case/verification.py`` holds every yielded tensor against the rest
+    direction: ``out`` for a method that extracts. ``case/verification.py`` holds every yielded tensor against the rest
         of the contract. ``in`` for one that loads; ``case/loaded_state.py`` holds every shard of the model against
         the checkpoint.
 
-    Of a path that extracts:
+    Of a method that extracts:
 
     form: ``full`` unsharded tensors; ``sharded`` DTensors or ShardedTensors whose local part is
         this rank's shard; ``local`` this rank's shard as a plain tensor, and its place; ``flat`` FSDP1's flat
         shards, and full tensors in a shard group of one, which has none; ``info`` (shape, dtype) pairs and no data;
         ``optimizer`` unsharded optimizer state, named ``<parameter>.<state>``.
     device: ``compute`` the rank's accelerator; ``cpu``; ``parameter`` the device that the
-        parameter itself reports when the path starts; ``any``.
+        parameter itself reports when the method starts; ``any``.
     dtype: ``master`` the parameter's own dtype; ``compute`` FSDP's mixed-precision param dtype;
         ``any``: compared after the reference is cast to whatever dtype came.
     ranks: which ranks are given data.
@@ -45,14 +45,14 @@ class Contract:
         ``merged`` those of the model that peft was given, with the adapters added; ``adapter`` the
         adapter alone, named as in peft's files.
 
-    Of a path that loads, ``ranks`` and ``weights`` say what it is given, and:
+    Of a method that loads, ``ranks`` and ``weights`` say what it is given, and:
 
     given: what its argument ``state`` is. ``full`` unsharded host tensors by name; ``sharded`` tensors as this
         strategy's sharded state dict has them; ``dcp`` the directory of a distributed checkpoint; ``rank_files`` a
         directory with a file of ``torch.save`` for each rank.
     loads: the weights, the optimizer's state, or both: then ``state`` is a mapping with ``model`` and ``optimizer``.
     strict: whether a checkpoint whose names do not fit is an error. Otherwise what fits is loaded, and of what the
-        checkpoint lacks the path returns the names, as ``load_state_dict`` does.
+        checkpoint lacks the method returns the names, as ``load_state_dict`` does.
     """
 
     form: PromisedForm = "full"
@@ -119,7 +119,7 @@ _WORDS: dict[str, tuple[Any, ...]] = {
 
 
 def promises(**words: Unpack[Promises]) -> Callable[[_Function], _Function]:
-    """Declares what a path of your own promises; see :class:`Contract`.
+    """Declares what a method of your own promises; see :class:`Contract`.
 
     Without it ``--method module:function`` is held to extract full tensors on the compute device, in the
     parameters' own dtype, under every name of the state dict, on every rank. A loader says ``direction="in"``.

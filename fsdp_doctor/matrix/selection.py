@@ -56,7 +56,7 @@ class Selection:
 def select(selection: Selection) -> list[AnyCase]:
     """The selected cases, in the order in which they run: scenarios one after the other.
 
-    Raises UsageError for a value, id or path that does not exist, CannotRun where nothing is left.
+    Raises UsageError for a value, id or method that does not exist, CannotRun where nothing is left.
     """
     user_methods = tuple(name for name in selection.methods if is_user_method(name))
     cases: list[AnyCase]
@@ -90,7 +90,7 @@ def _parse_named_case(case_id: str, selection: Selection) -> AnyCase:
     case = parse_case_id(case_id, METHOD_NAMES)
     if not is_user_method(case.method) and case.method not in {method.name for method in list_methods(case.scenario)}:
         raise UsageError(
-            f"case {case_id!r}: {case.scenario.id} has no path {case.method!r}; `fsdp-doctor list --methods` prints "
+            f"case {case_id!r}: {case.scenario.id} has no method {case.method!r}; `fsdp-doctor list --methods` prints "
             "them"
         )
     if case.scenario.model.is_custom and not selection.custom_model:
@@ -99,7 +99,7 @@ def _parse_named_case(case_id: str, selection: Selection) -> AnyCase:
 
 
 def _list_framework_cases(selection: Selection) -> Iterable[FrameworkCase]:
-    """All paths of each framework in each of its configurations, or those that are named."""
+    """All methods of each framework in each of its configurations, or those that are named."""
     beside = [f"--{axis}" for axis in selection.axes] + ["--fix"] * selection.fix
     beside += [f"--level {selection.level}"] * (selection.level != "default")
     if beside:
@@ -117,7 +117,7 @@ def _list_framework_cases(selection: Selection) -> Iterable[FrameworkCase]:
 
 
 def _list_fixes(case: AnyCase) -> list[AnyCase]:
-    """The cases of ours in the scenario of a case, in the direction of its path; a framework has none."""
+    """The cases of ours in the scenario of a case, in the direction of its method; a framework has none."""
     if isinstance(case, FrameworkCase):
         return []
     directions = {method.direction for method in list_methods(case.scenario) if method.name == case.method}
@@ -159,12 +159,12 @@ def _has(scenario: Scenario, asked: dict[str, tuple[str, ...]]) -> bool:
 
 
 def _list_cases(selection: Selection, user_methods: Sequence[str]) -> Iterable[Case]:
-    """A path of the user's own is tried in the scenarios of the first direction: out, where none is asked for."""
+    """A method of the user's own is tried in the scenarios of the first direction: out, where none is asked for."""
     named = [name for name in selection.methods if not is_user_method(name)]
     for name in named:
         if name not in METHOD_NAMES:
             raise UsageError(
-                f"--method: there is no path {name!r}{describe_nearest(name, METHOD_NAMES)}; "
+                f"--method: there is no method {name!r}{describe_nearest(name, METHOD_NAMES)}; "
                 "`fsdp-doctor list --methods` prints them, and module:function adds one of your own"
             )
     directions = selection.directions or ("out", "in")

@@ -147,7 +147,7 @@ class StorageTracker(private.OperatorMode):
                     tracked.is_owned = True
 
     def set_output(self, tensor: torch.Tensor) -> None:
-        """Counts a tensor as an output of an extraction, unless it has an owner: a path may yield a parameter."""
+        """Counts a tensor as an output of an extraction, unless it has an owner: a method may yield a parameter."""
         for storage in list_storages(tensor):
             tracked = self._live.get(id(storage))
             if tracked is not None and not tracked.is_owned and tracked.memory_class != "unsharded parameters":

@@ -86,7 +86,7 @@ def _list_unit_gathers(unit: UnitShard, itemsize: int, most: int) -> list[tuple[
 
 
 def _replay_tensor_by_tensor(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
-    """Replays paths that bring one shard to the device and gather it; an uneven shard is padded first."""
+    """Replays methods that bring one shard to the device and gather it; an uneven shard is padded first."""
     master = setup.dtypes.master
     if setup.shard_ranks == 1:
         brought = round_up(_find_largest(shards, setup)) if setup.shards_on_host else 0
@@ -102,7 +102,7 @@ def _replay_tensor_by_tensor(timeline: Timeline, shards: RankShards, setup: Role
 
 
 def _replay_whole(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
-    """Replays paths that return all tensors, in the dtype of the shards; FSDP1 copies them out of its units."""
+    """Replays methods that return all tensors, in the dtype of the shards; FSDP1 copies them out of its units."""
     outputs = [round_up(numel * setup.dtypes.master) for unit in shards.units for numel in unit.originals]
     with timeline.allocate_temporarily(
         "unsharded parameters", _find_largest_unit(shards, setup) if setup.scenario.version == 1 else 0
@@ -128,7 +128,7 @@ def _replay_sharded_tensors(timeline: Timeline, shards: RankShards, setup: RoleS
 
 
 def _replay_unit_by_unit(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
-    """Replays paths that unshard one unit after the other, in the dtype of the computation."""
+    """Replays methods that unshard one unit after the other, in the dtype of the computation."""
     compute = setup.dtypes.compute
     for unit in shards.units:
         gathered = round_up(sum(unit.full) * compute) if setup.shard_ranks > 1 else 0

@@ -55,7 +55,7 @@ def _list_case_differences(left: Report, right: Report, ignore: frozenset[str]) 
 
 
 def select_common_cases(differing: list[Difference]) -> list[Difference]:
-    """The differences without those of cases that only one report has, as after adding a path or an axis value."""
+    """The differences without those of cases that only one report has, as after adding a method or an axis value."""
     return [difference for difference in differing if difference.what != "only in one"]
 
 

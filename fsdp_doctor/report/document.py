@@ -37,7 +37,7 @@ class CaseResult:
     id, scenario, path: of the case. seconds: the slowest rank's time inside the path.
     peak_extra_bytes: device memory of the rank that needed most. wall_seconds: the cost of the case, with building
         and checking.
-    yielded: by rank, the number of entries of each form, dtype and kind of device; empty if the path did not finish.
+    yielded: by rank, the number of entries of each form, dtype and kind of device; empty if the method did not finish.
     known: the id of the catalogue's entry for a bad verdict; empty if no entry matches.
     confirmation: the verdict of the second run in fresh workers, with --confirm.
     ledgers: the memory of each rank at each stage, with --memory.

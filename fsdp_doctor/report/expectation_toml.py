@@ -135,7 +135,7 @@ def _join_along(boxes: list[_Box], dimension: str) -> list[_Box]:
 
 
 def _make_patterns_of_box(box: _Box, others: Collection[str]) -> list[str]:
-    """One pattern, or several of at most 100 characters each if its list of paths is long."""
+    """One pattern, or several of at most 100 characters each if its list of methods is long."""
     pattern = _find_shortest_pattern(box, others)
     methods = box.values["path"]
     if len(pattern) <= _LONGEST_PATTERN or len(methods) == 1:
@@ -147,7 +147,7 @@ def _make_patterns_of_box(box: _Box, others: Collection[str]) -> list[str]:
 def _find_shortest_pattern(box: _Box, others: Collection[str]) -> str:
     """Its pattern, with a ``*`` for a list of offloads or stagings if that matches nothing more.
 
-    Strategies and paths are named: nothing is known of those that will be added.
+    Strategies and methods are named: nothing is known of those that will be added.
     """
     shortened: dict[str, str] = {}
     for name in ("offload", "staging"):

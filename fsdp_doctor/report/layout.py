@@ -20,7 +20,7 @@ _NOT_PRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ff
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """A rectangle of the matrix: paths down, offloads across, everything else in the title."""
+    """A rectangle of the matrix: methods down, offloads across, everything else in the title."""
 
     title: str
     methods: tuple[str, ...]
@@ -67,7 +67,7 @@ def sort_by_table(present: Iterable[str], order: tuple[str, ...]) -> tuple[str, 
 
 
 def find_fixes(report: Report) -> dict[str, CaseResult]:
-    """By id of a case, the result of the fix for its path in the same scenario, if the fix ran."""
+    """By id of a case, the result of the fix for its method in the same scenario, if the fix ran."""
     results = {result.id: result for result in report.results}
     fix_ids = {
         case_id: Case(case.scenario, find_fix(case.method, case.scenario.version)).id

@@ -80,7 +80,7 @@ def _render_environment(report: Report) -> list[str]:
 def _render_grid(grid: Grid, number_of: dict[str, int]) -> list[str]:
     if (uniform := grid.uniform) is not None:
         return [f"**{grid.title}**: {len(grid.cells)} cases {uniform.verdict.kind}: {uniform.verdict.reason}", ""]
-    header = "| path | " + " | ".join(grid.offloads) + " |"
+    header = "| method | " + " | ".join(grid.offloads) + " |"
     rule = "|---" * (len(grid.offloads) + 1) + "|"
     rows = [
         f"| `{method}` | "
@@ -99,14 +99,14 @@ def _render_cell(result: CaseResult | None, number_of: dict[str, int]) -> str:
 
 
 def _render_comparison(report: Report) -> list[str]:
-    """The fix in each scenario, and how many of the other paths there were ok or refused rightly."""
+    """The fix in each scenario, and how many of the other methods there were ok or refused rightly."""
     fix_of = find_fixes(report)
     if not fix_of:
         return []
     lines = [
         "**The fix in each scenario**",
         "",
-        "| fix | verdict | time | peak extra | paths ok |",
+        "| fix | verdict | time | peak extra | methods ok |",
         "|---|---|---|---|---|",
     ]
     for fix in {fix.id: fix for fix in fix_of.values()}.values():

@@ -95,7 +95,7 @@ def _render_header(offload: str) -> str:
 
 def _render_table(grid: Grid, offloads: tuple[str, ...], number_of: dict[str, int]) -> Table:
     table = Table(title=grid.title, title_justify="left", title_style="bold", pad_edge=False, box=box.SIMPLE_HEAD)
-    table.add_column("path", no_wrap=True)
+    table.add_column("method", no_wrap=True)
     for offload in offloads:
         table.add_column(_render_header(offload), no_wrap=True)
     for method in grid.methods:

@@ -117,7 +117,7 @@ def _name_config(model: Model) -> str:
 
 
 def _call(module: str, function: str, direction: Direction, context: Context) -> str:
-    """The expression that loads, or that gives (name, value) pairs: a path yields them, or returns a mapping.
+    """The expression that loads, or that gives (name, value) pairs: a method yields them, or returns a mapping.
 
     torch's contexts decorate a function; of one that yields, each step runs in the context.
     """

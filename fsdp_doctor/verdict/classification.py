@@ -44,10 +44,10 @@ MEANING: dict[VerdictKind, str] = {
     "hang": "did not end before the deadline; every rank's stack is in the report",
     "died": "a process ended in the middle: a signal or an exit",
     "oom": "ran out of device or host memory",
-    "poisoned": "the path worked, the next training step fails, or starts or ends with other weights",
+    "poisoned": "the method worked, the next training step fails, or starts or ends with other weights",
     "leak": "memory was not given back",
     "unsupported": "cannot be built here; the reason says why",
-    "skipped": "not run, because its scenario already failed before any path could run",
+    "skipped": "not run, because its scenario already failed before any method could run",
     "lost": "the doctor's own fault: no result",
 }
 

@@ -28,12 +28,12 @@ Stage = Literal[
     "reference",  # the shards are joined by hand
     "offload",  # the framework's manual offload
     "staging",  # verl's load_fsdp_model_to_gpu
-    "fingerprint",  # the training state is read, before the path and after it: the doctor's own work
-    "extract",  # the path runs, and its tensors are read to the host
+    "fingerprint",  # the training state is read, before the method and after it: the doctor's own work
+    "extract",  # the method runs, and its tensors are read to the host
     "save",  # the framework saves
-    "load",  # the path loads
+    "load",  # the method loads
     "verify",  # what was read, or loaded, is compared with what it should be: the doctor's own work
-    "agree",  # the ranks tell one another how the path ended
+    "agree",  # the ranks tell one another how the method ended
     "next step",  # one more training step
     "test",  # a test of the user's own runs, with its fixtures
 ]
@@ -85,16 +85,16 @@ def _find_carried(message: str) -> str:
 class Record:
     """What one rank did in one case so far.
 
-    call: which call of the path the rank is at. A function of the user's own is called once more after the next step.
+    call: which call of the method the rank is at. A function of the user's own is called once more after the next step.
     done: the rank is through with the case, well or not, and waits for the next one.
     seconds: time spent inside the path, synchronized with the device at both ends.
-    peak_extra_bytes: device memory that the path had allocated at its peak, above what was
+    peak_extra_bytes: device memory that the method had allocated at its peak, above what was
         allocated when it started; None where the device does not count memory.
-    num_tensors: how many entries the path yielded on this rank so far; of a load, how many were checked after it.
-    yielded: once the path is through, how many of each form, dtype and kind of device.
+    num_tensors: how many entries the method yielded on this rank so far; of a load, how many were checked after it.
+    yielded: once the method is through, how many of each form, dtype and kind of device.
     healthy: whether the ranks ended alike and the process group still carries a collective.
     refusal: ``failure`` in short, where every rank refused a checkpoint that does not fit; empty where one did not.
-    retire: what the path left behind in the process that could not be undone, so that no other case
+    retire: what the method left behind in the process that could not be undone, so that no other case
         may run in it; empty if there is nothing.
     ledgers: of the stages of the scenario's life that were watched and are over.
     """

@@ -120,7 +120,7 @@ def test_it_is_said_in_a_sentence_which_parameter_cannot_be_given(
     (tmp_path / "mine.py").write_text(_MINE)
     done = forked_doctor(*command, "--path", path, env={"PYTHONPATH": str(tmp_path)})
     assert (done.code, done.stdout) == (2, "")
-    assert f"a path has no argument {parameter!r}" in re.sub(r"\s+", " ", done.stderr)
+    assert f"a method has no argument {parameter!r}" in re.sub(r"\s+", " ", done.stderr)
     assert "Traceback" not in done.stderr
 
 

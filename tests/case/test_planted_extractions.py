@@ -58,7 +58,7 @@ _FAULTS: dict[str, tuple[str, str]] = {
     "values:breaks_the_next_step": ("poisoned", "RuntimeError: planted in the next training step"),
     "values:raises_everywhere": ("crash", "KeyError: 'planted on every rank'"),
     "values:raises_out_of_memory": ("oom", "can't allocate memory"),
-    "values:returns_a_number": ("crash", "a path returns a mapping or yields (name, tensor), not int"),
+    "values:returns_a_number": ("crash", "a method returns a mapping or yields (name, tensor), not int"),
     # A DTensor of any layout is judged by what was promised, and never as an exception of the method.
     "layouts:partial_as_full": ("wrong", _NOT_FULL),
     "layouts:strided_as_full": ("wrong", _NOT_FULL),

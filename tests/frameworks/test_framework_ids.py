@@ -75,7 +75,7 @@ def test_a_scenario_that_is_not_known_here_is_not_taken_from_a_report(scenario: 
         ("accelerate:fsdp3/none/full/prepare", "'fsdp3' is not a value of accelerate"),
         ("accelerate:fsdp2/none/full/sharded/prepare", "names state_dict_type twice: full and sharded"),
         ("accelerate:fsdp2/none/prepare", "has no value for state_dict_type"),
-        ("accelerate:fsdp2/none/full/load_stat", "has no path 'load_stat' (did you mean load_state"),
+        ("accelerate:fsdp2/none/full/load_stat", "has no method 'load_stat' (did you mean load_state"),
     ],
 )
 def test_an_id_that_is_none_is_refused_by_the_part_that_is_wrong(case_id: str, sentence: str) -> None:

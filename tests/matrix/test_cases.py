@@ -74,9 +74,9 @@ def test_a_default_spelled_out_in_an_id_makes_no_other_case():
         ("fsdp2//staged/dcp", ["'' is not a value of any axis"]),
         ("fsdp2/none/policy/staged/dcp", ["names the axis offload twice", "none and policy"]),
         ("fsdp2/fsdp2/none/staged/dcp", ["names the axis strategy twice"]),
-        ("fsdp2/none/staged/state_dic", ["there is no path 'state_dic'", "did you mean ", "state_dict"]),
-        ("fsdp2/none/staged/", ["there is no path ''"]),
-        ("fsdp2/none/staged/dcp ", ["there is no path 'dcp '"]),
+        ("fsdp2/none/staged/state_dic", ["there is no method 'state_dic'", "did you mean ", "state_dict"]),
+        ("fsdp2/none/staged/", ["there is no method ''"]),
+        ("fsdp2/none/staged/dcp ", ["there is no method 'dcp '"]),
     ],
 )
 def test_an_id_that_means_nothing_is_a_usage_error_that_names_the_part(text, complaints):

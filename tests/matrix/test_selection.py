@@ -242,7 +242,7 @@ def test_a_selection_of_nothing_cannot_run(options):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"methods": ("zebra",)}, "there is no path 'zebra'"),
+        ({"methods": ("zebra",)}, "there is no method 'zebra'"),
         ({"axes": {"offload": ("zebra",)}}, "--offload: unknown value 'zebra'"),
         ({"axes": {"offload": ("none", "zebra")}, "level": "full"}, "--offload: unknown value 'zebra'"),
         ({"case_ids": ("zebra/dcp",)}, "'zebra' is not a value of any axis"),

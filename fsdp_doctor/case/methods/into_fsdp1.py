@@ -1,4 +1,4 @@
-"""The loading paths under test that FSDP1 alone has, each as frameworks write it; see matrix/methods.toml.
+"""The loading methods under test that FSDP1 alone has, each as frameworks write it; see matrix/methods.toml.
 
 Nothing of ours is imported: ``fsdp-doctor repro`` copies a function of this module into a script as it stands.
 """

@@ -1,6 +1,6 @@
-"""The loading paths under test on FSDP2, each as frameworks write it. The names are in matrix/methods.toml.
+"""The loading methods under test on FSDP2, each as frameworks write it. The names are in matrix/methods.toml.
 
-``state`` is what the path's contract says it is given. Several are torch's own functions for both FSDPs.
+``state`` is what the method's contract says it is given. Several are torch's own functions for both FSDPs.
 Nothing of ours is imported: ``fsdp-doctor repro`` copies a function of this module into a script as it stands.
 """
 

@@ -144,7 +144,7 @@ def load_user_method(name: str, given: Collection[str] = _ARGUMENTS) -> tuple[Ca
     if unknown := [parameter for parameter in list_requested_arguments(function) if parameter not in given]:
         known = ", ".join(argument for argument in given if argument != "model")
         raise UsageError(
-            f"--method {name}: a path has no argument {unknown[0]!r}; after the model its parameters can be {known}, "
+            f"--method {name}: a method has no argument {unknown[0]!r}; after the model its parameters can be {known}, "
             "and any other parameter needs a default"
         )
     return function, getattr(function, "contract", Contract())

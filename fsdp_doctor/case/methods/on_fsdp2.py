@@ -1,4 +1,4 @@
-"""The extraction paths under test on FSDP2, each as frameworks write it. The names are in matrix/methods.py.
+"""The extraction methods under test on FSDP2, each as frameworks write it. The names are in matrix/methods.py.
 
 Nothing of ours is imported: ``fsdp-doctor repro`` copies a function of this module into a script as it stands.
 """

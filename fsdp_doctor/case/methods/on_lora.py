@@ -1,6 +1,6 @@
-"""The paths of models with LoRA adapters, each as frameworks write it. The names are in matrix/methods.py.
+"""The methods of models with LoRA adapters, each as frameworks write it. The names are in matrix/methods.py.
 
-peft is imported by whoever built the model; without adapters none of these paths is tried.
+peft is imported by whoever built the model; without adapters none of these methods is tried.
 Nothing of ours is imported: ``fsdp-doctor repro`` copies a function of this module into a script as it stands.
 """
 

@@ -150,7 +150,7 @@ def parse_framework_id(text: str) -> FrameworkCase:
     scenario = make_framework_scenario(framework, values)
     names = [method.name for method in scenario.list_methods()]
     if method not in names:
-        raise UsageError(f"case {text!r}: {scenario.id} has no path {method!r}{describe_nearest(method, names)}")
+        raise UsageError(f"case {text!r}: {scenario.id} has no method {method!r}{describe_nearest(method, names)}")
     return FrameworkCase(scenario, method)
 
 
