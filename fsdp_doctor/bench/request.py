@@ -45,7 +45,7 @@ class BenchOptions:
 
     model: a named shape, or a directory with a config.json. layers: instead of the model's own number.
     dtypes: of DTYPES; ``fp32:bf16`` is fp32 shards yielded as bf16. bucket_bytes: each is measured, of a load the
-    first; None for the default. paths: of EXTRACTIONS, or module:function of the user; of a load, of LOADS; empty for
+    first; None for the default. methods: of EXTRACTIONS, or module:function of the user; of a load, of LOADS; empty for
     all. sources: for a load.
     """
 

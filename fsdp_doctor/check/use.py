@@ -130,13 +130,13 @@ def make_use(
 
 
 def make_extraction_point(purpose: str, scenario: Scenario, method: str, *, staged: bool = False) -> ExtractionPoint:
-    """The extraction of a model in that scenario by a path."""
+    """The extraction of a model in that scenario by a method."""
     staging = Staging.STAGED if staged else Staging.UNSTAGED
     return ExtractionPoint(purpose=purpose, case=Case(dataclasses.replace(scenario, staging=staging), method))
 
 
 def make_loading_point(purpose: str, scenario: Scenario, method: str, *, staged: bool = False) -> ExtractionPoint:
-    """The load by a path into a model in that scenario, before its first step."""
+    """The load by a method into a model in that scenario, before its first step."""
     return make_extraction_point(purpose, dataclasses.replace(scenario, phase=Phase.FRESH), method, staged=staged)
 
 

@@ -132,7 +132,7 @@ def match_message(message: str, traceback: str = "") -> list[KnownFailure]:
 def list_expected_failures(case: AnyCase, context: RunContext) -> list[KnownFailure]:
     """The entries that a case of such a run is expected to show, the first to show first; none for a case that is ok.
 
-    What ends the path comes before what is wrong with its values, and that before what the next training step does.
+    What ends the method comes before what is wrong with its values, and that before what the next training step does.
     """
     expected = [entry for entry in read_catalogue() if entry.is_expected_in(case, context)]
     return sorted(expected, key=lambda entry: (_order_stage(entry), -entry.measure_narrowness(case, context)))
@@ -178,7 +178,7 @@ def _has_symptom(entry: KnownFailure, broken: BrokenCase) -> bool:
 
 
 def _order_stage(entry: KnownFailure) -> int:
-    """When it shows: what ends the path comes first, then the problems in the order of a verdict."""
+    """When it shows: what ends the method comes first, then the problems in the order of a verdict."""
     order: tuple[str, ...] = PROBLEM_ORDER
     return 1 + order.index(entry.verdict) if entry.verdict in order else 0
 

@@ -42,7 +42,7 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: the kinds of device. On the CPU offloading moves nothing, so a trigger for the CPU has to name it.
     ranks, shard_group: how many ranks there are, and over how many a parameter is sharded.
     shards: whether all ranks' shards of a parameter are of one size.
-    direction: of the paths, also where it names none.
+    direction: of the methods, also where it names none.
     """
 
     values: Mapping[str, tuple[str, ...]]
@@ -71,7 +71,7 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def narrowness(self) -> int:
-        """How many axes it names, the path counting most: of two entries that show, the narrower one says more."""
+        """How many axes it names, the method counting most: of two entries that show, the narrower one says more."""
         return len(self.values) + 2 * ("path" in self.values)
 
 
@@ -183,7 +183,7 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return shows and self.shows_on(context.torch) and self.shows_with(context.packages)
 
     def is_certain_in(self, case: AnyCase, context: RunContext) -> bool:
-        """Whether a case that it is expected in must show it: no race, and no path or model of the user."""
+        """Whether a case that it is expected in must show it: no race, and no method or model of the user."""
         is_raced = self.race and context.non_blocking_copies == "at any time"
         is_users = isinstance(case, Case) and (is_user_method(case.method) or case.scenario.model.is_custom)
         return not is_raced and not is_users

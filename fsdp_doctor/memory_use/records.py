@@ -94,7 +94,7 @@ class StageMemory:
 
     @property
     def name(self) -> str:
-        """The stage, with the path of an extraction."""
+        """The stage, with the method of an extraction."""
         return f"{self.stage}: {self.path}" if self.stage == "extracted" else self.stage
 
 
