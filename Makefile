@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-WORKERS ?= 3
+WORKERS ?= 4
 INSTALLED := $(VENV)/.installed
 
 # Some images set it. The tests start hundreds of interpreters, each of which would compile the package anew.

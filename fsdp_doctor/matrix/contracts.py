@@ -25,7 +25,7 @@ Loads = Literal["model", "optimizer", "both"]
 class Contract:
     """What a method promises, one that extracts or one that loads.
 
-    direction: ``out`` for a method that extracts. ``case/verification.py`` holds every yielded tensor against the rest
+    direction: ``out`` for a method that extracts. ``case/yielded.py`` holds every yielded tensor against the rest
         of the contract. ``in`` for one that loads; ``case/loaded_state.py`` holds every shard of the model against
         the checkpoint.
 
