@@ -101,6 +101,6 @@ def test_the_search_finds_what_is_private(source: str, expected: bool) -> None:
 
 
 def test_no_other_module_uses_a_private_name_of_torch() -> None:
-    uses = {method: list(private_uses(ast.parse(method.read_text(encoding="utf-8")))) for method in _MODULES}
+    uses = {path: list(private_uses(ast.parse(path.read_text(encoding="utf-8")))) for path in _MODULES}
     assert len(uses) > 100
-    assert {str(method.relative_to(_PACKAGE)): names for method, names in uses.items() if names} == {}
+    assert {str(path.relative_to(_PACKAGE)): names for path, names in uses.items() if names} == {}

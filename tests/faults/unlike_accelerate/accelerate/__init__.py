@@ -17,7 +17,7 @@ _prepare, _save_state = Accelerator.prepare, Accelerator.save_state  # noqa: F82
 
 
 def _imports_what_is_not_installed(self, *arguments, **options):
-    if self.state.fsdp_plugin.read_fsdp_version == 1:
+    if self.state.fsdp_plugin.fsdp_version == 1:
         import a_package_of_fsdp1  # noqa: F401
     return _prepare(self, *arguments, **options)
 
