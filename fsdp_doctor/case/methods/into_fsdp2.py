@@ -1,4 +1,4 @@
-"""The loading methods under test on FSDP2, each written as frameworks write it. The names are in matrix/methods.toml.
+"""The loading methods under test on FSDP2, each written as frameworks write it. Names: matrix/methods.toml.
 
 ``state`` is the checkpoint in the form that the method's contract names. Several are torch's own functions for both
 FSDPs.

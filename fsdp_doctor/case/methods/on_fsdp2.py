@@ -1,4 +1,4 @@
-"""The extraction methods under test on FSDP2, each written as frameworks write it. The names are in matrix/methods.toml.
+"""The extraction methods under test on FSDP2, each written as frameworks write it. Names: matrix/methods.toml.
 
 Imports nothing of this package: ``fsdp-doctor repro`` copies a function of this module into a script unchanged.
 """

@@ -1,4 +1,4 @@
-"""The methods for models with LoRA adapters, each written as frameworks write it. The names are in matrix/methods.toml.
+"""The methods for models with LoRA adapters, each written as frameworks write it. Names: matrix/methods.toml.
 
 peft is imported by whoever built the model; a model without adapters is tried with none of these methods.
 Imports nothing of this package: ``fsdp-doctor repro`` copies a function of this module into a script unchanged.
