@@ -82,7 +82,7 @@ def make_texts(evidence: FailureEvidence) -> dict[str, str]:
         for number, log in enumerate(logs, start=1):
             files["log.txt" if number == 1 else f"log-{number}.txt"] = cut_excerpt(log, evidence.explanation)
     if evidence.configuration is not None:
-        files["check.txt"] = presentation.as_text(evidence.configuration)
+        files["check.txt"] = presentation.render_text(evidence.configuration)
     if evidence.run is not None:
         files["command.txt"] = _describe_command(evidence.run)
         if evidence.run.stacks:

@@ -23,24 +23,24 @@ _HEADINGS: dict[FindingKind, str] = {
 }
 
 
-def as_text(result: CheckResult) -> str:
+def render_text(result: CheckResult) -> str:
     """The summary, the findings, the scenario of each role with its reasons, and the command that tries the cases."""
-    lines = [f"{result.framework}: {_summary(result)}"]
+    lines = [f"{result.framework}: {_render_summary(result)}"]
     if result.under_fsdp:
         ranks = "2 ranks, for none are configured" if result.world_size is None else f"{result.world_size} ranks"
         sources = f"{result.version} (its sources were read at {result.read_in}); {result.torch}; {ranks}"
         lines += _wrap(f"read for {sources}", 2)
     for kind, findings in itertools.groupby(result.findings, key=lambda finding: finding.kind):
-        lines += ["", _HEADINGS[kind], *(line for finding in findings for line in _finding_lines(finding, result))]
+        lines += ["", _HEADINGS[kind], *(line for finding in findings for line in _render_finding(finding, result))]
     for role, uses in itertools.groupby(result.uses, key=lambda use: use.role):
-        lines += ["", *_role_lines(role, list(uses))]
+        lines += ["", *_render_role(role, list(uses))]
     if tried := list_cases(result):
         words = ["fsdp-doctor probe", *(f"--case {case.id}" for case in tried)]
         lines += ["", "Try them", "  " + " \\\n    ".join(words)]
     return "\n".join(lines) + "\n"
 
 
-def as_json(result: CheckResult) -> str:
+def render_json(result: CheckResult) -> str:
     """An object of ``framework``, ``version`` and ``torch`` (null for every one), ``world_size``, ``read_in``,
     ``exit_code``, ``cases`` (ids), ``uses`` and ``findings``.
 
@@ -57,13 +57,13 @@ def as_json(result: CheckResult) -> str:
         "read_in": result.read_in,
         "exit_code": result.exit_code,
         "cases": [case.id for case in list_cases(result)],
-        "uses": [_use_as_dict(use) for use in result.uses],
-        "findings": [_finding_as_dict(finding, result) for finding in result.findings],
+        "uses": [_convert_use_to_dict(use) for use in result.uses],
+        "findings": [_convert_finding_to_dict(finding, result) for finding in result.findings],
     }
     return json.dumps(data, indent=1) + "\n"
 
 
-def _summary(result: CheckResult) -> str:
+def _render_summary(result: CheckResult) -> str:
     bad = sum(finding.bad for finding in result.findings)
     findings = f"{bad} finding{'s' * (bad != 1)}" if bad else ""
     if not result.determined:
@@ -76,46 +76,47 @@ def _summary(result: CheckResult) -> str:
     return f"{count} case{'s' * (count != 1)}, {findings or 'nothing known to break, no conflict'}"
 
 
-def _role_lines(role: str, uses: Sequence[Use]) -> Iterator[str]:
+def _render_role(role: str, uses: Sequence[Use]) -> Iterator[str]:
     """The scenario of one model; a table of numbered rows where it depends on the version."""
     if len(uses) == 1:
-        yield from _wrap(f"{uses[0].title}: {_scenario(uses[0])}", 0)
+        yield from _wrap(f"{uses[0].title}: {_render_scenario(uses[0])}", 0)
     else:
-        yield from (role, *_version_table(uses))
-    for line, rows in _numbered(uses, [[str(reason) for reason in use.reasons] for use in uses]):
+        yield from (role, *_render_versions(uses))
+    for line, rows in _number_lines(uses, [[str(reason) for reason in use.reasons] for use in uses]):
         yield from _wrap(f"{line}{rows}", 4)
     points = [[f"{point.purpose}: {point.case.id}" for point in use.extractions] for use in uses]
-    for line, rows in _numbered(uses, points):
+    for line, rows in _number_lines(uses, points):
         yield from _wrap(f"{line}{rows}", 2)
     if any(use.scenario for use in uses) and not any(points):
         yield "  nothing is extracted from it"
 
 
-def _version_table(uses: Sequence[Use]) -> Iterator[str]:
-    rows = [(label, _scenario(use)) for use in uses for label in _labels(use)]
+def _render_versions(uses: Sequence[Use]) -> Iterator[str]:
+    rows = [(label, _render_scenario(use)) for use in uses for label in _list_labels(use)]
     widest = max(len("versions"), *(len(label) for label, _ in rows))
     yield f"      {'versions':{widest}}  amounts to"
     yield from (f"  ({number}) {label:{widest}}  {scenario}" for number, (label, scenario) in enumerate(rows, 1))
 
 
-def _labels(use: Use) -> list[str]:
+def _list_labels(use: Use) -> list[str]:
     return use.versions.split(VERSIONS_BETWEEN)
 
 
-def _scenario(use: Use) -> str:
+def _render_scenario(use: Use) -> str:
     return use.scenario.id if use.scenario else use.why_not
 
 
-def _numbered(uses: Sequence[Use], lines: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
+def _number_lines(uses: Sequence[Use], lines: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
     """Each line once, with the numbers of the rows that have it where not all do."""
-    ends = list(itertools.accumulate(len(_labels(use)) for use in uses))
+    counts = [len(_list_labels(use)) for use in uses]
+    ends = list(itertools.accumulate(counts))
     for line in dict.fromkeys(line for of_use in lines for line in of_use):
         having = [at for at, of_use in enumerate(lines) if line in of_use]
-        numbers = [number for at in having for number in range(ends[at] - len(_labels(uses[at])) + 1, ends[at] + 1)]
+        numbers = [number for at in having for number in range(ends[at] - counts[at] + 1, ends[at] + 1)]
         yield line, "" if len(having) == len(uses) else f" ({', '.join(map(str, numbers))})"
 
 
-def _finding_lines(finding: ConfigFinding, result: CheckResult) -> Iterator[str]:
+def _render_finding(finding: ConfigFinding, result: CheckResult) -> Iterator[str]:
     entry = catalogue.find_entry(finding.entry) if finding.entry else None
     yield from _wrap(f"- {f'{entry.id}: ' if entry else ''}{finding.sentence}", 2)
     if finding.bad:
@@ -165,7 +166,7 @@ def _wrap(text: str, indent: int) -> list[str]:
     )
 
 
-def _use_as_dict(use: Use) -> dict[str, object]:
+def _convert_use_to_dict(use: Use) -> dict[str, object]:
     return {
         "role": use.role,
         "versions": use.versions,
@@ -176,7 +177,7 @@ def _use_as_dict(use: Use) -> dict[str, object]:
     }
 
 
-def _finding_as_dict(finding: ConfigFinding, result: CheckResult) -> dict[str, object]:
+def _convert_finding_to_dict(finding: ConfigFinding, result: CheckResult) -> dict[str, object]:
     data: dict[str, object] = dataclasses.asdict(finding)
     if finding.entry:
         entry = catalogue.find_entry(finding.entry)

@@ -72,7 +72,7 @@ def check(
     if fix and any(finding.bad for finding in result.findings):
         _print_fix(find_fix(config, run), write=write)
     output.replace_unprintable("backslashreplace")
-    sys.stdout.write(presentation.as_json(result) if as_json else presentation.as_text(result))
+    sys.stdout.write(presentation.render_json(result) if as_json else presentation.render_text(result))
     if not probe:
         raise SystemExit(result.exit_code)
     sys.stdout.flush()

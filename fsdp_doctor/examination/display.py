@@ -37,11 +37,11 @@ def _render_head(facts: Facts) -> Iterator[Text]:
     count = sum(len(row.holds) or 1 for row in facts.parameters if not row.tied_to)
     tied = sum(bool(row.tied_to) for row in facts.parameters)
     yield Text(f"{count} parameters{f' and {tied} tied names' if tied else ''}, {len(facts.buffers)} buffers")
-    if text := _names(facts.names):
+    if text := _render_names(facts.names):
         yield Text(text)
 
 
-def _names(names: NameFacts) -> str:
+def _render_names(names: NameFacts) -> str:
     if names.unknown:
         return ""
     if names.refused:

@@ -127,7 +127,7 @@ def _make_merged_column(merged: MergedReport, number: int) -> _Column:
     for case in merged.cases:
         if (outcome := merged.find_outcome(case, number)) is not None:
             rows[case.id] = dataclasses.replace(case, outcomes=(), statements=())
-            outcomes[case.id] = _as_measured(outcome, rows[case.id], merged.environments[number].device)
+            outcomes[case.id] = _judge_measured(outcome, rows[case.id], merged.environments[number].device)
     return _Column(merged.environments[number], rows, outcomes)
 
 
@@ -179,7 +179,7 @@ def _has_method(case: AnyCase) -> bool:
     return is_user_method(case.method) or any(method.name == case.method for method in list_methods(case.scenario))
 
 
-def _as_measured(outcome: Outcome, row: MergedCase, device: str) -> Outcome:
+def _judge_measured(outcome: Outcome, row: MergedCase, device: str) -> Outcome:
     """The outcome; unmeasurable if it is an ok of the CPU, where nothing moves that moves elsewhere."""
     moves = row.offload not in ("", str(Offload())) or row.staging == Staging.STAGED
     if device != "cpu" or outcome.kind != "ok" or not moves:
@@ -200,7 +200,7 @@ def _make_outcome(result: CaseResult, device: str) -> Outcome:
         message=message,
         known=result.known,
     )
-    return _as_measured(outcome, _make_row(result.case), device)
+    return _judge_measured(outcome, _make_row(result.case), device)
 
 
 def _join(first: _Column, other: _Column) -> _Column:

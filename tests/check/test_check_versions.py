@@ -29,7 +29,7 @@ def test_the_versions_that_are_installed_are_taken_and_said(monkeypatch: pytest.
     result = check(asked)
     assert [use.scenario.backend for use in result.uses if use.scenario] == ["device-only"]
     assert (result.version.source, result.torch.source) == ("installed here", "installed here")
-    data = json.loads(presentation.as_json(result))
+    data = json.loads(presentation.render_json(result))
     assert (data["version"], data["torch"], data["read_in"]) == ("1.6.0", "2.7.1+cu126", "1.6.0 to 1.15.0")
 
 

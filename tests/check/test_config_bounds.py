@@ -43,7 +43,7 @@ def test_a_long_value_is_shown_in_part() -> None:
     row = Setting("a", "x" * 100_000, "file:1")
     assert len(str(row)) < 300
     result = check(["fsdp=full_shard", "output_dir=out", f"fsdp_config.{'k' * 100}={'x' * 100_000}"])
-    assert len(presentation.as_text(result)) < 20_000
+    assert len(presentation.render_text(result)) < 20_000
 
 
 def test_many_unknown_keys_are_said_in_part(tmp_path: pathlib.Path) -> None:
@@ -83,7 +83,7 @@ def test_a_number_that_cannot_even_be_printed_is_said(tmp_path: pathlib.Path) ->
     result = check([str(file)], framework_version="0.9.0")
     assert result.world_size is None
     assert any(finding.kind == "unknown" for finding in result.findings)
-    presentation.as_text(result)
+    presentation.render_text(result)
 
 
 def _check(*arguments: str) -> tuple[str, ...]:

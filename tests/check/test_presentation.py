@@ -22,13 +22,13 @@ def test_what_the_catalogue_knows_of_a_case_is_one_finding_with_all_its_cases(mo
     (finding,) = of_kind(result, "known")
     assert finding.entry == "first"
     assert finding.cases == ("fsdp2/policy/staged/state_dict.to.full_tensor", "fsdp2/policy/staged/state_dict")
-    text = presentation.as_text(result)
+    text = presentation.render_text(result)
     assert all(part in text for part in ("it breaks", "a cause", "a remedy", "a/b#1", *finding.cases))
 
 
 def test_the_json_has_what_its_documentation_says() -> None:
     result = checked("verl_policy.sh", version="0.7.1")
-    data = json.loads(presentation.as_json(result))
+    data = json.loads(presentation.render_json(result))
     assert set(data) == {
         *("framework", "version", "torch", "world_size", "read_in", "exit_code", "cases", "uses", "findings")
     }
@@ -42,12 +42,12 @@ def test_the_json_has_what_its_documentation_says() -> None:
 
 
 def test_no_line_of_the_text_that_could_be_broken_is_wider_than_120() -> None:
-    lines = [line for file in GOOD for line in presentation.as_text(checked(file)).splitlines()]
+    lines = [line for file in GOOD for line in presentation.render_text(checked(file)).splitlines()]
     assert [line for line in lines if len(line) > 120 and len(line.split()) > 2] == []
 
 
 def test_the_findings_come_first_and_the_versions_are_numbered_rows() -> None:
-    text = presentation.as_text(checked("verl_grpo.yaml"))
+    text = presentation.render_text(checked("verl_grpo.yaml"))
     assert text.index("Conflicts") < text.index("versions") < text.index("fsdp-doctor probe")
     assert "(1) v0.4 to v0.7, use_legacy_worker_impl=auto or enable" in text
     assert "staged/state_dict.to.full_tensor (4)" in text
@@ -81,7 +81,7 @@ def test_a_failure_of_some_releases_of_peft_names_them_and_the_one_that_is_here(
     """Measured with peft 0.18.1, 0.20.0 and 0.21.0: the adapter is empty from 0.21.0 on."""
     monkeypatch.setattr(check_package, "read_installed_versions", lambda _: {"peft": peft} if peft else {})
     result = check_package.check([str(CONFIGS / "verl_lora.sh")], framework_version="0.7.1")
-    conditions = [line for line in presentation.as_text(result).splitlines() if "only with peft >=0.21" in line]
+    conditions = [line for line in presentation.render_text(result).splitlines() if "only with peft >=0.21" in line]
     assert bool(conditions) == shown
     assert all((peft or "not known") in line for line in conditions)
 
@@ -108,5 +108,5 @@ def test_every_known_failure_in_a_configuration_has_a_remedy_for_the_user_of_tha
 
 
 def test_a_finding_says_first_what_the_user_of_that_framework_sets() -> None:
-    text = presentation.as_text(checked("verl_policy.sh", version="0.7.1"))
+    text = presentation.render_text(checked("verl_policy.sh", version="0.7.1"))
     assert text.index("in verl: Install verl 0.8.0") < text.index("remedy: ")

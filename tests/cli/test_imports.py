@@ -27,7 +27,7 @@ _PROGRAMS = {
     ),
     "check": (
         "from fsdp_doctor.check import check, presentation; "
-        f"presentation.as_text(check([{str(_CONFIG)!r}])); presentation.as_json(check([{str(_CONFIG)!r}]))"
+        f"presentation.render_text(check([{str(_CONFIG)!r}])); presentation.render_json(check([{str(_CONFIG)!r}]))"
     ),
 }
 

@@ -39,8 +39,8 @@ def one_input(data: bytes) -> None:
     started = time.process_time()
     try:
         result = check(["config"], framework_version="all", torch_version="all")
-        presentation.as_text(result)
-        presentation.as_json(result)
+        presentation.render_text(result)
+        presentation.render_json(result)
     except UsageError as error:
         refused = str(error)
     assert "\n" not in refused, "a message of several lines"
