@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 EXPECTED = "crash"
 MESSAGE = r"Expects tensor to be on the compute device \S+?, was on \S+?"
 
-def weights_info(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+def read_weights_info(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, tensor in model.state_dict().items():
         yield name, (tensor.size(), tensor.dtype)
 
@@ -75,7 +75,7 @@ def cycle(device):
         step(model, optimizer, device)
     move(model, optimizer, "cpu")
     try:
-        for name, value in weights_info(model):
+        for name, value in read_weights_info(model):
             pass
     except Exception as error:
         return "crash", f"{type(error).__name__}: {error}"

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 EXPECTED = "crash"
 MESSAGE = r'Attempted to set the storage of a tensor on device "\S+?" to a storage on different device "\S+?"'
 
-def state_dict(model: torch.nn.Module) -> dict[str, Any]:
+def read_state_dict(model: torch.nn.Module) -> dict[str, Any]:
     return model.state_dict()
 
 def plain():
@@ -56,7 +56,7 @@ def cycle(device):
         step(model, optimizer, device)
     model.to(device)
     try:
-        for name, value in state_dict(model).items():
+        for name, value in read_state_dict(model).items():
             pass
     except Exception as error:
         return "crash", f"{type(error).__name__}: {error}"

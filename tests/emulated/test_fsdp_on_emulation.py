@@ -79,7 +79,7 @@ def test_fsdp2_trains_as_one_process_does() -> None:
     for pinned in (True, False):
         check_training(fsdp2_of(new_net(UNEVEN), offload_policy=CPUOffloadPolicy(pin_memory=pinned)), UNEVEN)
     prefetching = fsdp2_of(new_net())
-    for unit, following in itertools.pairwise(prefetching.list_blocks):
+    for unit, following in itertools.pairwise(prefetching.blocks):
         unit.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([unit])
     check_training(prefetching)
@@ -104,7 +104,7 @@ def test_fsdp2_gradients_are_those_of_one_process() -> None:
         compare = assert_same if world_size() == 2 else assert_close
         assert_all(compare, gradient_shards_of(model), parts_of(gradients_on_cpu(dims)))
     divided = fsdp2_of(new_net())
-    for unit in (*divided.list_blocks, divided):
+    for unit in (*divided.blocks, divided):
         # A reduction with PREMUL_SUM inside.
         unit.set_gradient_divide_factor(4 * world_size())
     backward(divided, 0, [this_rank()], this_device())
@@ -263,8 +263,8 @@ def _check_checkpoint(save: Callable[[dict[str, Any], str], None], **sharding: A
 
 def _fsdp1(net: nn.Module, **options: Any) -> FullyShardedDataParallel:
     options = {"device_id": this_device(), "use_orig_params": False, **options}
-    for index, block in enumerate(net.list_blocks):
-        net.list_blocks[index] = FullyShardedDataParallel(block, **options)
+    for index, block in enumerate(net.blocks):
+        net.blocks[index] = FullyShardedDataParallel(block, **options)
     return FullyShardedDataParallel(net, **options)
 
 
