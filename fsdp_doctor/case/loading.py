@@ -54,9 +54,13 @@ class LoadingSteps:
         trainer = self._saved.start(self._scenario, start_of(self._scenario))
         # What the method does not load has been loaded already.
         if self._contract.loads == "optimizer":
-            # Rounded on the host, and then copied: a GPU makes another NaN of a NaN than a CPU.
+            # Rounded on the device: torch's setters step an optimizer to make its state, and a GPU's arithmetic leaves
+            # the bits of its own NaN as they are, and not those of a CPU's.
             pieces = local_pieces.list_model_pieces(trainer.model, self._right)
-            self._right = {name: self._right[name].to(piece.held.dtype) for piece in pieces for name in piece.names}
+            device = self._runtime.device
+            self._right = {
+                name: self._right[name].to(device).to(piece.held.dtype).cpu() for piece in pieces for name in piece.names
+            }
             local_pieces.write(local_pieces.list_model_pieces(trainer.model, self._right))
         elif self._contract.weights == "adapter":
             base = {name: full for name, full in self._right.items() if not lora_reference.is_adapter(name)}
