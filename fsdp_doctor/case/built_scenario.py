@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDat
 from torch.distributed.tensor import DTensor
 from typing_extensions import assert_never
 
+from fsdp_doctor.case import models
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.reader import ModelContents
 from fsdp_doctor.matrix.axes import Backend, CheckpointFit, Model, Sharding, Strategy
@@ -103,11 +104,11 @@ def read_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> BuiltFacts
     text = _read_text_config(plain)
     on_host = [local for local in locals_ if local.device.type == "cpu" and local.numel()]
     return BuiltFacts(
-        strategy=_recognize_strategy(contents),
+        strategy=recognize_strategy(contents),
         units=Counter(_list_unit_kinds(model)),
         spreads=frozenset(_list_spreads(contents)),
         groups=len({id(group) for group in _list_groups(contents)}),
-        policy=frozenset(_list_policies(contents)),
+        policy=frozenset(list_policies(contents)),
         casts_to=frozenset(param for param, _ in _list_precisions(contents)),
         reduces_in=frozenset(reduce for _, reduce in _list_precisions(contents)),
         dtypes=frozenset(parameter.dtype for parameter in parameters),
@@ -131,7 +132,8 @@ def _list_parameters(contents: ModelContents) -> Iterator[torch.Tensor]:
     yield from (parameter.tensor for parameter in contents.parameters)
 
 
-def _recognize_strategy(contents: ModelContents) -> Strategy | Literal["several", "none"]:
+def recognize_strategy(contents: ModelContents) -> Strategy | Literal["several", "none"]:
+    """Which FSDP shards the model that was read."""
     strategies = {Strategy.FSDP1_ORIG if unit.keeps_originals else Strategy.FSDP1 for unit in contents.fsdp1_units}
     strategies |= {Strategy.FSDP2} if contents.fsdp2_units else set()
     if len(strategies) > 1:
@@ -176,7 +178,8 @@ def _list_groups(contents: ModelContents) -> Iterator[Any]:
     yield from (unit.group for unit in contents.fsdp1_units)
 
 
-def _list_policies(contents: ModelContents) -> Iterator[Literal["none", "cpu", "pinned", "unpinned"]]:
+def list_policies(contents: ModelContents) -> Iterator[Literal["none", "cpu", "pinned", "unpinned"]]:
+    """The offload policy of each FSDP unit: ``cpu`` is FSDP1's, which does not say whether it pins."""
     for unit in contents.fsdp2_units:
         if isinstance(unit.policy, CPUOffloadPolicy):
             yield "pinned" if unit.policy.pin_memory else "unpinned"
@@ -218,7 +221,6 @@ def _put_into_words(fact: Any) -> str:
 
 # What is asked for
 
-_LAYERS = 2
 _ADAPTED_LINEARS = 7
 _CLASSES: dict[Model, str] = {
     Model.QWEN3: "Qwen3ForCausalLM",
@@ -264,11 +266,11 @@ def derive_facts(scenario: Scenario, *, device: str, ranks: int) -> BuiltFacts:
 
 
 def _derive_units(scenario: Scenario) -> Counter[UnitKind]:
-    units: Counter[UnitKind] = Counter({"root": 1, "decoder layer": _LAYERS})
+    units: Counter[UnitKind] = Counter({"root": 1, "decoder layer": models.NUM_LAYERS})
     if scenario.version == 2 and not scenario.model.is_tied:
         units["embedding"] = 1
     if scenario.version == 1 and scenario.model.has_adapters:
-        units["adapter"] = 2 * _ADAPTED_LINEARS * _LAYERS
+        units["adapter"] = 2 * _ADAPTED_LINEARS * models.NUM_LAYERS
     return units
 
 

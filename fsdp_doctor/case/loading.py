@@ -59,7 +59,9 @@ class LoadingSteps:
             pieces = local_pieces.list_model_pieces(trainer.model, self._right)
             device = self._runtime.device
             self._right = {
-                name: self._right[name].to(device).to(piece.held.dtype).cpu() for piece in pieces for name in piece.names
+                name: self._right[name].to(device).to(piece.held.dtype).cpu()
+                for piece in pieces
+                for name in piece.names
             }
             local_pieces.write(local_pieces.list_model_pieces(trainer.model, self._right))
         elif self._contract.weights == "adapter":

@@ -21,10 +21,11 @@ from typing_extensions import assert_never
 from fsdp_doctor.errors import UsageError, read_first_line
 from fsdp_doctor.matrix.axes import Dims, Model
 
+NUM_LAYERS = 2
 _SMALL: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": NUM_LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,

@@ -13,6 +13,7 @@ import functools
 import importlib
 import os
 import pathlib
+import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -26,7 +27,7 @@ from fsdp_doctor.case.lora_reference import is_adapter
 from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.machine.versions import read_installed_versions
 from fsdp_doctor.matrix.axes import Dims, Model
-from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix
+from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix, StateDictType
 
 FileFormat: TypeAlias = Literal["safetensors", "torch.save", "dcp"]
 # Training steps before a session is examined, offloaded and saved.
@@ -62,12 +63,14 @@ class FrameworkSession(abc.ABC):
     Both must be there when :meth:`train` calls ``at(0)``.
     goes_on: whether :meth:`train` can be called again, to train further.
     shards_on: where the configuration promises the shards between two steps; None where it promises nothing.
+    state_dict_type: the form in which the framework says that it saves; None where it does not say.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     goes_on: ClassVar[bool] = True
     shards_on: torch.device | None = None
+    state_dict_type: StateDictType | None = None
 
     def __init__(self, plain: PlainModel) -> None:
         self.plain = plain
@@ -227,6 +230,21 @@ class PlainModel:
 
     def _build(self, weights: models.Weights) -> nn.Module:
         return models.build(*_MODEL[self.name], None, weights)
+
+
+class NotInStandInError(AttributeError):
+    """A framework uses a name that the doctor's stand-in for something of the framework's lacks."""
+
+
+class StandIn(types.SimpleNamespace):
+    """Stands for an object of ``kind``, for example vLLM's client. A name that it lacks makes the case unsupported."""
+
+    def __init__(self, kind: str, **names: Any) -> None:
+        super().__init__(**names)
+        self._kind = kind
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotInStandInError(f"the doctor's stand-in for {self._kind} has no {name}")
 
 
 class Shims:

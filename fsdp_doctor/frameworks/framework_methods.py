@@ -86,7 +86,7 @@ def _prepare(run: FrameworkRun, session: FrameworkSession, kept: bool) -> None:
         else:
             _check_training(run, session, before, now)
 
-    session.train(1, run.wrap_hook(act_at))
+    run.train(session, 1, act_at)
 
 
 def _compare_pieces(
@@ -144,7 +144,7 @@ def _extract(run: FrameworkRun, session: FrameworkSession, kept: bool) -> None:
         elif number > first:
             run.runtime.synchronize()
 
-    session.train(first + 1, run.wrap_hook(act_at))
+    run.train(session, first + 1, act_at)
 
 
 def _check_extraction(run: FrameworkRun, session: FrameworkSession) -> None:
@@ -292,7 +292,7 @@ def _roll_back(run: FrameworkRun, session: FrameworkSession, kept: bool) -> None
             _check_loaded(run, session, saved)
 
     with use_deterministic_algorithms():
-        session.train(first + 2 * _STEPS_AFTER, run.wrap_hook(act_at))
+        run.train(session, first + 2 * _STEPS_AFTER, act_at)
 
 
 def _save_for_resume(run: FrameworkRun, session: FrameworkSession, kept: bool) -> None:
@@ -309,7 +309,7 @@ def _save_for_resume(run: FrameworkRun, session: FrameworkSession, kept: bool) -
             outcomes.append(_digest_step(run, session))
 
     with use_deterministic_algorithms():
-        session.train(STEPS_BEFORE + _STEPS_AFTER, run.wrap_hook(act_at))
+        run.train(session, STEPS_BEFORE + _STEPS_AFTER, act_at)
     run.directory.mkdir(parents=True, exist_ok=True)
     if run.runtime.rank == 0:
         torch.save(saved, run.directory / "state.pt")
@@ -329,7 +329,7 @@ def _resume(run: FrameworkRun, session: FrameworkSession, kept: bool) -> None:
 
     run.recorder.enter("load")
     with use_deterministic_algorithms():
-        session.train(_STEPS_AFTER, run.wrap_hook(act_at), resume_from=run.directory / "saved")
+        run.train(session, _STEPS_AFTER, act_at, resume_from=run.directory / "saved")
 
 
 # The first half of a resume, in processes of its own.

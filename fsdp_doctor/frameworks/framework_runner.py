@@ -11,8 +11,10 @@ from fsdp_doctor.case import runtime
 from fsdp_doctor.case.recorder import Recorder, RecordSink
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Unsupported
+from fsdp_doctor.errors import read_first_line
 from fsdp_doctor.frameworks import framework_methods
-from fsdp_doctor.frameworks.adapter import FrameworkSession, PlainModel
+from fsdp_doctor.frameworks.adapter import FrameworkSession, NotInStandInError, PlainModel
+from fsdp_doctor.frameworks.built_session import find_mismatches
 from fsdp_doctor.frameworks.framework_methods import MethodSteps
 from fsdp_doctor.frameworks.framework_worker import FrameworkWorker, describe_version, explain_unavailable, find_adapter
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
@@ -53,6 +55,10 @@ class FrameworkRunner:
         self._kept = FrameworkRun(case, self._worker, Recorder(case.id, self._report)).run(
             steps, kept if steps.takes_kept else None
         )
+
+
+# The beginnings of what torch says to `.cuda()` and `device="cuda"` where there is no GPU.
+_CUDA_MISSING = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available")
 
 
 class _AbandonedError(Exception):
@@ -120,16 +126,34 @@ class FrameworkRun:
             return "the directories that a framework saves to are not shared between the nodes"
         return ""
 
-    def wrap_hook(self, at: Callable[[int], None]) -> Callable[[int], None]:
-        """Wraps ``at`` for a framework's loop, so that an exception is recorded before the framework sees one."""
+    def train(
+        self,
+        session: FrameworkSession,
+        num_steps: int,
+        at: Callable[[int], None],
+        resume_from: pathlib.Path | None = None,
+    ) -> None:
+        """Trains the session, which is compared with its configuration first; see :meth:`FrameworkSession.train`.
+
+        An exception of ``at`` is recorded before the framework sees one.
+        """
 
         def call_hook(number: int) -> None:
             with self._record_exceptions():
+                if number == 0:
+                    self._check_built(session)
                 at(number)
             if not self.recorder.unbroken or self._stopped:
                 raise _AbandonedError
 
-        return call_hook
+        session.train(num_steps, call_hook, resume_from)
+
+    def _check_built(self, session: FrameworkSession) -> None:
+        """Raises Unsupported if the framework built something else than the configuration asks for."""
+        scenario = self.case.scenario
+        if mismatches := find_mismatches(session, scenario.matrix.list_builds(scenario.values)):
+            built = f"{describe_version(scenario.framework)} built something else than {scenario.configuration}"
+            raise Unsupported(f"{built}: {'; '.join(mismatches)}")
 
     def agree_or_stop(self) -> None:
         """Ends the case on every rank if it failed on one: the next step is a collective."""
@@ -159,6 +183,12 @@ class FrameworkRun:
         framework = describe_version(self.case.scenario.framework)
         if isinstance(error, ModuleNotFoundError) and self.recorder.record.stage == "build":
             return f"{framework} needs a package that is not installed: {error}"
+        if isinstance(error, ImportError):
+            return f"{framework} does not fit a package that is installed beside it: {error}"
+        if isinstance(error, NotInStandInError):
+            return f"{framework}: {error}"
+        if self._worker.device.type == "emulated" and str(error).startswith(_CUDA_MISSING):
+            return f"{framework} asks for CUDA itself, which the emulated device is not: {read_first_line(error)}"
         where = error.__traceback__
         while where is not None and where.tb_next is not None:
             where = where.tb_next

@@ -142,10 +142,23 @@ def start(
     runtime.set_up_device(device, run_device)
     if device.type == "emulated" and not explain_unavailable(framework):
         torch.get_device_module(device).set_device(device)
-        shims = Shims(FRAMEWORKS[framework])
-        find_adapter(framework).prepare_emulated_device(shims)
-        shims.check_complete()
+        _unavailable[framework] = _prepare_emulated_device(framework)
     return FrameworkWorker(framework=framework, place=place, device=device, scratch=scratch)
+
+
+def _prepare_emulated_device(name: FrameworkName) -> str:
+    """Makes the framework find the emulated device. Returns why this version cannot; empty if it does."""
+    shims = Shims(FRAMEWORKS[name])
+    try:
+        with _drop_output():
+            find_adapter(name).prepare_emulated_device(shims)
+    except AssertionError:
+        raise  # a shim that the matrix does not list
+    except Exception as error:
+        what = f"{type(error).__name__}: {read_first_line(error)}"
+        return f"the adapter cannot make {describe_version(name)} find the emulated device: {what}"
+    shims.check_complete()
+    return ""
 
 
 def _make_environment(scratch: pathlib.Path, framework: FrameworkName) -> dict[str, str]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp_doctor.frameworks.adapter import Adapter, Extractor, FrameworkSession, PlainModel, SavedFiles, Shims
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
+from fsdp_doctor.matrix.frameworks.framework_matrix import StateDictType
 
 
 def launch_environment(configuration: Mapping[str, str]) -> dict[str, str]:
@@ -50,6 +51,7 @@ class AccelerateSession(FrameworkSession):
             prepared = wrapped, self._accelerator.prepare(_make_adamw(wrapped))
         self.model, self._prepared_optimizer = prepared
         self.optimizer = self._prepared_optimizer.optimizer
+        self.state_dict_type = read_state_dict_type(self._accelerator)
         if configuration["offload"] == "offload":
             self.shards_on = torch.device("cpu")
 
@@ -93,6 +95,16 @@ class AccelerateSession(FrameworkSession):
         self._accelerator.wait_for_everyone()
         merge_fsdp_weights(str(directory / "state" / "pytorch_model_fsdp_0"), str(directory / "merged"))
         return SavedFiles(directory=directory / "merged", format="safetensors")
+
+
+def read_state_dict_type(accelerator: Any) -> StateDictType | None:
+    """Returns what accelerate's plug-in says; None for a kind that is neither."""
+    match accelerator.state.fsdp_plugin.state_dict_type.name:
+        case "FULL_STATE_DICT":
+            return "full"
+        case "SHARDED_STATE_DICT":
+            return "sharded"
+    return None
 
 
 def _make_adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -17,7 +17,7 @@ from fsdp_doctor.frameworks.adapter import (
     SavedFiles,
     Shims,
 )
-from fsdp_doctor.frameworks.on_accelerate import see_accelerator
+from fsdp_doctor.frameworks.on_accelerate import read_state_dict_type, see_accelerator
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 
 _NUM_SEQUENCES = 64
@@ -77,6 +77,7 @@ class TrainerSession(FrameworkSession):
             def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
                 session.model = wrapping.model if session._version == "fsdp2" else wrapping.model_wrapped
                 session.optimizer = wrapping.optimizer.optimizer
+                session.state_dict_type = read_state_dict_type(wrapping.accelerator)
                 at(0)
 
             def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:

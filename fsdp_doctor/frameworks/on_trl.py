@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fsdp_doctor.frameworks.adapter import Adapter, Extractor, FrameworkSession, PlainModel, Shims
+from fsdp_doctor.frameworks.adapter import Adapter, Extractor, FrameworkSession, PlainModel, Shims, StandIn
 from fsdp_doctor.frameworks.on_trainer import ADAPTER as TRAINER, TrainerSession, make_training_arguments
 from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 
@@ -60,13 +59,15 @@ class TrlSession(TrainerSession):
         generation.model, generation.accelerator, generation.mode = self.model, accelerator, mode
         generation._dist, generation._weight_metadata = DistributedBackend(accelerator), None
         generation.enable_sleep_mode = False
-        worker = SimpleNamespace(model_runner=SimpleNamespace(model=SimpleNamespace(load_weights=load_weights)))
-        executor = SimpleNamespace(driver_worker=worker)
-        generation.llm = SimpleNamespace(
-            llm_engine=SimpleNamespace(model_executor=executor), reset_prefix_cache=lambda: None
-        )
-        generation.vllm_client = SimpleNamespace(
-            update_named_params=lambda metadata, pairs: load_weights(pairs), reset_prefix_cache=lambda: None
+        model = StandIn("vLLM's model", load_weights=load_weights)
+        worker = StandIn("vLLM's worker", model_runner=StandIn("vLLM's model runner", model=model))
+        engine = StandIn("vLLM's engine", model_executor=StandIn("vLLM's executor", driver_worker=worker))
+        generation.llm = StandIn("vLLM's LLM", llm_engine=engine, reset_prefix_cache=lambda: None)
+        generation.vllm_client = StandIn(
+            "TRL's client",
+            update_named_params=lambda metadata, pairs: load_weights(pairs),
+            update_named_param=lambda name, weights: load_weights([(name, weights)]),
+            reset_prefix_cache=lambda: None,
         )
         generation.sync_weights()
         return given if mode == "colocate" or dist.get_rank() == 0 else {}

@@ -17,7 +17,7 @@ _ADAPTERS = _ROOM.parent / "frameworks"
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(_ROOM), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
-_INTERFACE = ("FileFormat", "SavedFiles", "Extracted", "Extractor", "FrameworkSession")
+_INTERFACE = ("FileFormat", "SavedFiles", "Extracted", "Extractor", "FrameworkSession", "NotInStandInError", "StandIn")
 
 
 def render_framework_script(case: FrameworkCase, expectation: Expectation, file_name: str = "repro.py") -> str:

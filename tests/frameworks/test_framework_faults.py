@@ -70,6 +70,18 @@ def test_a_process_in_a_session_of_its_own_does_not_outlive_the_run(unlike: Run)
     assert unlike.left == []
 
 
+def test_a_configuration_that_was_ignored_is_unsupported_with_each_fact_that_differs(tmp_path: pathlib.Path) -> None:
+    import accelerate
+
+    ignored, built = "accelerate:fsdp2/offload/sharded/get_state_dict", "accelerate:fsdp1-orig/none/full/get_state_dict"
+    run = _probe(tmp_path, "deaf_accelerate", "--case", ignored, "--case", built)
+    assert run.kind(built) == "ok", run.result(built).verdict
+    verdict = run.result(ignored).verdict
+    assert verdict.kind == "unsupported", verdict
+    for fact in (accelerate.__version__, "fsdp1-orig where fsdp2", "offload policy", "full state dicts where sharded"):
+        assert fact in verdict.reason
+
+
 def test_nothing_is_written_to_the_home_directory() -> None:
     assert not (pathlib.Path.home() / "written_by_accelerate").exists()
 

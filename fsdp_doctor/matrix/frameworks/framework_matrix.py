@@ -11,12 +11,13 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from fsdp_doctor.matrix.axes import Axis
+from fsdp_doctor.matrix.axes import Axis, Strategy
 from fsdp_doctor.matrix.contracts import Direction, Method
 
 # In the order of their users.
 FrameworkName: TypeAlias = Literal["accelerate", "trainer", "verl", "trl", "lightning", "torchtitan", "skyrl"]
 FrameworkMethodKind: TypeAlias = Literal["prepare", "extraction", "rollback", "resume"]
+StateDictType: TypeAlias = Literal["full", "sharded"]
 ShimKind: TypeAlias = Literal["function", "variable", "plug-in", "stand-in"]
 
 # The values of the axis ``model``: the doctor's small models that a framework can be given.
@@ -61,12 +62,27 @@ class Shim:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConfiguredBuild:
+    """What a configuration must make of the model; a fact that is left out is not compared.
+
+    only: by axis, the values for which it holds. strategies: any of them. offloads: whether FSDP's own offload policy
+    is on. state_dict_type: the form in which the framework says that it saves.
+    """
+
+    only: Mapping[str, tuple[str, ...]]
+    strategies: tuple[Strategy, ...] = ()
+    offloads: bool | None = None
+    state_dict_type: StateDictType | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class FrameworkMatrix:
     """One framework: its axes, the configurations that are tried, and its methods.
 
     distributions: the packages whose versions a report names, the framework's own first.
     axes: ``offload`` is one of them. configurations: values joined by slashes, as in an id.
     variables: prefixes of the environment variables that configure it; a worker starts without them.
+    builds: what is compared with the model that it built.
     """
 
     name: FrameworkName
@@ -77,9 +93,14 @@ class FrameworkMatrix:
     methods: tuple[FrameworkMethod, ...]
     shims: tuple[Shim, ...]
     variables: tuple[str, ...]
+    builds: tuple[ConfiguredBuild, ...]
 
     def find_axis(self, name: str) -> Axis:
         return next(axis for axis in self.axes if axis.name == name)
+
+    def list_builds(self, values: Mapping[str, str]) -> list[ConfiguredBuild]:
+        """What a configuration with these values by axis must make of the model."""
+        return [build for build in self.builds if all(values[axis] in allowed for axis, allowed in build.only.items())]
 
     def find_method(self, name: str) -> FrameworkMethod:
         return next(method for method in self.methods if method.name == name)
@@ -98,6 +119,7 @@ class _Table(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     configurations: tuple[tuple[tuple[str, ...], ...], ...]
     axes: tuple[Axis, ...]
     methods: tuple[FrameworkMethod, ...]
+    builds: tuple[ConfiguredBuild, ...]
     builds_on: FrameworkName | None = None
     shims: tuple[Shim, ...] = ()
     variables: tuple[str, ...] = ()
@@ -117,6 +139,7 @@ def read_matrix(name: FrameworkName) -> FrameworkMatrix:
             "/".join(filter(None, values)) for choices in table.configurations for values in itertools.product(*choices)
         ),
         methods=table.methods,
+        builds=table.builds,
         shims=(*(base.shims if base else ()), *table.shims),
         variables=(*(base.variables if base else ()), *table.variables),
     )
