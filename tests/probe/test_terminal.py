@@ -23,6 +23,7 @@ _SELECTED = (
     "none",
     "--path",
     "unshard,summon_full_params",
+    "--strict",
 )
 
 
