@@ -54,7 +54,7 @@ def sharded(file: pathlib.Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def ledgers(sharded: Run, file: pathlib.Path) -> MemoryFile:
+def memory_file(sharded: Run, file: pathlib.Path) -> MemoryFile:
     assert sharded.code == 1, sharded.stderr
     return read_memory_file(file.read_text())
 
