@@ -25,7 +25,7 @@ from fsdp_doctor.probe import worker
 from fsdp_doctor.probe.deadlines import Limits
 from fsdp_doctor.probe.job import Job
 from fsdp_doctor.probe.messages import StartWorker
-from fsdp_doctor.probe.supervisor import Interruption
+from fsdp_doctor.probe.processes import Interruption
 from fsdp_doctor.probe.workers import WorkerGroup
 from fsdp_doctor.report.document import CaseResult, make_case_fields, make_result
 from fsdp_doctor.verdict.classification import Verdict, classify
