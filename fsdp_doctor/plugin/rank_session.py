@@ -23,7 +23,7 @@ from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.plugin.hooks import REGISTERED_AS
 from fsdp_doctor.plugin.marks import read_contract
 from fsdp_doctor.plugin.rank_host import PhaseCommand, Preparation
-from fsdp_doctor.probe.worker import WorkerEnds
+from fsdp_doctor.probe.workers import WorkerEnds
 from fsdp_doctor.verdict.records import Failure, PhaseReport, Ready, Record, Refused, make_failure
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -17,13 +17,12 @@ from fsdp_doctor.errors import CannotRun, DoctorFault, UsageError
 from fsdp_doctor.plugin import marks
 from fsdp_doctor.plugin.marks import MarkedTest
 from fsdp_doctor.plugin.rank_host import PhaseAnswer, PhaseCommand, PhaseRequest, RankHost, Refusal, TestPhase
-from fsdp_doctor.verdict.classification import Verdict, are_workers_whole, classify
+from fsdp_doctor.verdict.classification import Verdict, are_workers_whole, classify, fold, name_ranks
 from fsdp_doctor.verdict.records import RankReport
 
 _Section = tuple[str, str]
 # faulthandler writes this for a thread of C++.
 _NO_FRAME = "<no Python frame>"
-_DEVICE_INDEX = re.compile(r"\b(cuda|xpu|hpu|npu|emulated):\d+")
 _PRINTED: pytest.StashKey[list[tuple[str, str]]] = pytest.StashKey()
 _OUTCOME: pytest.StashKey[PhaseOutcome] = pytest.StashKey()
 
@@ -181,13 +180,13 @@ class PhaseOutcome:
             reason = self.verdict.reason.replace("Failed: ", "", 1)
             pytest.fail("\n".join([kind + reason, *self.verdict.also]), pytrace=False)
         if self.silent and self.phase != "teardown":
-            pytest.fail(f"{_name_ranks(self.silent)} reported nothing of the test", pytrace=False)
+            pytest.fail(f"{name_ranks(self.silent)} reported nothing of the test", pytrace=False)
         if self.xfailed:
             pytest.xfail(self.reason)
         if len(self.skipped) == self.num_ranks:
             pytest.skip(self.reason)
         if self.skipped:
-            pytest.fail(f"skipped on {_name_ranks(self.skipped)} and not on the others: {self.reason}", pytrace=False)
+            pytest.fail(f"skipped on {name_ranks(self.skipped)} and not on the others: {self.reason}", pytrace=False)
 
     def add_details(self, report: pytest.TestReport) -> None:
         """Adds the ranks' sections on a failure to pytest's report of the phase."""
@@ -226,8 +225,8 @@ def _group_by_text(texts: dict[int, str]) -> list[_Section]:
     """One section for each text, with all ranks whose texts differ by the device's index alone."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in texts.items():
-        ranks_of.setdefault(_DEVICE_INDEX.sub(r"\1", text), []).append(rank)
-    return [(_name_ranks(ranks), texts[ranks[0]]) for ranks in ranks_of.values()]
+        ranks_of.setdefault(fold(text), []).append(rank)
+    return [(name_ranks(ranks), texts[ranks[0]]) for ranks in ranks_of.values()]
 
 
 def _describe_lost_ranks(reports: list[RankReport], failed: dict[int, str]) -> list[_Section]:
@@ -236,12 +235,12 @@ def _describe_lost_ranks(reports: list[RankReport], failed: dict[int, str]) -> l
     for report in reports:
         failure = report.record.failure if report.record is not None else None
         if failure is not None and report.rank not in failed:
-            sections.append((_name_ranks([report.rank]), f"{failure.type}: {failure.message}\n{failure.traceback}"))
+            sections.append((name_ranks([report.rank]), f"{failure.type}: {failure.message}\n{failure.traceback}"))
         if report.exit:
-            sections.append((_name_ranks([report.rank]), f"ended with {report.exit}"))
+            sections.append((name_ranks([report.rank]), f"ended with {report.exit}"))
         if report.stack:
             sections.append(
-                (f"{_name_ranks([report.rank])}, stopped: {report.stopped_detail}", _select_test_frames(report.stack))
+                (f"{name_ranks([report.rank])}, stopped: {report.stopped_detail}", _select_test_frames(report.stack))
             )
     return sections
 
@@ -257,10 +256,6 @@ def _cut_at_pytest(thread: str) -> Iterator[str]:
 
 
 def _collect_output(report: RankReport, own: pytest.TestReport | None, phase: TestPhase) -> list[_Section]:
-    of_rank = _name_ranks([report.rank])
+    of_rank = name_ranks([report.rank])
     printed = [(f"Captured stdout {phase} of {of_rank}, with stderr", report.output)] if report.output.strip() else []
     return printed + [(f"{title} of {of_rank}", text) for title, text in (own.sections if own else ())]
-
-
-def _name_ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -172,7 +172,7 @@ def test_a_device_smaller_than_the_model_is_one_sentence(monkeypatch: pytest.Mon
         def __enter__(self) -> Refused:  # type: ignore[override]
             return self
 
-        def report(self) -> str:
+        def receive_report(self) -> str:
             return "emulated out of memory"
 
     monkeypatch.setattr(rollout, "RunningProcess", Refused)
