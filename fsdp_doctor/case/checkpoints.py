@@ -30,9 +30,11 @@ from typing_extensions import assert_never
 from fsdp_doctor.case import local_pieces, lora_reference, reference
 from fsdp_doctor.case.local_pieces import Full, cut_part
 from fsdp_doctor.case.runtime import Runtime
-from fsdp_doctor.case.trainer import Start, Trainer
+from fsdp_doctor.case.sharding import read_contents
+from fsdp_doctor.case.trainer import Start, Trainer, find_data_rank
 from fsdp_doctor.case.training_state import StepOutcome, digest_outcome, train_one_step
 from fsdp_doctor.fsdp import reader
+from fsdp_doctor.fsdp.reader import ModelTensor
 from fsdp_doctor.matrix.axes import CheckpointFit, Offload, Phase, Sharding
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.matrix.contracts import Contract, Loads
@@ -85,7 +87,8 @@ def take(scenario: Scenario, runtime: Runtime, save: Callable[[Trainer], None] =
 
     save: called after the second step too.
     """
-    trainer = Trainer(find_source(scenario), runtime, start=Start(same_batches=_needs_same_batches(scenario)))
+    start = Start(same_batches=_needs_same_batches(scenario), saves=scenario.checkpoint is CheckpointFit.OTHER_WORLD)
+    trainer = Trainer(find_source(scenario), runtime, start=start)
     trainer.step()
     trainer.step()
     truth = reference.take(trainer.model, trainer.optimizer, runtime)
@@ -155,11 +158,13 @@ def _read(scenario: Scenario, runtime: Runtime) -> Checkpoint:
     saved_by: int
     checkpoint: Checkpoint
     saved_by, checkpoint = torch.load(directory / "whole.pt", weights_only=False)
-    position, went_on = torch.load(directory / f"rank_{runtime.rank % saved_by}.pt")
+    is_of_as_many = saved_by == runtime.world_size
+    rank = runtime.rank if is_of_as_many else find_data_rank(scenario.sharding, runtime) % saved_by
+    position, went_on = torch.load(directory / f"rank_{rank}.pt")
     return dataclasses.replace(
         checkpoint,
         data_position=position,
-        went_on=went_on if saved_by == runtime.world_size else None,
+        went_on=went_on if is_of_as_many else None,
         directory=directory,
     )
 
@@ -316,21 +321,22 @@ class CheckpointForms:
         like = self._find_sharded_tensors()
         return {name: self._make_sharded(like.get(name), tensor) for name, tensor in self._weights.items()}
 
-    def _find_sharded_tensors(self) -> dict[str, torch.Tensor | None]:
+    def _find_sharded_tensors(self) -> dict[str, ModelTensor | None]:
         """Maps the name of each entry to the tensor whose sharding it takes; None for a tensor that FSDP1 shards by its
         first dim.
         """
-        contents = reader.read(self._model)
-        like: dict[str, torch.Tensor | None] = {name: t.tensor for t in contents.list_tensors() for name in t.names}
+        contents = read_contents(self._model)
+        like: dict[str, ModelTensor | None] = {name: t for t in contents.list_tensors() for name in t.names}
         return like | dict.fromkeys(name for unit in contents.fsdp1_units for names in unit.names for name in names)
 
-    def _make_sharded(self, like: torch.Tensor | None, full: torch.Tensor) -> torch.Tensor:
+    def _make_sharded(self, like: ModelTensor | None, full: torch.Tensor) -> torch.Tensor:
         device = self._runtime.device
         mesh = self._runtime.make_mesh(self._scenario.sharding)
         num_shards = mesh.size(mesh.ndim - 1)
-        if isinstance(like, DTensor):
-            mesh, placements = like.device_mesh, like.placements
-            local = cut_part(like, full).clone().to(device)
+        shape = full.shape
+        if like is not None and isinstance(like.tensor, DTensor):
+            mesh, placements, shape = like.tensor.device_mesh, like.tensor.placements, like.tensor.shape
+            local = cut_part(like.placed, full).clone().to(device)
         elif like is None and self._is_sharded_by_fsdp1(full) and num_shards > 1:
             placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
             chunks = full.chunk(num_shards)
@@ -339,7 +345,7 @@ class CheckpointForms:
         else:
             return full.clone().to(device)
         return DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=full.shape, stride=full.contiguous().stride()
+            local, mesh, placements, run_check=False, shape=shape, stride=full.contiguous().stride()
         )
 
     def _is_sharded_by_fsdp1(self, full: torch.Tensor) -> bool:

@@ -265,18 +265,34 @@ class Sharding(AxisValue):
     HSDP = "hsdp", "a (world/2, 2) mesh: replicated, and sharded by two"
     TP = "tp", "a (world/2, 2) mesh: sharded over the first dim, tensor-parallel over the second"
     EXPERTS = "experts", "the experts over a mesh of their own: ShardPlacementResult, torch 2.12 and newer"
+    EXPERTS_2D = "2d", "experts as DTensors over the second dim of a (world/2, 2) mesh, then sharded over the first"
+    HIDDEN_EXPERTS = (
+        "hidden-experts",
+        "the same with parameters of their own: groups of ranks have other experts under one name, as VeOmni",
+    )
     REPLICATE = "replicate", "replicate() in place of fully_shard, torch 2.12 and newer"
     SIZE1 = "size1", "a (world, 1) mesh: verl's fsdp_size=1"
 
     @property
     def needs_fsdp2(self) -> bool:
         match self:
-            case Sharding.TP | Sharding.EXPERTS | Sharding.REPLICATE:
+            case Sharding.TP | Sharding.REPLICATE:
+                return True
+            case Sharding.EXPERTS | Sharding.EXPERTS_2D | Sharding.HIDDEN_EXPERTS:
                 return True
             case Sharding.FULL | Sharding.HSDP | Sharding.SIZE1:
                 return False
             case _:
                 assert_never(self)
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether experts are divided over two neighbouring ranks, which compute on one batch, before FSDP shards."""
+        return self in (Sharding.EXPERTS_2D, Sharding.HIDDEN_EXPERTS)
+
+    @property
+    def is_of_experts(self) -> bool:
+        return self.divides_experts or self is Sharding.EXPERTS
 
     @property
     def has_one_mesh(self) -> bool:
@@ -289,7 +305,9 @@ class Sharding(AxisValue):
         match self:
             case Sharding.REPLICATE | Sharding.SIZE1:
                 return True
-            case Sharding.FULL | Sharding.HSDP | Sharding.TP | Sharding.EXPERTS:
+            case Sharding.FULL | Sharding.HSDP | Sharding.TP:
+                return False
+            case Sharding.EXPERTS | Sharding.EXPERTS_2D | Sharding.HIDDEN_EXPERTS:
                 return False
             case _:
                 assert_never(self)

@@ -103,6 +103,7 @@ _DEFAULT_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
 _SAMPLED = ("precision", "context", "consumer")
 _CONSUMERS = ("second-group", "slow", "packed", "step-in-flight", "colocated", "keeps-views", "in-place")
 _MODELS = ("qwen3-tied", "qwen3-buffers", "qwen2", "qwen3-moe", "qwen3.5", "qwen3-lora")
+_DIVIDED_EXPERTS = ("2d", "hidden-experts")
 _FULL_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
     "out": (
         _vary_extraction(("fsdp1-orig",)),
@@ -124,6 +125,7 @@ _FULL_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         _vary_extraction(sharding="size1"),
         _vary_extraction(_FSDP2, sharding="tp"),
         _vary_extraction(_FSDP2, sharding="experts", model="qwen3-moe"),
+        *(_vary_extraction(_FSDP2, sharding=kind, model="qwen3-moe") for kind in _DIVIDED_EXPERTS),
         _vary_extraction(_FSDP2, sharding="replicate"),
         *(_vary_extraction(model=model) for model in _MODELS),
     ),
@@ -146,10 +148,16 @@ _FULL_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         _vary_load(_ALL, _EACH_KIND, sharding="size1"),
         _vary_load(_FSDP2, _EACH_KIND, sharding="tp"),
         _vary_load(_FSDP2, _EACH_KIND, sharding="experts", model="qwen3-moe"),
+        *(_vary_load(_FSDP2, _EACH_KIND, sharding=kind, model="qwen3-moe") for kind in _DIVIDED_EXPERTS),
         _vary_load(_FSDP2, _EACH_KIND, sharding="replicate"),
         _vary_load(_FSDP2, sharding="tp", phase="trained"),
         _vary_load(_FSDP2, sharding="experts", model="qwen3-moe", phase="trained"),
-        _vary_load(_FSDP2, sharding="experts", model="qwen3-moe", checkpoint="other-world"),
+        *(_vary_load(_FSDP2, sharding="tp", checkpoint=saved) for saved in ("other-run", "other-world")),
+        *(
+            _vary_load(_FSDP2, sharding=sharding, model="qwen3-moe", checkpoint=saved)
+            for sharding in ("experts", *_DIVIDED_EXPERTS)
+            for saved in ("other-run", "other-world")
+        ),
         *(_vary_load(_ALL, _EACH_KIND, model=model) for model in _MODELS),
         _vary_load(_FSDP2, ("none", "policy"), init="meta", dims="uneven"),
         _vary_load(_FSDP2, ("none", "policy"), init="meta", backend="device-only"),

@@ -93,7 +93,7 @@ def _choose_mesh(case: Case) -> tuple[int, str]:
             return 2, '(2, 1), mesh_dim_names=("ddp", "fsdp")'
         case Sharding.HSDP:
             return 4, '(2, 2), mesh_dim_names=("ddp", "fsdp")'
-        case Sharding.TP | Sharding.EXPERTS | Sharding.REPLICATE:
+        case Sharding.TP | Sharding.REPLICATE | Sharding.EXPERTS | Sharding.EXPERTS_2D | Sharding.HIDDEN_EXPERTS:
             raise UsageError(f"case {case.id!r}: there is no script of a model that is sharded as {sharding}")
         case _:
             assert_never(sharding)
