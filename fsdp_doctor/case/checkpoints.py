@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from typing_extensions import assert_never
 
-from fsdp_doctor.case import local_pieces, lora_reference, reference
+from fsdp_doctor.case import local_pieces, lora_reference, models, reference
 from fsdp_doctor.case.local_pieces import Full, cut_part
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.sharding import read_contents
@@ -43,7 +43,7 @@ EXTRA_KEY = "extra.weight"
 _EXTRA_SHAPE = (3, 3)
 # Of AdamW: not those of the run that is saved, so that a load which does not bring them is seen.
 _OTHER_OPTIONS = {"lr": 5e-4, "weight_decay": 0.1}
-_DCP, _RANK_FILES = "dcp", "rank_files"
+_DCP, _RANK_FILES, _HUB = "dcp", "rank_files", "hub"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,12 @@ def save(scenario: Scenario, runtime: Runtime) -> None:
     """Takes the checkpoint of a scenario and leaves it for processes that come later. Every rank must call it."""
     directory = name_directory(scenario, runtime.scratch)
     directory.mkdir(parents=True, exist_ok=True)
-    checkpoint = take(scenario, runtime, lambda trainer: save_as_frameworks(trainer, directory))
+    is_of_hub = scenario.checkpoint is CheckpointFit.HUB
+    checkpoint = take(scenario, runtime, lambda trainer: None if is_of_hub else save_as_frameworks(trainer, directory))
+    if runtime.rank == 0 and is_of_hub:
+        unsharded: Any = models.build(scenario.model, scenario.dims, runtime.custom_model)
+        unsharded.load_state_dict(checkpoint.weights)
+        unsharded.save_pretrained(directory / _HUB)
     if runtime.rank == 0:
         torch.save((runtime.world_size, dataclasses.replace(checkpoint, raw_optimizer={})), directory / "whole.pt")
     torch.save((checkpoint.data_position, checkpoint.went_on), directory / f"rank_{runtime.rank}.pt")
@@ -179,6 +184,7 @@ def _make_saved_weights(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str,
             | CheckpointFit.TIED_TWICE
             | CheckpointFit.OTHER_RUN
             | CheckpointFit.OTHER_WORLD
+            | CheckpointFit.HUB
         ):
             return saved
         case CheckpointFit.BF16:
@@ -274,15 +280,26 @@ class SavedCheckpoints:
         return digest_outcome(trainer.model, trainer.optimizer)
 
 
+def _read_files(directory: pathlib.Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {
+        name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }
+
+
 class CheckpointForms:
     """Brings a checkpoint into the form that a method asks for, by hand where torch's function is under test.
 
-    Every rank must call every method alike. directory: not yet made.
+    Every rank must call every method alike. directory: not yet made. files: those that save_pretrained wrote; None of
+    another checkpoint.
     """
 
     def __init__(self, checkpoint: Checkpoint, fit: CheckpointFit, trainer: Trainer, directory: pathlib.Path) -> None:
         self._checkpoint = checkpoint
-        self._weights = _make_saved_weights(checkpoint, fit)
+        files = checkpoint.directory / _HUB if checkpoint.directory and fit is CheckpointFit.HUB else None
+        self.files = files
+        self._weights = _read_files(files) if files is not None else _make_saved_weights(checkpoint, fit)
         self._model = trainer.model
         self._runtime = trainer.runtime
         self._scenario = trainer.scenario

@@ -397,6 +397,7 @@ class CheckpointFit(AxisValue):
     TIED_ONCE = "tied-once", "it has the tied weight under its first name alone, as safetensors files do"
     OTHER_RUN = "other-run", "other processes saved it, as many as load it"
     OTHER_WORLD = "other-world", "other processes saved it, of another number"
+    HUB = "hub", "other processes wrote it with save_pretrained, under the names that files on the Hub have"
 
     @property
     def must_load(self) -> bool:
@@ -409,7 +410,7 @@ class CheckpointFit(AxisValue):
                 return True
             case CheckpointFit.BF16 | CheckpointFit.FP32 | CheckpointFit.EXTRA_KEY | CheckpointFit.MISSING_KEY:
                 return False
-            case CheckpointFit.TIED_ONCE | CheckpointFit.OTHER_WORLD:
+            case CheckpointFit.TIED_ONCE | CheckpointFit.OTHER_WORLD | CheckpointFit.HUB:
                 return False
             case _:
                 assert_never(self)
@@ -417,12 +418,12 @@ class CheckpointFit(AxisValue):
     @property
     def saved_elsewhere(self) -> bool:
         """Whether other processes save the checkpoint than those that load it."""
-        return self in (CheckpointFit.OTHER_RUN, CheckpointFit.OTHER_WORLD)
+        return self in (CheckpointFit.OTHER_RUN, CheckpointFit.OTHER_WORLD, CheckpointFit.HUB)
 
     @property
     def is_of_weights_alone(self) -> bool:
         """Whether it differs in a way that the checkpoint of an optimizer cannot."""
-        return self in (CheckpointFit.BF16, CheckpointFit.EXTRA_KEY, CheckpointFit.MISSING_KEY)
+        return self in (CheckpointFit.BF16, CheckpointFit.EXTRA_KEY, CheckpointFit.MISSING_KEY, CheckpointFit.HUB)
 
     @property
     def is_of_every_method(self) -> bool:

@@ -123,6 +123,8 @@ class Scenario:
             return "only a manual offload can be non-blocking"
         if self.sharding.needs_fsdp2 and self.version == 1:
             return f"only FSDP2 can be sharded as {self.sharding}"
+        if self.checkpoint is CheckpointFit.HUB and self.model.has_adapters:
+            return "save_pretrained of a model with adapters writes these alone"
         if self.sharding is Sharding.TP and self.model.has_experts:
             return "what is divided over tensor-parallel ranks is the dense MLP, which a model with experts lacks"
         if self.sharding.is_of_experts and not (self.model.has_experts or self.model.is_custom):

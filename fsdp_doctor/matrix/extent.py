@@ -81,6 +81,8 @@ _DEFAULT_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         _vary_extraction(_FSDP2, _NONE, _UNSTAGED, consumer="packed"),
         _vary_extraction(_FSDP2, _NONE, _UNSTAGED, consumer="step-in-flight"),
         _vary_extraction(_FSDP2, _POLICY, _UNSTAGED, consumer="keeps-views"),
+        _vary_extraction(_FSDP2, _POLICY, _STAGED, model="qwen3-moe"),
+        _vary_extraction(_FSDP1, _NONE, _UNSTAGED, model="qwen3-moe"),
     ),
     "in": (
         _vary_load(_FSDP2, _POLICY, _UNSTAGED, precision="fp32-compute"),
@@ -96,6 +98,7 @@ _DEFAULT_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         _vary_load(_BOTH, checkpoint="tied-once", model="qwen3-tied"),
         _vary_load(_BOTH, checkpoint="other-run"),
         _vary_load(_BOTH, checkpoint="other-world"),
+        _vary_load(_BOTH, model="qwen3-moe", checkpoint="hub"),
     ),
 }
 
@@ -169,6 +172,7 @@ _FULL_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         _vary_load(_ALL, _EACH_KIND, checkpoint="other-run"),
         _vary_load(_ALL, _EACH_KIND, checkpoint="other-world"),
         _vary_load(_ALL, dims="uneven", checkpoint="other-world"),
+        *(_vary_load(_FSDP2, sharding=kind, model="qwen3-moe", checkpoint="hub") for kind in _DIVIDED_EXPERTS),
         _vary_load(_FSDP2, ("none", "policy"), init="meta", checkpoint="bf16"),
         _vary_load(_FSDP2, ("none", "policy"), init="meta", checkpoint="extra-key"),
         _vary_load(_FSDP2, ("none", "policy"), init="meta", checkpoint="missing-key"),
@@ -197,7 +201,7 @@ def list_quick_scenarios(direction: Direction, model: str) -> Iterable[Scenario]
 
 def is_sampled(scenario: Scenario) -> bool:
     """Whether the default matrix leaves the scenario out where values of axes are asked for."""
-    return any(scenario.values[axis] != AXIS[axis].default for axis in _SAMPLED)
+    return scenario.model.has_experts or any(scenario.values[axis] != AXIS[axis].default for axis in _SAMPLED)
 
 
 def has_methods_in_use_alone(level: Level, scenario: Scenario, asked: bool) -> bool:
