@@ -33,6 +33,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_doctor import (
     PlanMismatch,
+    examine,
     fingerprint,
     fingerprint_tensors,
     full_state_dict,
@@ -78,6 +79,7 @@ def test_experts_on_meshes_of_some_ranks_are_refused_on_every_rank_with_all_grou
         for call in (lambda one: list(local_shards(one)), lambda one: fingerprint(one, combined=False)):
             _assert_names(_refused(call, model), groups)
         assert NAME in weights_info(model)
+        assert [finding.names for finding in examine(model).findings if finding.kind == "experts-hidden"] == [(NAME,)]
 
 
 @on_four_devices
@@ -161,7 +163,9 @@ def test_experts_that_one_rank_alone_is_told_of_are_refused_everywhere() -> None
 
 @on_four_devices
 def test_experts_that_are_distributed_over_all_ranks_are_extracted() -> None:
-    assert_same(extracted(distributed()), reference())
+    model = distributed()
+    assert_same(extracted(model), reference())
+    assert "experts-hidden" not in [finding.kind for finding in examine(model).findings]
 
 
 @on_four_devices
