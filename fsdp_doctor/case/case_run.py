@@ -24,6 +24,7 @@ from fsdp_doctor.case.methods.lookup import (
 )
 from fsdp_doctor.case.recorder import Recorder, RecordSink, SharedOutcome
 from fsdp_doctor.case.runtime import Runtime
+from fsdp_doctor.case.sharding import find_experts_mesh
 from fsdp_doctor.case.side_effects import SideEffects, read_torch_functions
 from fsdp_doctor.case.trainer import Trainer, Unsupported
 from fsdp_doctor.matrix.cases import Case, Scenario
@@ -136,6 +137,7 @@ class CaseRun:
                 control=runtime.control,
                 state=self._steps.state,
                 buffers=self._steps.buffers,
+                experts=find_experts_mesh(trainer.model),
             )
             return trainer
         return None

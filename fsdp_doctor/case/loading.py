@@ -73,9 +73,8 @@ class LoadingSteps:
     def take_reference(self, trainer: Trainer) -> None:
         self._recorder.enter("checkpoint")
         directory = self._runtime.name_directory(self._recorder.record)
-        self.state = CheckpointForms(self._checkpoint, self._scenario.checkpoint, trainer, directory).make_state(
-            self._contract
-        )
+        forms = CheckpointForms(self._checkpoint, self._scenario.checkpoint, trainer, directory)
+        self.state = forms.files if forms.files and self._method.is_fix else forms.make_state(self._contract)
 
     def note_state(self, trainer: Trainer) -> None:
         self._recorder.enter("fingerprint")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from fsdp_doctor.matrix.axes import FsdpVersion
+from fsdp_doctor.matrix.axes import CheckpointFit, FsdpVersion
 from fsdp_doctor.matrix.cases import AnyCase, Scenario
 from fsdp_doctor.matrix.contracts import Direction, Method
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
@@ -56,9 +56,11 @@ class MatrixMethod(Method):
         contract = self.contract
         if scenario.init.is_meta and contract.loads != "model":
             return False
+        whole_model = contract.loads == "model" and contract.weights == "own"
+        if scenario.checkpoint is CheckpointFit.HUB:
+            return whole_model and contract.given == "full"
         if scenario.checkpoint.saved_elsewhere:
             return self.is_fix or contract.given in ("dcp", "rank_files")
-        whole_model = contract.loads == "model" and contract.weights == "own"
         return scenario.checkpoint.is_of_every_method or whole_model
 
 

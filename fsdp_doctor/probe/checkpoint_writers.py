@@ -75,7 +75,7 @@ class CheckpointWriters:
         key = name_directory(case.scenario, self._job.scratch)
         if key not in self._results:
             num_writers = (
-                self._place.world_size if case.scenario.checkpoint is CheckpointFit.OTHER_RUN else self._saved_by
+                self._saved_by if case.scenario.checkpoint is CheckpointFit.OTHER_WORLD else self._place.world_size
             )
             self._results[key] = self._write(case, number, num_writers)
         result = self._results[key]
