@@ -16,7 +16,7 @@ import subprocess
 import sys
 from typing import TypedDict
 
-PACKAGES = ("fsdp-doctor", "torch", "transformers", "peft", "accelerate", "numpy")
+PACKAGES = ("fsdp-doctor", "torch", "transformers", "peft", "accelerate", "numpy", "vllm", "sglang", "verl")
 # The user's home directory in a worker where HOME is another one, because a framework may write there.
 USERS_HOME = "FSDP_DOCTOR_USERS_HOME"
 VARIABLES = (
