@@ -11,7 +11,7 @@ import torch
 from typing_extensions import assert_never
 
 from fsdp_doctor.case import built_scenario, checkpoints
-from fsdp_doctor.case.consumers import consume
+from fsdp_doctor.case.consumers import consume, prepare_consumer
 from fsdp_doctor.case.extraction import ExtractionSteps
 from fsdp_doctor.case.loading import LoadingSteps
 from fsdp_doctor.case.methods.lookup import (
@@ -116,6 +116,7 @@ class CaseRun:
         with recorder.record_exceptions():
             if reason := _explain_impossible(self._method, scenario, self._runtime):
                 raise Unsupported(reason)
+            prepare_consumer(scenario.consumer)
             trainer = kept or self._build()
             self._steps.take_reference(trainer)
             recorder.enter("offload")

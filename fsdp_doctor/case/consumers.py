@@ -99,6 +99,12 @@ def consume(consumer: Consumer, function: MethodFunction, given: MethodArguments
             assert_never(consumer)
 
 
+def prepare_consumer(consumer: Consumer) -> None:
+    """Starts the receiver that a consumer sends to, which takes seconds."""
+    if consumer.has_receiver and _sends():
+        start_receiver()
+
+
 def _sends() -> bool:
     return dist.get_rank() == 0
 

@@ -464,6 +464,12 @@ class Consumer(AxisValue):
         return self in (Consumer.KEEPS_VIEWS, Consumer.IN_PLACE, Consumer.LAZY, *_PACKED)
 
     @property
+    def has_receiver(self) -> bool:
+        """Whether rank 0 sends the entries to another process."""
+        alone = (Consumer.ALONE, Consumer.KEEPS_VIEWS, Consumer.IN_PLACE, Consumer.LAZY, Consumer.REPEATED)
+        return self not in (*alone, Consumer.STOPS)
+
+    @property
     def changes_streams(self) -> bool:
         """Whether it asks for entries on other streams than that of the call."""
         return self in _PACKED
