@@ -17,7 +17,7 @@ from typing import TypedDict
 
 from fsdp_doctor.machine.versions import read_installed_versions
 
-PACKAGES = ("fsdp-doctor", "torch", "transformers", "peft", "accelerate", "numpy")
+PACKAGES = ("fsdp-doctor", "torch", "transformers", "peft", "accelerate", "numpy", "vllm", "sglang", "verl")
 # The user's home directory in a worker where HOME is another one, because a framework may write there.
 USERS_HOME = "FSDP_DOCTOR_USERS_HOME"
 VARIABLES = (

@@ -455,15 +455,46 @@ class Consumer(AxisValue):
         "colocated",
         "every rank packs into one buffer, and goes on when it is acknowledged: vLLM's IPC sender",
     )
+    SHARED_DEVICE = "shared-device", "rank 0 broadcasts each entry to a receiver on the next rank's device: RLinf"
+    DUPLICATE = "duplicate", "the packed buffers are sent twice, and the receiver must refuse them the second time"
+    PARTIAL = "partial", "the packed buffers are sent without their end first, which the receiver must refuse"
     KEEPS_VIEWS = "keeps-views", "entries are kept, and read after the last one"
     IN_PLACE = "in-place", "each entry is overwritten once it has been read"
+    LAZY = "lazy", "the entries of a call are read after those of a second call were read and overwritten"
+    REPEATED = (
+        "repeated",
+        "eight calls: memory, streams, threads and descriptors that grow with each are a leak",
+    )
     STOPS = "stops", "rank 0 stops after three entries; then the method is called again"
     RAISES = "raises", "rank 0 raises after three entries, and all meet in a collective while it handles the error"
+    DIES = (
+        "dies",
+        "the receiver ends after three entries, and all meet while rank 0 handles the error",
+    )
 
     @property
     def needs_sender(self) -> bool:
         """Whether only methods that a framework sends with are tried with it."""
         return self is not Consumer.ALONE
+
+    @property
+    def keeps_entries(self) -> bool:
+        """Whether it takes entries for its own: it keeps them while it asks for others, or writes to them."""
+        return self in (Consumer.KEEPS_VIEWS, Consumer.IN_PLACE, Consumer.LAZY, *_PACKED)
+
+    @property
+    def has_receiver(self) -> bool:
+        """Whether rank 0 sends the entries to another process."""
+        alone = (Consumer.ALONE, Consumer.KEEPS_VIEWS, Consumer.IN_PLACE, Consumer.LAZY, Consumer.REPEATED)
+        return self not in (*alone, Consumer.STOPS)
+
+    @property
+    def changes_streams(self) -> bool:
+        """Whether it asks for entries on other streams than that of the call."""
+        return self in _PACKED
+
+
+_PACKED = (Consumer.PACKED, Consumer.STEP_IN_FLIGHT, Consumer.DUPLICATE, Consumer.PARTIAL)
 
 
 @dataclass(frozen=True, kw_only=True)

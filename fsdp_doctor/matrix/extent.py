@@ -121,8 +121,13 @@ _FULL_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         _vary_extraction(offloads=("none", "policy"), precision="fp32-compute", sharding="size1"),
         _vary_extraction(offloads=_EACH_KIND, context="no_grad"),
         _vary_extraction(offloads=_EACH_KIND, context="inference"),
-        # With these two a method of torch's hangs, which takes a deadline each.
-        *(_vary_extraction(_FSDP2, _NONE, _UNSTAGED, consumer=consumer) for consumer in ("stops", "raises")),
+        # With these a method of torch's hangs, which takes a deadline each.
+        *(_vary_extraction(_FSDP2, _NONE, _UNSTAGED, consumer=consumer) for consumer in ("stops", "raises", "dies")),
+        *(_vary_extraction(_FSDP2, _NONE, _UNSTAGED, consumer=consumer) for consumer in ("duplicate", "partial")),
+        *(
+            _vary_extraction(_BOTH, _EACH_KIND, _UNSTAGED, consumer=consumer)
+            for consumer in ("shared-device", "lazy", "repeated")
+        ),
         *(_vary_extraction(offloads=_EACH_KIND, stagings=_UNSTAGED, consumer=consumer) for consumer in _CONSUMERS),
         _vary_extraction(sharding="hsdp"),
         _vary_extraction(sharding="size1"),

@@ -87,6 +87,10 @@ def explain_impossible(method: MatrixMethod, scenario: Scenario) -> str:
     """Why the method cannot be tried in the scenario, wherever it runs; empty if it can."""
     if method.direction == "out" and method.contract.form == "optimizer" and not scenario.phase.is_trained:
         return "there is no optimizer state before the first step"
+    if scenario.consumer.keeps_entries and not method.contract.keeps:
+        return f"{method.name} promises an entry only until the next one, and {scenario.consumer} keeps it"
+    if scenario.consumer.changes_streams and method.contract.streams == "one":
+        return f"{method.name} promises its entries on one stream, and {scenario.consumer} asks on two"
     if method.direction == "in" and method.contract.loads != "model":
         if scenario.init.is_meta:
             return "an optimizer is loaded beside a model that has its weights, not beside one on the meta device"

@@ -55,7 +55,19 @@ def _choose_outcome(result: CaseResult, expected: Collection[str]) -> _Outcome:
             return "skipped"
         case "lost":
             return "error"
-        case "wrong" | "race" | "incomplete" | "misplaced" | "crash" | "hang" | "died" | "oom" | "poisoned" | "leak":
+        case (
+            "wrong"
+            | "race"
+            | "incomplete"
+            | "misplaced"
+            | "crash"
+            | "hang"
+            | "died"
+            | "oom"
+            | "poisoned"
+            | "leak"
+            | "order"
+        ):
             return "failure"
         case kind:
             assert_never(kind)

@@ -28,6 +28,7 @@ VerdictKind = Literal[
     "oom",
     "poisoned",
     "leak",
+    "order",
     "unsupported",
     "skipped",
     "lost",
@@ -45,7 +46,8 @@ MEANING: dict[VerdictKind, str] = {
     "died": "a process ended in the middle: a signal or an exit",
     "oom": "ran out of device or host memory",
     "poisoned": "the method worked, the next training step fails, or starts or ends with other weights",
-    "leak": "memory was not given back",
+    "leak": "memory was not given back, or grows with each call",
+    "order": "a hazard: two devices launch collectives in orders that wait for one another if each runs one at a time",
     "unsupported": "cannot be built here; the reason says why",
     "skipped": "not run, because its scenario already failed before any method could run",
     "lost": "the doctor's own fault: no result",
@@ -62,7 +64,7 @@ OWN_STAGES: tuple[Stage, ...] = ("checkpoint", "reference", "fingerprint", "veri
 # The stages in which the method under test works.
 _METHOD_STAGES = ("extract", "save", "load", "test")
 
-PROBLEM_ORDER: tuple[ProblemKind, ...] = ("wrong", "race", "incomplete", "misplaced", "poisoned", "leak")
+PROBLEM_ORDER: tuple[ProblemKind, ...] = ("wrong", "race", "incomplete", "misplaced", "poisoned", "leak", "order")
 
 _CASCADE = re.compile(
     r"connection closed by peer|connection reset by peer|broken pipe|connection was closed"

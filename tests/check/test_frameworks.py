@@ -193,6 +193,13 @@ def test_trl_syncs_fsdp1_by_summoning_and_a_backend_with_gloo_is_mixed() -> None
     assert ids(use_of(result, "model"))[-1] == "fsdp1-orig/none/unstaged/summon_full_params"
 
 
+def test_a_sender_of_trls_async_grpo_whose_engine_fails_is_a_known_hang() -> None:
+    found = of_kind(checked("trainer.json", "weight_sync_steps=1", "fsdp_config.fsdp_version=2"), "known")
+    (hang,) = [finding for finding in found if finding.entry == "consumer-leaves-the-others-in-a-gather"]
+    assert all("/dies/" in case for case in hang.cases)
+    assert hang.cases
+
+
 def test_a_word_that_fsdp_does_not_have_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="'ofload'"):
         checked("trainer.json", "fsdp=full_shard ofload")
