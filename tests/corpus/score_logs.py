@@ -1,4 +1,4 @@
-"""Scores `explain` on logs from public threads: ``python tests/corpus/score_logs.py [SET]...``, the sets of ``logs.toml``.
+"""Scores `explain` on logs from public threads: ``python tests/corpus/score_logs.py [SET]...``.
 
 ``logs.toml`` says where each log is from and what is to be said of it. Half of the logs, by the hash of their names,
 was not shown to `explain` until the work on it was done: the score of the unseen half is the one that counts.
