@@ -445,6 +445,21 @@ def test_a_key_that_a_version_does_not_read_cannot_stop_it() -> None:
     assert not list_cases(check(asked, framework_version="5.10"))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "model"),
+    [
+        (
+            ["actor.backend=fsdp:d4", "rollout.use_lora=true", "actor.use_lora=${rollout.use_lora}"],
+            "qwen3-lora",
+        ),
+        (["actor.backend=fsdp:d4", "actor.use_lora=false", "actor.lora_rank=16"], "qwen3"),
+        (["model.name=x", "model.dp_replicate=1", "model.optim_cpu_offload=false", "model.lora.r=1"], "qwen3-lora"),
+    ],
+)
+def test_a_flag_or_a_table_asks_for_an_adapter(arguments: list[str], model: str) -> None:
+    assert str(use_of(checked(*arguments), "actor").scenario.model) == model
+
+
 # verl's older releases
 
 
