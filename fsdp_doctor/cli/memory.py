@@ -23,6 +23,7 @@ from fsdp_doctor.cli.options import (
 from fsdp_doctor.cli.selection import Selected, SelectionOptions, declare_axis
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
 from fsdp_doctor.machine import devices, imports
+from fsdp_doctor.machine.terminal import measure_width
 from fsdp_doctor.matrix.axes import Sharding, Strategy
 from fsdp_doctor.matrix.training_size import SMALL_STEP, TrainingSize
 from fsdp_doctor.plan.job import MOST_LAYERS
@@ -191,7 +192,7 @@ def plan(
 
     planner = Planner()
     plan = planner.plan(job_setup)
-    sys.stdout.write(render_plan_text(plan, planner.advise(plan)))
+    sys.stdout.write(render_plan_text(plan, planner.advise(plan), measure_width(160)))
     if json_file is not None:
         output.write(json_file, render_plan_json(plan))
     if svg is not None:

@@ -176,6 +176,7 @@ class Explanation:
     summary: torchrun's. dropped: the number of exceptions that were too many to keep. truncated: files that were not
     read to their end. dumps: how many of the files were dumps of a flight recorder.
     killed_for_memory: where the log says that a process was killed for lack of host memory; empty where it does not.
+    torch: the version that the log names; empty where it names none.
     """
 
     showing: Showing
@@ -193,6 +194,7 @@ class Explanation:
     truncated: tuple[str, ...] = ()
     dumps: int = 0
     killed_for_memory: str = ""
+    torch: str = ""
 
     @property
     def grade(self) -> Grade | None:
@@ -297,6 +299,7 @@ class _Logs:
             truncated=tuple(self._truncated),
             dumps=len(self._dumps),
             killed_for_memory=self._killed_for_memory,
+            torch=self._clues.torch,
         )
 
     def _collect_evidence(self, group: Group) -> Evidence:

@@ -108,6 +108,11 @@ class RankSession:
     def pytest_collection(self) -> bool:
         return True
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_timeout_set_timer(self) -> bool:
+        """Leaves the time limit to the supervisor, who stops all ranks together."""
+        return True
+
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             self._collection_errors.append(report)

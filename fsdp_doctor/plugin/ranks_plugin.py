@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ _Section = tuple[str, str]
 # faulthandler writes this for a thread of C++.
 _NO_FRAME = "<no Python frame>"
 _PRINTED: pytest.StashKey[list[tuple[str, str]]] = pytest.StashKey()
+_LIMIT: pytest.StashKey[float] = pytest.StashKey()
 _OUTCOME: pytest.StashKey[PhaseOutcome] = pytest.StashKey()
 
 
@@ -39,7 +41,7 @@ class RanksPlugin:
         self._num_tests = 0
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        if not any(item.get_closest_marker(name) for name in ("fsdp", "ranks")):
+        if not _is_marked(item):
             return
         mistake = ""
         try:
@@ -55,6 +57,14 @@ class RanksPlugin:
         self._still_whole = True
         item.stash[_PRINTED] = []
         self._run_on_ranks(item, "setup")
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> bool | None:
+        """Makes the time limit of pytest-timeout that of the ranks, at whose end their stacks are shown."""
+        if not _is_marked(item):
+            return None
+        item.stash[_LIMIT] = settings.timeout
+        return True
 
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
         if self._running is None:
@@ -107,7 +117,7 @@ class RanksPlugin:
         request = PhaseRequest(
             needs=self._running.needs,
             command=command,
-            timeout=self._running.timeout,
+            timeout=min(filter(None, (self._running.timeout, item.stash.get(_LIMIT, None))), default=None),
             builds_model=item.get_closest_marker("fsdp") is not None,
         )
         try:
@@ -178,7 +188,9 @@ class PhaseOutcome:
             kind = "" if self.verdict.kind == "crash" else f"{self.verdict.kind}: "
             # What pytest.fail() raises is named so again where it is raised here.
             reason = self.verdict.reason.replace("Failed: ", "", 1)
-            pytest.fail("\n".join([kind + reason, *self.verdict.also]), pytrace=False)
+            # Of some of the ranks the reason names them itself.
+            where = "every rank: " if not kind and len(self.verdict.ranks) == self.num_ranks > 1 else ""
+            pytest.fail("\n".join([where + kind + reason, *self.verdict.also]), pytrace=False)
         if self.silent and self.phase != "teardown":
             pytest.fail(f"{name_ranks(self.silent)} reported nothing of the test", pytrace=False)
         if self.xfailed:
@@ -259,3 +271,7 @@ def _collect_output(report: RankReport, own: pytest.TestReport | None, phase: Te
     of_rank = name_ranks([report.rank])
     printed = [(f"Captured stdout {phase} of {of_rank}, with stderr", report.output)] if report.output.strip() else []
     return printed + [(f"{title} of {of_rank}", text) for title, text in (own.sections if own else ())]
+
+
+def _is_marked(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("fsdp", "ranks"))
