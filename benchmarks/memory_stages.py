@@ -38,8 +38,8 @@ from fsdp_doctor.matrix.cases import Scenario, make_scenario
 from fsdp_doctor.matrix.training_size import TrainingSize
 from fsdp_doctor.memory.stage_watch import StageWatch
 from fsdp_doctor.memory_use.records import MemoryFile, StageMemory, format_memory_file, read_memory_file
+from fsdp_doctor.plan.job import MODEL_SHAPES
 from fsdp_doctor.plan.meta_model import build_on_meta
-from fsdp_doctor.plan.named_shapes import MODEL_SHAPES
 from fsdp_doctor.probe.worker import import_what_cases_need
 
 # Of the mixture of experts, layers of 0.6 billion parameters each: as many as leave room for AdamW on two devices.

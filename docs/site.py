@@ -1,13 +1,21 @@
-"""What mkdocs.yml cannot say: addresses, the pages of a folder, links out of docs/, the page of the merged report."""
+"""What mkdocs.yml cannot say: addresses, the pages of a folder, links out of docs/, and the pages that are made.
+
+These are the page of the merged report, and one for each entry of the catalogue of known failures.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import pathlib
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from fsdp_doctor.explain.text import make_command
+from fsdp_doctor.known.catalogue import read_catalogue
+from fsdp_doctor.known.failures import KnownFailure
 from fsdp_doctor.page import render_page
 from fsdp_doctor.versions.merged import read_merged
 
@@ -27,10 +35,48 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the page of the merged report, which is not committed."""
-    page = render_page(read_merged(_DOCS / "compat" / "merged.json.gz"))
-    files.append(File.generated(config, "compat/index.html", content=page))
+    pages = {"compat/index.html": render_page(read_merged(_DOCS / "compat" / "merged.json.gz"))}
+    pages["failures/index.md"] = "\n".join(_list_failures())
+    pages |= {f"failures/{entry.short_code}.md": "\n\n".join(_describe(entry)) for entry in read_catalogue()}
+    for name, content in pages.items():
+        files.append(File.generated(config, name, content=content))
     return files
+
+
+def _list_failures() -> Iterator[str]:
+    yield "# Known failures\n\n| code | verdict | failure |\n|---|---|---|"
+    for entry in read_catalogue():
+        yield f"| [{entry.short_code}]({entry.short_code}.md) | {entry.verdict} | {_escape(entry.title)} |"
+
+
+def _describe(entry: KnownFailure) -> Iterator[str]:
+    """The paragraphs of an entry's page."""
+    yield f"# {entry.short_code}: {_escape(entry.title)}"
+    torch = f", torch {entry.torch}" if entry.torch else ""
+    yield f"`{entry.id}`: [{entry.verdict}](../verdicts.md){torch}."
+    for heading, text in {"Cause": entry.cause, "How to see it": entry.check, "Remedy": entry.remedy}.items():
+        if text:
+            yield f"**{heading}.** {_escape(text)}"
+    if entry.code:
+        yield f"```python\n{entry.code.strip()}\n```"
+    for framework, remedy in entry.remedies.items():
+        yield f"**In {framework}.** {_escape(remedy)}"
+    yield f"**References.** {', '.join(map(_link, entry.references))}"
+    if command := make_command(entry):
+        yield f"**Reproduce.**\n\n```\n{command}\n```"
+    if entry.measured:
+        page = f"../compat/index.html#entry-{entry.id}"
+        yield f"**Measured with torch, by device.** [{'; '.join(entry.measured)}]({page})"
+
+
+def _link(reference: str) -> str:
+    url = f"https://github.com/{reference.replace('#', '/issues/')}"
+    return f"[{reference}]({url})" if "#" in reference else f"`{reference}`"
+
+
+def _escape(text: str) -> str:
+    """Plain text as Markdown: names and patterns have characters that mean something there."""
+    return re.sub(r"([\\`*_<>\[\]|#])", r"\\\1", text)
 
 
 def _expanded(entry: Any) -> Any:

@@ -12,7 +12,6 @@ wait for it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pathlib
 import re
@@ -30,9 +29,9 @@ import psutil
 
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine.versions import is_at_least, read_installed_versions
+from fsdp_doctor.probe.processes import adopt_orphans
 from fsdp_doctor.report.layout import find_main_thread
 
-_PR_SET_CHILD_SUBREAPER = 36
 # Frames of torch, of other packages and of Python itself.
 _OTHERS = re.compile(r"/torch/|-packages/|/lib/python|<frozen ")
 _STACK_BEGINS = ("Fatal Python error", "Current thread", "Thread 0x")
@@ -197,8 +196,7 @@ def run(command: Sequence[str], *, output: pathlib.Path, dumps: pathlib.Path, ha
     the command cannot be started.
     """
     # So that processes which a command leaves behind are below this one, and can be ended.
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     dumps.mkdir()
     environment = {**_choose_diagnostic_variables(dumps), **os.environ}
     begun = time.monotonic()

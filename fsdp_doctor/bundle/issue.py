@@ -140,20 +140,17 @@ def _list_failed_ranks(evidence: FailureEvidence) -> list[str]:
 
 
 def _describe_versions(evidence: FailureEvidence) -> str:
+    """The versions that it failed with: of the report, of the command's machine, or what the log says of them."""
+    explanation = evidence.explanation
+    if evidence.report is None and evidence.run is None and explanation is not None:
+        return f"torch {explanation.torch} (of the log)" if explanation.torch else "the log does not name its torch"
     facts = evidence.report.environment if evidence.report is not None else evidence.environment
     packages = facts.get("packages", {})
     parts = [f"{name} {packages[name]}" for name in _VERSIONS if name in packages]
     parts += [f"Python {facts['python']}"] if "python" in facts else []
     parts += [f"CUDA {facts['cuda']}"] if facts.get("cuda") else []
     parts += [f"{count} x {name}" for name, count in Counter(facts.get("accelerators", [])).items()]
-    return f"{', '.join(parts)}{_name_origin_of_versions(evidence)}"
-
-
-def _name_origin_of_versions(evidence: FailureEvidence) -> str:
-    """The source of the versions: a log does not say where it was written."""
-    if evidence.report is not None:
-        return " (of the report)"
-    return "" if evidence.run is not None else " (where the bundle was made)"
+    return f"{', '.join(parts)}{' (of the report)' if evidence.report is not None else ''}"
 
 
 def _reproduce_line(evidence: FailureEvidence, chosen: ChosenCase | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import ipaddress
+import math
 import os
 import pathlib
 import re
@@ -23,10 +24,23 @@ else:
 
 @dataclass(frozen=True)
 class Rule:
-    """Private text of one kind; ``x`` is the group of ``pattern`` that is replaced."""
+    """Private text of one kind; ``x`` is the group of ``pattern`` that is replaced.
+
+    entropy: the least of what is private, in bits for each character, as detect-secrets has it.
+    """
 
     kind: str
     pattern: re.Pattern[str]
+    entropy: float = 0
+
+    def find(self, text: str) -> Iterator[str]:
+        """Each private text in ``text``."""
+        return filter(self.is_random, _matches([self.pattern], text))
+
+    def is_random(self, value: str) -> bool:
+        """Whether its characters are mixed enough to be private."""
+        shares = [count / len(value) for count in Counter(value).values()]
+        return -sum(share * math.log2(share) for share in shares) >= self.entropy
 
 
 _DATA = tomllib.loads(pathlib.Path(__file__).with_name("private_text.toml").read_text(encoding="utf-8"))
@@ -40,7 +54,8 @@ def _compile(pattern: str) -> re.Pattern[str]:
 
 _BEGIN = _DATA["fragments"]["begin"]
 _RULES = tuple(
-    Rule(rule["kind"], _compile(rule.get("pattern") or f"{_BEGIN}(?P<x>{rule['form']})")) for rule in _DATA["rules"]
+    Rule(rule["kind"], _compile(rule.get("pattern") or f"{_BEGIN}(?P<x>{rule['form']})"), rule.get("entropy", 0))
+    for rule in _DATA["rules"]
 )
 _HOSTS, _USERS = (tuple(map(_compile, _DATA[name])) for name in ("hosts", "users"))
 _NOBODY, _NOT_SECRET, _PUBLIC_HOSTS = (_compile(_DATA[name]) for name in ("nobody", "not_secret", "public_hosts"))
@@ -187,9 +202,9 @@ class Redactor:
         self._names["user name"] |= set(filter(_is_name, _matches(_USERS, text)))
         for rule in _RULES:
             if rule.kind in self._names:
-                self._names[rule.kind] |= set(filter(_is_name, _matches([rule.pattern], text)))
+                self._names[rule.kind] |= set(filter(_is_name, rule.find(text)))
             elif rule.kind not in _PERSONAL:
-                for value in filter(_is_remarkable, _matches([rule.pattern], text)):
+                for value in filter(_is_remarkable, rule.find(text)):
                     self._secrets.add(value)
                     self._kinds.setdefault(value, rule.kind)
 
@@ -206,7 +221,7 @@ class Redactor:
         for home in sorted(self._homes, key=len, reverse=True):
             text = _match_whole(home).sub(self._make_replacement("home directory"), text)
         for rule in _RULES:
-            text = rule.pattern.sub(self._make_group_replacement(rule.kind), text)
+            text = rule.pattern.sub(self._make_group_replacement(rule), text)
         text = self._replace_names(text, "named key or secret", self._secrets, re.RegexFlag(0))
         text = replace_hosts(text, lambda host: self._choose_placeholder("host", host))
         text = replace_addresses(text, lambda address: self._choose_placeholder(_classify_address(address), address))
@@ -246,15 +261,15 @@ class Redactor:
     def _make_replacement(self, kind: str) -> Callable[[re.Match[str]], str]:
         return lambda match: self._choose_placeholder(kind, match[0])
 
-    def _make_group_replacement(self, kind: str) -> Callable[[re.Match[str]], str]:
+    def _make_group_replacement(self, rule: Rule) -> Callable[[re.Match[str]], str]:
         def replace_group(match: re.Match[str]) -> str:
             value = match["x"]
             begin, end = (at - match.start() for at in match.span("x"))
             # Code has the name as its value, too: password=password.
-            is_harmless = kind not in _PERSONAL and (_NOT_SECRET.fullmatch(value) or value in match[0][:begin])
-            if is_harmless or IS_PLACEHOLDER.match(value):
+            is_harmless = rule.kind not in _PERSONAL and (_NOT_SECRET.fullmatch(value) or value in match[0][:begin])
+            if is_harmless or not rule.is_random(value) or IS_PLACEHOLDER.match(value):
                 return match[0]
-            return match[0][:begin] + self._choose_placeholder(kind, value) + match[0][end:]
+            return match[0][:begin] + self._choose_placeholder(rule.kind, value) + match[0][end:]
 
         return replace_group
 

@@ -269,6 +269,8 @@ def _derive_units(scenario: Scenario) -> Counter[UnitKind]:
     units: Counter[UnitKind] = Counter({"root": 1, "decoder layer": models.NUM_LAYERS})
     if scenario.version == 2 and not scenario.model.is_tied:
         units["embedding"] = 1
+    if scenario.sharding.divides_experts:
+        units["other"] = _LAYERS
     if scenario.version == 1 and scenario.model.has_adapters:
         units["adapter"] = 2 * _ADAPTED_LINEARS * models.NUM_LAYERS
     return units
@@ -287,6 +289,10 @@ def _derive_spreads(scenario: Scenario, ranks: int) -> frozenset[Spread]:
         case Sharding.TP:
             alone: Spread = (("sharded", ranks // 2),)
             return frozenset({alone, (*alone, ("sharded", 2))})
+        case Sharding.EXPERTS_2D:
+            return frozenset({(("sharded", ranks),), (("sharded", ranks // 2), ("sharded", 2))})
+        case Sharding.HIDDEN_EXPERTS:
+            return frozenset({(("sharded", ranks),), (("sharded", ranks // 2),)})
         case _:
             assert_never(scenario.sharding)
 
@@ -299,7 +305,7 @@ def _derive_groups(scenario: Scenario) -> int | None:
             return 2
         case Sharding.HSDP | Sharding.SIZE1:
             return 2 if scenario.version == 2 else 1
-        case Sharding.TP:
+        case Sharding.TP | Sharding.EXPERTS_2D | Sharding.HIDDEN_EXPERTS:
             return None
         case _:
             assert_never(scenario.sharding)

@@ -11,7 +11,7 @@ import torch
 from typing_extensions import assert_never
 
 from fsdp_doctor.case import built_scenario, checkpoints
-from fsdp_doctor.case.consumers import consume
+from fsdp_doctor.case.consumers import consume, prepare_consumer
 from fsdp_doctor.case.extraction import ExtractionSteps
 from fsdp_doctor.case.loading import LoadingSteps
 from fsdp_doctor.case.methods.lookup import (
@@ -24,8 +24,10 @@ from fsdp_doctor.case.methods.lookup import (
 )
 from fsdp_doctor.case.recorder import Recorder, RecordSink, SharedOutcome
 from fsdp_doctor.case.runtime import Runtime
+from fsdp_doctor.case.sharding import find_experts_mesh
 from fsdp_doctor.case.side_effects import SideEffects, read_torch_functions
 from fsdp_doctor.case.trainer import Trainer, Unsupported
+from fsdp_doctor.matrix.axes import Consumer
 from fsdp_doctor.matrix.cases import Case, Scenario
 from fsdp_doctor.matrix.contracts import Contract, Direction
 from fsdp_doctor.matrix.methods import MatrixMethod, explain_impossible, find_method, is_user_method
@@ -113,6 +115,9 @@ class CaseRun:
         """Builds and trains the model, or takes the kept one; offloads and stages it. None where that failed."""
         recorder, scenario = self._recorder, self._scenario
         with recorder.record_exceptions():
+            if reason := _explain_impossible(self._method, scenario, self._runtime):
+                raise Unsupported(reason)
+            prepare_consumer(scenario.consumer)
             trainer = kept or self._build()
             self._steps.take_reference(trainer)
             recorder.enter("offload")
@@ -136,6 +141,7 @@ class CaseRun:
                 control=runtime.control,
                 state=self._steps.state,
                 buffers=self._steps.buffers,
+                experts=find_experts_mesh(trainer.model),
             )
             return trainer
         return None
@@ -190,8 +196,6 @@ class CaseRun:
 
     def _build(self) -> Trainer:
         self._recorder.enter("build")
-        if reason := _explain_impossible(self._method, self._scenario, self._runtime):
-            raise Unsupported(reason)
         return self._steps.build()
 
     def _is_called_again(self) -> bool:
@@ -283,6 +287,8 @@ def _explain_impossible(method: MatrixMethod, scenario: Scenario, runtime: Runti
     """Why the method cannot be tried in this scenario; empty if it can."""
     if reason := explain_impossible(method, scenario):
         return reason
+    if scenario.consumer is Consumer.SHARED_DEVICE and (runtime.device.type != "emulated" or runtime.world_size == 1):
+        return "the order of launches is seen on the emulated device alone, with 2 ranks or more"
     on_disk = method.name == "dcp" or method.contract.given in ("dcp", "rank_files")
     if on_disk and runtime.num_nodes > 1:
         return "the checkpoint directory is not shared between the nodes"

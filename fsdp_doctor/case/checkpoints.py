@@ -27,12 +27,14 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from typing_extensions import assert_never
 
-from fsdp_doctor.case import local_pieces, lora_reference, reference
+from fsdp_doctor.case import local_pieces, lora_reference, models, reference
 from fsdp_doctor.case.local_pieces import Full, cut_part
 from fsdp_doctor.case.runtime import Runtime
-from fsdp_doctor.case.trainer import Start, Trainer
+from fsdp_doctor.case.sharding import read_contents
+from fsdp_doctor.case.trainer import Start, Trainer, find_data_rank
 from fsdp_doctor.case.training_state import StepOutcome, digest_outcome, train_one_step
 from fsdp_doctor.fsdp import reader
+from fsdp_doctor.fsdp.reader import ModelTensor
 from fsdp_doctor.matrix.axes import CheckpointFit, Offload, Phase, Sharding
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.matrix.contracts import Contract, Loads
@@ -41,7 +43,7 @@ EXTRA_KEY = "extra.weight"
 _EXTRA_SHAPE = (3, 3)
 # Of AdamW: not those of the run that is saved, so that a load which does not bring them is seen.
 _OTHER_OPTIONS = {"lr": 5e-4, "weight_decay": 0.1}
-_DCP, _RANK_FILES = "dcp", "rank_files"
+_DCP, _RANK_FILES, _HUB = "dcp", "rank_files", "hub"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,8 @@ def take(scenario: Scenario, runtime: Runtime, save: Callable[[Trainer], None] =
 
     save: called after the second step too.
     """
-    trainer = Trainer(find_source(scenario), runtime, start=Start(same_batches=_needs_same_batches(scenario)))
+    start = Start(same_batches=_needs_same_batches(scenario), saves=scenario.checkpoint is CheckpointFit.OTHER_WORLD)
+    trainer = Trainer(find_source(scenario), runtime, start=start)
     trainer.step()
     trainer.step()
     truth = reference.take(trainer.model, trainer.optimizer, runtime)
@@ -116,7 +119,12 @@ def save(scenario: Scenario, runtime: Runtime) -> None:
     """Takes the checkpoint of a scenario and leaves it for processes that come later. Every rank must call it."""
     directory = name_directory(scenario, runtime.scratch)
     directory.mkdir(parents=True, exist_ok=True)
-    checkpoint = take(scenario, runtime, lambda trainer: save_as_frameworks(trainer, directory))
+    is_of_hub = scenario.checkpoint is CheckpointFit.HUB
+    checkpoint = take(scenario, runtime, lambda trainer: None if is_of_hub else save_as_frameworks(trainer, directory))
+    if runtime.rank == 0 and is_of_hub:
+        unsharded: Any = models.build(scenario.model, scenario.dims, runtime.custom_model)
+        unsharded.load_state_dict(checkpoint.weights)
+        unsharded.save_pretrained(directory / _HUB)
     if runtime.rank == 0:
         torch.save((runtime.world_size, dataclasses.replace(checkpoint, raw_optimizer={})), directory / "whole.pt")
     torch.save((checkpoint.data_position, checkpoint.went_on), directory / f"rank_{runtime.rank}.pt")
@@ -155,11 +163,13 @@ def _read(scenario: Scenario, runtime: Runtime) -> Checkpoint:
     saved_by: int
     checkpoint: Checkpoint
     saved_by, checkpoint = torch.load(directory / "whole.pt", weights_only=False)
-    position, went_on = torch.load(directory / f"rank_{runtime.rank % saved_by}.pt")
+    is_of_as_many = saved_by == runtime.world_size
+    rank = runtime.rank if is_of_as_many else find_data_rank(scenario.sharding, runtime) % saved_by
+    position, went_on = torch.load(directory / f"rank_{rank}.pt")
     return dataclasses.replace(
         checkpoint,
         data_position=position,
-        went_on=went_on if saved_by == runtime.world_size else None,
+        went_on=went_on if is_of_as_many else None,
         directory=directory,
     )
 
@@ -174,6 +184,7 @@ def _make_saved_weights(checkpoint: Checkpoint, fit: CheckpointFit) -> dict[str,
             | CheckpointFit.TIED_TWICE
             | CheckpointFit.OTHER_RUN
             | CheckpointFit.OTHER_WORLD
+            | CheckpointFit.HUB
         ):
             return saved
         case CheckpointFit.BF16:
@@ -269,15 +280,26 @@ class SavedCheckpoints:
         return digest_outcome(trainer.model, trainer.optimizer)
 
 
+def _read_files(directory: pathlib.Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {
+        name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }
+
+
 class CheckpointForms:
     """Brings a checkpoint into the form that a method asks for, by hand where torch's function is under test.
 
-    Every rank must call every method alike. directory: not yet made.
+    Every rank must call every method alike. directory: not yet made. files: those that save_pretrained wrote; None of
+    another checkpoint.
     """
 
     def __init__(self, checkpoint: Checkpoint, fit: CheckpointFit, trainer: Trainer, directory: pathlib.Path) -> None:
         self._checkpoint = checkpoint
-        self._weights = _make_saved_weights(checkpoint, fit)
+        files = checkpoint.directory / _HUB if checkpoint.directory and fit is CheckpointFit.HUB else None
+        self.files = files
+        self._weights = _read_files(files) if files is not None else _make_saved_weights(checkpoint, fit)
         self._model = trainer.model
         self._runtime = trainer.runtime
         self._scenario = trainer.scenario
@@ -316,21 +338,22 @@ class CheckpointForms:
         like = self._find_sharded_tensors()
         return {name: self._make_sharded(like.get(name), tensor) for name, tensor in self._weights.items()}
 
-    def _find_sharded_tensors(self) -> dict[str, torch.Tensor | None]:
+    def _find_sharded_tensors(self) -> dict[str, ModelTensor | None]:
         """Maps the name of each entry to the tensor whose sharding it takes; None for a tensor that FSDP1 shards by its
         first dim.
         """
-        contents = reader.read(self._model)
-        like: dict[str, torch.Tensor | None] = {name: t.tensor for t in contents.list_tensors() for name in t.names}
+        contents = read_contents(self._model)
+        like: dict[str, ModelTensor | None] = {name: t for t in contents.list_tensors() for name in t.names}
         return like | dict.fromkeys(name for unit in contents.fsdp1_units for names in unit.names for name in names)
 
-    def _make_sharded(self, like: torch.Tensor | None, full: torch.Tensor) -> torch.Tensor:
+    def _make_sharded(self, like: ModelTensor | None, full: torch.Tensor) -> torch.Tensor:
         device = self._runtime.device
         mesh = self._runtime.make_mesh(self._scenario.sharding)
         num_shards = mesh.size(mesh.ndim - 1)
-        if isinstance(like, DTensor):
-            mesh, placements = like.device_mesh, like.placements
-            local = cut_part(like, full).clone().to(device)
+        shape = full.shape
+        if like is not None and isinstance(like.tensor, DTensor):
+            mesh, placements, shape = like.tensor.device_mesh, like.tensor.placements, like.tensor.shape
+            local = cut_part(like.placed, full).clone().to(device)
         elif like is None and self._is_sharded_by_fsdp1(full) and num_shards > 1:
             placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
             chunks = full.chunk(num_shards)
@@ -339,7 +362,7 @@ class CheckpointForms:
         else:
             return full.clone().to(device)
         return DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=full.shape, stride=full.contiguous().stride()
+            local, mesh, placements, run_check=False, shape=shape, stride=full.contiguous().stride()
         )
 
     def _is_sharded_by_fsdp1(self, full: torch.Tensor) -> bool:

@@ -6,20 +6,29 @@ entry. Its results are then verified in the same way as the entries of a method.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import ctypes
 import functools
+import gc
+import importlib.util
 import itertools
-from collections.abc import Callable, Iterator
+import operator
+import pathlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
+import psutil
 import torch
 import torch.distributed as dist
 from typing_extensions import assert_never
 
 from fsdp_doctor.case.methods.lookup import MethodArguments, MethodFunction
-from fsdp_doctor.case.receiver import start_receiver
+from fsdp_doctor.case.receiver import ReceiverGoneError, SentBucket, TensorHeader, start_receiver
 from fsdp_doctor.case.yielded import iterate_entries
-from fsdp_doctor.engines.packed_bucket import PackedBucket, packed_buckets, read_bucket
+from fsdp_doctor.engines.packed_bucket import packed_buckets, read_bucket
+from fsdp_doctor.extract.host_copies import view_as_bytes
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.matrix.axes import Consumer
 from fsdp_doctor.verdict.records import ProblemKind
@@ -29,8 +38,21 @@ _Note: TypeAlias = Callable[[ProblemKind, str], None]
 
 # Less than the largest tensor of the built-in models, and more than most.
 _BUFFER_BYTES = 128 << 10
+_NUM_BUFFERS = 2
 _ENTRIES_BEFORE_THE_END = 3
 _SECONDS_OF_A_SLOW_RECEIVER = 0.005
+# What grows in each of these calls but the first grows with every call.
+_CALLS = 7
+# What is read after each of them, and by how much it may grow.
+_NOISE = {
+    "bytes of device memory": 0,
+    "bytes of reserved device memory": 0,
+    # That of some 25 collectives grows by about half of it.
+    "bytes of host memory": 64 << 10,
+    "open descriptors": 0,
+    "threads": 0,
+    "streams": 0,
+}
 
 
 class ConsumerError(RuntimeError):
@@ -38,105 +60,224 @@ class ConsumerError(RuntimeError):
 
 
 def consume(consumer: Consumer, function: MethodFunction, given: MethodArguments, note: _Note) -> Any:
-    """Calls the method, and passes its result to the consumer. note: for a race that was detected."""
+    """Calls the method, and passes its result to the consumer. note: for what is found while it is consumed."""
     pull = functools.partial(function, given)
     match consumer:
         case Consumer.ALONE:
             return pull()
         case Consumer.SECOND_GROUP:
-            return _send_each(iterate_entries(pull()), 0.0)
+            return _send_each(iterate_entries(pull()), note)
         case Consumer.SLOW:
-            return _send_each(iterate_entries(pull()), _SECONDS_OF_A_SLOW_RECEIVER)
+            return _send_each(iterate_entries(pull()), note, _SECONDS_OF_A_SLOW_RECEIVER)
         case Consumer.PACKED:
             return _send_packed(pull, given, note)
         case Consumer.STEP_IN_FLIGHT:
             return _send_packed(pull, given, note, before=functools.partial(_write_weights, given))
+        case Consumer.DUPLICATE:
+            return _send_packed(pull, given, note, send=_send_again)
+        case Consumer.PARTIAL:
+            return _send_packed(pull, given, note, send=_send_a_part)
         case Consumer.COLOCATED:
-            return _send_colocated(iterate_entries(pull()), given)
+            return _send_colocated(iterate_entries(pull()), given, note)
+        case Consumer.SHARED_DEVICE:
+            return _send_over_devices(pull, given, note)
         case Consumer.KEEPS_VIEWS:
             return iter(list(iterate_entries(pull())))
         case Consumer.IN_PLACE:
             return _overwrite(iterate_entries(pull()))
+        case Consumer.LAZY:
+            return _read_after_another_call(pull)
+        case Consumer.REPEATED:
+            return _call_repeatedly(pull, given, note)
         case Consumer.STOPS:
             return _stop(pull, given)
         case Consumer.RAISES:
-            return _raise(pull, given)
+            return _fail(pull, given, note, _raise)
+        case Consumer.DIES:
+            return _fail(pull, given, note, _end_receiver)
         case _:
             assert_never(consumer)
+
+
+def prepare_consumer(consumer: Consumer) -> None:
+    """Starts the receiver that a consumer sends to, which takes seconds."""
+    if consumer.has_receiver and _sends():
+        start_receiver()
 
 
 def _sends() -> bool:
     return dist.get_rank() == 0
 
 
-def _send_each(entries: _Entries, seconds: float) -> _Entries:
-    devices = {}
-    for name, tensor in entries:
+class _Delivery:
+    """A sync of rank 0's: what it sends to the receiver, and what the receiver has in the end."""
+
+    def __init__(self, note: _Note) -> None:
+        self._note = note
+        self._devices: dict[str, torch.device] = {}
         if _sends():
-            devices[name] = tensor.device
-            start_receiver().send({name: tensor.detach().cpu()}, seconds)
+            # What a sync that failed has left.
+            start_receiver().take()
+
+    def watch(self, entries: _Entries) -> _Entries:
+        for name, tensor in entries:
+            self._devices[name] = tensor.device
+            yield name, tensor
+            del tensor
+
+    def send(self, bucket: SentBucket) -> None:
+        self.check(start_receiver().send(bucket))
+
+    def send_to_be_refused(self, bucket: SentBucket) -> None:
+        if not start_receiver().send(bucket):
+            self._note("wrong", f"the receiver takes what it should refuse, from {bucket.headers[0].name} on")
+
+    def check(self, refusal: str) -> None:
+        if refusal:
+            self._note("wrong", f"the receiver refuses what is sent: {refusal}")
+
+    def take(self) -> _Entries:
+        """Yields the receiver's tensors, each on the device of the tensor that was sent; nothing on another rank."""
+        if _sends():
+            for name, tensor in start_receiver().take().items():
+                yield name, tensor.to(self._devices[name])
+
+
+def _make_bucket(tensors: Iterable[tuple[str, torch.Tensor]], seconds: float = 0.0) -> SentBucket:
+    on_host = [(name, tensor.detach().cpu().contiguous()) for name, tensor in tensors]
+    headers = [TensorHeader(name, tensor.shape, tensor.dtype) for name, tensor in on_host]
+    return SentBucket(torch.cat([view_as_bytes(tensor) for _, tensor in on_host]), headers, seconds)
+
+
+def _send_each(entries: _Entries, note: _Note, seconds: float = 0.0) -> _Entries:
+    delivery = _Delivery(note)
+    for name, tensor in delivery.watch(entries):
+        if _sends():
+            delivery.send(_make_bucket([(name, tensor)], seconds))
         else:
             yield name, tensor
         del tensor
-    yield from _take_received(devices)
-
-
-def _take_received(devices: dict[str, torch.device]) -> _Entries:
-    """Yields the receiver's tensors, each on the device of the tensor that was sent; nothing on a rank that sends
-    nothing.
-    """
-    if _sends():
-        for name, tensor in start_receiver().take().items():
-            yield name, tensor.to(devices[name])
+    yield from delivery.take()
 
 
 def _send_packed(
-    pull: Callable[[], Any], given: MethodArguments, note: _Note, before: Callable[[], None] = lambda: None
+    pull: Callable[[], Any],
+    given: MethodArguments,
+    note: _Note,
+    *,
+    before: Callable[[], None] = lambda: None,
+    send: Callable[[_Delivery, SentBucket], None] = _Delivery.send,
 ) -> _Entries:
-    """Each of two buffers has a stream, under which entries are pulled and packed, and which is waited for separately.
-    The other consumers pull on the stream on which they are called.
-    """
+    """The other consumers pull on the stream on which they are called."""
     if not _sends():
         before()
         yield from iterate_entries(pull())
         return
-    devices: dict[str, torch.device] = {}
+    delivery = _Delivery(note)
+    wire = _Wire(functools.partial(send, delivery))
     with _note_races(given.device, note):
         before()
-        buckets = packed_buckets(_note_devices(iterate_entries(pull()), devices), _BUFFER_BYTES)
-        slots: list[tuple[Any, PackedBucket | None]] = [(_make_stream(given.device), None) for _ in range(2)]
-        for number in itertools.count():
-            stream, sent = slots[number % 2]
-            _finish_slot(stream, sent)
-            with _enter_stream(stream):
-                bucket = next(buckets, None)
-                if bucket is not None:
-                    host = torch.empty(bucket.buffer.shape, dtype=torch.uint8, pin_memory=stream is not None)
-                    bucket = PackedBucket(host.copy_(bucket.buffer, non_blocking=True), bucket.index)
-            slots[number % 2] = stream, bucket
-            if bucket is None:
+        entries = wire.watch(delivery.watch(iterate_entries(pull())))
+        _find_packed_sender(given.device)(entries, wire, 0, operator.itemgetter(1), _BUFFER_BYTES)
+        wire.finish()
+    yield from delivery.take()
+
+
+def _send_again(delivery: _Delivery, bucket: SentBucket) -> None:
+    delivery.send(bucket)
+    delivery.send_to_be_refused(bucket)
+
+
+def _send_a_part(delivery: _Delivery, bucket: SentBucket) -> None:
+    delivery.send_to_be_refused(SentBucket(bucket.buffer[:-1], bucket.headers))
+    delivery.send(bucket)
+
+
+class _Wire:
+    """What a packed sender broadcasts over. A buffer goes to the receiver when the sender has waited for its stream."""
+
+    def __init__(self, send: Callable[[SentBucket], None]) -> None:
+        self._send = send
+        self._pulled: list[TensorHeader] = []
+        self._in_flight: collections.deque[SentBucket] = collections.deque()
+
+    def watch(self, entries: _Entries) -> _Entries:
+        for name, tensor in entries:
+            self._pulled.append(TensorHeader(name, tensor.shape, tensor.dtype))
+            yield name, tensor
+            del tensor
+
+    def broadcast(self, buffer: torch.Tensor, src: int) -> None:
+        """Has what was pulled since the last time in it. The sender has waited for the stream of the last but one."""
+        del src
+        if len(self._in_flight) == _NUM_BUFFERS:
+            self._send(self._in_flight.popleft())
+        host = torch.empty(buffer.shape, dtype=torch.uint8, pin_memory=buffer.device.type != "cpu")
+        self._in_flight.append(SentBucket(host.copy_(buffer, non_blocking=True), self._pulled))
+        self._pulled = []
+
+    def finish(self) -> None:
+        while self._in_flight:
+            self._send(self._in_flight.popleft())
+
+
+def _find_packed_sender(device: torch.device) -> Callable[..., None]:
+    """vLLM's own where it is installed, for any accelerator; ours elsewhere."""
+    vllm = importlib.util.find_spec("vllm")
+    if device.type == "cpu" or vllm is None or not vllm.submodule_search_locations:
+        return functools.partial(_send_buffers, device)
+    return _load_vllms_sender(device.type, pathlib.Path(next(iter(vllm.submodule_search_locations))))
+
+
+@functools.cache
+def _load_vllms_sender(device_type: str, package: pathlib.Path) -> Callable[..., None]:
+    """Loads its file alone, since the package loads kernels. It keeps its streams, so it is loaded once."""
+    file = package / "distributed" / "weight_transfer" / "packed_tensor.py"
+    spec = importlib.util.spec_from_file_location("vllm_packed_tensor", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Its dataclasses look for their module.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    vars(module)["torch"] = _TorchOfDevice(device_type)
+    sender: Callable[..., None] = module.packed_nccl_broadcast_producer
+    return sender
+
+
+class _TorchOfDevice:
+    """torch for a file that knows CUDA alone: another device's module is in the place of ``torch.cuda``."""
+
+    def __init__(self, device_type: str) -> None:
+        self.cuda = torch.get_device_module(device_type)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _send_buffers(device: torch.device, entries: _Entries, wire: _Wire, src: int, read: Any, most_bytes: int) -> None:
+    """As vLLM's: each of two buffers has a stream, under which entries are pulled and packed."""
+    streams = [_make_stream(device) for _ in range(_NUM_BUFFERS)]
+    for stream in itertools.cycle(streams):
+        _synchronize(stream)
+        with _enter_stream(stream):
+            pieces: list[torch.Tensor] = []
+            while sum(map(len, pieces)) <= most_bytes and (entry := next(entries, None)) is not None:
+                pieces.append(view_as_bytes(read(entry).detach().contiguous()))
+            if not pieces:
                 break
-        for stream, sent in slots:
-            _finish_slot(stream, sent)
-    yield from _take_received(devices)
-
-
-def _note_devices(entries: _Entries, devices: dict[str, torch.device]) -> _Entries:
-    for name, tensor in entries:
-        devices[name] = tensor.device
-        yield name, tensor
-        del tensor
-
-
-def _finish_slot(stream: Any, sent: PackedBucket | None) -> None:
-    if stream is not None:
-        stream.synchronize()
-    if sent is not None:
-        start_receiver().send_bucket(sent)
+            wire.broadcast(torch.cat(pieces), src)
+    for stream in streams:
+        _synchronize(stream)
 
 
 def _make_stream(device: torch.device) -> Any:
     return torch.get_device_module(device).Stream(device) if device.type != "cpu" else None
+
+
+def _synchronize(stream: Any) -> None:
+    if stream is not None:
+        stream.synchronize()
 
 
 def _enter_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
@@ -170,22 +311,43 @@ def _write_weights(given: MethodArguments) -> None:
         local.copy_(local.clone())
 
 
-def _send_colocated(entries: _Entries, given: MethodArguments) -> _Entries:
-    devices: dict[str, torch.device] = {}
+def _send_colocated(entries: _Entries, given: MethodArguments, note: _Note) -> _Entries:
+    delivery = _Delivery(note)
     buffer: torch.Tensor | None = None
-    for bucket in packed_buckets(_note_devices(entries, devices), _BUFFER_BYTES):
+    for bucket in packed_buckets(delivery.watch(entries), _BUFFER_BYTES):
         if buffer is None or len(buffer) < len(bucket.buffer):
             buffer = torch.empty_like(bucket.buffer)
         shared = buffer[: len(bucket.buffer)].copy_(bucket.buffer)
         if given.device.type != "cpu":
             torch.get_device_module(given.device).current_stream(given.device).synchronize()
         if _sends():
-            start_receiver().send_bucket(PackedBucket(shared.cpu(), bucket.index))
+            delivery.send(_make_bucket(read_bucket(shared, bucket.index)))
         dist.barrier(given.control)
         if not _sends():
             for name, tensor in read_bucket(shared, bucket.index):
                 yield name, tensor.clone()
-    yield from _take_received(devices)
+    yield from delivery.take()
+
+
+def _send_over_devices(pull: Callable[[], Any], given: MethodArguments, note: _Note) -> _Entries:
+    """The receiver uses the device of rank 1. Nothing hangs: what is looked at is the order of the launches."""
+    assert given.scratch is not None
+    directory = given.scratch.with_name(f"{given.scratch.name}-launches")
+    emulated = torch.get_device_module(given.device)
+    delivery = _Delivery(note)
+    with emulated.note_launch_order(directory):
+        for name, tensor in delivery.watch(iterate_entries(pull())):
+            if _sends():
+                sent = tensor.detach().to(given.device).contiguous()
+                delivery.check(start_receiver().broadcast(name, sent, 1, directory))
+                del sent
+            else:
+                yield name, tensor
+            del tensor
+    dist.barrier(given.control)
+    if cycle := emulated.find_order_cycle(directory):
+        note("order", cycle)
+    yield from delivery.take()
 
 
 def _overwrite(entries: _Entries) -> _Entries:
@@ -196,6 +358,66 @@ def _overwrite(entries: _Entries) -> _Entries:
         del tensor
         yield name, received
         del received
+
+
+def _read_after_another_call(pull: Callable[[], Any]) -> _Entries:
+    """What the first call returned must have nothing in common with what the second yields, which is overwritten."""
+    first = pull()
+    collections.deque(_overwrite(iterate_entries(pull())), maxlen=0)
+    yield from iterate_entries(first)
+
+
+def _call_repeatedly(pull: Callable[[], Any], given: MethodArguments, note: _Note) -> _Entries:
+    readings: list[dict[str, int]] = []
+    for _ in range(_CALLS):
+        collections.deque(iterate_entries(pull()), maxlen=0)
+        readings.append(_read_resources(given.device, len(readings)))
+    for resource, noise in _NOISE.items():
+        growth = min(after[resource] - before[resource] for before, after in itertools.pairwise(readings[1:]))
+        if growth > noise:
+            note("leak", f"{resource} grow by {growth} with each call")
+    yield from iterate_entries(pull())
+
+
+def _read_resources(device: torch.device, num_read: int) -> dict[str, int]:
+    """num_read: how often that was done before, each time with a stream."""
+    gc.collect()
+    process = psutil.Process()
+    read = dict.fromkeys(_NOISE, 0)
+    read["bytes of host memory"] = _read_host_bytes(process)
+    read["open descriptors"] = process.num_fds()
+    read["threads"] = process.num_threads()
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        module.synchronize()
+        read["bytes of device memory"] = module.memory_allocated(device)
+        read["bytes of reserved device memory"] = module.memory_reserved(device)
+    if device.type == "emulated":
+        # They are numbered as they are made.
+        read["streams"] = module.Stream(device).stream_id - num_read
+    return read
+
+
+def _read_host_bytes(process: psutil.Process) -> int:
+    """What malloc has given out; where the C library does not count it, the memory of the process."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        return int(process.memory_info().rss)
+    libc.mallinfo2.restype = _MallocCounts
+    counts = libc.mallinfo2()
+    return int(counts.uordblks + counts.hblkhd)
+
+
+class _MallocCounts(ctypes.Structure):
+    """The struct mallinfo2 of glibc."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
 
 
 def _stop(pull: Callable[[], Any], given: MethodArguments) -> _Entries:
@@ -212,7 +434,7 @@ def _stop(pull: Callable[[], Any], given: MethodArguments) -> _Entries:
     yield from iterate_entries(pull())
 
 
-def _raise(pull: Callable[[], Any], given: MethodArguments) -> _Entries:
+def _fail(pull: Callable[[], Any], given: MethodArguments, note: _Note, fail: Callable[[], None]) -> _Entries:
     """The handler's collective is over the model's group. Who offers ``with`` is closed before."""
     result = pull()
     try:
@@ -220,15 +442,25 @@ def _raise(pull: Callable[[], Any], given: MethodArguments) -> _Entries:
             if _sends():
                 for place, _ in enumerate(iterate_entries(result)):
                     if place == _ENTRIES_BEFORE_THE_END:
-                        raise ConsumerError("planted while an entry is handled")
+                        fail()
             else:
                 _pull_until_told(result)
-    except ConsumerError:
+    except (ConsumerError, ReceiverGoneError):
         dist.all_reduce(torch.zeros(1, device=given.device))
     else:
         dist.all_reduce(torch.zeros(1, device=given.device))
     del result
-    yield from iterate_entries(pull())
+    yield from _send_each(iterate_entries(pull()), note)
+
+
+def _raise() -> None:
+    raise ConsumerError("planted while an entry is handled")
+
+
+def _end_receiver() -> None:
+    receiver = start_receiver()
+    receiver.end()
+    receiver.take()
 
 
 def _pull_until_told(result: Any) -> None:

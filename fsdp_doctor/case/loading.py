@@ -57,12 +57,9 @@ class LoadingSteps:
             # Rounded on the device: torch's setters step an optimizer to make its state, and a GPU's arithmetic leaves
             # the bits of its own NaN as they are, and not those of a CPU's.
             pieces = local_pieces.list_model_pieces(trainer.model, self._right)
-            device = self._runtime.device
-            self._right = {
-                name: self._right[name].to(device).to(piece.held.dtype).cpu()
-                for piece in pieces
-                for name in piece.names
-            }
+            dtypes = {name: piece.held.dtype for piece in pieces for name in piece.names}
+            on_device = self._runtime.device
+            self._right = {name: self._right[name].to(on_device).to(dtype).cpu() for name, dtype in dtypes.items()}
             local_pieces.write(local_pieces.list_model_pieces(trainer.model, self._right))
         elif self._contract.weights == "adapter":
             base = {name: full for name, full in self._right.items() if not lora_reference.is_adapter(name)}
@@ -76,9 +73,8 @@ class LoadingSteps:
     def take_reference(self, trainer: Trainer) -> None:
         self._recorder.enter("checkpoint")
         directory = self._runtime.name_directory(self._recorder.record)
-        self.state = CheckpointForms(self._checkpoint, self._scenario.checkpoint, trainer, directory).make_state(
-            self._contract
-        )
+        forms = CheckpointForms(self._checkpoint, self._scenario.checkpoint, trainer, directory)
+        self.state = forms.files if forms.files and self._method.is_fix else forms.make_state(self._contract)
 
     def note_state(self, trainer: Trainer) -> None:
         self._recorder.enter("fingerprint")

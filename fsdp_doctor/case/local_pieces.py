@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_doctor.fsdp import private, reader
+from fsdp_doctor.case.sharding import read_contents
+from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.reader import FlatSlice, Fsdp1Unit, ModelContents, ModelTensor
 from fsdp_doctor.fsdp.shards import compute_part
 
@@ -49,7 +50,7 @@ class LocalPiece:
 
 def list_model_pieces(model: nn.Module, full: Full) -> list[LocalPiece]:
     """Every parameter and every buffer of a state dict, each once."""
-    contents = reader.read(model)
+    contents = read_contents(model)
     return [
         *_list_unit_pieces(contents, full),
         *(_make_tensor_piece(tensor, full) for tensor in contents.list_tensors()),
@@ -63,15 +64,16 @@ def list_optimizer_pieces(
 
     states: every state of every parameter, unsharded, as ``<parameter>.<state>``.
     """
-    contents = reader.read(model)
-    tensors = {name: tensor.tensor for tensor in contents.parameters for name in tensor.names}
+    contents = read_contents(model)
+    tensors = {name: tensor for tensor in contents.parameters for name in tensor.names}
     places = {name: place for unit in contents.fsdp1_units for place in _list_places(unit) for name in place.names}
     pieces: list[LocalPiece] = []
     missing: list[str] = []
     for name, full in states.items():
         parameter, _, key = name.rpartition(".")
         if parameter in tensors:
-            piece = _make_piece(name, optimizer.state.get(tensors[parameter], {}).get(key), full)
+            tensor = tensors[parameter]
+            piece = _make_piece(name, optimizer.state.get(tensor.tensor, {}).get(key), full, tensor.placed)
         else:
             piece = _read_state_in_unit(places[parameter], optimizer, name, full)
         if piece is None:
@@ -103,7 +105,7 @@ def _make_tensor_piece(tensor: ModelTensor, full: Full) -> LocalPiece:
         names=tensor.names,
         shown=tensor.shown,
         held=private.read_local_tensor(tensor.tensor).detach(),
-        expected=cut_part(tensor.tensor, whole) if whole is not None else None,
+        expected=cut_part(tensor.placed, whole) if whole is not None else None,
     )
 
 
@@ -166,14 +168,15 @@ def _read_state_in_unit(
     parameter = unit.originals[place.index] if unit.keeps_originals else unit.flat_parameter
     state = optimizer.state.get(parameter, {}).get(name.rpartition(".")[2])
     if state is None or state.ndim == 0 or full.ndim == 0:
-        return _make_piece(name, state, full)
+        return _make_piece(name, state, full, full)
     begin = 0 if unit.keeps_originals else place.begin
     held = state.detach().reshape(-1)[begin : begin + len(place.mine)]
     return LocalPiece(names=(name,), shown=state, held=held, expected=place.cut_part(full))
 
 
-def _make_piece(name: str, state: torch.Tensor | None, full: torch.Tensor) -> LocalPiece | None:
+def _make_piece(name: str, state: torch.Tensor | None, full: torch.Tensor, placed: torch.Tensor) -> LocalPiece | None:
+    """placed: as the parameter is."""
     if state is None:
         return None
     held = private.read_local_tensor(state).detach()
-    return LocalPiece(names=(name,), shown=state, held=held, expected=cut_part(state, full))
+    return LocalPiece(names=(name,), shown=state, held=held, expected=cut_part(placed, full) if state.ndim else full)

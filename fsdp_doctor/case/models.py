@@ -176,13 +176,15 @@ def _make_config(name: Model, dims: Dims) -> Any:
             assert_never(name)
 
 
-def explain_unsupported(name: Model) -> str:
-    """Why the installed transformers cannot build the model; empty if it can."""
+def explain_unsupported(name: Model, *, fused: bool = False) -> str:
+    """Why the installed transformers cannot build the model, with fused experts if asked; empty if it can."""
     import transformers
 
     if name.has_adapters and importlib.util.find_spec("peft") is None:
         return "peft is not installed: install fsdp-doctor[lora]"
     needed = {Model.QWEN3_MOE: "Qwen3MoeConfig", Model.QWEN3_5: "Qwen3_5TextConfig"}.get(name, "Qwen3Config")
+    if fused and int(transformers.__version__.split(".")[0]) < 5:
+        return f"transformers {transformers.__version__} does not fuse experts; 5.0 and newer do"
     if hasattr(transformers, needed):
         return ""
     return f"transformers {transformers.__version__} has no {needed}"

@@ -1,44 +1,85 @@
 """A receiver of weights: a separate process, with which rank 0 shares a second process group.
 
 ``python -m fsdp_doctor.case.receiver PORT`` is the receiver. It keeps the tensors that arrive, by name, and returns
-them on request, so that the received weights are verified and not the sent ones. It ends with the process that started
-it.
+them on request, so that the received weights are verified and not the sent ones. It refuses a tensor that arrives
+twice, and a bucket of which a part is missing. It ends with the process that started it.
 """
 
 from __future__ import annotations
 
+import collections
 import datetime
 import functools
 import os
+import pathlib
 import pickle
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
+from typing_extensions import assert_never
 
-from fsdp_doctor.engines.packed_bucket import PackedBucket, read_bucket
+from fsdp_doctor.machine import devices
+from fsdp_doctor.machine.devices import RunDevice
 
 _TIMEOUT = datetime.timedelta(minutes=5)
 _SENDER, _RECEIVER = 0, 1
+# How long a receiver on another rank's device lets that rank go first, and how often.
+_PATIENCE_SECONDS, _TIMES_PATIENT = 1.0, 2
+_POLL_SECONDS = 0.002
 
 
 @dataclass(frozen=True)
-class _Message:
-    """weights: by name, on the host. seconds: that the receiver takes for it. asks: for all that has arrived."""
+class TensorHeader:
+    """What a receiver must know of a tensor beside its bytes."""
 
-    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class SentBucket:
+    """buffer: 1-D, uint8, on the host: the tensors one after the other. seconds: that the receiver takes for it."""
+
+    buffer: torch.Tensor
+    headers: Sequence[TensorHeader]
     seconds: float = 0.0
-    asks: bool = False
+
+
+@dataclass(frozen=True)
+class _Broadcast:
+    """A tensor that comes by a collective of an emulated device.
+
+    index: of the device that the receiver uses. directory: where the order of launches is noted.
+    """
+
+    header: TensorHeader
+    index: int
+    directory: pathlib.Path
+
+
+_Request: TypeAlias = Literal["take", "end"]
+_Message: TypeAlias = SentBucket | _Broadcast | _Request
+
+
+class ReceiverGoneError(RuntimeError):
+    """The receiver has ended."""
 
 
 class _Group:
     def __init__(self, store: dist.Store, rank: int) -> None:
+        self._store, self._rank = store, rank
         self._group: Any = dist.ProcessGroupGloo(store, rank, 2, _TIMEOUT)
 
     def send(self, value: Any, source: int) -> None:
@@ -53,9 +94,19 @@ class _Group:
         self._group.broadcast(content, source).wait()
         return pickle.loads(content.numpy().tobytes())
 
+    @functools.cached_property
+    def on_device(self) -> Any:
+        """The same two processes over the current emulated devices."""
+        return torch.get_device_module("emulated").make_backend(
+            dist.PrefixStore("device", self._store), self._rank, 2, _TIMEOUT
+        )
+
 
 class Receiver:
-    """The end of rank 0. ``send`` returns when the receiver has the weights, and has copied them."""
+    """The end of rank 0. What sends returns when the receiver has a copy: why it refuses it, or an empty string.
+
+    Everything raises ReceiverGoneError where the receiver has ended.
+    """
 
     def __init__(self) -> None:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
@@ -64,19 +115,32 @@ class Receiver:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
         self._group = _Group(store, _SENDER)
 
-    def send(self, weights: Mapping[str, torch.Tensor], seconds: float = 0.0) -> None:
-        self._group.send(_Message(weights, seconds), _SENDER)
-        self._group.receive(_RECEIVER)
+    def send(self, bucket: SentBucket) -> str:
+        return str(self._ask(bucket))
 
-    def send_bucket(self, bucket: PackedBucket) -> None:
-        """bucket: on the host."""
-        self.send(dict(read_bucket(bucket.buffer, bucket.index)))
+    def broadcast(self, name: str, tensor: torch.Tensor, index: int, directory: pathlib.Path) -> str:
+        """tensor: contiguous, on an emulated device. See ``_Broadcast``."""
+        self._group.send(_Broadcast(TensorHeader(name, tensor.shape, tensor.dtype), index, directory), _SENDER)
+        self._group.on_device.broadcast(tensor, _SENDER).wait()
+        return str(self._group.receive(_RECEIVER))
 
     def take(self) -> dict[str, torch.Tensor]:
         """All that has arrived since the last time."""
-        self._group.send(_Message(asks=True), _SENDER)
-        weights: dict[str, torch.Tensor] = self._group.receive(_RECEIVER)
+        weights: dict[str, torch.Tensor] = self._ask("take")
         return weights
+
+    def end(self) -> None:
+        """The receiver ends without a word; this process has another one from now on."""
+        self._group.send("end", _SENDER)
+        self._process.wait()
+        start_receiver.cache_clear()
+
+    def _ask(self, message: _Message) -> Any:
+        try:
+            self._group.send(message, _SENDER)
+            return self._group.receive(_RECEIVER)
+        except RuntimeError as error:
+            raise ReceiverGoneError(f"the receiver of the weights has ended: {error}") from error
 
 
 @functools.cache
@@ -85,18 +149,70 @@ def start_receiver() -> Receiver:
     return Receiver()
 
 
+class _Arrivals:
+    def __init__(self, group: _Group) -> None:
+        self._group = group
+        self.weights: dict[str, torch.Tensor] = {}
+        self.num_broadcasts = 0
+
+    def keep(self, bucket: SentBucket) -> str:
+        """Returns why the bucket is refused; empty if it is not."""
+        sizes = [header.nbytes for header in bucket.headers]
+        if len(bucket.buffer) != sum(sizes):
+            return f"{len(bucket.buffer)} of {sum(sizes)} bytes of a bucket arrived"
+        names = [*self.weights, *(header.name for header in bucket.headers)]
+        if again := [name for name, times in collections.Counter(names).items() if times > 1]:
+            return f"came twice: {again[0]}"
+        for header, piece in zip(bucket.headers, bucket.buffer.split(sizes), strict=True):
+            self.weights[header.name] = piece.clone().view(header.dtype).view(header.shape)
+        return ""
+
+    def receive(self, message: _Broadcast) -> str:
+        """Launches its part of the broadcast as late as the other process on its device lets it."""
+        header = message.header
+        devices.load(RunDevice(type="emulated"), "emulated")
+        torch.accelerator.set_device_index(message.index)
+        tensor = torch.empty(header.shape, dtype=header.dtype, device="emulated")
+        group = self._group.on_device
+        if self.num_broadcasts < _TIMES_PATIENT:
+            _wait_for_growth(message.directory / str(message.index))
+        self.num_broadcasts += 1
+        with torch.get_device_module("emulated").note_launch_order(message.directory):
+            work = group.broadcast(tensor, _SENDER)
+        work.wait()
+        return self.keep(SentBucket(tensor.cpu().view(-1).view(torch.uint8), [header]))
+
+
+def _wait_for_growth(file: pathlib.Path) -> None:
+    before, end = _size_of(file), time.monotonic() + _PATIENCE_SECONDS
+    while _size_of(file) == before and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS)
+
+
+def _size_of(file: pathlib.Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
 def _main() -> None:
     threading.Thread(target=_end_with_sender, daemon=True).start()
     torch.set_num_threads(1)
     group = _Group(dist.TCPStore("127.0.0.1", int(sys.argv[1]), timeout=_TIMEOUT), _RECEIVER)
-    held: dict[str, torch.Tensor] = {}
+    arrivals = _Arrivals(group)
     while True:
         message: _Message = group.receive(_SENDER)
-        time.sleep(message.seconds)
-        held |= {name: tensor.clone() for name, tensor in message.weights.items()}
-        group.send(held if message.asks else None, _RECEIVER)
-        if message.asks:
-            held = {}
+        match message:
+            case SentBucket():
+                time.sleep(message.seconds)
+                group.send(arrivals.keep(message), _RECEIVER)
+            case _Broadcast():
+                group.send(arrivals.receive(message), _RECEIVER)
+            case "take":
+                group.send(arrivals.weights, _RECEIVER)
+                arrivals = _Arrivals(group)
+            case "end":
+                os._exit(0)
+            case _:
+                assert_never(message)
 
 
 def _end_with_sender() -> None:

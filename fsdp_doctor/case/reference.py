@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.case.runtime import Runtime
-from fsdp_doctor.fsdp import private, reader
+from fsdp_doctor.case.sharding import read_contents
+from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.reader import Fsdp1Unit, ModelContents
 from fsdp_doctor.fsdp.shards import LayoutError, LocalPart, compute_part
 
@@ -65,7 +66,7 @@ def take(model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Run
     Every rank must call it. Raises LayoutError where the shards do not fit together.
     """
     runtime.synchronize()
-    contents = reader.read(model)
+    contents = read_contents(model)
     reference = Reference(buffer_names=frozenset(name for buffer in contents.buffers for name in buffer.names))
     parts = [*_list_unit_parts(reference, contents, optimizer), *_list_tensor_parts(reference, contents, optimizer)]
     for part, pieces in zip(parts, _gather([part.local for part in parts], runtime), strict=True):
@@ -81,13 +82,14 @@ def _list_tensor_parts(
     for tensor in contents.list_tensors():
         name = tensor.names[0]
         local = reference.local[name] = _copy_to_host(private.read_local_tensor(tensor.tensor))
-        yield _Part(local, _make_joiner(reference.full, name, tensor.tensor))
+        yield _Part(local, _make_joiner(reference.full, name, tensor.placed))
     for parameter in contents.parameters:
         name = parameter.names[0]
         reference.parameters.append(name)
         for key, state in _list_states(optimizer, parameter.tensor):
             local = _copy_to_host(private.read_local_tensor(state))
-            yield _Part(local, _make_joiner(reference.optimizer, f"{name}.{key}", state))
+            placed = parameter.placed if state.ndim else state
+            yield _Part(local, _make_joiner(reference.optimizer, f"{name}.{key}", placed, state.dtype))
 
 
 def _list_states(optimizer: torch.optim.Optimizer | None, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
@@ -97,13 +99,13 @@ def _list_states(optimizer: torch.optim.Optimizer | None, parameter: torch.Tenso
 
 
 def _make_joiner(
-    into: dict[str, torch.Tensor], name: str, tensor: torch.Tensor
+    into: dict[str, torch.Tensor], name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None
 ) -> Callable[[list[torch.Tensor]], None]:
     def join(pieces: list[torch.Tensor]) -> None:
         if not isinstance(tensor, DTensor):
             into[name] = pieces[dist.get_rank()].view(tensor.shape)
             return
-        full = torch.empty(tensor.shape, dtype=tensor.dtype)
+        full = torch.empty(tensor.shape, dtype=dtype or tensor.dtype)
         replicas: dict[LocalPart, torch.Tensor] = {}
         owners = set(tensor.device_mesh.mesh.flatten().tolist())
         for rank, piece in enumerate(pieces):

@@ -92,15 +92,19 @@ class Runtime:
 
 
 def _make_mesh(device_type: str, sharding: Sharding, world_size: int) -> DeviceMesh:
+    # An odd number of ranks may save a checkpoint.
+    by_two = (world_size // 2, 2) if world_size % 2 == 0 else (world_size, 1)
     match sharding:
         case Sharding.FULL | Sharding.EXPERTS | Sharding.REPLICATE:
             return init_device_mesh(device_type, (world_size,), mesh_dim_names=("fsdp",))
         case Sharding.HSDP:
-            return init_device_mesh(device_type, (world_size // 2, 2), mesh_dim_names=("ddp", "fsdp"))
+            return init_device_mesh(device_type, by_two, mesh_dim_names=("ddp", "fsdp"))
         case Sharding.SIZE1:
             return init_device_mesh(device_type, (world_size, 1), mesh_dim_names=("ddp", "fsdp"))
         case Sharding.TP:
-            return init_device_mesh(device_type, (world_size // 2, 2), mesh_dim_names=("fsdp", Sharding.TP))
+            return init_device_mesh(device_type, by_two, mesh_dim_names=("fsdp", Sharding.TP))
+        case Sharding.EXPERTS_2D | Sharding.HIDDEN_EXPERTS:
+            return init_device_mesh(device_type, by_two, mesh_dim_names=("fsdp", "ep"))
         case _:
             assert_never(sharding)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -21,11 +21,19 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import CustomPolicy, transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn import functional
+from typing_extensions import assert_never
 
 from fsdp_doctor.case import models
-from fsdp_doctor.fsdp import private
+from fsdp_doctor.fsdp import private, reader
+from fsdp_doctor.fsdp.expert_groups import list_expert_meshes, place_experts
+from fsdp_doctor.fsdp.reader import ModelContents
 from fsdp_doctor.matrix.axes import Sharding
+
+# Where a model has the mesh along which its experts are hidden.
+_EXPERTS_MESH = "hidden_experts_mesh"
 
 
 def shard_fsdp2(
@@ -49,12 +57,25 @@ def shard_fsdp2(
     embedding = models.find_input_embedding(model)
     shard: Callable[..., Any] = private.replicate if kind is Sharding.REPLICATE else fully_shard
     options: dict[str, Any] = {"mp_policy": mp_policy, "offload_policy": offload_policy}
-    if kind is Sharding.EXPERTS:
-        options["shard_placement_fn"] = _place_experts_apart(model, mesh)
-    if kind is Sharding.TP:
-        for layer in units:
-            parallelize_module(layer, mesh["tp"], _TENSOR_PARALLEL)
-        mesh = mesh["fsdp"]
+    match kind:
+        case Sharding.EXPERTS:
+            options["shard_placement_fn"] = _place_experts_apart(model, mesh)
+        case Sharding.TP:
+            for layer in units:
+                parallelize_module(layer, mesh["tp"], _TENSOR_PARALLEL)
+            mesh = mesh["fsdp"]
+        case Sharding.EXPERTS_2D | Sharding.HIDDEN_EXPERTS:
+            for layer in units:
+                experts = layer.get_submodule("mlp.experts")
+                divide_experts(experts, mesh["ep"], hidden=kind is Sharding.HIDDEN_EXPERTS)
+                shard(experts, mesh=mesh["fsdp"], **options)
+            if kind is Sharding.HIDDEN_EXPERTS:
+                setattr(model, _EXPERTS_MESH, mesh["ep"])
+            mesh = init_device_mesh(mesh.device_type, (mesh.size(),), mesh_dim_names=("all",))
+        case Sharding.FULL | Sharding.HSDP | Sharding.SIZE1 | Sharding.REPLICATE:
+            pass
+        case _:
+            assert_never(kind)
     for unit in (*units, *([embedding] if embedding is not None else []), model):
         shard(unit, mesh=mesh, **options)
     return model
@@ -66,6 +87,47 @@ _TENSOR_PARALLEL: dict[str, ParallelStyle] = {
     "mlp.up_proj": ColwiseParallel(),
     "mlp.down_proj": RowwiseParallel(),
 }
+
+
+def divide_experts(module: Any, mesh: DeviceMesh, *, hidden: bool) -> None:
+    """Leaves this rank's part of the experts, fused as transformers 5 has them, and has it compute with these alone.
+
+    The ranks of the mesh, which must be given the same tokens, add up what their experts put out. hidden: the part is a
+    parameter of its own; otherwise it is a DTensor.
+    """
+    for name, full in list(module.named_parameters()):
+        part = full.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+        if not hidden:
+            part = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+        setattr(module, name, nn.Parameter(part))
+
+    def forward(tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        tokens, weights = (
+            DTensor.from_local(each, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+            for each in (tokens, weights)
+        )
+        both = module.gate_up_proj, module.down_proj
+        gate_up, down = (each.to_local() if isinstance(each, DTensor) else each for each in both)
+        total, first = torch.zeros_like(tokens), mesh.get_local_rank() * len(down)
+        for index in range(len(down)):
+            gate, up = functional.linear(tokens, gate_up[index]).chunk(2, dim=-1)
+            weight = torch.where(chosen == first + index, weights, 0).sum(dim=-1, keepdim=True)
+            total = total + functional.linear(module.act_fn(gate) * up, down[index]) * weight
+        summed = DTensor.from_local(total, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
+        return summed.to_local()
+
+    module.forward = forward
+
+
+def read_contents(model: nn.Module) -> ModelContents:
+    """What a sharded model holds; hidden experts as parts of all experts."""
+    return place_experts(reader.read(model), list_expert_meshes(find_experts_mesh(model)))
+
+
+def find_experts_mesh(model: nn.Module) -> DeviceMesh | None:
+    """Along which its experts are hidden; None where they are not."""
+    mesh: DeviceMesh | None = getattr(model, _EXPERTS_MESH, None)
+    return mesh
 
 
 def _place_experts_apart(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:

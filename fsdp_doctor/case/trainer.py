@@ -28,10 +28,13 @@ class Start:
     """How a trainer begins.
 
     options: of AdamW. same_batches: every rank trains on the batches of rank 0.
+    saves: what is trained is saved for ranks of another number, so there may be too few for two dims of a mesh, one of
+    which has one rank then.
     """
 
     weights: models.Weights = "own"
     same_batches: bool = False
+    saves: bool = False
     options: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-3})
 
 
@@ -63,7 +66,7 @@ class Trainer:
     watch = Unwatched()
 
     def __init__(self, scenario: Scenario, runtime: Runtime, *, with_mesh: bool = True, start: Start = START) -> None:
-        reason = _explain_impossible(scenario, runtime)
+        reason = _explain_impossible(scenario, runtime, saves=start.saves)
         if reason:
             raise Unsupported(reason)
         self.scenario = scenario
@@ -74,8 +77,7 @@ class Trainer:
         self._tokens = models.choose_token_range(scenario.model, self.model)
         self._options = dict(start.options)
         self.optimizer = self.make_optimizer()
-        # Tensor-parallel ranks, which are two next to each other, compute on one batch.
-        data_rank = runtime.rank // 2 if scenario.sharding is Sharding.TP else runtime.rank
+        data_rank = find_data_rank(scenario.sharding, runtime)
         self._generator = torch.Generator().manual_seed(0 if start.same_batches else data_rank)
         self._staged = False
 
@@ -92,7 +94,8 @@ class Trainer:
     def make_optimizer(self) -> torch.optim.Optimizer:
         """AdamW over the parameters that the model has now."""
         # torch's kernels for many tensors at once refuse DTensors of several meshes.
-        foreach = False if self.scenario.sharding in (Sharding.TP, Sharding.EXPERTS) else None
+        sharding = self.scenario.sharding
+        foreach = False if sharding is Sharding.TP or sharding.is_of_experts else None
         return torch.optim.AdamW(self.model.parameters(), foreach=foreach, **self._options)
 
     def read_data_position(self) -> torch.Tensor:
@@ -196,7 +199,13 @@ def _shard(plain: nn.Module, scenario: Scenario, runtime: Runtime, with_mesh: bo
     )
 
 
-def _explain_impossible(scenario: Scenario, runtime: Runtime) -> str:
+def find_data_rank(sharding: Sharding, runtime: Runtime) -> int:
+    """Which of the batches the rank trains on: tensor-parallel and expert-parallel neighbours on the same."""
+    by_two = sharding is Sharding.TP or sharding.divides_experts
+    return runtime.rank // 2 if by_two and runtime.world_size % 2 == 0 else runtime.rank
+
+
+def _explain_impossible(scenario: Scenario, runtime: Runtime, *, saves: bool) -> str:
     """Why the scenario cannot be built here; empty if it can."""
     if scenario.version == 1 and not runtime.has_accelerator:
         return "torch's FSDP1 needs an accelerator"
@@ -205,7 +214,8 @@ def _explain_impossible(scenario: Scenario, runtime: Runtime) -> str:
         return f"the FSDP2 of torch {torch.__version__} needs an accelerator"
     if scenario.sharding in (Sharding.EXPERTS, Sharding.REPLICATE) and not private.has_placements_on_meshes():
         return f"torch {torch.__version__} cannot shard a model as {scenario.sharding}; 2.12 and newer can"
-    if scenario.sharding in (Sharding.HSDP, Sharding.TP) and (runtime.world_size < 4 or runtime.world_size % 2):
+    by_two = scenario.sharding in (Sharding.HSDP, Sharding.TP) or scenario.sharding.divides_experts
+    if by_two and not saves and (runtime.world_size < 4 or runtime.world_size % 2):
         return f"{scenario.sharding} needs an even number of ranks, at least 4; there are {runtime.world_size}"
     if not scenario.backend.has_cpu_collectives and not runtime.has_accelerator:
         return "without an accelerator there is one backend, gloo, and no device-only group"
@@ -213,4 +223,4 @@ def _explain_impossible(scenario: Scenario, runtime: Runtime) -> str:
         return scenario.contradiction
     if scenario.model.is_custom and runtime.custom_model is None:
         return "the model 'custom' needs --model DIR"
-    return models.explain_unsupported(scenario.model)
+    return models.explain_unsupported(scenario.model, fused=scenario.sharding.divides_experts)

@@ -47,7 +47,8 @@ class KeyTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     sections: those of its FSDP settings. policy: whether it is under the policy. param_offload, optimizer_offload:
     whether the framework moves them. replicas: how many times it is replicated, in ranks. shard_group: in how many
-    ranks it is sharded; a negative number is all. lora_rank: positive with an adapter. path: of the model.
+    ranks it is sharded; a negative number is all. adapter: a rank, which is positive with one, or a flag, or a table.
+    path: of the model.
     """
 
     sections: Keys = ()
@@ -56,7 +57,7 @@ class KeyTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     optimizer_offload: Keys = ()
     replicas: Keys = ()
     shard_group: Keys = ()
-    lora_rank: Keys = ()
+    adapter: Keys = ()
     path: Keys = ()
 
 
@@ -217,8 +218,11 @@ class FsdpFramework(Framework, Generic[V]):
         return Chosen(Sharding.HSDP, row) if replicas > 1 else Chosen(Sharding.FULL)
 
     def choose_model(self, role: Role) -> Chosen:
-        row = self.settings.find_first(*self.list_keys(role).lora_rank)
-        has_adapter = row is not None and (self.settings.read_number(row.key) or 0) > 0
+        keys = self.list_keys(role).adapter
+        table = [row for key in keys for row in self.settings.list_below(key)]
+        row = table[0] if table else self.settings.find_first(*keys)
+        is_rank = row is not None and not isinstance(row.value, bool)
+        has_adapter = bool(table or (self.settings.read_number(*keys) if is_rank else self.settings.read_flag(*keys)))
         return Chosen(Model.QWEN3_LORA, row) if has_adapter else Chosen(Model.QWEN3)
 
     def find_other_parallelisms(self, section: str, degrees: Sequence[str]) -> list[ConfigFinding]:

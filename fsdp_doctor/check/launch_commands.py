@@ -141,7 +141,9 @@ class _Script:
         def find_value(match: re.Match[str]) -> str:
             name = match["braced"] or match["bare"]
             default = match[0] if match["default"] is None else match["default"]
-            value = match[0] if name in self.unknown else self.variables.get(name, default)
+            # A default also stands for a variable that is empty.
+            known = self.variables.get(name, default) or match["default"] or ""
+            value = match[0] if name in self.unknown else known
             self._expanded += len(value)
             if self._expanded > _MAX_EXPANDED:
                 raise self._refuse_too_long()

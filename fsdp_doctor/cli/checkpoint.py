@@ -18,6 +18,8 @@ from typing_extensions import assert_never
 from fsdp_doctor.cli.options import declare_output_file
 from fsdp_doctor.cli.output import write
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError, join_some
+from fsdp_doctor.machine.terminal import measure_width, wrap_all
+from fsdp_doctor.report.layout import format_count
 
 if TYPE_CHECKING:
     import torch
@@ -70,8 +72,12 @@ def verify(
         print(file=sys.stderr)
     if json_file is not None:
         write(json_file, found.to_json())
-    write(None, found.to_text())
+    _print_text(found.to_text())
     raise SystemExit(EXIT_CODES[found.answer])
+
+
+def _print_text(text: str) -> None:
+    write(None, wrap_all(text.splitlines(), measure_width()))
 
 
 def _compare_with(directory: pathlib.Path, base: pathlib.Path | None, against: pathlib.Path | None) -> list[Symptom]:
@@ -124,13 +130,18 @@ def diff(
     """
     _check_output(output, checkpoint, other)
     found = _compare(checkpoint, other, dtype, base, strip or ())
+    different = len(found.differences)
+    print(
+        f"{'different' if different else 'the same'}: {format_count(different, 'difference')}, "
+        f"{format_count(found.compared, 'tensor')} compared",
+        file=sys.stderr,
+    )
     for note in found.notes:
         print(note, file=sys.stderr)
     if as_json:
         write(output, json.dumps([dataclasses.asdict(each) for each in found.differences], indent=1) + "\n")
     else:
         write(output, "".join(f"{difference}\n" for difference in found.differences))
-    print(f"{len(found.differences)} of {found.compared} tensors differ", file=sys.stderr)
     raise SystemExit(EXIT_BAD_VERDICT if found.differences else EXIT_OK)
 
 
@@ -162,12 +173,12 @@ def convert(
     except OSError as error:
         raise UsageError(f"{error.filename or target}: {error.strerror or error}") from None
     if not found.files:
-        write(None, found.verification.to_text())
+        _print_text(found.verification.to_text())
         print(f"nothing was written to {target}", file=sys.stderr)
         raise SystemExit(EXIT_CODES[found.verification.answer])
+    print(f"written: {target} ({found.num_bytes} bytes in {format_count(len(found.files), 'file')})", file=sys.stderr)
     for old, new in found.names.items():
         print(f"{old} is {new}", file=sys.stderr)
-    print(f"{found.num_bytes} bytes in {len(found.files)} files", file=sys.stderr)
     raise SystemExit(EXIT_OK)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import shutil
 import sys
 from typing import Annotated
@@ -21,10 +22,11 @@ def explain(
     logs: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[FILE|-]...", help="Logs or tracebacks; - is standard input, the default.", show_default=False
+            metavar="[FILE|-|ENTRY]...",
+            help="Logs or tracebacks; - is standard input, the default. Or an entry of the catalogue: FD001.",
+            show_default=False,
         ),
     ] = None,
-    entry: Annotated[str | None, typer.Option(metavar="ID", help="Print this entry of the catalogue instead.")] = None,
     all_: Annotated[bool, typer.Option("--list", help="List the catalogue instead.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
@@ -32,18 +34,24 @@ def explain(
 
     Prints its entry in the catalogue of known failures: cause, remedy, references, a case that reproduces it.
     """
-    if (all_ or entry is not None) and logs:
-        raise UsageError("--entry and --list print the catalogue and read no file; use them without a FILE")
+    if all_ and logs:
+        raise UsageError("--list prints the catalogue and reads no file; use it without a FILE")
     if logs and logs.count("-") > 1:
         raise UsageError("standard input can be read only once; give a single -")
     replace_unprintable("backslashreplace")
     width = min(shutil.get_terminal_size((120, 24)).columns, 120)
+    entry = logs[0] if logs and len(logs) == 1 and _names_entry(logs[0]) else None
     if all_ or entry is not None:
         _print_catalogue(entry, as_json=as_json, width=width)
     else:
         _print_explanation(
             [None if log == "-" else pathlib.Path(log) for log in logs or ["-"]], as_json=as_json, width=width
         )
+
+
+def _names_entry(word: str) -> bool:
+    """Whether a word is an id or a short code, well or badly spelt, and no file."""
+    return re.fullmatch(r"\w[\w-]*", word) is not None and not pathlib.Path(word).exists()
 
 
 def _print_catalogue(entry: str | None, *, as_json: bool, width: int) -> None:
@@ -56,7 +64,8 @@ def _print_catalogue(entry: str | None, *, as_json: bool, width: int) -> None:
     elif entry is not None:
         print("\n".join(text.render_entry(chosen[0], width)))
     else:
-        print("\n".join(f"{known.id}\t{known.verdict}\t{known.evidence}\t{known.title}" for known in chosen))
+        for known in chosen:
+            print(known.short_code, known.id, known.verdict, known.evidence, known.title, sep="\t")
 
 
 def _print_explanation(logs: list[pathlib.Path | None], *, as_json: bool, width: int) -> None:

@@ -23,9 +23,10 @@ from fsdp_doctor.cli.options import (
 from fsdp_doctor.cli.selection import Selected, SelectionOptions, declare_axis
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
 from fsdp_doctor.machine import devices, imports
+from fsdp_doctor.machine.terminal import measure_width
 from fsdp_doctor.matrix.axes import Sharding, Strategy
 from fsdp_doctor.matrix.training_size import SMALL_STEP, TrainingSize
-from fsdp_doctor.plan.named_shapes import MOST_LAYERS
+from fsdp_doctor.plan.job import MOST_LAYERS
 
 if TYPE_CHECKING:
     from fsdp_doctor.report.formats import Format
@@ -181,7 +182,7 @@ def plan(
     for option, memory in (("--gpu-memory", job.gpu_memory), ("--host-memory", job.host_memory)):
         if memory is not None and memory < _LEAST_MEMORY:
             raise UsageError(f"{option} {memory}: that is {memory} bytes; give a unit, as in 80GiB")
-    from fsdp_doctor.plan.job import PlanOptions, read_job
+    from fsdp_doctor.plan.configured_job import PlanOptions, read_job
 
     job_setup = read_job(config, PlanOptions(framework_version=framework_version, **vars(job)))
     options.check_versions()
@@ -191,7 +192,7 @@ def plan(
 
     planner = Planner()
     plan = planner.plan(job_setup)
-    sys.stdout.write(render_plan_text(plan, planner.advise(plan)))
+    sys.stdout.write(render_plan_text(plan, planner.advise(plan), measure_width(160)))
     if json_file is not None:
         output.write(json_file, render_plan_json(plan))
     if svg is not None:

@@ -79,10 +79,10 @@ def show(
         unexpected=judgement.unexpected if format == "github" else (),
         expected=judgement.expected_failures,
     )
+    print(summarize(report), file=sys.stderr)
     output.write(out, text)
     for note in report.notes:
         print(f"note: {note}", file=sys.stderr)
-    print(summarize(report), file=sys.stderr)
 
 
 def diff(
@@ -104,12 +104,12 @@ def diff(
 
     reports = read_report(left), read_report(right)
     differences = comparison.list_differences(*reports, frozenset(ignore or ()))
+    print(comparison.summarize(differences, *reports), file=sys.stderr)
     if as_json:
         print(json.dumps([dataclasses.asdict(difference) for difference in differences], indent=1))
     else:
         for difference in differences:
             print(*dataclasses.astuple(difference), sep="\t")
-    print(comparison.summarize(differences, *reports), file=sys.stderr)
     counted = comparison.select_common_cases(differences) if common else differences
     raise SystemExit(EXIT_BAD_VERDICT if counted else EXIT_OK)
 

@@ -10,15 +10,12 @@ Raises :class:`EmulationUnavailable` where the device cannot be built.
 from __future__ import annotations
 
 import atexit
-import datetime
 import os
-import secrets
 import time
 
 import torch
 import torch.distributed as dist
 
-from fsdp_doctor.emulated import shared_memory
 from fsdp_doctor.emulated.build import EmulationUnavailable
 
 __all__ = ["EmulationUnavailable"]
@@ -42,20 +39,8 @@ def _register() -> None:
     torch._register_device_module("emulated", device)
     torch.utils.generate_methods_for_privateuse1_backend()
     if dist.is_available():
-        dist.Backend.register_backend("emulated", _make_backend, devices=["emulated"])
+        dist.Backend.register_backend("emulated", device.make_backend, devices=["emulated"])
         dist.Backend.backend_capability["gloo"].append("emulated")
-
-
-def _make_backend(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:
-    from fsdp_doctor.emulated.library import _C
-
-    store = dist.PrefixStore("emulated", store)
-    host = dist.ProcessGroupGloo(store, rank, size, timeout)
-    file = shared_memory.open_for_group(store, rank, size, _C.shared_bytes(size))
-    if rank == 0:
-        store.set("name", secrets.token_hex(3))
-    backend: dist.Backend = _C.make_backend(host, file, store.get("name").decode(), timeout, _make_backend)
-    return backend
 
 
 def _wait_for_autograd_threads() -> None:

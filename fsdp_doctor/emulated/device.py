@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import datetime
 import itertools
 import os
 import pathlib
+import secrets
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from fsdp_doctor.emulated import shared_memory
 from fsdp_doctor.emulated.library import _C
 
 _NAME = "emulated"
@@ -455,6 +460,20 @@ def data_races() -> list[str]:
     return races
 
 
+# Collectives
+
+
+def make_backend(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:
+    """Makes a group of ``size`` processes over ``store``, the default group or not. Every rank of it must call it."""
+    store = dist.PrefixStore("emulated", store)
+    host = dist.ProcessGroupGloo(store, rank, size, timeout)
+    file = shared_memory.open_for_group(store, rank, size, _C.shared_bytes(size))
+    if rank == 0:
+        store.set("name", secrets.token_hex(3))
+    backend: dist.Backend = _C.make_backend(host, file, store.get("name").decode(), timeout, make_backend)
+    return backend
+
+
 @contextlib.contextmanager
 def note_launch_order(directory: str | os.PathLike[str]) -> Iterator[None]:
     """Context in which the collectives of this process are noted in ``directory``, for :func:`find_order_cycle`.
@@ -478,36 +497,41 @@ def find_order_cycle(directory: str | os.PathLike[str]) -> str:
     devices fit together, so nothing has to be waited for. NCCL promises no more than that, and a GPU may do better:
     what is found is a hazard, not a certainty.
     """
-    following: dict[str, dict[str, str]] = {}
-    for file in sorted(pathlib.Path(directory).iterdir()):
-        for before, after in itertools.pairwise(file.read_text().splitlines()):
-            following.setdefault(before, {}).setdefault(after, file.name)
-    cycle = _find_cycle(following)
-    steps = [(before, after, following[before][after]) for before, after in itertools.pairwise([*cycle, *cycle[:1]])]
-    # From one device's first to its last.
-    runs = [list(run) for _, run in itertools.groupby(steps, key=lambda step: step[2])]
+    launches = {file.name: file.read_text().splitlines() for file in sorted(pathlib.Path(directory).iterdir())}
+    devices: dict[str, list[str]] = {}
+    for device, lines in launches.items():
+        for line in lines:
+            devices.setdefault(line, []).append(device)
+    waiting = {device: collections.deque(lines) for device, lines in launches.items()}
+    may_run = set(launches)
+    while may_run:
+        queue = waiting[may_run.pop()]
+        while queue and all(waiting[device][0] == queue[0] for device in devices[queue[0]]):
+            done = devices[queue[0]]
+            for device in done:
+                waiting[device].popleft()
+            may_run.update(done)
+    blocked = {device: queue[0] for device, queue in waiting.items() if queue}
+    # What a device waits for is behind what the next one waits for.
+    chain = list(itertools.islice(blocked, 1))
+    while chain and chain[-1] not in chain[:-1]:
+        first = blocked[chain[-1]]
+        chain.append(next(device for device in devices[first] if blocked[device] != first))
+    cycle = chain[chain.index(chain[-1]) :] if chain else []
+    names = _name_launches(launches.values(), [blocked[device] for device in cycle])
     return "; ".join(
-        f"emulated:{run[0][2]} launches {_describe(run[0][0])} before {_describe(run[-1][1])}" for run in runs
+        f"device {there} launches {names[blocked[there]]} before {names[blocked[here]]}"
+        for here, there in itertools.pairwise(cycle)
     )
 
 
-def _find_cycle(following: dict[str, dict[str, str]]) -> list[str]:
-    done: set[str] = set()
-    for start in following:
-        path: dict[str, Iterator[str]] = {start: iter(following[start])} if start not in done else {}
-        while path:
-            here = next(reversed(path))
-            there = next(path[here], None)
-            if there in path:
-                return list(path)[list(path).index(there) :]
-            if there is None:
-                done.add(here)
-                del path[here]
-            elif there not in done:
-                path[there] = iter(following.get(there, ()))
-    return []
-
-
-def _describe(launch: str) -> str:
-    group, number, kind = launch.split()
-    return f"{kind} {number} of group {group}"
+def _name_launches(launches: Iterable[list[str]], chosen: list[str]) -> dict[str, str]:
+    """What a line says of a launch, the same in every run: groups are letters, counted from their first launches."""
+    first: dict[str, int] = {}
+    for group, number, _ in map(str.split, itertools.chain.from_iterable(launches)):
+        first[group] = min(first.get(group, int(number)), int(number))
+    groups = list(dict.fromkeys(line.split()[0] for line in chosen))
+    return {
+        line: f"{kind} {int(number) - first[group] + 1} of group {chr(ord('A') + groups.index(group))}"
+        for line, (group, number, kind) in ((line, line.split()) for line in chosen)
+    }

@@ -32,6 +32,7 @@ from fsdp_doctor.extract import (
 from fsdp_doctor.extract.local import LoadedShard, divide_shard, read_own_shards, request_of
 from fsdp_doctor.extract.lora import Lora
 from fsdp_doctor.extract.streams import wait_for_device
+from fsdp_doctor.fsdp.expert_groups import Experts
 from fsdp_doctor.names import Names, NamesError
 
 _T = TypeVar("_T")
@@ -48,6 +49,7 @@ class ShardOptions(TypedDict, total=False):
     bucket_bytes: int
     lora: Lora
     names: Names
+    experts: Experts | None
 
 
 class ExtractionOptions(ShardOptions, total=False):
@@ -76,7 +78,9 @@ def vllm_weight_source(model: nn.Module, **options: Unpack[ExtractionOptions]) -
     """
     base = importlib.import_module("vllm.distributed.weight_transfer.base")
     options.setdefault("names", "auto")
-    request = request_of(model, None, (), BUCKET_BYTES, options.get("lora", "merged"), options["names"])
+    request = request_of(
+        model, None, (), BUCKET_BYTES, options.get("lora", "merged"), options["names"], options.get("experts")
+    )
     places = {
         name: part.place
         for own in read_own_shards(request.sources, request.shards)

@@ -12,12 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_doctor.examination.facts import Facts
 from fsdp_doctor.examination.findings import Finding, join_few
+from fsdp_doctor.extract.rank_groups import read_groups
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.names import unwrap_name
 from fsdp_doctor.fsdp.reader import ModelContents
@@ -37,6 +39,16 @@ def find_after_load(
         yield from _check_optimizer_parameters(contents, optimizer)
         yield from _check_moment_dtypes(contents, optimizer)
     yield from _check_changed_parameters(model, contents)
+    if dist.is_initialized() and (unknown := tuple(read_groups(contents).find_unknown())):
+        yield Finding(
+            kind="experts-hidden",
+            severity="hazard",
+            sentence=f"Sharded over some of the model's ranks: {join_few(unknown)}; the others may have other tensors "
+            "under the same names, as of experts that were divided before FSDP sharded them.",
+            names=unknown,
+            entry="hidden-experts-taken-for-all",
+            remedy="say along which mesh they are divided, as in full_tensors(model, experts=mesh['ep']).",
+        )
 
 
 def _check_meta(facts: Facts) -> Iterator[Finding]:

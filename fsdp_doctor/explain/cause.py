@@ -52,6 +52,7 @@ _ANYWHERE = re.compile(r"device-side assert|No space left on device|Disk quota e
 _INNERMOST = 3
 _CALLS = ("in forward", "in _call_impl", "in _wrapped_call_impl")
 _GATHERING = re.compile(r"state_dict|full_tensor|summon_full_params|save_pretrained|save_model|save_checkpoint")
+_SENDING = re.compile(r"\b(?:send_weights|packed_\w{1,40}_producer|update_weights\w{0,40})\b")
 
 
 def _load_kinds(table: str) -> dict[str, list[re.Pattern[str]]]:
@@ -175,6 +176,7 @@ class Explanation:
     summary: torchrun's. dropped: the number of exceptions that were too many to keep. truncated: files that were not
     read to their end. dumps: how many of the files were dumps of a flight recorder.
     killed_for_memory: where the log says that a process was killed for lack of host memory; empty where it does not.
+    torch: the version that the log names; empty where it names none.
     """
 
     showing: Showing
@@ -192,6 +194,7 @@ class Explanation:
     truncated: tuple[str, ...] = ()
     dumps: int = 0
     killed_for_memory: str = ""
+    torch: str = ""
 
     @property
     def grade(self) -> Grade | None:
@@ -296,6 +299,7 @@ class _Logs:
             truncated=tuple(self._truncated),
             dumps=len(self._dumps),
             killed_for_memory=self._killed_for_memory,
+            torch=self._clues.torch,
         )
 
     def _collect_evidence(self, group: Group) -> Evidence:
@@ -321,9 +325,11 @@ class _Logs:
         return _names_fsdp(cause.first.text, cause.first.frames, under_fsdp=under_fsdp)
 
     def _match_hang(self, hang: Hang) -> list[Match]:
-        """The entries that it may be; known only where some ranks gather a model while others are elsewhere."""
-        stacks = ["\n".join(waiting.frames) for waiting in hang.waiting]
-        is_apart = hang.differs and len(set(map(_gathers, stacks))) > 1
+        """The entries that it may be; known only where some ranks gather a model while others are elsewhere, or gather
+        it for an engine that takes it.
+        """
+        stacks = ["\n".join(reversed(waiting.frames)) for waiting in hang.waiting]
+        is_apart = hang.differs and len({(_gathers(stack), _SENDING.search(stack) is None) for stack in stacks}) > 1
         for operation in sorted({waiting.op for waiting in hang.waiting}):
             evidence = Evidence(
                 message=f"Watchdog caught collective operation timeout: WorkNCCL(OpType={operation})",

@@ -9,7 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from fsdp_doctor.explain.log_input import Line, LogPiece, has_clock, parse_line, parse_time, split_lines
+from fsdp_doctor.explain.log_input import BOX, Line, LogPiece, has_clock, parse_line, parse_time, split_lines
 from fsdp_doctor.known.catalogue import has_signature, list_anchors
 
 _BEGIN = "Traceback (most recent call last)"
@@ -73,7 +73,6 @@ _IPYTHON = re.compile(r"\s{0,40}File (?P<file>[^\s\"]{1,400}):(?P<line>\d{1,9}),
 _RICH = re.compile(r"(?P<file>\S.{0,600}?):(?P<line>\d{1,9}) in (?P<function>\S.{0,200})")
 _RICH_SOURCE = re.compile(r"\s{0,20}(?:❱\s{0,20})?\d{1,9} [│|]|[│╭╰]")
 _RICH_BEGIN = re.compile(r"\S.{0,600}?\.pyx?:\d{1,9}(?: in\b|$)")
-_BOX = "│╭╰┃"
 _FILE = re.compile(r'File "(?P<file>[^"]+)"')
 _RAISES = re.compile(r"raise\s+\S|assert\b")
 # Files of torch, installed or as source, of Python itself, and names that are no file.
@@ -278,6 +277,8 @@ class ExceptionReader:
         if opened.box:
             opened.end_box()
         if (frame := _parse_frame(line.text)) is not None:
+            if not opened.frames:
+                opened.indent += max(0, _measure_indent(line.text) - 2)
             opened.frames.append(_strip_repeated(frame))
             opened.source = None
             return
@@ -423,7 +424,7 @@ def _has_words_of(source: str, message: str) -> bool:
 
 
 def _is_boxed(text: str) -> bool:
-    return text.lstrip()[:1] in _BOX if text else False
+    return text.lstrip()[:1] in BOX if text else False
 
 
 def _begins_box(text: str) -> bool:

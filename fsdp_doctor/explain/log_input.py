@@ -71,7 +71,8 @@ _DIGIT = re.compile(r"\d")
 _EXCEPTION = re.compile(r"[\w.]{1,80}(?:Error|Exception)\b")
 # What may stand before every line of a log: the name of a pod, of a container, of a job.
 _LABEL = re.compile(r"\s*(?:(?:\[?[a-z][a-z0-9._/:-]{1,80}\]?|\|)[ ]{1,20}){0,3}")
-# What is the last of a line, and is not within a word.
+# What is the first of a line in a box; and what is the last of a line, and is not within a word.
+BOX = "│╭╰┃"
 _ENDS = "│╮╯┃\u201d\u2019"
 _NARROWEST, _WIDEST = 60, 250
 _USUAL_WIDTHS = frozenset({*range(60, _WIDEST + 1, 10), 72, 79, 99, 132})
@@ -237,7 +238,7 @@ def _break_into_lines(text: str) -> list[str]:
 def _find_common_label(lines: Sequence[str]) -> str:
     """What stands before every line and says nothing: the same indentation, or the same label; else an empty text."""
     written = [line for line in lines if line.strip()]
-    if len(set(written)) < 3:
+    if len(set(written)) < 2:
         return ""
     pairs = zip(min(written), max(written), strict=False)
     match = _LABEL.match("".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
@@ -261,6 +262,8 @@ def _measure_wrapped_width(lines: Sequence[str]) -> int:
 
 def _goes_on(line: str, following: str) -> bool:
     """Whether the rest of a broken line may follow. line: as far as it was read."""
+    if line[:1] in BOX:
+        return following[:1] not in BOX and line[-1:] not in _ENDS
     if (
         _PREFIX.match(following)
         or _find_shape(line) == _find_shape(following)

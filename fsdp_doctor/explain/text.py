@@ -16,8 +16,6 @@ from fsdp_doctor.known.clues import CLUES
 from fsdp_doctor.known.failures import KnownFailure
 from fsdp_doctor.known.grading import Match
 
-# The page of the runs over versions, in the documentation that pyproject.toml names.
-_PAGE = "https://fsdp-doctor.github.io/fsdp-doctor/compat/index.html"
 _MAX_RANKS = 8
 _MAX_LINES = 6
 _MAX_OTHERS = 3
@@ -201,7 +199,7 @@ def render_entry(entry: KnownFailure, width: int, *, conditions: Sequence[str] =
 
     conditions: what is not sure of it. places: the traceback, for the remedies of the frameworks in it; empty for all.
     """
-    lines = [f"{entry.id}: {entry.title}", ""]
+    lines = [f"{entry.id} ({entry.short_code}): {entry.title}", ""]
     if conditions:
         lines += ["To be sure:", *(f"  - {condition}" for condition in conditions)]
     if entry.needs:
@@ -222,13 +220,15 @@ def render_entry(entry: KnownFailure, width: int, *, conditions: Sequence[str] =
     if entry.frameworks:
         lines += wrap(f"Seen in: {', '.join(entry.frameworks)}", width)
     lines += wrap(f"References: {', '.join(entry.references)}", width)
-    lines += [_describe_reproduction(entry), f"Versions: {_PAGE}#entry-{entry.id}"]
+    lines += [_describe_reproduction(entry), f"Page: {entry.page}"]
     return lines
 
 
 def convert_entry_to_dict(entry: KnownFailure) -> dict[str, Any]:
     return {
         "id": entry.id,
+        "short_code": entry.short_code,
+        "page": entry.page,
         "title": entry.title,
         "verdict": entry.verdict,
         "signatures": [pattern.pattern for pattern in entry.signatures],
@@ -243,7 +243,7 @@ def convert_entry_to_dict(entry: KnownFailure) -> dict[str, Any]:
         "code": entry.code.strip("\n"),
         "references": list(entry.references),
         "evidence": entry.evidence,
-        "command": _make_command(entry),
+        "command": make_command(entry),
     }
 
 
@@ -253,10 +253,11 @@ def wrap(text: str, width: int) -> list[str]:
 
 def _describe_reproduction(entry: KnownFailure) -> str:
     unknown = "no case of the matrix shows it; it is known from the references above."
-    return f"Reproduce: {_make_command(entry) or unknown}"
+    return f"Reproduce: {make_command(entry) or unknown}"
 
 
-def _make_command(entry: KnownFailure) -> str:
+def make_command(entry: KnownFailure) -> str:
+    """The command that reproduces it, or nothing."""
     if not entry.reproduced:
         return ""
     device = f" --device {entry.evidence_device}" if entry.evidence_device else ""
@@ -274,12 +275,12 @@ def _match_lines(matches: tuple[Match, ...], width: int, places: str) -> list[st
         entry = render_entry(match.entry, width, conditions=match.open, places=places or "no place")
         lines += ["", f"{match.grade.capitalize()}: {entry[0]}", *entry[1:]]
     rest = tuple(match.entry for match in matches if match not in whole)
-    return lines + _list_entries("Other entries with the same message (`fsdp-doctor explain --entry ID`):", rest)
+    return lines + _list_entries("Other entries with the same message (`fsdp-doctor explain ID`):", rest)
 
 
 def _possible_lines(matches: tuple[Match, ...]) -> list[str]:
     lines = [f"  {match.entry.id}: {next(iter((*match.against, *match.open)), '')}" for match in matches]
-    return ["", "Possible, and what would decide (`fsdp-doctor explain --entry ID`):", *lines[:_MAX_POSSIBLE]]
+    return ["", "Possible, and what would decide (`fsdp-doctor explain ID`):", *lines[:_MAX_POSSIBLE]]
 
 
 def _render_foreign(explanation: Explanation, width: int) -> list[str]:

@@ -40,6 +40,7 @@ from fsdp_doctor.extract.transfers import (
 )
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.decorators import defer_garbage_collection, disable_autograd
+from fsdp_doctor.fsdp.expert_groups import Experts
 from fsdp_doctor.names.hub_names import Names
 
 _T = TypeVar("_T")
@@ -67,6 +68,7 @@ def full_tensors(
     bucket_bytes: int = BUCKET_BYTES,
     lora: Lora = "merged",
     names: Names = "model",
+    experts: Experts | None = None,
     in_step: bool = False,
 ) -> ClosingIterator[tuple[str, torch.Tensor]]:
     """Yields (name, full tensor) for every parameter and every persistent buffer, in one order on every rank.
@@ -109,19 +111,23 @@ def full_tensors(
         transformers knows them, otherwise the model's; or a mapping in the form of :func:`read_hub_view`. A tensor of
         the Hub that is a part of one of the model's, as an expert's of a fused tensor, is a view of it, so who keeps
         one of its parts keeps all of it. ``keep_dtype`` has the model's names all the same.
+    experts: of experts that were divided before FSDP sharded them, so that groups of ranks have others under one name:
+        the dim of the mesh along which they are divided, ``mesh["ep"]``, of all parameters below a module ``experts``;
+        or such dims by patterns of names. They are yielded joined along their first dim, as one tensor.
     in_step: no rank gathers while another sends. A bucket is complete on the device when its first tensor is yielded,
         and the next is gathered when every rank has asked for it and its device has done all that was launched on it.
         For receivers on the trainers' devices, where a gather that waits for a rank keeps what that rank's send waits
         for from running (RLinf issue 1539). Each bucket costs a wait for the device and a meeting over the store.
 
-    Raises, before any collective: ValueError, TypeError for wrong arguments; NamesError (ValueError) for names that the
-    model's tensors cannot be given; RuntimeError for a tensor on the meta device, or a process group that is missing or
-    has no backend for the device; NotImplementedError for adapters that cannot be merged (DoRA, and kinds other than
-    LoRA). On every rank: PlanMismatch where the ranks have different models or arguments, and where groups of them have
-    other tensors under one name, as of experts, which is looked for once for a plan that is kept.
+    Raises, before any collective: ValueError, TypeError for wrong arguments, and a mesh in ``experts`` that does not
+    divide them; NamesError (ValueError) for names that the model's tensors cannot be given; RuntimeError for a tensor
+    on the meta device, or a process group that is missing or has no backend for the device; NotImplementedError for
+    adapters that cannot be merged (DoRA, and kinds other than LoRA). On every rank: PlanMismatch where the ranks have
+    different models or arguments, and where groups of them have other tensors under one name, as of experts for which
+    no mesh is given, which is looked for once for a plan that is kept.
     """
     with announce_errors(model):
-        arguments = Arguments.check(device, dtype, keep_dtype, bucket_bytes, lora, names, in_step=in_step)
+        arguments = Arguments.check(device, dtype, keep_dtype, bucket_bytes, lora, names, experts, in_step=in_step)
     return ClosingIterator(_yield_each_name(extract(model, arguments)))
 
 
@@ -132,13 +138,14 @@ def weights_info(
     keep_dtype: Collection[str] = (),
     lora: Lora = "merged",
     names: Names = "model",
+    experts: Experts | None = None,
 ) -> dict[str, WeightInfo]:
     """What :func:`full_tensors` would yield, in its order: no communication, no copy, no device is touched.
 
     Any rank may call it alone (verl's ``get_actor_weights_info``, which PR 4726 mends, gathers).
     Arguments and errors are those of :func:`full_tensors`.
     """
-    plan, _ = get_plan(model, Arguments.check(None, dtype, keep_dtype, BUCKET_BYTES, lora, names))
+    plan, _ = get_plan(model, Arguments.check(None, dtype, keep_dtype, BUCKET_BYTES, lora, names, experts))
     return {
         name: WeightInfo(part.shape, plan.dtypes.choose(spec))
         for source in plan.sources
@@ -569,6 +576,7 @@ def full_state_dict(
     bucket_bytes: int = BUCKET_BYTES,
     lora: Lora = "merged",
     names: Names = "model",
+    experts: Experts | None = None,
 ) -> dict[str, torch.Tensor]:
     """The whole model's tensors on the CPU, by name, in pageable memory; tied names share one tensor.
 
@@ -582,7 +590,7 @@ def full_state_dict(
     with announce_errors(model):
         if ranks not in get_args(CollectingRanks):
             raise ValueError(f"ranks must be one of {', '.join(get_args(CollectingRanks))}, not {ranks!r}")
-        arguments = Arguments.check(None, dtype, keep_dtype, bucket_bytes, lora, names)
+        arguments = Arguments.check(None, dtype, keep_dtype, bucket_bytes, lora, names, experts)
     collects = ranks == "all" or not dist.is_initialized() or dist.get_rank() == 0
     state: dict[str, torch.Tensor] = {}
     with _ToHost() as copies, contextlib.closing(extract(model, arguments)) as tensors:

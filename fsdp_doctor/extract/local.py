@@ -40,6 +40,7 @@ from fsdp_doctor.extract.sources import FlatUnit, OutputDtypes, Placed, Plain, R
 from fsdp_doctor.extract.streams import HomeStream, Streams
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.decorators import defer_garbage_collection, disable_autograd
+from fsdp_doctor.fsdp.expert_groups import Experts
 from fsdp_doctor.fsdp.shards import LocalPart, compute_part, compute_row_major_strides
 from fsdp_doctor.names.hub_names import Names
 from fsdp_doctor.names.views import NamesError, TensorView, find_box
@@ -107,6 +108,7 @@ def local_shards(
     bucket_bytes: int = BUCKET_BYTES,
     lora: Lora = "merged",
     names: Names = "model",
+    experts: Experts | None = None,
 ) -> ClosingIterator[LocalShard]:
     """Yields what this rank holds of every parameter and every persistent buffer: (name, tensor, global shape, place).
 
@@ -124,7 +126,7 @@ def local_shards(
     Hub whose elements on a rank are no range and no block of it.
     """
     with announce_errors_where_merged(model, lora):
-        request = request_of(model, dtype, keep_dtype, bucket_bytes, lora, names)
+        request = request_of(model, dtype, keep_dtype, bucket_bytes, lora, names, experts)
         refuse_unknown(request)
     return ClosingIterator(_yield_each_name(request, start_factor_stream(request)))
 
@@ -185,8 +187,9 @@ def request_of(
     bucket_bytes: int,
     lora: Lora,
     names: Names = "model",
+    experts: Experts | None = None,
 ) -> ShardRequest:
-    plan, shards = get_plan(model, Arguments.check(None, dtype, keep_dtype, bucket_bytes, lora, names))
+    plan, shards = get_plan(model, Arguments.check(None, dtype, keep_dtype, bucket_bytes, lora, names, experts))
     return ShardRequest(
         plan=plan,
         shards=shards,

@@ -36,6 +36,7 @@ from fsdp_doctor.extract.sources import (
 )
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.fsdp.decorators import defer_garbage_collection
+from fsdp_doctor.fsdp.expert_groups import ExpertMeshes, Experts, list_expert_meshes, place_experts
 from fsdp_doctor.fsdp.snapshot import Snapshot
 from fsdp_doctor.names.hub_names import NameChoice, Names, check_names, choose_names
 from fsdp_doctor.names.views import NamesError, TensorView
@@ -54,6 +55,7 @@ class Arguments:
     bucket_bytes: int
     lora: Lora
     names: NameChoice | tuple[tuple[str, TensorView], ...]
+    experts: ExpertMeshes
     in_step: bool
 
     @classmethod
@@ -65,6 +67,7 @@ class Arguments:
         bucket_bytes: int,
         lora: Lora,
         names: Names = "model",
+        experts: Experts | None = None,
         *,
         in_step: bool = False,
     ) -> Arguments:
@@ -81,7 +84,7 @@ class Arguments:
         if not all(isinstance(pattern, str) for pattern in keep):
             raise TypeError(f"keep_dtype must be names, or patterns of them, not {keep_dtype!r}")
         given = tuple(names.items()) if isinstance(names, Mapping) else names
-        return cls(device, dtype, tuple(keep), bucket_bytes, lora, given, in_step)
+        return cls(device, dtype, tuple(keep), bucket_bytes, lora, given, list_expert_meshes(experts), in_step)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -130,7 +133,7 @@ class _KeptPlan:
     """A plan, and what it was made from."""
 
     def __init__(self, model: nn.Module, arguments: Arguments) -> None:
-        contents = reader.read(model)
+        contents = place_experts(reader.read(model), arguments.experts)
         if unused := contents.list_unused():
             raise RuntimeError(
                 f"FSDP2 does not compute with what the model has as {join_some(unused)}: it was assigned or swapped "

@@ -89,8 +89,8 @@ def read_groups(contents: ModelContents) -> RankGroups:
     """Reads attributes alone: any rank may call it."""
     on_meshes: dict[int, tuple[DeviceMesh, tuple[int, ...]]] = {}
     for parameter in contents.parameters:
-        if isinstance(parameter.tensor, DTensor) and id(parameter.tensor.device_mesh) not in on_meshes:
-            mesh = parameter.tensor.device_mesh
+        if isinstance(parameter.placed, DTensor) and id(parameter.placed.device_mesh) not in on_meshes:
+            mesh = parameter.placed.device_mesh
             on_meshes[id(mesh)] = mesh, tuple(mesh.mesh.flatten().tolist())
     of_units = [
         tuple(range(dist.get_world_size()))
@@ -103,7 +103,7 @@ def read_groups(contents: ModelContents) -> RankGroups:
         return RankGroups(())
     # Of a mesh that overlaps with the largest it is not known which ranks it is together with.
     lacking = {key: (mesh, ranks) for key, (mesh, ranks) in on_meshes.items() if {*ranks} < {*everyone}}
-    whole = [t for p in contents.parameters if isinstance(t := p.tensor, DTensor) and id(t.device_mesh) not in lacking]
+    whole = [t for p in contents.parameters if isinstance(t := p.placed, DTensor) and id(t.device_mesh) not in lacking]
     on_whole = {(id(t.device_mesh), t.placements): (t.device_mesh, t.placements) for t in whole}.values()
     relations: dict[tuple[int, tuple[Placement, ...]], Relation] = {}
     parts = [
@@ -112,7 +112,7 @@ def read_groups(contents: ModelContents) -> RankGroups:
         if {*ranks} < {*everyone}
     ]
     for place, parameter in enumerate(contents.parameters, len(contents.fsdp1_units)):
-        tensor, name = parameter.tensor, parameter.names[:1]
+        tensor, name = parameter.placed, parameter.names[:1]
         if not isinstance(tensor, DTensor):
             parts.append(Part(name, place, (), "plain"))
         elif id(tensor.device_mesh) in lacking:
@@ -255,18 +255,20 @@ def describe_conflicts(conflicts: Mapping[str, Conflict]) -> str:
             return (
                 f"{name}: each of the groups of ranks {groups} shards a tensor of this name, and nothing says whether "
                 "they have copies of one tensor or different ones, as of experts that were divided before FSDP sharded "
-                f"them.{others} Distribute it over a mesh of all ranks: Shard where the values differ, Replicate where "
-                "they are copies."
+                f"them.{others} Say along which mesh they are divided, as in experts=mesh['ep'], or distribute it over "
+                "a mesh of all ranks: Shard where the values differ, Replicate where they are copies."
             )
         case "copies":
             return (
                 f"{name}: by the mesh of the model's other parameters the groups of ranks {groups} have copies of it, "
-                f"but their values differ.{others} Distribute experts over a mesh of all ranks."
+                f"but their values differ.{others} Say along which mesh experts are divided, as in "
+                "experts=mesh['ep']."
             )
         case "plain":
             return (
                 f"{name} is a parameter that nothing shards, and its values differ between ranks {groups}.{others} "
-                "If these are experts, distribute them over a mesh (DTensor); if they are to be copies, broadcast one."
+                "If these are experts, say along which mesh they are divided, as in experts=mesh['ep']; if they are to "
+                "be copies, broadcast one."
             )
         case _:
             assert_never(conflict.relation)

@@ -198,8 +198,8 @@ def compute_device(contents: ModelContents, sources: Sequence[Source]) -> torch.
         if not isinstance(source, Plain):
             return source.shard_group.device
     for parameter in contents.parameters:
-        if isinstance(parameter.tensor, DTensor):
-            return find_device(parameter.tensor.device_mesh.device_type)
+        if isinstance(parameter.placed, DTensor):
+            return find_device(parameter.placed.device_mesh.device_type)
     for unit in contents.fsdp1_units:
         return unit.compute_device
     return next((parameter.tensor.device for parameter in contents.parameters), torch.device("cpu"))
@@ -213,7 +213,7 @@ def find_device(device_type: str) -> torch.device:
 
 
 def _make_source(place: int, model_tensor: ModelTensor, groups: _ShardGroups) -> Source:
-    tensor = model_tensor.tensor
+    tensor = model_tensor.placed
     spec = TensorSpec(names=model_tensor.names, shape=tensor.shape, numel=tensor.numel(), dtype=tensor.dtype)
     if not isinstance(tensor, DTensor):
         return Plain(spec=spec, place=place)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -256,12 +257,16 @@ class Redistribution(TensorTransfer):
     def __init__(self, order: int, source: Placed, dtype: torch.dtype) -> None:
         self.order, self.names, self._source, self._dtype = order, source.spec.names[:1], source, dtype
         self.shard_group: ShardGroup = source.shard_group
-        nbytes = source.spec.numel * max(dtype.itemsize, source.spec.dtype.itemsize)
-        self.nbytes, self.collecting_bytes = 4 * nbytes, 3 * nbytes
+        own = source.spec.dtype
+        self._num_local = _count_local(source)
+        self.collecting_bytes = 3 * source.spec.numel * max(dtype.itemsize, own.itemsize)
+        self.nbytes = self.collecting_bytes + source.spec.numel * dtype.itemsize + self._num_local * own.itemsize
 
     def allocate(self, call: Call) -> None:
         self._shard = call.shards[self._source.place]
-        self._local = torch.empty(self._shard.shape, dtype=self._shard.dtype, device=call.device)
+        # As large on every rank: what a bucket has must be what the plan says that it gives back.
+        memory = torch.empty(self._num_local, dtype=self._shard.dtype, device=call.device)
+        self._local = memory[: self._shard.numel()].view(self._shard.shape)
         self._full = torch.empty(self._source.spec.shape, dtype=self._dtype, device=call.device)
 
     def list_pieces(self) -> Iterable[Piece]:
@@ -277,6 +282,15 @@ class Redistribution(TensorTransfer):
 
     def make_results(self) -> Iterable[OrderedResult]:
         return [(self.order, self._source.spec, self._full)]
+
+
+def _count_local(source: Placed) -> int:
+    """The elements of the largest shard, which is the first rank's."""
+    shape = list(source.spec.shape)
+    for placement, size in zip(source.placements, source.mesh.shape, strict=True):
+        if (dim := getattr(placement, "dim", None)) is not None:
+            shape[dim] = -(-shape[dim] // size)
+    return math.prod(shape)
 
 
 def _redistribute(local: torch.Tensor, source: Placed) -> torch.Tensor:

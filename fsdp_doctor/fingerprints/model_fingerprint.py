@@ -55,6 +55,7 @@ from fsdp_doctor.fingerprints.summing import (
     swap_halves,
 )
 from fsdp_doctor.fsdp.decorators import disable_autograd
+from fsdp_doctor.fsdp.expert_groups import Experts
 from fsdp_doctor.fsdp.shards import compute_row_major_strides
 from fsdp_doctor.names.hub_names import Names
 
@@ -72,6 +73,7 @@ def fingerprint(
     bucket_bytes: int = BUCKET_BYTES,
     lora: Lora = "merged",
     names: Names = "model",
+    experts: Experts | None = None,
     combined: bool = True,
 ) -> Fingerprints:
     """Computes 128 bits for each tensor that :func:`full_tensors` would yield with the same arguments; gathers nothing.
@@ -85,8 +87,8 @@ def fingerprint(
     Every rank of the group over which the model is sharded must call it with the same arguments; they compare their
     models before the all-reduce, as in :func:`full_tensors`, and none is left waiting.
 
-    names: as :func:`full_tensors`. Those of the Hub are the names in a checkpoint that ``save_pretrained`` wrote, and
-        those that engines load. (:func:`fingerprint_variants` has the model's.)
+    names, experts: as :func:`full_tensors`. The Hub's names are those in a checkpoint that ``save_pretrained`` wrote,
+        and those that engines load. (:func:`fingerprint_variants` has the model's.)
     combined: False for this rank's part of the sums, without a collective (except for the factors of adapters), for
         :func:`combine_fingerprints`.
 
@@ -95,7 +97,7 @@ def fingerprint(
     Raises as :func:`full_tensors`.
     """
     repeated = RepeatedFingerprint(
-        model, dtype=dtype, keep_dtype=keep_dtype, bucket_bytes=bucket_bytes, lora=lora, names=names
+        model, dtype=dtype, keep_dtype=keep_dtype, bucket_bytes=bucket_bytes, lora=lora, names=names, experts=experts
     )
     if combined:
         repeated.start()
@@ -125,10 +127,11 @@ class RepeatedFingerprint:
         bucket_bytes: int = BUCKET_BYTES,
         lora: Lora = "merged",
         names: Names = "model",
+        experts: Experts | None = None,
     ) -> None:
         self._model = model
         self._dtype, self._keep_dtype, self._bucket_bytes = dtype, keep_dtype, bucket_bytes
-        self._lora, self._names = lora, names
+        self._lora, self._names, self._experts = lora, names, experts
         self._sums = FingerprintSums()
         self._summed: tuple[Plan, list[int]] | None = None
 
@@ -155,7 +158,9 @@ class RepeatedFingerprint:
         return _by_all_names(self._specs, self._added.read())
 
     def request(self) -> ShardRequest:
-        return request_of(self._model, self._dtype, self._keep_dtype, self._bucket_bytes, self._lora, self._names)
+        return request_of(
+            self._model, self._dtype, self._keep_dtype, self._bucket_bytes, self._lora, self._names, self._experts
+        )
 
 
 def _list_parts(request: ShardRequest) -> list[TensorSpec]:
@@ -176,6 +181,7 @@ def fingerprint_variants(
     dtype: torch.dtype | None = None,
     keep_dtype: Collection[str] = (),
     lora: Lora = "merged",
+    experts: Experts | None = None,
 ) -> dict[str, list[FingerprintVariant]]:
     """Fingerprints of some tensors after the usual mistakes, for ``compare_fingerprints(variants=...)``.
 
@@ -187,7 +193,7 @@ def fingerprint_variants(
     for a name that the model does not have.
     """
     with announce_errors(model):
-        request = request_of(model, dtype, keep_dtype, BUCKET_BYTES, lora)
+        request = request_of(model, dtype, keep_dtype, BUCKET_BYTES, lora, experts=experts)
         sources = _restrict(request.sources, names)
         known = {name for source in sources for spec in list_specs(source) for name in spec.names}
         if unknown := sorted(set(names) - known):

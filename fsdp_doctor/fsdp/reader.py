@@ -6,7 +6,7 @@ Only attributes are read, in any state of the model: nothing is copied or commun
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -28,12 +28,18 @@ class ModelTensor:
     names: as in the model before it was wrapped, in the order of its modules; several for a tied one.
     tensor: of a parameter that FSDP2 shows unsharded now, the sharded one; shown: what the modules have now.
     unit: the innermost FSDP2 module around it, None outside of any.
+    placed: what has its global shape, mesh and placements: ``tensor``; or of experts that were divided before FSDP
+    sharded them, a DTensor without elements, of which ``tensor`` is a part, see ``expert_groups``.
     """
 
     names: tuple[str, ...]
     tensor: torch.Tensor
     shown: torch.Tensor
     unit: Fsdp2Unit | None
+    placed: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.placed = self.tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -89,13 +89,13 @@ def _parse(kind: type, value: Any) -> Any:
 
 
 def find_entry(name: str) -> KnownFailure:
-    """The entry of that id. Raises UsageError with the nearest ones where there is none."""
-    by_id = {entry.id: entry for entry in read_catalogue()}
-    if name not in by_id:
-        close = difflib.get_close_matches(name, by_id, n=3)
+    """The entry of that id or short code. Raises UsageError with the nearest ones where there is none."""
+    by_name = {name: entry for entry in read_catalogue() for name in (entry.id, entry.short_code)}
+    if name not in by_name:
+        close = difflib.get_close_matches(name, by_name, n=3)
         near = f" (did you mean {' or '.join(close)}?)" if close else ""
         raise UsageError(f"the catalogue has no entry {name!r}{near}")
-    return by_id[name]
+    return by_name[name]
 
 
 @functools.lru_cache(maxsize=1024)

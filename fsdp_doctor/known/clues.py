@@ -16,8 +16,9 @@ else:
     import tomli as tomllib
 
 ClueName: TypeAlias = Literal[
-    "fsdp", "dtensor", "sharded place", "cpu offload", "unsharded group", "low-bit optimizer", "another engine"
-]
+    "fsdp", "dtensor", "sharded place", "cpu offload", "unsharded group", "whole parameter", "low-bit optimizer",
+    "another engine",
+]  # fmt: skip
 
 _TORCH = re.compile(
     r"\b(?:[Pp]y)?[Tt]orch(?: version)?(?: \(GPU\?\))?\s{0,20}(?:==|=|:|\bis\b)?\s{0,20}v?(\d\.\d{1,2}(?:\.\d{1,2})?)\b"

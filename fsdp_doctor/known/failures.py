@@ -20,6 +20,8 @@ from fsdp_doctor.matrix.methods import FIXES, find_method, is_user_method
 from fsdp_doctor.verdict.classification import VerdictKind
 
 REPORTED = "reported"
+# The published documentation, as [project.urls] of pyproject.toml names it.
+DOCUMENTATION = "https://fsdp-doctor.github.io/fsdp-doctor/"
 _WORD = re.compile(r"[a-z][a-z0-9]{2,}")
 _SHARDED_PLACE = re.compile(rf"{CLUES['sharded place'].shown.pattern}|{CLUES['fsdp'].shown.pattern}")
 
@@ -87,7 +89,8 @@ def _matches(value: str, allowed: tuple[str, ...]) -> bool:
 class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One way in which an extraction or a load fails, with its remedy.
 
-    group: the file that it is in. verdict: the one that it has in the matrix, or would have.
+    short_code: ``FD`` and a number, which no other failure ever gets. group: the file that it is in.
+    verdict: the one that it has in the matrix, or would have.
     signatures: regular expressions over an exception's ``Type: message``, on one line, for any device.
     frames: further ones over the traceback, for a message that other failures share: one of them has to match. place:
         their meaning in words. Without them the traceback has to go through FSDP, a DTensor or a state dict.
@@ -111,6 +114,7 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     id: str
+    short_code: str = ""
     group: str
     title: str
     verdict: VerdictKind
@@ -135,6 +139,11 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     code: str = ""
     remedies: Mapping[str, str] = {}
     references: tuple[str, ...] = ()
+
+    @property
+    def page(self) -> str:
+        """The URL of its page in the published documentation."""
+        return f"{DOCUMENTATION}failures/{self.short_code}/"
 
     @property
     def reproduced(self) -> bool:

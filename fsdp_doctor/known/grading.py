@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ Grade: TypeAlias = Literal["known", "likely", "possible"]
 _PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?!torch[/\\])([\w.-]+)")
 # Libraries with a sharding of their own, whose messages are like torch's.
 _OTHER_SHARDING = re.compile(r"/(fairscale|deepspeed|torch_xla)/")
+_SIZE = re.compile(r"torch\.Size\(\[(\d+, [\d, ]+)\]\)")
 _ORDER: tuple[Grade, ...] = ("known", "likely", "possible")
 
 
@@ -38,7 +40,8 @@ class Evidence:
 
     def shows(self, name: ClueName) -> bool:
         """Whether the failure itself shows a fact, by its message or its traceback, or the rest of the log does."""
-        return name in self.log or CLUES[name].shown.search(f"{self.message}\n{self.traceback}") is not None
+        text = _SIZE.sub(_count_elements, f"{self.message}\n{self.traceback}")
+        return name in self.log or CLUES[name].shown.search(text) is not None
 
     @property
     def names_fsdp(self) -> bool:
@@ -68,6 +71,10 @@ def match_evidence(evidence: Evidence) -> list[Match]:
     entries = [entry for entry in read_catalogue() if entry.matches_message(evidence.message)]
     graded = (_grade(entry, evidence, is_shared=len(entries) > 1) for entry in entries)
     return sorted((match for match in graded if match is not None), key=_make_key)
+
+
+def _count_elements(size: re.Match[str]) -> str:
+    return f"{size[0]} of {math.prod(int(length) for length in size[1].split(',') if length.strip())} elements"
 
 
 def _make_key(match: Match) -> tuple[int, bool, bool]:

@@ -70,7 +70,7 @@ class RunContext:
     def shard_group(self, scenario: Scenario) -> int:
         """How many ranks a parameter is sharded over."""
         match scenario.sharding:
-            case Sharding.FULL | Sharding.EXPERTS:
+            case Sharding.FULL | Sharding.EXPERTS | Sharding.EXPERTS_2D | Sharding.HIDDEN_EXPERTS:
                 return self.world_size
             case Sharding.TP:
                 return max(1, self.world_size // 2)

@@ -27,6 +27,7 @@ from fsdp_doctor.extract.host_copies import HostCopies
 from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.fsdp.decorators import disable_autograd, keep_present_modes
+from fsdp_doctor.fsdp.expert_groups import Experts, list_expert_meshes, place_experts
 from fsdp_doctor.fsdp.reader import ModelContents
 from fsdp_doctor.load.agreement import Holders, LoadAgreement, announce_early_errors
 from fsdp_doctor.load.from_first_rank import FromFirstRank
@@ -59,6 +60,7 @@ def load_full_tensors(
     strict: bool = True,
     dtype: DtypeRule = "keep",
     names: Names = "auto",
+    experts: Experts | None = None,
     buffers: Mapping[str, torch.Tensor] | None = None,
     bucket_bytes: int = LOAD_BUCKET_BYTES,
 ) -> LoadReport:
@@ -92,6 +94,8 @@ def load_full_tensors(
         of ``save_pretrained``, where an expert may have tensors of its own that are parts of one of the model's.
         ``auto``: whichever the names of the source are; the model's for an iterable. Or a mapping in the form of
         :func:`read_hub_view`. Each rank reads its own rows only, whatever the names.
+    experts: as :func:`full_tensors`, of experts of which groups of ranks have others under one name: the source has all
+        of them, as one tensor, and each rank gets its own.
     buffers: non-persistent buffers, by name, on every rank; those on the meta device must be among them.
     bucket_bytes: of device memory of one bucket.
 
@@ -112,7 +116,16 @@ def load_full_tensors(
             stack.callback(source.close)
         if isinstance(source, Iterator):
             source = keep_present_modes(source)
-        return _load(model, source, strict=strict, dtype=dtype, names=names, buffers=buffers, bucket_bytes=bucket_bytes)
+        return _load(
+            model,
+            source,
+            strict=strict,
+            dtype=dtype,
+            names=names,
+            experts=experts,
+            buffers=buffers,
+            bucket_bytes=bucket_bytes,
+        )
 
 
 @disable_autograd
@@ -123,6 +136,7 @@ def _load(
     strict: bool,
     dtype: DtypeRule,
     names: Names,
+    experts: Experts | None,
     buffers: Mapping[str, torch.Tensor] | None,
     bucket_bytes: int,
 ) -> LoadReport:
@@ -133,7 +147,7 @@ def _load(
             raise TypeError(f"buffers must be a mapping of names to tensors, not {type(buffers).__name__}")
         check_arguments(model, bucket_bytes)
         check_names(names)
-        contents = reader.read(model)
+        contents = place_experts(reader.read(model), list_expert_meshes(experts))
         place = find_place(contents)
     agreement = LoadAgreement(place.ranks)
     with agreement.announce_errors(), contextlib.ExitStack() as stack:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from fsdp_doctor.fsdp.expert_groups import extend_mesh
 from fsdp_doctor.fsdp.reader import Fsdp1Unit
 from fsdp_doctor.fsdp.shards import LocalPart, Slices, Stretches, compute_part, compute_row_major_strides
 from fsdp_doctor.load.outcome import LoadError
@@ -152,7 +152,7 @@ class Layouts:
         key = id(tensor.device_mesh), tensor.placements
         if key not in self._on_meshes:
             mesh, placements = tensor.device_mesh, tensor.placements
-            self._on_meshes[key] = OnMesh(*(extend_to_all_ranks(mesh, placements, self._meshes) or (mesh, placements)))
+            self._on_meshes[key] = OnMesh(*(extend_mesh(mesh, placements, self._meshes) or (mesh, placements)))
         return self._on_meshes[key]
 
 
@@ -220,23 +220,6 @@ class InFlatParameter(Layout):
 
 def _ascend(ranks: torch.Tensor, dim: int) -> bool:
     return ranks.shape[dim] < 2 or bool((ranks.diff(dim=dim) > 0).all())
-
-
-def extend_to_all_ranks(
-    mesh: DeviceMesh, placements: Sequence[Placement], meshes: Sequence[DeviceMesh]
-) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
-    """The same division in terms of a mesh in ``meshes`` that is ``mesh`` or contains it as a submesh; None if none is.
-
-    It is replicated over the dims that the submesh lacks: each neighbour along them has a submesh with the same shards.
-    """
-    for whole in meshes:
-        here = whole.get_coordinate() or [0] * whole.ndim
-        for dims in itertools.combinations(range(whole.ndim), mesh.ndim):
-            index = tuple(slice(None) if dim in dims else here[dim] for dim in range(whole.ndim))
-            if torch.equal(whole.mesh[index], mesh.mesh):
-                of_dim = dict(zip(dims, placements, strict=True))
-                return whole, tuple(of_dim.get(dim, Replicate()) for dim in range(whole.ndim))
-    return None
 
 
 def list_mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:

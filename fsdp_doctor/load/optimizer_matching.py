@@ -206,7 +206,7 @@ def _list_trainable(
         if private.read_local_tensor(parameter.tensor).is_meta:
             raise LoadError(f"{parameter.names[0]} is on the meta device: load the model first")
         part = ParameterPart(
-            names=parameter.names, shape=parameter.tensor.shape, layout=layouts.choose(parameter.tensor)
+            names=parameter.names, shape=parameter.placed.shape, layout=layouts.choose(parameter.placed)
         )
         yield parameter.tensor, find_home(parameter, place.device), (part,)
 

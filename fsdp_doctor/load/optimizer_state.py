@@ -15,6 +15,7 @@ from fsdp_doctor.extract.agreement import describe_first_difference
 from fsdp_doctor.extract.rank_groups import describe_conflicts
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.decorators import disable_autograd
+from fsdp_doctor.fsdp.expert_groups import Experts, list_expert_meshes, place_experts
 from fsdp_doctor.load.agreement import LoadAgreement, announce_early_errors
 from fsdp_doctor.load.full_load import LOAD_BUCKET_BYTES, check_arguments, fill_targets, settle
 from fsdp_doctor.load.matching import Matching
@@ -43,6 +44,7 @@ def load_optimizer_state(
     *,
     strict: bool = True,
     dtype: StateDtypeRule = "keep",
+    experts: Experts | None = None,
     bucket_bytes: int = LOAD_BUCKET_BYTES,
 ) -> LoadReport:
     """Fills an optimizer, fresh or used, from a full state, without a step.
@@ -61,6 +63,7 @@ def load_optimizer_state(
     strict: False to leave as it is what the source lacks, and to skip what the optimizer does not have.
     dtype: of a floating-point tensor of another dtype than its parameter's, with which torch's optimizers cannot
         compute: ``keep``: it is an error; ``cast``: it is cast to the parameter's; ``source``: it is loaded as it is.
+    experts: as :func:`load_full_tensors`.
     bucket_bytes: of device memory of one bucket, where rank 0 alone has the source.
 
     Afterwards each parameter's state has the keys and values of the checkpoint. Tensors are sharded like their
@@ -86,7 +89,7 @@ def load_optimizer_state(
         check_arguments(model, bucket_bytes)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"the optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-        contents = reader.read(model)
+        contents = place_experts(reader.read(model), list_expert_meshes(experts))
         place = find_place(contents)
     agreement = LoadAgreement(place.ranks)
     with agreement.announce_errors():

@@ -19,6 +19,7 @@ from fsdp_doctor.extract.rank_groups import Comparison, read_groups
 from fsdp_doctor.extract.sources import find_device, list_shards
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.decorators import defer_garbage_collection
+from fsdp_doctor.fsdp.expert_groups import extend_mesh
 from fsdp_doctor.fsdp.reader import Fsdp1Unit, ModelContents, ModelTensor
 from fsdp_doctor.fsdp.shards import Slices
 from fsdp_doctor.load.layouts import (
@@ -26,7 +27,6 @@ from fsdp_doctor.load.layouts import (
     Layout,
     Layouts,
     ShardsOfUnit,
-    extend_to_all_ranks,
     list_mesh_ranks,
 )
 from fsdp_doctor.load.outcome import LoadError
@@ -123,7 +123,7 @@ def list_targets(contents: ModelContents, place: ModelPlace) -> list[Target]:
     layouts, rank = Layouts(place.ranks, place.meshes), dist.get_rank()
     targets = [target for unit in contents.fsdp1_units for target in _list_targets_of_unit(unit, place)]
     targets += [
-        _make_target(tensor, layouts.choose(tensor.tensor), rank, place.device) for tensor in contents.list_tensors()
+        _make_target(tensor, layouts.choose(tensor.placed), rank, place.device) for tensor in contents.list_tensors()
     ]
     return targets
 
@@ -189,17 +189,16 @@ def replace_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 def _list_meshes(contents: ModelContents) -> list[DeviceMesh]:
     meshes = (
-        parameter.tensor.device_mesh for parameter in contents.parameters if isinstance(parameter.tensor, DTensor)
+        parameter.placed.device_mesh for parameter in contents.parameters if isinstance(parameter.placed, DTensor)
     )
     return list({id(mesh): mesh for mesh in meshes}.values())
 
 
 def _find_partial(contents: ModelContents, ranks: tuple[int, ...], meshes: tuple[DeviceMesh, ...]) -> tuple[str, ...]:
     is_over_all = {
-        id(mesh): extend_to_all_ranks(mesh, (Replicate(),) * mesh.ndim, meshes) is not None
-        for mesh in _list_meshes(contents)
+        id(mesh): extend_mesh(mesh, (Replicate(),) * mesh.ndim, meshes) is not None for mesh in _list_meshes(contents)
     }
-    tensors = ((parameter.names[0], parameter.tensor) for parameter in contents.parameters)
+    tensors = ((parameter.names[0], parameter.placed) for parameter in contents.parameters)
     names = [name for name, t in tensors if isinstance(t, DTensor) and not is_over_all[id(t.device_mesh)]]
     return (*names, *(unit.flat_name for unit in contents.fsdp1_units if _list_ranks_of_unit(unit) != ranks))
 
@@ -239,10 +238,10 @@ def _compute_device(contents: ModelContents) -> torch.device:
 
 
 def _make_target(contents: ModelTensor, layout: Layout, rank: int, compute_device: torch.device) -> Target:
-    tensor, unit = contents.tensor, contents.unit
+    tensor, unit, shape = contents.tensor, contents.unit, contents.placed.shape
     device = find_home(contents, compute_device)
     local = private.read_local_tensor(tensor)
-    if local.numel() != layout.compute_part(tensor.shape, rank).shape.numel():
+    if local.numel() != layout.compute_part(shape, rank).shape.numel():
         raise LoadError(
             f"{contents.names[0]}: this rank holds {local.numel()} elements, which is not what {layout} gives it"
         )
@@ -258,7 +257,7 @@ def _make_target(contents: ModelTensor, layout: Layout, rank: int, compute_devic
                 unit.follow_materialized(tensor)
         return private.read_local_tensor(tensor).detach()
 
-    return Target(names=contents.names, shape=tensor.shape, dtype=tensor.dtype, layout=layout, shard=shard)
+    return Target(names=contents.names, shape=shape, dtype=tensor.dtype, layout=layout, shard=shard)
 
 
 def _list_targets_of_unit(unit: Fsdp1Unit, place: ModelPlace) -> Iterator[Target]:

@@ -6,7 +6,6 @@ and of the environment variables only those that change what torch or NCCL does.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -16,7 +15,9 @@ import subprocess
 import sys
 from typing import TypedDict
 
-PACKAGES = ("fsdp-doctor", "torch", "transformers", "peft", "accelerate", "numpy")
+from fsdp_doctor.machine.versions import read_installed_versions
+
+PACKAGES = ("fsdp-doctor", "torch", "transformers", "peft", "accelerate", "numpy", "vllm", "sglang", "verl")
 # The user's home directory in a worker where HOME is another one, because a framework may write there.
 USERS_HOME = "FSDP_DOCTOR_USERS_HOME"
 VARIABLES = (
@@ -75,7 +76,7 @@ def collect_without_torch(host_name: bool = False) -> EnvironmentFacts:
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpus": os.cpu_count(),
-        "packages": {name: version for name in PACKAGES if (version := _find_version(name))},
+        "packages": read_installed_versions(PACKAGES),
         "variables": {
             name: write_home_as_tilde(value) for name in VARIABLES if (value := os.environ.get(name)) is not None
         },
@@ -132,13 +133,6 @@ def format_lines(facts: EnvironmentFacts) -> list[str]:
         else:
             lines.append(f"{name}: {value}")
     return lines
-
-
-def _find_version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def write_home_as_tilde(text: str) -> str:

@@ -265,18 +265,34 @@ class Sharding(AxisValue):
     HSDP = "hsdp", "a (world/2, 2) mesh: replicated, and sharded by two"
     TP = "tp", "a (world/2, 2) mesh: sharded over the first dim, tensor-parallel over the second"
     EXPERTS = "experts", "the experts over a mesh of their own: ShardPlacementResult, torch 2.12 and newer"
+    EXPERTS_2D = "2d", "experts as DTensors over the second dim of a (world/2, 2) mesh, then sharded over the first"
+    HIDDEN_EXPERTS = (
+        "hidden-experts",
+        "the same with parameters of their own: groups of ranks have other experts under one name, as VeOmni",
+    )
     REPLICATE = "replicate", "replicate() in place of fully_shard, torch 2.12 and newer"
     SIZE1 = "size1", "a (world, 1) mesh: verl's fsdp_size=1"
 
     @property
     def needs_fsdp2(self) -> bool:
         match self:
-            case Sharding.TP | Sharding.EXPERTS | Sharding.REPLICATE:
+            case Sharding.TP | Sharding.REPLICATE:
+                return True
+            case Sharding.EXPERTS | Sharding.EXPERTS_2D | Sharding.HIDDEN_EXPERTS:
                 return True
             case Sharding.FULL | Sharding.HSDP | Sharding.SIZE1:
                 return False
             case _:
                 assert_never(self)
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether experts are divided over two neighbouring ranks, which compute on one batch, before FSDP shards."""
+        return self in (Sharding.EXPERTS_2D, Sharding.HIDDEN_EXPERTS)
+
+    @property
+    def is_of_experts(self) -> bool:
+        return self.divides_experts or self is Sharding.EXPERTS
 
     @property
     def has_one_mesh(self) -> bool:
@@ -289,7 +305,9 @@ class Sharding(AxisValue):
         match self:
             case Sharding.REPLICATE | Sharding.SIZE1:
                 return True
-            case Sharding.FULL | Sharding.HSDP | Sharding.TP | Sharding.EXPERTS:
+            case Sharding.FULL | Sharding.HSDP | Sharding.TP:
+                return False
+            case Sharding.EXPERTS | Sharding.EXPERTS_2D | Sharding.HIDDEN_EXPERTS:
                 return False
             case _:
                 assert_never(self)
@@ -379,6 +397,7 @@ class CheckpointFit(AxisValue):
     TIED_ONCE = "tied-once", "it has the tied weight under its first name alone, as safetensors files do"
     OTHER_RUN = "other-run", "other processes saved it, as many as load it"
     OTHER_WORLD = "other-world", "other processes saved it, of another number"
+    HUB = "hub", "other processes wrote it with save_pretrained, under the names that files on the Hub have"
 
     @property
     def must_load(self) -> bool:
@@ -391,7 +410,7 @@ class CheckpointFit(AxisValue):
                 return True
             case CheckpointFit.BF16 | CheckpointFit.FP32 | CheckpointFit.EXTRA_KEY | CheckpointFit.MISSING_KEY:
                 return False
-            case CheckpointFit.TIED_ONCE | CheckpointFit.OTHER_WORLD:
+            case CheckpointFit.TIED_ONCE | CheckpointFit.OTHER_WORLD | CheckpointFit.HUB:
                 return False
             case _:
                 assert_never(self)
@@ -399,12 +418,12 @@ class CheckpointFit(AxisValue):
     @property
     def saved_elsewhere(self) -> bool:
         """Whether other processes save the checkpoint than those that load it."""
-        return self in (CheckpointFit.OTHER_RUN, CheckpointFit.OTHER_WORLD)
+        return self in (CheckpointFit.OTHER_RUN, CheckpointFit.OTHER_WORLD, CheckpointFit.HUB)
 
     @property
     def is_of_weights_alone(self) -> bool:
         """Whether it differs in a way that the checkpoint of an optimizer cannot."""
-        return self in (CheckpointFit.BF16, CheckpointFit.EXTRA_KEY, CheckpointFit.MISSING_KEY)
+        return self in (CheckpointFit.BF16, CheckpointFit.EXTRA_KEY, CheckpointFit.MISSING_KEY, CheckpointFit.HUB)
 
     @property
     def is_of_every_method(self) -> bool:
@@ -436,15 +455,46 @@ class Consumer(AxisValue):
         "colocated",
         "every rank packs into one buffer, and goes on when it is acknowledged: vLLM's IPC sender",
     )
+    SHARED_DEVICE = "shared-device", "rank 0 broadcasts each entry to a receiver on the next rank's device: RLinf"
+    DUPLICATE = "duplicate", "the packed buffers are sent twice, and the receiver must refuse them the second time"
+    PARTIAL = "partial", "the packed buffers are sent without their end first, which the receiver must refuse"
     KEEPS_VIEWS = "keeps-views", "entries are kept, and read after the last one"
     IN_PLACE = "in-place", "each entry is overwritten once it has been read"
+    LAZY = "lazy", "the entries of a call are read after those of a second call were read and overwritten"
+    REPEATED = (
+        "repeated",
+        "eight calls: memory, streams, threads and descriptors that grow with each are a leak",
+    )
     STOPS = "stops", "rank 0 stops after three entries; then the method is called again"
     RAISES = "raises", "rank 0 raises after three entries, and all meet in a collective while it handles the error"
+    DIES = (
+        "dies",
+        "the receiver ends after three entries, and all meet while rank 0 handles the error",
+    )
 
     @property
     def needs_sender(self) -> bool:
         """Whether only methods that a framework sends with are tried with it."""
         return self is not Consumer.ALONE
+
+    @property
+    def keeps_entries(self) -> bool:
+        """Whether it takes entries for its own: it keeps them while it asks for others, or writes to them."""
+        return self in (Consumer.KEEPS_VIEWS, Consumer.IN_PLACE, Consumer.LAZY, *_PACKED)
+
+    @property
+    def has_receiver(self) -> bool:
+        """Whether rank 0 sends the entries to another process."""
+        alone = (Consumer.ALONE, Consumer.KEEPS_VIEWS, Consumer.IN_PLACE, Consumer.LAZY, Consumer.REPEATED)
+        return self not in (*alone, Consumer.STOPS)
+
+    @property
+    def changes_streams(self) -> bool:
+        """Whether it asks for entries on other streams than that of the call."""
+        return self in _PACKED
+
+
+_PACKED = (Consumer.PACKED, Consumer.STEP_IN_FLIGHT, Consumer.DUPLICATE, Consumer.PARTIAL)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,8 +123,16 @@ class Scenario:
             return "only a manual offload can be non-blocking"
         if self.sharding.needs_fsdp2 and self.version == 1:
             return f"only FSDP2 can be sharded as {self.sharding}"
-        if self.sharding is Sharding.EXPERTS and not (self.model.has_experts or self.model.is_custom):
+        if self.checkpoint is CheckpointFit.HUB and self.model.has_adapters:
+            return "save_pretrained of a model with adapters writes these alone"
+        if self.sharding is Sharding.TP and self.model.has_experts:
+            return "what is divided over tensor-parallel ranks is the dense MLP, which a model with experts lacks"
+        if self.sharding.is_of_experts and not (self.model.has_experts or self.model.is_custom):
             return "only a model with experts has a mesh for them"
+        if self.sharding.divides_experts and self.model.is_custom:
+            return f"a model of your own says itself how it computes with experts that are divided as {self.sharding}"
+        if self.sharding.divides_experts and not self.dims.is_even:
+            return "an uneven model has an odd number of experts, which two groups of ranks cannot have alike"
         if not self.precision.casts and self.checkpoint is CheckpointFit.FP32:
             return "a model that loads the checkpoint fp32 has bfloat16 parameters, and computes in float32 nowhere"
         if self.model.is_custom and not self.dims.is_even:

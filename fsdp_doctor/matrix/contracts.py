@@ -16,6 +16,7 @@ PromisedDtype = Literal["master", "compute", "any"]
 PromisedRanks = Literal["all", "rank0"]
 PromisedKeys = Literal["state_dict", "parameters", "any name"]
 PromisedWeights = Literal["own", "merged", "adapter"]
+PromisedStreams = Literal["any", "one"]
 Direction = Literal["out", "in"]
 GivenForm = Literal["full", "sharded", "dcp", "rank_files"]
 Loads = Literal["model", "optimizer", "both"]
@@ -46,6 +47,9 @@ class Contract:
     weights: of a model with LoRA adapters, ``own`` its tensors as they are, under their own names;
         ``merged`` those of the model that peft was given, with the adapters added; ``adapter`` the
         adapter alone, named as in peft's files.
+    streams: the streams on which entries may be asked for: ``any``, or the ``one`` that is current at the call.
+    keeps: whether a yielded tensor belongs to the consumer, who may keep it and write to it; otherwise it is to be
+        read before the next one is asked for.
 
     Of a method that loads, ``ranks`` and ``weights`` say what it is given, and:
 
@@ -63,6 +67,8 @@ class Contract:
     ranks: PromisedRanks = "all"
     keys: PromisedKeys = "state_dict"
     weights: PromisedWeights = "own"
+    streams: PromisedStreams = "any"
+    keeps: bool = True
     direction: Direction = "out"
     given: GivenForm = "full"
     loads: Loads = "model"
@@ -101,6 +107,8 @@ class Promises(TypedDict, total=False):
     ranks: PromisedRanks
     keys: PromisedKeys
     weights: PromisedWeights
+    streams: PromisedStreams
+    keeps: bool
     direction: Direction
     given: GivenForm
     loads: Loads
@@ -113,6 +121,8 @@ _WORDS: dict[str, tuple[Any, ...]] = {
     "ranks": get_args(PromisedRanks),
     "keys": get_args(PromisedKeys),
     "weights": get_args(PromisedWeights),
+    "streams": get_args(PromisedStreams),
+    "keeps": (True, False),
     "direction": get_args(Direction),
     "given": get_args(GivenForm),
     "loads": get_args(Loads),

@@ -81,6 +81,8 @@ _DEFAULT_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         _vary_extraction(_FSDP2, _NONE, _UNSTAGED, consumer="packed"),
         _vary_extraction(_FSDP2, _NONE, _UNSTAGED, consumer="step-in-flight"),
         _vary_extraction(_FSDP2, _POLICY, _UNSTAGED, consumer="keeps-views"),
+        _vary_extraction(_FSDP2, _POLICY, _STAGED, model="qwen3-moe"),
+        _vary_extraction(_FSDP1, _NONE, _UNSTAGED, model="qwen3-moe"),
     ),
     "in": (
         _vary_load(_FSDP2, _POLICY, _UNSTAGED, precision="fp32-compute"),
@@ -96,6 +98,7 @@ _DEFAULT_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         _vary_load(_BOTH, checkpoint="tied-once", model="qwen3-tied"),
         _vary_load(_BOTH, checkpoint="other-run"),
         _vary_load(_BOTH, checkpoint="other-world"),
+        _vary_load(_BOTH, model="qwen3-moe", checkpoint="hub"),
     ),
 }
 
@@ -103,6 +106,7 @@ _DEFAULT_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
 _SAMPLED = ("precision", "context", "consumer")
 _CONSUMERS = ("second-group", "slow", "packed", "step-in-flight", "colocated", "keeps-views", "in-place")
 _MODELS = ("qwen3-tied", "qwen3-buffers", "qwen2", "qwen3-moe", "qwen3.5", "qwen3-lora")
+_DIVIDED_EXPERTS = ("2d", "hidden-experts")
 _FULL_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
     "out": (
         _vary_extraction(("fsdp1-orig",)),
@@ -117,13 +121,19 @@ _FULL_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         _vary_extraction(offloads=("none", "policy"), precision="fp32-compute", sharding="size1"),
         _vary_extraction(offloads=_EACH_KIND, context="no_grad"),
         _vary_extraction(offloads=_EACH_KIND, context="inference"),
-        # With these two a method of torch's hangs, which takes a deadline each.
-        *(_vary_extraction(_FSDP2, _NONE, _UNSTAGED, consumer=consumer) for consumer in ("stops", "raises")),
+        # With these a method of torch's hangs, which takes a deadline each.
+        *(_vary_extraction(_FSDP2, _NONE, _UNSTAGED, consumer=consumer) for consumer in ("stops", "raises", "dies")),
+        *(_vary_extraction(_FSDP2, _NONE, _UNSTAGED, consumer=consumer) for consumer in ("duplicate", "partial")),
+        *(
+            _vary_extraction(_BOTH, _EACH_KIND, _UNSTAGED, consumer=consumer)
+            for consumer in ("shared-device", "lazy", "repeated")
+        ),
         *(_vary_extraction(offloads=_EACH_KIND, stagings=_UNSTAGED, consumer=consumer) for consumer in _CONSUMERS),
         _vary_extraction(sharding="hsdp"),
         _vary_extraction(sharding="size1"),
         _vary_extraction(_FSDP2, sharding="tp"),
         _vary_extraction(_FSDP2, sharding="experts", model="qwen3-moe"),
+        *(_vary_extraction(_FSDP2, sharding=kind, model="qwen3-moe") for kind in _DIVIDED_EXPERTS),
         _vary_extraction(_FSDP2, sharding="replicate"),
         *(_vary_extraction(model=model) for model in _MODELS),
     ),
@@ -146,10 +156,16 @@ _FULL_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         _vary_load(_ALL, _EACH_KIND, sharding="size1"),
         _vary_load(_FSDP2, _EACH_KIND, sharding="tp"),
         _vary_load(_FSDP2, _EACH_KIND, sharding="experts", model="qwen3-moe"),
+        *(_vary_load(_FSDP2, _EACH_KIND, sharding=kind, model="qwen3-moe") for kind in _DIVIDED_EXPERTS),
         _vary_load(_FSDP2, _EACH_KIND, sharding="replicate"),
         _vary_load(_FSDP2, sharding="tp", phase="trained"),
         _vary_load(_FSDP2, sharding="experts", model="qwen3-moe", phase="trained"),
-        _vary_load(_FSDP2, sharding="experts", model="qwen3-moe", checkpoint="other-world"),
+        *(_vary_load(_FSDP2, sharding="tp", checkpoint=saved) for saved in ("other-run", "other-world")),
+        *(
+            _vary_load(_FSDP2, sharding=sharding, model="qwen3-moe", checkpoint=saved)
+            for sharding in ("experts", *_DIVIDED_EXPERTS)
+            for saved in ("other-run", "other-world")
+        ),
         *(_vary_load(_ALL, _EACH_KIND, model=model) for model in _MODELS),
         _vary_load(_FSDP2, ("none", "policy"), init="meta", dims="uneven"),
         _vary_load(_FSDP2, ("none", "policy"), init="meta", backend="device-only"),
@@ -161,6 +177,7 @@ _FULL_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         _vary_load(_ALL, _EACH_KIND, checkpoint="other-run"),
         _vary_load(_ALL, _EACH_KIND, checkpoint="other-world"),
         _vary_load(_ALL, dims="uneven", checkpoint="other-world"),
+        *(_vary_load(_FSDP2, sharding=kind, model="qwen3-moe", checkpoint="hub") for kind in _DIVIDED_EXPERTS),
         _vary_load(_FSDP2, ("none", "policy"), init="meta", checkpoint="bf16"),
         _vary_load(_FSDP2, ("none", "policy"), init="meta", checkpoint="extra-key"),
         _vary_load(_FSDP2, ("none", "policy"), init="meta", checkpoint="missing-key"),
@@ -189,7 +206,7 @@ def list_quick_scenarios(direction: Direction, model: str) -> Iterable[Scenario]
 
 def is_sampled(scenario: Scenario) -> bool:
     """Whether the default matrix leaves the scenario out where values of axes are asked for."""
-    return any(scenario.values[axis] != AXIS[axis].default for axis in _SAMPLED)
+    return scenario.model.has_experts or any(scenario.values[axis] != AXIS[axis].default for axis in _SAMPLED)
 
 
 def has_methods_in_use_alone(level: Level, scenario: Scenario, asked: bool) -> bool:

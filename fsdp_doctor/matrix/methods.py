@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from fsdp_doctor.matrix.axes import FsdpVersion
+from fsdp_doctor.matrix.axes import CheckpointFit, FsdpVersion
 from fsdp_doctor.matrix.cases import AnyCase, Scenario
 from fsdp_doctor.matrix.contracts import Direction, Method
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
@@ -56,9 +56,11 @@ class MatrixMethod(Method):
         contract = self.contract
         if scenario.init.is_meta and contract.loads != "model":
             return False
+        whole_model = contract.loads == "model" and contract.weights == "own"
+        if scenario.checkpoint is CheckpointFit.HUB:
+            return whole_model and contract.given == "full"
         if scenario.checkpoint.saved_elsewhere:
             return self.is_fix or contract.given in ("dcp", "rank_files")
-        whole_model = contract.loads == "model" and contract.weights == "own"
         return scenario.checkpoint.is_of_every_method or whole_model
 
 
@@ -85,6 +87,10 @@ def explain_impossible(method: MatrixMethod, scenario: Scenario) -> str:
     """Why the method cannot be tried in the scenario, wherever it runs; empty if it can."""
     if method.direction == "out" and method.contract.form == "optimizer" and not scenario.phase.is_trained:
         return "there is no optimizer state before the first step"
+    if scenario.consumer.keeps_entries and not method.contract.keeps:
+        return f"{method.name} promises an entry only until the next one, and {scenario.consumer} keeps it"
+    if scenario.consumer.changes_streams and method.contract.streams == "one":
+        return f"{method.name} promises its entries on one stream, and {scenario.consumer} asks on two"
     if method.direction == "in" and method.contract.loads != "model":
         if scenario.init.is_meta:
             return "an optimizer is loaded beside a model that has its weights, not beside one on the meta device"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -14,6 +15,8 @@ from rich.text import Text
 
 from fsdp_doctor.memory_use.records import CLASSES, Bytes, MemoryClass, StageMemory
 
+_BETWEEN_COLUMNS = 3
+_LONG_NAME = 12
 _UNITS = (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30))
 
 
@@ -80,10 +83,10 @@ _SHORT: dict[MemoryClass, str] = {
 }
 
 
-def render_memory_table(memories: Iterable[StageMemory], color: bool = False) -> str:
-    """Prints a table for each job."""
+def render_memory_table(memories: Iterable[StageMemory], width: int, color: bool = False) -> str:
+    """A table for each job, or several below each other, with some of the classes each, where one is too wide."""
     console = Console(
-        width=400,  # so that no cell of a table is cut
+        width=400,  # so that no cell is cut
         file=io.StringIO(),
         force_terminal=color,
         no_color=not color,
@@ -95,19 +98,31 @@ def render_memory_table(memories: Iterable[StageMemory], color: bool = False) ->
         limit = f", of {_format_number(job.capacity, size)} {unit} on the device" if job.capacity else ""
         title = f"{job.job}, {unit}, the rank that comes highest{limit}"
         console.print(Text(title, style="bold"), soft_wrap=True)
-        console.print(_render_job(job, size))
+        console.print(*_render_job(job, size, width), sep="\n")
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
 
 
-def _render_job(job: JobMemory, size: int) -> Table:
+def _render_job(job: JobMemory, size: int, width: int) -> list[Table]:
+    header = ["stage", "", "all", *(_SHORT.get(name, name) for name in job.classes), "reserved", "elsewhere"]
+    rows = [row for memory in job.stages for row in _format_rows(memory, job.classes, size)]
+    columns = list(zip(header, *rows, strict=True))
+    widths = [max(map(len, column)) + _BETWEEN_COLUMNS for column in columns]
+    tables: list[list[int]] = []
+    for number in range(2, len(columns)):
+        if not tables or sum(widths[at] for at in (0, 1, *tables[-1], number)) > width:
+            tables.append([])
+        tables[-1].append(number)
+    return [_render_columns([columns[at] for at in (0, 1, *numbers)]) for numbers in tables]
+
+
+def _render_columns(columns: Sequence[tuple[str, ...]]) -> Table:
+    """A table of columns, the first two of which name the rows; the first cell of each is its header."""
     table = Table(pad_edge=False, box=box.SIMPLE_HEAD)
-    table.add_column("stage", no_wrap=True)
-    for name in ("", "all", *(_SHORT.get(name, name) for name in job.classes), "reserved", "elsewhere"):
-        table.add_column(name, no_wrap=True, justify="left" if not name else "right")
-    for memory in job.stages:
-        for row in _format_rows(memory, job.classes, size):
-            table.add_row(*row)
+    for number, (name, *_) in enumerate(columns):
+        table.add_column(name, no_wrap=True, justify="left" if number < 2 else "right")
+    for row in zip(*(cells for _, *cells in columns), strict=True):
+        table.add_row(*row)
     return table
 
 
@@ -124,7 +139,11 @@ def _format_rows(memory: StageMemory, classes: tuple[MemoryClass, ...], size: in
         pinned = f"pinned {_format_number(host.pinned, size)}" if host.pinned else ""
         rows += [["host", _format_number(host.pinned + host.pageable, size), *_format_cells(host.held, classes, size)]]
         rows[-1] += [_format_number(taken, size), pinned]
-    return [[memory.name if not number else "", *row] for number, row in enumerate(rows)]
+    names, (stage, _, method) = [memory.name], memory.name.partition(" ")
+    # A long name goes on in the second row: it would take the room of two classes.
+    if len(method) >= _LONG_NAME and len(rows) > 1:
+        names = [stage, method]
+    return [[name, *row] for name, row in itertools.zip_longest(names, rows, fillvalue="") if row]
 
 
 def _format_cells(by_class: Bytes, classes: tuple[MemoryClass, ...], size: int) -> list[str]:

@@ -1,4 +1,4 @@
-// The matrix: paths down, environments across, and the fields that choose what it shows.
+// The matrix: methods down, environments across, and the fields that choose what it shows.
 
 function chosenCases() {
   return cases.filter((one) =>
@@ -49,9 +49,9 @@ function row(one, columns) {
 
 function table(rows, columns, most) {
   const groups = grouped(rows.slice(0, most));
-  const made = element("table", {}, element("caption", {}, "Verdict of each path, by version of torch"));
+  const made = element("table", {}, element("caption", {}, "Verdict of each method, by version of torch"));
   const heads = columns.map((column) => columnHead(column, rows));
-  made.append(element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "path"), ...heads)));
+  made.append(element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "method"), ...heads)));
   for (const [scenario, members] of groups) {
     const title = element("th", { scope: "rowgroup", colSpan: columns.length + 1 }, element("span", {}, scenario.replaceAll("/", ", ")));
     made.append(element("tbody", {}, element("tr", {}, title), ...members.map((one) => row(one, columns))));

@@ -1,7 +1,8 @@
 """``fsdp-doctor memory plan``: predicts the memory of a job on each device and host, before it runs.
 
-job             reads a job from a configuration; framework_keys.toml has the keys of each framework
-meta_model      models without weights, by name (named_shapes) or directory, and their parameters by FSDP unit
+job             the records of a job, and the shapes of models by name
+configured_job  reads a job from a configuration; framework_keys.toml has the keys of each framework
+meta_model      models without weights, by name or directory, and their parameters by FSDP unit
 activations     traces a forward and a backward on the meta device
 training_step   replays a training step of FSDP1 and FSDP2 in torch's order
 stages          replays the stages of a job on one rank

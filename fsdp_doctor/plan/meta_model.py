@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from fsdp_doctor.case import models
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.plan.job import ModelHead
-from fsdp_doctor.plan.named_shapes import MODEL_SHAPES, MOST_LAYERS
+from fsdp_doctor.plan.job import MODEL_SHAPES, MOST_LAYERS, ModelHead
 
 
 @dataclass(frozen=True)

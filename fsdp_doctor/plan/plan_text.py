@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 
+from fsdp_doctor.machine.terminal import wrap_all
 from fsdp_doctor.memory_use.records import MemoryFile, format_memory_file
 from fsdp_doctor.memory_use.views import render_memory_table
 from fsdp_doctor.plan.job import BF16, EngineSetup, RoleSetup
@@ -21,7 +21,6 @@ from fsdp_doctor.plan.job_plan import (
 )
 from fsdp_doctor.report.layout import format_count
 
-_WIDTH = 116
 _GIB = 1 << 30
 
 ASSUMPTIONS = (
@@ -49,8 +48,9 @@ NOT_MODELLED = (
 )
 
 
-def render_plan_text(plan: JobPlan, advices: Sequence[Advice]) -> str:
-    return "\n".join(_render_lines(plan, advices)).rstrip() + "\n"
+def render_plan_text(plan: JobPlan, advices: Sequence[Advice], width: int) -> str:
+    """width: in columns. The answer comes first."""
+    return wrap_all(_render_lines(plan, advices, width), width).rstrip() + "\n"
 
 
 def render_plan_json(plan: JobPlan) -> str:
@@ -68,32 +68,32 @@ def render_plan_json(plan: JobPlan) -> str:
     )
 
 
-def _render_lines(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]:
+def _render_lines(plan: JobPlan, advices: Sequence[Advice], width: int) -> Iterator[str]:
     job, machines = plan.job, plan.job.machines
     yield from _describe_verdict(plan, advices)
     devices = f"{format_count(machines.gpus, 'device')} of {_format_gib(machines.gpu_memory)} GiB"
-    yield f"\n{job.framework}: {format_count(machines.nodes, 'node')} with {devices}"
+    yield ""
+    yield f"{job.framework}: {format_count(machines.nodes, 'node')} with {devices}"
     for role in plan.roles:
         setup = role.setup
-        yield from _wrap(
-            f"{setup.role}: {setup.model}, {role.numel / 1e9:.2f} billion parameters; {_describe_role(setup)}", 2
-        )
+        yield f"  {setup.role}: {setup.model}, {role.numel / 1e9:.2f} billion parameters; {_describe_role(setup)}"
     if job.engine:
         engine, share = job.engine, job.engine.utilization * machines.gpu_memory
         where = ", on separate devices" if engine.is_apart else ""
         yield (
             f"  engine{where}: {engine.utilization:g} of a device, {_format_gib(share)} GiB; {_describe_engine(engine)}"
         )
-    yield from _wrap_all(job.unread)
+    yield from _list_sentences(job.unread)
     yield ""
     for role in plan.roles:
-        yield render_memory_table(role.first).rstrip()
+        yield render_memory_table(role.first, width).rstrip()
         yield _describe_last_rank(role)
     yield "What shares a device at once, GiB:"
     for moment in plan.moments:
         yield from _describe_moment(moment, "does not fit", f" of {_format_gib(machines.gpu_memory)}")
     limit = f", of {_format_gib(machines.host_memory)}:" if machines.host_memory else ":"
-    yield f"\nWhat a node's host holds, GiB{limit}"
+    yield ""
+    yield f"What a node's host holds, GiB{limit}"
     for moment in plan.host:
         if moment.is_certain:
             yield from _describe_moment(moment, "does not fit")
@@ -101,10 +101,7 @@ def _render_lines(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]:
     for moment in plan.host:
         if not moment.is_certain:
             yield from _describe_moment(moment, "would not fit")
-    yield "\nAssumed:"
-    yield from _wrap_all(ASSUMPTIONS)
-    yield "Not modelled:"
-    yield from _wrap_all(NOT_MODELLED)
+    yield from ("", "Assumed:", *_list_sentences(ASSUMPTIONS), "Not modelled:", *_list_sentences(NOT_MODELLED))
 
 
 def _describe_last_rank(role: RolePlan) -> str:
@@ -117,9 +114,9 @@ def _describe_last_rank(role: RolePlan) -> str:
     if rank and first - last >= _GIB // 100:
         return (
             f" That is rank 0 of a shard group; rank {rank} has {_format_gib(first - last)} GiB less at the peak "
-            "of a step.\n"
+            "of a step.\n\n"
         )
-    return " Every rank of a shard group holds as much.\n" if rank else ""
+    return " Every rank of a shard group holds as much.\n\n" if rank else ""
 
 
 def _describe_engine(engine: EngineSetup) -> str:
@@ -139,7 +136,7 @@ def _describe_role(setup: RoleSetup) -> str:
 def _describe_moment(moment: JobMoment, too_much: str, of_limit: str = "") -> Iterator[str]:
     mark = "" if moment.fits else f"  {too_much}"
     yield f"  {_format_gib(moment.total):>8}{of_limit}  {moment.name}{mark}"
-    yield from _wrap(", ".join(f"{name} {_format_gib(nbytes)}" for name, nbytes in moment.parts.items()), 12)
+    yield f"{'':12}{', '.join(f'{name} {_format_gib(nbytes)}' for name, nbytes in moment.parts.items())}"
 
 
 def _describe_verdict(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]:
@@ -149,10 +146,10 @@ def _describe_verdict(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]
     left = f"{_format_gib(room)} GiB are left" if room >= 0 else f"{_format_gib(-room)} GiB are lacking"
     device = f"{plan.highest.name} takes {_format_gib(plan.highest.total)} of {_format_gib(limit)} GiB; {left}."
     if plan.fits:
-        yield from _wrap(f"The job fits: {device}", 0)
+        yield f"The job fits: {device}"
         return
     if not plan.highest.fits:
-        yield from _wrap(f"The job does not fit: {device}", 0)
+        yield f"The job does not fit: {device}"
     if not (host := plan.highest_of_host).fits:
         yield f"The job does not fit on the host: {host.name} takes {_format_gib(host.total)} GiB of it."
     enough = any(advice.plan.fits for advice in advices)
@@ -163,18 +160,12 @@ def _describe_verdict(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]
         first.setdefault(advice.name, advice)
     for advice in first.values():
         name, nbytes = advice.highest
-        yield from _wrap(f"{advice.setting}: then {_format_gib(nbytes)} GiB in {name}; its cost: {advice.cost}", 2)
+        yield f"  {advice.setting}: then {_format_gib(nbytes)} GiB in {name}; its cost: {advice.cost}"
 
 
 def _format_gib(nbytes: float) -> str:
     return f"{nbytes / _GIB:,.1f}" if nbytes >= _GIB / 10 or not nbytes else f"{nbytes / _GIB:,.3f}"
 
 
-def _wrap_all(sentences: Sequence[str]) -> Iterator[str]:
-    for sentence in sentences:
-        yield from _wrap(f"- {sentence}", 2)
-
-
-def _wrap(text: str, indent: int) -> list[str]:
-    lead = " " * indent
-    return textwrap.wrap(text, _WIDTH, initial_indent=lead, subsequent_indent=f"{lead}  ", break_on_hyphens=False)
+def _list_sentences(sentences: Sequence[str]) -> Iterator[str]:
+    return (f"  - {sentence}" for sentence in sentences)

@@ -24,7 +24,6 @@ from fsdp_doctor.plan.meta_model import ModelShape, build_on_meta, count_learned
 from fsdp_doctor.plan.training_step import (
     Fsdp1Replay,
     Fsdp2Replay,
-    FsdpReplay,
     RankShards,
     Timeline,
     UnitShard,
@@ -244,7 +243,9 @@ class RankReplay:
     def _step(self) -> None:
         timeline, setup = self._timeline, self._setup
         self._timeline.free("gradients")
-        replay_forward_and_backward(timeline, self._replay(), self._shards, self._segments, setup)
+        is_fsdp2 = setup.scenario.version == 2
+        fsdp = Fsdp2Replay(timeline, setup) if is_fsdp2 else Fsdp1Replay(timeline, setup, self._views)
+        replay_forward_and_backward(timeline, fsdp, self._shards, self._segments, setup)
         self._has_run = True
         if not setup.trains:
             return
@@ -259,28 +260,19 @@ class RankReplay:
         if not setup.scenario.strategy.uses_original_parameters:
             self._timeline.free("gradients")
 
-    def _replay(self) -> FsdpReplay:
-        if self._setup.scenario.version == 2:
-            return Fsdp2Replay(self._timeline, self._setup)
-        return Fsdp1Replay(self._timeline, self._setup, self._views)
-
     def _offload(self) -> None:
         if self._setup.scenario.param_offload:
             self._timeline.free("parameters")
-            if self._setup.views_hold_shards:
-                self._keep_views()
+            for unit in self._shards.units if self._setup.views_hold_shards else ():
+                if unit.name not in self._views:
+                    self._views[unit.name] = self._count_parameter_bytes(unit)
+                    self._timeline.allocate("unsharded parameters", self._views[unit.name])
             if self._setup.scenario.version == 2:
                 self._timeline.free("buffers")
         if self._setup.scenario.optimizer_offload:
             self._timeline.free("optimizer state")
         if self._setup.scenario.policy:
             self._timeline.free("parameters")
-
-    def _keep_views(self) -> None:
-        for unit in self._shards.units:
-            if unit.name not in self._views:
-                self._views[unit.name] = self._count_parameter_bytes(unit)
-                self._timeline.allocate("unsharded parameters", self._views[unit.name])
 
     def _stage(self) -> None:
         """Replays model.to(device); FSDP1's units under a policy stay on the host."""
@@ -318,15 +310,10 @@ class RankReplay:
 
     def _end_stage(self, stage: JobStage, method: str = "") -> None:
         device = self._timeline.end_stage()
-        memory = StageMemory(
-            job=self._setup.role,
-            stage=stage,
-            path=method,
-            rank=self._rank,
-            device=device,
-            host=self._count_host_memory(),
+        host = self._count_host_memory()
+        self._ledgers.append(
+            StageMemory(job=self._setup.role, stage=stage, path=method, rank=self._rank, device=device, host=host)
         )
-        self._ledgers.append(memory)
 
     def _count_host_memory(self) -> HostMemory:
         """The host's memory: everything that is not on the device; pinned under a policy and by non-blocking copies."""

@@ -166,7 +166,7 @@ def _explain_impossible(axis: str, value: str) -> str:
     match parse_value(axis, value):
         case Model.CUSTOM:
             return "a test that builds its own model is marked ranks"
-        case CheckpointFit.OTHER_RUN | CheckpointFit.OTHER_WORLD:
+        case CheckpointFit.OTHER_RUN | CheckpointFit.OTHER_WORLD | CheckpointFit.HUB:
             return "the probe alone has other processes that save"
         case Consumer() as consumer if consumer.needs_sender:
             return "the test itself does what it does with what it extracts"

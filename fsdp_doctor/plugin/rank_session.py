@@ -23,7 +23,7 @@ from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.plugin.hooks import REGISTERED_AS
 from fsdp_doctor.plugin.marks import read_contract
 from fsdp_doctor.plugin.rank_host import PhaseCommand, Preparation
-from fsdp_doctor.probe.worker import WorkerEnds
+from fsdp_doctor.probe.workers import WorkerEnds
 from fsdp_doctor.verdict.records import Failure, PhaseReport, Ready, Record, Refused, make_failure
 
 if TYPE_CHECKING:
@@ -106,6 +106,11 @@ class RankSession:
         self._retire = ""
 
     def pytest_collection(self) -> bool:
+        return True
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_timeout_set_timer(self) -> bool:
+        """Leaves the time limit to the supervisor, who stops all ranks together."""
         return True
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

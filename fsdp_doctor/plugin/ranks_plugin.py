@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -17,14 +18,14 @@ from fsdp_doctor.errors import CannotRun, DoctorFault, UsageError
 from fsdp_doctor.plugin import marks
 from fsdp_doctor.plugin.marks import MarkedTest
 from fsdp_doctor.plugin.rank_host import PhaseAnswer, PhaseCommand, PhaseRequest, RankHost, Refusal, TestPhase
-from fsdp_doctor.verdict.classification import Verdict, are_workers_whole, classify
+from fsdp_doctor.verdict.classification import Verdict, are_workers_whole, classify, fold, name_ranks
 from fsdp_doctor.verdict.records import RankReport
 
 _Section = tuple[str, str]
 # faulthandler writes this for a thread of C++.
 _NO_FRAME = "<no Python frame>"
-_DEVICE_INDEX = re.compile(r"\b(cuda|xpu|hpu|npu|emulated):\d+")
 _PRINTED: pytest.StashKey[list[tuple[str, str]]] = pytest.StashKey()
+_LIMIT: pytest.StashKey[float] = pytest.StashKey()
 _OUTCOME: pytest.StashKey[PhaseOutcome] = pytest.StashKey()
 
 
@@ -40,7 +41,7 @@ class RanksPlugin:
         self._num_tests = 0
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        if not any(item.get_closest_marker(name) for name in ("fsdp", "ranks")):
+        if not _is_marked(item):
             return
         mistake = ""
         try:
@@ -56,6 +57,14 @@ class RanksPlugin:
         self._still_whole = True
         item.stash[_PRINTED] = []
         self._run_on_ranks(item, "setup")
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> bool | None:
+        """Makes the time limit of pytest-timeout that of the ranks, at whose end their stacks are shown."""
+        if not _is_marked(item):
+            return None
+        item.stash[_LIMIT] = settings.timeout
+        return True
 
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
         if self._running is None:
@@ -108,7 +117,7 @@ class RanksPlugin:
         request = PhaseRequest(
             needs=self._running.needs,
             command=command,
-            timeout=self._running.timeout,
+            timeout=min(filter(None, (self._running.timeout, item.stash.get(_LIMIT, None))), default=None),
             builds_model=item.get_closest_marker("fsdp") is not None,
         )
         try:
@@ -179,15 +188,17 @@ class PhaseOutcome:
             kind = "" if self.verdict.kind == "crash" else f"{self.verdict.kind}: "
             # What pytest.fail() raises is named so again where it is raised here.
             reason = self.verdict.reason.replace("Failed: ", "", 1)
-            pytest.fail("\n".join([kind + reason, *self.verdict.also]), pytrace=False)
+            # Of some of the ranks the reason names them itself.
+            where = "every rank: " if not kind and len(self.verdict.ranks) == self.num_ranks > 1 else ""
+            pytest.fail("\n".join([where + kind + reason, *self.verdict.also]), pytrace=False)
         if self.silent and self.phase != "teardown":
-            pytest.fail(f"{_name_ranks(self.silent)} reported nothing of the test", pytrace=False)
+            pytest.fail(f"{name_ranks(self.silent)} reported nothing of the test", pytrace=False)
         if self.xfailed:
             pytest.xfail(self.reason)
         if len(self.skipped) == self.num_ranks:
             pytest.skip(self.reason)
         if self.skipped:
-            pytest.fail(f"skipped on {_name_ranks(self.skipped)} and not on the others: {self.reason}", pytrace=False)
+            pytest.fail(f"skipped on {name_ranks(self.skipped)} and not on the others: {self.reason}", pytrace=False)
 
     def add_details(self, report: pytest.TestReport) -> None:
         """Adds the ranks' sections on a failure to pytest's report of the phase."""
@@ -226,8 +237,8 @@ def _group_by_text(texts: dict[int, str]) -> list[_Section]:
     """One section for each text, with all ranks whose texts differ by the device's index alone."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in texts.items():
-        ranks_of.setdefault(_DEVICE_INDEX.sub(r"\1", text), []).append(rank)
-    return [(_name_ranks(ranks), texts[ranks[0]]) for ranks in ranks_of.values()]
+        ranks_of.setdefault(fold(text), []).append(rank)
+    return [(name_ranks(ranks), texts[ranks[0]]) for ranks in ranks_of.values()]
 
 
 def _describe_lost_ranks(reports: list[RankReport], failed: dict[int, str]) -> list[_Section]:
@@ -236,12 +247,12 @@ def _describe_lost_ranks(reports: list[RankReport], failed: dict[int, str]) -> l
     for report in reports:
         failure = report.record.failure if report.record is not None else None
         if failure is not None and report.rank not in failed:
-            sections.append((_name_ranks([report.rank]), f"{failure.type}: {failure.message}\n{failure.traceback}"))
+            sections.append((name_ranks([report.rank]), f"{failure.type}: {failure.message}\n{failure.traceback}"))
         if report.exit:
-            sections.append((_name_ranks([report.rank]), f"ended with {report.exit}"))
+            sections.append((name_ranks([report.rank]), f"ended with {report.exit}"))
         if report.stack:
             sections.append(
-                (f"{_name_ranks([report.rank])}, stopped: {report.stopped_detail}", _select_test_frames(report.stack))
+                (f"{name_ranks([report.rank])}, stopped: {report.stopped_detail}", _select_test_frames(report.stack))
             )
     return sections
 
@@ -257,10 +268,10 @@ def _cut_at_pytest(thread: str) -> Iterator[str]:
 
 
 def _collect_output(report: RankReport, own: pytest.TestReport | None, phase: TestPhase) -> list[_Section]:
-    of_rank = _name_ranks([report.rank])
+    of_rank = name_ranks([report.rank])
     printed = [(f"Captured stdout {phase} of {of_rank}, with stderr", report.output)] if report.output.strip() else []
     return printed + [(f"{title} of {of_rank}", text) for title, text in (own.sections if own else ())]
 
 
-def _name_ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+def _is_marked(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("fsdp", "ranks"))

@@ -22,7 +22,7 @@ from fsdp_doctor.plugin.rank_host import Answer, PhaseAnswer, PhaseRequest, Prep
 from fsdp_doctor.plugin.rank_session import RankStart
 from fsdp_doctor.probe import processes, worker
 from fsdp_doctor.probe.deadlines import Limits
-from fsdp_doctor.probe.workers import WorkerGroup, check_ready
+from fsdp_doctor.probe.workers import WorkerEnds, WorkerGroup, check_ready
 from fsdp_doctor.verdict.classification import are_workers_whole, has_died_before
 
 _END_SECONDS = 5.0
@@ -121,7 +121,7 @@ class Supervision:
             raise
         return group
 
-    def _run_rank(self, place: Place, start: RankStart, ends: worker.WorkerEnds) -> None:
+    def _run_rank(self, place: Place, start: RankStart, ends: WorkerEnds) -> None:
         self._connection.close()
         rank_session.run(place, start, ends)
 

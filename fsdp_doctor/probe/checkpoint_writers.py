@@ -25,9 +25,10 @@ from fsdp_doctor.probe import worker
 from fsdp_doctor.probe.deadlines import Limits
 from fsdp_doctor.probe.job import Job
 from fsdp_doctor.probe.messages import StartWorker
-from fsdp_doctor.probe.supervisor import Interruption
+from fsdp_doctor.probe.processes import Interruption
 from fsdp_doctor.probe.workers import WorkerGroup
 from fsdp_doctor.report.document import CaseResult, make_case_fields, make_result
+from fsdp_doctor.report.layout import format_count
 from fsdp_doctor.verdict.classification import Verdict, classify
 from fsdp_doctor.verdict.records import RankReport
 
@@ -74,7 +75,7 @@ class CheckpointWriters:
         key = name_directory(case.scenario, self._job.scratch)
         if key not in self._results:
             num_writers = (
-                self._place.world_size if case.scenario.checkpoint is CheckpointFit.OTHER_RUN else self._saved_by
+                self._saved_by if case.scenario.checkpoint is CheckpointFit.OTHER_WORLD else self._place.world_size
             )
             self._results[key] = self._write(case, number, num_writers)
         result = self._results[key]
@@ -102,7 +103,7 @@ def _judge(reports: Sequence[RankReport], num_writers: int) -> Verdict:
     if not num_writers:
         reason = "there is one device here, so no other number of ranks than 1 can save the checkpoint"
         return Verdict(kind="unsupported", reason=reason)
-    before = f"no checkpoint of {num_writers} {'rank' if num_writers == 1 else 'ranks'}: "
+    before = f"no checkpoint of {format_count(num_writers, 'rank')}: "
     if refusals := [report.refused.reason for report in reports if report.refused]:
         return Verdict(kind="unsupported", reason=before + refusals[0])
     verdict = classify(reports, num_writers)

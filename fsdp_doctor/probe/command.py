@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fsdp_doctor.probe.checkpoint_writers import CheckpointWriters
     from fsdp_doctor.probe.conductor import Conductor
     from fsdp_doctor.probe.job import Job
-    from fsdp_doctor.probe.supervisor import Interruption
+    from fsdp_doctor.probe.processes import Interruption
 
 _GOODBYE_SECONDS = 10.0
 _RENDEZVOUS_SECONDS = 60.0
@@ -110,7 +110,7 @@ def follow() -> int:
 def _join_the_others() -> tuple[launch.Place, dist.Store, Interruption]:
     """Imports what the workers will need, connects to torchrun's store. Raises CannotRun if that fails."""
     from fsdp_doctor.probe import processes, worker
-    from fsdp_doctor.probe.supervisor import Interruption
+    from fsdp_doctor.probe.processes import Interruption
 
     place = launch.read_place()
     # Supervisors must not outlive a torchrun that was killed.

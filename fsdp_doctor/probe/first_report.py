@@ -114,7 +114,7 @@ def _describe_writers(options: ProbeOptions, saved_by: int) -> tuple[str, ...]:
     of_matrix = [case.scenario for case in options.cases if isinstance(case, Case)]
     if not saved_by or all(scenario.checkpoint is not CheckpointFit.OTHER_WORLD for scenario in of_matrix):
         return ()
-    return (f"A checkpoint of other-world is saved by {saved_by} {'rank' if saved_by == 1 else 'ranks'}.",)
+    return (f"A checkpoint of other-world is saved by {format_count(saved_by, 'rank')}.",)
 
 
 def _rerun_options(options: ProbeOptions, place: launch.Place) -> str:

@@ -7,15 +7,12 @@ runs no case, so that no case can take it along.
 from __future__ import annotations
 
 import functools
-import signal
 import time
 from collections.abc import Iterable
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from typing_extensions import assert_never
 
-from fsdp_doctor.errors import Interrupted
 from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.probe import worker
 from fsdp_doctor.probe.deadlines import Limits
@@ -31,6 +28,7 @@ from fsdp_doctor.probe.messages import (
     decode,
     encode,
 )
+from fsdp_doctor.probe.processes import Interruption
 from fsdp_doctor.probe.worker import import_frameworks
 from fsdp_doctor.probe.workers import IDLE_POLL, LONG_POLL, SHORT_PHASE, SHORT_POLL, WorkerProcess
 from fsdp_doctor.verdict.records import RankReport, Record
@@ -39,23 +37,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _SUSPENDED_SECONDS = 6.0
-
-
-class Interruption:
-    """Turns SIGINT, SIGTERM and SIGHUP into an exception at the next safe point."""
-
-    def __init__(self) -> None:
-        self._received: int | None = None
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._receive)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
-
-    def check(self) -> None:
-        """Raises Interrupted if a signal came."""
-        if self._received is not None:
-            raise Interrupted(f"stopped by {signal.Signals(self._received).name}")
 
 
 class Round:

@@ -7,15 +7,11 @@ a fresh worker costs no import.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import importlib
 import os
-import signal
-import socket
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fsdp_doctor.errors import FsdpDoctorError
@@ -23,39 +19,17 @@ from fsdp_doctor.machine import devices, imports
 from fsdp_doctor.machine.environment import collect_of_torch
 from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.probe.job import Job
-from fsdp_doctor.probe.messages import Message, StartWorker, encode
-from fsdp_doctor.probe.processes import die_with_parent
+from fsdp_doctor.probe.messages import Message, StartWorker
 from fsdp_doctor.verdict.records import Ready, Refused
 
 if TYPE_CHECKING:
     from fsdp_doctor.case.case_run import CaseRunner
     from fsdp_doctor.frameworks.framework_runner import FrameworkRunner
+    from fsdp_doctor.probe.workers import WorkerEnds
 
 _IMPORTED_LATE = ("fsspec", "torch.distributed.checkpoint")
 # Without those of peft, which only the scenarios with an adapter need.
 _METHODS = ("on_fsdp1", "on_fsdp2", "into_fsdp1", "into_fsdp2")
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerEnds:
-    """A worker's ends of what connects it with its supervisor.
-
-    channel: messages go out as JSON lines, commands (of a probe, numbers of cases) come in as lines.
-    output: file descriptor that stdout and stderr go to.
-    stacks: file descriptor that SIGUSR1 writes every thread's Python stack to.
-    """
-
-    channel: socket.socket
-    output: int
-    stacks: int
-
-    def write_stacks(self) -> None:
-        """Makes SIGUSR1 write every thread's stack there from now on, and a fatal signal write them to stderr."""
-        faulthandler.enable(file=sys.stderr)
-        faulthandler.register(signal.SIGUSR1, file=self.stacks, all_threads=True)
-
-    def send(self, message: Message) -> None:
-        self.channel.sendall(encode(message).encode() + b"\n")
 
 
 def import_what_all_workers_need() -> None:
@@ -147,21 +121,3 @@ def _join(place: Place, job: Job, start: StartWorker, send: Callable[[Message], 
     )
     joined.training, joined.with_ledgers = job.training, job.with_ledgers
     return CaseRunner(joined, job.user_paths, report=send)
-
-
-def become_worker(parent: int, output: int) -> None:
-    """Prepares a forked worker; must run before anything else. ``output``: where stdout and stderr go.
-
-    The worker leads a new session, so that Ctrl-C reaches the supervisor alone and all
-    that the worker starts can be ended with it. It dies with its supervisor, however that ends.
-    """
-    os.setsid()
-    die_with_parent(signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import os
 import selectors
 import signal
@@ -13,17 +14,16 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import psutil
 from typing_extensions import assert_never
 
 from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, UsageError
-from fsdp_doctor.probe import worker
 from fsdp_doctor.probe.deadlines import Deadlines, Limits, Watch
-from fsdp_doctor.probe.messages import MESSAGES, StopWorker, decode
-from fsdp_doctor.probe.processes import Activity, end_orphans
-from fsdp_doctor.probe.worker import WorkerEnds
+from fsdp_doctor.probe.messages import MESSAGES, Message, StopWorker, decode, encode
+from fsdp_doctor.probe.processes import Activity, die_with_parent, end_orphans
 from fsdp_doctor.verdict.classification import find_wait
 from fsdp_doctor.verdict.records import PhaseReport, RankReport, Ready, Record, Refused, Stop, shorten_paths
 
@@ -46,6 +46,28 @@ _STATE_IN_WORDS: dict[str, str] = {
 _ERROR_OF_EXIT_CODE: dict[int, Callable[[str], FsdpDoctorError]] = {2: UsageError, 3: CannotRun}
 # The workers of this process that are still to be reaped.
 _workers: set[int] = set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEnds:
+    """A worker's ends of what connects it with its supervisor.
+
+    channel: messages go out as JSON lines, commands (of a probe, numbers of cases) come in as lines.
+    output: file descriptor that stdout and stderr go to.
+    stacks: file descriptor that SIGUSR1 writes every thread's Python stack to.
+    """
+
+    channel: socket.socket
+    output: int
+    stacks: int
+
+    def write_stacks(self) -> None:
+        """Makes SIGUSR1 write every thread's stack there from now on, and a fatal signal write them to stderr."""
+        faulthandler.enable(file=sys.stderr)
+        faulthandler.register(signal.SIGUSR1, file=self.stacks, all_threads=True)
+
+    def send(self, message: Message) -> None:
+        self.channel.sendall(encode(message).encode() + b"\n")
 
 
 class WorkerProcess:
@@ -309,11 +331,29 @@ class WorkerProcess:
         self._stacks = (self._stacks + data)[:_STACKS_KEPT]
 
 
+def _become_worker(parent: int, output: int) -> None:
+    """Prepares a forked worker, before anything else. ``output``: where stdout and stderr go.
+
+    The worker leads a new session, so that Ctrl-C reaches the supervisor alone and all
+    that the worker starts can be ended with it. It dies with its supervisor, however that ends.
+    """
+    os.setsid()
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+
+
 def _be_the_worker(parent: int, run: Callable[[], None], output: int) -> NoReturn:
     """The life of the fork."""
     code = 1
     try:
-        worker.become_worker(parent, output)
+        _become_worker(parent, output)
         run()
         code = 0
     except SystemExit as request:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import pathlib
 import re
-import sys
 from collections.abc import Iterator
 from typing import Annotated, get_args
 
@@ -17,11 +16,6 @@ from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.layout import make_printable
 from fsdp_doctor.verdict.classification import GOOD, NOT_RUN, VerdictKind, fold, strip_seconds
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _DEVICE = re.compile(r"\b(?:cuda|xpu|hpu|npu|emulated|cpu)\b")
 _PIECE = re.compile(r"\*|\{[^{}]*\}|[^*{}]+")
@@ -80,17 +74,17 @@ class ExpectedFailures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_expected_failures(path: pathlib.Path) -> ExpectedFailures:
     """Raises UsageError, with the place in the file, for anything else."""
     try:
-        return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), ExpectedFailures)
+        return msgspec.toml.decode(path.read_text(encoding="utf-8"), type=ExpectedFailures)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UsageError(f"cannot read the expectations {path}: {reason}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path} is not TOML: {error}") from None
     except msgspec.ValidationError as error:
         raise UsageError(
             f"{path}: {error}; each table [[expect]] has cases, a list of patterns, and a verdict "
             f"({', '.join(get_args(VerdictKind))}), and may have a reason, a link and until, a version of torch"
         ) from None
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{path} is not TOML: {error}") from None
 
 
 @functools.lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ _NAMES = re.compile(r": [\w.]+\.[\w.]+(, [\w.]+)*( and \d+ more)?(?=;|$)|: \[\(.
 _RANKS = re.compile(r"^ranks? [\d, ]+: ")
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+\b")
 # Verdicts whose reasons are counts and values. In an exception a number can be all that differs from another one.
-_WITH_VALUES: frozenset[str] = frozenset({"wrong", "race", "incomplete", "misplaced", "leak", "oom"})
+_WITH_VALUES: frozenset[str] = frozenset({"wrong", "race", "incomplete", "misplaced", "leak", "order", "oom"})
 _VALUE = re.compile(r"(?<![\w.])-?(?:\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan|inf|True|False)(?![\w])")
 _SHAPE = re.compile(r"\(#(?:, #)*,?\)")
 

@@ -64,7 +64,7 @@ def render(
             return github.render_workflow_commands(report, unexpected)
         case "memory":
             lines = "".join(f"{make_printable(line)}\n" for line in _list_cases_without_memory(report))
-            return render_memory_table(_list_memory(report), color) + lines
+            return render_memory_table(_list_memory(report), width, color) + lines
         case "memory-svg":
             return render_memory_svg(_list_memory(report))
         case "ledgers":

@@ -31,6 +31,7 @@ _COLOURS: dict[VerdictKind, tuple[str, str, str]] = {
     "misplaced": ("#fbe08d", "#8f7a2a", "m"),
     "poisoned": ("#e58fd0", "#a0448a", "p"),
     "leak": ("#b9a3e3", "#6b53a6", "l"),
+    "order": ("#a9b7e8", "#4d61a8", "k"),
     "oom": ("#9a86d8", "#5b47a0", "o"),
     "crash": ("#e5534b", "#c93c37", "c"),
     "died": ("#b62324", "#96201f", "d"),

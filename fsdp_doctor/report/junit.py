@@ -55,7 +55,19 @@ def _choose_outcome(result: CaseResult, expected: Collection[str]) -> _Outcome:
             return "skipped"
         case "lost":
             return "error"
-        case "wrong" | "race" | "incomplete" | "misplaced" | "crash" | "hang" | "died" | "oom" | "poisoned" | "leak":
+        case (
+            "wrong"
+            | "race"
+            | "incomplete"
+            | "misplaced"
+            | "crash"
+            | "hang"
+            | "died"
+            | "oom"
+            | "poisoned"
+            | "leak"
+            | "order"
+        ):
             return "failure"
         case kind:
             assert_never(kind)
@@ -69,7 +81,8 @@ def _add_case(suite: ElementTree.Element, report: Report, result: CaseResult, ou
         if verdict.kind == "refused":
             ElementTree.SubElement(case, "system-out").text = make_printable(f"{verdict.kind}: {verdict.reason}")
         return
-    message = f"{preface}{verdict.kind}: {verdict.reason}"
+    known = f" (known: {result.known})" if result.known else ""
+    message = f"{preface}{verdict.kind}: {verdict.reason}{known}"
     if result.confirmation is not None:
         message += f" (run again in fresh workers: {result.confirmation.kind})"
     element = ElementTree.SubElement(case, outcome, message=make_printable(message))
@@ -80,6 +93,5 @@ def _add_case(suite: ElementTree.Element, report: Report, result: CaseResult, ou
         f"rank {r.rank}:\n{r.record.failure.traceback}" for r in result.ranks if r.record and r.record.failure
     ]
     stacks = [f"rank {r.rank}:\n{r.stack}" for r in result.ranks if r.stack]
-    known = [f"known: {result.known}"] if result.known else []
-    parts = [message, *verdict.also, *known, rerun_command(report, result), *tracebacks, *stacks]
+    parts = [message, *verdict.also, rerun_command(report, result), *tracebacks, *stacks]
     element.text = make_printable("\n".join(parts))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fsdp_doctor.machine.terminal import wrap, wrap_all
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.failure_groups import FailureGroup, group_failures, number_failures
 from fsdp_doctor.report.layout import (
@@ -37,18 +39,15 @@ _STYLE: dict[VerdictKind, str] = {
 _BAD_STYLE = "bold red"
 _SHOWN_CASES = 3
 _BETWEEN_COLUMNS = 3
-_SIDE_BY_SIDE_WIDTH = 150
 _STACK_LINES = 7
 
 
 def render(report: Report, width: int, color: bool) -> str:
-    """The whole report as text, ``width`` columns wide; the failures below the matrix are never cut or wrapped."""
+    """The whole report as text, ``width`` columns wide; nothing is cut, and of a command no line is broken."""
     failures = group_failures(report)
-    text = _render_text(_render_matrix(report, failures, width), width, color)
-    if find_fixes(report):
-        # A row is worth more whole than in view: a narrow terminal wraps it.
-        text += _render_text(_render_side_by_side(report), max(width, _SIDE_BY_SIDE_WIDTH), color)
-    return text + _render_text(_render_failures(report, failures), width, color, soft_wrap=True)
+    parts = Group(_render_matrix(report, failures, width), *_render_beside_fix(report))
+    text = _render_text(parts, width, color)
+    return text + _render_text(_render_failures(report, failures, width), width, color, soft_wrap=True)
 
 
 def _render_text(part: RenderableType, width: int, color: bool, soft_wrap: bool = False) -> str:
@@ -116,37 +115,39 @@ def _render_verdict(kind: VerdictKind) -> Text:
     return Text(kind, style=_STYLE.get(kind, _BAD_STYLE))
 
 
-def _render_side_by_side(report: Report) -> Table:
-    title = "each method, and the fix in the same scenario"
-    table = Table(title=title, title_justify="left", title_style="bold", pad_edge=False, box=box.SIMPLE_HEAD)
-    for column in ("case", "verdict", "time", "peak extra", "fix", "time", "peak extra"):
-        table.add_column(column, no_wrap=True, justify="right" if column in ("time", "peak extra") else "left")
+def _render_beside_fix(report: Report) -> Iterator[Table]:
+    """For each scenario a table of its methods, which ends in the fix."""
     fix_of = find_fixes(report)
+    methods: dict[str, list[CaseResult]] = {}
     for result in report.results:
         fix = fix_of.get(result.id)
-        if fix is None or fix is result or result.verdict.kind in ("unsupported", "skipped"):
-            continue
-        table.add_row(
-            result.id,
-            _render_verdict(result.verdict.kind),
-            format_seconds(result.seconds),
-            format_bytes(result.peak_extra_bytes),
-            _render_verdict(fix.verdict.kind),
-            format_seconds(fix.seconds),
-            format_bytes(fix.peak_extra_bytes),
-        )
-    return table
+        if fix is not None and fix is not result and result.verdict.kind not in ("unsupported", "skipped"):
+            methods.setdefault(fix.id, []).append(result)
+    for results in methods.values():
+        title = f"{results[0].case.scenario.id}, beside the fix"
+        table = Table(title=title, title_justify="left", title_style="bold", pad_edge=False, box=box.SIMPLE_HEAD)
+        for column in ("method", "verdict", "time", "peak extra"):
+            table.add_column(column, no_wrap=True, justify="right" if column in ("time", "peak extra") else "left")
+        for result in (*results, fix_of[results[0].id]):
+            table.add_row(
+                result.case.method,
+                _render_verdict(result.verdict.kind),
+                format_seconds(result.seconds),
+                format_bytes(result.peak_extra_bytes),
+            )
+        yield table
 
 
-def _render_failures(report: Report, failures: list[FailureGroup]) -> RenderableType:
+def _render_failures(report: Report, failures: list[FailureGroup], width: int) -> RenderableType:
     text = Text()
     for failure in failures:
-        text.append("\n").append(_render_failure(failure)).append("\n")
+        text.append("\n").append(_render_failure(failure, width)).append("\n")
         for also in failure.also:
-            text.append(f"   also: {make_printable(also)}\n", style="dim")
+            text.append(wrap_all([f"   also: {make_printable(also)}"], width), style="dim")
         if failure.known is not None:
-            text.append(f"   known: {failure.known.title} ({failure.known.id})\n")
-            text.append(f"   remedy: {failure.known.remedy}\n")
+            name = f"{failure.known.short_code}, {failure.known.id}"
+            lines = (f"   known: {failure.known.title} ({name})", f"   remedy: {failure.known.remedy}")
+            text.append(wrap_all(lines, width))
         for rank, stack in failure.stacks:
             shown = find_main_thread(stack)[1 : 1 + _STACK_LINES]
             text.append("\n".join([f"   stack of rank {rank}:", *(f"   {line}" for line in shown)]) + "\n", style="dim")
@@ -158,8 +159,8 @@ def _render_failures(report: Report, failures: list[FailureGroup]) -> Renderable
     return text
 
 
-def _render_failure(failure: FailureGroup) -> Text:
+def _render_failure(failure: FailureGroup, width: int) -> Text:
     head = f"{failure.number}  {failure.kind}, {format_count(len(failure.results), 'case')}: "
-    return Text(head, style=_STYLE.get(failure.kind, _BAD_STYLE)).append(
-        make_printable(failure.reason), style="default"
-    )
+    text = Text("\n".join(wrap(f"{head}{make_printable(failure.reason)}", width)))
+    text.stylize(_STYLE.get(failure.kind, _BAD_STYLE), 0, len(head))
+    return text

@@ -71,15 +71,15 @@ class ReportWriter:
             ended=ended,
             seconds=round(self._report.seconds + time.monotonic() - self._start, 3),
         )
-        for name, method in self._outputs.items():
+        for name, path in self._outputs.items():
             with self._keep_fault():
                 if name != "json":
-                    with turn_write_errors(method):
-                        method.write_text(formats.render(report, name, expected=expected(report)), encoding="utf-8")
+                    with turn_write_errors(path):
+                        path.write_text(formats.render(report, name, expected=expected(report)), encoding="utf-8")
                 elif self._journal is not None:
                     self._journal.close(report)
                 else:
-                    write_report(method, report)
+                    write_report(path, report)
         return report, self._fault
 
     @contextlib.contextmanager

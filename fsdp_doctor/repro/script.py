@@ -69,6 +69,8 @@ def _find_method(case: Case) -> MatrixMethod:
         raise UsageError(f"case {case.id!r}: {case.method} is your own; a script has torch's functions alone")
     if scenario.consumer.needs_sender:
         raise UsageError(f"case {case.id!r}: there is no script of a consumer; a script reads each entry when it comes")
+    if scenario.checkpoint is CheckpointFit.HUB:
+        raise UsageError(f"case {case.id!r}: a script saves its checkpoint itself, not with save_pretrained")
     if scenario.model.is_custom:
         raise UsageError(f"case {case.id!r} is of a model of your own; a script has the built-in ones alone")
     method = find_method(case.method, scenario.version)
@@ -93,7 +95,7 @@ def _choose_mesh(case: Case) -> tuple[int, str]:
             return 2, '(2, 1), mesh_dim_names=("ddp", "fsdp")'
         case Sharding.HSDP:
             return 4, '(2, 2), mesh_dim_names=("ddp", "fsdp")'
-        case Sharding.TP | Sharding.EXPERTS | Sharding.REPLICATE:
+        case Sharding.TP | Sharding.REPLICATE | Sharding.EXPERTS | Sharding.EXPERTS_2D | Sharding.HIDDEN_EXPERTS:
             raise UsageError(f"case {case.id!r}: there is no script of a model that is sharded as {sharding}")
         case _:
             assert_never(sharding)

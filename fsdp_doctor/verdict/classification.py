@@ -28,6 +28,7 @@ VerdictKind = Literal[
     "oom",
     "poisoned",
     "leak",
+    "order",
     "unsupported",
     "skipped",
     "lost",
@@ -45,7 +46,8 @@ MEANING: dict[VerdictKind, str] = {
     "died": "a process ended in the middle: a signal or an exit",
     "oom": "ran out of device or host memory",
     "poisoned": "the method worked, the next training step fails, or starts or ends with other weights",
-    "leak": "memory was not given back",
+    "leak": "memory was not given back, or grows with each call",
+    "order": "a hazard: two devices launch collectives in orders that wait for one another if each runs one at a time",
     "unsupported": "cannot be built here; the reason says why",
     "skipped": "not run, because its scenario already failed before any method could run",
     "lost": "the doctor's own fault: no result",
@@ -62,7 +64,7 @@ OWN_STAGES: tuple[Stage, ...] = ("checkpoint", "reference", "fingerprint", "veri
 # The stages in which the method under test works.
 _METHOD_STAGES = ("extract", "save", "load", "test")
 
-PROBLEM_ORDER: tuple[ProblemKind, ...] = ("wrong", "race", "incomplete", "misplaced", "poisoned", "leak")
+PROBLEM_ORDER: tuple[ProblemKind, ...] = ("wrong", "race", "incomplete", "misplaced", "poisoned", "leak", "order")
 
 _CASCADE = re.compile(
     r"connection closed by peer|connection reset by peer|broken pipe|connection was closed"
@@ -116,7 +118,7 @@ def classify(reports: Sequence[RankReport], world_size: int) -> Verdict:
     """The verdict over all ranks' reports of one case; a refusal must then go through :func:`judge_refusal`."""
     missing = sorted(set(range(world_size)) - {report.rank for report in reports})
     if missing:
-        return Verdict(kind="lost", reason=f"no report came from {_name_ranks(missing)}", ranks=tuple(missing))
+        return Verdict(kind="lost", reason=f"no report came from {name_ranks(missing)}", ranks=tuple(missing))
     if refusals := _list_refusals(reports):
         return Verdict(kind="refused", reason=refusals[0])
     events = sorted(
@@ -130,7 +132,7 @@ def classify(reports: Sequence[RankReport], world_size: int) -> Verdict:
         return _judge_events(events, reports)
     unfinished = [report.rank for report in reports if report.record is None or not report.record.done]
     if unfinished:
-        reason = f"{_name_ranks(unfinished)} did not finish and did not say why"
+        reason = f"{name_ranks(unfinished)} did not finish and did not say why"
         return Verdict(kind="lost", reason=reason, ranks=tuple(unfinished))
     return _judge_records(reports)
 
@@ -251,7 +253,7 @@ def _judge_events(events: list[_Event], reports: Sequence[RankReport]) -> Verdic
     alike = [event for event in events if event.kind == first.kind and fold(event.text) == fold(first.text)]
     cause = min(alike, key=lambda event: event.rank)
     ranks = tuple(sorted({event.rank for event in alike}))
-    where = "" if len(ranks) == len(reports) else f"{_name_ranks(ranks)}: "
+    where = "" if len(ranks) == len(reports) else f"{name_ranks(ranks)}: "
     problems = _list_problems(reports)
     if cause.kind == "poisoned" and problems and _rate_severity(problems[0].kind) < _rate_severity("poisoned"):
         # The extraction itself was bad already; that training fails too comes second.
@@ -319,7 +321,7 @@ def _list_problems(reports: Sequence[RankReport]) -> list[_SharedProblem]:
             ranks_of.setdefault((problem.kind, fold(problem.detail)), []).append(report.rank)
     problems = []
     for (kind, detail), ranks in ranks_of.items():
-        where = "" if len(ranks) == len(reports) else f"{_name_ranks(ranks)}: "
+        where = "" if len(ranks) == len(reports) else f"{name_ranks(ranks)}: "
         problems.append(_SharedProblem(kind, where + detail, tuple(ranks)))
     return sorted(problems, key=lambda problem: _rate_severity(problem.kind))
 
@@ -344,6 +346,6 @@ def _judge_records(reports: Sequence[RankReport]) -> Verdict:
     return _judge_worst(problems) if problems else Verdict(kind="ok")
 
 
-def _name_ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     numbers = ", ".join(str(rank) for rank in ranks)
     return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"

@@ -39,7 +39,7 @@ Stage = Literal[
     "test",  # a test of the user's own runs, with its fixtures
 ]
 
-ProblemKind = Literal["wrong", "race", "incomplete", "misplaced", "poisoned", "leak"]
+ProblemKind = Literal["wrong", "race", "incomplete", "misplaced", "poisoned", "leak", "order"]
 
 
 @dataclass(frozen=True, kw_only=True)

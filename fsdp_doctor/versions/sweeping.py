@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
+import msgspec
 from packaging.requirements import InvalidRequirement, Requirement
 
 import fsdp_doctor
@@ -30,11 +31,6 @@ from fsdp_doctor.machine.environment import collect_without_torch, write_home_as
 from fsdp_doctor.machine.versions import is_at_least
 from fsdp_doctor.report.document import Report
 from fsdp_doctor.report.journal import read_report, write_report
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 # As fsdp_doctor/emulated/build.py has it, which imports torch.
 OLDEST_EMULATED_TORCH = "2.10"
@@ -299,7 +295,7 @@ def read_package_requirements() -> list[str]:
     try:
         declared = importlib.metadata.requires("fsdp-doctor") or []
     except importlib.metadata.PackageNotFoundError:
-        project = tomllib.loads((_PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        project = msgspec.toml.decode((_PACKAGE.parent / "pyproject.toml").read_bytes())["project"]
         declared = project["dependencies"]
     parsed = [Requirement(text) for text in declared]
     needed = [each for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})]

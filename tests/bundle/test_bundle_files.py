@@ -61,7 +61,7 @@ def test_the_first_ten_lines_of_the_issue_say_what_where_versions_and_how_to_rep
     for begin, content in {
         "- **What:**": "Attempted to set the storage",
         "- **Where:**": "in get_per_tensor_param",
-        "- **Versions:**": "torch ",
+        "- **Versions:**": "torch",
         "- **How to reproduce:**": "torchrun --nproc-per-node 2 repro.py",
     }.items():
         assert [line for line in first if line.startswith(begin) and content in line], first
@@ -83,13 +83,18 @@ def test_of_a_report_it_takes_the_case_that_broke_and_the_whole_report(tmp_path:
     assert read_report(tmp_path / "again.json").results[0].id == _CASE
 
 
-def test_the_environment_is_that_of_the_report_and_of_a_log_it_is_said_whose_it_is(tmp_path: pathlib.Path) -> None:
+def test_the_environment_is_that_of_the_report_and_of_a_log_it_names_the_logs_own_torch(tmp_path: pathlib.Path) -> None:
     environment = {"python": "3.10.9", "torch": "2.6.0", "packages": {"torch": "2.6.0"}}
     _, files = _bundle(tmp_path, "--report", _report(tmp_path, _broken(), environment=environment))
     assert "3.10.9" in files["environment.txt"]
     assert "torch 2.6.0, Python 3.10.9 (of the report)" in files["issue.md"]
     _, files = _bundle(tmp_path, "--log", str(_LOG))
-    assert "(where the bundle was made)" in files["issue.md"]
+    assert "the log does not name its torch" in files["issue.md"]
+    log = tmp_path / "log.txt"
+    log.write_text(f"torch version: 2.9.1+cu128\n{_LOG.read_text()}")
+    _, files = _bundle(tmp_path, "--log", str(log))
+    head = "\n".join(files["issue.md"].splitlines()[:10])
+    assert ("torch 2.9.1" in head, "2.13.0" in head) == (True, False)
 
 
 def test_what_was_replaced_in_a_message_matches_anything_in_the_script(tmp_path: pathlib.Path) -> None:

@@ -19,6 +19,7 @@ from fsdp_doctor.report.layout import summarize
 # By what it is: a line as a log has it, and the part of it that must not leave. No prefix of a token stands whole here,
 # so that nothing takes this file for one that holds secrets.
 PLANTED: dict[str, tuple[str, str]] = {
+    "random text": ("value = 'tYq8dLk2mVx0Qw9sZr4PbN7c'", "tYq8dLk2mVx0Qw9sZr4PbN7c"),
     "Hugging Face": ("loading with h" + "f_AbCdEfGhIjKlMnOpQrStUvWxYz012345 set", "AbCdEfGhIjKlMnOpQrStUvWxYz012345"),
     "Hugging Face, small letters": ("h" + "f_abcdefghijklmnopqrstuvwxyzabcdefgh", "abcdefghijklmnopqrstuvwxyz"),
     "GitHub": ("remote: gh" + "p_abcdefghijklmnopqrstuvwxyz0123456789", "abcdefghijklmnopqrstuvwxyz0123456789"),

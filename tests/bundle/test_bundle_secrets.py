@@ -84,6 +84,15 @@ def test_no_word_of_a_secret_is_left_whatever_quotes_it(kind: str) -> None:
     assert [text for text in cleaned if any(word in text for word in secret.split())] == []
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["LITELLM_KEY={}", "x-service-key: {}", "DB_PASS: {}", "export FOO={}", "at = '{}'", r"{{\"at\": \"{}\"}}"],
+)
+def test_what_is_assigned_and_as_random_as_a_key_is_replaced_whatever_its_name(text: str) -> None:
+    secret = _random(32)
+    assert secret not in Redactor().clean(text.format(secret))
+
+
 def test_a_secret_whose_quote_is_never_closed_is_replaced() -> None:
     assert "hunter2xx" not in Redactor().clean('password="hunter2xx and no more')
 
@@ -112,6 +121,7 @@ def test_a_bucket_is_replaced_in_a_path_too() -> None:
         "$ git log\ncommit 7f1546e8a9b0c1d2e3f405162738495a6b7c8d9e\nAuthor: somebody",
         "logged in\nHEAD 7f1546e8a9b0c1d2e3f405162738495a6b7c8d9e",
         "docker login succeeded -- port 5000",
+        "architecture='Qwen2MoeForSequenceClassification', run=20260101T120005Z, key layers.0.self_attn.q_proj.weight",
     ],
 )
 def test_a_hash_of_a_commit_is_no_key(text: str) -> None:

@@ -193,6 +193,13 @@ def test_trl_syncs_fsdp1_by_summoning_and_a_backend_with_gloo_is_mixed() -> None
     assert ids(use_of(result, "model"))[-1] == "fsdp1-orig/none/unstaged/summon_full_params"
 
 
+def test_a_sender_of_trls_async_grpo_whose_engine_fails_is_a_known_hang() -> None:
+    found = of_kind(checked("trainer.json", "weight_sync_steps=1", "fsdp_config.fsdp_version=2"), "known")
+    (hang,) = [finding for finding in found if finding.entry == "consumer-leaves-the-others-in-a-gather"]
+    assert all("/dies/" in case for case in hang.cases)
+    assert hang.cases
+
+
 def test_a_word_that_fsdp_does_not_have_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="'ofload'"):
         checked("trainer.json", "fsdp=full_shard ofload")
@@ -436,6 +443,21 @@ def test_a_key_that_a_version_does_not_read_cannot_stop_it() -> None:
     asked = ["fsdp=full_shard", "output_dir=out", "fsdp_config.state_dict_type=${oc.env:TYPE}"]
     assert list_cases(check(asked, framework_version="5.9"))
     assert not list_cases(check(asked, framework_version="5.10"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model"),
+    [
+        (
+            ["actor.backend=fsdp:d4", "rollout.use_lora=true", "actor.use_lora=${rollout.use_lora}"],
+            "qwen3-lora",
+        ),
+        (["actor.backend=fsdp:d4", "actor.use_lora=false", "actor.lora_rank=16"], "qwen3"),
+        (["model.name=x", "model.dp_replicate=1", "model.optim_cpu_offload=false", "model.lora.r=1"], "qwen3-lora"),
+    ],
+)
+def test_a_flag_or_a_table_asks_for_an_adapter(arguments: list[str], model: str) -> None:
+    assert str(use_of(checked(*arguments), "actor").scenario.model) == model
 
 
 # verl's older releases

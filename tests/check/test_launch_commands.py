@@ -70,7 +70,7 @@ def test_of_several_trainings_the_last_is_read_and_those_that_differ_are_noted(
 
 
 def test_variables_arrays_and_defaults_are_expanded() -> None:
-    text = 'N=4\n: "${M:=2}"\nARGS=(\n  --fsdp full_shard\n  --seed ${SEED:-1}\n)\n'
+    text = 'SEED=${RANDOM_SEED:-}\nN=4\n: "${M:=2}"\nARGS=(\n  --fsdp full_shard\n  --seed ${SEED:-1}\n)\n'
     settings = _read(text + 'torchrun --nproc_per_node $N --nnodes ${M} t.py "${ARGS[@]}"\n')
     assert (settings["launch.nproc_per_node"], settings["launch.nnodes"], settings["seed"]) == ("4", "2", 1)
 

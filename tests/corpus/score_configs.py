@@ -1,10 +1,10 @@
 """How many of the configurations in configs.toml `fsdp-doctor check` reads rightly, in both halves of the corpus.
 
-    python tests/corpus/score_configs.py --files DIR [--download] [--half seen|unseen|last|third] [--verbose]
+    python tests/corpus/score_configs.py --files DIR [--download] [--half seen|unseen|last|third|fourth] [--verbose]
 
 The files are read from DIR/OWNER+REPOSITORY@COMMIT/PATH; with --download those that are missing are taken from GitHub.
-Half of the corpus was kept unseen while `check` was written: which half a file is in, a digest of its name decides. A
-third part, picked at random from the same and other repositories, was collected when it was done.
+Half of the corpus was kept unseen while `check` was written: which half a file is in, a digest of its name decides. The
+others were collected later, from the same and other repositories.
 
 A configuration counts as *right* if framework, models and ranks are as expected, or if it was refused where that is
 expected; as *asked* if `check` said that it cannot determine what it could have read; as *misread* otherwise, and as
@@ -33,7 +33,7 @@ else:
     import tomli as tomllib
 
 MANIFEST = pathlib.Path(__file__).with_name("configs.toml")
-HALVES = ("seen", "unseen", "last", "third")
+HALVES = ("seen", "unseen", "last", "third", "fourth")
 _SHOWN = ("strategy", "offload", "model", "sharding")
 _DEFAULTS = {"model": "qwen3", "sharding": "full"}
 
@@ -43,11 +43,9 @@ def configs() -> list[dict[str, Any]]:
 
 
 def half(config: dict[str, Any]) -> str:
-    """``seen`` or ``unseen``; ``last`` or ``third`` for what was collected only when `check` was done."""
-    if config.get("third"):
-        return "third"
-    if config.get("last"):
-        return "last"
+    """``seen`` or ``unseen``; another one for what was collected only when `check` was done."""
+    if "part" in config:
+        return str(config["part"])
     name = f"{config['repository'].replace('/', '+')}/{config['path']}"
     return "seen" if hashlib.sha256(name.encode()).digest()[0] % 2 == 0 else "unseen"
 

@@ -1,4 +1,4 @@
-"""Scores `explain` on logs from public threads: ``python tests/corpus/score_logs.py [seen|unseen|fresh|third|fourth]``.
+"""Scores `explain` on logs from public threads: ``python tests/corpus/score_logs.py [SET]...``.
 
 ``logs.toml`` says where each log is from and what is to be said of it. Half of the logs, by the hash of their names,
 was not shown to `explain` until the work on it was done: the score of the unseen half is the one that counts.
@@ -28,24 +28,22 @@ else:
 
 HERE = pathlib.Path(__file__).parent
 Score: TypeAlias = Literal["right", "weak", "missed", "wrong"]
-Half: TypeAlias = Literal["seen", "unseen", "fresh", "third", "fourth"]
+SETS = ("seen", "unseen", "fresh", "third", "fourth", "fifth", "cited")
 SCORES: tuple[Score, ...] = ("right", "weak", "missed", "wrong")
 _GRADES = ("known", "likely", "possible", None)
 
 
-def half_of(row: dict[str, Any]) -> Half:
-    """By the hash of its name; what was collected last is by itself."""
+def set_of(row: dict[str, Any]) -> str:
+    """By the hash of its name; what was collected later is by itself."""
     name: str = row["file"]
-    if row.get("fresh"):
-        return "fresh"
     if later := row.get("set"):
-        return "third" if later == "third" else "fourth"
+        return str(later)
     return "seen" if int(hashlib.sha256(name.encode()).hexdigest(), 16) % 2 == 0 else "unseen"
 
 
-def logs(half: Half | None = None) -> list[dict[str, Any]]:
+def logs(which: str | None = None) -> list[dict[str, Any]]:
     rows = tomllib.loads((HERE / "logs.toml").read_text(encoding="utf-8"))["log"]
-    return [row for row in rows if half is None or half_of(row) == half]
+    return [row for row in rows if which is None or set_of(row) == which]
 
 
 def scored(row: dict[str, Any]) -> tuple[Score, Explanation]:
@@ -68,18 +66,18 @@ def _score(row: dict[str, Any], explanation: Explanation) -> Score:
     return "right" if said and _GRADES.index(grades[0]) <= _GRADES.index(row.get("grade", "known")) else "weak"
 
 
-def table(half: Half) -> Iterator[str]:
-    """Of one half: the sums, for logs within the scope and for the others, and each log that is not right."""
+def table(which: str) -> Iterator[str]:
+    """Of one set: the sums, for logs within the scope and for the others, and each log that is not right."""
     counts: dict[bool, Counter[Score]] = {True: Counter(), False: Counter()}
     rest = []
-    for row in logs(half):
+    for row in logs(which):
         score, explanation = scored(row)
         counts[row["scope"]][score] += 1
         if score != "right":
             said = ", ".join(f"{match.grade} {match.entry.id}" for match in explanation.matches[:2])
             wanted = ", ".join(row.get("entries", [])) or "/".join(row["shows"])
             rest.append(f"| {row['file']} | {score} | {wanted} | {said or explanation.showing} |")
-    yield f"## {half}\n"
+    yield f"## {which}\n"
     yield f"| | logs | {' | '.join(SCORES)} |\n|---|---|{'---|' * len(SCORES)}"
     for scope, name in ((True, "within the scope"), (False, "others")):
         yield f"| {name} | {counts[scope].total()} | {' | '.join(str(counts[scope][score]) for score in SCORES)} |"
@@ -89,8 +87,8 @@ def table(half: Half) -> Iterator[str]:
 
 def main() -> None:
     with contextlib.suppress(BrokenPipeError):
-        for half in sys.argv[1:] or ("seen", "unseen", "fresh", "third", "fourth"):
-            print("\n".join(table(half)), end="\n\n")  # type: ignore[arg-type]
+        for which in sys.argv[1:] or SETS:
+            print("\n".join(table(which)), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections import Counter
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-from score_logs import HERE, half_of, logs, scored
+from score_logs import HERE, logs, scored, set_of
 
 from fsdp_doctor.known.catalogue import read_catalogue
 
@@ -23,7 +23,7 @@ def test_the_corpus_is_large_with_a_third_of_others_and_two_halves() -> None:
     rows = logs()
     assert len(rows) >= 80
     assert sum(not row["scope"] for row in rows) >= len(rows) / 3
-    halves = Counter(map(half_of, rows))
+    halves = Counter(map(set_of, rows))
     assert min(halves["seen"], halves["unseen"]) > 40
 
 

@@ -38,9 +38,7 @@ def _take_part(role: str, in_step: bool, directory: str) -> None:
 
 
 def _transfer_group(store: dist.Store, rank: int) -> Any:
-    from fsdp_doctor.emulated import _make_backend
-
-    return _make_backend(dist.PrefixStore("transfer", store), rank, 2, _TIMEOUT)
+    return emulated.make_backend(dist.PrefixStore("transfer", store), rank, 2, _TIMEOUT)
 
 
 def _train(store: dist.Store, rank: int, in_step: bool) -> None:
@@ -95,7 +93,7 @@ def test_orders_in_which_two_devices_wait_for_each_other_are_found_without_a_tim
     if in_step:
         assert found == ""
         return
-    (one, here), (other, there) = (text.removeprefix("emulated:").split(" launches ") for text in found.split("; "))
+    (one, here), (other, there) = (text.removeprefix("device ").split(" launches ") for text in found.split("; "))
     assert {one, other} == {"0", "1"}
     before, after = here.split(" before ")
     assert there == f"{after} before {before}"

@@ -300,10 +300,11 @@ def test_what_is_no_log_is_refused_in_a_sentence(tmp_path: pathlib.Path, content
 
 
 def test_an_entry_can_be_printed_and_all_listed() -> None:
-    assert "Remedy: " in doctor("explain", "--entry", "summon-full-params-noop-on-fsdp2").stdout
+    assert "Remedy: " in doctor("explain", "summon-full-params-noop-on-fsdp2").stdout
+    assert "fsdp2-pinned-policy-half-moved" in doctor("explain", "FD001").stdout.splitlines()[0]
     listed = doctor("explain", "--list").stdout.splitlines()
     assert len(listed) >= 45
-    refused = doctor("explain", "--entry", "summon-full-params")
+    refused = doctor("explain", "summon-full-params")
     assert (refused.code, "did you mean" in refused.stderr) == (2, True)
 
 

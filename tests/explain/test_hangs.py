@@ -64,23 +64,46 @@ def test_the_table_has_a_row_for_ranks_in_the_same_place(tmp_path: pathlib.Path)
     assert row == ["0-1", "default_pg", "ALLGATHER", "7", "4", "8", "9", "6", "600"]
 
 
-def test_the_stack_of_a_failed_collective_is_read_and_makes_a_gather_on_one_rank_known(tmp_path: pathlib.Path) -> None:
-    def stack(rank: int, function: str) -> list[str]:
-        glog = f"[rank{rank}]:[E1122 06:40:00.504052851 ProcessGroupNCCL.cpp:733] [Rank {rank}]"
-        return [
-            f"{glog} Stack trace of the failed collective: ",
-            f"[rank{rank}]: #0 all_gather_into_tensor from /env/torch/distributed/distributed_c10d.py:4186",
-            f"[rank{rank}]: #1 {function} from /job/train.py:{70 + rank}",
-        ]
+def _stack(rank: int, *callers: str) -> list[str]:
+    glog = f"[rank{rank}]:[E1122 06:40:00.504052851 ProcessGroupNCCL.cpp:733] [Rank {rank}]"
+    return [
+        f"{glog} Stack trace of the failed collective: ",
+        f"[rank{rank}]: #0 all_gather_into_tensor from /env/torch/distributed/distributed_c10d.py:4186",
+        *(f"[rank{rank}]: #{number} {caller}" for number, caller in enumerate(callers, 1)),
+    ]
 
-    lines = [*_watchdog(0, 9, "_ALLGATHER_BASE"), *stack(0, "state_dict")]
-    lines += [*_watchdog(1, 9, "_REDUCE_SCATTER_BASE"), *stack(1, "train_step")]
+
+def test_the_stack_of_a_failed_collective_is_read_and_makes_a_gather_on_one_rank_known(tmp_path: pathlib.Path) -> None:
+    lines = [*_watchdog(0, 9, "_ALLGATHER_BASE"), *_stack(0, "state_dict from /job/train.py:70")]
+    lines += [*_watchdog(1, 9, "_REDUCE_SCATTER_BASE"), *_stack(1, "train_step from /job/train.py:71")]
     explanation = explained(tmp_path, *lines)
     assert explanation.entry is not None
     assert explanation.entry.id == "rank0-only-gather-deadlock"
     shown = text.render_text(explanation, 120)
     assert 'rank 0 called it at File "/job/train.py", line 70, in state_dict' in shown
     assert 'rank 1 called it at File "/job/train.py", line 71, in train_step' in shown
+
+
+_OF_TRL = "/env/trl/experimental/async_grpo/async_grpo_trainer.py"
+_FULL_TENSOR = "full_tensor from /env/torch/distributed/tensor/_api.py:670"
+_DRAINS = _stack(1, _FULL_TENSOR, f"_streaming_iter from {_OF_TRL}:1120", f"_sync_weight from {_OF_TRL}:1143")
+
+
+def test_gathers_of_a_weight_sync_are_known_where_rank_0_makes_them_for_an_engine(tmp_path: pathlib.Path) -> None:
+    packed = "packed_nccl_broadcast_producer from /env/vllm/distributed/weight_transfer/packed_tensor.py:196"
+    lines = [*_watchdog(0, 12, "COALESCED"), *_stack(0, _FULL_TENSOR, packed, f"send_weights from {_OF_TRL}:200")]
+    explanation = explained(tmp_path, "fsdp_version: 2", *lines, *_watchdog(1, 40, "_ALLGATHER_BASE"), *_DRAINS)
+    assert explanation.entry is not None
+    assert explanation.entry.id == "gather-interleaved-with-send"
+    assert explanation.hang is not None
+    assert explanation.hang.differs
+
+
+def test_gathers_of_a_weight_sync_for_which_rank_0_never_comes_are_likely(tmp_path: pathlib.Path) -> None:
+    lines = [*_watchdog(1, 40, "_ALLGATHER_BASE", (4, 16)), *_DRAINS]
+    explanation = explained(tmp_path, "fsdp_version: 2", *lines)
+    assert [match.entry.id for match in explanation.matches] == ["gather-interleaved-with-send"]
+    assert explanation.entry is None
 
 
 def test_a_failure_is_told_before_the_hang_that_it_caused(tmp_path: pathlib.Path) -> None:

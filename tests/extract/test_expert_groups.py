@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.expert_groups import (
     EVERY_OTHER,
+    GATHERED,
     NAME,
     NEIGHBOURS,
     ON_MESHES,
@@ -25,12 +26,21 @@ from support.expert_groups import (
     tensor_parallel,
     world,
 )
-from support.extraction import assert_same, extracted, tensors_of
+from support.extraction import assert_same, cast_of, extracted, tensors_of
 from support.ranks import of_all_ranks, this_device, this_rank, together
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_doctor import PlanMismatch, fingerprint, full_state_dict, local_shards, weights_info
+from fsdp_doctor import (
+    PlanMismatch,
+    examine,
+    fingerprint,
+    fingerprint_tensors,
+    full_state_dict,
+    load_full_tensors,
+    local_shards,
+    weights_info,
+)
 from fsdp_doctor.engines import verl_weights
 from fsdp_doctor.extract.rank_groups import Comparison
 from fsdp_doctor.fsdp import private
@@ -69,6 +79,7 @@ def test_experts_on_meshes_of_some_ranks_are_refused_on_every_rank_with_all_grou
         for call in (lambda one: list(local_shards(one)), lambda one: fingerprint(one, combined=False)):
             _assert_names(_refused(call, model), groups)
         assert NAME in weights_info(model)
+        assert [finding.names for finding in examine(model).findings if finding.kind == "experts-hidden"] == [(NAME,)]
 
 
 @on_four_devices
@@ -106,8 +117,55 @@ def test_experts_on_the_dim_of_fsdp_beside_tensor_parallelism_are_refused_by_the
 
 
 @on_four_devices
+def test_experts_are_gathered_along_the_mesh_that_the_caller_names() -> None:
+    expected = reference()
+    for build, mesh in GATHERED.values():
+        model, ep = build(), mesh()
+        assert_same(extracted(model, experts=ep), expected)
+        assert_same(
+            extracted(model, experts={"experts.u*": ep}, dtype=torch.bfloat16), cast_of(expected, torch.bfloat16)
+        )
+        assert weights_info(model, experts=ep)[NAME].shape == expected[NAME].shape
+        of_rank_0 = full_state_dict(model, experts=ep)
+        assert_same(of_rank_0, expected if this_rank() == 0 else {}, torch.device("cpu"))
+        assert fingerprint(model, experts=ep) == fingerprint_tensors(expected.items())
+        for shard in local_shards(model, experts=ep):
+            assert torch.equal(shard.tensor.cpu(), shard.place.of(expected[shard.name]).view(shard.tensor.shape))
+        assert_same(dict(verl_weights(model, names="model", experts=ep)[0]), expected)
+
+
+@on_four_devices
+def test_a_mesh_that_does_not_divide_the_experts_is_refused_on_every_rank_with_the_reason() -> None:
+    hidden, all_of_them = ON_MESHES["columns of a mesh"][1](), distributed()
+    mesh = grid("efsdp", "ep")
+    wrong: list[tuple[nn.Module, Any, type[Exception], tuple[str, ...]]] = [
+        (hidden, mesh["efsdp"], ValueError, (NAME, "no slice")),
+        (hidden, mesh, ValueError, ("2 dims",)),
+        (hidden, {"expert.*": mesh["ep"]}, ValueError, ("expert.*", "no parameter")),
+        (hidden, "ep", TypeError, ("DeviceMesh",)),
+        (all_of_them, mesh["ep"], ValueError, (NAME, "already")),
+        (ON_MESHES["fsdp1"][1](), mesh["ep"], ValueError, (NAME, "FSDP1")),
+    ]
+    for model, experts, kind, words in wrong:
+        for call in (extracted, fingerprint, lambda m, **o: load_full_tensors(m, reference(), **o)):
+            with pytest.raises(kind) as raised:
+                call(model, experts=experts)
+            assert all(word in str(raised.value) for word in words), raised.value
+            together()
+
+
+@on_four_devices
+def test_experts_that_one_rank_alone_is_told_of_are_refused_everywhere() -> None:
+    model, ep = plain(), grid("efsdp", "ep")["ep"]
+    with pytest.raises(PlanMismatch):
+        extracted(model, experts=ep if this_rank() == 1 else None)
+
+
+@on_four_devices
 def test_experts_that_are_distributed_over_all_ranks_are_extracted() -> None:
-    assert_same(extracted(distributed()), reference())
+    model = distributed()
+    assert_same(extracted(model), reference())
+    assert "experts-hidden" not in [finding.kind for finding in examine(model).findings]
 
 
 @on_four_devices

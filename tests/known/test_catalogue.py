@@ -69,6 +69,14 @@ def test_there_are_at_least_45_entries_each_under_its_own_id() -> None:
     assert len(set(ids)) == len(ids)
 
 
+def test_a_short_code_is_of_one_entry_and_is_never_given_again() -> None:
+    given = tomllib.loads((TESTS / "known" / "codes.toml").read_text())
+    assert list(given) == [f"FD{number:03}" for number in range(1, len(given) + 1)]
+    assert len(set(given.values())) == len(given)
+    for entry in read_catalogue():
+        assert given.get(entry.short_code) == entry.id, f"{entry.id}: the next free code is FD{len(given) + 1:03}"
+
+
 def test_an_entry_has_a_cause_a_remedy_references_and_a_way_to_recognize_it() -> None:
     for entry in read_catalogue():
         assert entry.verdict in MEANING, entry.id

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from support.expert_groups import (
     EVERY_OTHER,
+    GATHERED,
     NAME,
     ON_MESHES,
     distributed,
@@ -23,6 +24,8 @@ from support.extraction import Tensors, assert_same, extracted
 from support.loading import items_of, local_of, on_first
 from support.ranks import of_all_ranks, this_rank
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_doctor import LoadError, load_full_tensors, load_optimizer_state
 
@@ -102,6 +105,47 @@ def test_what_tensor_parallelism_copies_may_differ_before_a_load() -> None:
     load_full_tensors(model, half_of(0))
     assert_same(extracted(model), half_of(0))
     assert grid("fsdp", "tp").size() == 4
+
+
+@on_four_devices
+def test_experts_are_loaded_along_the_mesh_that_the_caller_names() -> None:
+    expected = {name: tensor * 2 + 1 for name, tensor in reference().items()}
+    for name, (build, mesh) in GATHERED.items():
+        for source in SOURCES.values():
+            model, ep = build(), mesh()
+            load_full_tensors(model, source(expected), experts=ep)
+            assert_same(extracted(model, experts=ep), expected)
+        if "plain" not in name:
+            load_full_tensors(model.to_empty(device="meta"), expected, experts=ep)
+            assert_same(extracted(model, experts=ep), expected)
+
+
+@on_four_devices
+def test_moments_of_experts_are_loaded_along_the_mesh_that_the_caller_names() -> None:
+    moments = {key: torch.randn_like(reference()[NAME]) for key in ("exp_avg", "exp_avg_sq")}
+    dist.broadcast_object_list(shared := [moments])
+    for build, mesh in GATHERED.values():
+        for holders in (lambda state: state, on_first):
+            model: Any = build()
+            optimizer = torch.optim.AdamW([model.experts.up], lr=0.1)
+            state = {"step": torch.tensor(3.0), **shared[0]}
+            groups = [{"params": [NAME], "lr": 0.2}]
+            load_optimizer_state(
+                model, optimizer, holders({"state": {NAME: state}, "param_groups": groups}), experts=mesh()
+            )
+            for key, expected in shared[0].items():
+                of_parameter = _part_of(model, mesh(), expected)
+                assert torch.equal(local_of(optimizer.state[model.experts.up][key]).cpu(), of_parameter), key
+
+
+def _part_of(model: Any, mesh: DeviceMesh, full: torch.Tensor) -> torch.Tensor:
+    """This rank's part of what the experts' parameter is a part of, by its own mesh."""
+    group = full.chunk(mesh.size())[mesh.get_local_rank()]
+    return (
+        distribute_tensor(group, up.device_mesh, up.placements, src_data_rank=None).to_local().cpu()
+        if isinstance(up := model.experts.up, DTensor)
+        else group
+    )
 
 
 @on_four_devices

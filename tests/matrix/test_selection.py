@@ -21,7 +21,8 @@ def values(cases, axis):
 
 def is_plain(case):
     scenario = case.scenario
-    return (scenario.precision, scenario.context, scenario.consumer) == ("bf16-compute", "ordinary", "alone")
+    ordinary = (scenario.precision, scenario.context, scenario.consumer) == ("bf16-compute", "ordinary", "alone")
+    return ordinary and not scenario.model.has_experts
 
 
 def test_the_default_matrix_of_extraction_is_both_strategies_all_offloads_and_stagings_and_every_path():
@@ -56,13 +57,14 @@ def test_the_default_matrix_of_loading_is_the_same_before_the_first_step_and_wha
         assert {c.method for c in plain if c.scenario == scenario} == expected
     others = set(cases) - plain
     assert values(others, "init") == {"materialized", "meta"}
-    assert values(others, "checkpoint") == set(AXIS["checkpoint"].values)
+    assert values(others, "checkpoint") == set(AXIS["checkpoint"].values) - {"hub"}
 
 
-def test_the_default_matrix_has_some_scenarios_without_mixed_precision_and_in_inference_mode_with_paths_in_use():
+def test_the_default_matrix_has_some_scenarios_without_mixed_precision_in_inference_mode_and_of_experts():
     sampled = [case for case in select(Selection()) if not is_plain(case)]
     assert values(sampled, "precision") == set(AXIS["precision"].values)
     assert values(sampled, "context") == {"ordinary", "inference"}
+    assert values([case for case in sampled if case.scenario.model.has_experts], "checkpoint") == {"exact", "hub"}
     directions = {
         (case.scenario.version, find_method(case.method, case.scenario.version).direction) for case in sampled
     }

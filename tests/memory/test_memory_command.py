@@ -167,7 +167,7 @@ def test_a_limit_that_is_near_is_a_line_and_a_number() -> None:
     memory = StageMemory(job="a & b", stage="built", rank=0, host=host, device=device)
     assert "limit 1.0 KiB" in render_memory_svg([memory])
     assert "a &amp; b" in render_memory_svg([memory])
-    assert "of 1.0 KiB on the device" in render_memory_table([memory])
+    assert "of 1.0 KiB on the device" in render_memory_table([memory], 120)
 
 
 def test_a_probe_with_memory_has_ledgers_in_its_report_and_in_its_formats(tmp_path: pathlib.Path) -> None:

@@ -54,7 +54,7 @@ def sharded(file: pathlib.Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def ledgers(sharded: Run, file: pathlib.Path) -> MemoryFile:
+def memory_file(sharded: Run, file: pathlib.Path) -> MemoryFile:
     assert sharded.code == 1, sharded.stderr
     return read_memory_file(file.read_text())
 
@@ -172,7 +172,7 @@ def test_a_device_smaller_than_the_model_is_one_sentence(monkeypatch: pytest.Mon
         def __enter__(self) -> Refused:  # type: ignore[override]
             return self
 
-        def report(self) -> str:
+        def receive_report(self) -> str:
             return "emulated out of memory"
 
     monkeypatch.setattr(rollout, "RunningProcess", Refused)

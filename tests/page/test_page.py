@@ -15,7 +15,7 @@ from support.inside import doctor
 from support.places import ROOT
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.known.catalogue import read_catalogue
+from fsdp_doctor.known.catalogue import find_entry, read_catalogue
 from fsdp_doctor.page import render_page
 from fsdp_doctor.page.compat_page import make_page_data
 from fsdp_doctor.report.document import convert_report_to_dict
@@ -115,13 +115,13 @@ def test_every_case_and_outcome_comes_back_out_of_the_numbers() -> None:
         assert (data["texts"][also], data["texts"][known]) == ("\n".join(outcome.also), outcome.known)
 
 
-def test_every_known_failure_has_the_place_that_explain_prints(elements: _Elements) -> None:
+def test_every_known_failure_has_its_place_and_explain_prints_the_published_page_of_it(elements: _Elements) -> None:
     ids = {at.get("id") for _, at in elements.found}
     for entry in read_catalogue():
         assert f"entry-{entry.id}" in ids
-    printed = doctor("explain", "--entry", pages.KNOWN).stdout.splitlines()[-1]
+    printed = doctor("explain", pages.KNOWN).stdout.splitlines()[-1]
     documentation = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Documentation"]
-    assert printed == f"Versions: {documentation}compat/index.html#entry-{pages.KNOWN}"
+    assert printed == f"Page: {documentation}failures/{find_entry(pages.KNOWN).short_code}/"
 
 
 def test_the_committed_runs_have_a_page() -> None:

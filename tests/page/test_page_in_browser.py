@@ -1,7 +1,8 @@
 """The page in a real browser: filters, search, links, keyboard, screen reader, contrast, two widths.
 
 It takes Playwright (`pip install playwright`) and Debian's Chromium (`apt-get install chromium`); never in CI.
-FSDP_DOCTOR_SCREENSHOTS names a folder that the screenshots are kept in.
+FSDP_DOCTOR_SCREENSHOTS names a folder that the screenshots are kept in, FSDP_DOCTOR_AXE the file axe.min.js of the npm
+package axe-core.
 """
 
 from __future__ import annotations
@@ -240,7 +241,7 @@ def test_everything_in_the_matrix_can_be_done_by_keyboard(page: Any) -> None:
 
 
 def test_a_screen_reader_has_a_table_with_heads_and_cells_with_names(page: Any) -> None:
-    table = page.get_by_role("table", name="Verdict of each path, by version of torch")
+    table = page.get_by_role("table", name="Verdict of each method, by version of torch")
     assert table.get_by_role("columnheader").count() == 4
     assert table.get_by_role("rowheader", name="state_dict", exact=True).count() > 0
     unnamed = "nodes => nodes.filter(node => !node.ariaLabel && !node.textContent.trim()).length"
@@ -287,6 +288,19 @@ def test_every_text_has_the_contrast_that_wcag_asks_for(browser: Any, address: s
         ratios = page.evaluate(_CONTRAST)
         assert len(ratios) > 20
         assert {name: ratio for name, ratio in ratios.items() if ratio < 4.5} == {}
+
+
+@pytest.mark.skipif("FSDP_DOCTOR_AXE" not in os.environ, reason="FSDP_DOCTOR_AXE does not name axe.min.js")
+@pytest.mark.parametrize("width", _WIDTHS)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("fragment", ["", _link(pages.KNOWN_CASE)], ids=["matrix", "cell"])
+def test_axe_finds_no_violation(browser: Any, address: str, width: str, scheme: str, fragment: str) -> None:
+    axe = pathlib.Path(os.environ["FSDP_DOCTOR_AXE"]).read_text()
+    for page in _opened(browser, address + fragment, *_WIDTHS[width], scheme):
+        page.evaluate(axe)
+        found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
+        assert found["passes"]
+        assert [(each["id"], each["nodes"][0]["html"]) for each in found["violations"]] == []
 
 
 @pytest.mark.parametrize("width", _WIDTHS)

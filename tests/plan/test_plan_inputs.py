@@ -10,7 +10,8 @@ from support.places import TESTS
 from support.tables import unread_keys
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.plan.job import FrameworkKeys, JobSetup, PlanOptions, read_job
+from fsdp_doctor.plan.configured_job import FrameworkKeys, PlanOptions, read_job
+from fsdp_doctor.plan.job import JobSetup
 
 _CONFIGS = TESTS / "check" / "configs"
 _AREAL = ("actor.path=small", "actor.fsdp.offload_params=false")
@@ -156,7 +157,7 @@ def test_the_configuration_is_read_without_torch() -> None:
     settings = (*_VERL, "actor_rollout_ref.rollout.name=vllm")
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from fsdp_doctor.plan.job import PlanOptions, read_job\n"
+        "from fsdp_doctor.plan.configured_job import PlanOptions, read_job\n"
         f"job = read_job({settings!r}, PlanOptions(model='small', gpu_memory=1))\n"
         "print([role.role for role in job.roles], job.engine.utilization)"
     )

@@ -9,6 +9,24 @@ import pytest
 from support.emulation import needs_emulation
 from support.plugin_runs import PytestRun, run_pytest, start_pytest
 
+_WAITS = """
+import threading
+
+import pytest
+import torch.distributed as dist
+
+
+def _waits_alone():
+    threading.Event().wait()
+
+
+@pytest.mark.ranks(2, device="cpu")
+def test_waits():
+    if dist.get_rank() == 0:
+        _waits_alone()
+    dist.barrier()
+"""
+
 
 @pytest.fixture(scope="module")
 def behaviours(tmp_path_factory: pytest.TempPathFactory) -> PytestRun:
@@ -83,6 +101,16 @@ def test_an_exit_of_one_rank_fails_its_test_with_every_ranks_output(behaviours: 
     for rank in (0, 1):
         assert f"last words of rank {rank}" in result.text
     assert "dist.barrier()" in result.text, "where the other rank was"
+
+
+def test_the_time_limit_of_pytest_timeout_shows_every_ranks_stack(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("pytest_timeout", reason="pytest-timeout is not installed")
+    (tmp_path / "test_limited.py").write_text(_WAITS)
+    result = run_pytest(tmp_path, "-p", "pytest_timeout", "--timeout", "20")["test_waits"]
+    assert (result.outcome, "no progress in stage test for 20 s" in result.message) == ("failed", True)
+    assert "-- rank 0, stopped: " in result.text
+    assert "in _waits_alone" in result.text
+    assert "rank_host.py" not in result.text
 
 
 def test_a_killed_rank_is_never_a_pass(behaviours: PytestRun) -> None:

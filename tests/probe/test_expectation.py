@@ -7,7 +7,8 @@ import json
 import pathlib
 
 import pytest
-from program import Run, doctor, probe
+from program import Run, probe
+from support.inside import doctor
 
 from fsdp_doctor.errors import CannotRun, DoctorFault
 from fsdp_doctor.known.run_context import RunContext
@@ -139,15 +140,16 @@ def test_a_run_whose_failures_are_known_ends_with_0_and_says_so_last(tmp_path: p
     torch = ".".join(map(str, _TORCH))
     assert _last(done) == f"4 cases: 2 ok, 2 as torch {torch} is known to fail, 0 unexpected"
     assert done.stdout.splitlines()[0] == f"PASS: {_last(done)}"
-    strict = probe(tmp_path, *words, "--strict")
-    assert (strict.code, _last(strict)) == (1, "4 cases: 2 ok, 2 bad")
-    assert strict.stdout.splitlines()[0] == f"FAIL: {_last(strict)}"
+    assert done.report is not None
+    strict = Judgement(done.report, "nothing bad")
+    assert (strict.choose_exit_code(), strict.conclusion) == (1, "4 cases: 2 ok, 2 bad")
 
 
 def test_a_failure_of_the_users_method_is_unexpected_and_comes_first(tmp_path: pathlib.Path) -> None:
-    words = ("--method", "summon_full_params,faults.values:drops_a_key")
+    words = ("--method", "summon_full_params,faults.values:drops_a_key", "--format", "table")
     done = probe(tmp_path, *_SELECTED, *words)
     assert done.code == 1
+    assert done.stdout.splitlines()[0] == f"FAIL: {_last(done)}"
     first, second = done.stderr.splitlines()[:2]
     for line, offload in ((first, "none"), (second, "policy")):
         assert line.startswith(f"unexpected: fsdp2/{offload}/staged/faults.values:drops_a_key is incomplete, not ok: ")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
 
 import pytest
 from program import Run, probe, user_paths
@@ -40,34 +39,30 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return _run(tmp_path_factory.mktemp("hanging"), _HANGS, "--timeout", "5", "--grace", "2")
 
 
-@pytest.fixture
-def run_of(faulty: Run, hanging: Run) -> Callable[[str], Run]:
-    return lambda fault: hanging if fault in _HANGS else faulty
-
-
 @pytest.mark.parametrize(
-    ("fault", "kind", "ranks"),
+    ("fault", "kind", "ranks", "reason"),
     [
-        ("rank_1_raises_while_rank_0_waits", "crash", (1,)),
-        ("rank_0_raises_while_rank_1_waits", "crash", (0,)),
-        ("rank_1_raises_while_rank_0_succeeds", "crash", (1,)),
-        ("killed", "died", (1,)),
-        ("segmentation_fault", "died", (1,)),
-        ("exits_at_once_with_0", "died", (1,)),
-        ("sys_exit_3", "died", (0,)),
-        ("endless_loop", "hang", (1,)),
-        ("collective_of_one_rank", "hang", (0,)),
-        ("stopped", "hang", (1,)),
-        ("ignores_sigterm_as_its_child_does", "hang", (0, 1)),
-        ("eats_memory", "oom", (1,)),
-        ("floods_stdout", "ok", ()),
+        ("rank_1_raises_while_rank_0_waits", "crash", (1,), "rank 1: ValueError: planted on rank 1"),
+        ("rank_0_raises_while_rank_1_waits", "crash", (0,), ""),
+        ("rank_1_raises_while_rank_0_succeeds", "crash", (1,), ""),
+        ("killed", "died", (1,), "rank 1: ended with SIGKILL"),
+        ("segmentation_fault", "died", (1,), "rank 1: ended with SIGSEGV"),
+        ("exits_at_once_with_0", "died", (1,), "rank 1: ended with exit code 0"),
+        ("sys_exit_3", "died", (0,), "rank 0: ended with exit code 3"),
+        ("endless_loop", "hang", (1,), "in stage extract for 5 s: rank 0 waited in all_reduce; rank 1 was busy"),
+        ("collective_of_one_rank", "hang", (0,), ""),
+        ("stopped", "hang", (1,), "rank 1 was stopped by a signal"),
+        ("ignores_sigterm_as_its_child_does", "hang", (0, 1), ""),
+        ("eats_memory", "oom", (1,), "the limit is 1536 MiB"),
+        ("floods_stdout", "ok", (), ""),
     ],
 )
-def test_each_fault_gets_its_verdict_and_names_its_rank(
-    run_of: Callable[[str], Run], fault: str, kind: str, ranks: tuple[int, ...]
+def test_each_fault_gets_its_verdict_names_its_rank_and_says_what_happened(
+    faulty: Run, hanging: Run, fault: str, kind: str, ranks: tuple[int, ...], reason: str
 ) -> None:
-    verdict = run_of(fault).result(f":{fault}").verdict
+    verdict = (hanging if fault in _HANGS else faulty).result(f":{fault}").verdict
     assert (verdict.kind, verdict.ranks) == (kind, ranks), verdict
+    assert reason in verdict.reason
 
 
 def test_no_fault_takes_another_case_along(faulty: Run, hanging: Run) -> None:
@@ -80,29 +75,9 @@ def test_no_fault_takes_another_case_along(faulty: Run, hanging: Run) -> None:
         assert run.kind("/state_dict") == "ok"
 
 
-def test_no_process_outlives_the_run(faulty: Run, hanging: Run) -> None:
-    assert faulty.left == hanging.left == []
-
-
-def test_bad_verdicts_are_exit_code_1(faulty: Run, hanging: Run) -> None:
-    assert faulty.code == hanging.code == 1
-
-
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
-        ("rank_1_raises_while_rank_0_waits", "rank 1: ValueError: planted on rank 1"),
-        ("killed", "rank 1: ended with SIGKILL"),
-        ("segmentation_fault", "rank 1: ended with SIGSEGV"),
-        ("exits_at_once_with_0", "rank 1: ended with exit code 0"),
-        ("sys_exit_3", "rank 0: ended with exit code 3"),
-        ("stopped", "rank 1 was stopped by a signal"),
-        ("endless_loop", "no progress in stage extract for 5 s: rank 0 waited in all_reduce; rank 1 was busy"),
-        ("eats_memory", "the limit is 1536 MiB"),
-    ],
-)
-def test_the_reason_says_what_happened(run_of: Callable[[str], Run], fault: str, reason: str) -> None:
-    assert reason in run_of(fault).result(f":{fault}").verdict.reason
+def test_bad_verdicts_are_exit_code_1_and_no_process_outlives_the_run(faulty: Run, hanging: Run) -> None:
+    for run in (faulty, hanging):
+        assert (run.code, run.left) == (1, [])
 
 
 def test_a_rank_that_waited_for_the_one_that_raised_is_told_apart(faulty: Run) -> None:

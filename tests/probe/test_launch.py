@@ -99,8 +99,6 @@ def test_what_an_expected_report_has_otherwise_is_exit_code_1_in_both_directions
 ) -> None:
     data = json.loads(half_bad[1].read_text())
     expected = tmp_path / "expected.json"
-    expected.write_text(json.dumps(data))
-    assert probe(tmp_path, *_HALF_BAD, "--expect", str(expected)).code == 0
     for result in data["results"]:
         result["verdict"]["kind"] = {"ok": "crash", "wrong": "ok"}[result["verdict"]["kind"]]
     expected.write_text(json.dumps(data))

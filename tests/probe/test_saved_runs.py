@@ -16,7 +16,7 @@ from fsdp_doctor.matrix.cases import Case, make_scenario
 from fsdp_doctor.probe.checkpoint_writers import CheckpointWriters, choose_num_writers
 from fsdp_doctor.probe.deadlines import Limits
 from fsdp_doctor.probe.job import Job
-from fsdp_doctor.probe.supervisor import Interruption
+from fsdp_doctor.probe.processes import Interruption
 
 _ONE_STATE = ("--direction", "in", "--offload", "none", "--staging", "unstaged")
 _PATHS = ("--path", "dcp.load.model+optimizer,rank_files.model+optimizer")

@@ -83,6 +83,13 @@ def test_no_row_of_the_matrix_is_wider_than_the_terminal_or_cut(width):
     assert "…" not in text
 
 
+def test_only_a_command_is_wider_than_the_terminal():
+    known = result(CASES[40], reason="x " * 500, known="fsdp2-pinned-policy-half-moved")
+    text = render(report(*every_kind(), known), "table", width=80)
+    assert "FD001" in text
+    assert [line for line in text.splitlines() if len(line) > 80 and "fsdp-doctor probe" not in line] == []
+
+
 def test_the_table_says_how_each_failure_is_run_alone():
     results = [result(case) for case in CASES[:5]]
     text = squeezed(render(report(*results, rerun_options="--nproc 2 --device cpu"), "table", width=132))

@@ -20,7 +20,7 @@ def test_each_unexpected_verdict_is_an_error_and_the_last_line_a_notice_that_sum
         "::error title=fsdp-doctor::unexpected: a is crash",
         "::error title=fsdp-doctor::stale: b",
     ]
-    assert notice.startswith("::notice title=fsdp-doctor::15 cases on 2 ranks of cuda: ")
+    assert notice.startswith("::notice title=fsdp-doctor::16 cases on 2 ranks of cuda: ")
 
 
 def test_what_the_runner_would_read_as_its_own_is_escaped() -> None:

@@ -190,7 +190,7 @@ _ONE_MOMENT = "        next(iter(optimizer.state.values()))['exp_avg'].mul_(2)"
                 ),
                 (
                     "fsdp1/none/unstaged/fresh/optim_state_dict_to_load.full",
-                    "        optim_state_dict_to_load_full(model, optimizer, state)",
+                    "        load_full_optim_state_dict(model, optimizer, state)",
                 ),
             )
         ),

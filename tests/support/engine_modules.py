@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import io
+import logging
 import os
 import pathlib
 import pickle
@@ -47,6 +48,48 @@ def vllm(origin: Origin) -> Iterator[SimpleNamespace]:
         modules = _loaded(paths, stubs)
     with _in_place(modules):
         yield SimpleNamespace(**{name: modules.get(f"{_VLLM}.{name}") for name in names})
+
+
+@contextlib.contextmanager
+def vllm_reload() -> Iterator[Any]:
+    """The engine's own module layerwise of its reload."""
+    package = "vllm.model_executor.model_loader.reload"
+    stubs: dict[str, dict[str, Any]] = {
+        "vllm.config": {"ModelConfig": object},
+        "vllm.logger": {"init_logger": logging.getLogger},
+        "vllm.model_executor.layers.attention": {"is_deferred_attention_layer": lambda layer: False},
+        "vllm.model_executor.layers.quantization.base_config": {
+            "QuantizeMethodBase": type("QuantizeMethodBase", (), {})
+        },
+        "vllm.model_executor.model_loader.weight_utils": {"default_weight_loader": lambda into, w: into.data.copy_(w)},
+    }
+    directory = _directory("vllm").joinpath(*package.split("."))
+    names = ("types", "sanitize", "utils", "meta", "layerwise")
+    modules = _loaded({f"{package}.{name}": directory / f"{name}.py" for name in names}, stubs)
+    with _in_place(modules):
+        yield modules[f"{package}.layerwise"]
+
+
+@contextlib.contextmanager
+def verl_buckets() -> Iterator[Any]:
+    """The engine's own module of BucketedWeightSender and BucketedWeightReceiver, for shared memory."""
+    pytest.importorskip("zmq", exc_type=ImportError)
+
+    async def iterate(items: Any) -> Any:
+        for item in items:
+            yield item
+
+    device = SimpleNamespace(synchronize=lambda: None, empty_cache=lambda: None)
+    of_device = {"get_device_id": lambda: 0, "get_device_name": lambda: "cpu", "is_support_ipc": lambda: False}
+    stubs: dict[str, dict[str, Any]] = {
+        "verl.utils.device": {**of_device, "get_torch_device": lambda: device},
+        "verl.workers.rollout.utils": {"ensure_async_iterator": iterate},
+    }
+    name = "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer"
+    file = _directory("verl").joinpath(*name.split(".")).with_suffix(".py")
+    modules = _loaded({name: file}, stubs)
+    with _in_place(modules):
+        yield modules[name]
 
 
 @contextlib.contextmanager

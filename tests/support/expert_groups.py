@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -125,6 +125,31 @@ def _fsdp1() -> nn.Module:
     group = mesh_apart(*EVERY_OTHER).get_group()
     model.experts = FullyShardedDataParallel(model.experts, process_group=group, **options)
     return FullyShardedDataParallel(model, **options)
+
+
+# Each with the dim of a mesh that says which part of the experts its ranks have.
+GATHERED: dict[str, tuple[Callable[[], nn.Module], Callable[[], DeviceMesh]]] = {
+    "rows": (ON_MESHES["rows of a mesh"][1], lambda: grid("ep", "efsdp")["ep"]),
+    "columns": (ON_MESHES["columns of a mesh"][1], lambda: grid("efsdp", "ep")["ep"]),
+    "beside tensor parallelism": (ON_MESHES["beside tensor parallelism"][1], lambda: grid("efsdp", "ep")["ep"]),
+    "another mesh of the same ranks": (ON_MESHES["every other"][1], lambda: grid("efsdp", "ep")["ep"]),
+    "sharded along another dim": (lambda: _by_columns(), lambda: grid("efsdp", "ep")["ep"]),
+    "offloaded": (lambda: _by_columns(offload_policy=CPUOffloadPolicy()), lambda: grid("efsdp", "ep")["ep"]),
+    "plain": (lambda: plain(), lambda: grid("efsdp", "ep")["ep"]),
+    "plain, on all ranks": (lambda: _plain_quarters(), world),
+}
+
+
+def _by_columns(**options: Any) -> nn.Module:
+    model = _with_half(group_of(EVERY_OTHER))
+    fully_shard(model.experts, mesh=grid("efsdp", "ep")["efsdp"], shard_placement_fn=lambda p: Shard(1), **options)
+    return fully_shard(model, mesh=world(), **options)
+
+
+def _plain_quarters() -> nn.Module:
+    model = moe(NUM_EXPERTS // 4)
+    model.load_state_dict(reference() | {NAME: reference()[NAME].chunk(4)[this_rank()]})
+    return fully_shard(model, mesh=world(), ignored_params=set(model.get_submodule("experts").parameters()))
 
 
 def distributed() -> nn.Module:

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 from program import Run, Started, doctor, user_paths
+from support import inside
 from support.places import ROOT
 from support.reports import every_kind, report
 from support.wheels import index_with_torch
@@ -69,7 +70,7 @@ def test_it_leaves_reports_and_logs_and_no_environment(swept: _Swept) -> None:
 def test_both_are_in_the_merged_report(swept: _Swept) -> None:
     files = [str(swept.directory / f"torch{version}.json") for version in ("2.98", "2.99")]
     merged = swept.directory.parent / "merged.json"
-    done = doctor("report", "merge", *files, "--json", str(merged), "--cases")
+    done = inside.doctor("report", "merge", *files, "--json", str(merged), "--cases")
     assert done.code == 0, done.stderr
     first, second, third = json.loads(merged.read_text())["environments"], *done.stdout.splitlines()
     assert [one["complete"] for one in first] == [True, False]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import assert_never
 
 from fsdp_doctor.errors import UsageError
@@ -35,6 +36,7 @@ class MethodArguments:
     control: a gloo group apart from the model's.
     state: of a method that loads, its checkpoint.
     buffers: those that no state dict has, by name, on the host, as in a model that was never on the meta device.
+    experts: the dim of the mesh along which experts are hidden from FSDP; None where they are not.
     """
 
     model: nn.Module
@@ -44,6 +46,7 @@ class MethodArguments:
     control: dist.ProcessGroup | None = None
     state: Any = None
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    experts: DeviceMesh | None = None
 
 
 MethodFunction = Callable[[MethodArguments], Any]
@@ -106,21 +109,23 @@ def find_function(method: MatrixMethod) -> Callable[..., Any]:
     return function
 
 
-def fix(model: nn.Module) -> Any:
-    return full_tensors(model)
+def fix(model: nn.Module, experts: DeviceMesh | None) -> Any:
+    return full_tensors(model, experts=experts)
 
 
-def extract_local_by_fix(model: nn.Module) -> Any:
-    for shard in local_shards(model):
+def extract_local_by_fix(model: nn.Module, experts: DeviceMesh | None) -> Any:
+    for shard in local_shards(model, experts=experts):
         yield shard.name, shard
 
 
-def load_by_fix(model: nn.Module, state: Any, buffers: Any) -> Any:
-    return load_full_tensors(model, state, buffers=buffers)
+def load_by_fix(model: nn.Module, state: Any, buffers: Any, experts: DeviceMesh | None) -> Any:
+    return load_full_tensors(model, state, buffers=buffers, experts=experts)
 
 
-def load_optimizer_by_fix(model: nn.Module, optimizer: torch.optim.Optimizer, state: Any) -> Any:
-    return load_optimizer_state(model, optimizer, state)
+def load_optimizer_by_fix(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Any, experts: DeviceMesh | None
+) -> Any:
+    return load_optimizer_state(model, optimizer, state, experts=experts)
 
 
 def load_user_method(name: str, given: Collection[str] = _ARGUMENTS) -> tuple[Callable[..., Any], Contract]:

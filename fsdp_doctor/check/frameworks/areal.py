@@ -66,6 +66,7 @@ class Areal(FsdpFramework[VersionRange]):
         return {
             "strategy": Chosen(Strategy.FSDP2, "AReaL uses fully_shard only"),
             "offload": self.choose_offload(role, "offload_params=false is the default").chosen,
+            "model": self.choose_model(role),
             "backend": Chosen(
                 Backend.DEVICE_ONLY, "areal/engine/fsdp_engine.py: the model's process group has NCCL alone"
             ),

@@ -2,7 +2,8 @@
 
 The section was read in accelerate at 1.15.0.dev: utils/dataclasses.py (FullyShardedDataParallelPlugin) for what a
 version ignores or refuses, Accelerator.get_state_dict and utils/fsdp_utils.py for what is read; TRL's sync to vLLM,
-with ``use_vllm``, in trl/generation/vllm_generation.py. The sources of each framework stand at its class.
+with ``use_vllm``, in trl/generation/vllm_generation.py; that of AsyncGRPO, which has ``weight_sync_steps``, in TRL's
+issues 6797 and 7103. The sources of each framework stand at its class.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from fsdp_doctor.check.use import (
     make_loading_point,
 )
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.matrix.axes import AxisName, Backend, FsdpVersion, Model, Sharding, Strategy
+from fsdp_doctor.matrix.axes import AxisName, Backend, Consumer, FsdpVersion, Model, Sharding, Strategy
 from fsdp_doctor.matrix.cases import Scenario
 
 _SECTION = "fsdp_config"
@@ -101,6 +102,9 @@ class FsdpConfigFramework(FsdpFramework[V]):
         if self.settings.read_flag(self.vllm_key):
             sync = "summon_full_params" if version == 1 else "state_dict.to.full_tensor"
             yield make_extraction_point("weights for vLLM (TRL)", scenario, sync)
+        if version == 2 and self.settings.find_first("weight_sync_steps"):
+            failing = scenario.change(consumer=Consumer.DIES)
+            yield make_extraction_point("weights for vLLM that fails (AsyncGRPO)", failing, "state_dict.full_tensor.to")
         for method in _RESUME.get(saved, ()):
             yield make_loading_point("resume (load_state)", scenario, method)
 

@@ -75,6 +75,7 @@ class PrimeRl(FsdpFramework[_Versions]):
             "strategy": Chosen(Strategy.FSDP2, "prime-rl uses fully_shard only"),
             "offload": offload.chosen,
             "sharding": self.choose_sharding(role),
+            "model": self.choose_model(role),
             "backend": Chosen(
                 Backend.MIXED if offload.policy else Backend.DEVICE_ONLY,
                 "prime_rl/trainer/utils.py: gloo beside NCCL only with fsdp_cpu_offload",

@@ -7,6 +7,7 @@ a name is gone, :class:`PrivateApiGone` says which and for which torch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -183,6 +184,16 @@ def read_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def read_spec(tensor: DTensor) -> Any:
     """Returns mesh, placements and the whole's shape, strides and dtype: ``DTensor._spec``, in public one by one."""
     return tensor._spec
+
+
+def find_root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of which it is a slice, or itself: ``DeviceMesh._get_root_mesh``, before of ``_mesh_resources``."""
+    if (find := getattr(mesh, "_get_root_mesh", None)) is None:
+        from torch.distributed import device_mesh
+
+        find = functools.partial(get(get(device_mesh, "_mesh_resources"), "get_root_mesh"), mesh)
+    root: DeviceMesh = find()
+    return root
 
 
 def count_interleaved(placement: Placement) -> int | None:

@@ -1,0 +1,33 @@
+"""The terminal: how wide it is, and text that is no wider."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterable
+
+_NARROWEST = 40
+
+
+def measure_width(most: int = 120) -> int:
+    """The width in columns, at most ``most``, which is also that of a pipe; COLUMNS sets it."""
+    return min(shutil.get_terminal_size((most, 24)).columns, most)
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """The lines of ``text``, those that are too long broken at blanks; the rest of one is indented by two more."""
+    return [piece for line in text.splitlines() for piece in _wrap_line(line, max(width, _NARROWEST))]
+
+
+def wrap_all(lines: Iterable[str], width: int) -> str:
+    """All lines as one text, each as :func:`wrap` has it."""
+    return "".join(f"{piece}\n" for line in lines for piece in wrap(line, width) or [""])
+
+
+def _wrap_line(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.wrap(
+        line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
+    )

@@ -1,0 +1,78 @@
+"""Bugs of frameworks that lost or mixed up experts without an error: the verification finds each, on its ranks."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+from program import Run, probe, user_paths
+
+_SCENARIO = ("--sharding", "hidden-experts", "--model", "qwen3-moe", "--offload", "none", "--staging", "unstaged")
+_EVERYWHERE, _GROUP_1 = {0, 1, 2, 3}, {1, 3}
+
+
+def _run(directory: pathlib.Path, *functions: str, options: tuple[str, ...]) -> Run:
+    paths = user_paths(*(f"experts:{name}" for name in functions))
+    selected = (*_SCENARIO, "--strategy", "fsdp2", "--nproc", "4", *options, *paths, "-k", "faults")
+    return probe(directory, *selected, device="emulated")
+
+
+@pytest.fixture(scope="module")
+def extracted(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    functions = ("gathers_every_group", "gathers_its_mesh_alone", "begins_at_another_group", "keeps_one_buffer")
+    options = ("--direction", "out", "--consumer", "alone,keeps-views")
+    return _run(tmp_path_factory.mktemp("extracted"), *functions, options=options)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    wrong = ("counts_from_zero", "broadcasts_rank_0s", "writes_into_a_cast", "leaves_the_shards")
+    return _run(tmp_path_factory.mktemp("loaded"), "loads_each_group", *wrong, options=("--direction", "in"))
+
+
+def _verdict(run: Run, case: str) -> tuple[str, set[int], str]:
+    """Its kind, the ranks that show it, its reason."""
+    where, _, name = case.rpartition("/")
+    phase = "/".join(part for part in ("qwen3-moe", where) if part)
+    verdict = run.result(f"fsdp2/none/unstaged/{phase}/faults.experts:{name}").verdict
+    others = " ".join(sentence for sentence in verdict.also if "elements differ" in sentence)
+    return verdict.kind, {*verdict.ranks, *map(int, re.findall(r"\brank (\d)", others))}, verdict.reason
+
+
+@pytest.mark.parametrize("consumer", ["", "/keeps-views"])
+def test_what_gathers_every_group_is_right(extracted: Run, consumer: str) -> None:
+    assert _verdict(extracted, f"hidden-experts{consumer}/gathers_every_group")[0] == "ok"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "hidden-experts/gathers_its_mesh_alone",
+        "hidden-experts/begins_at_another_group",
+        "hidden-experts/keeps-views/keeps_one_buffer",
+    ],
+)
+def test_experts_that_are_lost_or_mixed_up_are_wrong_on_every_rank(extracted: Run, case: str) -> None:
+    kind, ranks, reason = _verdict(extracted, case)
+    assert (kind, ranks or _EVERYWHERE) == ("wrong", _EVERYWHERE)
+    assert "mlp.experts." in reason
+    assert "self_attn" not in reason
+
+
+def test_what_loads_each_groups_experts_is_right(loaded: Run) -> None:
+    assert _verdict(loaded, "fresh/hidden-experts/loads_each_group")[0] == "ok"
+
+
+@pytest.mark.parametrize("name", ["counts_from_zero", "broadcasts_rank_0s"])
+def test_rank_0s_experts_elsewhere_are_wrong_on_the_ranks_of_the_other_group(loaded: Run, name: str) -> None:
+    kind, ranks, reason = _verdict(loaded, f"fresh/hidden-experts/{name}")
+    assert (kind, ranks) == ("wrong", _GROUP_1), reason
+    assert "mlp.experts." in reason
+
+
+@pytest.mark.parametrize("name", ["writes_into_a_cast", "leaves_the_shards"])
+def test_experts_that_are_not_loaded_are_noticed_on_every_rank(loaded: Run, name: str) -> None:
+    kind, ranks, reason = _verdict(loaded, f"fresh/hidden-experts/{name}")
+    assert (kind, ranks or _EVERYWHERE) == ("incomplete", _EVERYWHERE), reason
+    assert "still what it was before the load" in reason
