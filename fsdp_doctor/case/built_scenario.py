@@ -270,7 +270,7 @@ def _derive_units(scenario: Scenario) -> Counter[UnitKind]:
     if scenario.version == 2 and not scenario.model.is_tied:
         units["embedding"] = 1
     if scenario.sharding.divides_experts:
-        units["other"] = _LAYERS
+        units["other"] = models.NUM_LAYERS
     if scenario.version == 1 and scenario.model.has_adapters:
         units["adapter"] = 2 * _ADAPTED_LINEARS * models.NUM_LAYERS
     return units
