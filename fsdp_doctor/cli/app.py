@@ -108,6 +108,13 @@ def version(
         raise typer.Exit
 
 
+def _find_importing_package(error: ImportError) -> str:
+    """The package that could not import something; empty if that was this program."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    package: str = frames[-1].f_globals.get("__name__", "").partition(".")[0]
+    return "" if package == __package__.partition(".")[0] else package
+
+
 def main() -> None:
     """The entry point: every way in which the program ends is one exit code and at most one sentence."""
     try:
@@ -124,6 +131,9 @@ def main() -> None:
         raise SystemExit(Interrupted.exit_code) from None
     except Exception as error:
         traceback.print_exc()
+        if isinstance(error, ImportError) and (package := _find_importing_package(error)):
+            _print_error(CannotRun(f"the installed {package} cannot be imported: {error}"))
+            raise SystemExit(CannotRun.exit_code) from None
         sentence = f"internal error, {type(error).__name__}: {error}; please report the traceback above"
         print(f"fsdp-doctor: {sentence}", file=sys.stderr)
         launch.tell_torchrun(sentence)
