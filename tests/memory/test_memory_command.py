@@ -170,7 +170,7 @@ def test_a_limit_that_is_near_is_a_line_and_a_number() -> None:
     assert "of 1.0 KiB on the device" in render_memory_table([memory], 120)
 
 
-def test_a_probe_with_memory_has_ledgers_in_its_report_and_in_its_formats(tmp_path: pathlib.Path) -> None:
+def test_a_probe_with_memory_has_ledgers_in_its_report_its_formats_and_its_page(tmp_path: pathlib.Path) -> None:
     page = tmp_path / "page.html"
     done = probe(
         tmp_path, "--memory", "--case", "fsdp2/param/staged/state_dict", "--html", str(page), device="emulated"
@@ -183,7 +183,8 @@ def test_a_probe_with_memory_has_ledgers_in_its_report_and_in_its_formats(tmp_pa
     assert done.report is not None
     assert "extracted: state_dict" in render(done.report, "memory")
     assert len(json.loads(render(done.report, "ledgers"))["ledgers"]) == len(result.ledgers)
-    assert "data:image/svg+xml" in page.read_text()
+    for part in ('"paths":["state_dict"]', "data:image/svg+xml"):
+        assert part in page.read_text()
 
 
 @pytest.mark.parametrize(

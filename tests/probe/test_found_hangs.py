@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
@@ -10,9 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from program import Run, probe, user_paths
+from support.forked import fork_server
 
 from fsdp_doctor.probe.processes import Activity
 
@@ -25,37 +28,42 @@ _HEALTHY_SECONDS = 0.5
 
 
 @pytest.fixture(scope="module")
-def hanging(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    again = [f"{name}_1" for name in _HANGS]
-    paths = user_paths(*(f"processes:{name}" for name in ("healthy", *_HANGS, *again, "healthy_1")))
-    return probe(tmp_path_factory.mktemp("hanging"), *_ONE_SCENARIO, *paths)
+def hanging(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """A run for each hang, side by side: both wait for most of their time."""
+
+    def run(name: str) -> Run:
+        paths = user_paths(*(f"processes:{each}" for each in ("healthy", name, f"{name}_1", "healthy_1")))
+        return probe(tmp_path_factory.mktemp(name), *_ONE_SCENARIO, *paths)
+
+    fork_server()
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(_HANGS, pool.map(run, _HANGS), strict=True))
 
 
 @pytest.mark.parametrize("name", _HANGS)
-def test_a_hang_costs_10_seconds_at_most_where_no_deadline_is_given(hanging: Run, name: str) -> None:
+def test_a_hang_costs_10_seconds_at_most_where_no_deadline_is_given(hanging: dict[str, Run], name: str) -> None:
     """On a machine that has time for it, as the healthy case before it tells.
 
     Whatever makes a worker run for a moment, or wait for a disk, begins the five seconds
     anew: of two the cheaper one counts.
     """
-    slowness = hanging.result(":healthy").wall_seconds / _HEALTHY_SECONDS
-    twice = hanging.result(f":{name}"), hanging.result(f":{name}_1")
+    run = hanging[name]
+    slowness = run.result(":healthy").wall_seconds / _HEALTHY_SECONDS
+    twice = run.result(f":{name}"), run.result(f":{name}_1")
     assert [result.verdict.kind for result in twice] == ["hang", "hang"], twice
     cost = min(result.wall_seconds for result in twice)
     assert cost < _COST_SECONDS * max(1.0, slowness), [result.verdict for result in twice]
 
 
 @pytest.mark.parametrize("name", _HANGS)
-def test_the_reason_says_in_which_stage_and_for_how_long(hanging: Run, name: str) -> None:
-    found = re.match(
-        r"no progress in stage (extract|agree) for ([\d.]+) s: ", hanging.result(f":{name}").verdict.reason
-    )
+def test_the_reason_says_in_which_stage_and_for_how_long_and_the_case_after_it_is_ok(
+    hanging: dict[str, Run], name: str
+) -> None:
+    reason = hanging[name].result(f":{name}").verdict.reason
+    found = re.match(r"no progress in stage (extract|agree) for ([\d.]+) s: ", reason)
     assert found
     assert 5 <= float(found[2]) <= 30
-
-
-def test_the_case_after_a_hang_is_ok(hanging: Run) -> None:
-    assert hanging.kind(":healthy_1") == "ok"
+    assert hanging[name].kind(":healthy_1") == "ok"
 
 
 @pytest.fixture
@@ -70,49 +78,34 @@ def busy_machine() -> Iterator[None]:
 
 
 def test_a_path_that_works_for_long_on_a_busy_machine_is_no_hang(tmp_path: pathlib.Path, busy_machine: None) -> None:
-    run = probe(tmp_path, *_ONE_SCENARIO, *user_paths("processes:healthy", "processes:works_for_12_seconds"))
-    assert run.kind(":works_for_12_seconds") == "ok", run.result(":works_for_12_seconds").verdict
-    assert run.result(":works_for_12_seconds").wall_seconds > 12
+    run = probe(tmp_path, *_ONE_SCENARIO, *user_paths("processes:healthy", "processes:works_for_8_seconds"))
+    result = run.result(":works_for_8_seconds")
+    assert result.verdict.kind == "ok", result.verdict
+    assert result.wall_seconds > 8
 
 
-def test_a_path_that_waits_for_something_else_than_the_other_ranks_is_no_hang(tmp_path: pathlib.Path) -> None:
-    run = probe(tmp_path, *_ONE_SCENARIO, *user_paths("processes:healthy", "processes:waits_8_seconds_for_a_service"))
-    assert run.kind(":waits_8_seconds_for_a_service") == "ok", run.result(":waits_8_seconds_for_a_service").verdict
-    assert run.result(":waits_8_seconds_for_a_service").wall_seconds > 8
-
-
-def _session_of(program: str) -> subprocess.Popen[str]:
-    """A process that leads a session and has said that it is there."""
-    command = [sys.executable, "-c", f"import os, signal, subprocess, sys; print(flush=True); {program}"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+@contextlib.contextmanager
+def _session_of(program: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that leads a session and has said that it is there; WORK is a program that does nothing but work."""
+    code = f"import os, signal, subprocess, sys; WORK = 'while True: pass'; print(flush=True); {program}"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     process.stdout.readline()
-    return process
-
-
-def _idle_seconds(program: str, seconds: float = 1.0) -> float:
-    """For how long the session is idle of that time; it is looked at ten times."""
-    process = _session_of(program)
     try:
-        activity = Activity(process.pid)
-        idle = 0.0
-        for _ in range(10):
-            time.sleep(seconds / 10)
-            idle = activity.measure_idle_seconds()
-        return idle
+        yield process
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
 
-@pytest.mark.parametrize("program", ["signal.pause()", "os.kill(os.getpid(), signal.SIGSTOP)"])
-def test_a_process_that_waits_or_is_stopped_is_idle(program: str) -> None:
-    assert _idle_seconds(program) > 0.5
-
-
-@pytest.mark.parametrize(
-    "program",
-    ["exec('while True: pass')", "subprocess.run([sys.executable, '-c', 'while True: pass'])"],
-)
-def test_a_process_that_works_or_has_another_work_for_it_is_not_idle(program: str) -> None:
-    assert _idle_seconds(program) < 0.5
+def test_a_process_is_idle_while_it_waits_or_is_stopped_and_not_while_it_works_or_has_another_work_for_it() -> None:
+    """Idle is how long it was so of a second in which it is looked at ten times."""
+    idle = {"signal.pause()": True, "os.kill(os.getpid(), signal.SIGSTOP)": True}
+    idle |= {"exec(WORK)": False, "subprocess.run([sys.executable, '-c', WORK])": False}
+    with contextlib.ExitStack() as running:
+        processes = {program: running.enter_context(_session_of(program)) for program in idle}
+        activities = {program: Activity(process.pid) for program, process in processes.items()}
+        for _ in range(10):
+            time.sleep(0.1)
+            seconds = {program: activity.measure_idle_seconds() for program, activity in activities.items()}
+    assert {program: measured > 0.5 for program, measured in seconds.items()} == idle

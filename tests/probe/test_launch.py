@@ -78,13 +78,19 @@ def half_bad(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, pathlib.Pat
     return dataclasses.replace(done, report=read_report(file)), file
 
 
-def test_confirm_runs_a_bad_case_again_in_fresh_workers(half_bad: tuple[Run, pathlib.Path]) -> None:
+def test_confirm_runs_a_bad_case_again_in_fresh_workers_and_keeps_what_is_known(
+    half_bad: tuple[Run, pathlib.Path],
+) -> None:
     done, _ = half_bad
     assert done.code == 1
     assert done.report is not None
     confirmed = {result.case.method: result.confirmed for result in done.report.results}
     assert confirmed == {"summon_full_params": True, "unshard": None}
     assert "\tconfirmed\t" in done.stdout
+    again = done.result("policy/staged/summon_full_params")
+    assert again.known == "summon-full-params-noop-on-fsdp2"
+    assert len(again.yielded) == 2
+    assert all(again.yielded)
 
 
 def test_a_pipe_gets_lines_and_no_live_line(half_bad: tuple[Run, pathlib.Path]) -> None:

@@ -67,12 +67,3 @@ def test_another_number_of_ranks_another_torch_and_other_options_are_refused(
     assert refused.code == 2
     assert said in refused.stderr
     assert "Traceback" not in refused.stderr
-
-
-def test_a_case_that_was_confirmed_keeps_what_is_known_of_it_and_what_it_yielded(tmp_path: pathlib.Path) -> None:
-    done = probe(tmp_path, "--case", "fsdp2/none/staged/summon_full_params", "--confirm")
-    result = done.result("summon_full_params")
-    assert result.confirmed is True
-    assert result.known == "summon-full-params-noop-on-fsdp2"
-    assert len(result.yielded) == 2
-    assert all(result.yielded)

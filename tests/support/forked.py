@@ -62,7 +62,7 @@ def job(target: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Ite
             place = _place(rank, len(arguments), store.port)
             files = [_file(started.directory, name, rank) for name in ("stdout", "stderr")]
             # No daemon, which may have no children.
-            started.ranks.append(_fork_server().Process(target=_rank, args=(place, files, target, of_rank)))
+            started.ranks.append(fork_server().Process(target=_rank, args=(place, files, target, of_rank)))
             started.ranks[-1].start()
         try:
             yield started
@@ -139,7 +139,8 @@ def _end_all_with(pipe: str) -> list[str]:
 
 
 @functools.cache
-def _fork_server() -> ForkServerContext:
+def fork_server() -> ForkServerContext:
+    """The process from which ranks are forked. Threads must not be the first to ask for it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["support.imported_once"])
     with pytest.MonkeyPatch.context() as environment:
