@@ -122,8 +122,8 @@ def _of_stages(
         assert memory.device is not None
         assert ours.device is not None
         held = [sum(each.device.held.get(part, 0) for part in EXACT) for each in (ours, memory) if each.device]
-        host = [each.host.pinned_reserved + each.host.pageable for each in (ours, memory)]
-        peaks = (ours.device.peak, memory.device.peak)
+        host = [each.host.taken for each in (ours, memory)]
+        peaks = (ours.peak, memory.peak)
         yield Compared(name, memory.name, (held[0], held[1]), peaks, (host[0], host[1]))
 
 

@@ -84,15 +84,12 @@ def make_texts(evidence: FailureEvidence) -> dict[str, str]:
     if evidence.configuration is not None:
         files["check.txt"] = presentation.render_text(evidence.configuration)
     if evidence.run is not None:
-        files["command.txt"] = _describe_command(evidence.run)
-        if evidence.run.stacks:
-            files["stacks.txt"] = "\n\n".join(f"{rank.name}:\n{rank.stack}" for rank in evidence.run.stacks) + "\n"
+        run = evidence.run
+        ranks = [f"rank {rank}: exit code {code}" for rank, code in run.rank_exit_codes.items()]
+        files["command.txt"] = "\n".join([shlex.join(run.command), "", run.sentence, *ranks]) + "\n"
+        if run.stacks:
+            files["stacks.txt"] = "\n\n".join(f"{rank.name}:\n{rank.stack}" for rank in run.stacks) + "\n"
     return files
-
-
-def _describe_command(run: CommandRun) -> str:
-    ranks = [f"rank {rank}: exit code {code}" for rank, code in run.rank_exit_codes.items()]
-    return "\n".join([shlex.join(run.command), "", run.sentence, *ranks]) + "\n"
 
 
 def make_readable_file(path: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
 from fsdp_doctor.examination.facts import Facts, TensorFacts, TensorState, count_left_by_copy, is_same_device
 from fsdp_doctor.report.layout import format_count
 
@@ -286,11 +284,9 @@ def _is_half_moved(state: TensorState) -> bool:
 def _is_away(state: TensorState) -> bool:
     """Whether it is off its compute device without an offload policy."""
     unit = state.unit
-    return unit is not None and not unit.policy and not _is_at(state, unit.compute_device)
-
-
-def _is_at(state: TensorState, device: torch.device) -> bool:
-    return state.device.type == "meta" or is_same_device(state.device, device)
+    if unit is None or unit.policy or state.device.type == "meta":
+        return False
+    return not is_same_device(state.device, unit.compute_device)
 
 
 def _is_on(state: TensorState, facts: Facts) -> bool:

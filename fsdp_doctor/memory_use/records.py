@@ -76,6 +76,11 @@ class HostMemory:
     pinned_reserved: int
     pageable: int
 
+    @property
+    def taken(self) -> int:
+        """Bytes of the host that are gone, with the rounding of pinned memory."""
+        return self.pinned_reserved + self.pageable
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
@@ -91,6 +96,11 @@ class StageMemory:
     host: HostMemory
     device: DeviceMemory | None = None
     path: str = ""
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that tensors had on the device; 0 where there is none."""
+        return self.device.peak if self.device is not None else 0
 
     @property
     def name(self) -> str:

@@ -30,7 +30,7 @@ class JobMemory:
     @property
     def highest(self) -> int:
         """Bytes of the highest bar, which is a peak of the device or the host."""
-        return max((max(_find_peak(memory), _sum_host_bytes(memory)) for memory in self.stages), default=0)
+        return max((max(memory.peak, memory.host.taken) for memory in self.stages), default=0)
 
     @property
     def capacity(self) -> int | None:
@@ -41,7 +41,9 @@ class JobMemory:
     @property
     def classes(self) -> tuple[MemoryClass, ...]:
         """The classes that have any bytes."""
-        counts = [nbytes for memory in self.stages for nbytes in _list_bytes_by_class(memory)]
+        counts = [memory.host.held for memory in self.stages]
+        for device in filter(None, (memory.device for memory in self.stages)):
+            counts += [device.held, device.at_peak]
         return tuple(name for name in CLASSES if any(nbytes.get(name) for nbytes in counts))
 
 
@@ -50,7 +52,7 @@ def group_by_job(memories: Iterable[StageMemory]) -> list[JobMemory]:
     for memory in memories:
         stages = jobs.setdefault(memory.job, {})
         known = stages.get((memory.stage, memory.path))
-        if known is None or _find_peak(memory) > _find_peak(known):
+        if known is None or memory.peak > known.peak:
             stages[memory.stage, memory.path] = memory
     return [JobMemory(job, tuple(stages.values())) for job, stages in jobs.items()]
 
@@ -58,19 +60,6 @@ def group_by_job(memories: Iterable[StageMemory]) -> list[JobMemory]:
 def choose_unit(nbytes: int) -> tuple[str, int]:
     """The unit, with its bytes, in which so many bytes have two to five digits."""
     return next(((name, size) for name, size in _UNITS if nbytes < 10240 * size), _UNITS[-1])
-
-
-def _find_peak(memory: StageMemory) -> int:
-    return memory.device.peak if memory.device is not None else 0
-
-
-def _sum_host_bytes(memory: StageMemory) -> int:
-    return memory.host.pinned_reserved + memory.host.pageable
-
-
-def _list_bytes_by_class(memory: StageMemory) -> list[dict[MemoryClass, int]]:
-    device = [memory.device.held, memory.device.at_peak] if memory.device is not None else []
-    return [*device, memory.host.held]
 
 
 _SHORT: dict[MemoryClass, str] = {
@@ -134,8 +123,7 @@ def _format_rows(memory: StageMemory, classes: tuple[MemoryClass, ...], size: in
         rows += [["peak", _format_number(device.peak, size), *_format_cells(device.at_peak, classes, size)]]
         rows[-1] += [_format_number(device.peak_reserved, size), ""]
     host = memory.host
-    if host.pinned_reserved + host.pageable:
-        taken = host.pinned_reserved + host.pageable
+    if taken := host.taken:
         pinned = f"pinned {_format_number(host.pinned, size)}" if host.pinned else ""
         rows += [["host", _format_number(host.pinned + host.pageable, size), *_format_cells(host.held, classes, size)]]
         rows[-1] += [_format_number(taken, size), pinned]

@@ -65,7 +65,7 @@ class RolePlan:
 
     def find_peak(self, *stages: JobStage) -> int:
         """The highest peak of the stages that the role has."""
-        return max((memory.device.peak for memory in self.first if memory.device and memory.stage in stages), default=0)
+        return max((memory.peak for memory in self.first if memory.stage in stages), default=0)
 
 
 @dataclass(frozen=True, kw_only=True)

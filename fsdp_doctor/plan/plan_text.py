@@ -108,8 +108,7 @@ def _describe_last_rank(role: RolePlan) -> str:
     """A sentence on the last rank: the table shows the first, which needs the most."""
     rank = role.last[-1].rank
     first, last = (
-        next(memory.device.peak for memory in memories if memory.device and memory.stage == "trained")
-        for memories in (role.first, role.last)
+        next(memory.peak for memory in memories if memory.stage == "trained") for memories in (role.first, role.last)
     )
     if rank and first - last >= _GIB // 100:
         return (

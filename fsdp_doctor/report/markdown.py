@@ -35,7 +35,8 @@ def render(report: Report) -> str:
     text = _Text(_LIMIT)
     text.add([f"## fsdp-doctor {report.version}", "", summarize(report), ""])
     text.add([line for note in report.notes for line in (f"> {note}", "")])
-    text.add([*_fence(report.command), "", *_render_environment(report), ""])
+    environment = "\n".join(format_lines(report.environment))
+    text.add([*_fence(report.command), "", *_render_details("Environment", environment)])
     text.add_all("tables", [[_render_grid(grid, number_of)] for grid in make_grids(report)], share=0.5)
     text.add_all("rows of the fix", [[_render_comparison(report)]], share=0.6)
     text.add_all(
@@ -70,11 +71,6 @@ class _Text:
                 self.add(form)
         if left_out:
             self.add(["", f"{left_out} more {what} are in the JSON report.", ""])
-
-
-def _render_environment(report: Report) -> list[str]:
-    facts = format_lines(report.environment)
-    return ["<details><summary>Environment</summary>", "", *_fence("\n".join(facts)), "", "</details>"]
 
 
 def _render_grid(grid: Grid, number_of: dict[str, int]) -> list[str]:

@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 import torch
-from program import Run, doctor, probe
+from program import Run, forked_doctor, probe
 from support.emulation import needs_emulation
 
 from fsdp_doctor.known.catalogue import KnownFailure, list_expected_failures, read_catalogue
@@ -195,7 +195,7 @@ def test_a_path_that_does_not_fit_is_out_of_memory(tmp_path: pathlib.Path) -> No
 
 def test_without_a_compiler_the_refusal_is_one_sentence_and_names_the_cpu(tmp_path: pathlib.Path) -> None:
     env = _without_gpus() | {"FSDP_DOCTOR_CACHE": str(tmp_path), "CXX": "no-such-compiler"}
-    done = doctor("probe", "--case", "fsdp2/none/unstaged/weights_info", env=env)
+    done = forked_doctor("probe", "--case", "fsdp2/none/unstaged/weights_info", env=env)
     said = [line for line in done.stderr.splitlines() if line.startswith("fsdp-doctor:")]
     assert done.code == 3, done.stderr
     assert len(said) == 1, done.stderr
