@@ -100,8 +100,8 @@ def consume(consumer: Consumer, function: MethodFunction, given: MethodArguments
 
 
 def prepare_consumer(consumer: Consumer) -> None:
-    """Starts the receiver that a consumer sends to, which takes seconds."""
-    if consumer.has_receiver and _sends():
+    """Starts the receiver, which takes seconds, before the method is looked at."""
+    if consumer.needs_sender and _sends():
         start_receiver()
 
 
@@ -404,20 +404,14 @@ def _read_host_bytes(process: psutil.Process) -> int:
     if not hasattr(libc, "mallinfo2"):
         return int(process.memory_info().rss)
     libc.mallinfo2.restype = _MallocCounts
-    counts = libc.mallinfo2()
-    return int(counts.uordblks + counts.hblkhd)
+    counts = libc.mallinfo2().counts
+    return int(counts[4] + counts[7])
 
 
 class _MallocCounts(ctypes.Structure):
-    """The struct mallinfo2 of glibc."""
+    """The struct mallinfo2 of glibc: what is mapped is the fifth, and what is in use of the rest the eighth."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    )
+    _fields_ = (("counts", ctypes.c_size_t * 10),)
 
 
 def _stop(pull: Callable[[], Any], given: MethodArguments) -> _Entries:

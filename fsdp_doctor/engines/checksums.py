@@ -7,29 +7,23 @@ Read in vLLM 0.33.0 (``entrypoints/rl/online/api_router.py``, ``v1/worker/gpu_wo
 from __future__ import annotations
 
 import json
-import re
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
-from typing_extensions import assert_never
-
-_Place: TypeAlias = tuple[int, str, str]
-"""(replica, rank in it, the engine's name of the tensor)."""
-
-_VLLM_KEY = re.compile(r"dp(\d+):(pp\d+:pcp\d+:tp\d+):(.+)")
+_ENDPOINTS = {"vllm": "weight_checker", "sglang": "weights_checker"}
 
 
 @dataclass(frozen=True)
 class EngineChecksums:
-    """A digest of each tensor that a rank of the engine has, in the engine's layout.
+    """A digest of each tensor, by (replica, rank in it, the engine's name of the tensor).
 
-    It is comparable with those of the same engine alone: a layout that a kernel needs, or a quantization, has no
-    counterpart in the trainer.
+    It is of the engine's layout, and comparable with those of the same engine alone: what a kernel or a quantization
+    needs has no counterpart in the trainer.
     """
 
-    digests: Mapping[_Place, str]
+    digests: Mapping[tuple[str, str, str], str]
 
     def list_unchanged(self, earlier: EngineChecksums) -> list[str]:
         """The tensors that some rank has as it had them ``earlier``, such as before the sync."""
@@ -38,11 +32,13 @@ class EngineChecksums:
     def list_differing(self) -> list[str]:
         """The tensors that not all replicas have, or have alike."""
         replicas = {replica for replica, _, _ in self.digests}
-        alike = {
-            place: {self.digests.get((replica, *place)) for replica in replicas}
-            for place in {(rank, name) for _, rank, name in self.digests}
-        }
-        return sorted({name for (_, name), digests in alike.items() if len(digests) > 1})
+        return sorted(
+            {
+                name
+                for rank, name in {place[1:] for place in self.digests}
+                if len({self.digests.get((replica, rank, name)) for replica in replicas}) > 1
+            }
+        )
 
 
 def read_engine_checksums(url: str, engine: Literal["vllm", "sglang"], *, timeout: float = 600.0) -> EngineChecksums:
@@ -51,34 +47,27 @@ def read_engine_checksums(url: str, engine: Literal["vllm", "sglang"], *, timeou
     vLLM has them with VLLM_SERVER_DEV_MODE=1. timeout: seconds. Any process may call it.
     Raises OSError where the server does not answer or refuses, ValueError for an answer of another form.
     """
-    endpoint = {"vllm": "weight_checker", "sglang": "weights_checker"}[engine]
     request = urllib.request.Request(
-        f"{url.rstrip('/')}/{endpoint}",
+        f"{url.rstrip('/')}/{_ENDPOINTS[engine]}",
         data=json.dumps({"action": "checksum"}).encode(),
         headers={"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=timeout) as response:
         answer = json.load(response)
     try:
-        match engine:
-            case "vllm":
-                return EngineChecksums({_read_vllm_key(key): digest for key, digest in answer["checksums"].items()})
-            case "sglang":
-                return EngineChecksums(dict(pair for rank in answer["ranks"] for pair in _read_sglang_rank(rank)))
-            case _:
-                assert_never(engine)
+        return EngineChecksums(dict(_read_vllm(answer) if engine == "vllm" else _read_sglang(answer)))
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{engine} at {url} answered in a form that is not known: {error!r}") from error
 
 
-def _read_vllm_key(key: str) -> _Place:
-    match = _VLLM_KEY.fullmatch(key)
-    if match is None:
-        raise KeyError(key)
-    return int(match[1]), match[2], match[3]
+def _read_vllm(answer: Any) -> Iterator[tuple[tuple[str, str, str], str]]:
+    for key, digest in answer["checksums"].items():
+        replica, *ranks, name = key.split(":", 4)
+        yield (replica, ":".join(ranks), name), digest
 
 
-def _read_sglang_rank(rank: Mapping[str, Any]) -> list[tuple[_Place, str]]:
-    info = rank["parallelism_info"][0]
-    place = f"pp{info['pp_rank']}:tp{info['tp_rank']}"
-    return [((int(info["dp_rank"]), place, name), digest) for name, digest in rank["checksums"].items()]
+def _read_sglang(answer: Any) -> Iterator[tuple[tuple[str, str, str], str]]:
+    for rank in answer["ranks"]:
+        info = rank["parallelism_info"][0]
+        for name, digest in rank["checksums"].items():
+            yield (f"dp{info['dp_rank']}", f"pp{info['pp_rank']}:tp{info['tp_rank']}", name), digest

@@ -479,14 +479,8 @@ class Consumer(AxisValue):
 
     @property
     def keeps_entries(self) -> bool:
-        """Whether it takes entries for its own: it keeps them while it asks for others, or writes to them."""
-        return self in (Consumer.KEEPS_VIEWS, Consumer.IN_PLACE, Consumer.LAZY, *_PACKED)
-
-    @property
-    def has_receiver(self) -> bool:
-        """Whether rank 0 sends the entries to another process."""
-        alone = (Consumer.ALONE, Consumer.KEEPS_VIEWS, Consumer.IN_PLACE, Consumer.LAZY, Consumer.REPEATED)
-        return self not in (*alone, Consumer.STOPS)
+        """Whether it keeps entries while it asks for others."""
+        return self is Consumer.KEEPS_VIEWS or self in _PACKED
 
     @property
     def changes_streams(self) -> bool:

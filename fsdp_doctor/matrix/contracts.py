@@ -48,8 +48,7 @@ class Contract:
         ``merged`` those of the model that peft was given, with the adapters added; ``adapter`` the
         adapter alone, named as in peft's files.
     streams: the streams on which entries may be asked for: ``any``, or the ``one`` that is current at the call.
-    keeps: whether a yielded tensor belongs to the consumer, who may keep it and write to it; otherwise it is to be
-        read before the next one is asked for.
+    keeps: whether a yielded tensor may be kept; otherwise it is to be read before the next one is asked for.
 
     Of a method that loads, ``ranks`` and ``weights`` say what it is given, and:
 

@@ -55,19 +55,9 @@ def _choose_outcome(result: CaseResult, expected: Collection[str]) -> _Outcome:
             return "skipped"
         case "lost":
             return "error"
-        case (
-            "wrong"
-            | "race"
-            | "incomplete"
-            | "misplaced"
-            | "crash"
-            | "hang"
-            | "died"
-            | "oom"
-            | "poisoned"
-            | "leak"
-            | "order"
-        ):
+        case "wrong" | "race" | "incomplete" | "misplaced" | "poisoned" | "leak" | "order":
+            return "failure"
+        case "crash" | "hang" | "died" | "oom":
             return "failure"
         case kind:
             assert_never(kind)
