@@ -214,7 +214,7 @@ class ExceptionReader:
     def _read_line(self, line: Line, present: _Present) -> None:
         opened, stripped = self._open.get(line.source), line.text.lstrip()
         if opened is not None and opened.indent:
-            line = _dedent_line(line, opened.indent)
+            line = line._replace(text=line.text[min(opened.indent, _measure_indent(line.text)) :])
         if opened is not None and stripped.startswith(("|", "+-")):
             line = line._replace(text=_GROUP.sub("", line.text))
             stripped = line.text.lstrip()
@@ -401,12 +401,6 @@ def _strip_repeated(text: str) -> str:
 
 def _measure_indent(text: str) -> int:
     return len(text) - len(text.lstrip())
-
-
-def _dedent_line(line: Line, indent: int) -> Line:
-    """The line without the indentation of the traceback that it may belong to."""
-    removed = min(indent, _measure_indent(line.text))
-    return line._replace(text=line.text[removed:]) if removed else line
 
 
 def _parse_frame(text: str) -> str | None:

@@ -328,9 +328,7 @@ def _name_source(match: re.Match[str]) -> str:
         return f"task {int(match['task'])}"
     if match["local"] is not None:
         return f"local rank {match['local']}"
-    if match["pid"] is not None:
-        return f"pid {match['pid']}" + (f" on {match['ip']}" if match["ip"] else "")
-    return ""
+    return f"pid {match['pid']}" + (f" on {match['ip']}" if match["ip"] else "")
 
 
 def has_clock(raw: str) -> bool:
