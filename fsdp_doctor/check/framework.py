@@ -219,10 +219,13 @@ class FsdpFramework(Framework, Generic[V]):
 
     def choose_model(self, role: Role) -> Chosen:
         keys = self.list_keys(role).adapter
-        table = [row for key in keys for row in self.settings.list_below(key)]
-        row = table[0] if table else self.settings.find_first(*keys)
-        is_rank = row is not None and not isinstance(row.value, bool)
-        has_adapter = bool(table or (self.settings.read_number(*keys) if is_rank else self.settings.read_flag(*keys)))
+        row = self.settings.find_first(*keys)
+        if row is None or isinstance(row.value, dict):
+            row = next((row for key in keys for row in self.settings.list_below(key)), row)
+            has_adapter = row is not None
+        else:
+            is_flag = isinstance(row.value, bool)
+            has_adapter = bool(row.value if is_flag else self.settings.read_number(*keys))
         return Chosen(Model.QWEN3_LORA, row) if has_adapter else Chosen(Model.QWEN3)
 
     def find_other_parallelisms(self, section: str, degrees: Sequence[str]) -> list[ConfigFinding]:

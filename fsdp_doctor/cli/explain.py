@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import pathlib
 import re
@@ -71,6 +72,8 @@ def _print_catalogue(entry: str | None, *, as_json: bool, width: int) -> None:
 def _print_explanation(logs: list[pathlib.Path | None], *, as_json: bool, width: int) -> None:
     from fsdp_doctor.explain import explain, text
 
+    # A log of thousands of failures makes no cycles; to look for them as often as usual takes a fifth of the time.
+    gc.set_threshold(20_000)
     explanation = explain(logs)
     sys.stdout.write(text.render_json(explanation) + "\n" if as_json else text.render_text(explanation, width))
     raise SystemExit(EXIT_OK if explanation.entry is not None else EXIT_BAD_VERDICT)

@@ -35,6 +35,7 @@ _KILLED_FOR_MEMORY = re.compile(
 )
 _HINTS_OF_KILLERS = ("oom-kill", "oom_kill", "OOM", "Killed process", "running low on memory")
 _DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
+_ZEROS = str.maketrans("123456789", "0" * 9)
 _MAX_GROUPS = 2_000
 _MAX_SOURCES = 4_096
 _SUMMARY_HEADING = "Root Cause (first observed failure)"
@@ -254,7 +255,7 @@ class _Logs:
 
     def _add(self, exceptions: Iterable[Raised]) -> None:
         for raised in exceptions:
-            key = _make_group_key(raised.text)
+            key = _make_group_key(raised.text.split("\n", 1)[0].translate(_ZEROS))
             if key not in self._groups:
                 signed = has_signature(raised.text)
                 limit = _MAX_GROUPS * (2 if signed or raised.frames else 1)
@@ -389,9 +390,9 @@ def _count_consequences(groups: list[Group], cause: Group | None) -> dict[str, i
 
 
 @functools.lru_cache(maxsize=4096)
-def _make_group_key(text: str) -> str:
-    """The first line, without what differs between ranks and attempts."""
-    return _DIGITS.sub("#", fold(signatures.join_lines(text.split("\n", 1)[0])))
+def _make_group_key(line: str) -> str:
+    """A message's first line without what differs between ranks and attempts. line: with each digit as 0."""
+    return _DIGITS.sub("#", fold(signatures.join_lines(line)))
 
 
 def _is_earlier(raised: Raised, other: Raised) -> bool:

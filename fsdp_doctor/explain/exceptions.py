@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import keyword
 import re
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from fsdp_doctor.explain.log_input import BOX, Line, LogPiece, has_clock, parse_line, parse_time, split_lines
 from fsdp_doctor.known.catalogue import has_signature, list_anchors
+
+# The literal pieces of signatures that are somewhere in what is being read.
+_Present: TypeAlias = Callable[[], list[str]]
 
 _BEGIN = "Traceback (most recent call last)"
 # Ray says so before it repeats the traceback of a remote task.
@@ -47,7 +51,7 @@ _TERMINATED = re.compile(r"terminate called after throwing an instance of '(?:\w
 _LABEL = re.compile(r"(?:[\w./-]{1,100} {0,20}\| ?|\[[^\]\n]{1,100}\] ?|[\w./-]{1,100}: ?)$")
 # A line that cannot be part of a message: a log record, a table of torchrun's, the next prefix.
 _OTHER = re.compile(r"\s*$|[-=]{8,}|\[?[IWEF]\d{3,4} |(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b|```|\(raylet\)")
-_LEVEL = re.compile(r"\b(?:DEBUG|INFO|WARN|WARNING)\b")
+_LEVEL = re.compile(r"[DIW](?:(?<=\bD)EBUG|(?<=\bI)NFO|(?<=\bW)ARN(?:ING)?)\b")
 _GROUP = re.compile(r"^\s{0,400}[|+][ |+-]{0,400}")
 _REPEATED = re.compile(r" \[repeated \d{1,9}x across cluster\].*$")
 _MAX_FRAMES = 40
@@ -80,13 +84,14 @@ _TORCH_OR_PYTHON = re.compile(
     r"(?:^|/)(?:torch|fsdp_doctor)/|^<|(?:^|/)(?:lib(?:64)?/python\d[\d.]*|python[\d.]+/lib)/"
 )
 _PACKAGE = re.compile(r"(?:^|/)(?:site|dist)-packages/(?!torch/)")
+_BOX = tuple(BOX)
 _LITERAL = re.compile(r"""["']([^"'\n]{1,400})""")
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}")
 # So many equal characters in a row are no coincidence.
 _MIN_EQUAL = 16
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Raised:
     """One exception in a log.
 
@@ -117,7 +122,7 @@ class Raised:
         return f"{self.type}: {self.message}" if self.type and self.message else self.type or self.message
 
 
-@dataclass
+@dataclass(slots=True)
 class _Open:
     """A traceback of one source that is still being read.
 
@@ -128,7 +133,7 @@ class _Open:
     began: Line
     time: float | None
     indent: int = 0
-    frames: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_FRAMES))
+    frames: list[str] = field(default_factory=list)
     raised: Raised | None = None
     source: str | None = None
     lines: int = 0
@@ -137,8 +142,9 @@ class _Open:
     fatal: bool = False
 
     def end_box(self) -> None:
-        self.frames.extend(_list_frames_in_box(self.box))
-        self.box.clear()
+        if self.box:
+            self.frames += _list_frames_in_box(self.box)
+            self.box.clear()
 
 
 class ExceptionReader:
@@ -149,6 +155,7 @@ class ExceptionReader:
 
     def __init__(self, file: str) -> None:
         self._file = file
+        self._found: list[Raised] = []
         self._next_sweep = 0
         # Ordered dictionaries, because what is first of a dictionary costs more the more was removed before it.
         self._open: OrderedDict[str, _Open] = OrderedDict()
@@ -160,8 +167,9 @@ class ExceptionReader:
         self._recent: deque[str] = deque(maxlen=_REMEMBERED)
         self._anchors = list_anchors()
 
-    def read(self, piece: LogPiece) -> Iterator[Raised]:
-        present = [anchor for anchor in self._anchors if anchor in piece.text]
+    def read(self, piece: LogPiece) -> list[Raised]:
+        # Found out once there is a line that nothing else decides: it takes as long as the rest of the reading.
+        present = functools.cache(lambda: [anchor for anchor in self._anchors if anchor in piece.text])
         boxed = "│" in piece.text
         for number, raw in zip(piece.numbers, piece.lines, strict=True):
             if (
@@ -174,62 +182,70 @@ class ExceptionReader:
                 or "failed (exitcode" in raw
                 or "terminate called" in raw
                 or "watchdog got stuck" in raw
-                or any(a in raw for a in present)
+                or any(a in raw for a in present())
                 or (boxed and "│" in raw)
             ):
                 if number >= self._next_sweep:
                     self._next_sweep = number + _SWEEP_EVERY
-                    yield from self._close_old(number)
+                    self._close_old(number)
                 for line in split_lines(number, raw):
-                    yield from self._read_line(self._strip_label(line), present)
+                    self._read_line(self._strip_label(line) if self._labels else line, present)
             if has_clock(raw):
                 self._recent.append(raw)
+        return self._take_found()
 
-    def end(self) -> Iterator[Raised]:
+    def end(self) -> list[Raised]:
         for source in list(self._open):
-            yield from self._close(source)
+            self._close(source)
+        return self._take_found()
+
+    def _take_found(self) -> list[Raised]:
+        found, self._found = self._found, []
+        return found
 
     def _strip_label(self, line: Line) -> Line:
         """The line without the label of a container that was before a traceback; the label becomes its source."""
-        if self._labels and line.text.startswith(self._labels):
+        if line.text.startswith(self._labels):
             label = next(label for label in self._labels if line.text.startswith(label))
             source = " ".join(filter(None, (line.source, label.strip(" |:[]"))))
-            return dataclasses.replace(line, source=source, text=line.text[len(label) :])
+            return line._replace(source=source, text=line.text[len(label) :])
         return line
 
-    def _read_line(self, line: Line, present: list[str]) -> Iterator[Raised]:
-        if (opened := self._open.get(line.source)) is not None:
-            line = _dedent_line(line, opened.indent)
-        if opened is not None and line.text.lstrip().startswith(("|", "+-")):
-            line = dataclasses.replace(line, text=_GROUP.sub("", line.text))
-        if _is_boxed(line.text):
-            yield from self._read_boxed(line)
+    def _read_line(self, line: Line, present: _Present) -> None:
+        opened, stripped = self._open.get(line.source), line.text.lstrip()
+        if opened is not None and opened.indent:
+            line = line._replace(text=line.text[min(opened.indent, _measure_indent(line.text)) :])
+        if opened is not None and stripped.startswith(("|", "+-")):
+            line = line._replace(text=_GROUP.sub("", line.text))
+            stripped = line.text.lstrip()
+        if stripped.startswith(_BOX):
+            self._read_boxed(line)
         elif _BEGIN in line.text:
-            yield from self._begin(line)
+            self._begin(line)
         elif "RayTaskError" in line.text and _RAY_BEGIN.search(line.text):
             # The traceback before it belongs to the driver, and goes on with this one.
             if opened is not None and opened.raised is None:
                 del self._open[line.source]
-            yield from self._close(line.source)
+            self._close(line.source)
             self._open[line.source] = _Open(line, self._find_time(line))
-        elif line.text.lstrip().startswith(_CHAINED):
-            yield from self._close(line.source)
+        elif stripped.startswith(_CHAINED):
+            self._close(line.source)
             if _HANDLING in line.text and line.source in self._last:
                 last = self._last[line.source]
                 last.swallowed = _FATAL_ERROR.search(last.text) is None
                 if not last.swallowed:
                     self._following.add(line.source)
         elif opened is not None:
-            yield from self._continue(opened, line, present)
+            self._continue(opened, line, present)
         else:
-            yield from self._read_alone(line, present)
+            self._read_alone(line, present)
 
-    def _begin(self, line: Line) -> Iterator[Raised]:
+    def _begin(self, line: Line) -> None:
         before, _, after = line.text.partition(_BEGIN)
         if _LABEL.match(before) and "Exception Group" not in before and len(self._labels) < _MAX_LABELS:
             self._labels = tuple(dict.fromkeys((*self._labels, before)))
             line = self._strip_label(line)
-        yield from self._close(line.source)
+        self._close(line.source)
         opened = self._open[line.source] = _Open(line, self._find_time(line), indent=_measure_indent(line.text))
         after = after.lstrip(": ")
         if matches := list(_INSIDE.finditer(after)):
@@ -237,12 +253,12 @@ class ExceptionReader:
             before = after[: matches[-1].start()].strip()
             opened.raised = self._parse_raised(line, matches[-1], [before[:_MAX_MESSAGE_CHARACTERS]], opened.time)
 
-    def _read_boxed(self, line: Line) -> Iterator[Raised]:
+    def _read_boxed(self, line: Line) -> None:
         """Reads a line of a box, which is a traceback if its lid, its frames or its marker show that."""
         opened = self._open.get(line.source)
         lid = line.text.lstrip().startswith("╭")
         if (lid and _BEGIN in line.text) or ((opened is None or opened.raised is not None) and _begins_box(line.text)):
-            yield from self._close(line.source)
+            self._close(line.source)
             opened = self._open[line.source] = _Open(line, self._find_time(line), indent=_measure_indent(line.text))
         if opened is None or lid:
             return
@@ -251,12 +267,12 @@ class ExceptionReader:
         elif len(opened.box) < _MAX_BOX_LINES:
             opened.box.append(_read_box_content(line.text))
 
-    def _continue(self, opened: _Open, line: Line, present: list[str]) -> Iterator[Raised]:
+    def _continue(self, opened: _Open, line: Line, present: _Present) -> None:
         opened.lines += 1
         if opened.raised is None:
             self._read_frame_or_end(opened, line)
             if opened.raised is None and opened.lines > _MAX_OWN_LINES:
-                yield from self._close(line.source)
+                self._close(line.source)
             return
         if opened.fatal and (frame := _parse_frame(line.text)) is not None and len(opened.raised.frames) < _MAX_FRAMES:
             opened.raised.frames.insert(0, frame)
@@ -267,15 +283,14 @@ class ExceptionReader:
         is_next = line.stamped and not opened.began.stamped
         other = is_next or _OTHER.match(line.text) or _parse_frame(line.text) is not None or _INSIDE.match(line.text)
         if opened.message_lines > _MAX_MESSAGE_LINES or other:
-            yield from self._close(line.source)
-            yield from self._read_alone(line, present)
+            self._close(line.source)
+            self._read_alone(line, present)
             return
         message = f"{opened.raised.message}\n{line.text[:_MAX_OF_A_LINE]}"
         opened.raised.message = _strip_repeated(message)[:_MAX_MESSAGE_CHARACTERS]
 
     def _read_frame_or_end(self, opened: _Open, line: Line) -> None:
-        if opened.box:
-            opened.end_box()
+        opened.end_box()
         if (frame := _parse_frame(line.text)) is not None:
             if not opened.frames:
                 opened.indent += max(0, _measure_indent(line.text) - 2)
@@ -283,19 +298,22 @@ class ExceptionReader:
             opened.source = None
             return
         text = _strip_repeated(line.text)
+        if opened.frames and text.startswith("   "):
+            opened.source = opened.source or text.strip()
+            return
         match = _RAISED.match(text.removeprefix("  ") if opened.frames else text.strip())
         if match is None and opened.frames and (bare := _ANY.match(text)) and not keyword.iskeyword(bare["type"]):
             match = bare
         if match is not None:
-            opened.raised = self._parse_raised(line, match, list(opened.frames), opened.time)
+            opened.raised = self._parse_raised(line, match, opened.frames, opened.time)
             if opened.frames and opened.source is not None:
                 opened.raised.script = _find_raising_file(opened.frames[-1], opened.source, opened.raised.message)
         elif not text[:1].isspace() and not _SOURCE.match(text) and has_signature(text):
-            opened.raised = self._make_raised(line, list(opened.frames))
+            opened.raised = self._make_raised(line, opened.frames)
         elif opened.source is None and opened.frames:
             opened.source = text.strip()
 
-    def _read_alone(self, line: Line, present: list[str]) -> Iterator[Raised]:
+    def _read_alone(self, line: Line, present: _Present) -> None:
         """Reads a line outside of any traceback: a frame without a header, an exception, or a known message."""
         if (frame := _parse_frame(line.text)) is not None:
             # A frame is two columns within its traceback.
@@ -309,60 +327,58 @@ class ExceptionReader:
         elif _FATAL.match(line.text.lstrip()):
             raised = self._make_raised(line, [])
             self._open[line.source] = _Open(line, raised.time, raised=raised, fatal=True)
-        elif any(a in line.text for a in present) and not _SOURCE.match(line.text) and has_signature(line.text):
+        elif any(a in line.text for a in present()) and not _SOURCE.match(line.text) and has_signature(line.text):
             message = self._make_raised(line, [])
             message.quoted = "Warning: " not in line.text
-            yield message
+            self._found.append(message)
         elif match := _TERMINATED.search(line.text):
-            raised = self._make_raised(line, [])
-            raised.type, raised.message = match["type"], ""
+            raised = self._make_raised(line, [], match["type"], "")
             self._open[line.source] = _Open(line, raised.time, raised=raised)
         elif _LOST.search(line.text):
-            yield self._make_raised(line, [])
+            self._found.append(self._make_raised(line, []))
 
     def _parse_raised(self, line: Line, match: re.Match[str], frames: list[str], time: float | None = None) -> Raised:
-        raised = self._make_raised(line, frames)
         # Ray's RayTaskError(RuntimeError) carries a RuntimeError.
-        raised.type = (match["inner"] or match["type"]).rsplit(".", 1)[-1]
-        raised.message = _strip_repeated(match["message"] or "")[:_MAX_MESSAGE_CHARACTERS]
+        name = (match["inner"] or match["type"]).rsplit(".", 1)[-1]
+        raised = self._make_raised(line, frames, name, match["message"] or "")
         raised.time = time if time is not None else raised.time
         return raised
 
-    def _make_raised(self, line: Line, frames: list[str]) -> Raised:
+    def _make_raised(self, line: Line, frames: list[str], name: str = "", message: str | None = None) -> Raised:
         return Raised(
             file=self._file,
             line=line.number,
             source=line.source,
             time=self._find_time(line),
-            type="",
-            message=_strip_repeated(line.text.strip())[:_MAX_MESSAGE_CHARACTERS],
-            frames=frames,
+            type=name,
+            message=_strip_repeated(line.text.strip() if message is None else message)[:_MAX_MESSAGE_CHARACTERS],
+            frames=frames[-_MAX_FRAMES:],
         )
 
-    def _close(self, source: str) -> Iterator[Raised]:
+    def _close(self, source: str) -> None:
         opened = self._open.pop(source, None)
         if opened is None:
             return
         opened.end_box()
         raised = opened.raised
         if raised is None and opened.frames:
-            raised = self._make_raised(opened.began, list(opened.frames))
-            raised.message = "a traceback that was cut off before its exception"
+            cut = "a traceback that was cut off before its exception"
+            raised = self._make_raised(opened.began, opened.frames, message=cut)
             raised.cut = True
         if raised is not None:
             raised.message = raised.message.strip()
             raised.follows = source in self._following
             self._following.discard(source)
             self._last[source] = raised
-            yield raised
+            self._found.append(raised)
 
-    def _close_old(self, number: int) -> Iterator[Raised]:
+    def _close_old(self, number: int) -> None:
         """Ends tracebacks that nothing continues; they are in the order in which they began."""
         while self._open:
             source, opened = next(iter(self._open.items()))
             if number - opened.began.number <= _MAX_LINES and len(self._open) <= _MAX_SOURCES:
                 break
-            yield from self._close(source)
+            self._close(source)
         for by_source in (self._last, self._times):
             while len(by_source) > _MAX_SOURCES:
                 by_source.popitem(last=False)
@@ -385,12 +401,6 @@ def _strip_repeated(text: str) -> str:
 
 def _measure_indent(text: str) -> int:
     return len(text) - len(text.lstrip())
-
-
-def _dedent_line(line: Line, indent: int) -> Line:
-    """The line without the indentation of the traceback that it may belong to."""
-    removed = min(indent, _measure_indent(line.text))
-    return dataclasses.replace(line, text=line.text[removed:]) if removed else line
 
 
 def _parse_frame(text: str) -> str | None:
@@ -421,10 +431,6 @@ def _find_raising_file(innermost: str, source: str, message: str) -> str:
 def _has_words_of(source: str, message: str) -> bool:
     pieces = (piece for literal in _LITERAL.findall(source) for piece in _PLACEHOLDER.split(literal))
     return any(len(piece) >= _MIN_EQUAL and piece in message for piece in pieces)
-
-
-def _is_boxed(text: str) -> bool:
-    return text.lstrip()[:1] in BOX if text else False
 
 
 def _begins_box(text: str) -> bool:

@@ -291,7 +291,7 @@ def _render_foreign(explanation: Explanation, width: int) -> list[str]:
     if has_frames and explanation.cause is not None and is_raised_anywhere(explanation.cause.first.text):
         why = "It is raised wherever the program happens to be, so its traceback does not say what caused it."
     elif not explanation.under_fsdp:
-        why = "Nothing in the log names FSDP, a DTensor or a sharded checkpoint."
+        why = "Nothing in the log names FSDP or a DTensor."
     elif has_frames:
         why = "The log names FSDP, but neither the message nor the innermost frames do."
     else:

@@ -76,8 +76,9 @@ def test_the_answer_does_not_depend_on_the_form_of_the_log(tmp_path: pathlib.Pat
     for row in logs():
         log = (HERE / "logs" / row["file"]).read_text(encoding="utf-8")
         plain = _answer(log.encode(), file)
-        # A form may name the rank, which is what a log of one line lacked.
-        readers = _READERS if plain[0] != "nothing" else {}
-        answers = {form: _answer(read(log), file) for form, read in readers.items()}
+        answers = {form: _answer(read(log), file) for form, read in _READERS.items()}
+        if plain[0] in ("nothing", "consequences"):
+            # It names the rank, which is what a log of a line or two lacked.
+            del answers["torchrun"]
         changed += [(form, row["file"], plain, answer) for form, answer in answers.items() if answer != plain]
     assert changed == []
