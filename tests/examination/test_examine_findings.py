@@ -478,7 +478,7 @@ def test_another_divisor_than_the_number_of_ranks_is_a_note() -> None:
     equal((found.severity, found.names), ("note", ("down.weight", "down.bias")))
     assert "divided by 1," in found.sentence
     model.down.set_gradient_divide_factor(2.0)
-    equal(kinds(examine(model)), ["experts-hidden"])
+    equal(kinds(examine(model)), [])
 
 
 @on_two_ranks
