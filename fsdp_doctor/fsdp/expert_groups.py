@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -91,6 +92,11 @@ def _put_first(mesh: DeviceMesh) -> DeviceMesh:
 def _place(parameter: ModelTensor, mesh: DeviceMesh, root: DeviceMesh, ordered: DeviceMesh) -> DTensor:
     """What the parameter is a part of, without elements."""
     tensor, name = parameter.tensor, parameter.names[0]
+    if re.search(r"(^|\.)experts\.\d+\.", name):
+        raise ValueError(
+            f"experts: {name} is one expert's, which each group of ranks has numbered from 0 for itself: no "
+            "mesh says which of all experts it is; fuse them, or give them the numbers that they have among all"
+        )
     placements: list[Placement] = [Shard(0), *(Replicate() for _ in range(ordered.ndim - 1))]
     if isinstance(tensor, DTensor):
         extended = extend_mesh(tensor.device_mesh, tensor.placements, [ordered])

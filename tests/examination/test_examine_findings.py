@@ -478,7 +478,7 @@ def test_another_divisor_than_the_number_of_ranks_is_a_note() -> None:
     equal((found.severity, found.names), ("note", ("down.weight", "down.bias")))
     assert "divided by 1," in found.sentence
     model.down.set_gradient_divide_factor(2.0)
-    equal(kinds(examine(model)), ["experts-hidden"])
+    equal(kinds(examine(model)), [])
 
 
 @on_two_ranks
@@ -488,7 +488,7 @@ def test_experts_on_a_part_of_the_ranks_may_be_divided_by_the_number_of_all() ->
     fully_shard(net.down, mesh=init_device_mesh("emulated", (1, 2), mesh_dim_names=("efsdp", "ep"))["efsdp"])
     model = fully_shard(net, mesh=mesh())
     model.down.set_gradient_divide_factor(2.0)
-    equal(kinds(examine(model)), [])
+    equal(kinds(examine(model)), ["experts-hidden"])
     model.down.set_gradient_divide_factor(4.0)
     equal(finding(model, "gradients-divided").names, ("down.weight", "down.bias"))
 

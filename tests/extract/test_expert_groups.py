@@ -137,6 +137,7 @@ def test_experts_are_gathered_along_the_mesh_that_the_caller_names() -> None:
 @on_four_devices
 def test_a_mesh_that_does_not_divide_the_experts_is_refused_on_every_rank_with_the_reason() -> None:
     hidden, all_of_them = ON_MESHES["columns of a mesh"][1](), distributed()
+    numbered = nn.Sequential(OrderedDict(experts=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))).to(this_device())
     mesh = grid("efsdp", "ep")
     wrong: list[tuple[nn.Module, Any, type[Exception], tuple[str, ...]]] = [
         (hidden, mesh["efsdp"], ValueError, (NAME, "no slice")),
@@ -145,6 +146,7 @@ def test_a_mesh_that_does_not_divide_the_experts_is_refused_on_every_rank_with_t
         (hidden, "ep", TypeError, ("DeviceMesh",)),
         (all_of_them, mesh["ep"], ValueError, (NAME, "already")),
         (ON_MESHES["fsdp1"][1](), mesh["ep"], ValueError, (NAME, "FSDP1")),
+        (fully_shard(numbered, mesh=world()), mesh["ep"], ValueError, ("experts.0.weight", "numbered")),
     ]
     for model, experts, kind, words in wrong:
         for call in (extracted, fingerprint, lambda m, **o: load_full_tensors(m, reference(), **o)):
