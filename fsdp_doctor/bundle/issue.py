@@ -189,10 +189,11 @@ def render_issue(head: Head, files: Mapping[str, str], replaced: Counter[str]) -
 
 
 def _cut(text: str, most: int) -> str:
-    """Keeps the beginning and the end of a text of more than ``most`` lines, and of each line the beginning."""
+    """Keeps of a text of more than ``most`` lines the beginning and a few last ones, and of each line the beginning."""
     lines = [line[:_LONGEST_LINE] for line in text.rstrip("\n").splitlines()]
     if len(lines) > most:
-        lines = [*lines[: most // 2], _LEFT_OUT, *lines[-((most - 1) // 2) :]]
+        first = most * 3 // 4
+        lines = [*lines[:first], _LEFT_OUT, *lines[first + 1 - most :]]
     return "\n".join(lines)
 
 
