@@ -2,7 +2,8 @@
 
 Case fsdp1/param/unstaged/weights_info of fsdp-doctor 0.1.0, from its catalogue; torch 2.13.0+cpu,
 transformers 5.23.0. References: verl-project/verl#181, verl-project/verl#4657. Each rank prints
-PASS or how it fails; exit code 0 only if it ends as EXPECTED, with MESSAGE.
+PASS or how it fails; exit code 0 only if it ends as EXPECTED, with MESSAGE. It needs 2
+accelerators.
 
     torchrun --nproc-per-node 2 repro.py
 """
@@ -40,7 +41,7 @@ def plain():
 
 def build(model, device):
     mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("fsdp",))
-    is_unit = lambda m: type(m).__name__.endswith("DecoderLayer")
+    is_unit = lambda module: type(module).__name__.endswith("DecoderLayer")
     precision = MixedPrecision(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32, cast_forward_inputs=False
     )

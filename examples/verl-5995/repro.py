@@ -2,7 +2,8 @@
 
 Case fsdp2/policy/staged/state_dict of fsdp-doctor 0.1.0, from its catalogue; torch 2.13.0+cpu,
 transformers 5.23.0. References: verl-project/verl#5995, verl-project/verl#6188. Each rank prints
-PASS or how it fails; exit code 0 only if it ends as EXPECTED, with MESSAGE.
+PASS or how it fails; exit code 0 only if it ends as EXPECTED, with MESSAGE. It needs 2
+accelerators.
 
     torchrun --nproc-per-node 2 repro.py
 """

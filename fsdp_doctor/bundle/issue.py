@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import jinja2
 
-from fsdp_doctor.bundle.evidence import SCRIPT, ChosenCase, FailureEvidence, choose_case, make_case_texts, make_texts
+from fsdp_doctor.bundle.evidence import ChosenCase, FailureEvidence, choose_case, make_case_texts, make_texts
 from fsdp_doctor.bundle.redaction import PLACEHOLDER, Redactor
 from fsdp_doctor.errors import DoctorFault
 from fsdp_doctor.explain import Explanation
@@ -27,17 +27,13 @@ _VERSIONS = ("fsdp-doctor", "torch", "transformers", "accelerate", "peft")
 _LONGEST_LINE = 300
 _MOST_RANKS = 8
 MOST_CHARACTERS = 65_536
-# Characters of each part; together they leave room for the head and the words between.
-_MOST: dict[str, int] = {
-    "explain.txt": 9_000,
-    "stacks.txt": 12_000,
-    "log.txt": 12_000,
-    "check.txt": 7_000,
-    "command.txt": 1_500,
-    "case.txt": 1_500,
-    SCRIPT: 12_000,
-    "environment.txt": 3_000,
+# Titles, and lines, of the parts that are shown; with the head, the versions and the words between they make 80 lines.
+_TITLES = {
+    "stacks.txt": "Where each rank was",
+    "explain.txt": "What `fsdp-doctor explain` says",
+    "check.txt": "What `fsdp-doctor check` says of the configuration",
 }
+_MOST: dict[str, int] = {"stacks.txt": 12, "explain.txt": 24, "check.txt": 24, "environment.txt": 15}
 # Each of them would make the fence longer by two.
 _MANY_BACKTICKS = re.compile("`{17,}")
 _LEFT_OUT = "[... the rest is in the bundle ...]"
@@ -155,9 +151,11 @@ def _describe_versions(evidence: FailureEvidence) -> str:
 
 def _reproduce_line(evidence: FailureEvidence, chosen: ChosenCase | None) -> str:
     if chosen is None:
-        how = shlex.join(evidence.run.command) if evidence.run is not None else "see the log below"
+        how = shlex.join(evidence.run.command) if evidence.run is not None else "see the log in the bundle"
         return f"{how} (no case of the matrix is known for it)"
-    return "; or ".join(filter(None, (chosen.script_command and f"{chosen.script_command} (below)", chosen.command)))
+    return "; or ".join(
+        filter(None, (chosen.script_command and f"{chosen.script_command} (in the bundle)", chosen.command))
+    )
 
 
 def _join_lines(text: str) -> str:
@@ -176,19 +174,27 @@ def render_issue(head: Head, files: Mapping[str, str], replaced: Counter[str]) -
     )
     environment.filters |= {"fenced": _fence, "code": _quote_as_code}
     shown = {name: _cut(files[name], most) for name, most in _MOST.items() if name in files}
+    if "explain.txt" in shown:
+        # Both have the same entry of the catalogue.
+        shown.pop("check.txt", None)
     text = environment.get_template("issue.md.jinja").render(
-        head=head, shown=shown, files=sorted(files), replaced=replaced.most_common(), script=SCRIPT
+        head=head,
+        parts={title: shown[name] for name, title in _TITLES.items() if name in shown},
+        environment=shown["environment.txt"],
+        of_log_alone=_REPORT not in files and "command.txt" not in files,
+        files=sorted(files),
+        replaced=replaced.most_common(),
     )
     return text[:MOST_CHARACTERS]
 
 
 def _cut(text: str, most: int) -> str:
-    """Keeps the beginning and the end of a text that is too long, by whole lines."""
-    if len(text) <= most:
-        return text.rstrip("\n")
-    begin = text[: most // 2].rpartition("\n")[0]
-    end = text[-(most // 2) :].partition("\n")[2]
-    return f"{begin}\n{_LEFT_OUT}\n{end}".rstrip("\n")
+    """Keeps of a text of more than ``most`` lines the beginning and a few last ones, and of each line the beginning."""
+    lines = [line[:_LONGEST_LINE] for line in text.rstrip("\n").splitlines()]
+    if len(lines) > most:
+        first = most * 3 // 4
+        lines = [*lines[:first], _LEFT_OUT, *lines[first + 1 - most :]]
+    return "\n".join(lines)
 
 
 def _fence(text: str, language: str = "") -> str:

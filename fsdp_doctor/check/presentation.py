@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import textwrap
 from collections.abc import Iterator, Sequence
 
 from fsdp_doctor.check import CheckResult, list_cases
@@ -13,8 +12,8 @@ from fsdp_doctor.check.findings import ConfigFinding, FindingKind
 from fsdp_doctor.check.use import VERSIONS_BETWEEN, Use
 from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.failures import KnownFailure
+from fsdp_doctor.machine.terminal import wrap_all
 
-_WIDTH = 120
 _HEADINGS: dict[FindingKind, str] = {
     "conflict": "Conflicts",
     "known": "Known failures",
@@ -23,13 +22,13 @@ _HEADINGS: dict[FindingKind, str] = {
 }
 
 
-def render_text(result: CheckResult) -> str:
+def render_text(result: CheckResult, width: int = 120) -> str:
     """The summary, the findings, the scenario of each role with its reasons, and the command that tries the cases."""
     lines = [f"{result.framework}: {_render_summary(result)}"]
     if result.under_fsdp:
         ranks = "2 ranks, for none are configured" if result.world_size is None else f"{result.world_size} ranks"
         sources = f"{result.version} (its sources were read at {result.read_in}); {result.torch}; {ranks}"
-        lines += _wrap(f"read for {sources}", 2)
+        lines += [f"  read for {sources}"]
     for kind, findings in itertools.groupby(result.findings, key=lambda finding: finding.kind):
         lines += ["", _HEADINGS[kind], *(line for finding in findings for line in _render_finding(finding, result))]
     for role, uses in itertools.groupby(result.uses, key=lambda use: use.role):
@@ -37,7 +36,7 @@ def render_text(result: CheckResult) -> str:
     if tried := list_cases(result):
         words = ["fsdp-doctor probe", *(f"--case {case.id}" for case in tried)]
         lines += ["", "Try them", "  " + " \\\n    ".join(words)]
-    return "\n".join(lines) + "\n"
+    return wrap_all(lines, width)
 
 
 def render_json(result: CheckResult) -> str:
@@ -79,14 +78,14 @@ def _render_summary(result: CheckResult) -> str:
 def _render_role(role: str, uses: Sequence[Use]) -> Iterator[str]:
     """The scenario of one model; a table of numbered rows where it depends on the version."""
     if len(uses) == 1:
-        yield from _wrap(f"{uses[0].title}: {_render_scenario(uses[0])}", 0)
+        yield f"{uses[0].title}: {_render_scenario(uses[0])}"
     else:
         yield from (role, *_render_versions(uses))
     for line, rows in _number_lines(uses, [[str(reason) for reason in use.reasons] for use in uses]):
-        yield from _wrap(f"{line}{rows}", 4)
+        yield f"    {line}{rows}"
     points = [[f"{point.purpose}: {point.case.id}" for point in use.extractions] for use in uses]
     for line, rows in _number_lines(uses, points):
-        yield from _wrap(f"{line}{rows}", 2)
+        yield f"  {line}{rows}"
     if any(use.scenario for use in uses) and not any(points):
         yield "  nothing is extracted from it"
 
@@ -118,25 +117,25 @@ def _number_lines(uses: Sequence[Use], lines: Sequence[Sequence[str]]) -> Iterat
 
 def _render_finding(finding: ConfigFinding, result: CheckResult) -> Iterator[str]:
     entry = catalogue.find_entry(finding.entry) if finding.entry else None
-    yield from _wrap(f"- {f'{entry.id}: ' if entry else ''}{finding.sentence}", 2)
+    yield f"  - {f'{entry.id}: ' if entry else ''}{finding.sentence}"
     if finding.bad:
         every = f"every version of {result.framework} that reads these settings"
         if result.version.version:
             every = f"{result.version.of} {result.version.version}"
         titles = [title if "," in title else f"{title}, {every}" for title in finding.holds_for] or [every]
-        yield from _wrap(f"holds for: {' | '.join(titles)}", 4)
+        yield f"    holds for: {' | '.join(titles)}"
     if entry is None:
         for line in (*finding.settings, *finding.cases):
-            yield from _wrap(line, 4)
+            yield f"    {line}"
         return
     for condition in _list_conditions(entry, result):
-        yield from _wrap(condition, 4)
-    yield from _wrap(f"cause: {entry.cause}", 4)
+        yield f"    {condition}"
+    yield f"    cause: {entry.cause}"
     if special := entry.remedies.get(result.version.of):
-        yield from _wrap(f"in {result.framework}: {special}", 4)
-    yield from _wrap(f"remedy: {entry.remedy}", 4)
+        yield f"    in {result.framework}: {special}"
+    yield f"    remedy: {entry.remedy}"
     if entry.references:
-        yield from _wrap(f"see {', '.join(entry.references)}", 4)
+        yield f"    see {', '.join(entry.references)}"
     for case in finding.cases:
         yield f"    {case}"
 
@@ -153,17 +152,6 @@ def _list_conditions(entry: KnownFailure, result: CheckResult) -> Iterator[str]:
         yield f"only where a parameter is sharded over {least} ranks or more"
     if entry.measured:
         yield f"measured with torch, by device: {'; '.join(entry.measured)}"
-
-
-def _wrap(text: str, indent: int) -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=" " * indent,
-        subsequent_indent=" " * (indent + 2),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def _convert_use_to_dict(use: Use) -> dict[str, object]:

@@ -11,6 +11,7 @@ import typer
 from fsdp_doctor.cli import options, output
 from fsdp_doctor.cli.options import RankOptions
 from fsdp_doctor.errors import EXIT_OK, CannotRun, UsageError
+from fsdp_doctor.machine.terminal import measure_width
 
 if TYPE_CHECKING:
     from fsdp_doctor.check.fix import Fix
@@ -72,7 +73,8 @@ def check(
     if fix and any(finding.bad for finding in result.findings):
         _print_fix(find_fix(config, run), write=write)
     output.replace_unprintable("backslashreplace")
-    sys.stdout.write(presentation.render_json(result) if as_json else presentation.render_text(result))
+    text = presentation.render_json(result) if as_json else presentation.render_text(result, measure_width())
+    sys.stdout.write(text)
     if not probe:
         raise SystemExit(result.exit_code)
     sys.stdout.flush()

@@ -6,7 +6,6 @@ import gc
 import json
 import pathlib
 import re
-import shutil
 import sys
 from typing import Annotated
 
@@ -14,6 +13,7 @@ import typer
 
 from fsdp_doctor.cli.output import replace_unprintable
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
+from fsdp_doctor.machine.terminal import measure_width
 
 EXIT_CODES = "Exit codes: 0 the catalogue knows the cause; 1 it does not; 2 usage; 4 the output cannot be written."
 
@@ -40,7 +40,7 @@ def explain(
     if logs and logs.count("-") > 1:
         raise UsageError("standard input can be read only once; give a single -")
     replace_unprintable("backslashreplace")
-    width = min(shutil.get_terminal_size((120, 24)).columns, 120)
+    width = measure_width()
     entry = logs[0] if logs and len(logs) == 1 and _names_entry(logs[0]) else None
     if all_ or entry is not None:
         _print_catalogue(entry, as_json=as_json, width=width)

@@ -176,6 +176,9 @@ def repro(
         pathlib.Path | None,
         typer.Option(metavar="REPORT", help="Expect the verdict in this JSON report, instead of the catalogue's."),
     ] = None,
+    minimal: Annotated[
+        bool, typer.Option("--minimal", help="Two linear layers and torch alone, on one rank where one shows it.")
+    ] = False,
 ) -> None:
     """Write a standalone script that reproduces a case.
 
@@ -186,6 +189,8 @@ def repro(
     from fsdp_doctor.report.journal import read_report
 
     chosen = select(Selection(case_ids=(case,)))[0]
+    if minimal and (report is not None or isinstance(chosen, FrameworkCase)):
+        raise UsageError("--minimal has no names of a report's tensors, and no framework; leave it or these out")
     expectation = (
         repro.read_reported(chosen, read_report(report)) if report is not None else repro.find_expected(chosen)
     )
@@ -193,4 +198,4 @@ def repro(
     if isinstance(chosen, FrameworkCase):
         output.write(out, repro.render_framework_script(chosen, expectation, name))
     else:
-        output.write(out, repro.render_script(chosen, expectation, name))
+        output.write(out, repro.render_script(chosen, expectation, name, minimal))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from fsdp_doctor.explain.log_input import MAX_STREAM
 from fsdp_doctor.known.clues import CLUES
 from fsdp_doctor.known.failures import KnownFailure
 from fsdp_doctor.known.grading import Match
+from fsdp_doctor.machine.terminal import wrap, wrap_lines
 
 _MAX_RANKS = 8
 _MAX_LINES = 6
@@ -42,19 +42,18 @@ _ASK_FOR_DUMPS = (
 
 
 def render_text(explanation: Explanation, width: int) -> str:
-    """width: in columns. Code and commands are not wrapped."""
-    lines = _render_heading(explanation)
+    """width: in columns. Code and commands are not wrapped. The answer comes first."""
+    lines = wrap_lines([*_render_answer(explanation), *_render_heading(explanation)], width)
     if explanation.hang is not None:
         lines += _render_hang(explanation.hang, width, ask=explanation.showing == "hang")
-    lines += _render_notes(explanation)
-    if explanation.showing == "failure" and not explanation.about_fsdp:
-        lines += _render_foreign(explanation, width)
+    lines += wrap_lines(_render_notes(explanation), width)
+    if explanation.matches and (explanation.showing != "failure" or explanation.about_fsdp):
+        lines += _match_lines(explanation, width)
     elif explanation.matches:
-        frames = explanation.cause.first.frames if explanation.cause is not None else ()
-        lines += _match_lines(explanation.matches, width, "\n".join(frames))
+        lines += _possible_lines(explanation.matches, width)
     elif explanation.showing == "failure":
-        lines += ["", "It is not in the catalogue of known failures."]
-        lines += _list_entries("Entries with a similar message, which may have another cause:", explanation.near)
+        near = _list_entries("Entries with a similar message, which may have another cause:", explanation.near)
+        lines += wrap_lines(near, width)
     if _needs_report(explanation):
         lines += ["", "To report it, attach:", *(f"  - {attachment}" for attachment in _ATTACHMENTS)]
     return "\n".join(lines) + "\n"
@@ -99,6 +98,27 @@ def _needs_report(explanation: Explanation) -> bool:
 
 
 # The heading, and notes on the rest of the log
+
+
+def _render_answer(explanation: Explanation) -> list[str]:
+    """The answer on a failure, in one sentence; of anything else the heading is the answer."""
+    if explanation.showing != "failure":
+        return []
+    if not explanation.about_fsdp:
+        return [_judge_foreign(explanation), ""]
+    if not explanation.matches:
+        return ["It is not in the catalogue of known failures.", ""]
+    if explanation.grade == "possible":
+        return ["It may be a known failure, and the log does not say which.", ""]
+    return [_name_match(explanation.matches[0]), ""]
+
+
+def _name_match(match: Match) -> str:
+    return f"{match.grade.capitalize()}: {_name_entry(match.entry)}"
+
+
+def _name_entry(entry: KnownFailure) -> str:
+    return f"{entry.id} ({entry.short_code}): {entry.title}"
 
 
 def _render_heading(explanation: Explanation) -> list[str]:
@@ -194,14 +214,19 @@ def _describe_place(raised: Raised) -> str:
 # Entries of the catalogue
 
 
-def render_entry(entry: KnownFailure, width: int, *, conditions: Sequence[str] = (), places: str = "") -> list[str]:
-    """The lines of the whole entry, of at most ``width`` columns.
+def render_entry(entry: KnownFailure, width: int) -> list[str]:
+    """The lines of the whole entry, of at most ``width`` columns but for code and commands."""
+    return [*wrap(_name_entry(entry), width), "", *_render_body(entry, width)]
+
+
+def _render_body(entry: KnownFailure, width: int, *, conditions: Sequence[str] = (), places: str = "") -> list[str]:
+    """The entry without its name.
 
     conditions: what is not sure of it. places: the traceback, for the remedies of the frameworks in it; empty for all.
     """
-    lines = [f"{entry.id} ({entry.short_code}): {entry.title}", ""]
+    lines = []
     if conditions:
-        lines += ["To be sure:", *(f"  - {condition}" for condition in conditions)]
+        lines += wrap_lines(["To be sure:", *(f"  - {condition}" for condition in conditions)], width)
     if entry.needs:
         lines += wrap(f"Only if {', and '.join(CLUES[name].fact for name in entry.needs)}.", width)
     lines += wrap(f"Cause: {entry.cause}", width)
@@ -247,10 +272,6 @@ def convert_entry_to_dict(entry: KnownFailure) -> dict[str, Any]:
     }
 
 
-def wrap(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width=max(40, width), break_long_words=False, break_on_hyphens=False)
-
-
 def _describe_reproduction(entry: KnownFailure) -> str:
     unknown = "no case of the matrix shows it; it is known from the references above."
     return f"Reproduce: {make_command(entry) or unknown}"
@@ -264,26 +285,33 @@ def make_command(entry: KnownFailure) -> str:
     return f"fsdp-doctor probe{device} --case '{entry.evidence}'"
 
 
-def _match_lines(matches: tuple[Match, ...], width: int, places: str) -> list[str]:
+def _match_lines(explanation: Explanation, width: int) -> list[str]:
     """The known entry whole, or the likely ones; of possible ones no more than what would decide between them."""
+    matches = explanation.matches
+    places = "\n".join(explanation.cause.first.frames) if explanation.cause is not None else ""
     grade = matches[0].grade
     if grade == "possible":
-        return _possible_lines(matches)
+        return _possible_lines(matches, width)
     whole = [match for match in matches if match.grade == grade][: 1 if grade == "known" else _MAX_ENTRIES]
     lines = []
     for match in whole:
-        entry = render_entry(match.entry, width, conditions=match.open, places=places or "no place")
-        lines += ["", f"{match.grade.capitalize()}: {entry[0]}", *entry[1:]]
+        # The first is named in the answer.
+        is_named = match is matches[0] and explanation.showing == "failure"
+        lines += ["", *([] if is_named else [*wrap(_name_match(match), width), ""])]
+        lines += _render_body(match.entry, width, conditions=match.open, places=places or "no place")
     rest = tuple(match.entry for match in matches if match not in whole)
-    return lines + _list_entries("Other entries with the same message (`fsdp-doctor explain ID`):", rest)
+    return lines + wrap_lines(
+        _list_entries("Other entries with the same message (`fsdp-doctor explain ID`):", rest), width
+    )
 
 
-def _possible_lines(matches: tuple[Match, ...]) -> list[str]:
+def _possible_lines(matches: tuple[Match, ...], width: int) -> list[str]:
     lines = [f"  {match.entry.id}: {next(iter((*match.against, *match.open)), '')}" for match in matches]
-    return ["", "Possible, and what would decide (`fsdp-doctor explain ID`):", *lines[:_MAX_POSSIBLE]]
+    heading = "Possible, and what would decide (`fsdp-doctor explain ID`):"
+    return wrap_lines(["", heading, *lines[:_MAX_POSSIBLE]], width)
 
 
-def _render_foreign(explanation: Explanation, width: int) -> list[str]:
+def _judge_foreign(explanation: Explanation) -> str:
     has_frames = explanation.cause is not None and bool(explanation.cause.first.frames)
     is_sure = has_frames + bool(explanation.foreign) > explanation.under_fsdp
     verdict = "No failure of FSDP's." if is_sure else "Nothing says that it is a failure of FSDP's."
@@ -296,8 +324,7 @@ def _render_foreign(explanation: Explanation, width: int) -> list[str]:
         why = "The log names FSDP, but neither the message nor the innermost frames do."
     else:
         why = "The log names FSDP, but the message does not, and no traceback shows where it was raised."
-    lines = ["", *wrap(f"{verdict}{kind} {why}", width)]
-    return lines + (_possible_lines(explanation.matches) if explanation.matches else [])
+    return f"{verdict}{kind} {why}"
 
 
 def _list_entries(heading: str, entries: tuple[KnownFailure, ...]) -> list[str]:

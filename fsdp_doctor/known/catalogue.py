@@ -68,7 +68,8 @@ def read_entries(text: str, name: str) -> list[KnownFailure]:
         try:
             prose = {key: " ".join(fields[key].split()) for key in ("cause", "remedy", "check") if key in fields}
             triggers = [_split_trigger(row) for row in fields.get("triggers", ())]
-            fields |= {**prose, "triggers": triggers, "group": name.partition("_")[2]}
+            remedies = {name: " ".join(text.split()) for name, text in fields.get("remedies", {}).items()}
+            fields |= {**prose, "remedies": remedies, "triggers": triggers, "group": name.partition("_")[2]}
             entries.append(msgspec.convert(fields, KnownFailure, dec_hook=_parse))
         except (ValueError, AttributeError, re.error) as error:
             raise ValueError(f"{name}.toml, entry {fields.get('id', number)}: {error}") from None

@@ -47,6 +47,21 @@ VARIABLES = (
     "TORCH_NCCL_BLOCKING_WAIT",
 )
 
+_LABELS = {
+    "torch": "PyTorch version",
+    "cuda": "CUDA used to build PyTorch",
+    "hip": "ROCM used to build PyTorch",
+    "host": "Host",
+    "python": "Python version",
+    "platform": "Python platform",
+    "accelerators": "GPU models and configuration",
+    "driver": "Nvidia driver version",
+    "nccl": "NCCL version",
+    "cpus": "CPU(s)",
+    "variables": "Environment variables",
+    "packages": "Versions of relevant libraries",
+}
+
 
 class EnvironmentFacts(TypedDict, total=False):
     """Facts about the machine, from an allow-list; only the facts that are available.
@@ -123,15 +138,20 @@ def collect(host_name: bool = False) -> EnvironmentFacts:
 
 
 def format_lines(facts: EnvironmentFacts) -> list[str]:
-    """The facts as text, one a line."""
+    """The facts as text, in the form and order of ``torch.utils.collect_env``, which PyTorch's issues ask for."""
     lines = []
-    for name, value in facts.items():
-        if isinstance(value, dict):
-            lines += [f"{name}:", *(f"  {key}: {inner}" for key, inner in value.items())]
-        elif isinstance(value, list):
-            lines.append(f"{name}: {', '.join(str(item) for item in value) or 'none'}")
-        else:
-            lines.append(f"{name}: {value}")
+    for name, label in _LABELS.items():
+        match facts.get(name):
+            case None:
+                continue
+            case dict(values):
+                prefix = "[pip3] " if name == "packages" else ""
+                separator = "==" if name == "packages" else "="
+                lines += [f"{label}:", *(f"{prefix}{key}{separator}{value}" for key, value in values.items())]
+            case list(values):
+                lines.append(f"{label}: {', '.join(values) or 'No devices found.'}")
+            case value:
+                lines.append(f"{label}: {value or 'None'}")
     return lines
 
 

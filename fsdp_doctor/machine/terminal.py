@@ -19,9 +19,14 @@ def wrap(text: str, width: int) -> list[str]:
     return [piece for line in text.splitlines() for piece in _wrap_line(line, max(width, _NARROWEST))]
 
 
+def wrap_lines(lines: Iterable[str], width: int) -> list[str]:
+    """All lines, each as :func:`wrap` has it."""
+    return [piece for line in lines for piece in wrap(line, width) or [""]]
+
+
 def wrap_all(lines: Iterable[str], width: int) -> str:
-    """All lines as one text, each as :func:`wrap` has it."""
-    return "".join(f"{piece}\n" for line in lines for piece in wrap(line, width) or [""])
+    """The same as one text."""
+    return "".join(f"{line}\n" for line in wrap_lines(lines, width))
 
 
 def _wrap_line(line: str, width: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Mapping
@@ -42,7 +43,7 @@ class Expectation:
     kind: the verdict. message: a regular expression over the exception's ``Type: message``, or over the script's own
         sentence on values; empty for any. by_every_rank: whether an exception on every rank, which can be a refusal,
         counts as a crash. title: in words. references: of the catalogue's entry. source: of the expectation.
-    versions: by package.
+    versions: by package. on_one_rank, on_cpu: whether it shows there, too.
     """
 
     kind: VerdictKind
@@ -52,6 +53,8 @@ class Expectation:
     references: tuple[str, ...] = ()
     source: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
+    on_one_rank: bool = False
+    on_cpu: bool = True
 
 
 def find_expected(case: AnyCase) -> Expectation:
@@ -74,6 +77,8 @@ def find_expected(case: AnyCase) -> Expectation:
         references=entry.references,
         source=source,
         versions=versions,
+        on_one_rank=entry.is_expected_in(case, dataclasses.replace(context, world_size=1)),
+        on_cpu=entry.is_expected_in(case, dataclasses.replace(context, device="cpu")),
     )
 
 

@@ -26,23 +26,29 @@ _TEMPLATE: dict[Direction, str] = {"out": "extraction.py.jinja", "in": "loading.
 _TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(_ROOM), undefined=jinja2.StrictUndefined)
 
 
-def render_script(case: Case, expectation: Expectation, name: str = "repro.py") -> str:
+def render_script(case: Case, expectation: Expectation, name: str = "repro.py", minimal: bool = False) -> str:
     """The text of a script that runs ``case`` under torchrun, and ends with 0 if the case ends as expected.
 
-    name: of the script, for the command in its docstring. Raises UsageError for a case that only fsdp-doctor can run.
+    name: of the script, for the command in its docstring. minimal: with two linear layers in place of the model, on one
+    rank where one shows it. Raises UsageError for a case that only fsdp-doctor can run, or that needs its model.
     """
     method = _find_method(case)
+    if minimal and case.scenario.model is not Model.QWEN3:
+        raise UsageError(f"case {case.id!r} needs its model, {case.scenario.model}; leave out --minimal")
     module, _, function = method.function.partition(":")
     # Read, not imported: that would take torch.
     method_module = (_METHODS / f"{module}.py").read_text(encoding="utf-8")
     scenario = case.scenario
-    packages = ("torch", "transformers", *(("peft",) if scenario.model.has_adapters else ()))
+    packages = ("torch", "transformers", "peft")[: 1 if minimal else 2 + scenario.model.has_adapters]
     num_ranks, mesh = _choose_mesh(case)
+    if minimal and expectation.on_one_rank and scenario.sharding is Sharding.FULL:
+        num_ranks, mesh = 1, mesh.replace("2", "1")
     text = _TEMPLATES.get_template(_TEMPLATE[method.direction]).render(
         case=case,
         scenario=scenario,
         CheckpointFit=CheckpointFit,
         contract=method.contract,
+        minimal=minimal,
         num_ranks=num_ranks,
         mesh=mesh,
         config=_name_config(scenario.model),

@@ -14,6 +14,7 @@ from support.written_logs import BEGIN, DURING, STORAGE, UNSHARD, cause_of, entr
 
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.explain import Explanation, explain, text
+from fsdp_doctor.known.catalogue import find_entry
 
 _POLICY = "fsdp2-pinned-policy-half-moved"
 _MANUAL = "fsdp1-manual-offload-then-state-dict"
@@ -250,9 +251,10 @@ def test_a_process_that_was_killed_for_host_memory_is_where_to_look(tmp_path: pa
     file = tmp_path / "log.txt"
     file.write_text(f"INFO saving\n{told}\n[rank1]: RuntimeError: Connection closed by peer [10.0.0.1]:40214\n")
     run = doctor("explain", str(file))
-    assert "killed for want of host memory" in run.stdout
-    assert "log.txt, line 2" in run.stdout
-    assert "is not in this log" not in run.stdout
+    said = " ".join(run.stdout.split())
+    assert "killed for want of host memory" in said
+    assert "log.txt, line 2" in said
+    assert "is not in this log" not in said
 
 
 @pytest.mark.parametrize(
@@ -318,7 +320,7 @@ def test_a_line_without_an_end_is_read_too(tmp_path: pathlib.Path) -> None:
 
 
 def _text(tmp_path: pathlib.Path, *lines: str) -> str:
-    return text.render_text(explained(tmp_path, *lines), 120).replace(str(tmp_path), "logs")
+    return text.render_text(explained(tmp_path, *lines), 10_000).replace(str(tmp_path), "logs")
 
 
 @pytest.mark.parametrize(
@@ -337,10 +339,19 @@ def _text(tmp_path: pathlib.Path, *lines: str) -> str:
     ],
     ids=["once", "twice", "two ranks", "many ranks"],
 )
-def test_the_first_line_says_where_the_cause_is_and_who_raised_it(
+def test_after_the_answer_it_says_where_the_cause_is_and_who_raised_it(
     tmp_path: pathlib.Path, lines: list[str], heading: str
 ) -> None:
-    assert _text(tmp_path, *lines).splitlines()[0] == heading
+    answer, _, place, *_ = _text(tmp_path, *lines).splitlines()
+    assert answer.startswith(("Known: ", "Likely: "))
+    assert place == heading
+
+
+def test_nothing_but_code_and_commands_is_wider_than_the_terminal(tmp_path: pathlib.Path) -> None:
+    explanation = explained(tmp_path, *traceback(UNSHARD.format(0)))
+    entry = find_entry(_MANUAL)
+    wide = [line for line in text.render_text(explanation, 80).splitlines() if len(line) > 80]
+    assert [line for line in wide if "fsdp-doctor probe" not in line and line.strip() not in entry.code] == []
 
 
 def test_what_followed_is_counted_by_what_it_is(tmp_path: pathlib.Path) -> None:

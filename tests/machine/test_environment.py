@@ -65,5 +65,11 @@ def test_only_the_home_directory_becomes_a_tilde(monkeypatch, home, text, expect
 
 def test_each_fact_is_a_line():
     facts = {"cpus": 4, "packages": {"torch": "2.9", "numpy": "2"}, "accelerators": ["A", "B"]}
-    assert format_lines(facts) == ["cpus: 4", "packages:", "  torch: 2.9", "  numpy: 2", "accelerators: A, B"]
-    assert format_lines({"accelerators": []}) == ["accelerators: none"]
+    assert format_lines(facts) == [
+        "GPU models and configuration: A, B",
+        "CPU(s): 4",
+        "Versions of relevant libraries:",
+        "[pip3] torch==2.9",
+        "[pip3] numpy==2",
+    ]
+    assert format_lines({"accelerators": []}) == ["GPU models and configuration: No devices found."]

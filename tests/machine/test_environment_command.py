@@ -45,8 +45,8 @@ def test_env_works_where_torch_cannot_be_imported_and_says_why(tmp_path, torch, 
     done = env(tmp_path, torch)
     assert done.returncode == 0
     assert done.stderr == ""
-    assert f"torch: cannot be imported: {reason}" in done.stdout
-    assert "  NCCL_DEBUG: INFO" in done.stdout.splitlines()
+    assert f"PyTorch version: cannot be imported: {reason}" in done.stdout
+    assert "NCCL_DEBUG=INFO" in done.stdout.splitlines()
     assert "must stay here" not in done.stdout
     assert str(tmp_path) not in done.stdout
 

@@ -220,3 +220,31 @@ def test_a_scripts_own_check_does_not_hide_the_race_that_it_is_to_show(tmp_path:
     case = _case("fsdp2/param/unstaged/nonblocking/get_model_state_dict.sharded")
     run = _run(tmp_path, render_script(case, find_expected(case)))
     assert run.codes == [0, 0], run.output
+
+
+@pytest.mark.parametrize(
+    ("case_id", "ranks"),
+    [
+        ("fsdp2/policy/staged/state_dict", 1),
+        ("fsdp1/param/unstaged/state_dict", 1),
+        ("fsdp2/none/unstaged/summon_full_params", 1),
+        ("fsdp2/none/unstaged/fresh/missing-key/set_model_state_dict.full", 1),
+        ("fsdp2/param/unstaged/uneven/fresh/to_empty.broadcast", 2),
+    ],
+)
+def test_two_linear_layers_show_the_failure_on_as_few_ranks_as_do(
+    tmp_path: pathlib.Path, case_id: str, ranks: int
+) -> None:
+    text = render_script(_case(case_id), find_expected(_case(case_id)), minimal=True)
+    assert "transformers" not in text
+    assert f"It needs {ranks} " in " ".join(text.split())
+    file = tmp_path / "script.py"
+    file.write_text(text)
+    run = run_script(file, ranks=ranks)
+    assert run.codes == [0] * ranks, run.output
+
+
+def test_a_script_of_two_linear_layers_is_refused_where_the_case_needs_its_model() -> None:
+    case = _case("fsdp1/none/unstaged/qwen3-buffers/full_state_dict.rank0+cpu")
+    with pytest.raises(UsageError, match="needs its model, qwen3-buffers; leave out --minimal"):
+        render_script(case, find_expected(case), minimal=True)
