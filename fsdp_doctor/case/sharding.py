@@ -23,7 +23,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-from torch.nn import functional
 from typing_extensions import assert_never
 
 from fsdp_doctor.case import models
@@ -110,9 +109,9 @@ def divide_experts(module: Any, mesh: DeviceMesh, *, hidden: bool) -> None:
         gate_up, down = (each.to_local() if isinstance(each, DTensor) else each for each in both)
         total, first = torch.zeros_like(tokens), mesh.get_local_rank() * len(down)
         for index in range(len(down)):
-            gate, up = functional.linear(tokens, gate_up[index]).chunk(2, dim=-1)
+            gate, up = nn.functional.linear(tokens, gate_up[index]).chunk(2, dim=-1)
             weight = torch.where(chosen == first + index, weights, 0).sum(dim=-1, keepdim=True)
-            total = total + functional.linear(module.act_fn(gate) * up, down[index]) * weight
+            total = total + nn.functional.linear(module.act_fn(gate) * up, down[index]) * weight
         summed = DTensor.from_local(total, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
         return summed.to_local()
 

@@ -47,6 +47,7 @@ def test_scripts_of_the_whole_matrix_import_torch_transformers_and_peft_alone() 
         "torch cannot save the optimizer's state of FSDP1's replicas",
         "there is no script of a consumer; a script reads each entry when it comes",
         "a script saves its checkpoint itself, not with save_pretrained",
+        "that the optimizer's state has other values, the doctor alone can see",
         *(
             f"there is no script of a model that is sharded as {kind}"
             for kind in ("tp", "experts", "2d", "hidden-experts", "replicate")
