@@ -120,13 +120,7 @@ class Plan:
 
         While the caller has the tensors of one, there is to be memory to launch any of the later ones.
         """
-        begin, together = first, self.buckets[first].nbytes
-        # The caller may not have been given these yet.
-        while begin and (together := together + self.buckets[begin - 1].nbytes) <= self.most_bytes:
-            begin -= 1
-        beside, last_bytes = 0, self.buckets[begin - 1].last_bytes if begin else 0
-        for bucket in self.buckets[begin:first]:
-            beside, last_bytes = max(beside, last_bytes + bucket.nbytes), bucket.last_bytes
+        beside, last_bytes = 0, self.buckets[first - 1].last_bytes if first else 0
         for count, (bucket, following) in enumerate(itertools.pairwise(self.buckets[first : first + wanted]), 1):
             beside = max(beside, last_bytes + bucket.nbytes)
             if beside + following.launched_bytes + following.rounding_bytes > self.most_bytes:
