@@ -8,7 +8,10 @@ INSTALLED := $(VENV)/.installed
 # Some images set it. The tests start hundreds of interpreters, each of which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: probe check test lint unit bench dist docs clean
+# The versions of torch for which `make wheels` builds the emulated device.
+TORCH ?= 2.10.0 2.11.0 2.12.0 2.13.0
+
+.PHONY: probe check test lint unit bench dist wheels docs clean
 
 probe: $(INSTALLED)
 	$(BIN)/fsdp-doctor probe --format table
@@ -34,6 +37,14 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/emulated.py
 	$(BIN)/python benchmarks/emulated_training.py
+
+# The emulated device, compiled for this Python and each torch: where such a wheel is installed, nothing is compiled.
+wheels:
+	for version in $(TORCH); do \
+		$(PYTHON) -m venv build/torch-$$version && \
+		build/torch-$$version/bin/python -m pip install --quiet --disable-pip-version-check torch==$$version packaging && \
+		build/torch-$$version/bin/python -m fsdp_doctor.emulated.build --wheel dist || exit 1; \
+	done
 
 # A wheel, built from the source distribution that is built first.
 dist: $(INSTALLED)

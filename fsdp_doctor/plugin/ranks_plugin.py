@@ -189,7 +189,8 @@ class PhaseOutcome:
             # What pytest.fail() raises is named so again where it is raised here.
             reason = self.verdict.reason.replace("Failed: ", "", 1)
             # Of some of the ranks the reason names them itself.
-            where = "every rank: " if not kind and len(self.verdict.ranks) == self.num_ranks > 1 else ""
+            raised = not kind and reason == self.verdict.reason
+            where = "every rank: " if raised and len(self.verdict.ranks) == self.num_ranks > 1 else ""
             pytest.fail("\n".join([where + kind + reason, *self.verdict.also]), pytrace=False)
         if self.silent and self.phase != "teardown":
             pytest.fail(f"{name_ranks(self.silent)} reported nothing of the test", pytrace=False)

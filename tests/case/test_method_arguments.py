@@ -66,7 +66,10 @@ def test_a_callable_without_a_signature_gets_the_model_alone() -> None:
 @pytest.mark.parametrize("row", [row for row in METHODS if "lora" not in row.function], ids=lambda row: row.name)
 def test_every_path_of_the_table_asks_for_what_there_is_alone(row: Any) -> None:
     of_loads = {"state", "buffers"} if row.direction == "in" else set()
-    assert set(list_requested_arguments(find_function(row))) <= {"optimizer", "device", "scratch", "control"} | of_loads
+    assert (
+        set(list_requested_arguments(find_function(row)))
+        <= {"optimizer", "device", "scratch", "control", "experts"} | of_loads
+    )
 
 
 @pytest.mark.parametrize("row", [row for row in METHODS if row.direction == "in"], ids=lambda row: row.name)

@@ -469,10 +469,10 @@ def test_a_finding_names_the_file_the_tensor_the_rows_and_the_rank(
     found = json.loads((tmp_path / "found.json").read_text())
     (finding,) = found["findings"]
     assert (done.code, found["answer"]) == (1, "damaged"), done.stderr
-    assert done.stdout.startswith(f"damaged: {tmp_path / 'verl'}")
+    assert done.stdout.split()[:2] == ["damaged:", str(tmp_path / "verl")]
     assert (finding["file"], finding["tensor"], finding["rows"], finding["rank"]) == (RANK_1, EMBED, [257, 513], 1)
-    assert finding["load"] in done.stdout
-    assert finding["remedy"] in done.stdout
+    assert finding["load"] in " ".join(done.stdout.split())
+    assert finding["remedy"] in " ".join(done.stdout.split())
 
 
 # Hostile

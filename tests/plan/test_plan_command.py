@@ -27,7 +27,7 @@ _SMALL = ("--model", "small", "--seq-len", "256", "--micro-batch", "2")
 
 def _plan(*arguments: str, config: tuple[str, ...] = _VERL) -> Done:
     given = [word for one in config for word in ("--config", one)]
-    return doctor("memory", "plan", *given, *arguments)
+    return doctor("memory", "plan", *given, *arguments, env={"COLUMNS": "1000"})
 
 
 def _fails(done: Done, code: int, *words: str) -> None:

@@ -34,6 +34,8 @@ _FILE = f"_C{_SUFFIX}"
 _LIBRARIES = ("c10", "torch_cpu", "torch_python")
 # Reading torch's large headers is most of the time, so sources that need the same headers are compiled as one unit, the
 # largest unit first. A source that is not named here is compiled alone.
+# Of all compilers together; half a minute on two idle cores.
+_BUILD_SECONDS = 60
 _UNITS = (
     ("collectives", "agreement", "gloo", "module"),
     ("autocast", "attention", "copy", "cuda_kernels", "device", "fallback", "sparse"),
@@ -166,8 +168,9 @@ def _compute_key(compiler: list[str]) -> str:
 
 
 def _build(compiler: list[str], key: str) -> pathlib.Path:
-    # It takes half a minute, which without a message would look like a hang.
-    _print(f"building the emulated accelerator for torch {torch.__version__}, once")
+    # Without a message it would look like a hang.
+    expected = f"about {_expect_seconds(os.cpu_count() or 1)} s on {os.cpu_count()} idle cores"
+    _print(f"building the emulated accelerator for torch {torch.__version__}, once: {expected}")
     try:
         with tempfile.TemporaryDirectory() as scratch:
             linked = _compile(compiler, pathlib.Path(scratch))
@@ -183,6 +186,11 @@ def _build(compiler: list[str], key: str) -> pathlib.Path:
             "set FSDP_DOCTOR_CACHE to another directory"
         )
     return file
+
+
+def _expect_seconds(num_cores: int) -> int:
+    """Of the compilers: _BUILD_SECONDS in all, of which the largest unit is the half."""
+    return round(max(_BUILD_SECONDS / num_cores, _BUILD_SECONDS / 2), -1)
 
 
 def _print(message: str) -> None:
