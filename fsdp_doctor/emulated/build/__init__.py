@@ -190,7 +190,7 @@ def _build(compiler: list[str], key: str) -> pathlib.Path:
 
 def _expect_seconds(num_cores: int) -> int:
     """Of the compilers: _BUILD_SECONDS in all, of which the largest unit is the half."""
-    return round(max(_BUILD_SECONDS / num_cores, _BUILD_SECONDS / 2), -1)
+    return int(max(_BUILD_SECONDS / num_cores, _BUILD_SECONDS / 2))
 
 
 def _print(message: str) -> None:
