@@ -54,8 +54,8 @@ class LoadingSteps:
         trainer = self._saved.start(self._scenario, start_of(self._scenario))
         # What the method does not load has been loaded already.
         if self._contract.loads == "optimizer":
-            # Rounded on the device: torch's setters step an optimizer to make its state, and a GPU's arithmetic leaves
-            # the bits of its own NaN as they are, and not those of a CPU's.
+            # Rounded on the device: torch's setters step an optimizer to make its state, and a GPU's arithmetic keeps
+            # the bits of a NaN that a GPU made, but not of one that a CPU made.
             pieces = local_pieces.list_model_pieces(trainer.model, self._right)
             dtypes = {name: piece.held.dtype for piece in pieces for name in piece.names}
             on_device = self._runtime.device

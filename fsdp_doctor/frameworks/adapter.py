@@ -192,7 +192,7 @@ class PlainModel:
         return models.build(*_MODEL["qwen3"], None, "own") if self.has_adapters else self._build(self.weights)
 
     def write_pretrained(self) -> pathlib.Path:
-        """Writes :meth:`without_adapters` as a Hugging Face directory of this rank's own, and returns the directory.
+        """Writes the model without adapters as this rank's Hugging Face directory, and returns the directory.
 
         With ``save_pretrained`` only one of several ranks would write it.
         """
@@ -208,7 +208,7 @@ class PlainModel:
         return directory
 
     def add_buffers(self, module: nn.Module) -> nn.Module:
-        """Adds the model's buffers to a module that the framework made of :meth:`pretrained`: no class has them."""
+        """Adds the model's buffers to a module that the framework read from such a directory: no class has them."""
         if self.name == "buffers":
             models.add_buffers(module, models.SEED[self.weights])
         return module

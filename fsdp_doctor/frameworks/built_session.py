@@ -15,23 +15,19 @@ from fsdp_doctor.fsdp import reader
 from fsdp_doctor.matrix.frameworks.framework_matrix import ConfiguredBuild
 
 
-def find_mismatches(session: FrameworkSession, builds: Iterable[ConfiguredBuild]) -> list[str]:
-    """One phrase for each fact of the wrapped model that differs from the one asked for. Local to a rank."""
-    return list(_find_mismatches(session, builds))
-
-
-def _find_mismatches(session: FrameworkSession, builds: Iterable[ConfiguredBuild]) -> Iterator[str]:
+def find_mismatches(session: FrameworkSession, builds: Iterable[ConfiguredBuild]) -> Iterator[str]:
+    """Yields a phrase for each fact of the wrapped model that differs from the one asked for. Local to a rank."""
     contents = reader.read(session.model)
     strategy = recognize_strategy(contents)
-    kept = {policy != "none" for policy in list_policies(contents)}
+    offloads = {policy != "none" for policy in list_policies(contents)}
     num_units = len(contents.fsdp1_units) + len(contents.fsdp2_units)
     if num_units <= models.NUM_LAYERS:
         yield f"{num_units} FSDP units, where the root and each of {models.NUM_LAYERS} layers must be a unit"
     for asked in builds:
         if asked.strategies and strategy not in asked.strategies:
             yield f"{strategy} where {' or '.join(asked.strategies)} was asked for"
-        if asked.offloads is not None and kept != {asked.offloads}:
-            yield f"{_name_policy(kept)} where {_name_policy({asked.offloads})} was asked for"
+        if asked.offloads is not None and offloads != {asked.offloads}:
+            yield f"{_name_policy(offloads)} where {_name_policy({asked.offloads})} was asked for"
         if asked.state_dict_type and session.state_dict_type not in (None, asked.state_dict_type):
             yield f"{session.state_dict_type} state dicts where {asked.state_dict_type} ones were asked for"
 

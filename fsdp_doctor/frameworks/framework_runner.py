@@ -151,7 +151,7 @@ class FrameworkRun:
     def _check_built(self, session: FrameworkSession) -> None:
         """Raises Unsupported if the framework built something else than the configuration asks for."""
         scenario = self.case.scenario
-        if mismatches := find_mismatches(session, scenario.matrix.list_builds(scenario.values)):
+        if mismatches := list(find_mismatches(session, scenario.matrix.list_builds(scenario.values))):
             built = f"{describe_version(scenario.framework)} built something else than {scenario.configuration}"
             raise Unsupported(f"{built}: {'; '.join(mismatches)}")
 

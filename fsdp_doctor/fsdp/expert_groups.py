@@ -30,13 +30,15 @@ _PATTERNS = ("experts.*", "*.experts.*")
 
 def list_expert_meshes(experts: Experts | None) -> ExpertMeshes:
     """(pattern, mesh) of each pattern. Raises TypeError for another type, ValueError for a mesh of several dims."""
-    pairs = tuple(experts.items()) if isinstance(experts, Mapping) else tuple((one, experts) for one in _PATTERNS)
-    for pattern, mesh in pairs if experts is not None else ():
+    if experts is None:
+        return ()
+    pairs = tuple(experts.items() if isinstance(experts, Mapping) else ((pattern, experts) for pattern in _PATTERNS))
+    for pattern, mesh in pairs:
         if not isinstance(pattern, str) or not isinstance(mesh, DeviceMesh):
             raise TypeError(f"experts must be a DeviceMesh, or a mapping of patterns to such, not {experts!r}")
         if mesh.ndim != 1:
             raise ValueError(f'experts: {mesh} has {mesh.ndim} dims: give the one that divides them, as mesh["ep"]')
-    return tuple((pattern, mesh) for pattern, mesh in pairs if mesh is not None)
+    return pairs
 
 
 @disable_autograd
@@ -46,17 +48,19 @@ def place_experts(contents: ModelContents, experts: ExpertMeshes) -> ModelConten
     Raises ValueError where no parameter has such a name, for one in an FSDP1 unit, and for one that is sharded along
     that mesh already or over ranks that are no slice of the mesh to which it belongs.
     """
-    meshes: dict[int, tuple[DeviceMesh, DeviceMesh]] = {}
+    if not experts:
+        return contents
+    # Each is used for many parameters.
+    ordered = {id(mesh): _put_first(mesh) for _, mesh in experts}
     matched = False
     for parameter in contents.parameters:
         if (mesh := _find_mesh(parameter.names, experts)) is not None:
-            root, ordered = meshes.setdefault(id(mesh), (private.find_root_mesh(mesh), _put_first(mesh)))
-            parameter.placed = _place(parameter, mesh, root, ordered)
+            parameter.placed = _place(parameter, mesh, ordered[id(mesh)])
             matched = True
-    for unit in contents.fsdp1_units if experts else ():
+    for unit in contents.fsdp1_units:
         if flat := [names[0] for names in unit.names if _find_mesh(names, experts) is not None]:
             raise ValueError(f"experts: {flat[0]} is in an FSDP1 unit, of which no part of a larger tensor is gathered")
-    if experts and not matched:
+    if not matched:
         raise ValueError(f"experts: no parameter is called {' or '.join(pattern for pattern, _ in experts)}")
     return contents
 
@@ -89,8 +93,11 @@ def _put_first(mesh: DeviceMesh) -> DeviceMesh:
     )
 
 
-def _place(parameter: ModelTensor, mesh: DeviceMesh, root: DeviceMesh, ordered: DeviceMesh) -> DTensor:
-    """What the parameter is a part of, without elements."""
+def _place(parameter: ModelTensor, mesh: DeviceMesh, ordered: DeviceMesh) -> DTensor:
+    """Makes the tensor of all experts, without elements, of which the parameter is a part.
+
+    ordered: the mesh of which ``mesh`` is a dim, as ``_put_first`` has it.
+    """
     tensor, name = parameter.tensor, parameter.names[0]
     if re.search(r"(^|\.)experts\.\d+\.", name):
         raise ValueError(
@@ -102,9 +109,10 @@ def _place(parameter: ModelTensor, mesh: DeviceMesh, root: DeviceMesh, ordered: 
         extended = extend_mesh(tensor.device_mesh, tensor.placements, [ordered])
         if extended is None or not isinstance(extended[1][0], Replicate):
             ranks, along = tensor.device_mesh.mesh.tolist(), mesh.mesh.tolist()
+            of_all = private.find_root_mesh(mesh).mesh.tolist()
             raise ValueError(
                 f"experts: {name} is sharded over the ranks {ranks}, which is no slice beside the ranks {along} of "
-                f"{root.mesh.tolist()}: give the other dim of the mesh that FSDP shards it over, and nothing for what "
+                f"{of_all}: give the other dim of the mesh that FSDP shards it over, and nothing for what "
                 "is one DTensor already"
             )
         placements[1:] = extended[1][1:]

@@ -114,7 +114,7 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     id: str
-    short_code: str = ""
+    short_code: str
     group: str
     title: str
     verdict: VerdictKind

@@ -15,17 +15,17 @@ def measure_width(most: int = 120) -> int:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """The lines of ``text``, those that are too long broken at blanks; the rest of one is indented by two more."""
+    """The lines of ``text``; a line that is too long is broken at blanks, and what follows is indented by two more."""
     return [piece for line in text.splitlines() for piece in _wrap_line(line, max(width, _NARROWEST))]
 
 
 def wrap_lines(lines: Iterable[str], width: int) -> list[str]:
-    """All lines, each as :func:`wrap` has it."""
+    """Wraps each line; an empty line stays."""
     return [piece for line in lines for piece in wrap(line, width) or [""]]
 
 
 def wrap_all(lines: Iterable[str], width: int) -> str:
-    """The same as one text."""
+    """Wraps each line as :func:`wrap_lines`, and joins them to one text."""
     return "".join(f"{line}\n" for line in wrap_lines(lines, width))
 
 

@@ -276,9 +276,7 @@ class Sharding(AxisValue):
     @property
     def needs_fsdp2(self) -> bool:
         match self:
-            case Sharding.TP | Sharding.REPLICATE:
-                return True
-            case Sharding.EXPERTS | Sharding.EXPERTS_2D | Sharding.HIDDEN_EXPERTS:
+            case Sharding.TP | Sharding.REPLICATE | Sharding.EXPERTS | Sharding.EXPERTS_2D | Sharding.HIDDEN_EXPERTS:
                 return True
             case Sharding.FULL | Sharding.HSDP | Sharding.SIZE1:
                 return False

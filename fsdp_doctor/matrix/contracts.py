@@ -92,7 +92,12 @@ class Method:
 
     def has_values(self, values: Mapping[str, str]) -> bool:
         """Whether it makes sense in a scenario with these values by axis."""
-        return all(values[axis] in allowed for axis, allowed in self.only.items())
+        return allows_values(self.only, values)
+
+
+def allows_values(only: Mapping[str, tuple[str, ...]], values: Mapping[str, str]) -> bool:
+    """Whether each axis in ``only`` has one of the values that are allowed there."""
+    return all(values[axis] in allowed for axis, allowed in only.items())
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -257,9 +257,7 @@ def _shard_group(sharding: Sharding, machines: Machines) -> int:
             return 1
         case Sharding.HSDP:
             return machines.gpus
-        case Sharding.FULL | Sharding.TP:
-            return machines.ranks
-        case Sharding.EXPERTS | Sharding.EXPERTS_2D | Sharding.HIDDEN_EXPERTS:
+        case Sharding.FULL | Sharding.TP | Sharding.EXPERTS | Sharding.EXPERTS_2D | Sharding.HIDDEN_EXPERTS:
             return machines.ranks
         case _:
             assert_never(sharding)

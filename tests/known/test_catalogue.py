@@ -169,6 +169,7 @@ def test_of_entries_with_one_message_the_traceback_decides(message: str, traceba
 )
 def test_a_mistake_in_an_entry_is_named_with_its_file_and_entry(key: str, value: str, wrong: str) -> None:
     fields = {
+        "short_code": "'FD000'",
         "id": "'broken'",
         "title": "'t'",
         "verdict": "'crash'",

@@ -60,6 +60,7 @@ def said(result: CheckResult, kind: str) -> str:
 def entry(name: str, **trigger: tuple[str, ...]) -> KnownFailure:
     return KnownFailure(
         id=name,
+        short_code="FD000",
         group="a",
         title="it breaks",
         verdict="crash",

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from fsdp_doctor.matrix.axes import Axis, Strategy
-from fsdp_doctor.matrix.contracts import Direction, Method
+from fsdp_doctor.matrix.contracts import Direction, Method, allows_values
 
 # In the order of their users.
 FrameworkName: TypeAlias = Literal["accelerate", "trainer", "verl", "trl", "lightning", "torchtitan", "skyrl"]
@@ -100,7 +100,7 @@ class FrameworkMatrix:
 
     def list_builds(self, values: Mapping[str, str]) -> list[ConfiguredBuild]:
         """What a configuration with these values by axis must make of the model."""
-        return [build for build in self.builds if all(values[axis] in allowed for axis, allowed in build.only.items())]
+        return [build for build in self.builds if allows_values(build.only, values)]
 
     def find_method(self, name: str) -> FrameworkMethod:
         return next(method for method in self.methods if method.name == name)

@@ -1,17 +1,13 @@
 """The installed accelerate, whose Accelerator does in some of its methods what no framework should do."""
 
-import importlib.machinery
 import os
 import pathlib
 import subprocess
 import sys
 
-_HERE = str(pathlib.Path(__file__).resolve().parents[1])
-_spec = importlib.machinery.PathFinder.find_spec("accelerate", [path for path in sys.path if path != _HERE])
-assert _spec is not None
-assert _spec.loader is not None
-__file__, __path__ = _spec.origin, _spec.submodule_search_locations
-_spec.loader.exec_module(sys.modules[__name__])
+from faults.overlay import become_installed
+
+become_installed(sys.modules[__name__])
 
 _prepare, _save_state = Accelerator.prepare, Accelerator.save_state  # noqa: F821, the installed package's
 
