@@ -352,8 +352,10 @@ def memory_summary(device: _Device = None, abbreviated: bool = False) -> str:
 
 
 def host_memory_stats() -> dict[str, int]:
-    """The bytes of pinned host memory, under the name that ``torch.cuda.host_memory_stats`` uses."""
-    return {"allocated_bytes.current": pinned_memory_allocated()}
+    """Bytes of pinned host memory that CUDA's allocator would have taken, under the name of ``torch.cuda``: a power of
+    two for each tensor, kept for the next one when it is freed.
+    """
+    return {"allocated_bytes.current": _C.pinned_reserved()}
 
 
 def reset_peak_memory_stats(device: _Device = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
@@ -193,6 +194,8 @@ class RankReplay:
         self._timeline = Timeline()
         self._views: dict[str, int] = {}
         self._has_run = self._has_moments = False
+        # What the allocator of pinned memory has taken: blocks of each size.
+        self._pinned_blocks = collections.Counter[int]()
         self._ledgers: list[StageMemory] = []
 
     def replay_stages(self) -> list[StageMemory]:
@@ -320,7 +323,7 @@ class RankReplay:
         setup, scenario = self._setup, self._setup.scenario
         master = setup.dtypes.master
         by_class: dict[MemoryClass, int] = {}
-        pinned = reserved = pageable = 0
+        pinned = pageable = 0
         sizes: list[tuple[MemoryClass, list[int], bool]] = []
         if not self._timeline.count_bytes("parameters"):
             # FSDP1 pins them when it first runs.
@@ -333,13 +336,21 @@ class RankReplay:
         if self._has_moments and not self._timeline.count_bytes("optimizer state"):
             moments = [numel * master for unit in self._shards.units for numel in unit.local] * setup.moments
             sizes.append(("optimizer state", moments, not scenario.policy and not scenario.transfer.is_blocking))
+        live = collections.Counter[int]()
         for name, each, is_pinned in sizes:
             by_class[name] = sum(each)
             if is_pinned:
                 pinned += sum(each)
-                reserved += sum(map(round_to_power_of_two, each))
+                live.update(map(round_to_power_of_two, each))
             else:
                 pageable += sum(each)
+        if scenario.policy and scenario.version == 2 and scenario.pinning.is_pinned and self._has_moments:
+            # FSDP2 copies each gradient to pinned memory of its own, unpadded, until zero_grad frees it
+            # (_fsdp_collectives.foreach_reduce, read in 2.6 to 2.13).
+            live.update(round_to_power_of_two(numel * master) for unit in self._shards.units for numel in unit.local)
+        # The allocator of pinned memory keeps what was freed for the next tensor of that size.
+        self._pinned_blocks |= live
+        reserved = sum(size * count for size, count in self._pinned_blocks.items())
         return HostMemory(held=by_class, pinned=pinned, pinned_reserved=reserved, pageable=pageable)
 
 

@@ -165,11 +165,30 @@ struct DeviceAllocator final : c10::DeviceAllocator {
 std::map<uintptr_t, Block*> pinned;
 int64_t pinned_now = 0;
 
+// What CUDA's caching allocator of pinned memory would have taken: blocks of a power of two, which it keeps for the
+// next tensor of that size. Here nothing is kept: memory that is used again would hide an early read of it.
+struct PinnedBin {
+  int64_t live = 0;
+  int64_t taken = 0;
+};
+std::array<PinnedBin, 64> pinned_bins;
+
+PinnedBin& pinned_bin(size_t nbytes) {
+  size_t exponent = 0;
+  while ((size_t{1} << exponent) < nbytes) {
+    ++exponent;
+  }
+  return pinned_bins.at(exponent);
+}
+
 void free_pinned(void* context) {
   auto block = BlockPtr::reclaim(static_cast<Block*>(context));
   std::lock_guard<std::mutex> lock(mutex);
   pinned.erase(reinterpret_cast<uintptr_t>(block->memory.get()));
   pinned_now -= static_cast<int64_t>(block->nbytes);
+  if (block->nbytes > 0) {
+    --pinned_bin(block->nbytes).live;
+  }
 }
 
 struct PinnedAllocator final : at::HostAllocator {
@@ -187,6 +206,10 @@ struct PinnedAllocator final : at::HostAllocator {
       std::lock_guard<std::mutex> lock(mutex);
       pinned[reinterpret_cast<uintptr_t>(data)] = block.get();
       pinned_now += static_cast<int64_t>(nbytes);
+      if (nbytes > 0) {
+        auto& bin = pinned_bin(nbytes);
+        bin.taken = std::max(bin.taken, ++bin.live);
+      }
     }
     return {data, block.release(), &free_pinned, c10::Device(c10::kCPU)};
   }
@@ -195,17 +218,22 @@ struct PinnedAllocator final : at::HostAllocator {
     default_copy_data(to, from, nbytes);
   }
 
-  // A copy in flight holds its block: there is no event to record, and nothing is cached.
+  // A copy in flight holds its block: there is no event to record.
   bool record_event(void*, void*, c10::Stream) override {
     return true;
   }
-  void empty_cache() override {}
+  void empty_cache() override {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (auto& bin : pinned_bins) {
+      bin.taken = bin.live;
+    }
+  }
   void reset_accumulated_stats() override {}
   void reset_peak_stats() override {}
 
   at::HostStats get_stats() override {
     at::HostStats stats;
-    stats.allocated_bytes.current = pinned_bytes();
+    stats.allocated_bytes.current = pinned_reserved();
     return stats;
   }
 };
@@ -287,6 +315,15 @@ void record_stream(const c10::DataPtr& data, c10::StreamId stream) {
 int64_t pinned_bytes() {
   std::lock_guard<std::mutex> lock(mutex);
   return pinned_now;
+}
+
+int64_t pinned_reserved() {
+  std::lock_guard<std::mutex> lock(mutex);
+  int64_t sum = 0;
+  for (size_t exponent = 0; exponent < pinned_bins.size(); ++exponent) {
+    sum += pinned_bins[exponent].taken << exponent;
+  }
+  return sum;
 }
 
 std::pair<size_t, size_t> memory_info(c10::DeviceIndex device) {

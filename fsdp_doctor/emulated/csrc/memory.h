@@ -57,6 +57,9 @@ void empty_cache();
 void set_poisoning(bool on);
 void record_stream(const c10::DataPtr& data, c10::StreamId stream);
 int64_t pinned_bytes();
+
+// Bytes that CUDA's allocator of pinned memory would have taken for them, and kept of earlier ones.
+int64_t pinned_reserved();
 // Free and total bytes of a device. Without a limit the total is what this host has.
 std::pair<size_t, size_t> memory_info(c10::DeviceIndex device);
 

@@ -52,6 +52,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("empty_cache", &empty_cache);
   m.def("set_poisoning", &set_poisoning);
   m.def("pinned_bytes", &pinned_bytes);
+  m.def("pinned_reserved", &pinned_reserved);
 
   m.def("set_race_detection", &set_race_detection);
   m.def("take_races", &take_races);
