@@ -180,9 +180,9 @@ def _print_error(error: FsdpDoctorError) -> None:
     if isinstance(error, OutputClosed) or not str(error):
         return
     if not launch.is_rank_zero() and isinstance(error, CannotRun | UsageError):
-        # Most likely rank 0 prints the same. If it does, torchrun ends this process meanwhile.
+        # Most likely rank 0 prints the same. If it does, this process is ended meanwhile.
         time.sleep(2)
-    # torchrun ends the other ranks when rank 0 has ended, and rank 0 has printed why.
+    # The other ranks are ended when rank 0 has ended, and rank 0 has printed why.
     if launch.is_rank_zero() or not isinstance(error, Interrupted):
         print(f"fsdp-doctor: {error}", file=sys.stderr)
     launch.tell_torchrun(str(error))

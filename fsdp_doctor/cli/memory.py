@@ -112,7 +112,7 @@ def measure(
     """Measure the memory of each rank at each stage of a job, by class.
 
     A job is built, trains, is offloaded, staged, extracted from, offloaded again, loaded, and trains on.
-    Under torchrun it runs on torchrun's ranks; otherwise it starts torchrun on this node.
+    Under torchrun it runs on torchrun's ranks; otherwise it starts ranks on this node.
 
     An option that takes a list can be repeated, or take several values separated by commas.
     """

@@ -215,9 +215,14 @@ def check_versions() -> None:
 
 
 def start_ranks(ranks: RankOptions, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs this program again under torchrun, and exits with the exit code of rank 0.
+    """Runs this program again on several ranks of this node, and exits with the exit code of rank 0.
 
     arguments: of the program; by default those of this command line.
     """
+    # Before torch is imported, which reads it: several ranks share the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from fsdp_doctor.probe import worker
+
+    worker.import_what_cases_need()
     nproc = ranks.nproc or launch.choose_num_ranks(ranks.device)
-    raise SystemExit(launch.start_torchrun(sys.argv[1:] if arguments is None else arguments, nproc))
+    raise SystemExit(launch.start_ranks(sys.argv[1:] if arguments is None else arguments, nproc))

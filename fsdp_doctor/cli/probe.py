@@ -120,7 +120,7 @@ def probe(
 ) -> None:
     """Run the matrix and report what works here.
 
-    Under torchrun it runs on torchrun's ranks; otherwise it starts torchrun on this node.
+    Under torchrun it runs on torchrun's ranks; otherwise it starts ranks on this node.
 
     An option that selects cases can be repeated, or take several values separated by commas.
     """
@@ -154,7 +154,7 @@ def probe(
 
 
 def conduct(asked: ProbeOptions, ranks: options.RankOptions) -> None:
-    """Runs a probe as rank 0, or starts torchrun if this is no rank of a job, and exits as the probe does."""
+    """Runs a probe as rank 0, or starts the ranks if this is none of a job, and exits as the probe does."""
     options.check_versions()
     if not launch.is_under_torchrun():
         options.start_ranks(ranks)

@@ -1,22 +1,28 @@
-"""Ranks: this process's place among the processes that torchrun started, and starting torchrun."""
+"""Ranks: this process's place among the processes that torchrun started, and starting them without torchrun."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
-import logging
+import multiprocessing.connection
 import os
-import pathlib
+import runpy
+import signal
+import socket
 import sys
 import time
-import uuid
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.context import ForkProcess
 
-from fsdp_doctor.errors import CannotRun, DoctorFault, Interrupted
-from fsdp_doctor.machine import imports
+from fsdp_doctor.errors import CannotRun, DoctorFault
+from fsdp_doctor.machine.signals import Interruption, die_with_parent
 
 _RANKS_WITHOUT_ACCELERATOR = 2
+_POLL_SECONDS = 0.1
+_SECONDS_TO_END = 30.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -83,51 +89,80 @@ def tell_torchrun(sentence: str) -> None:
 
 def choose_num_ranks(device: str) -> int:
     """The default number of ranks: one for each accelerator of this node, or two without accelerators."""
-    with imports.freeze_imports():
-        import torch
-
-    if device in ("cpu", "emulated") or not torch.accelerator.is_available():
+    if device in ("cpu", "emulated"):
         return _RANKS_WITHOUT_ACCELERATOR
-    return int(torch.accelerator.device_count())
+    # A driver may refuse the forks of a process that has counted its devices.
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as fork:
+        return fork.submit(_count_accelerators).result() or _RANKS_WITHOUT_ACCELERATOR
 
 
-def start_torchrun(arguments: Sequence[str], nproc: int) -> int:
-    """Runs this program again on ``nproc`` ranks of this node, under torchrun's agent.
+def _count_accelerators() -> int:
+    import torch
 
-    Returns rank 0's exit code, which torchrun's own command would flatten to 1; the doctor's own
-    fault where another rank ended first.
+    return int(torch.accelerator.device_count()) if torch.accelerator.is_available() else 0
+
+
+def start_ranks(arguments: Sequence[str], nproc: int) -> int:
+    """Runs this program again on ``nproc`` ranks of this node, with torchrun's variables. Each rank is a fork of this
+    process, and imports nothing that this process has imported.
+
+    Returns rank 0's exit code; the doctor's own fault where another rank has failed first. Raises Interrupted after
+    SIGINT, SIGTERM or SIGHUP, which it passes on. No rank outlives the call or this process.
     """
-    with imports.freeze_imports():
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    import torch.distributed as dist
 
-    # The ranks run the package that this process runs, from wherever it was started.
-    package = str(pathlib.Path(__file__).resolve().parents[2])
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
-    # torchrun itself sets this, and prints five lines about it.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=str(uuid.uuid4()),
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
+    # Ranks may connect before the store answers, since its threads must not exist when this process is forked.
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    agent = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ranks: list[ForkProcess] = []
+    interruption: Interruption | None = None
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", "fsdp_doctor", *arguments)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        return failure.exitcode if rank == 0 and failure.exitcode > 0 else DoctorFault.exit_code
-    except Exception as error:
-        # A signal at the moment when torch begins to time a function of its own is behind an UnboundLocalError.
-        for cause in (error, error.__context__):
-            if isinstance(cause, SignalException):
-                raise Interrupted(f"stopped by {cause.sigval.name}") from None
-        raise
-    return 0
+        for rank in range(nproc):
+            variables = Place(rank=rank, world_size=nproc, local_rank=rank, num_nodes=1).variables | agent
+            process = ForkProcess(target=_run_as_rank, args=(os.getpid(), variables, arguments))
+            with warnings.catch_warnings():
+                # Importing torch can leave a helper thread behind; it holds no lock that a rank takes.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process.start()
+            ranks.append(process)
+        interruption = Interruption()
+        _store = dist.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return _wait_for_failure(ranks, interruption)
+    finally:
+        _end(ranks, (interruption and interruption.received) or signal.SIGTERM)
+
+
+def _run_as_rank(parent: int, variables: dict[str, str], arguments: Sequence[str]) -> None:
+    # As torchrun's ranks: Ctrl-C reaches the launcher alone.
+    os.setsid()
+    die_with_parent(signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.environ |= variables
+    sys.argv[1:] = arguments
+    runpy.run_module("fsdp_doctor", run_name="__main__")
+
+
+def _wait_for_failure(ranks: Sequence[ForkProcess], interruption: Interruption) -> int:
+    """Waits until a rank has failed or all have ended. Returns the exit code of the job."""
+    while any(rank.exitcode is None for rank in ranks) and not any(rank.exitcode for rank in ranks):
+        interruption.check()
+        multiprocessing.connection.wait([rank.sentinel for rank in ranks if rank.exitcode is None], _POLL_SECONDS)
+    if not any(rank.exitcode for rank in ranks):
+        return 0
+    code = ranks[0].exitcode or 0
+    return code if code > 0 else DoctorFault.exit_code
+
+
+def _end(ranks: Sequence[ForkProcess], number: int) -> None:
+    for rank in ranks:
+        if rank.exitcode is None and rank.pid is not None:
+            os.kill(rank.pid, number)
+    end = time.monotonic() + _SECONDS_TO_END
+    for rank in ranks:
+        rank.join(max(0.0, end - time.monotonic()))
+        rank.kill()
+        rank.join()

@@ -17,6 +17,7 @@ from fsdp_doctor.case.checkpoints import name_directory
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.launch import Place
+from fsdp_doctor.machine.signals import Interruption
 from fsdp_doctor.matrix.axes import CheckpointFit
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
@@ -25,7 +26,6 @@ from fsdp_doctor.probe import worker
 from fsdp_doctor.probe.deadlines import Limits
 from fsdp_doctor.probe.job import Job
 from fsdp_doctor.probe.messages import StartWorker
-from fsdp_doctor.probe.processes import Interruption
 from fsdp_doctor.probe.workers import WorkerGroup
 from fsdp_doctor.report.document import CaseResult, make_case_fields, make_result
 from fsdp_doctor.report.layout import format_count

@@ -1,4 +1,4 @@
-"""One rank's whole run under torchrun: supervise, and on rank 0 conduct the run, report it and judge it."""
+"""One rank's whole run: supervise, and on rank 0 conduct the run, report it and judge it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from fsdp_doctor.errors import EXIT_OK, CannotRun, DoctorFault, FsdpDoctorError, UsageError, read_first_line
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.machine import devices, imports, launch
+from fsdp_doctor.machine.signals import Interruption, die_with_parent
 from fsdp_doctor.matrix.methods import is_user_method
 from fsdp_doctor.page import write_page
 from fsdp_doctor.probe.baseline import Baseline, Judgement
@@ -37,14 +38,13 @@ if TYPE_CHECKING:
     from fsdp_doctor.probe.checkpoint_writers import CheckpointWriters
     from fsdp_doctor.probe.conductor import Conductor
     from fsdp_doctor.probe.job import Job
-    from fsdp_doctor.probe.processes import Interruption
 
 _GOODBYE_SECONDS = 10.0
 _RENDEZVOUS_SECONDS = 60.0
 
 
 def conduct(options: ProbeOptions) -> int:
-    """Runs rank 0's part under torchrun: shares the job, runs it, judges it. Returns the exit code."""
+    """Runs rank 0's part: shares the job, runs it, judges it. Returns the exit code."""
     with imports.freeze_imports():
         from fsdp_doctor.memory.snapshot import check_counted
         from fsdp_doctor.probe.checkpoint_writers import CheckpointWriters, choose_num_writers
@@ -108,13 +108,12 @@ def follow() -> int:
 
 
 def _join_the_others() -> tuple[launch.Place, dist.Store, Interruption]:
-    """Imports what the workers will need, connects to torchrun's store. Raises CannotRun if that fails."""
+    """Imports what the workers will need, connects to the store of the ranks. Raises CannotRun if that fails."""
     from fsdp_doctor.probe import processes, worker
-    from fsdp_doctor.probe.processes import Interruption
 
     place = launch.read_place()
-    # Supervisors must not outlive a torchrun that was killed.
-    processes.die_with_parent(signal.SIGTERM)
+    # Supervisors must not outlive a torchrun or a launcher that was killed.
+    die_with_parent(signal.SIGTERM)
     processes.adopt_orphans()
     worker.import_what_cases_need()
     import torch.distributed as dist
@@ -130,7 +129,7 @@ def _join_the_others() -> tuple[launch.Place, dist.Store, Interruption]:
 
 
 def _wait_for_the_others(store: dist.Store, world_size: int) -> None:
-    """torchrun ends every rank as soon as one fails; rank 0, whose exit code counts, goes last."""
+    """What started the ranks ends all as soon as one fails; rank 0, whose exit code counts, goes last."""
     keys = [f"bye/{rank}" for rank in range(1, world_size)]
     end = time.monotonic() + _GOODBYE_SECONDS
     with contextlib.suppress(RuntimeError):

@@ -5,17 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import signal
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from types import FrameType
 
 import psutil
 
-from fsdp_doctor.errors import Interrupted
-
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
 # Threads of NCCL, gloo and CUDA that wake to look at something take up to 2 % while a worker hangs.
 _IDLE_SHARE = 0.1
 # They sleep again by themselves. One that works on a busy machine loses the processor, a hundred times
@@ -23,28 +19,6 @@ _IDLE_SHARE = 0.1
 _INTERRUPTIONS = 5
 # Whoever looks every half second and comes as late as this is on a machine that stands still itself.
 _STALLED_SECONDS = 2.0
-
-
-class Interruption:
-    """Turns SIGINT, SIGTERM and SIGHUP into an exception at the next safe point."""
-
-    def __init__(self) -> None:
-        self._received: int | None = None
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._receive)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
-
-    def check(self) -> None:
-        """Raises Interrupted if a signal came."""
-        if self._received is not None:
-            raise Interrupted(f"stopped by {signal.Signals(self._received).name}")
-
-
-def die_with_parent(number: signal.Signals) -> None:
-    """Has the kernel send this process a signal when the process that started it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def adopt_orphans() -> None:

@@ -1,6 +1,6 @@
 """One rank's supervisor: it performs the conductor's instructions on its own worker and posts the outcome.
 
-Supervisors agree over torchrun's own store and nothing else. A supervisor makes no CUDA context and
+Supervisors agree over the ranks' store and nothing else. A supervisor makes no CUDA context and
 runs no case, so that no case can take it along.
 """
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import assert_never
 
 from fsdp_doctor.machine.launch import Place
+from fsdp_doctor.machine.signals import Interruption
 from fsdp_doctor.probe import worker
 from fsdp_doctor.probe.deadlines import Limits
 from fsdp_doctor.probe.job import Job
@@ -28,7 +29,6 @@ from fsdp_doctor.probe.messages import (
     decode,
     encode,
 )
-from fsdp_doctor.probe.processes import Interruption
 from fsdp_doctor.probe.worker import import_frameworks
 from fsdp_doctor.probe.workers import IDLE_POLL, LONG_POLL, SHORT_PHASE, SHORT_POLL, WorkerProcess
 from fsdp_doctor.verdict.records import RankReport, Record

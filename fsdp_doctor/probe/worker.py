@@ -95,9 +95,9 @@ def _join(place: Place, job: Job, start: StartWorker, send: Callable[[Message], 
     import torch.distributed as dist
 
     devices.check_there_is_one(job.device.type, rank=place.rank, local_rank=place.local_rank)
-    # A part of torchrun's store that no other generation uses.
-    torchruns_store, _, _ = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(f"{start.task}/{start.generation}", torchruns_store)
+    # A part of the ranks' store that no other generation uses.
+    whole_store, _, _ = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"{start.task}/{start.generation}", whole_store)
     if start.framework is not None:
         from fsdp_doctor.frameworks import framework_worker
         from fsdp_doctor.frameworks.framework_runner import FrameworkRunner

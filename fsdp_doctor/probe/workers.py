@@ -21,9 +21,10 @@ import psutil
 from typing_extensions import assert_never
 
 from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, UsageError
+from fsdp_doctor.machine.signals import die_with_parent
 from fsdp_doctor.probe.deadlines import Deadlines, Limits, Watch
 from fsdp_doctor.probe.messages import MESSAGES, Message, StopWorker, decode, encode
-from fsdp_doctor.probe.processes import Activity, die_with_parent, end_orphans
+from fsdp_doctor.probe.processes import Activity, end_orphans
 from fsdp_doctor.verdict.classification import find_wait
 from fsdp_doctor.verdict.records import PhaseReport, RankReport, Ready, Record, Refused, Stop, shorten_paths
 

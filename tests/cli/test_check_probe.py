@@ -22,7 +22,7 @@ def test_the_probe_runs_the_cases_on_the_given_number_of_ranks(
         started.append((arguments, nproc))
         return 7
 
-    monkeypatch.setattr(launch, "start_torchrun", start)
+    monkeypatch.setattr(launch, "start_ranks", start)
     monkeypatch.setattr(launch, "choose_num_ranks", lambda device: 2)
     with pytest.raises(SystemExit) as end:
         check(config=_CONFIG, world_size=world_size, probe=True)

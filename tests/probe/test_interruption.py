@@ -62,7 +62,7 @@ def test_the_death_of_a_supervisor_ends_the_job_with_a_partial_report(tmp_path: 
     assert run.left == []
 
 
-def test_the_death_of_torchrun_takes_everything_along(tmp_path: pathlib.Path) -> None:
+def test_the_death_of_the_launcher_takes_everything_along(tmp_path: pathlib.Path) -> None:
     started, _ = _busy_probe(tmp_path, rank=0)
     os.kill(started.pid, signal.SIGKILL)
     run = started.wait(tmp_path / "report.json")

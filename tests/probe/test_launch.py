@@ -119,7 +119,7 @@ def test_last_failed_selects_the_bad_cases_of_a_report(half_bad: tuple[Run, path
     assert listed.stdout.split() == ["fsdp2/none/staged/summon_full_params", "fsdp2/policy/staged/summon_full_params"]
 
 
-def test_the_command_alone_starts_torchrun_on_two_ranks_and_writes_every_output(tmp_path: pathlib.Path) -> None:
+def test_the_command_alone_starts_two_ranks_and_writes_every_output(tmp_path: pathlib.Path) -> None:
     """On two ranks where there is no accelerator; each output is the same again from the JSON."""
     files = {name: tmp_path / f"out.{name}" for name in ("json", "markdown", "junit", "svg")}
     flags = [word for name, file in files.items() for word in (f"--{name}", str(file))]

@@ -12,11 +12,11 @@ from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.machine.launch import Place
+from fsdp_doctor.machine.signals import Interruption
 from fsdp_doctor.matrix.cases import Case, make_scenario
 from fsdp_doctor.probe.checkpoint_writers import CheckpointWriters, choose_num_writers
 from fsdp_doctor.probe.deadlines import Limits
 from fsdp_doctor.probe.job import Job
-from fsdp_doctor.probe.processes import Interruption
 
 _ONE_STATE = ("--direction", "in", "--offload", "none", "--staging", "unstaged")
 _PATHS = ("--path", "dcp.load.model+optimizer,rank_files.model+optimizer")

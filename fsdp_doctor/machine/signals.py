@@ -1,0 +1,36 @@
+"""Signals that end a run: those that the user or the system sends, and the kernel's when the parent has ended."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+from types import FrameType
+
+from fsdp_doctor.errors import Interrupted
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Interruption:
+    """Turns SIGINT, SIGTERM and SIGHUP into an exception at the next safe point.
+
+    received: the last of them; None until one comes.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+
+    def check(self) -> None:
+        """Raises Interrupted if a signal came."""
+        if self.received is not None:
+            raise Interrupted(f"stopped by {signal.Signals(self.received).name}")
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """Has the kernel send this process a signal when the process that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
