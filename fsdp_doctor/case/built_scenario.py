@@ -160,10 +160,9 @@ def _list_spreads(contents: ModelContents) -> Iterator[Spread]:
     for parameter in contents.parameters:
         tensor = parameter.tensor
         if isinstance(tensor, DTensor):
-            shape = tensor.device_mesh.mesh.shape
             yield tuple(
                 ("replicated" if placement.is_replicate() else "sharded", int(size))
-                for placement, size in zip(tensor.placements, shape, strict=True)
+                for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True)
             )
     for unit in contents.fsdp1_units:
         replicas = unit.replica_group

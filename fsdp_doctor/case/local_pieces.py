@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_doctor.case.sharding import read_contents
+from fsdp_doctor.case.sharding import compute_tensor_part, read_contents
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.reader import FlatSlice, Fsdp1Unit, ModelContents, ModelTensor
-from fsdp_doctor.fsdp.shards import compute_part
 
 Full = Mapping[str, torch.Tensor]
 
@@ -96,7 +95,7 @@ def cut_part(tensor: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     """This rank's part of the unsharded ``full``, cut as ``tensor`` is: a DTensor by its placements."""
     if not isinstance(tensor, DTensor):
         return full
-    return compute_part(dist.get_rank(), tensor.shape, tensor.device_mesh.mesh, tensor.placements).read(full)
+    return compute_tensor_part(dist.get_rank(), tensor).read(full)
 
 
 def _make_tensor_piece(tensor: ModelTensor, full: Full) -> LocalPiece:

@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.case.runtime import Runtime
-from fsdp_doctor.case.sharding import read_contents
+from fsdp_doctor.case.sharding import compute_tensor_part, list_ranks, read_contents
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.reader import Fsdp1Unit, ModelContents
-from fsdp_doctor.fsdp.shards import LayoutError, LocalPart, compute_part
+from fsdp_doctor.fsdp.shards import LayoutError, LocalPart
 
 _BATCH_BYTES = 256 << 20
 # In the same order on every rank.
@@ -107,11 +107,11 @@ def _make_joiner(
             return
         full = torch.empty(tensor.shape, dtype=dtype or tensor.dtype)
         replicas: dict[LocalPart, torch.Tensor] = {}
-        owners = set(tensor.device_mesh.mesh.flatten().tolist())
+        owners = list_ranks(tensor.device_mesh)
         for rank, piece in enumerate(pieces):
             if rank not in owners:  # its own mesh, over which it has the same tensor
                 continue
-            part = compute_part(rank, tensor.shape, tensor.device_mesh.mesh, tensor.placements)
+            part = compute_tensor_part(rank, tensor)
             if part.shape.numel() != piece.numel():
                 raise LayoutError(
                     f"rank {rank} holds {piece.numel()} elements of {name}, {tuple(tensor.shape)}, "

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import CustomPolicy, transformer_auto_wrap_policy
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from typing_extensions import assert_never
 
@@ -29,6 +29,7 @@ from fsdp_doctor.case import models
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.expert_groups import list_expert_meshes, place_experts
 from fsdp_doctor.fsdp.reader import ModelContents
+from fsdp_doctor.fsdp.shards import LocalPart, compute_part
 from fsdp_doctor.matrix.axes import Sharding
 
 # Where a model has the mesh along which its experts are hidden.
@@ -121,6 +122,23 @@ def divide_experts(module: Any, mesh: DeviceMesh, *, hidden: bool) -> None:
 def read_contents(model: nn.Module) -> ModelContents:
     """What a sharded model holds; hidden experts as parts of all experts."""
     return place_experts(reader.read(model), list_expert_meshes(find_experts_mesh(model)))
+
+
+def compute_tensor_part(rank: int, tensor: DTensor) -> LocalPart:
+    """What a rank holds of a tensor; see :func:`compute_part`."""
+    return _compute_part(rank, tensor.shape, tensor.device_mesh, tuple(tensor.placements))
+
+
+@functools.cache
+def _compute_part(rank: int, shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> LocalPart:
+    # Each case asks for the same parts, and torch computes the ranks of a mesh each time that they are read.
+    return compute_part(rank, shape, mesh.mesh, placements)
+
+
+@functools.cache
+def list_ranks(mesh: DeviceMesh) -> frozenset[int]:
+    """The ranks that a mesh has."""
+    return frozenset(mesh.mesh.flatten().tolist())
 
 
 def find_experts_mesh(model: nn.Module) -> DeviceMesh | None:
