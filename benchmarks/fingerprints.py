@@ -1,10 +1,11 @@
 """What fingerprints cost beside the extraction, and that the Triton kernel and torch operations sum alike.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/fingerprints.py [--device cuda] [--model qwen3-4b] [--out FILE]
+    torchrun --standalone --nproc-per-node 2 benchmarks/fingerprints.py [--model qwen3-4b] [--out FILE] [--shapes]
 
 Times are medians over the slowest rank. A sync is ``full_tensors`` and the copy of every tensor into a receiver's
-memory on the same device, the shortest that there is; its proof is ``RepeatedFingerprint`` of the shards and
-``RepeatedFingerprintOfTensors`` of what the receiver holds, read with the next sync.
+memory on the same device, the shortest that there is; its proof is ``RepeatedFingerprint.full_tensors`` and
+``RepeatedFingerprintOfTensors`` of what the receiver holds, read with the next sync. With --shapes the kernel alone is
+measured with other shapes of its programs, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import pathlib
 import sys
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,7 @@ def main() -> int:
     parser.add_argument("--model", default="qwen3-4b")
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--sum-gib", type=float, default=4.0, help="of memory that the kernel alone sums")
+    parser.add_argument("--shapes", action="store_true", help="measure other shapes of the kernel's programs, too")
     parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the numbers")
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -52,6 +55,8 @@ def main() -> int:
     found: dict[str, Any] = {"device": _name(device), "torch": torch.__version__, "model": options.model}
     found["disagreements"] = disagreements(device) if device.type == "cuda" else []
     found |= bandwidth(clock, int(options.sum_gib * _GIB), options.repeat)
+    if options.shapes:
+        found["shapes"] = of_shapes(clock, int(options.sum_gib * _GIB), options.repeat)
     for offload in ("none", "policy"):
         found[offload] = of_model(clock, options, offload)
     if dist.get_rank() == 0:
@@ -96,8 +101,29 @@ def disagreements(device: torch.device) -> list[str]:
     return found
 
 
+def of_shapes(clock: Clock, nbytes: int, repeat: int) -> dict[str, dict[str, float]]:
+    """GB/s of the kernel with programs of other shapes."""
+    from fsdp_doctor.fingerprints import sum_kernels
+
+    usual, found = sum_kernels.SHAPE, {}
+    for columns, rows, tile_rows, tile_columns, num_warps in (
+        (512, 128, 2, 256, 4),
+        (1024, 64, 2, 256, 4),
+        (1024, 64, 2, 256, 8),
+        (1024, 128, 4, 256, 8),
+        (2048, 64, 2, 256, 8),
+        (4096, 64, 4, 256, 16),
+    ):
+        sum_kernels.SHAPE = sum_kernels.ProgramShape(
+            columns=columns, rows=rows, tile_rows=tile_rows, tile_columns=tile_columns, num_warps=num_warps
+        )
+        found[str(sum_kernels.SHAPE)] = bandwidth(clock, nbytes, repeat)
+    sum_kernels.SHAPE = usual
+    return found
+
+
 def bandwidth(clock: Clock, nbytes: int, repeat: int) -> dict[str, float]:
-    """GB/s of the sum alone, of bfloat16."""
+    """GB/s of the sum alone, of bfloat16; of a table that is kept."""
     tensor = torch.empty(nbytes // 8192 * 4096, dtype=torch.bfloat16, device=clock.device).normal_()
     into = torch.zeros(1, 2, dtype=torch.int64, device=clock.device)
     columns = tensor.view(-1, 4096)
@@ -106,12 +132,10 @@ def bandwidth(clock: Clock, nbytes: int, repeat: int) -> dict[str, float]:
         "kernel_columns_gb_per_s": keyed_sum.make_grid_block(0, columns, (0, 4096), (8192, 1)),
         "kernel_odd_gb_per_s": keyed_sum.make_range_block(0, tensor, 1),
     }
-    found = {
-        name: nbytes
-        / 1e9
-        / median(clock, lambda block=block: keyed_sum.BlockSums([block], into.device).add(into), repeat)
-        for name, block in blocks.items()
-    }
+    found = {}
+    for name, block in blocks.items():
+        sums = keyed_sum.BlockSums([block], into.device)
+        found[name] = nbytes / 1e9 / median(clock, lambda sums=sums: sums.add(into), repeat)
     words = tensor[: len(tensor) // 16].view(torch.int32)
     seconds = median(clock, lambda: keyed_sum.sum_words(words, 0), 2)
     return found | {"torch_operations_gb_per_s": words.nbytes / 1e9 / seconds}
@@ -142,7 +166,11 @@ def of_model(clock: Clock, options: argparse.Namespace, offload: str) -> dict[st
     }
     found = {name: 1e3 * median(clock, run, options.repeat) for name, run in runs.items()}
     found["proof_percent_of_sync"] = 100 * (found["sync_with_proof"] / found["sync"] - 1)
-    return {"bytes": nbytes} | {name: round(value, 2) for name, value in found.items()}
+    with mock.patch.object(keyed_sum.BlockSums, "add", autospec=True, side_effect=keyed_sum.BlockSums.add) as launch:
+        sync(model, received, proofs)
+    return {"bytes": nbytes, "launches_of_a_proof": launch.call_count} | {
+        name: round(value, 2) for name, value in found.items()
+    }
 
 
 def extract(model: nn.Module) -> None:
@@ -152,11 +180,9 @@ def extract(model: nn.Module) -> None:
 
 def sync(model: nn.Module, received: dict[str, torch.Tensor], proofs: Proofs | None = None) -> None:
     """Every rank is a receiver of its own. The proof is read with the next sync."""
-    if proofs is not None:
-        if proofs.is_started:
-            assert not fsdp_doctor.compare_fingerprints(proofs.trained.read(), proofs.received.read())
-        proofs.trained.start()
-    for name, tensor in fsdp_doctor.full_tensors(model):
+    if proofs is not None and proofs.is_started:
+        assert not fsdp_doctor.compare_fingerprints(proofs.trained.read(), proofs.received.read())
+    for name, tensor in proofs.trained.full_tensors() if proofs is not None else fsdp_doctor.full_tensors(model):
         received[name].copy_(tensor)
         del tensor
     if proofs is not None:

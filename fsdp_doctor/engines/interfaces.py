@@ -29,8 +29,9 @@ from fsdp_doctor.extract import (
     local_shards,
     weights_info,
 )
-from fsdp_doctor.extract.local import LoadedShard, divide_shard, read_own_shards, request_of
+from fsdp_doctor.extract.local import LoadedShard, divide_shard, request_of
 from fsdp_doctor.extract.lora import Lora
+from fsdp_doctor.extract.shard_places import read_own_shards
 from fsdp_doctor.extract.streams import wait_for_device
 from fsdp_doctor.fsdp.expert_groups import Experts
 from fsdp_doctor.names import Names, NamesError

@@ -13,7 +13,7 @@ left half-moved (verl issue 5995) or flat shards on the CPU (verl PR 4726) are s
     agreement       the ranks compare plans, promise buckets, and say when they leave
     rank_groups     whether groups of ranks have one tensor under a name, or several
     loader          brings shards to the device; host_copies: out of pageable memory; streams: what waits for what
-    local           local_shards, and where each shard lies in the whole
+    local           local_shards; shard_places: where each shard lies in the whole
 """
 
 from fsdp_doctor.extract.agreement import PlanMismatch, RankLeft
@@ -25,7 +25,8 @@ from fsdp_doctor.extract.full import (
     full_tensors,
     weights_info,
 )
-from fsdp_doctor.extract.local import LocalShard, ShardPlace, local_shards
+from fsdp_doctor.extract.local import LocalShard, local_shards
+from fsdp_doctor.extract.shard_places import ShardPlace
 
 __all__ = [
     "BUCKET_BYTES",

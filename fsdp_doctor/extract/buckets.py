@@ -219,7 +219,8 @@ class Division:
             case Plain():
                 yield LocalCopy(order, source, self.dtypes.choose(source.spec))
             case Placed():
-                yield Redistribution(order, source, self.dtypes.choose(source.spec))
+                is_merged = source.spec.names[0] in self.extra_bytes
+                yield Redistribution(order, source, self.dtypes.choose(source.spec), is_merged=is_merged)
             case FlatUnit():
                 unit = FlatLayout(order, source, self.dtypes)
                 yield from divide_unit(unit, self.bucket_bytes, room, self.extra_bytes.keys())

@@ -11,10 +11,10 @@ import contextlib
 import operator
 import queue
 import traceback
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,9 @@ from fsdp_doctor.fsdp.expert_groups import Experts
 from fsdp_doctor.names.hub_names import Names
 
 _T = TypeVar("_T")
+
+BucketWatch: TypeAlias = Callable[[int, Sequence[TensorTransfer]], object]
+"""Called with a bucket's number and its transfers once they are gathered, in a stream that comes after that."""
 
 BUCKET_BYTES = 512 << 20
 # Of a rank, to read pageable memory: the smaller the chunks, the sooner the first is on its way.
@@ -128,7 +131,7 @@ def full_tensors(
     """
     with announce_errors(model):
         arguments = Arguments.check(device, dtype, keep_dtype, bucket_bytes, lora, names, experts, in_step=in_step)
-    return ClosingIterator(_yield_each_name(extract(model, arguments)))
+    return ClosingIterator(yield_each_name(extract(model, arguments)))
 
 
 def weights_info(
@@ -192,11 +195,11 @@ def extract(model: nn.Module, arguments: Arguments) -> TensorStream:
     return start_extraction(plan, shards)
 
 
-def start_extraction(plan: Plan, shards: Sequence[torch.Tensor]) -> TensorStream:
+def start_extraction(plan: Plan, shards: Sequence[torch.Tensor], watch: BucketWatch | None = None) -> TensorStream:
     agreement = Agreement(plan.ranks)
     agreement.expect(lambda: plan.compared, ExtractionComparison(plan.groups, shards, plan.device))
     with agreement.announce_leaving():
-        pipeline = Pipeline(plan, shards, agreement)
+        pipeline = Pipeline(plan, shards, agreement, watch)
     return TensorStream(plan.names.divide(pipeline.run()), agreement, HomeStream(plan.device))
 
 
@@ -254,7 +257,7 @@ class TensorStream(Iterator[tuple[TensorSpec, torch.Tensor]]):
         self.close()
 
 
-def _yield_each_name(tensors: TensorStream) -> Generator[tuple[str, torch.Tensor]]:
+def yield_each_name(tensors: TensorStream) -> Generator[tuple[str, torch.Tensor]]:
     with contextlib.closing(tensors):
         for spec, tensor in tensors:
             yield spec.names[0], tensor
@@ -282,8 +285,11 @@ class _PendingBucket:
 class Pipeline:
     """Runs one extraction. shards: this rank's, by the places of the plan's sources."""
 
-    def __init__(self, plan: Plan, shards: Sequence[torch.Tensor], agreement: Agreement) -> None:
+    def __init__(
+        self, plan: Plan, shards: Sequence[torch.Tensor], agreement: Agreement, watch: BucketWatch | None = None
+    ) -> None:
         self._plan = plan
+        self._watch = watch
         self._call = Call(plan.device, shards, plan.ready)
         self._agreement = agreement
         self._streams = Streams(plan.device)
@@ -416,6 +422,10 @@ class Pipeline:
         self._num_launched, self._promised, self._has_begun = self._num_launched + 1, self._promised - 1, False
         if failure is not None and not self._leaves:
             raise failure
+        if self._watch is not None and not self._leaves:
+            with self._streams.use_watching_stream():
+                self._watch(self._num_launched - 1, pending.transfers)
+            pending.done = self._streams.record_watching()
 
     def _try_room(self, transfers: Sequence[TensorTransfer]) -> None:
         """Raises where the device has no memory for what torch allocates in the transfers' own collectives."""
@@ -530,6 +540,7 @@ class Pipeline:
             with self._streams.use_gathering_stream():
                 all_of_it = self._streams.record_gathering()
             self._streams.wait(all_of_it)
+            self._streams.wait(self._streams.record_watching())
         self._pending.clear()
         self._early.clear()
         self._call.units.clear()

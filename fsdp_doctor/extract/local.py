@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate
-from typing_extensions import assert_never
+from torch.distributed.tensor import Replicate
 
 from fsdp_doctor.extract import lora as adapters
 from fsdp_doctor.extract.agreement import ComparedPlan, PlanMismatch
@@ -36,54 +34,15 @@ from fsdp_doctor.extract.lora import Delta, Lora, LoraAdapter
 from fsdp_doctor.extract.output_names import OutputNames
 from fsdp_doctor.extract.plan import Arguments, Plan, describe_plan, get_plan
 from fsdp_doctor.extract.rank_groups import describe_conflicts
-from fsdp_doctor.extract.sources import FlatUnit, OutputDtypes, Placed, Plain, Rows, Source, TensorSpec
+from fsdp_doctor.extract.shard_places import ShardPlace, SourceShard, read_own_shards
+from fsdp_doctor.extract.sources import OutputDtypes, Source, TensorSpec
 from fsdp_doctor.extract.streams import HomeStream, Streams
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.decorators import defer_garbage_collection, disable_autograd
 from fsdp_doctor.fsdp.expert_groups import Experts
-from fsdp_doctor.fsdp.shards import LocalPart, compute_part, compute_row_major_strides
+from fsdp_doctor.fsdp.shards import compute_row_major_strides
 from fsdp_doctor.names.hub_names import Names
 from fsdp_doctor.names.views import NamesError, TensorView, find_box
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ShardPlace:
-    """Where a shard lies in the whole tensor.
-
-    numel: how many elements it has; a rank may have none of a tensor.
-    offset: the number of its first element in the flattened tensor, where its elements follow one another there; None
-        for one that was cut along another dim than the first.
-    stride: of the flattened tensor. It is row-major, but for an FSDP1 parameter that was not contiguous when it was
-        wrapped: then the offset counts along ``tensor.as_strided(shape, stride)``.
-    mesh, placements: of the DTensor; None for FSDP1's flat shards, for what is whole on every rank, and for a part of a
-        fused tensor under a name of the Hub.
-    group: over which such a part, or FSDP1's flat shard, is divided by ranges; None for all others.
-    part: of a part of a fused tensor that is divided along other dims, the indices of each dim that the rank has.
-    """
-
-    numel: int
-    offset: int | None
-    stride: tuple[int, ...]
-    mesh: DeviceMesh | None = None
-    placements: tuple[Placement, ...] | None = None
-    group: dist.ProcessGroup | None = None
-    part: LocalPart | None = None
-
-    def held_part(self, shape: Sequence[int]) -> LocalPart:
-        """Which indices of each dim the shard has. Of a DTensor's shard alone, and where ``part`` says it."""
-        if self.part is not None:
-            return self.part
-        assert self.mesh is not None
-        assert self.placements is not None
-        return compute_part(dist.get_rank(), shape, self.mesh.mesh, self.placements)
-
-    def of(self, full: torch.Tensor) -> torch.Tensor:
-        """The part of a full tensor that is in the shard: in the shard's own shape for a DTensor's, else 1-D."""
-        if self.mesh is not None or self.part is not None:
-            return self.held_part(full.shape).read(full)
-        assert self.offset is not None
-        order = sorted(range(full.ndim), key=lambda dim: (-self.stride[dim], dim))
-        return full.permute(order).reshape(-1)[self.offset : self.offset + self.numel]
 
 
 class LocalShard(NamedTuple):
@@ -188,8 +147,11 @@ def request_of(
     lora: Lora,
     names: Names = "model",
     experts: Experts | None = None,
+    *,
+    in_step: bool = False,
 ) -> ShardRequest:
-    plan, shards = get_plan(model, Arguments.check(None, dtype, keep_dtype, bucket_bytes, lora, names, experts))
+    arguments = Arguments.check(None, dtype, keep_dtype, bucket_bytes, lora, names, experts, in_step=in_step)
+    plan, shards = get_plan(model, arguments)
     return ShardRequest(
         plan=plan,
         shards=shards,
@@ -411,74 +373,3 @@ class _ShardLoading:
         launched.results.reverse()
         while launched.results:
             yield launched.results.pop()
-
-
-# This rank's shard of every tensor: nothing is communicated, nothing is copied.
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class SourceShard:
-    """local: as it lies, 1-D, in the order of the place. shape: in which it is handed out."""
-
-    spec: TensorSpec
-    local: torch.Tensor
-    shape: torch.Size
-    place: ShardPlace
-
-
-def read_own_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -> Iterator[SourceShard]:
-    """This rank's shard of each tensor, in the order of the sources; without elements where it has no part of it.
-
-    shards: what this rank holds, by the places of the sources.
-    """
-    for source in sources:
-        local = shards[source.place].detach()
-        match source:
-            case Plain(spec=spec):
-                place = ShardPlace(numel=spec.numel, offset=0, stride=compute_row_major_strides(spec.shape))
-                yield SourceShard(spec=spec, local=source.view_whole(local).reshape(-1), shape=spec.shape, place=place)
-            case Rows():
-                yield _read_rows(source, local.reshape(-1))
-            case Placed():
-                yield _read_placed(source, local)
-            case FlatUnit():
-                yield from _read_unit(source, local)
-            case _:
-                assert_never(source)
-
-
-def _place_on_mesh(source: Rows | Placed, local: torch.Tensor, offset: int | None) -> ShardPlace:
-    placements = tuple(source.placements)
-    stride = compute_row_major_strides(source.spec.shape)
-    return ShardPlace(numel=local.numel(), offset=offset, stride=stride, mesh=source.mesh, placements=placements)
-
-
-def _read_rows(source: Rows, local: torch.Tensor) -> SourceShard:
-    spec = source.spec
-    place = _place_on_mesh(source, local, min(source.shard_group.rank * source.chunk, spec.numel))
-    # A row may have no elements.
-    rows = local.numel() * spec.shape[0] // spec.numel if spec.numel else place.held_part(spec.shape).shape[0]
-    return SourceShard(spec=spec, local=local, shape=torch.Size((rows, *spec.shape[1:])), place=place)
-
-
-def _read_placed(source: Placed, local: torch.Tensor) -> SourceShard:
-    place = _place_on_mesh(source, local, None)
-    shape = place.held_part(source.spec.shape).shape
-    if shape.numel() != local.numel():
-        raise RuntimeError(
-            f"{source.spec.names[0]}: this rank holds {local.numel()} elements where "
-            f"{source.placements} gives it {shape.numel()}"
-        )
-    return SourceShard(spec=source.spec, local=local.reshape(-1), shape=shape, place=place)
-
-
-def _read_unit(unit: FlatUnit, local: torch.Tensor) -> Iterator[SourceShard]:
-    begin = unit.shard_group.rank * unit.chunk
-    end = begin + unit.chunk
-    for span in unit.spans:
-        first = min(max(span.offset, begin), end)
-        last = max(min(span.offset + span.spec.numel, end), first)
-        part = local[first - begin : last - begin]
-        offset = min(max(first - span.offset, 0), span.spec.numel)
-        place = ShardPlace(numel=part.numel(), offset=offset, stride=span.stride, group=unit.shard_group.group)
-        yield SourceShard(spec=span.spec, local=part, shape=part.shape, place=place)

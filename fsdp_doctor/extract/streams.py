@@ -1,6 +1,7 @@
 """The streams of an extraction, and how they wait for one another and for the caller's, of which there may be several.
 
-Shards are loaded on two, cast and merged on the next, gathered on the last: all at once, of different pieces. Two,
+Shards are loaded on two, cast and merged on the next, gathered on another: all at once, of different pieces; and what
+watches an extraction reads on the last what was gathered. Two,
 because the link is idle for some 10 us between two copies of one stream; both have copies of the same bucket, so that
 none of the next shares the link with those that a gather waits for. On the CPU there are no streams.
 """
@@ -67,7 +68,7 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device.type) if device.type != "cpu" else None
-        self._loading, self._other_loading, self._casting, self._gathering = _make_streams(device)
+        self._loading, self._other_loading, self._casting, self._gathering, self._watching = _make_streams(device)
         # Those with something that is yet to be gathered.
         self._used: list[Any] = []
 
@@ -136,6 +137,16 @@ class Streams:
         """An event after all that was gathered."""
         return self._gathering.record_event() if self._module else None
 
+    def use_watching_stream(self) -> contextlib.AbstractContextManager[Any]:
+        """After all that was gathered; what is gathered later does not wait for it."""
+        if self._module:
+            self._watching.wait_stream(self._gathering)
+        return self._enter(self._watching)
+
+    def record_watching(self) -> Any:
+        """An event after all that watched."""
+        return self._watching.record_event() if self._module else None
+
     def wait(self, event: Any) -> None:
         """The caller's stream waits; the host does not."""
         if event is not None:
@@ -160,9 +171,9 @@ def wait_for_device(device: torch.device) -> None:
 
 
 @functools.cache
-def _make_streams(device: torch.device) -> tuple[Any, Any, Any, Any]:
+def _make_streams(device: torch.device) -> tuple[Any, ...]:
     """The same ones every time: what an allocator has kept for a stream is of use to no other."""
     if device.type == "cpu":
-        return None, None, None, None
+        return (None,) * 5
     module = torch.get_device_module(device.type)
-    return module.Stream(device), module.Stream(device), module.Stream(device), module.Stream(device)
+    return tuple(module.Stream(device) for _ in range(5))

@@ -22,6 +22,14 @@ from typing_extensions import Self
 
 from fsdp_doctor.extract.loader import Piece
 from fsdp_doctor.extract.lora import Delta
+from fsdp_doctor.extract.shard_places import (
+    ShardPlace,
+    SourceShard,
+    place_dtensor,
+    place_rows,
+    place_unit,
+    place_whole,
+)
 from fsdp_doctor.extract.sources import FlatUnit, OutputDtypes, Placed, Plain, Rows, ShardGroup, Span, TensorSpec
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.decorators import disable_autograd
@@ -102,6 +110,14 @@ class TensorTransfer(ABC):
     def collect(self, deltas: Mapping[str, list[Delta]]) -> None:  # noqa: B027, most have nothing to do
         """Runs further collectives on the gathering stream, after the bucket's."""
 
+    def list_staged(self) -> Sequence[torch.Tensor]:
+        """The memory, on the device, of what :meth:`list_own_shards` yields; what is yielded elsewhere is a copy."""
+        return [gather.input for gather in self.list_gathers()]
+
+    @abstractmethod
+    def list_own_shards(self) -> Iterable[SourceShard]:
+        """This rank's part of the tensors as it was gathered: on the device, cast and merged, until the results."""
+
     @abstractmethod
     def make_results(self) -> Iterable[OrderedResult]:
         """The full tensors, on the caller's stream, once it has waited for the gather."""
@@ -164,6 +180,12 @@ class LocalCopy(TensorTransfer):
     def list_pieces(self) -> Iterable[Piece]:
         return [Piece(self._full.view(-1), self._local.reshape(-1), self.names[0], 0)]
 
+    def list_staged(self) -> Sequence[torch.Tensor]:
+        return [self._full]
+
+    def list_own_shards(self) -> Iterable[SourceShard]:
+        return [place_whole(self._source.spec, self._full.view(-1))]
+
     def make_results(self) -> Iterable[OrderedResult]:
         return [(self.order, self._source.spec, self._full)]
 
@@ -200,6 +222,10 @@ class RowsGather(TensorTransfer):
 
     def list_pieces(self) -> Iterable[Piece]:
         return self._pieces
+
+    def list_own_shards(self) -> Iterator[SourceShard]:
+        for source, gather in zip(self._sources, self._gathers, strict=True):
+            yield place_rows(source, gather.input.reshape(-1)[: source.held])
 
     def make_results(self) -> Iterable[OrderedResult]:
         for order, source, full in zip(self._orders, self._sources, self._full, strict=True):
@@ -243,6 +269,11 @@ class PackedGather(TensorTransfer):
             part = target if source.held == source.chunk else target[: source.held]
             yield Piece(part, shard.reshape(-1), source.spec.names[0], rank * source.chunk)
 
+    def list_own_shards(self) -> Iterator[SourceShard]:
+        parts = self._rows[self.shard_group.rank].split(self._chunks)
+        for source, part in zip(self._sources, parts, strict=True):
+            yield place_rows(source, part[: source.held])
+
     def make_results(self) -> Iterator[OrderedResult]:
         torch.split_with_sizes_copy(self._rows, self._chunks, dim=1, out=self._outputs)
         for order, source, output in zip(self.orders, self._sources, self._outputs, strict=True):
@@ -254,18 +285,20 @@ class PackedGather(TensorTransfer):
 class Redistribution(TensorTransfer):
     """Any other DTensor, by DTensor's own redistribution; what is merged into it is added to the full tensor."""
 
-    def __init__(self, order: int, source: Placed, dtype: torch.dtype) -> None:
+    def __init__(self, order: int, source: Placed, dtype: torch.dtype, *, is_merged: bool) -> None:
         self.order, self.names, self._source, self._dtype = order, source.spec.names[:1], source, dtype
+        self._is_merged, self._loaded_dtype = is_merged, source.spec.dtype if is_merged else dtype
         self.shard_group: ShardGroup = source.shard_group
         own = source.spec.dtype
         self._num_local = _count_local(source)
         self.collecting_bytes = 3 * source.spec.numel * max(dtype.itemsize, own.itemsize)
-        self.nbytes = self.collecting_bytes + source.spec.numel * dtype.itemsize + self._num_local * own.itemsize
+        self.nbytes = self.collecting_bytes + source.spec.numel * dtype.itemsize
+        self.nbytes += self._num_local * self._loaded_dtype.itemsize
 
     def allocate(self, call: Call) -> None:
         self._shard = call.shards[self._source.place]
         # As large on every rank: what a bucket has must be what the plan says that it gives back.
-        memory = torch.empty(self._num_local, dtype=self._shard.dtype, device=call.device)
+        memory = torch.empty(self._num_local, dtype=self._loaded_dtype, device=call.device)
         self._local = memory[: self._shard.numel()].view(self._shard.shape)
         self._full = torch.empty(self._source.spec.shape, dtype=self._dtype, device=call.device)
 
@@ -274,11 +307,19 @@ class Redistribution(TensorTransfer):
 
     def collect(self, deltas: Mapping[str, list[Delta]]) -> None:
         spec = self._source.spec
-        merged = deltas.get(spec.names[0], [])
-        full = _redistribute(self._local if merged else self._local.to(self._dtype), self._source)
-        for delta in merged:
+        full = _redistribute(self._local, self._source)
+        for delta in deltas.get(spec.names[0], []):
             full = full + delta.compute_part(0, spec.numel).view(spec.shape)
         self._full.copy_(full)
+
+    def list_staged(self) -> Sequence[torch.Tensor]:
+        return [] if self._is_merged else [self._local]
+
+    def list_own_shards(self) -> Iterable[SourceShard]:
+        shard = place_dtensor(self._source, self._local)
+        if self._is_merged:
+            shard.local = shard.place.of(self._full).reshape(-1)
+        return [shard]
 
     def make_results(self) -> Iterable[OrderedResult]:
         return [(self.order, self._source.spec, self._full)]
@@ -479,6 +520,14 @@ class FlatGather(TensorTransfer):
     def list_pieces(self) -> Iterable[Piece]:
         return self._pieces
 
+    def list_own_shards(self) -> Iterator[SourceShard]:
+        part = self._gathers[0].input
+        for s in self._local:
+            span, local = self.unit.source.spans[s.index], part[s.offset : s.offset + s.numel]
+            group = self.shard_group.group
+            place = ShardPlace(numel=s.numel, offset=s.start, stride=span.stride, group=group)
+            yield SourceShard(spec=span.spec, local=local, shape=local.shape, place=place)
+
     def make_results(self) -> Iterator[OrderedResult]:
         targets, parts = [], []
         for s in self._segments:
@@ -537,6 +586,9 @@ class UnitGather(TensorTransfer):
 
     def list_pieces(self) -> Iterable[Piece]:
         return self._pieces
+
+    def list_own_shards(self) -> Iterable[SourceShard]:
+        return place_unit(self._unit.source, self._gathers[0].input)
 
     def make_results(self) -> Iterator[OrderedResult]:
         spans = self._unit.source.spans

@@ -23,7 +23,6 @@ from fsdp_doctor.checkpoints.record import (
     choose_model,
 )
 from fsdp_doctor.checkpoints.troubles import Trouble
-from fsdp_doctor.extract.local import compute_row_major_strides
 from fsdp_doctor.extract.sources import name_dtype
 from fsdp_doctor.fingerprints.differences import (
     FingerprintDifference,
@@ -34,6 +33,7 @@ from fsdp_doctor.fingerprints.differences import (
 from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Fingerprints, TensorFingerprint
 from fsdp_doctor.fingerprints.keyed_sum import IndexedBlock, make_grid_block
 from fsdp_doctor.fingerprints.summing import FingerprintSums, make_unsummed, swap_halves
+from fsdp_doctor.fsdp.shards import compute_row_major_strides
 
 _CHUNK_BYTES = 16 << 20
 # They say nothing of the weights.

@@ -101,6 +101,11 @@ class BlockSums:
         read = [*(run.words for run in self._runs), *(grid.tensor for grid in self._grids)]
         return all(tensor.untyped_storage().data_ptr() in storages for tensor in read)
 
+    def release_memory(self) -> bool:
+        """Lets go of the tensors. Returns whether what is in their places can be summed all the same, while it is."""
+        self._runs, self._grids = [], []
+        return self._table is not None
+
     def add(self, into: torch.Tensor) -> None:
         """Adds the sums to the rows of the blocks' numbers. into: (tensors, 2), int64, on the device."""
         if self._table is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -19,7 +19,15 @@ from torch.distributed.tensor import Replicate
 from typing_extensions import assert_never
 
 from fsdp_doctor.extract.agreement import Agreement, ComparedPlan
-from fsdp_doctor.extract.full import BUCKET_BYTES, ExtractionComparison, announce_errors
+from fsdp_doctor.extract.full import (
+    BUCKET_BYTES,
+    ClosingIterator,
+    ExtractionComparison,
+    TensorStream,
+    announce_errors,
+    start_extraction,
+    yield_each_name,
+)
 from fsdp_doctor.extract.local import (
     LoadedShard,
     ShardRequest,
@@ -33,6 +41,7 @@ from fsdp_doctor.extract.local import (
 )
 from fsdp_doctor.extract.lora import Delta, Lora
 from fsdp_doctor.extract.plan import Plan, describe_plan
+from fsdp_doctor.extract.shard_places import SourceShard, read_own_shards
 from fsdp_doctor.extract.sources import (
     FlatUnit,
     OutputDtypes,
@@ -44,9 +53,10 @@ from fsdp_doctor.extract.sources import (
     list_specs,
     name_dtype,
 )
+from fsdp_doctor.extract.transfers import TensorTransfer
 from fsdp_doctor.fingerprints.differences import FingerprintVariant
 from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Fingerprints, TensorFingerprint, reduce_to_lanes
-from fsdp_doctor.fingerprints.keyed_sum import IndexedBlock
+from fsdp_doctor.fingerprints.keyed_sum import BlockSums, IndexedBlock
 from fsdp_doctor.fingerprints.summing import (
     FingerprintSums,
     divide_shard_into_blocks,
@@ -112,10 +122,9 @@ def fingerprint(
 class RepeatedFingerprint:
     """:func:`fingerprint` of one model at each weight sync, of which nothing waits for the device.
 
-    The arguments are those of :func:`fingerprint`. Of shards that are summed where they lie (resident, in the dtype of
-    the fingerprint, without adapters to merge) it keeps the table of what is read, as a plan is kept: a sync takes one
-    copy of 24 bytes a tensor, the kernel, an all-reduce, and a copy to the host. Others are loaded as for
-    :func:`fingerprint`, and summed in one launch for each 64 MiB.
+    The arguments are those of :func:`fingerprint`. :meth:`full_tensors` is a sync with its fingerprint; :meth:`start`
+    takes it where the weights are sent in another way. Either keeps the table of what is read, as a plan is kept, while
+    that stays in its place. Both take an all-reduce and two copies of 24 bytes a tensor.
     """
 
     def __init__(
@@ -134,10 +143,40 @@ class RepeatedFingerprint:
         self._lora, self._names, self._experts = lora, names, experts
         self._sums = FingerprintSums()
         self._summed: tuple[Plan, list[int]] | None = None
+        self._gathered: _GatheredSums | None = None
+        self._added: _SumsOverRanks | None = None
+
+    def full_tensors(self, *, in_step: bool = False) -> ClosingIterator[tuple[str, torch.Tensor]]:
+        """:func:`full_tensors`, which sums this rank's shards, too, in one launch for each bucket that is gathered.
+
+        They are summed on the device as they were gathered, after the cast and the merge, while the next bucket is
+        gathered: what is offloaded crosses the link once. :meth:`read` has the sums once the iteration has ended. Every
+        rank must take its tensors from this method, or none. Raises as :func:`full_tensors`.
+        """
+        self._added = None
+        with announce_errors(self._model):
+            request = self.request(in_step=in_step)
+            if self._gathered is None or self._gathered.made_for is not request.plan:
+                self._gathered = _GatheredSums(request)
+            gathered = self._gathered
+            added = gathered.make_sums()
+        watch = functools.partial(gathered.add, added.rows)
+        return ClosingIterator(self._yield_and_add(start_extraction(gathered.plan, request.shards, watch), added))
+
+    def _yield_and_add(self, tensors: TensorStream, added: _SumsOverRanks) -> Generator[tuple[str, torch.Tensor]]:
+        specs = _list_parts(self._gathered.request) if self._gathered is not None else []
+        yield from yield_each_name(tensors)
+        tensors.hand_out(added.rows)
+        added.add()
+        self._added, self._specs = added, specs
 
     @disable_autograd
     def start(self) -> None:
-        """Sums the shards as the current stream finds them. Every rank must call it; raises as :func:`fingerprint`."""
+        """Sums the shards as the current stream finds them: in one launch, or, of copies, in one for each 64 MiB.
+
+        Copies are made of shards that are offloaded, cast or merged. Every rank must call it; raises as
+        :func:`fingerprint`.
+        """
         with announce_errors(self._model):
             request = self.request()
         summed = request.plan, [shard.data_ptr() for shard in request.shards]
@@ -147,20 +186,24 @@ class RepeatedFingerprint:
         ) as agree:
             if summed != self._summed or not self._sums.repeat():
                 self._sums, self._summed = _sum_shards(request, deltas), summed
-            self._added = _SumsOverRanks(request, self._sums)
+            added = _SumsOverRanks(request, self._sums.named_parts(), self._sums.rows(request.device))
             agree()
-            self._added.add()
-            self._specs = _list_parts(request)
+            added.add()
+            self._added, self._specs = added, _list_parts(request)
 
     @disable_autograd
     def read(self) -> Fingerprints:
-        """Of the last start. Waits for the device; no other rank is needed."""
+        """Of the last start, or of the last :meth:`full_tensors`. Waits for the device; no other rank is needed.
+
+        Raises RuntimeError before the first, and where an iteration has not ended.
+        """
+        if self._added is None:
+            raise RuntimeError("nothing has been summed: call start(), or iterate to the end of full_tensors()")
         return _by_all_names(self._specs, self._added.read())
 
-    def request(self) -> ShardRequest:
-        return request_of(
-            self._model, self._dtype, self._keep_dtype, self._bucket_bytes, self._lora, self._names, self._experts
-        )
+    def request(self, *, in_step: bool = False) -> ShardRequest:
+        arguments = self._dtype, self._keep_dtype, self._bucket_bytes, self._lora, self._names, self._experts
+        return request_of(self._model, *arguments, in_step=in_step)
 
 
 def _list_parts(request: ShardRequest) -> list[TensorSpec]:
@@ -203,7 +246,8 @@ def fingerprint_variants(
     deltas = gather_deltas(request, start_factor_stream(request))
     with _agree_on_request(request, f"variants of fingerprints dtype={dtype} lora={lora}") as agree:
         sums = [
-            (variant, _SumsOverRanks(request, of_variant)) for variant, of_variant in _sum_variants(request, deltas)
+            (variant, _SumsOverRanks(request, of_variant.named_parts(), of_variant.rows(request.device)))
+            for variant, of_variant in _sum_variants(request, deltas)
         ]
         agree()
         for _, over_ranks in sums:
@@ -233,11 +277,7 @@ def _agree_on_request(request: ShardRequest, settings: str) -> Iterator[Callable
 def _sum_shards(request: ShardRequest, deltas: Mapping[str, list[Delta]]) -> FingerprintSums:
     """This rank's part of the sums, by the first name of each tensor; of one group after those of another."""
     sums = FingerprintSums(repeats=True)
-    # In the order of their first tensors, which is the same on every rank.
-    by_groups: dict[tuple[int, ...], list[Source]] = {}
-    for source in request.sources:
-        by_groups.setdefault(tuple(map(id, _find_dividing_groups(source))), []).append(source)
-    request = replace(request, sources=list(itertools.chain.from_iterable(by_groups.values())))
+    request = replace(request, sources=_list_by_groups(request.sources))
     with contextlib.closing(load_shards(request, deltas, own=False)) as shards:
         for shard in shards:
             for part in divide_shard(request.plan.names, shard):
@@ -255,18 +295,83 @@ def _add_shard(sums: FingerprintSums, shard: LoadedShard, blocks_of: _BlocksOf |
     sums.add_blocks(spec.names[0], part, blocks, memory=None if is_copy else tensor)
 
 
+def _list_by_groups(sources: Sequence[Source]) -> list[Source]:
+    """Those of one group after those of another, in the order of their first tensors: the same on every rank."""
+    by_groups: dict[tuple[int, ...], list[Source]] = {}
+    for source in sources:
+        by_groups.setdefault(tuple(map(id, _find_dividing_groups(source))), []).append(source)
+    return list(itertools.chain.from_iterable(by_groups.values()))
+
+
+class _GatheredSums:
+    """Sums this rank's shards as an extraction has gathered them. What a launch reads is kept by the bucket's number.
+
+    made_for: the plan of the extraction; plan: the same, which agrees with ranks that sum, too, alone.
+    """
+
+    @disable_autograd
+    def __init__(self, request: ShardRequest) -> None:
+        # Shards that are kept here would keep their memory.
+        self.request, self.made_for = replace(request, shards=()), request.plan
+        lines = ["with fingerprints", *request.plan.compared.lines]
+        self.plan = replace(request.plan, compared=ComparedPlan(lines))
+        shards = read_own_shards(_list_by_groups(request.sources), request.shards)
+        self._parts = [
+            (part.spec.names[0], TensorFingerprint(dtype, tuple(part.spec.shape), 0, part.place.numel, (0, 0)))
+            for shard in shards
+            for dtype in (name_dtype(request.dtypes.choose(shard.spec)),)
+            for part in self._divide(shard)
+        ]
+        begin = [(0, 0, part.num_summed) for _, part in self._parts]
+        self._begin = torch.tensor(begin, dtype=torch.int64, device="cpu").view(-1, 3).to(request.device)
+        self._numbers = {name: number for number, (name, _) in enumerate(self._parts)}
+        self._kept: dict[int, tuple[list[int], BlockSums]] = {}
+
+    @disable_autograd
+    def make_sums(self) -> _SumsOverRanks:
+        """Of which nothing has been added yet."""
+        return _SumsOverRanks(self.request, self._parts, self._begin.clone())
+
+    def add(self, rows: torch.Tensor, bucket: int, transfers: Sequence[TensorTransfer]) -> None:
+        staged = [memory for transfer in transfers for memory in transfer.list_staged()]
+        addresses = [memory.data_ptr() for memory in staged]
+        known, sums = self._kept.get(bucket, (None, None))
+        if sums is None or known != addresses:
+            sums = BlockSums(self._list_blocks(transfers), rows.device)
+        sums.add(rows[:, :2])
+        if known != addresses:
+            self._kept.pop(bucket, None)
+            if sums.reads_only({memory.untyped_storage().data_ptr() for memory in staged}) and sums.release_memory():
+                self._kept[bucket] = addresses, sums
+
+    def _list_blocks(self, transfers: Sequence[TensorTransfer]) -> list[IndexedBlock]:
+        blocks = []
+        for part in (p for transfer in transfers for shard in transfer.list_own_shards() for p in self._divide(shard)):
+            for block in divide_shard_into_blocks(part.tensor, part.spec.shape, part.place):
+                block.number = self._numbers[part.spec.names[0]]
+                blocks.append(block)
+        return blocks
+
+    def _divide(self, shard: SourceShard) -> Iterator[LoadedShard]:
+        loaded = LoadedShard(shard.spec, shard.local.view(shard.shape), shard.place, is_copy=True)
+        return divide_shard(self.request.plan.names, loaded)
+
+
 class _SumsOverRanks:
     """This rank's part of the sums of tensors, and the device memory to add them over the groups that divide these.
 
-    Made before the ranks agree, so that no rank waits in a collective for one that lacks the memory. Neither this nor
-    ``add`` waits for the device.
+    parts: the names, in the order of ``_list_by_groups``, and what is summed of each. rows: theirs, as those of
+    :class:`FingerprintSums`. Made before the ranks agree, so that no rank waits in a collective for one that lacks the
+    memory. Neither this nor ``add`` waits for the device.
     """
 
-    def __init__(self, request: ShardRequest, sums: FingerprintSums) -> None:
-        device, list_parts = request.device, request.plan.names.list_parts
-        self._parts = sums.named_parts()
-        self._rows = sums.rows(device)
-        self._on_host = torch.empty(self._rows.shape, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")
+    def __init__(
+        self, request: ShardRequest, parts: Sequence[tuple[str, TensorFingerprint]], rows: torch.Tensor
+    ) -> None:
+        list_parts = request.plan.names.list_parts
+        self._parts, self.rows = parts, rows
+        is_pinned = rows.device.type != "cpu"
+        self._on_host = torch.empty(rows.shape, dtype=torch.int64, device="cpu", pin_memory=is_pinned)
         groups_of = {
             part.names[0]: groups
             for source in request.sources
@@ -279,16 +384,17 @@ class _SumsOverRanks:
         begin = 0
         for _, named in itertools.groupby(self._parts, key=lambda named: [id(g) for g in groups_of[named[0]]]):
             names = [name for name, _ in named]
-            self._by_groups.append((groups_of[names[0]], self._rows[begin : begin + len(names)]))
+            self._by_groups.append((groups_of[names[0]], rows[begin : begin + len(names)]))
             begin += len(names)
 
+    @disable_autograd
     def add(self) -> None:
         """Adds the sums of all ranks, every one of which must call it with the same sources."""
         for groups, rows in self._by_groups:
             for group in groups:
                 dist.all_reduce(rows, group=group)
-        self._on_host.copy_(self._rows, non_blocking=True)
-        device = self._rows.device
+        self._on_host.copy_(self.rows, non_blocking=True)
+        device = self.rows.device
         if device.type != "cpu":
             self._done = torch.get_device_module(device).current_stream(device).record_event()
 

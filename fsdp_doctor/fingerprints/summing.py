@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_doctor.extract.local import ShardPlace
+from fsdp_doctor.extract.shard_places import ShardPlace
 from fsdp_doctor.extract.sources import name_dtype
 from fsdp_doctor.fingerprints.fingerprint_set import (
     FingerprintError,

@@ -34,7 +34,7 @@ from support.ranks import accelerator, this_device, this_rank, together
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 
-from fsdp_doctor import fingerprint, full_state_dict, full_tensors, local_shards, weights_info
+from fsdp_doctor import RepeatedFingerprint, fingerprint, full_state_dict, full_tensors, local_shards, weights_info
 from fsdp_doctor.engines import packed_buckets, read_bucket
 from fsdp_doctor.extract import ClosingIterator, host_copies
 from fsdp_doctor.extract.streams import Streams
@@ -63,6 +63,15 @@ def test_no_two_streams_race_for_memory() -> None:
         for options in calls:
             with accelerator().race_detection():
                 extracted(model, **options)
+                extracted_with_fingerprints(model, **options)
+
+
+def extracted_with_fingerprints(model: nn.Module, **options: Any) -> None:
+    trained = RepeatedFingerprint(model, **options)
+    for _ in range(2):
+        for _, tensor in trained.full_tensors():
+            tensor.zero_()
+        assert trained.read().tensors
 
 
 class Shapes(nn.Module):
@@ -157,6 +166,7 @@ def test_tensors_may_be_taken_on_other_streams_in_turns() -> None:
             lambda model=model: full_tensors(model, bucket_bytes=64 << 10, dtype=torch.bfloat16),
             lambda model=model: full_tensors(model),
             lambda model=model: full_tensors(model, bucket_bytes=64 << 10, in_step=True),
+            lambda model=model: RepeatedFingerprint(model, bucket_bytes=64 << 10).full_tensors(),
             lambda model=model: ((shard.name, shard.tensor) for shard in local_shards(model, bucket_bytes=32 << 10)),
         ]
         for pull in pulls:

@@ -33,6 +33,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_doctor import (
@@ -61,6 +62,17 @@ def assert_equal(actual: Fingerprints, expected: Fingerprints) -> None:
     differing = [name for name, one in actual.tensors.items() if one != expected.tensors[name]]
     assert not differing, differing
     assert sorted(actual.tied) == sorted(expected.tied)
+
+
+def taken(model: nn.Module, **options: Any) -> Fingerprints:
+    """Of the shards where they lie, which is what a sync sums of them on their way."""
+    trained = RepeatedFingerprint(model, **options)
+    for _ in range(2):
+        names = [name for name, _ in trained.full_tensors()]
+        found = trained.read()
+        assert names == list(found.tensors)
+    assert_equal(found, expected := fingerprint(model, **options))
+    return expected
 
 
 @everywhere
@@ -100,8 +112,8 @@ def test_fsdp2_has_the_fingerprint_of_the_unsharded_model() -> None:
         assert len(expected.tensors) == len(new_net(**dims).state_dict())
         model = fsdp2(new_net(**dims))
         for options in ({}, {"bucket_bytes": FEW_BYTES}):
-            assert_equal(fingerprint(model, **options), expected)
-        assert_equal(fingerprint(model, **BF16), fingerprint(new_net(**dims), **BF16))
+            assert_equal(taken(model, **options), expected)
+        assert_equal(taken(model, **BF16), fingerprint(new_net(**dims), **BF16))
         assert_equal(fingerprint_tensors(extracted(model, **BF16)), fingerprint(model, **BF16))
 
 
@@ -111,9 +123,9 @@ def test_fsdp1_has_the_fingerprint_of_the_unsharded_model() -> None:
         for use_orig_params in (True, False):
             expected = fingerprint(new_net(**dims))
             options = {"use_orig_params": use_orig_params}
-            assert_equal(fingerprint(fsdp1(all_trainable(new_net(**dims)), **options)), expected)
+            assert_equal(taken(fsdp1(all_trainable(new_net(**dims)), **options)), expected)
             offloaded = fsdp1(all_trainable(new_net(**dims)), cpu_offload=CPUOffload(offload_params=True), **options)
-            assert_equal(fingerprint(offloaded, **BF16), fingerprint(new_net(**dims), **BF16))
+            assert_equal(taken(offloaded, **BF16), fingerprint(new_net(**dims), **BF16))
 
 
 @on_the_device
@@ -129,29 +141,29 @@ def test_a_parameter_that_is_transposed_in_memory_has_the_fingerprint_of_its_val
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         wrapped = FullyShardedDataParallel(net(), device_id=this_device(), use_orig_params=use_orig_params)
-        assert_equal(fingerprint(wrapped), expected)
+        assert_equal(taken(wrapped), expected)
 
 
 @on_the_device
 def test_shards_on_the_host_and_half_moved_ones_have_the_same_fingerprint() -> None:
     expected = fingerprint(new_net())
     model = fsdp2(new_net(), offload_policy=CPUOffloadPolicy())
-    assert_equal(fingerprint(model), expected)
+    assert_equal(taken(model), expected)
     model.to(this_device())
-    assert_equal(fingerprint(model, bucket_bytes=FEW_BYTES), expected)
-    assert_equal(fingerprint(fsdp2(new_net()).to("cpu")), expected)
+    assert_equal(taken(model, bucket_bytes=FEW_BYTES), expected)
+    assert_equal(taken(fsdp2(new_net()).to("cpu")), expected)
 
 
 @on_ranks(Setting("cpu", 4))
 def test_any_mesh_and_placement_has_the_same_fingerprint() -> None:
     expected = fingerprint(new_net(**EVEN))
-    assert_equal(fingerprint(fsdp2(new_net(**EVEN), mesh_over(2, 2))), expected)
+    assert_equal(taken(fsdp2(new_net(**EVEN), mesh_over(2, 2))), expected)
     net = new_net(**EVEN)
     columns = {p for p in net.parameters() if p.ndim == 2 and p.shape[1] == 12}
     assert columns
     by_columns = fsdp2(net, shard_placement_fn=lambda p: Shard(1) if p in columns else None)
     assert any(isinstance(p, DTensor) and p.placements == (Shard(1),) for p in by_columns.parameters())
-    assert_equal(fingerprint(by_columns), expected)
+    assert_equal(taken(by_columns), expected)
 
 
 @on_ranks(Setting("cpu", 4))
@@ -166,8 +178,8 @@ def test_tensor_parallel_shards_have_the_same_fingerprint() -> None:
         mesh = mesh_over(2, 2)
         plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
         parallel = parallelize_module(net(), mesh["inner"], plan)
-        assert_equal(fingerprint(parallel), expected)
-        assert_equal(fingerprint(fully_shard(parallel, mesh=mesh["outer"])), expected)
+        assert_equal(taken(parallel), expected)
+        assert_equal(taken(fully_shard(parallel, mesh=mesh["outer"])), expected)
         own = fingerprint(parallel, combined=False)
         assert_equal(combine_fingerprints(of_all_ranks(own)), expected)
 
@@ -188,7 +200,7 @@ def test_merged_adapters_are_in_the_fingerprint_as_in_the_full_tensors() -> None
             model = shard(adapted())
             for dtype in (None, torch.bfloat16):
                 streamed = fingerprint_tensors(full_tensors(model, dtype=dtype, lora=lora))
-                assert fingerprint(model, dtype=dtype, lora=lora).tensors == streamed.tensors
+                assert taken(model, dtype=dtype, lora=lora).tensors == streamed.tensors
     plain = shard_qwen2(qwen())
     assert fingerprint(plain).tensors == fingerprint(shard_qwen2(adapted()), lora="base").tensors
     assert fingerprint(plain).tensors != fingerprint(shard_qwen2(adapted()), lora="merged").tensors
@@ -221,17 +233,49 @@ def test_the_fingerprints_of_a_sync_are_of_its_weights_in_a_few_launches_for_whi
             assert launches[-2:] == receivers
 
 
+@on_the_device
+def test_the_proof_of_an_offloaded_sync_launches_once_on_either_side_and_nothing_crosses_the_link_again() -> None:
+    for options in ({}, {"dtype": torch.bfloat16, "keep_dtype": INTEGERS}):
+        model = fsdp2(new_net(), offload_policy=CPUOffloadPolicy())
+        held = {name: tensor.clone() for name, tensor in full_tensors(model, **options)}
+        with _noted_launches() as alone:
+            for name, tensor in full_tensors(model, **options):
+                held[name].copy_(tensor)
+        trained, received = RepeatedFingerprint(model, **options), RepeatedFingerprintOfTensors(held)
+        for _ in range(2):
+            with _noted_launches() as launches:
+                for name, tensor in trained.full_tensors():
+                    held[name].copy_(tensor)
+                received.start()
+            assert launches.count("sum") == 2
+            assert trained.read().tensors == received.read().tensors == fingerprint(model, **options).tensors
+        assert launches.crossing_bytes == alone.crossing_bytes > 0
+
+
+class _Launches(list[str]):
+    """crossing_bytes: of what was copied from the host to the device."""
+
+    crossing_bytes = 0
+
+
 @contextlib.contextmanager
-def _noted_launches() -> Iterator[list[str]]:
+def _noted_launches() -> Iterator[_Launches]:
     """Every operation on a tensor inside, of which a sum of blocks is one."""
-    noted: list[str] = []
+    noted = _Launches()
     add, make = BlockSums.add, BlockSums.__init__
 
     class Noting(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if not func.is_view:
                 noted.append(str(func))
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if str(func).startswith(("aten.copy_.", "aten._foreach_copy_.", "aten._to_copy.")):
+                sources = args[1] if func._schema.is_mutable else args[0]
+                targets = args[0] if func._schema.is_mutable else result
+                for target, source in zip(pytree.tree_leaves(targets), pytree.tree_leaves(sources), strict=True):
+                    if source.device.type == "cpu" != target.device.type:
+                        noted.crossing_bytes += source.nbytes
+            return result
 
     mode = Noting()
 

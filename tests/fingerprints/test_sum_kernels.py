@@ -65,6 +65,13 @@ def divisions(tensor: torch.Tensor) -> dict[str, list[IndexedBlock]]:
     }
 
 
+def large_blocks() -> list[list[IndexedBlock]]:
+    """Of several programs of the kernel: words, and more dims than two."""
+    tensor, sizes, strides = torch.randn(2, 3, 40, 150).bfloat16(), (2, 3, 40, 75), (18000, 6000, 150, 2)
+    halves = [IndexedBlock(0, tensor[..., at::2].contiguous(), at, sizes, strides) for at in (0, 1)]
+    return [[make_range_block(0, torch.randn(200_001), 17)], halves]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_sum_is_as_it_is_defined_however_the_tensor_is_divided(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -111,12 +118,15 @@ _INTERPRETED = """
 import torch
 from fsdp_doctor.fingerprints import sum_kernels
 from fsdp_doctor.fingerprints.keyed_sum import BlockSums, WordRun, divide_into_words
-from test_sum_kernels import DTYPES, divisions
+from test_sum_kernels import DTYPES, divisions, large_blocks
 
+# The interpreter's time goes by the number of tiles.
+sum_kernels.SHAPE = sum_kernels.ProgramShape(columns=2048, rows=32, tile_rows=16)
 torch.manual_seed(0)
 compared = 0
-for dtype in DTYPES:
-    for blocks in divisions((torch.randn(97, 131) * 50).to(dtype)).values():
+for dtype in (None, *DTYPES):
+    blocks_of = large_blocks() if dtype is None else divisions((torch.randn(97, 131) * 50).to(dtype)).values()
+    for blocks in blocks_of:
         expected, found = (torch.zeros(1, 2, dtype=torch.int64) for _ in range(2))
         BlockSums(blocks, expected.device).add(expected)
         parts = [part for block in blocks for part in divide_into_words(block)]
@@ -139,4 +149,4 @@ def test_the_kernels_sum_as_torch_operations_do() -> None:
     environment = os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", _INTERPRETED]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout) == (0, f"{len(DTYPES) * 6}\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"{2 + len(DTYPES) * 6}\n"), done.stderr
