@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp_doctor.case.case_run import CaseRun
 from fsdp_doctor.case.trainer import Trainer
 from fsdp_doctor.matrix.cases import Scenario
+from fsdp_doctor.plugin.frames import select_frames
 from fsdp_doctor.verdict.classification import are_workers_whole, classify
 from fsdp_doctor.verdict.records import RankReport
 
@@ -210,9 +210,10 @@ class FsdpCase:
             pytest.skip(f"unsupported: {verdict.reason}")
         if verdict.bad:
             failure = self._run.record.failure
-            # Shown with the rank's output; the message is the same on all ranks.
-            sys.stderr.write(failure.traceback if failure is not None else "")
-            pytest.fail("\n".join([f"{verdict.kind}: {verdict.reason}", *verdict.also]))
+            frames = [select_frames(failure.traceback, kept=-1)] if failure is not None else []
+            # Of some of the ranks the reason names them itself.
+            where = "every rank: " if len(verdict.ranks) == self.world_size > 1 else ""
+            pytest.fail("\n".join([f"{where}{verdict.kind}: {verdict.reason}", *verdict.also, *frames]))
 
     def _collect_reports(self) -> list[RankReport]:
         everyone: list[Any] = [None] * self.world_size

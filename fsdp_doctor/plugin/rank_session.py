@@ -20,6 +20,7 @@ from fsdp_doctor.machine.environment import collect_of_torch
 from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.matrix.axes import Backend
 from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.plugin.frames import leave_out_libraries
 from fsdp_doctor.plugin.hooks import REGISTERED_AS
 from fsdp_doctor.plugin.marks import read_contract
 from fsdp_doctor.plugin.rank_host import PhaseCommand, Preparation
@@ -64,7 +65,10 @@ def run(place: Place, start: RankStart, ends: WorkerEnds) -> None:
         return
     # A rank prints no report, but pytest asks for its reporter, to show what an assert has compared.
     config.pluginmanager.register(pytest.TerminalReporter(config, open(os.devnull, "w")), "terminalreporter")
-    config.pluginmanager.register(RankSession(ends, runtime), REGISTERED_AS)
+    # A user who asks for another style gets all frames.
+    shortens = config.option.tbstyle == "auto"
+    config.option.tbstyle = "short" if shortens else config.option.tbstyle
+    config.pluginmanager.register(RankSession(ends, runtime, shortens=shortens), REGISTERED_AS)
     config.hook.pytest_cmdline_main(config=config)
 
 
@@ -85,15 +89,19 @@ def _refuse_debugger(*arguments: object, **named: object) -> None:
 
 
 class RankSession:
-    """A plugin of this rank's pytest, which collects a file when its first test comes."""
+    """A plugin of this rank's pytest, which collects a file when its first test comes.
 
-    def __init__(self, ends: WorkerEnds, runtime: Runtime) -> None:
+    shortens: tracebacks have no frames of installed packages but the last.
+    """
+
+    def __init__(self, ends: WorkerEnds, runtime: Runtime, *, shortens: bool) -> None:
         from fsdp_doctor.case.case_run import CaseRunner
         from fsdp_doctor.case.side_effects import SideEffects
         from fsdp_doctor.plugin.fixtures import KeptScenarios
 
         self._ends = ends
         self._runtime = runtime
+        self._shortens = shortens
         self._commands: Iterator[PhaseCommand] = (
             PhaseCommand(**json.loads(line)) for line in ends.channel.makefile("r")
         )
@@ -187,6 +195,8 @@ class RankSession:
         undo: reverts side effects of the phase, and returns a reason to retire this worker, if it has one.
         """
         call = pytest.CallInfo.from_call(run, when=self._command.phase)
+        if call.excinfo is not None and self._shortens:
+            leave_out_libraries(call.excinfo.value)
         self._retire = self._retire or undo()
         # For its effects on this rank, such as those on tmp_path; marks are judged in pytest's own process.
         item.ihook.pytest_runtest_makereport(item=item, call=call)

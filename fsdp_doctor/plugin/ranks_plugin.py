@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 
 from fsdp_doctor.errors import CannotRun, DoctorFault, UsageError
 from fsdp_doctor.plugin import marks
+from fsdp_doctor.plugin.frames import select_frames
 from fsdp_doctor.plugin.marks import MarkedTest
 from fsdp_doctor.plugin.rank_host import PhaseAnswer, PhaseCommand, PhaseRequest, RankHost, Refusal, TestPhase
 from fsdp_doctor.verdict.classification import Verdict, are_workers_whole, classify, fold, name_ranks
@@ -24,6 +25,9 @@ from fsdp_doctor.verdict.records import RankReport
 _Section = tuple[str, str]
 # faulthandler writes this for a thread of C++.
 _NO_FRAME = "<no Python frame>"
+_ADDRESS = re.compile(r"\b0x[0-9a-f]+")
+# Of the ranks' sections on a failure, unless another style of tracebacks is asked for.
+_MOST_LINES = 24
 _PRINTED: pytest.StashKey[list[tuple[str, str]]] = pytest.StashKey()
 _LIMIT: pytest.StashKey[float] = pytest.StashKey()
 _OUTCOME: pytest.StashKey[PhaseOutcome] = pytest.StashKey()
@@ -218,6 +222,7 @@ def make_outcome(config: pytest.Config, phase: TestPhase, answer: PhaseAnswer) -
     xfailed = {rank: each.xfailed for rank, each in enumerate(answer.phases) if each and each.xfailed is not None}
     skipped = {rank: report.longrepr for rank, report in reports.items() if report.skipped}
     failed = {rank: str(r.longrepr) for rank, r in reports.items() if r.failed and rank not in xfailed}
+    details = [*_group_by_text(failed), *_describe_lost_ranks(answer.reports, failed)]
     reasons = [*xfailed.values(), *(reason.removeprefix("Skipped: ") for _, _, reason in skipped.values())]
     return PhaseOutcome(
         phase=phase,
@@ -227,7 +232,7 @@ def make_outcome(config: pytest.Config, phase: TestPhase, answer: PhaseAnswer) -
         silent=tuple(rank for rank in range(len(answer.reports)) if rank not in reports),
         num_ranks=len(answer.reports),
         reason=reasons[0] if reasons else "",
-        details=(*_group_by_text(failed), *_describe_lost_ranks(answer.reports, failed)),
+        details=_shorten(details) if config.getoption("tbstyle") == "auto" else tuple(details),
         printed=tuple(
             section for report in answer.reports for section in _collect_output(report, reports.get(report.rank), phase)
         ),
@@ -235,16 +240,17 @@ def make_outcome(config: pytest.Config, phase: TestPhase, answer: PhaseAnswer) -
 
 
 def _group_by_text(texts: dict[int, str]) -> list[_Section]:
-    """One section for each text, with all ranks whose texts differ by the device's index alone."""
+    """One section for each text, with all ranks whose texts differ by the device's index or addresses alone."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in texts.items():
-        ranks_of.setdefault(fold(text), []).append(rank)
+        ranks_of.setdefault(_ADDRESS.sub("0x", fold(text)), []).append(rank)
     return [(name_ranks(ranks), texts[ranks[0]]) for ranks in ranks_of.values()]
 
 
 def _describe_lost_ranks(reports: list[RankReport], failed: dict[int, str]) -> list[_Section]:
     """Sections on ranks that could not report themselves what happened to them."""
     sections = []
+    stacks: dict[tuple[str, str], list[int]] = {}
     for report in reports:
         failure = report.record.failure if report.record is not None else None
         if failure is not None and report.rank not in failed:
@@ -252,20 +258,40 @@ def _describe_lost_ranks(reports: list[RankReport], failed: dict[int, str]) -> l
         if report.exit:
             sections.append((name_ranks([report.rank]), f"ended with {report.exit}"))
         if report.stack:
-            sections.append(
-                (f"{name_ranks([report.rank])}, stopped: {report.stopped_detail}", _select_test_frames(report.stack))
-            )
-    return sections
+            stack = _ADDRESS.sub("0x", _select_test_frames(report.stack))
+            stacks.setdefault((report.stopped_detail, stack), []).append(report.rank)
+    stopped = [(f"{name_ranks(ranks)}, stopped: {detail}", stack) for (detail, stack), ranks in stacks.items()]
+    return [*sections, *stopped]
 
 
 def _select_test_frames(stack: str) -> str:
-    """Each thread's stack without the frames of pytest, and of what called pytest."""
+    """Each thread's stack without the frames of pytest, what called pytest, and libraries, but the innermost."""
     threads = re.split(r"\n(?=Thread |Current thread )", stack)
-    return "\n".join("".join(_cut_at_pytest(thread)) for thread in threads if _NO_FRAME not in thread)
+    return "\n".join(_cut_at_pytest(thread) for thread in threads if _NO_FRAME not in thread)
 
 
-def _cut_at_pytest(thread: str) -> Iterator[str]:
-    return itertools.takewhile(lambda line: 'File "_pytest/' not in line, thread.splitlines(keepends=True))
+def _cut_at_pytest(thread: str) -> str:
+    heading, *lines = thread.splitlines()
+    frames = "\n".join(itertools.takewhile(lambda line: 'File "_pytest/' not in line, lines))
+    return "\n".join([heading, select_frames(frames, kept=0)])
+
+
+def _shorten(sections: Sequence[_Section]) -> tuple[_Section, ...]:
+    """As many of the lines as are read at once: of each section the last, and the other ranks by their numbers."""
+    shown: list[_Section] = []
+    left = _MOST_LINES
+    for title, text in sections:
+        lines = text.splitlines()
+        if shown and len(lines) + 1 > left:
+            break
+        most = left - 1
+        if len(lines) > most:
+            lines = [f"... {len(lines) - most + 1} more lines: --tb=long shows all", *lines[1 - most :]]
+        shown.append((title, "\n".join(lines)))
+        left -= len(lines) + 1
+    if rest := [title for title, _ in sections[len(shown) :]]:
+        shown.append(("--tb=long shows the others", "; ".join(rest)))
+    return tuple(shown)
 
 
 def _collect_output(report: RankReport, own: pytest.TestReport | None, phase: TestPhase) -> list[_Section]:

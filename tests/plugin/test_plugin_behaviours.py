@@ -73,8 +73,9 @@ def test_an_assert_on_one_rank_is_shown_with_its_rank_and_values(behaviours: Pyt
     ("name", "once"),
     [
         ("test_asserts_on_all", "Differing items:"),
-        ("test_raises_with_its_device", "E       RuntimeError"),
-        ("test_stops_in_a_debugger", ">       breakpoint()"),
+        ("test_raises_in_torch_with_other_values_on_each_rank", "E   RuntimeError"),
+        ("test_raises_with_its_device", "E   RuntimeError"),
+        ("test_stops_in_a_debugger", "    breakpoint()"),
     ],
 )
 def test_a_failure_that_is_alike_on_all_ranks_is_shown_once(behaviours: PytestRun, name: str, once: str) -> None:
@@ -82,6 +83,25 @@ def test_a_failure_that_is_alike_on_all_ranks_is_shown_once(behaviours: PytestRu
     assert result.outcome == "failed"
     assert result.text.count(once) == 1
     assert "-- ranks 0, 1 --" in result.text
+
+
+def test_a_failure_in_a_library_is_shown_with_the_frames_of_the_code_under_test(behaviours: PytestRun) -> None:
+    result = behaviours["test_raises_in_torch_with_other_values_on_each_rank"]
+    assert result.message.startswith("Failed: every rank: RuntimeError")
+    assert "in _calls_torch" in result.text
+    assert "in wrapper" not in result.text, "a frame of torch that did not raise"
+
+
+def test_the_ranks_of_a_failure_are_shown_in_30_lines(behaviours: PytestRun) -> None:
+    for name, own_frame in (
+        ("test_raises_deep_down_otherwise_on_each_rank", "in _goes_down"),
+        ("test_hangs", "in _waits_elsewhere"),
+    ):
+        shown = behaviours[name].text.split("- Captured ")[0].splitlines()
+        assert len(shown) <= 30, shown
+        assert any(own_frame in line for line in shown)
+    message = behaviours["test_raises_deep_down_otherwise_on_each_rank"].message
+    assert message.startswith(("Failed: rank 0: ValueError: first", "Failed: rank 1: ValueError: second"))
 
 
 def test_a_breakpoint_names_what_can_be_done_instead(behaviours: PytestRun) -> None:

@@ -53,14 +53,17 @@ def test_weights_are_compared_with_those_after_the_last_step(scenarios: PytestRu
     ("name", "reason"),
     [
         ("test_wrong_on_rank_1[fsdp2/none/unstaged]", "wrong: rank 1: 1 of 64 elements differ, the first at 3"),
-        ("test_breaks_training[fsdp2/none/unstaged]", "poisoned: the extraction changed"),
+        ("test_breaks_training[fsdp2/none/unstaged]", "every rank: poisoned: the extraction changed"),
         (
             "test_half_moved_does_not_train[fsdp2/policy/staged]",
-            "poisoned: RuntimeError: attempting to assign a gradient",
+            "every rank: poisoned: RuntimeError: attempting to assign a gradient",
         ),
-        ("test_loads_nothing[fsdp2/none/unstaged/fresh]", "incomplete: still what it was before the load"),
-        ("test_gives_the_weights_of_before_the_step[fsdp2/none/unstaged]", "wrong: "),
-        ("test_gives_a_function_that_keeps_its_weights[fsdp2/none/unstaged]", "wrong: the second call: stale"),
+        ("test_loads_nothing[fsdp2/none/unstaged/fresh]", "every rank: incomplete: still what it was before the load"),
+        ("test_gives_the_weights_of_before_the_step[fsdp2/none/unstaged]", "every rank: wrong: "),
+        (
+            "test_gives_a_function_that_keeps_its_weights[fsdp2/none/unstaged]",
+            "every rank: wrong: the second call: stale",
+        ),
         ("test_checks_twice[fsdp2/none/unstaged]", "fsdp_case.check() was called before"),
     ],
 )
@@ -69,7 +72,7 @@ def test_what_is_found_on_any_rank_fails_the_test_on_all(scenarios: PytestRun, n
     assert result.outcome == "failed"
     assert result.message.startswith(f"Failed: {reason}")
     assert "ranks 0, 1" in result.text
-    assert "> " in result.text, "the line of the test is shown"
+    assert "    fsdp_case.check(" in result.text, "the line of the test is shown"
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,24 @@ def test_raises_with_its_device(this_rank: Any) -> None:
     raise RuntimeError(f"broken on cuda:{this_rank.rank}")
 
 
+def test_raises_in_torch_with_other_values_on_each_rank(this_rank: Any) -> None:
+    _calls_torch([torch.full((3,), float(this_rank.rank))] * 5)
+
+
+def _calls_torch(outputs: list[torch.Tensor]) -> None:
+    dist.all_gather(outputs, torch.ones(3))
+
+
+def test_raises_deep_down_otherwise_on_each_rank(this_rank: Any) -> None:
+    _goes_down(20, ("first", "second")[this_rank.rank])
+
+
+def _goes_down(depth: int, message: str) -> None:
+    if not depth:
+        raise ValueError(message)
+    _goes_down(depth - 1, message)
+
+
 def test_stops_in_a_debugger() -> None:
     breakpoint()
 
