@@ -156,8 +156,8 @@ def compare_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
 def compare_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Counters that must be the same on all ranks, and those of parameters that mostly are."""
     values: dict[tuple[str, ...], dict[tuple[str, int | None], float]] = defaultdict(dict)
-    for (path, rank), number in state.numbers.items():
-        if path[-1] in _COUNTERS:
+    for (path, rank), number in state.values.items():
+        if path and path[-1] in _COUNTERS and isinstance(number, int | float):
             values[path]["", rank] = number
     for tensor in state.tensors.values():
         if tensor.last_name == "step" and tensor.numel == 1:
@@ -439,7 +439,7 @@ def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
     with_state: set[str] = set()
     for state in states:
         slots = [slot for tensor in state.select("optimizer") if (slot := parse_optimizer_slot(tensor))]
-        ids = {f"{number:g}" for (path, _), number in state.numbers.items() if path[-2:-1] == ("params",)}
+        ids = {f"{key}" for (path, _), key in state.values.items() if path[-2:-1] == ("params",) and type(key) is int}
         with_state |= {name for name, _ in slots}
         if lacking := sorted(ids - {name for name, _ in slots}) if slots else []:
             what = f"of {len(ids)} parameters {len(lacking)} have no state: {join_some(lacking)}"

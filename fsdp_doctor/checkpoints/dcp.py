@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fsdp_doctor.checkpoints.dtypes import DTYPES
 from fsdp_doctor.checkpoints.files import BadFile, OpenFile
 from fsdp_doctor.checkpoints.pickles import Pickled, load_pickle
-from fsdp_doctor.checkpoints.record import Member, SavedPiece, Shape
+from fsdp_doctor.checkpoints.record import Member, PlainValue, SavedPiece, Shape
 from fsdp_doctor.checkpoints.safetensors_files import Header, read_header
 from fsdp_doctor.checkpoints.torch_files import find_tensors, read_torch_file
 
@@ -106,11 +107,11 @@ def _read_chunks(entry: Pickled) -> Iterator[tuple[Shape | None, Shape]]:
 
 
 class ItemContents(NamedTuple):
-    """members: what the item's file stores, with checksums where it has any. number: the value of a plain number."""
+    """members: what the item's file stores, with checksums where it has any. values: of an object, by their keys."""
 
     members: list[Member]
     piece: SavedPiece | None = None
-    number: float | None = None
+    values: Mapping[tuple[str, ...], PlainValue] = MappingProxyType({})
     has_checksums: bool = False
 
 
@@ -139,9 +140,9 @@ def read_item(file: OpenFile, path: str, item: Item, header: Header | None) -> I
     if read.lacks_data:
         raise BadFile("was saved without data, under skip_data()", item.name)
     contents = ItemContents(read.members, has_checksums=read.has_checksums)
-    if item.dtype is None:
-        return contents._replace(number=read.value if type(read.value) in (int, float) else None)
     found = find_tensors(path, read, rank)
+    if item.dtype is None:
+        return contents._replace(values=found.values)
     if len(found.tensors) != 1 or found.tensors[0].path:
         raise BadFile("is no tensor in the file", item.name)
     (tensor,) = found.tensors

@@ -35,6 +35,12 @@ DTYPES: dict[str, Dtype] = {
     "complex64": Dtype(8, "C64"),
     "complex128": Dtype(16),
 }
+
+
+def is_floating_point(dtype: str) -> bool:
+    return "float" in dtype
+
+
 NAME_OF_CODE = {dtype.code: name for name, dtype in DTYPES.items() if dtype.code}
 # torch pickles a tensor of a dtype without a class of its own (float8, uint16) with a storage of plain bytes.
 DTYPE_OF_STORAGE = {

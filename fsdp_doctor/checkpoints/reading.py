@@ -229,8 +229,8 @@ class _Reading:
             if contents is not None:
                 saved.members += contents.members
                 saved.has_checksums |= contents.has_checksums
-                if contents.number is not None:
-                    state.numbers[item.path, dcp.parse_rank(path)] = contents.number
+                for keys, value in contents.values.items():
+                    state.values[(*item.path, *keys), dcp.parse_rank(path)] = value
             _add_item(state, item, contents.piece if contents is not None else None)
 
     # A file of each rank
@@ -276,8 +276,8 @@ class _Reading:
         for name, found in read.items():
             for tensor in found.tensors if found else ():
                 self._merge(state, tensor, chosen[name])
-            for path, number in found.numbers.items() if found else ():
-                state.numbers[path, chosen[name]] = number
+            for path, plain in found.values.items() if found else ():
+                state.values[path, chosen[name]] = plain
         return True
 
     def _merge(self, state: State, tensor: SavedTensor, rank: int) -> None:
@@ -333,8 +333,8 @@ class _Reading:
                     self.note(Trouble.PICKLED_SHARDS, "it has the shards of a rank, and not whole tensors", path)
                 for tensor in value.tensors if value else ():
                     self._add_whole(state, tensor, path)
-                for keys, number in value.numbers.items() if value else ():
-                    state.numbers[keys, None] = number
+                for keys, plain in value.values.items() if value else ():
+                    state.values[keys, None] = plain
             self._compare_with_index(state, "bin", indexes.get(stem), names)
 
     def _read_safetensors(self, directory: str, names: set[str]) -> None:

@@ -15,6 +15,7 @@ from fsdp_doctor.checkpoints.files import BadFile
 from fsdp_doctor.checkpoints.troubles import Symptom
 
 Shape: TypeAlias = tuple[int, ...]
+PlainValue: TypeAlias = float | str | None
 StateRole: TypeAlias = Literal["model", "optimizer", "other"]
 
 # The keys under which programs put a model's or an optimizer's state.
@@ -135,7 +136,7 @@ class SavedFile:
 
 @dataclass(slots=True)
 class State:
-    """Tensors that were saved together. numbers: the plain numbers beside them, by their path and rank.
+    """Tensors that were saved together. values: numbers, texts and None beside them, by their path and rank.
 
     has_model_key: the model is one entry of a dict among others, such as of ``{"model", "optimizer", "rng"}``.
     """
@@ -144,7 +145,7 @@ class State:
     directory: str
     label: str
     tensors: dict[tuple[str, ...], SavedTensor] = field(default_factory=dict)
-    numbers: dict[tuple[tuple[str, ...], int | None], float] = field(default_factory=dict)
+    values: dict[tuple[tuple[str, ...], int | None], PlainValue] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     has_model_key: bool = False
 

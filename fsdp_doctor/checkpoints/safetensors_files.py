@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fsdp_doctor.checkpoints.dtypes import DTYPES, NAME_OF_CODE
@@ -78,6 +79,25 @@ def _read_entry(name: str, entry: Any, begin: int, size: int) -> HeaderEntry:
     if begin + last > size:
         raise BadFile(f"is truncated: it has {size} bytes, {name} ends at byte {begin + last}")
     return HeaderEntry(dtype, tuple(shape), begin + first, nbytes)
+
+
+def make_header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[bytes, dict[str, int]]:
+    """The first bytes of a file of tensors of these dtypes and shapes, and where in the file each begins, in order.
+
+    Give those with the larger elements first: nothing lies between tensors, and so all of them are aligned. Raises
+    BadFile for a dtype that safetensors does not have.
+    """
+    entries, begins, at = {}, {}, 0
+    for name, (dtype, shape) in tensors.items():
+        if not DTYPES[dtype].code:
+            raise BadFile(f"is {dtype}, which safetensors does not have", name)
+        end = at + math.prod(shape) * DTYPES[dtype].itemsize
+        entries[name] = {"dtype": DTYPES[dtype].code, "shape": shape, "data_offsets": [at, end]}
+        begins[name], at = at, end
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    return header, {name: len(header) + begin for name, begin in begins.items()}
 
 
 def read_weight_map(index: pathlib.Path) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 from fsdp_doctor.checkpoints.dtypes import DTYPES
 from fsdp_doctor.checkpoints.files import BadFile, NotRead, OpenFile
 from fsdp_doctor.checkpoints.pickles import Pickled, Storage, load_pickle, walk_leaves
-from fsdp_doctor.checkpoints.record import Member, SavedPiece, SavedTensor, Shape
+from fsdp_doctor.checkpoints.record import Member, PlainValue, SavedPiece, SavedTensor, Shape
 from fsdp_doctor.errors import read_first_line
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -55,7 +55,7 @@ class TorchTensors:
     """
 
     tensors: list[SavedTensor] = field(default_factory=list)
-    numbers: dict[tuple[str, ...], float] = field(default_factory=dict)
+    values: dict[tuple[str, ...], PlainValue] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)
     world_sizes: set[int] = field(default_factory=set)
     unread: dict[str, str] = field(default_factory=dict)
@@ -188,10 +188,8 @@ def find_tensors(file: str, read: TorchFile, rank: int | None = None) -> TorchTe
     found = TorchTensors()
     for path, leaf in walk_leaves(read.value, read.pickle_bytes):
         match leaf:
-            case bool():
-                pass
-            case int() | float() if path:
-                found.numbers[path] = leaf
+            case None | int() | float() | str():
+                found.values[path] = leaf
             case Pickled():
                 _Reader(file, read.storages, rank, found).add(path, leaf)
     return found

@@ -9,12 +9,11 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typing_extensions import assert_never
 
+from fsdp_doctor.checkpoints.targets import ConversionTarget
 from fsdp_doctor.cli.options import declare_output_file
 from fsdp_doctor.cli.output import write
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError, join_some
@@ -33,12 +32,6 @@ CONVERT_EXIT_CODES = "Exit codes: 0 written; 1 the checkpoint is damaged; 2 it c
 DIFF_EXIT_CODES = "Exit codes: 0 no difference; 1 a difference; 2 usage; 4 the output cannot be written."
 _DTYPE: Any = typer.Option(metavar="DTYPE", help="Cast floating-point tensors to it first, as in bfloat16.")
 VERIFY_EXIT_CODES = "Exit codes: 0 sound; 1 damaged; 2 it cannot be judged, or usage; 4 the output cannot be written."
-
-
-class ConversionTarget(str, Enum):
-    """The formats that a checkpoint can be converted to."""
-
-    HF = "hf"
 
 
 def verify(
@@ -149,25 +142,47 @@ def convert(
     *,
     source: Annotated[pathlib.Path, typer.Argument(help="A checkpoint of any format.")],
     target: Annotated[pathlib.Path, typer.Argument(help="A new directory.")],
-    to: Annotated[ConversionTarget, typer.Option(help="hf: safetensors files that transformers and vLLM read.")],
+    to: Annotated[
+        ConversionTarget,
+        typer.Option(
+            help="hf: safetensors files that transformers and vLLM read. dcp: torch.distributed.checkpoint with the "
+            "keys model and optim. torch: whole tensors in files of torch.save. fsdp1, fsdp2: a file of each rank."
+        ),
+    ],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a directory of this name.")] = False,
-    largest_file: Annotated[int, typer.Option(metavar="BYTES", help="The most that a file gets.")] = 5_000_000_000,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="Cast the model's floating-point tensors to it, with torch.")
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="The ranks that are to read it; by default as many as wrote it.")
+    ] = None,
+    no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Leave the optimizer out.")] = False,
+    mesh_device: Annotated[str, typer.Option(help="The type of the devices of FSDP2's mesh.")] = "cuda",
+    largest_file: Annotated[
+        int, typer.Option(metavar="BYTES", help="The most that a file of hf gets.")
+    ] = 5_000_000_000,
 ) -> None:
-    """Write the model in a checkpoint as Hugging Face files, bit by bit, without torch and without running a pickle.
+    """Write the model and the optimizer of a checkpoint in another format, bit by bit, without running a pickle.
 
     The checkpoint is verified as it is read, and so is what was written. The directory gets its name at the end.
     """
-    from fsdp_doctor.checkpoints.conversion import ConversionError, convert_to_hub
+    from fsdp_doctor.checkpoints.conversion import ConversionError, convert as convert_checkpoint
     from fsdp_doctor.checkpoints.verification import EXIT_CODES
 
+    _parse_dtype(dtype)
     try:
-        match to:
-            case ConversionTarget.HF:
-                found = convert_to_hub(
-                    source, target, overwrite=overwrite, largest_file=largest_file, progress=_choose_progress()
-                )
-            case _:
-                assert_never(to)
+        found = convert_checkpoint(
+            source,
+            target,
+            to,
+            overwrite=overwrite,
+            dtype=dtype,
+            world_size=world_size,
+            with_optimizer=not no_optimizer,
+            device=mesh_device,
+            largest_file=largest_file,
+            progress=_choose_progress(),
+        )
     except ConversionError as error:
         raise UsageError(str(error)) from None
     except OSError as error:
@@ -176,7 +191,9 @@ def convert(
         _print_text(found.verification.to_text())
         print(f"nothing was written to {target}", file=sys.stderr)
         raise SystemExit(EXIT_CODES[found.verification.answer])
-    print(f"written: {target} ({found.num_bytes} bytes in {format_count(len(found.files), 'file')})", file=sys.stderr)
+    what = "the model and the optimizer" if found.has_optimizer else "the model"
+    size = f"{found.num_bytes} bytes in {format_count(len(found.files), 'file')}"
+    print(f"written: {what} to {target} ({size})", file=sys.stderr)
     for old, new in found.names.items():
         print(f"{old} is {new}", file=sys.stderr)
     raise SystemExit(EXIT_OK)
@@ -230,10 +247,12 @@ def _raise_usage_errors(path: pathlib.Path) -> Iterator[None]:
 
 def _parse_dtype(name: str | None) -> torch.dtype | None:
     """Raises UsageError for a name that is none of a floating-point dtype."""
+    if name is None:
+        return None
     import torch
 
-    dtype = getattr(torch, name, None) if name is not None else None
-    if name is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    dtype = getattr(torch, name, None)
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise UsageError(f"--dtype {name}: torch has no floating-point dtype of that name")
     return dtype
 

@@ -16,9 +16,12 @@ from safetensors.torch import load_file
 from support import saved_checkpoints as saved
 from transformers import AutoModelForCausalLM
 
-from fsdp_doctor.checkpoints.conversion import ConversionError, convert_to_hub
+from fsdp_doctor.checkpoints.conversion import convert
+from fsdp_doctor.checkpoints.copying import ConversionError
+from fsdp_doctor.checkpoints.targets import ConversionTarget
 from fsdp_doctor.checkpoints.verification import verify
 
+HF = ConversionTarget.HF
 BY_RANKS = ("verl", "dcp", "torchtitan", "threads", "files", "alone", "accelerate", "dcp_safetensors", "shards")
 
 
@@ -39,7 +42,7 @@ def test_every_format_is_the_same_model_as_hugging_face_files(
 ) -> None:
     expected = torch.load(originals / "whole" / "pytorch_model_fsdp.bin")
     for name in BY_RANKS:
-        done = convert_to_hub(originals / name, tmp_path / name, largest_file=largest_file)
+        done = convert(originals / name, tmp_path / name, HF, largest_file=largest_file)
         assert are_equal(tensors_in(tmp_path / name), expected), name
         assert (len(done.files) > 1) is (largest_file < 1 << 20)
         assert verify(tmp_path / name).answer == "sound"
@@ -55,7 +58,7 @@ def test_columns_of_each_rank_and_dtypes_of_all_sizes_are_put_together(
     torch.manual_seed(1)
     expected = {"columns": torch.randn(40, 51), "row": torch.randn(1, 7)}
     for name in ("columns", "item"):
-        convert_to_hub(originals / name, tmp_path / name)
+        convert(originals / name, tmp_path / name, HF)
         assert are_equal(tensors_in(tmp_path / name), expected)
     mixed = {
         "a": torch.ones(3, dtype=torch.bool),
@@ -64,7 +67,7 @@ def test_columns_of_each_rank_and_dtypes_of_all_sizes_are_put_together(
         "d": torch.ones(()),
     }
     torch.save(mixed | {"e": torch.empty(0, 4), "_orig_mod.f": torch.ones(2)}, tmp_path / "mixed.pt")
-    done = convert_to_hub(tmp_path / "mixed.pt", tmp_path / "mixed")
+    done = convert(tmp_path / "mixed.pt", tmp_path / "mixed", HF)
     assert are_equal(tensors_in(tmp_path / "mixed"), mixed | {"e": torch.empty(0, 4), "f": torch.ones(2)})
     assert done.names == {"_orig_mod.f": "f"}
 
@@ -74,7 +77,7 @@ def test_a_tied_head_is_written_once(originals: pathlib.Path, tmp_path: pathlib.
     (tmp_path / "tied").mkdir()
     shutil.copy(originals / "tied" / "config.json", tmp_path / "tied")
     torch.save(state | {"lm_head.weight": state["model.embed_tokens.weight"]}, tmp_path / "tied" / "pytorch_model.bin")
-    convert_to_hub(tmp_path / "tied", tmp_path / "out")
+    convert(tmp_path / "tied", tmp_path / "out", HF)
     assert are_equal(tensors_in(tmp_path / "out"), state)
 
 
@@ -84,7 +87,7 @@ def test_of_a_damaged_checkpoint_nothing_is_written(originals: pathlib.Path, tmp
     done = doctor("checkpoint", "convert", str(tmp_path / "dcp"), str(tmp_path / "out"), "--to", "hf")
     assert (done.code, "checksum" in done.stdout) == (1, True), done.stderr
     (tmp_path / "dcp" / "__1_0.distcp").unlink()
-    assert convert_to_hub(tmp_path / "dcp", tmp_path / "out").verification.answer == "damaged"
+    assert convert(tmp_path / "dcp", tmp_path / "out", HF).verification.answer == "damaged"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp"]
 
 
@@ -92,9 +95,9 @@ def test_a_directory_that_exists_is_replaced_only_when_asked(originals: pathlib.
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     with pytest.raises(ConversionError, match="exists"):
-        convert_to_hub(originals / "columns", tmp_path / "out")
+        convert(originals / "columns", tmp_path / "out", HF)
     assert (tmp_path / "out" / "mine.txt").exists()
-    convert_to_hub(originals / "columns", tmp_path / "out", overwrite=True)
+    convert(originals / "columns", tmp_path / "out", HF, overwrite=True)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -106,12 +109,12 @@ def test_an_interruption_leaves_nothing_and_what_a_kill_left_is_removed(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert_to_hub(originals / "dcp", tmp_path / "out", progress=interrupt)
+        convert(originals / "dcp", tmp_path / "out", HF, progress=interrupt)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial" / "model.safetensors").write_bytes(b"half")
     (tmp_path / ".out.lock").touch()
-    convert_to_hub(originals / "columns", tmp_path / "out")
+    convert(originals / "columns", tmp_path / "out", HF)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -119,7 +122,7 @@ def test_two_conversions_do_not_write_the_same_directory(originals: pathlib.Path
     with open(tmp_path / ".out.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ConversionError, match="another conversion"):
-            convert_to_hub(originals / "columns", tmp_path / "out")
+            convert(originals / "columns", tmp_path / "out", HF)
 
 
 def test_what_was_written_is_compared_with_what_was_read(
@@ -129,24 +132,25 @@ def test_what_was_written_is_compared_with_what_was_read(
     whole = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: len(data) if at > 50_000 else whole(fd, data, at))
     with pytest.raises(ConversionError, match="did not keep what was written"):
-        convert_to_hub(originals / "dcp", tmp_path / "out")
+        convert(originals / "dcp", tmp_path / "out", HF)
     assert list(tmp_path.iterdir()) == []
 
 
 _BOUNDED = """
 import pathlib, resource, sys, threading
-from fsdp_doctor.checkpoints.conversion import convert_to_hub
+from fsdp_doctor.checkpoints.conversion import convert
+from fsdp_doctor.checkpoints.targets import ConversionTarget
 threading.stack_size(1 << 20)
 (pages, *_) = pathlib.Path("/proc/self/statm").read_text().split()
 limit = int(pages) * resource.getpagesize() + (30 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-found = convert_to_hub(*map(pathlib.Path, sys.argv[1:]))
-print("torch" in sys.modules, found.verification.answer, found.num_bytes)
+found = convert(*map(pathlib.Path, sys.argv[1:3]), ConversionTarget(sys.argv[3]))
+print("torch" in sys.modules, found.verification.answer, found.num_bytes >> 20)
 """
 
 
 def test_thirty_mebibytes_suffice_for_any_size(tmp_path: pathlib.Path) -> None:
     torch.save({"large": torch.randn(1 << 10, 25 << 10).T.contiguous()}, tmp_path / "model.pt")
-    done = run(sys.executable, "-c", _BOUNDED, str(tmp_path / "model.pt"), str(tmp_path / "out"))
-    assert done.stdout == f"False sound {100 << 20}\n", done.stderr
+    done = run(sys.executable, "-c", _BOUNDED, str(tmp_path / "model.pt"), str(tmp_path / "out"), "hf")
+    assert done.stdout == "False sound 100\n", done.stderr
     assert json.loads((tmp_path / "out" / "model.safetensors").read_bytes()[8:200].split(b"}}")[0] + b"}}")["large"]

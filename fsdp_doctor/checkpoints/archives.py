@@ -1,0 +1,136 @@
+"""The zip that a file of torch.save is: where its members lie, known before their bytes are, and its directory."""
+
+from __future__ import annotations
+
+import functools
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdp_doctor.checkpoints.pickle_writing import write_pickle
+
+# As torch aligns the bytes of tensors.
+_ALIGNMENT = 64
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_ENTRY = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_END_64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR_64 = struct.Struct("<4sIQI")
+_MOST_32, _MOST_16 = (1 << 32) - 1, (1 << 16) - 1
+_FIRST_DAY = 0x21
+_POLYNOMIAL = 0xEDB88320
+
+
+@dataclass(slots=True)
+class ArchiveMember:
+    """header: where its header lies in the archive. begin: of its bytes, in the file. crc: to be set by the writer."""
+
+    name: bytes
+    header: int
+    begin: int
+    nbytes: int
+    data: bytes | None
+    padding: int
+    crc: int = 0
+
+    @property
+    def is_large(self) -> bool:
+        return self.nbytes >= _MOST_32
+
+    @property
+    def is_far(self) -> bool:
+        return self.header >= _MOST_32
+
+
+@dataclass(slots=True)
+class Archive:
+    """A file of torch.save that begins at a byte of a file. root: the name of its folder."""
+
+    root: str
+    begin: int
+    members: list[ArchiveMember] = field(default_factory=list)
+
+    @classmethod
+    def make(cls, root: str, begin: int, value: Any) -> Archive:
+        """Of a value whose tensors' bytes are to be added, as ``data/KEY``."""
+        archive = cls(root, begin)
+        for name, data in (("data.pkl", write_pickle(value)), ("byteorder", b"little"), ("version", b"3\n")):
+            archive.add(name, len(data), data)
+        return archive
+
+    def add(self, name: str, nbytes: int, data: bytes | None = None) -> ArchiveMember:
+        path = f"{self.root}/{name}".encode()
+        header = self._directory
+        first = header + _LOCAL_HEADER.size + len(path) + (20 if nbytes >= _MOST_32 else 0) + 4
+        padding = -first % _ALIGNMENT
+        crc = zlib.crc32(data) if data is not None else 0
+        member = ArchiveMember(path, header, self.begin + first + padding, nbytes, data, padding, crc)
+        self.members.append(member)
+        return member
+
+    @property
+    def _directory(self) -> int:
+        """Where the directory begins."""
+        return self.members[-1].begin + self.members[-1].nbytes - self.begin if self.members else 0
+
+    @property
+    def end(self) -> int:
+        """The byte of the file behind it."""
+        return self.begin + self._directory + len(self._encode_directory())
+
+    def encode(self) -> Iterator[tuple[int, bytes]]:
+        """All but the bytes of tensors, with their places in the file; after the members' checksums are set."""
+        for member in self.members:
+            nbytes = _MOST_32 if member.is_large else member.nbytes
+            extra = struct.pack("<2H2Q", 1, 16, member.nbytes, member.nbytes) if member.is_large else b""
+            extra += struct.pack("<2H", 0x4246, member.padding) + bytes(member.padding)
+            head = (45 if member.is_large else 20, 0, 0, 0, _FIRST_DAY, member.crc, nbytes, nbytes)
+            header = _LOCAL_HEADER.pack(b"PK\3\4", *head, len(member.name), len(extra))
+            yield self.begin + member.header, header + member.name + extra + (member.data or b"")
+        yield self.begin + self._directory, self._encode_directory()
+
+    def _encode_directory(self) -> bytes:
+        parts = []
+        for member in self.members:
+            large = (member.nbytes, member.nbytes) if member.is_large else ()
+            values = (*large, *((member.header,) if member.is_far else ()))
+            extra = struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
+            nbytes = _MOST_32 if member.is_large else member.nbytes
+            head = (45, 45 if values else 20, 0, 0, 0, _FIRST_DAY, member.crc, nbytes, nbytes)
+            place = _MOST_32 if member.is_far else member.header
+            parts.append(_ENTRY.pack(b"PK\1\2", *head, len(member.name), len(extra), 0, 0, 0, 0, place))
+            parts += [member.name, extra]
+        directory = b"".join(parts)
+        begin, nbytes, count = self._directory, len(directory), len(self.members)
+        if begin >= _MOST_32 or count >= _MOST_16:
+            directory += _END_64.pack(b"PK\6\6", _END_64.size - 12, 45, 45, 0, 0, count, count, nbytes, begin)
+            directory += _LOCATOR_64.pack(b"PK\6\7", 0, begin + nbytes, 1)
+        begin, count = min(begin, _MOST_32), min(count, _MOST_16)
+        return directory + _END.pack(b"PK\5\6", 0, 0, count, count, nbytes, begin, 0)
+
+
+def shift_crc(crc: int, nbytes: int) -> int:
+    """What a CRC-32 adds to that of the bytes with ``nbytes`` more behind them: the CRC of both is this ^ theirs."""
+    return _multiply(_raise_to(nbytes), crc)
+
+
+@functools.lru_cache(maxsize=4096)
+def _raise_to(nbytes: int) -> int:
+    """x to the power of 8 * nbytes, modulo the polynomial; the highest bit is that of x to the power of 0."""
+    power, result = 1 << 23, 1 << 31
+    while nbytes:
+        if nbytes & 1:
+            result = _multiply(power, result)
+        power, nbytes = _multiply(power, power), nbytes >> 1
+    return result
+
+
+def _multiply(left: int, right: int) -> int:
+    product = 0
+    for bit in range(31, -1, -1):
+        if left >> bit & 1:
+            product ^= right
+        right = right >> 1 ^ (_POLYNOMIAL if right & 1 else 0)
+    return product

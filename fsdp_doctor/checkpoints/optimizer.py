@@ -1,0 +1,131 @@
+"""The optimizer in a checkpoint, by the names of the model's parameters, whatever form it was saved in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+from fsdp_doctor.checkpoints.dtypes import is_floating_point
+from fsdp_doctor.checkpoints.files import BadFile
+from fsdp_doctor.checkpoints.names import strip_wrappers
+from fsdp_doctor.checkpoints.record import Arrangement, SavedCheckpoint, SavedModel, SavedTensor
+from fsdp_doctor.errors import join_some
+
+# Buffers, which an optimizer does not number.
+BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked", "inv_freq"})
+_FLAT = re.compile(r"(?:.+\.)?(?P<kind>state|param_groups)\.(?P<parameter>.+)\.(?P<slot>\w+)")
+_Leaf: TypeAlias = Any
+
+
+class SavedOptimizer(NamedTuple):
+    """state: by parameter and slot, such as ``exp_avg``: tensors, and plain values. groups: with ``params``, names."""
+
+    state: dict[str, dict[str, SavedTensor | Any]]
+    groups: list[dict[str, Any]]
+
+
+def choose_optimizer(checkpoint: SavedCheckpoint, model: SavedModel) -> SavedOptimizer | None:
+    """None if there is no state of one. Raises BadFile if its parameters' names are not known, or there are several."""
+    heads: set[tuple[str, ...]] = set()
+    state: dict[str, dict[str, _Leaf]] = {}
+    nested: dict[str, Any] = {}
+    flat: dict[str, dict[str, Any]] = {}
+    for place, path, leaf in _walk_leaves(checkpoint):
+        kind = next((at for at, key in enumerate(path) if key in ("state", "param_groups")), None)
+        heads.add((place, *(path[:kind] if kind is not None else ())))
+        if kind is not None and path[kind] == "state" and len(path) > kind + 2:
+            _put(state.setdefault(path[kind + 1], {}), path[kind + 2 :], leaf)
+        elif kind is not None and path[kind] == "param_groups":
+            _put(nested, path[kind + 1 :], leaf)
+        else:
+            # DCP's flattened form, in which each parameter is a group.
+            for at in range(1, len(path) + 1):
+                if (found := _FLAT.fullmatch(".".join(path[:at]))) is not None:
+                    parts = state if found["kind"] == "state" else flat
+                    _put(parts.setdefault(found["parameter"], {}), (found["slot"], *path[at:]), leaf)
+                    break
+    if not state:
+        return None
+    if len(heads) > 1:
+        raise BadFile(f"has several optimizers: {join_some(sorted('.'.join(head) for head in heads))}")
+    groups = [_restore_sequences(nested[key]) for key in sorted(nested, key=int)] or _join_groups(flat)
+    names = _name_parameters(groups, state, model)
+    return SavedOptimizer(
+        {names[key]: _restore_sequences(slots) for key, slots in state.items()},
+        [_rename(group, names) for group in groups],
+    )
+
+
+def _walk_leaves(checkpoint: SavedCheckpoint) -> Iterator[tuple[str, tuple[str, ...], _Leaf]]:
+    """With the place of the state that each is of."""
+    for state in checkpoint.states:
+        leaves: dict[tuple[str, ...], _Leaf] = {tensor.path: tensor for tensor in state.select("optimizer")}
+        for (path, _), value in state.values.items():
+            if state.find_role(path) == "optimizer":
+                leaves.setdefault(path, value)
+        yield from ((f"{state.directory}/{state.label}", path, leaf) for path, leaf in leaves.items())
+
+
+def _put(into: dict[str, Any], path: tuple[str, ...], leaf: _Leaf) -> None:
+    for key in path[:-1]:
+        into = into.setdefault(key, {})
+    into[path[-1]] = leaf
+
+
+def _restore_sequences(value: Any) -> Any:
+    """What was a list or a tuple has numbers as its keys."""
+    if not isinstance(value, dict):
+        return value
+    items = {key: _restore_sequences(each) for key, each in value.items()}
+    return tuple(items.values()) if items and list(items) == [str(at) for at in range(len(items))] else items
+
+
+def _join_groups(flat: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of parameters with the same settings."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, settings in flat.items():
+        restored = {key: _restore_sequences(value) for key, value in settings.items() if key != "params"}
+        groups.setdefault(repr(restored), restored | {"params": ()})["params"] += (name,)
+    return list(groups.values())
+
+
+def _name_parameters(groups: list[dict[str, Any]], state: dict[str, Any], model: SavedModel) -> dict[str, str]:
+    """By the key that each has in the state. Numbers are given in the order of the model's parameters."""
+    keys = [key for group in groups for key in group.get("params", ())]
+    if not any(isinstance(key, int) for key in keys):
+        return {key: strip_wrappers(key) for key in [*keys, *state]}
+    names = [name for group in groups for name in group.get("param_names", ())]
+    if not names:
+        names = list(_list_parameters(model))
+        keeps_order = all(
+            of.arrangement in (Arrangement.RANK_FILES, Arrangement.WHOLE) and not of.files[0].endswith(".safetensors")
+            for of in model.states
+        )
+        if len(groups) > 1 or len(names) != len(keys) or not keeps_order:
+            raise BadFile(
+                f"has an optimizer that numbers its {len(keys)} parameters in {len(groups)} groups, and nothing says "
+                f"which of the model's {len(names)} they are; say --no-optimizer"
+            )
+    numbered = {str(key): name for key, name in zip(keys, names, strict=True)}
+    for key, slots in state.items():
+        tensor = model.tensors.get(numbered.get(key, ""))
+        for slot in slots.values():
+            if tensor is None or (isinstance(slot, SavedTensor) and slot.shape not in ((), (1,), tensor.shape)):
+                raise BadFile("is of another shape than the parameter of its number, or there is none", f"state {key}")
+    return {key: strip_wrappers(name) for key, name in numbered.items()}
+
+
+def _list_parameters(model: SavedModel) -> Iterator[str]:
+    """In the order of the file; of those that share their memory, the first."""
+    seen = set()
+    for name, tensor in model.tensors.items():
+        place = tuple(tensor.pieces)
+        if is_floating_point(tensor.dtype) and tensor.last_name not in BUFFERS and place not in seen:
+            seen.add(place)
+            yield name
+
+
+def _rename(group: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    params = [names[str(key)] for key in group.get("params", ())]
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")} | {"params": params}

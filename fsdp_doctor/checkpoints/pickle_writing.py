@@ -1,0 +1,141 @@
+"""Writes pickles of a closed set of values without importing what they name, as ``weights_only`` accepts them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_doctor.checkpoints.dtypes import DTYPE_OF_STORAGE, DTYPES
+
+_STORAGE_OF_DTYPE = {dtype: name for name, dtype in DTYPE_OF_STORAGE.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A class or a function, by its module."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """What a function returns for arguments. One that stands in several places is one object."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Instance:
+    """An object that is made without ``__init__`` and given a state. One that stands in several places is one."""
+
+    cls: Any
+    state: Any = None
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StorageReference:
+    """The bytes of the member ``data/KEY``. kind: the name of a storage's class."""
+
+    module: str
+    kind: str
+    key: str
+    numel: int
+
+
+ORDERED_DICT = Global("collections", "OrderedDict")
+STRIDED = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+
+
+def write_pickle(value: Any) -> bytes:
+    """Of None, bools, numbers, texts, tuples, lists, dicts and the classes above. Raises TypeError for others."""
+    emitter = _Emitter()
+    emitter.emit(value)
+    return b"".join((*emitter.parts, b"."))
+
+
+def make_dtype(dtype: str) -> Global:
+    return Global("torch", dtype)
+
+
+def make_tensor(dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], key: str, numel: int) -> Call:
+    """A tensor at the begin of a storage, on the CPU."""
+    if dtype in _STORAGE_OF_DTYPE:
+        storage = StorageReference("torch", _STORAGE_OF_DTYPE[dtype], key, numel)
+        arguments: tuple[Any, ...] = (storage, 0, shape, strides, False, Call(ORDERED_DICT, ()))
+        return Call(Global("torch._utils", "_rebuild_tensor_v2"), arguments)
+    storage = StorageReference("torch.storage", "UntypedStorage", key, numel * DTYPES[dtype].itemsize)
+    arguments = (storage, 0, shape, strides, False, Call(ORDERED_DICT, ()), make_dtype(dtype))
+    return Call(Global("torch._utils", "_rebuild_tensor_v3"), arguments)
+
+
+class _Emitter:
+    """Protocol 2, which torch.save writes."""
+
+    def __init__(self) -> None:
+        self.parts = [b"\x80\x02"]
+        self._memo: dict[Hashable, int] = {}
+
+    def emit(self, value: Any) -> None:
+        match value:
+            case None:
+                self.parts.append(b"N")
+            case bool():
+                self.parts.append(b"\x88" if value else b"\x89")
+            case int():
+                self.parts.append(_encode_int(value))
+            case float():
+                self.parts.append(b"G" + struct.pack(">d", value))
+            case str():
+                data = value.encode("utf-8", "surrogatepass")
+                self._emit_once(value, lambda: self.parts.append(b"X" + struct.pack("<I", len(data)) + data))
+            case Global(module, name):
+                self._emit_once(value, lambda: self.parts.append(f"c{module}\n{name}\n".encode()))
+            case tuple():
+                self._emit_all(b"(", value, b"t")
+            case list():
+                self._emit_all(b"](", value, b"e")
+            case dict():
+                self._emit_all(b"}(", [each for item in value.items() for each in item], b"u")
+            case Call(function, arguments):
+                self._emit_once(id(value), lambda: self._emit_all(b"", (function, arguments), b"R"))
+            case Instance():
+                self._emit_once(id(value), lambda: self._emit_instance(value))
+            case StorageReference(module, kind, key, numel):
+                self.emit(("storage", Global(module, kind), key, "cpu", numel))
+                self.parts.append(b"Q")
+            case _:
+                raise TypeError(f"{type(value).__name__} is not pickled")
+
+    def _emit_all(self, before: bytes, values: Any, after: bytes) -> None:
+        self.parts.append(before)
+        for value in values:
+            self.emit(value)
+        self.parts.append(after)
+
+    def _emit_instance(self, value: Instance) -> None:
+        self._emit_all(b"", (value.cls, value.arguments), b"\x81")
+        if value.state is not None:
+            self._emit_all(b"", (value.state,), b"b")
+
+    def _emit_once(self, key: Hashable, emit: Any) -> None:
+        """Emits it the first time, and refers to that later."""
+        if (number := self._memo.get(key)) is not None:
+            self.parts.append(b"h" + bytes([number]) if number < 256 else b"j" + struct.pack("<I", number))
+            return
+        emit()
+        number = self._memo[key] = len(self._memo)
+        self.parts.append(b"q" + bytes([number]) if number < 256 else b"r" + struct.pack("<I", number))
+
+
+def _encode_int(value: int) -> bytes:
+    if 0 <= value < 1 << 8:
+        return b"K" + bytes([value])
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(data)]) + data

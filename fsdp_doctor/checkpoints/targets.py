@@ -1,0 +1,424 @@
+"""The formats that a checkpoint is converted to: which files there are, and where in them each tensor's bytes go."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple, TypeAlias
+
+from typing_extensions import assert_never
+
+from fsdp_doctor.checkpoints.archives import Archive, ArchiveMember
+from fsdp_doctor.checkpoints.dcp import compute_strides
+from fsdp_doctor.checkpoints.dtypes import DTYPES
+from fsdp_doctor.checkpoints.pickle_writing import (
+    STRIDED,
+    Call,
+    Global,
+    Instance,
+    make_dtype,
+    make_tensor,
+    write_pickle,
+)
+from fsdp_doctor.checkpoints.record import SavedTensor, Shape
+from fsdp_doctor.checkpoints.safetensors_files import make_header
+
+
+class ConversionTarget(str, Enum):
+    """What a checkpoint can be converted to, by the programs that read it."""
+
+    HF = "hf"
+    DCP = "dcp"
+    TORCH = "torch"
+    FSDP1 = "fsdp1"
+    FSDP2 = "fsdp2"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorToWrite:
+    """dtype: to which it is cast. is_sharded: FSDP divides its rows; otherwise every rank has it, as a buffer."""
+
+    saved: SavedTensor
+    dtype: str
+    is_sharded: bool
+
+    @property
+    def shape(self) -> Shape:
+        return self.saved.shape
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.saved.numel * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    def choose_rows(self, rank: int, world_size: int) -> tuple[int, int]:
+        """The first row of a rank and the one behind its last, as torch.chunk divides them."""
+        rows = self.shape[0]
+        each = -(-rows // world_size)
+        return min(rank * each, rows), min((rank + 1) * each, rows)
+
+
+class Place(NamedTuple):
+    """Where bytes go. file: its number. member: the part of an archive that they are of."""
+
+    file: int
+    begin: int
+    member: ArchiveMember | None = None
+
+
+class Slot(NamedTuple):
+    """A range of a tensor's bytes, and the places in which it is written."""
+
+    first: int
+    nbytes: int
+    places: list[Place]
+
+
+@dataclass(slots=True)
+class PlannedFile:
+    """texts: bytes that are known, with where they lie."""
+
+    name: str
+    nbytes: int = 0
+    texts: list[tuple[int, bytes]] = field(default_factory=list)
+    archives: list[Archive] = field(default_factory=list)
+
+
+_NOTHING: Mapping[str, bytes] = {}
+# Values, dicts, lists and tuples, of which the leaves may be tensors.
+_Tree: TypeAlias = Any
+_Store: TypeAlias = Callable[[TensorToWrite, int, int], str]
+_Pickle: TypeAlias = Callable[[TensorToWrite, _Store], Any]
+
+
+@dataclass(slots=True)
+class Layout:
+    """slots: of each tensor, in the order of its bytes."""
+
+    files: list[PlannedFile] = field(default_factory=list)
+    slots: dict[int, tuple[TensorToWrite, list[Slot]]] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+    def add_file(self, name: str, text: bytes | None = None) -> PlannedFile:
+        self.files.append(PlannedFile(name, len(text or b""), [(0, text)] if text else []))
+        return self.files[-1]
+
+    def add_place(self, tensor: TensorToWrite, first: int, nbytes: int, begin: int, member: Any = None) -> None:
+        """In the file that was added last."""
+        slots = self.slots.setdefault(id(tensor), (tensor, []))[1]
+        place = Place(len(self.files) - 1, begin, member)
+        if slots and slots[-1].first == first:
+            slots[-1].places.append(place)
+        elif nbytes:
+            slots.append(Slot(first, nbytes, [place]))
+
+    def add_archive(self, root: str, tree: _Tree, pickle: _Pickle, constants: Mapping[str, bytes] = _NOTHING) -> None:
+        """What torch.save makes of a value, at the end of the file that was added last. constants: members by key."""
+        stored: dict[Any, tuple[str, TensorToWrite, int, int]] = {}
+
+        def store(tensor: TensorToWrite, first: int, nbytes: int) -> str:
+            memory = tuple(tensor.saved.pieces), tensor.dtype, first, nbytes
+            return stored.setdefault(memory, (str(len(stored)), tensor, first, nbytes))[0]
+
+        file = self.files[-1]
+        archive = Archive.make(root, file.nbytes, _replace_tensors(tree, lambda tensor: pickle(tensor, store)))
+        for name, data in constants.items():
+            archive.add(f"data/{name}", len(data), data)
+        for key, tensor, first, nbytes in stored.values():
+            member = archive.add(f"data/{key}", nbytes)
+            self.add_place(tensor, first, nbytes, member.begin, member)
+        file.archives.append(archive)
+        file.nbytes = archive.end
+
+
+class StatesToWrite(NamedTuple):
+    """model: by name. optimizer: ``state`` and ``param_groups`` by the parameters' names; None if there is none."""
+
+    model: dict[str, TensorToWrite]
+    optimizer: dict[str, Any] | None
+
+
+def lay_out(target: ConversionTarget, states: StatesToWrite, world_size: int, largest_file: int, device: str) -> Layout:
+    """Raises BadFile for a tensor that the format cannot have."""
+    layout = Layout()
+    match target:
+        case ConversionTarget.HF:
+            _lay_out_hub(layout, states.model, largest_file)
+        case ConversionTarget.DCP:
+            _lay_out_dcp(layout, states, world_size)
+        case ConversionTarget.TORCH:
+            for name, tree in (("pytorch_model_fsdp", states.model), ("optimizer", states.optimizer)):
+                if tree is not None:
+                    layout.add_file(f"{name}.bin")
+                    layout.add_archive(name, tree, _pickle_rows)
+        case ConversionTarget.FSDP1 | ConversionTarget.FSDP2:
+            _lay_out_ranks(layout, states, world_size, device, is_fsdp2=target is ConversionTarget.FSDP2)
+        case _:
+            assert_never(target)
+    return layout
+
+
+def _replace_tensors(tree: _Tree, function: Callable[[TensorToWrite], Any]) -> Any:
+    match tree:
+        case TensorToWrite():
+            return function(tree)
+        case dict():
+            return {key: _replace_tensors(each, function) for key, each in tree.items()}
+        case list() | tuple():
+            return type(tree)(_replace_tensors(each, function) for each in tree)
+    return tree
+
+
+def _pickle_rows(tensor: TensorToWrite, store: _Store, rows: tuple[int, int] | None = None) -> Call:
+    """A plain tensor of some of its rows, or of all."""
+    if rows is None:
+        shape, first = tensor.shape, 0
+    else:
+        shape, first = (rows[1] - rows[0], *tensor.shape[1:]), rows[0] * tensor.row_bytes
+    numel = math.prod(shape)
+    key = store(tensor, first, numel * tensor.itemsize)
+    return make_tensor(tensor.dtype, shape, compute_strides(shape), key, numel)
+
+
+# Hugging Face
+
+
+def _lay_out_hub(layout: Layout, model: dict[str, TensorToWrite], largest_file: int) -> None:
+    tensors = sorted(model.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    groups: list[dict[str, TensorToWrite]] = [{}]
+    filled = 0
+    for name, tensor in tensors:
+        if groups[-1] and filled + tensor.nbytes > largest_file:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = tensor
+        filled += tensor.nbytes
+    weight_map = {}
+    for number, group in enumerate(groups, 1):
+        of = f"-{number:05}-of-{len(groups):05}" if len(groups) > 1 else ""
+        header, begins = make_header({name: (tensor.dtype, tensor.shape) for name, tensor in group.items()})
+        file = layout.add_file(f"model{of}.safetensors", header)
+        for name, tensor in group.items():
+            layout.add_place(tensor, 0, tensor.nbytes, begins[name])
+            file.nbytes += tensor.nbytes
+            weight_map[name] = file.name
+    if len(groups) > 1:
+        total = sum(tensor.nbytes for tensor in model.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        layout.add_file("model.safetensors.index.json", json.dumps(index, indent=2).encode())
+
+
+# A file of each rank, as verl and SkyRL name them
+
+
+def _lay_out_ranks(layout: Layout, states: StatesToWrite, world_size: int, device: str, *, is_fsdp2: bool) -> None:
+    optimizer = states.optimizer
+    if optimizer is not None and is_fsdp2:
+        optimizer = _number_parameters(optimizer)
+    for rank in range(world_size):
+        mesh = _make_mesh(rank, world_size, device)
+        ranks = {"mesh": b"".join(each.to_bytes(4, "little") for each in range(world_size))} if is_fsdp2 else {}
+
+        def pickle(tensor: TensorToWrite, store: _Store, rank: int = rank, mesh: Instance = mesh) -> Call:
+            if not tensor.is_sharded:
+                return _pickle_rows(tensor, store)
+            if is_fsdp2:
+                return _pickle_dtensor(tensor, rank, world_size, mesh, store)
+            return _pickle_sharded_tensor(tensor, rank, world_size, store)
+
+        for kind, tree in (("model", states.model), ("optim", optimizer)):
+            if tree is not None:
+                root = f"{kind}_world_size_{world_size}_rank_{rank}"
+                layout.add_file(f"{root}.pt")
+                layout.add_archive(root, tree, pickle, ranks)
+    config = {"FSDP_version": 2 if is_fsdp2 else 1, "world_size": world_size}
+    layout.add_file("fsdp_config.json", json.dumps(config, indent=4).encode())
+
+
+def _number_parameters(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """As ``optimizer.state_dict()`` does: in the order of the groups."""
+    numbers: dict[str, int] = {}
+    for group in optimizer["param_groups"]:
+        for name in group["params"]:
+            numbers[name] = len(numbers)
+    groups = [group | {"params": [numbers[name] for name in group["params"]]} for group in optimizer["param_groups"]]
+    return {"state": {numbers[name]: slots for name, slots in optimizer["state"].items()}, "param_groups": groups}
+
+
+_DEVICE, _SIZE = Global("torch", "device"), Global("torch", "Size")
+
+
+def _rebuild_wrapper(cls: Global, tensor: TensorToWrite, state: Any) -> Call:
+    """A tensor subclass that wraps others, as torch pickles it."""
+    shape, on_cpu = tensor.shape, Call(_DEVICE, ("cpu",))
+    arguments = (cls, make_dtype(tensor.dtype), shape, compute_strides(shape), 0, STRIDED, on_cpu, False)
+    rebuild = Global("torch._utils", "_rebuild_wrapper_subclass")
+    return Call(Global("torch._tensor", "_rebuild_from_type_v2"), (rebuild, cls, arguments, state))
+
+
+def _make_mesh(rank: int, world_size: int, device: str) -> Instance:
+    """A DeviceMesh of one dim over all ranks. The bytes of its ranks are ``data/mesh``."""
+    layouts = "torch.distributed._mesh_layout"
+    axis = Instance(Global(layouts, "_FlatLayout"), {"shape": (world_size,), "stride": (1,)})
+    return Instance(
+        Global("torch.distributed.device_mesh", "DeviceMesh"),
+        {
+            "_device_type": device,
+            "_layout": Instance(Global(layouts, "_MeshLayout"), {"axes": (axis,)}),
+            "_rank_map": make_tensor("int32", (world_size,), (1,), "mesh", world_size),
+            "_mesh_dim_names": ("fsdp",),
+            "_root_mesh": None,
+            "_flatten_rank_map": tuple(range(world_size)),
+            "_thread_id": None,
+            "_flatten_mapping": {},
+            "_dim_group_names": ["0"],
+            "_rank": rank,
+            "_coordinate_on_dim": (rank,),
+        },
+    )
+
+
+def _pickle_dtensor(tensor: TensorToWrite, rank: int, world_size: int, mesh: Instance, store: _Store) -> Call:
+    specs, shape = "torch.distributed.tensor._dtensor_spec", tensor.shape
+    meta = (Call(_SIZE, (shape,)), compute_strides(shape), make_dtype(tensor.dtype))
+    spec = {
+        "mesh": mesh,
+        "placements": (Instance(Global("torch.distributed.tensor.placement_types", "Shard"), {"dim": 0}),),
+        "tensor_meta": Instance(Global(specs, "TensorMeta"), arguments=meta),
+        "shard_order": (Instance(Global(specs, "ShardOrderEntry"), arguments=(0, (0,))),),
+        "use_strided_shard_as_shard_order": False,
+    }
+    local = _pickle_rows(tensor, store, tensor.choose_rows(rank, world_size))
+    state = {"_local_tensor": local, "_spec": Instance(Global(specs, "DTensorSpec"), spec)}
+    return _rebuild_wrapper(Global("torch.distributed.tensor", "DTensor"), tensor, (None, state))
+
+
+def _pickle_sharded_tensor(tensor: TensorToWrite, rank: int, world_size: int, store: _Store) -> Call:
+    package = "torch.distributed._shard"
+    cls = Global(f"{package}.sharded_tensor.api", "ShardedTensor")
+    places, shards = [], []
+    for other in range(world_size):
+        rows = tensor.choose_rows(other, world_size)
+        if rows[0] == rows[1]:
+            continue
+        device = Instance(
+            Global("torch.distributed.remote_device", "_remote_device"),
+            {"_worker_name": None, "_rank": other, "_device": Call(_DEVICE, ("cpu",))},
+        )
+        place = {
+            "shard_offsets": [rows[0], *(0 for _ in tensor.shape[1:])],
+            "shard_sizes": [rows[1] - rows[0], *tensor.shape[1:]],
+            "placement": device,
+        }
+        places.append(Instance(Global(f"{package}.metadata", "ShardMetadata"), (None, place)))
+        if other == rank:
+            state = (None, {"tensor": _pickle_rows(tensor, store, rows), "metadata": places[-1]})
+            shards.append(Instance(Global(f"{package}.sharded_tensor.shard", "Shard"), state))
+    module = f"{package}.sharded_tensor.metadata"
+    encoding = Call(Global(module, "MEM_FORMAT_ENCODING"), (0,))
+    properties = (make_dtype(tensor.dtype), STRIDED, False, encoding, False)
+    metadata = {
+        "shards_metadata": places,
+        "size": Call(_SIZE, (tensor.shape,)),
+        "tensor_properties": Instance(Global(module, "TensorProperties"), properties),
+    }
+    group = {
+        "local_rank": rank,
+        "global_rank": rank,
+        "local_world_size": world_size,
+        "global_world_size": world_size,
+    }
+    nested = Call(Global("__builtin__", "getattr"), (cls, "ProcessGroupState"))
+    devices = [place.state[1]["placement"] for place in places]
+    spec = Global(f"{package}.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec")
+    parts = Instance(nested, group), Instance(spec, {"dim": 0, "placements": devices})
+    sharded = Instance(Global(module, "ShardedTensorMetadata"), metadata)
+    return _rebuild_wrapper(cls, tensor, (shards, sharded, *parts, False))
+
+
+# Distributed checkpoints
+
+_DCP = "torch.distributed.checkpoint.metadata"
+
+
+def _lay_out_dcp(layout: Layout, states: StatesToWrite, world_size: int) -> None:
+    """With the keys ``model`` and ``optim``. Rows are divided as FSDP does, so that each rank reads its own."""
+    tree = {"model": states.model} | ({"optim": states.optimizer} if states.optimizer is not None else {})
+    leaves = list(_flatten(tree, ()))
+    tensors = [leaf for _, leaf in leaves if isinstance(leaf, TensorToWrite)]
+    home = {id(tensor): number % world_size for number, tensor in enumerate(tensors)}
+    entries: dict[str, Instance] = {}
+    chunks: dict[str, list[Instance]] = {}
+    places: dict[Instance, Instance] = {}
+    for rank in range(world_size):
+        file = layout.add_file(f"__{rank}_0.distcp")
+        for path, leaf in leaves:
+            name, begin, offsets = ".".join(map(str, path)), file.nbytes, None
+            if isinstance(leaf, TensorToWrite):
+                rows = leaf.choose_rows(rank, world_size) if leaf.is_sharded and leaf.shape else None
+                if (rows is None and home[id(leaf)] != rank) or (rows is not None and rows[0] == rows[1]):
+                    continue
+                layout.add_archive("archive", leaf, functools.partial(_pickle_rows, rows=rows))
+                first, last = rows or (0, leaf.shape[0] if leaf.shape else 0)
+                offsets = Call(_SIZE, ((first, *(0 for _ in leaf.shape[1:]))[: len(leaf.shape)],))
+                sizes = Call(_SIZE, ((last - first, *leaf.shape[1:])[: len(leaf.shape)],))
+                chunk = {"offsets": offsets, "sizes": sizes}
+                chunks.setdefault(name, []).append(Instance(Global(_DCP, "ChunkStorageMetadata"), chunk))
+                entries.setdefault(name, _describe_tensor(leaf, chunks[name]))
+            elif rank == 0:
+                layout.add_archive("archive", leaf, _pickle_rows)
+                entries[name] = Instance(Global(_DCP, "BytesStorageMetadata"), {})
+            else:
+                continue
+            index = {"fqn": name, "offset": offsets, "index": None}
+            info = {"relative_path": file.name, "offset": begin, "length": file.nbytes - begin}
+            places[Instance(Global(_DCP, "MetadataIndex"), index)] = Instance(
+                Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), info
+            )
+    about: dict[str, Any] = {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
+    metadata = {
+        "state_dict_metadata": entries,
+        "planner_data": {".".join(map(str, path)): path for path, _ in leaves},
+        "storage_data": places,
+        "storage_meta": Instance(Global(_DCP, "StorageMeta"), about),
+        "version": "1.0.0",
+    }
+    layout.add_file(".metadata", write_pickle(Instance(Global(_DCP, "Metadata"), metadata)))
+
+
+def _describe_tensor(tensor: TensorToWrite, chunks: list[Instance]) -> Instance:
+    encoding = Call(Global(_DCP, "_MEM_FORMAT_ENCODING"), (0,))
+    properties = (make_dtype(tensor.dtype), STRIDED, False, encoding, False)
+    entry = {
+        "properties": Instance(Global(_DCP, "TensorProperties"), properties),
+        "size": Call(_SIZE, (tensor.shape,)),
+        "chunks": chunks,
+    }
+    return Instance(Global(_DCP, "TensorStorageMetadata"), entry)
+
+
+def _flatten(tree: _Tree, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """As DCP does: dicts, and lists that have dicts or tensors."""
+    if isinstance(tree, dict):
+        items: Any = tree.items()
+    elif isinstance(tree, list) and any(isinstance(each, dict | list | TensorToWrite) for each in tree):
+        items = enumerate(tree)
+    else:
+        yield path, tree
+        return
+    for key, each in items:
+        yield from _flatten(each, (*path, key))
