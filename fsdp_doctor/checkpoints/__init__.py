@@ -5,5 +5,7 @@ torch_files, safetensors_files, dcp          the containers
 record, reading                              a directory of any layout as one record
 scanning                                     all bytes, once: checksums, zeros, what is not finite
 troubles, checks, verification               what can be wrong, the table of checks, and the verdict
-names, conversion                            the names of two checkpoints; any format as Hugging Face files
+names, optimizer                             the names of two checkpoints; the optimizer by the names of parameters
+pickle_writing, archives                     what torch.save and DCP write, without torch
+targets, copying, conversion                 where each tensor's bytes go, their way there, and a conversion as a whole
 """

@@ -15,7 +15,7 @@ from fsdp_doctor.checkpoints.copying import ConversionError, Copy
 from fsdp_doctor.checkpoints.dtypes import is_floating_point
 from fsdp_doctor.checkpoints.files import BadFile
 from fsdp_doctor.checkpoints.names import strip_wrappers
-from fsdp_doctor.checkpoints.optimizer import BUFFERS, choose_optimizer
+from fsdp_doctor.checkpoints.optimizer import choose_optimizer
 from fsdp_doctor.checkpoints.reading import read_checkpoint
 from fsdp_doctor.checkpoints.record import SavedCheckpoint, SavedModel, SavedTensor, choose_model
 from fsdp_doctor.checkpoints.targets import ConversionTarget, StatesToWrite, TensorToWrite, lay_out
@@ -113,14 +113,10 @@ def _choose_states(
 ) -> StatesToWrite:
     optimizer = choose_optimizer(checkpoint, model) if with_optimizer else None
     updated = {name for group in optimizer.groups for name in group["params"]} if optimizer is not None else set()
-    is_divided = any(_is_divided(tensor) for tensor in model.tensors.values())
+    parameters = model.select_parameters()
     weights = {}
     for old, tensor in model.tensors.items():
-        can_be = bool(tensor.shape) and is_floating_point(tensor.dtype) and tensor.last_name not in BUFFERS
-        is_sharded = bool(tensor.shape) and (names[old] in updated or _is_divided(tensor))
-        if not is_sharded and can_be and names[old] not in updated:
-            # What was divided nowhere though others were is a buffer; of what has one row nobody can tell.
-            is_sharded = not is_divided or tensor.shape[0] < 2
+        is_sharded = bool(tensor.shape) and (old in parameters or names[old] in updated)
         cast_to = dtype if dtype is not None and is_floating_point(tensor.dtype) else tensor.dtype
         weights[names[old]] = TensorToWrite(tensor, cast_to, is_sharded)
     if optimizer is None:
@@ -135,10 +131,6 @@ def _choose_states(
 
     state = {name: {slot: keep(name, leaf) for slot, leaf in slots.items()} for name, slots in optimizer.state.items()}
     return StatesToWrite(weights, {"state": state, "param_groups": optimizer.groups})
-
-
-def _is_divided(tensor: SavedTensor) -> bool:
-    return any(piece.shape != tensor.shape for piece in tensor.pieces)
 
 
 def _cast(source: str, target: str) -> Callable[[bytes], bytes]:

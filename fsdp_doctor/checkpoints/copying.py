@@ -17,7 +17,7 @@ from fsdp_doctor.checkpoints.dtypes import DTYPES
 from fsdp_doctor.checkpoints.files import CHUNK_BYTES, BadFile
 from fsdp_doctor.checkpoints.record import SavedPiece
 from fsdp_doctor.checkpoints.scanning import Scans
-from fsdp_doctor.checkpoints.targets import Layout, Place, Slot, TensorToWrite
+from fsdp_doctor.checkpoints.targets import Destination, FilePlan, Slot, TensorToWrite
 
 
 class ConversionError(Exception):
@@ -92,7 +92,7 @@ class Copy:
     Raises ConversionError if there is no room, BadFile for a tensor that is stored with gaps.
     """
 
-    def __init__(self, directory: pathlib.Path, layout: Layout, cast: Callable[[str, str], Callable[[bytes], bytes]]):
+    def __init__(self, directory: pathlib.Path, layout: FilePlan, cast: Callable[[str, str], Callable[[bytes], bytes]]):
         self._directory, self._layout = directory, layout
         self._fds: list[int] = []
         self._routes: dict[str, list[_Route]] = defaultdict(list)
@@ -202,7 +202,7 @@ class Copy:
             crc = zlib.crc32(os.pread(self._fds[number], min(CHUNK_BYTES, begin + nbytes - at), at), crc)
         return crc
 
-    def _complain(self, place: Place) -> ConversionError:
+    def _complain(self, place: Destination) -> ConversionError:
         name = self._layout.files[place.file].name
         return ConversionError(f"{name} did not keep what was written to it, from byte {place.begin} on")
 

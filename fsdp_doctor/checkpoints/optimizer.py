@@ -6,14 +6,11 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
-from fsdp_doctor.checkpoints.dtypes import is_floating_point
 from fsdp_doctor.checkpoints.files import BadFile
 from fsdp_doctor.checkpoints.names import strip_wrappers
 from fsdp_doctor.checkpoints.record import Arrangement, SavedCheckpoint, SavedModel, SavedTensor
 from fsdp_doctor.errors import join_some
 
-# Buffers, which an optimizer does not number.
-BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked", "inv_freq"})
 _FLAT = re.compile(r"(?:.+\.)?(?P<kind>state|param_groups)\.(?P<parameter>.+)\.(?P<slot>\w+)")
 _Leaf: TypeAlias = Any
 
@@ -119,9 +116,9 @@ def _name_parameters(groups: list[dict[str, Any]], state: dict[str, Any], model:
 def _list_parameters(model: SavedModel) -> Iterator[str]:
     """In the order of the file; of those that share their memory, the first."""
     seen = set()
-    for name, tensor in model.tensors.items():
+    for name, tensor in model.select_parameters().items():
         place = tuple(tensor.pieces)
-        if is_floating_point(tensor.dtype) and tensor.last_name not in BUFFERS and place not in seen:
+        if place not in seen:
             seen.add(place)
             yield name
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from fsdp_doctor.checkpoints.dtypes import DTYPES
+from fsdp_doctor.checkpoints.dtypes import DTYPES, is_floating_point
 from fsdp_doctor.checkpoints.files import BadFile
 from fsdp_doctor.checkpoints.troubles import Symptom
 
@@ -21,6 +21,7 @@ StateRole: TypeAlias = Literal["model", "optimizer", "other"]
 # The keys under which programs put a model's or an optimizer's state.
 _MODEL_KEYS = frozenset({"model", "module", "state_dict", "app"})
 _OPTIMIZER_KEY = re.compile(r"optim|optimizers?|optimizer_\d+|optimizer_states?|optimizer_state_dict")
+_BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked", "inv_freq"})
 _OPTIMIZER_STATE = re.compile(r"(?:^|\.)state\.(?P<parameter>.+)\.(?P<slot>\w+)$")
 
 
@@ -113,6 +114,11 @@ class SavedTensor:
     @property
     def itemsize(self) -> int:
         return DTYPES[self.dtype].itemsize
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether some rank had a part of it."""
+        return any(piece.shape != self.shape for piece in self.pieces)
 
 
 @dataclass(slots=True)
@@ -213,6 +219,19 @@ class SavedModel:
 
     tensors: dict[str, SavedTensor]
     states: list[State]
+
+    def select_parameters(self) -> dict[str, SavedTensor]:
+        """Without the buffers, as far as files say which these are: ranks divide parameters alone."""
+        are_divided = any(tensor.is_divided for tensor in self.tensors.values())
+        is_by_ranks = all(state.arrangement is Arrangement.RANK_FILES for state in self.states)
+        return {
+            name: tensor
+            for name, tensor in self.tensors.items()
+            if is_floating_point(tensor.dtype)
+            and tensor.last_name not in _BUFFERS
+            # DCP has one chunk of what has one row, whoever had it.
+            and (tensor.is_divided or not are_divided or (not is_by_ranks and tensor.shape[:1] in ((), (1,))))
+        }
 
 
 def choose_model(checkpoint: SavedCheckpoint) -> SavedModel:

@@ -69,7 +69,7 @@ class TensorToWrite:
         return min(rank * each, rows), min((rank + 1) * each, rows)
 
 
-class Place(NamedTuple):
+class Destination(NamedTuple):
     """Where bytes go. file: its number. member: the part of an archive that they are of."""
 
     file: int
@@ -82,7 +82,7 @@ class Slot(NamedTuple):
 
     first: int
     nbytes: int
-    places: list[Place]
+    places: list[Destination]
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ _Pickle: TypeAlias = Callable[[TensorToWrite, _Store], Any]
 
 
 @dataclass(slots=True)
-class Layout:
+class FilePlan:
     """slots: of each tensor, in the order of its bytes."""
 
     files: list[PlannedFile] = field(default_factory=list)
@@ -120,7 +120,7 @@ class Layout:
     def add_place(self, tensor: TensorToWrite, first: int, nbytes: int, begin: int, member: Any = None) -> None:
         """In the file that was added last."""
         slots = self.slots.setdefault(id(tensor), (tensor, []))[1]
-        place = Place(len(self.files) - 1, begin, member)
+        place = Destination(len(self.files) - 1, begin, member)
         if slots and slots[-1].first == first:
             slots[-1].places.append(place)
         elif nbytes:
@@ -152,9 +152,11 @@ class StatesToWrite(NamedTuple):
     optimizer: dict[str, Any] | None
 
 
-def lay_out(target: ConversionTarget, states: StatesToWrite, world_size: int, largest_file: int, device: str) -> Layout:
+def lay_out(
+    target: ConversionTarget, states: StatesToWrite, world_size: int, largest_file: int, device: str
+) -> FilePlan:
     """Raises BadFile for a tensor that the format cannot have."""
-    layout = Layout()
+    layout = FilePlan()
     match target:
         case ConversionTarget.HF:
             _lay_out_hub(layout, states.model, largest_file)
@@ -197,7 +199,7 @@ def _pickle_rows(tensor: TensorToWrite, store: _Store, rows: tuple[int, int] | N
 # Hugging Face
 
 
-def _lay_out_hub(layout: Layout, model: dict[str, TensorToWrite], largest_file: int) -> None:
+def _lay_out_hub(layout: FilePlan, model: dict[str, TensorToWrite], largest_file: int) -> None:
     tensors = sorted(model.items(), key=lambda item: (-item[1].itemsize, item[0]))
     groups: list[dict[str, TensorToWrite]] = [{}]
     filled = 0
@@ -225,7 +227,7 @@ def _lay_out_hub(layout: Layout, model: dict[str, TensorToWrite], largest_file: 
 # A file of each rank, as verl and SkyRL name them
 
 
-def _lay_out_ranks(layout: Layout, states: StatesToWrite, world_size: int, device: str, *, is_fsdp2: bool) -> None:
+def _lay_out_ranks(layout: FilePlan, states: StatesToWrite, world_size: int, device: str, *, is_fsdp2: bool) -> None:
     optimizer = states.optimizer
     if optimizer is not None and is_fsdp2:
         optimizer = _number_parameters(optimizer)
@@ -301,6 +303,7 @@ def _pickle_dtensor(tensor: TensorToWrite, rank: int, world_size: int, mesh: Ins
         "tensor_meta": Instance(Global(specs, "TensorMeta"), arguments=meta),
         "shard_order": (Instance(Global(specs, "ShardOrderEntry"), arguments=(0, (0,))),),
         "use_strided_shard_as_shard_order": False,
+        "_hash": None,
     }
     local = _pickle_rows(tensor, store, tensor.choose_rows(rank, world_size))
     state = {"_local_tensor": local, "_spec": Instance(Global(specs, "DTensorSpec"), spec)}
@@ -355,7 +358,7 @@ def _pickle_sharded_tensor(tensor: TensorToWrite, rank: int, world_size: int, st
 _DCP = "torch.distributed.checkpoint.metadata"
 
 
-def _lay_out_dcp(layout: Layout, states: StatesToWrite, world_size: int) -> None:
+def _lay_out_dcp(layout: FilePlan, states: StatesToWrite, world_size: int) -> None:
     """With the keys ``model`` and ``optim``. Rows are divided as FSDP does, so that each rank reads its own."""
     tree = {"model": states.model} | ({"optim": states.optimizer} if states.optimizer is not None else {})
     leaves = list(_flatten(tree, ()))

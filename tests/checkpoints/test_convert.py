@@ -14,6 +14,8 @@ import torch
 from program import doctor, run
 from safetensors.torch import load_file
 from support import saved_checkpoints as saved
+from support.forked import run_script
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
 from fsdp_doctor.checkpoints.conversion import convert
@@ -21,7 +23,7 @@ from fsdp_doctor.checkpoints.copying import ConversionError
 from fsdp_doctor.checkpoints.targets import ConversionTarget
 from fsdp_doctor.checkpoints.verification import verify
 
-HF = ConversionTarget.HF
+HF, DCP, FSDP2 = ConversionTarget.HF, ConversionTarget.DCP, ConversionTarget.FSDP2
 BY_RANKS = ("verl", "dcp", "torchtitan", "threads", "files", "alone", "accelerate", "dcp_safetensors", "shards")
 
 
@@ -134,6 +136,79 @@ def test_what_was_written_is_compared_with_what_was_read(
     with pytest.raises(ConversionError, match="did not keep what was written"):
         convert(originals / "dcp", tmp_path / "out", HF)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_changes_its_strategy_and_continues_as_it_would_have(tmp_path: pathlib.Path) -> None:
+    """FSDP1 to FSDP2 and back, through DCP and through whole tensors: the next step is the same, bit by bit."""
+    job = pathlib.Path(saved.__file__).with_name("converted_by_ranks.py")
+    done = run_script(job, arguments=["save", str(tmp_path)])
+    assert done.codes == [0, 0], done.output
+    of_optimizer = []
+    for source, target in (("fsdp1", "fsdp2"), ("fsdp2", "again"), ("again", "dcp"), ("dcp", "torch")):
+        to = ConversionTarget.FSDP1 if target == "again" else ConversionTarget(target)
+        of_optimizer.append(convert(tmp_path / source, tmp_path / target, to, device="emulated").has_optimizer)
+        assert verify(tmp_path / target).answer == "sound"
+    assert all(of_optimizer)
+    done = run_script(job, arguments=["load", str(tmp_path), "fsdp1", "fsdp2", "again", "dcp", "torch"])
+    assert done.codes == [0, 0], done.output
+    assert (done.output.count(": True\n"), ": False" in done.output) == (7, False), done.output
+    # Another number of ranks: that of the files of ranks is to be named.
+    convert(tmp_path / "dcp", tmp_path / "three" / "fsdp2", FSDP2, world_size=3, device="emulated")
+    for name in ("dcp", "states.pt"):
+        (tmp_path / "three" / name).symlink_to(tmp_path / name)
+    done = run_script(job, ranks=3, arguments=["load", str(tmp_path / "three"), "fsdp2", "dcp"])
+    assert done.codes == [0, 0, 0], done.output
+    assert (done.output.count(": True\n"), ": False" in done.output) == (3, False), done.output
+
+
+@pytest.mark.parametrize("name", [*BY_RANKS, "full", "lightning", "bin", "hub"])
+def test_every_format_is_the_same_as_dcp_and_as_files_of_torch(
+    originals: pathlib.Path, tmp_path: pathlib.Path, name: str
+) -> None:
+    """And back as Hugging Face files; with the optimizer, where there is one."""
+    dcp, whole, again = (tmp_path / each for each in ("dcp", "torch", "again"))
+    convert(originals / name, dcp, DCP)
+    done = convert(dcp, whole, ConversionTarget.TORCH)
+    convert(whole, again, DCP, world_size=3)
+    for target in (dcp, whole, again):
+        assert verify(target).answer == "sound"
+    weights = torch.load(whole / "pytorch_model_fsdp.bin", weights_only=True)
+    convert(originals / name, tmp_path / "expected", HF)
+    convert(again, tmp_path / "hub", HF)
+    assert are_equal(tensors_in(tmp_path / "hub"), weights)
+    assert are_equal(tensors_in(tmp_path / "expected"), weights)
+    dcp_to_torch_save(again, tmp_path / "by_torch.pt")
+    read = torch.load(tmp_path / "by_torch.pt")
+    assert are_equal(read["model"], weights)
+    if done.has_optimizer:
+        state = torch.load(whole / "optimizer.bin", weights_only=True)
+        assert are_equal(flatten(read["optim"]["state"]), flatten(state["state"]))
+        assert read["optim"]["param_groups"] == state["param_groups"]
+        assert state["state"].keys() == set(state["param_groups"][0]["params"]) == weights.keys()
+
+
+def flatten(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {f"{name}.{slot}": tensor for name, slots in state.items() for slot, tensor in slots.items()}
+
+
+def test_weights_are_cast_as_torch_casts_them_and_the_optimizer_is_not(
+    originals: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    expected = torch.load(originals / "whole" / "pytorch_model_fsdp.bin")
+    convert(originals / "verl", tmp_path / "out", ConversionTarget.TORCH, dtype="bfloat16")
+    weights = torch.load(tmp_path / "out" / "pytorch_model_fsdp.bin")
+    assert are_equal(weights, {name: tensor.bfloat16() for name, tensor in expected.items()})
+    state = torch.load(tmp_path / "out" / "optimizer.bin")["state"]
+    assert {slots["exp_avg"].dtype for slots in state.values()} == {torch.float32}
+
+
+def test_what_is_not_known_is_asked_for(originals: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """The number of ranks, and which parameters an optimizer of two groups numbers."""
+    with pytest.raises(ConversionError, match="--world-size"):
+        convert(originals / "hub", tmp_path / "out", FSDP2)
+    with pytest.raises(ConversionError, match="--no-optimizer"):
+        convert(originals / "trainer", tmp_path / "out", DCP)
+    assert not convert(originals / "trainer", tmp_path / "out", DCP, with_optimizer=False).has_optimizer
 
 
 _BOUNDED = """
