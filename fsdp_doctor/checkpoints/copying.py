@@ -17,7 +17,7 @@ from fsdp_doctor.checkpoints.dtypes import DTYPES
 from fsdp_doctor.checkpoints.files import CHUNK_BYTES, BadFile
 from fsdp_doctor.checkpoints.record import SavedPiece
 from fsdp_doctor.checkpoints.scanning import Scans
-from fsdp_doctor.checkpoints.targets import Destination, FilePlan, Slot, TensorToWrite
+from fsdp_doctor.checkpoints.targets import FilePlan, PlaceToWrite, Slot, TensorToWrite
 
 
 class ConversionError(Exception):
@@ -202,7 +202,7 @@ class Copy:
             crc = zlib.crc32(os.pread(self._fds[number], min(CHUNK_BYTES, begin + nbytes - at), at), crc)
         return crc
 
-    def _complain(self, place: Destination) -> ConversionError:
+    def _complain(self, place: PlaceToWrite) -> ConversionError:
         name = self._layout.files[place.file].name
         return ConversionError(f"{name} did not keep what was written to it, from byte {place.begin} on")
 

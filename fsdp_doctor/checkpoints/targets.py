@@ -69,7 +69,7 @@ class TensorToWrite:
         return min(rank * each, rows), min((rank + 1) * each, rows)
 
 
-class Destination(NamedTuple):
+class PlaceToWrite(NamedTuple):
     """Where bytes go. file: its number. member: the part of an archive that they are of."""
 
     file: int
@@ -82,7 +82,7 @@ class Slot(NamedTuple):
 
     first: int
     nbytes: int
-    places: list[Destination]
+    places: list[PlaceToWrite]
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class FilePlan:
     def add_place(self, tensor: TensorToWrite, first: int, nbytes: int, begin: int, member: Any = None) -> None:
         """In the file that was added last."""
         slots = self.slots.setdefault(id(tensor), (tensor, []))[1]
-        place = Destination(len(self.files) - 1, begin, member)
+        place = PlaceToWrite(len(self.files) - 1, begin, member)
         if slots and slots[-1].first == first:
             slots[-1].places.append(place)
         elif nbytes:
