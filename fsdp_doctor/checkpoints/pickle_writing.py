@@ -13,7 +13,7 @@ _STORAGE_OF_DTYPE = {dtype: name for name, dtype in DTYPE_OF_STORAGE.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Global:
+class PickledGlobal:
     """A class or a function, by its module."""
 
     module: str
@@ -21,7 +21,7 @@ class Global:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class PickledCall:
     """What a function returns for arguments. One that stands in several places is one object."""
 
     function: Any
@@ -29,7 +29,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Instance:
+class PickledInstance:
     """An object that is made without ``__init__`` and given a state. One that stands in several places is one."""
 
     cls: Any
@@ -47,8 +47,8 @@ class StorageReference:
     numel: int
 
 
-ORDERED_DICT = Global("collections", "OrderedDict")
-STRIDED = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+ORDERED_DICT = PickledGlobal("collections", "OrderedDict")
+STRIDED = PickledCall(PickledGlobal("torch.serialization", "_get_layout"), ("torch.strided",))
 
 
 def write_pickle(value: Any) -> bytes:
@@ -58,19 +58,19 @@ def write_pickle(value: Any) -> bytes:
     return b"".join((*emitter.parts, b"."))
 
 
-def make_dtype(dtype: str) -> Global:
-    return Global("torch", dtype)
+def make_dtype(dtype: str) -> PickledGlobal:
+    return PickledGlobal("torch", dtype)
 
 
-def make_tensor(dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], key: str, numel: int) -> Call:
+def make_tensor(dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], key: str, numel: int) -> PickledCall:
     """A tensor at the begin of a storage, on the CPU."""
     if dtype in _STORAGE_OF_DTYPE:
         storage = StorageReference("torch", _STORAGE_OF_DTYPE[dtype], key, numel)
-        arguments: tuple[Any, ...] = (storage, 0, shape, strides, False, Call(ORDERED_DICT, ()))
-        return Call(Global("torch._utils", "_rebuild_tensor_v2"), arguments)
+        arguments: tuple[Any, ...] = (storage, 0, shape, strides, False, PickledCall(ORDERED_DICT, ()))
+        return PickledCall(PickledGlobal("torch._utils", "_rebuild_tensor_v2"), arguments)
     storage = StorageReference("torch.storage", "UntypedStorage", key, numel * DTYPES[dtype].itemsize)
-    arguments = (storage, 0, shape, strides, False, Call(ORDERED_DICT, ()), make_dtype(dtype))
-    return Call(Global("torch._utils", "_rebuild_tensor_v3"), arguments)
+    arguments = (storage, 0, shape, strides, False, PickledCall(ORDERED_DICT, ()), make_dtype(dtype))
+    return PickledCall(PickledGlobal("torch._utils", "_rebuild_tensor_v3"), arguments)
 
 
 class _Emitter:
@@ -93,7 +93,7 @@ class _Emitter:
             case str():
                 data = value.encode("utf-8", "surrogatepass")
                 self._emit_once(value, lambda: self.parts.append(b"X" + struct.pack("<I", len(data)) + data))
-            case Global(module, name):
+            case PickledGlobal(module, name):
                 self._emit_once(value, lambda: self.parts.append(f"c{module}\n{name}\n".encode()))
             case tuple():
                 self._emit_all(b"(", value, b"t")
@@ -101,12 +101,12 @@ class _Emitter:
                 self._emit_all(b"](", value, b"e")
             case dict():
                 self._emit_all(b"}(", [each for item in value.items() for each in item], b"u")
-            case Call(function, arguments):
+            case PickledCall(function, arguments):
                 self._emit_once(id(value), lambda: self._emit_all(b"", (function, arguments), b"R"))
-            case Instance():
+            case PickledInstance():
                 self._emit_once(id(value), lambda: self._emit_instance(value))
             case StorageReference(module, kind, key, numel):
-                self.emit(("storage", Global(module, kind), key, "cpu", numel))
+                self.emit(("storage", PickledGlobal(module, kind), key, "cpu", numel))
                 self.parts.append(b"Q")
             case _:
                 raise TypeError(f"{type(value).__name__} is not pickled")
@@ -117,7 +117,7 @@ class _Emitter:
             self.emit(value)
         self.parts.append(after)
 
-    def _emit_instance(self, value: Instance) -> None:
+    def _emit_instance(self, value: PickledInstance) -> None:
         self._emit_all(b"", (value.cls, value.arguments), b"\x81")
         if value.state is not None:
             self._emit_all(b"", (value.state,), b"b")

@@ -17,9 +17,9 @@ from fsdp_doctor.checkpoints.dcp import compute_strides
 from fsdp_doctor.checkpoints.dtypes import DTYPES
 from fsdp_doctor.checkpoints.pickle_writing import (
     STRIDED,
-    Call,
-    Global,
-    Instance,
+    PickledCall,
+    PickledGlobal,
+    PickledInstance,
     make_dtype,
     make_tensor,
     write_pickle,
@@ -185,7 +185,7 @@ def _replace_tensors(tree: _Tree, function: Callable[[TensorToWrite], Any]) -> A
     return tree
 
 
-def _pickle_rows(tensor: TensorToWrite, store: _Store, rows: tuple[int, int] | None = None) -> Call:
+def _pickle_rows(tensor: TensorToWrite, store: _Store, rows: tuple[int, int] | None = None) -> PickledCall:
     """A plain tensor of some of its rows, or of all."""
     if rows is None:
         shape, first = tensor.shape, 0
@@ -235,7 +235,7 @@ def _lay_out_ranks(layout: FilePlan, states: StatesToWrite, world_size: int, dev
         mesh = _make_mesh(rank, world_size, device)
         ranks = {"mesh": b"".join(each.to_bytes(4, "little") for each in range(world_size))} if is_fsdp2 else {}
 
-        def pickle(tensor: TensorToWrite, store: _Store, rank: int = rank, mesh: Instance = mesh) -> Call:
+        def pickle(tensor: TensorToWrite, store: _Store, rank: int = rank, mesh: PickledInstance = mesh) -> PickledCall:
             if not tensor.is_sharded:
                 return _pickle_rows(tensor, store)
             if is_fsdp2:
@@ -261,26 +261,26 @@ def _number_parameters(optimizer: dict[str, Any]) -> dict[str, Any]:
     return {"state": {numbers[name]: slots for name, slots in optimizer["state"].items()}, "param_groups": groups}
 
 
-_DEVICE, _SIZE = Global("torch", "device"), Global("torch", "Size")
+_DEVICE, _SIZE = PickledGlobal("torch", "device"), PickledGlobal("torch", "Size")
 
 
-def _rebuild_wrapper(cls: Global, tensor: TensorToWrite, state: Any) -> Call:
+def _rebuild_wrapper(cls: PickledGlobal, tensor: TensorToWrite, state: Any) -> PickledCall:
     """A tensor subclass that wraps others, as torch pickles it."""
-    shape, on_cpu = tensor.shape, Call(_DEVICE, ("cpu",))
+    shape, on_cpu = tensor.shape, PickledCall(_DEVICE, ("cpu",))
     arguments = (cls, make_dtype(tensor.dtype), shape, compute_strides(shape), 0, STRIDED, on_cpu, False)
-    rebuild = Global("torch._utils", "_rebuild_wrapper_subclass")
-    return Call(Global("torch._tensor", "_rebuild_from_type_v2"), (rebuild, cls, arguments, state))
+    rebuild = PickledGlobal("torch._utils", "_rebuild_wrapper_subclass")
+    return PickledCall(PickledGlobal("torch._tensor", "_rebuild_from_type_v2"), (rebuild, cls, arguments, state))
 
 
-def _make_mesh(rank: int, world_size: int, device: str) -> Instance:
+def _make_mesh(rank: int, world_size: int, device: str) -> PickledInstance:
     """A DeviceMesh of one dim over all ranks. The bytes of its ranks are ``data/mesh``."""
     layouts = "torch.distributed._mesh_layout"
-    axis = Instance(Global(layouts, "_FlatLayout"), {"shape": (world_size,), "stride": (1,)})
-    return Instance(
-        Global("torch.distributed.device_mesh", "DeviceMesh"),
+    axis = PickledInstance(PickledGlobal(layouts, "_FlatLayout"), {"shape": (world_size,), "stride": (1,)})
+    return PickledInstance(
+        PickledGlobal("torch.distributed.device_mesh", "DeviceMesh"),
         {
             "_device_type": device,
-            "_layout": Instance(Global(layouts, "_MeshLayout"), {"axes": (axis,)}),
+            "_layout": PickledInstance(PickledGlobal(layouts, "_MeshLayout"), {"axes": (axis,)}),
             "_rank_map": make_tensor("int32", (world_size,), (1,), "mesh", world_size),
             "_mesh_dim_names": ("fsdp",),
             "_root_mesh": None,
@@ -294,50 +294,54 @@ def _make_mesh(rank: int, world_size: int, device: str) -> Instance:
     )
 
 
-def _pickle_dtensor(tensor: TensorToWrite, rank: int, world_size: int, mesh: Instance, store: _Store) -> Call:
+def _pickle_dtensor(
+    tensor: TensorToWrite, rank: int, world_size: int, mesh: PickledInstance, store: _Store
+) -> PickledCall:
     specs, shape = "torch.distributed.tensor._dtensor_spec", tensor.shape
-    meta = (Call(_SIZE, (shape,)), compute_strides(shape), make_dtype(tensor.dtype))
+    meta = (PickledCall(_SIZE, (shape,)), compute_strides(shape), make_dtype(tensor.dtype))
     spec = {
         "mesh": mesh,
-        "placements": (Instance(Global("torch.distributed.tensor.placement_types", "Shard"), {"dim": 0}),),
-        "tensor_meta": Instance(Global(specs, "TensorMeta"), arguments=meta),
-        "shard_order": (Instance(Global(specs, "ShardOrderEntry"), arguments=(0, (0,))),),
+        "placements": (
+            PickledInstance(PickledGlobal("torch.distributed.tensor.placement_types", "Shard"), {"dim": 0}),
+        ),
+        "tensor_meta": PickledInstance(PickledGlobal(specs, "TensorMeta"), arguments=meta),
+        "shard_order": (PickledInstance(PickledGlobal(specs, "ShardOrderEntry"), arguments=(0, (0,))),),
         "use_strided_shard_as_shard_order": False,
         "_hash": None,
     }
     local = _pickle_rows(tensor, store, tensor.choose_rows(rank, world_size))
-    state = {"_local_tensor": local, "_spec": Instance(Global(specs, "DTensorSpec"), spec)}
-    return _rebuild_wrapper(Global("torch.distributed.tensor", "DTensor"), tensor, (None, state))
+    state = {"_local_tensor": local, "_spec": PickledInstance(PickledGlobal(specs, "DTensorSpec"), spec)}
+    return _rebuild_wrapper(PickledGlobal("torch.distributed.tensor", "DTensor"), tensor, (None, state))
 
 
-def _pickle_sharded_tensor(tensor: TensorToWrite, rank: int, world_size: int, store: _Store) -> Call:
+def _pickle_sharded_tensor(tensor: TensorToWrite, rank: int, world_size: int, store: _Store) -> PickledCall:
     package = "torch.distributed._shard"
-    cls = Global(f"{package}.sharded_tensor.api", "ShardedTensor")
+    cls = PickledGlobal(f"{package}.sharded_tensor.api", "ShardedTensor")
     places, shards = [], []
     for other in range(world_size):
         rows = tensor.choose_rows(other, world_size)
         if rows[0] == rows[1]:
             continue
-        device = Instance(
-            Global("torch.distributed.remote_device", "_remote_device"),
-            {"_worker_name": None, "_rank": other, "_device": Call(_DEVICE, ("cpu",))},
+        device = PickledInstance(
+            PickledGlobal("torch.distributed.remote_device", "_remote_device"),
+            {"_worker_name": None, "_rank": other, "_device": PickledCall(_DEVICE, ("cpu",))},
         )
         place = {
             "shard_offsets": [rows[0], *(0 for _ in tensor.shape[1:])],
             "shard_sizes": [rows[1] - rows[0], *tensor.shape[1:]],
             "placement": device,
         }
-        places.append(Instance(Global(f"{package}.metadata", "ShardMetadata"), (None, place)))
+        places.append(PickledInstance(PickledGlobal(f"{package}.metadata", "ShardMetadata"), (None, place)))
         if other == rank:
             state = (None, {"tensor": _pickle_rows(tensor, store, rows), "metadata": places[-1]})
-            shards.append(Instance(Global(f"{package}.sharded_tensor.shard", "Shard"), state))
+            shards.append(PickledInstance(PickledGlobal(f"{package}.sharded_tensor.shard", "Shard"), state))
     module = f"{package}.sharded_tensor.metadata"
-    encoding = Call(Global(module, "MEM_FORMAT_ENCODING"), (0,))
+    encoding = PickledCall(PickledGlobal(module, "MEM_FORMAT_ENCODING"), (0,))
     properties = (make_dtype(tensor.dtype), STRIDED, False, encoding, False)
     metadata = {
         "shards_metadata": places,
-        "size": Call(_SIZE, (tensor.shape,)),
-        "tensor_properties": Instance(Global(module, "TensorProperties"), properties),
+        "size": PickledCall(_SIZE, (tensor.shape,)),
+        "tensor_properties": PickledInstance(PickledGlobal(module, "TensorProperties"), properties),
     }
     group = {
         "local_rank": rank,
@@ -345,11 +349,11 @@ def _pickle_sharded_tensor(tensor: TensorToWrite, rank: int, world_size: int, st
         "local_world_size": world_size,
         "global_world_size": world_size,
     }
-    nested = Call(Global("__builtin__", "getattr"), (cls, "ProcessGroupState"))
+    nested = PickledCall(PickledGlobal("__builtin__", "getattr"), (cls, "ProcessGroupState"))
     devices = [place.state[1]["placement"] for place in places]
-    spec = Global(f"{package}.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec")
-    parts = Instance(nested, group), Instance(spec, {"dim": 0, "placements": devices})
-    sharded = Instance(Global(module, "ShardedTensorMetadata"), metadata)
+    spec = PickledGlobal(f"{package}.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec")
+    parts = PickledInstance(nested, group), PickledInstance(spec, {"dim": 0, "placements": devices})
+    sharded = PickledInstance(PickledGlobal(module, "ShardedTensorMetadata"), metadata)
     return _rebuild_wrapper(cls, tensor, (shards, sharded, *parts, False))
 
 
@@ -364,9 +368,9 @@ def _lay_out_dcp(layout: FilePlan, states: StatesToWrite, world_size: int) -> No
     leaves = list(_flatten(tree, ()))
     tensors = [leaf for _, leaf in leaves if isinstance(leaf, TensorToWrite)]
     home = {id(tensor): number % world_size for number, tensor in enumerate(tensors)}
-    entries: dict[str, Instance] = {}
-    chunks: dict[str, list[Instance]] = {}
-    places: dict[Instance, Instance] = {}
+    entries: dict[str, PickledInstance] = {}
+    chunks: dict[str, list[PickledInstance]] = {}
+    places: dict[PickledInstance, PickledInstance] = {}
     for rank in range(world_size):
         file = layout.add_file(f"__{rank}_0.distcp")
         for path, leaf in leaves:
@@ -377,41 +381,41 @@ def _lay_out_dcp(layout: FilePlan, states: StatesToWrite, world_size: int) -> No
                     continue
                 layout.add_archive("archive", leaf, functools.partial(_pickle_rows, rows=rows))
                 first, last = rows or (0, leaf.shape[0] if leaf.shape else 0)
-                offsets = Call(_SIZE, ((first, *(0 for _ in leaf.shape[1:]))[: len(leaf.shape)],))
-                sizes = Call(_SIZE, ((last - first, *leaf.shape[1:])[: len(leaf.shape)],))
+                offsets = PickledCall(_SIZE, ((first, *(0 for _ in leaf.shape[1:]))[: len(leaf.shape)],))
+                sizes = PickledCall(_SIZE, ((last - first, *leaf.shape[1:])[: len(leaf.shape)],))
                 chunk = {"offsets": offsets, "sizes": sizes}
-                chunks.setdefault(name, []).append(Instance(Global(_DCP, "ChunkStorageMetadata"), chunk))
+                chunks.setdefault(name, []).append(PickledInstance(PickledGlobal(_DCP, "ChunkStorageMetadata"), chunk))
                 entries.setdefault(name, _describe_tensor(leaf, chunks[name]))
             elif rank == 0:
                 layout.add_archive("archive", leaf, _pickle_rows)
-                entries[name] = Instance(Global(_DCP, "BytesStorageMetadata"), {})
+                entries[name] = PickledInstance(PickledGlobal(_DCP, "BytesStorageMetadata"), {})
             else:
                 continue
             index = {"fqn": name, "offset": offsets, "index": None}
             info = {"relative_path": file.name, "offset": begin, "length": file.nbytes - begin}
-            places[Instance(Global(_DCP, "MetadataIndex"), index)] = Instance(
-                Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), info
+            places[PickledInstance(PickledGlobal(_DCP, "MetadataIndex"), index)] = PickledInstance(
+                PickledGlobal("torch.distributed.checkpoint.filesystem", "_StorageInfo"), info
             )
     about: dict[str, Any] = {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
     metadata = {
         "state_dict_metadata": entries,
         "planner_data": {".".join(map(str, path)): path for path, _ in leaves},
         "storage_data": places,
-        "storage_meta": Instance(Global(_DCP, "StorageMeta"), about),
+        "storage_meta": PickledInstance(PickledGlobal(_DCP, "StorageMeta"), about),
         "version": "1.0.0",
     }
-    layout.add_file(".metadata", write_pickle(Instance(Global(_DCP, "Metadata"), metadata)))
+    layout.add_file(".metadata", write_pickle(PickledInstance(PickledGlobal(_DCP, "Metadata"), metadata)))
 
 
-def _describe_tensor(tensor: TensorToWrite, chunks: list[Instance]) -> Instance:
-    encoding = Call(Global(_DCP, "_MEM_FORMAT_ENCODING"), (0,))
+def _describe_tensor(tensor: TensorToWrite, chunks: list[PickledInstance]) -> PickledInstance:
+    encoding = PickledCall(PickledGlobal(_DCP, "_MEM_FORMAT_ENCODING"), (0,))
     properties = (make_dtype(tensor.dtype), STRIDED, False, encoding, False)
     entry = {
-        "properties": Instance(Global(_DCP, "TensorProperties"), properties),
-        "size": Call(_SIZE, (tensor.shape,)),
+        "properties": PickledInstance(PickledGlobal(_DCP, "TensorProperties"), properties),
+        "size": PickledCall(_SIZE, (tensor.shape,)),
         "chunks": chunks,
     }
-    return Instance(Global(_DCP, "TensorStorageMetadata"), entry)
+    return PickledInstance(PickledGlobal(_DCP, "TensorStorageMetadata"), entry)
 
 
 def _flatten(tree: _Tree, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
