@@ -14,12 +14,13 @@ import typer
 
 from fsdp_doctor.cli.options import declare_choice, declare_words, find_model_directory, split
 from fsdp_doctor.errors import UsageError
+from fsdp_doctor.machine.versions import read_installed_versions
 from fsdp_doctor.matrix.axes import AXES, AXIS, Axis, AxisName, Model
 from fsdp_doctor.matrix.cases import AnyCase
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.extent import Level
-from fsdp_doctor.matrix.frameworks import FRAMEWORKS
-from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMethod
+from fsdp_doctor.matrix.frameworks.adapters import BUILT_IN
+from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMethod, read_matrix
 from fsdp_doctor.matrix.frameworks.framework_scenarios import find_frameworks
 from fsdp_doctor.matrix.methods import METHODS, MatrixMethod
 from fsdp_doctor.matrix.selection import Selection, select
@@ -77,7 +78,10 @@ class SelectionOptions:
     ] = None
     framework: Annotated[
         list[str] | None,
-        declare_words(help=f"Instead of the matrix, what {', '.join(FRAMEWORKS)} do themselves; all: those installed."),
+        declare_words(
+            help=f"Instead of the matrix, what {', '.join(BUILT_IN)} do themselves; module:ADAPTER is an adapter of "
+            "your own; all: those installed."
+        ),
     ] = None
     case: Annotated[list[str] | None, typer.Option(metavar="ID", help="One case, by its id.")] = None
     expression: Annotated[
@@ -146,7 +150,7 @@ def list_cases(
     axes: Annotated[bool, typer.Option("--axes", help="Print the axes and their values, instead of cases.")] = False,
 ) -> None:
     """Print the selected cases, or the methods or axes; runs nothing."""
-    matrices = [FRAMEWORKS[name] for name in find_frameworks(selection.framework or ())]
+    matrices = [read_matrix(name) for name in find_frameworks(selection.framework or ())]
     all_methods = [method for matrix in matrices for method in matrix.methods] if matrices else METHODS
     all_axes = [axis for matrix in matrices for axis in matrix.axes] if matrices else AXES
     if methods:
@@ -163,6 +167,9 @@ def list_cases(
         print(json.dumps(rows, indent=1) if as_json else "\n".join(case.id for case in cases))
         scenarios = {case.scenario for case in cases}
         print(f"{format_count(len(cases), 'case')} in {format_count(len(scenarios), 'scenario')}", file=sys.stderr)
+        for matrix in matrices:
+            if sentence := matrix.describe_untried(read_installed_versions(matrix.tried)):
+                print(f"note: {sentence}", file=sys.stderr)
 
 
 def _render_methods(methods: Iterable[MatrixMethod | FrameworkMethod]) -> str:

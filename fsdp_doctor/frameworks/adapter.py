@@ -1,9 +1,9 @@
 """The interface of an adapter: how a framework's own code builds, trains, offloads, saves, loads and extracts.
 
-An adapter is a module ``on_NAME.py`` of this room with an instance of :class:`Adapter`, named ``ADAPTER``. It imports
-its framework only inside functions, and uses the framework's public names as its users do. An AttributeError,
-ImportError or TypeError raised by a line of the adapter itself is reported as ``unsupported`` with the framework's
-version, never as a verdict.
+An adapter is an instance of :class:`Adapter` in a module, of this room or of anybody's package, with a table of the
+module's name beside it. The module imports its framework only inside functions, and uses the framework's public names
+as its users do. An AttributeError, ImportError or TypeError raised by a line of the adapter itself is reported as
+``unsupported`` with the framework's version, never as a verdict.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from torch import nn
 from fsdp_doctor.case import models
 from fsdp_doctor.case.lora_reference import is_adapter
 from fsdp_doctor.machine.launch import Place
-from fsdp_doctor.machine.versions import read_installed_versions
 from fsdp_doctor.matrix.axes import Dims, Model
-from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix, StateDictType
+from fsdp_doctor.matrix.frameworks.framework_matrix import Shim, StateDictType
 
 FileFormat: TypeAlias = Literal["safetensors", "torch.save", "dcp"]
 # Training steps before a session is examined, offloaded and saved.
@@ -116,18 +115,9 @@ class FrameworkSession(abc.ABC):
 
 
 class Adapter(abc.ABC):
-    """One framework.
+    """One framework, which is installed. modules: the modules that a session imports."""
 
-    matrix: its configurations and methods. modules: the modules that a session imports.
-    """
-
-    matrix: ClassVar[FrameworkMatrix]
-    modules: ClassVar[tuple[str, ...]]
-
-    def explain_unavailable(self) -> str:
-        """Why it cannot be run here; empty if it can. Imports nothing of the framework."""
-        package = self.matrix.distributions[0]
-        return "" if read_installed_versions([package]) else f"{package} is not installed"
+    modules: ClassVar[tuple[str, ...]] = ()
 
     def preload(self) -> None:
         """Imports ``modules`` once, in the process from which workers are forked: no thread may stay."""
@@ -137,7 +127,7 @@ class Adapter(abc.ABC):
     def prepare_emulated_device(self, shims: Shims) -> None:  # noqa: B027, some need nothing
         """Makes the framework find the emulated device. Called in a worker, for no other device.
 
-        Must make every change that ``matrix.shims`` lists, and no other.
+        Must make every change that the table lists under ``shims``, and no other.
         """
 
     @abc.abstractmethod
@@ -248,11 +238,11 @@ class StandIn(types.SimpleNamespace):
 
 
 class Shims:
-    """Makes the changes that a framework's matrix lists as its shims, each by the name under which it is listed."""
+    """Makes the changes that a framework's table lists as its shims, each by the name under which it is listed."""
 
-    def __init__(self, matrix: FrameworkMatrix) -> None:
-        self._framework = matrix.name
-        self._missing = {shim.name for shim in matrix.shims}
+    def __init__(self, framework: str, shims: Iterable[Shim]) -> None:
+        self._framework = framework
+        self._missing = {shim.name for shim in shims}
 
     def replace(self, name: str, value: Any) -> Any:
         """Replaces ``module:qualified.name`` by ``value``, and returns the former value.
@@ -276,7 +266,7 @@ class Shims:
     def note(self, name: str) -> None:
         """Records a change that the adapter makes itself: a plug-in or a stand-in."""
         if name not in self._missing:
-            raise AssertionError(f"{self._framework}: its matrix does not list {name} as a shim")
+            raise AssertionError(f"{self._framework}: its table does not list {name} as a shim")
         self._missing.remove(name)
 
     def translate_backend(self) -> None:
@@ -294,6 +284,6 @@ class Shims:
         dist.distributed_c10d.init_process_group = init_process_group
 
     def check_complete(self) -> None:
-        """Raises AssertionError if a change that the matrix lists was not made."""
+        """Raises AssertionError if a change that the table lists was not made."""
         if self._missing:
-            raise AssertionError(f"{self._framework}: its matrix lists {', '.join(sorted(self._missing))}, not made")
+            raise AssertionError(f"{self._framework}: its table lists {', '.join(sorted(self._missing))}, not made")

@@ -16,7 +16,8 @@ from fsdp_doctor.frameworks import framework_methods
 from fsdp_doctor.frameworks.adapter import FrameworkSession, NotInStandInError, PlainModel
 from fsdp_doctor.frameworks.built_session import find_mismatches
 from fsdp_doctor.frameworks.framework_methods import MethodSteps
-from fsdp_doctor.frameworks.framework_worker import FrameworkWorker, describe_version, explain_unavailable, find_adapter
+from fsdp_doctor.frameworks.framework_worker import FrameworkWorker, describe_version, find_adapter
+from fsdp_doctor.matrix.frameworks.adapters import locate_adapter
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 
 _ROOM = pathlib.Path(__file__).parent
@@ -101,8 +102,8 @@ class FrameworkRun:
     def _build(self, steps: MethodSteps) -> BuiltSession:
         self.recorder.enter("build")
         worker, scenario = self._worker, self.case.scenario
-        if reason := self._explain_impossible():
-            raise Unsupported(reason)
+        if worker.unavailable:
+            raise Unsupported(worker.unavailable)
         plain = PlainModel(
             name=scenario.values["model"],
             weights=steps.weights,
@@ -115,16 +116,6 @@ class FrameworkRun:
         return BuiltSession(
             session=session, runtime=runtime.make_for_present_group(worker.place, worker.device, worker.scratch)
         )
-
-    def _explain_impossible(self) -> str:
-        """Why the framework cannot be tried here; empty if it can."""
-        if reason := explain_unavailable(self.case.scenario.framework):
-            return reason
-        if self._worker.device.type == "cpu":
-            return "frameworks are run on an accelerator or on the emulated device"
-        if self._worker.place.num_nodes > 1:
-            return "the directories that a framework saves to are not shared between the nodes"
-        return ""
 
     def train(
         self,
@@ -193,7 +184,9 @@ class FrameworkRun:
         while where is not None and where.tb_next is not None:
             where = where.tb_next
         file = pathlib.Path(where.tb_frame.f_code.co_filename if where is not None else "")
-        by_adapter = file.parent == _ROOM and file.name.startswith("on_")
+        # An adapter may use another one's functions.
+        of_adapters = (locate_adapter(self.case.scenario.framework).file.parent, _ROOM)
+        by_adapter = file.with_suffix(".toml").exists() and file.parent in of_adapters
         if not isinstance(error, (AttributeError, ImportError, TypeError)) or not by_adapter:
             return ""
         return f"the adapter does not fit {framework}: {error}"

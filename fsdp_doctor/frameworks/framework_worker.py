@@ -21,8 +21,8 @@ from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.machine.environment import USERS_HOME
 from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.machine.versions import read_installed_versions
-from fsdp_doctor.matrix.frameworks import FRAMEWORKS
-from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
+from fsdp_doctor.matrix.frameworks.adapters import locate_adapter
+from fsdp_doctor.matrix.frameworks.framework_matrix import read_matrix
 
 # Variables with addresses of a network, or credentials for it.
 _OF_NETWORK = ("hf_endpoint", "hf_token", "hugging_face_hub_token", "wandb_api_key", "http_proxy", "https_proxy")
@@ -37,39 +37,47 @@ _OFFLINE = {
 _CACHES = ("HF_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _DIRECTORIES = (*_CACHES, "XDG_CONFIG_HOME", "XDG_DATA_HOME")
 
-_unavailable: dict[FrameworkName, str] = {}
+_unavailable: dict[str, str] = {}
 # Rank 0's stores, which it serves as long as its worker lives.
 _served: list[dist.TCPStore] = []
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrameworkWorker:
-    """One rank's worker for one framework. scratch: a directory of the run, the same on every rank."""
+    """One rank's worker for one framework.
 
-    framework: FrameworkName
+    scratch: a directory of the run, the same on every rank. unavailable: why the framework cannot be tried here; empty
+    if it can.
+    """
+
+    framework: str
     place: Place
     device: torch.device
     scratch: pathlib.Path
+    unavailable: str
 
 
-def find_adapter(name: FrameworkName) -> Adapter:
-    """Returns the adapter without importing its framework."""
-    adapter: Adapter = importlib.import_module(f"fsdp_doctor.frameworks.on_{name}").ADAPTER
+def find_adapter(name: str) -> Adapter:
+    """Returns the adapter without importing its framework. Raises what its module raises, and TypeError."""
+    place = locate_adapter(name)
+    adapter = getattr(importlib.import_module(place.module), place.attribute)
+    if not isinstance(adapter, Adapter):
+        raise TypeError(f"{place.module}:{place.attribute} is no fsdp_doctor.frameworks.adapter.Adapter")
     return adapter
 
 
-def describe_version(name: FrameworkName) -> str:
+def describe_version(name: str) -> str:
     """The framework's package with its installed version, for a sentence."""
-    package = FRAMEWORKS[name].distributions[0]
+    package = read_matrix(name).distributions[0]
     return f"{package} {read_installed_versions([package]).get(package, '')}".strip()
 
 
-def explain_unavailable(name: FrameworkName) -> str:
+def explain_unavailable(name: str) -> str:
     """Why it cannot be run here, after :func:`preload`; empty if it can."""
     return _unavailable[name]
 
 
-def preload(frameworks: Iterable[FrameworkName], scratch: pathlib.Path, seconds: float) -> None:
+def preload(frameworks: Iterable[str], scratch: pathlib.Path, seconds: float) -> None:
     """Imports frameworks in the environment in which they will run, for the process from which workers are forked.
 
     :func:`explain_unavailable` says what went wrong. Output of the import is dropped. seconds: the time for each
@@ -79,12 +87,17 @@ def preload(frameworks: Iterable[FrameworkName], scratch: pathlib.Path, seconds:
     for framework in frameworks:
         _replace_environment(_make_environment(scratch, framework))
         try:
-            _unavailable[framework] = find_adapter(framework).explain_unavailable() or _import(framework, seconds)
+            _unavailable[framework] = _explain_missing(framework) or _import(framework, seconds)
         finally:
             _replace_environment(before)
 
 
-def _import(name: FrameworkName, seconds: float) -> str:
+def _explain_missing(name: str) -> str:
+    package = read_matrix(name).distributions[0]
+    return "" if read_installed_versions([package]) else f"{package} is not installed"
+
+
+def _import(name: str, seconds: float) -> str:
     """Imports a framework. Returns why it cannot be used; empty if it can."""
     try:
         with _drop_output(), _interrupt_after(seconds):
@@ -128,7 +141,7 @@ def _drop_output() -> Iterator[None]:
 
 
 def start(
-    framework: FrameworkName, place: Place, run_device: RunDevice, scratch: pathlib.Path, store: dist.Store
+    framework: str, place: Place, run_device: RunDevice, scratch: pathlib.Path, store: dist.Store
 ) -> FrameworkWorker:
     """Prepares a worker for a framework that makes its process groups itself. Every rank must call it.
 
@@ -140,20 +153,30 @@ def start(
     if device.type == "cuda":
         runtime.wait_for_cuda_without_spinning(place.local_rank)
     runtime.set_up_device(device, run_device)
-    if device.type == "emulated" and not explain_unavailable(framework):
+    unavailable = _unavailable[framework] or _explain_impossible(place, device)
+    if device.type == "emulated" and not unavailable:
         torch.get_device_module(device).set_device(device)
-        _unavailable[framework] = _prepare_emulated_device(framework)
-    return FrameworkWorker(framework=framework, place=place, device=device, scratch=scratch)
+        unavailable = _prepare_emulated_device(framework)
+    return FrameworkWorker(framework=framework, place=place, device=device, scratch=scratch, unavailable=unavailable)
 
 
-def _prepare_emulated_device(name: FrameworkName) -> str:
+def _explain_impossible(place: Place, device: torch.device) -> str:
+    """Why no framework can be tried here; empty if one can."""
+    if device.type == "cpu":
+        return "frameworks are run on an accelerator or on the emulated device"
+    if place.num_nodes > 1:
+        return "the directories that a framework saves to are not shared between the nodes"
+    return ""
+
+
+def _prepare_emulated_device(name: str) -> str:
     """Makes the framework find the emulated device. Returns why this version cannot; empty if it does."""
-    shims = Shims(FRAMEWORKS[name])
+    shims = Shims(name, read_matrix(name).shims)
     try:
         with _drop_output():
             find_adapter(name).prepare_emulated_device(shims)
     except AssertionError:
-        raise  # a shim that the matrix does not list
+        raise  # a shim that the table does not list
     except Exception as error:
         what = f"{type(error).__name__}: {read_first_line(error)}"
         return f"the adapter cannot make {describe_version(name)} find the emulated device: {what}"
@@ -161,7 +184,7 @@ def _prepare_emulated_device(name: FrameworkName) -> str:
     return ""
 
 
-def _make_environment(scratch: pathlib.Path, framework: FrameworkName) -> dict[str, str]:
+def _make_environment(scratch: pathlib.Path, framework: str) -> dict[str, str]:
     """This process's environment variables, with a home and caches below ``scratch``, without variables of networks and
     frameworks.
     """
@@ -170,7 +193,7 @@ def _make_environment(scratch: pathlib.Path, framework: FrameworkName) -> dict[s
     kept = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(FRAMEWORKS[framework].variables) and name.lower() not in _OF_NETWORK
+        if not name.startswith(read_matrix(framework).variables) and name.lower() not in _OF_NETWORK
     }
     homes = {"HOME": str(home), USERS_HOME: os.path.expanduser("~")}
     return kept | _OFFLINE | homes | {name: str(home / name.lower()) for name in _DIRECTORIES}

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from fsdp_doctor.frameworks.adapter import Adapter, Extractor, FrameworkSession, PlainModel, SavedFiles, Shims
-from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 from fsdp_doctor.matrix.frameworks.framework_matrix import StateDictType
 
 
@@ -112,7 +111,6 @@ def _make_adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class AccelerateAdapter(Adapter):
-    matrix = FRAMEWORKS["accelerate"]
     modules = (
         "accelerate.utils.fsdp_utils",
         "transformers.models.qwen3.modeling_qwen3",

@@ -23,7 +23,6 @@ from fsdp_doctor.frameworks.adapter import (
     SavedFiles,
     Shims,
 )
-from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 
 _NUM_SEQUENCES = 64
 
@@ -149,7 +148,6 @@ def _make_module(network: nn.Module, configuration: Mapping[str, str]) -> Any:
 
 
 class LightningAdapter(Adapter):
-    matrix = FRAMEWORKS["lightning"]
     modules = ("lightning.pytorch", "lightning.pytorch.strategies", "transformers.models.qwen3.modeling_qwen3")
 
     def prepare_emulated_device(self, shims: Shims) -> None:

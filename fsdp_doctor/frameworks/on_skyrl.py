@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_doctor.frameworks.adapter import Adapter, Extractor, FrameworkSession, PlainModel, SavedFiles, Shims
-from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 
 _CUDA_FUNCTIONS = ("current_device", "set_device", "synchronize", "empty_cache", "manual_seed_all")
 _LORA_RANK = 4
@@ -95,7 +94,6 @@ def _make_policy(plain: PlainModel) -> nn.Module:
 
 
 class SkyrlAdapter(Adapter):
-    matrix = FRAMEWORKS["skyrl"]
     # SkyRL itself is imported in a worker, where its stand-ins are.
     modules = ("transformers.trainer", "transformers.models.qwen3.modeling_qwen3", "peft")
 

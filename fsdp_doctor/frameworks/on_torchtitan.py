@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from fsdp_doctor.frameworks.adapter import Adapter, Extractor, FrameworkSession, PlainModel, SavedFiles, Shims
-from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 
 _SEED = {"own": 0, "other": 1, "meta": 0}
 _SEQUENCE = 16
@@ -130,7 +129,6 @@ def _make_stand_ins() -> tuple[Any, Any]:
 
 
 class TorchtitanAdapter(Adapter):
-    matrix = FRAMEWORKS["torchtitan"]
     modules = ("torchtitan.trainer", "torchtitan.models.qwen3.config_registry")
 
     def prepare_emulated_device(self, shims: Shims) -> None:

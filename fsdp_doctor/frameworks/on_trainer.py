@@ -18,7 +18,6 @@ from fsdp_doctor.frameworks.adapter import (
     Shims,
 )
 from fsdp_doctor.frameworks.on_accelerate import read_state_dict_type, see_accelerator
-from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 
 _NUM_SEQUENCES = 64
 
@@ -102,7 +101,6 @@ class TrainerSession(FrameworkSession):
 
 
 class TrainerAdapter(Adapter):
-    matrix = FRAMEWORKS["trainer"]
     modules: ClassVar[tuple[str, ...]] = (
         "transformers.trainer",
         "accelerate.utils.fsdp_utils",

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from fsdp_doctor.frameworks.adapter import Adapter, Extractor, FrameworkSession, PlainModel, Shims, StandIn
 from fsdp_doctor.frameworks.on_trainer import ADAPTER as TRAINER, TrainerSession, make_training_arguments
-from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 
 _NUM_SEQUENCES = 64
 
@@ -85,7 +84,6 @@ def _make_tokenizer() -> Any:
 
 
 class TrlAdapter(Adapter):
-    matrix = FRAMEWORKS["trl"]
     modules = (*TRAINER.modules, "trl.trainer.sft_trainer", "trl.generation.vllm_generation")
 
     def prepare_emulated_device(self, shims: Shims) -> None:

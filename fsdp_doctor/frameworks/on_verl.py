@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from fsdp_doctor.frameworks.adapter import Adapter, Extractor, FrameworkSession, PlainModel, SavedFiles, Shims
-from fsdp_doctor.matrix.frameworks import FRAMEWORKS
 
 
 class VerlSession(FrameworkSession):
@@ -122,7 +121,6 @@ def _save_adapter(plain: PlainModel) -> str:
 
 
 class VerlAdapter(Adapter):
-    matrix = FRAMEWORKS["verl"]
     modules = (
         "transformers.models.qwen3.modeling_qwen3",
         "verl.workers.engine.fsdp.transformer_impl",

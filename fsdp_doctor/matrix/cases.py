@@ -39,7 +39,6 @@ from fsdp_doctor.matrix.axes import (
     describe_nearest,
     parse_value,
 )
-from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase, FrameworkScenario, make_framework_scenario
 
 
@@ -174,7 +173,7 @@ AnyScenario: TypeAlias = Scenario | FrameworkScenario
 AnyCase: TypeAlias = Case | FrameworkCase
 
 
-def list_frameworks(cases: Iterable[AnyCase]) -> tuple[FrameworkName, ...]:
+def list_frameworks(cases: Iterable[AnyCase]) -> tuple[str, ...]:
     """Whose own code they run, each once."""
     return tuple(dict.fromkeys(case.scenario.framework for case in cases if isinstance(case, FrameworkCase)))
 

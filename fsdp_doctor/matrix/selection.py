@@ -23,8 +23,6 @@ from fsdp_doctor.matrix.extent import (
     list_product,
     list_quick_scenarios,
 )
-from fsdp_doctor.matrix.frameworks import FRAMEWORKS
-from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
 from fsdp_doctor.matrix.frameworks.framework_scenarios import (
     FrameworkCase,
     check_methods,
@@ -50,7 +48,7 @@ class Selection:
     level: Level = "default"
     fix: bool = False
     custom_model: bool = False
-    frameworks: tuple[FrameworkName, ...] = ()
+    frameworks: tuple[str, ...] = ()
 
 
 def select(selection: Selection) -> list[AnyCase]:
@@ -99,9 +97,9 @@ def _parse_named_case(case_id: str, selection: Selection) -> AnyCase:
 
 
 def _list_framework_cases(selection: Selection) -> Iterable[FrameworkCase]:
-    """All methods of each framework in each of its configurations, or those that are named."""
+    """The methods of each framework, or those that are named, in the configurations of the level."""
     beside = [f"--{axis}" for axis in selection.axes] + ["--fix"] * selection.fix
-    beside += [f"--level {selection.level}"] * (selection.level != "default")
+    beside += ["--level full"] * (selection.level == "full")
     if beside:
         raise UsageError(
             f"--framework has its own axes and cannot be combined with {', '.join(beside)}; "
@@ -110,7 +108,7 @@ def _list_framework_cases(selection: Selection) -> Iterable[FrameworkCase]:
     check_methods(selection.frameworks, selection.methods)
     directions = selection.directions or ("out", "in")
     for framework in selection.frameworks:
-        for scenario in list_scenarios(framework):
+        for scenario in list_scenarios(framework, quick=selection.level == "quick"):
             for method in scenario.list_methods():
                 if method.direction in directions and method.name in (selection.methods or (method.name,)):
                     yield FrameworkCase(scenario, method.name)
@@ -187,13 +185,17 @@ def _sort_by_generation(cases: Iterable[AnyCase]) -> list[AnyCase]:
 
     Those of frameworks come last, each framework's together.
     """
-    order = [*AXIS["backend"].values, *FRAMEWORKS]
     first_seen: dict[AnyScenario, int] = {}
+    order = list(AXIS["backend"].values)
     for case in cases:
         first_seen.setdefault(case.scenario, len(first_seen))
+        order.append(_name_group(case))
 
     def find_place(case: AnyCase) -> tuple[int, int]:
-        group = case.scenario.framework if isinstance(case, FrameworkCase) else case.scenario.backend
-        return order.index(group), first_seen[case.scenario]
+        return order.index(_name_group(case)), first_seen[case.scenario]
 
     return sorted(cases, key=find_place)
+
+
+def _name_group(case: AnyCase) -> str:
+    return case.scenario.framework if isinstance(case, FrameworkCase) else case.scenario.backend

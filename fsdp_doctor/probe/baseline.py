@@ -14,6 +14,8 @@ from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, CannotRun, DoctorFault
 from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.catalogue import KnownFailure
 from fsdp_doctor.known.run_context import RunContext
+from fsdp_doctor.matrix.cases import list_frameworks
+from fsdp_doctor.matrix.frameworks.framework_matrix import read_matrix
 from fsdp_doctor.report.document import CaseResult, Report, make_context
 from fsdp_doctor.report.expected_failures import ExpectedFailures, describe_difference, list_stale
 from fsdp_doctor.report.layout import format_count
@@ -70,7 +72,7 @@ class Judgement:
         parts = [f"{counts['ok']} ok", *([f"{counts['refused']} refused"] if counts["refused"] else [])]
         match self.baseline:
             case "known":
-                parts += [f"{counts['bad']} as torch {_shorten_version(self.context.torch)} is known to fail"]
+                parts += [f"{counts['bad']} as {self._name_subject()} known to fail"]
             case "nothing bad":
                 pass
             case _:
@@ -78,6 +80,15 @@ class Judgement:
         parts += [f"{counts['not run']} not run"] if counts["not run"] else []
         parts += [f"{len(self.unexpected)} {'bad' if self.baseline == 'nothing bad' else 'unexpected'}"]
         return f"{format_count(len(self.report.results), 'case')}: {', '.join(parts)}"
+
+    def _name_subject(self) -> str:
+        """Whose failures the catalogue foretells, with the verb: torch's, or those of the frameworks that were run."""
+        matrices = [read_matrix(name) for name in list_frameworks(result.case for result in self.report.results)]
+        packages = dict.fromkeys(matrix.distributions[0] for matrix in matrices)
+        names = [f"{package} {self.report.packages.get(package, '')}".strip() for package in packages]
+        if len(names) > 1:
+            return f"{', '.join(names[:-1])} and {names[-1]} are"
+        return f"{names[0] if names else f'torch {_shorten_version(self.context.torch)}'} is"
 
     def choose_exit_code(self) -> int:
         """EXIT_OK or EXIT_BAD_VERDICT.

@@ -23,7 +23,7 @@ from fsdp_doctor.verdict.classification import Verdict, are_workers_whole, class
 from fsdp_doctor.verdict.records import RankReport, Stage
 
 _REPORT_SECONDS = 60.0
-_BEFORE_THE_METHOD: tuple[Stage, ...] = ("checkpoint", "build", "reference", "offload", "staging")
+_BEFORE_THE_METHOD: set[Stage] = {"checkpoint", "build", "reference", "offload", "staging"}
 
 
 class Conductor:
@@ -31,6 +31,7 @@ class Conductor:
 
     Every method that gives an instruction returns when all ranks have performed it.
     generation: the scenarios' name of the present generation; None between generations.
+    unavailable: why no case of a framework can run, by framework.
     """
 
     def __init__(self, supervisor: Supervisor) -> None:
@@ -40,6 +41,7 @@ class Conductor:
         self._num_generations = 0
         self.generation: str | None = None
         self.has_run_a_case = False
+        self.unavailable: dict[str, str] = {}
 
     def start(self, case: AnyCase, task: Task = "run") -> list[RankReport]:
         """Starts a generation of workers on every rank that can run the case.
@@ -51,6 +53,9 @@ class Conductor:
         self._instruct(StartWorker.for_case(case, self._num_generations, task))
         reports = self._gather()
         check_ready(reports)
+        reasons = {report.ready.unavailable for report in reports if report.ready and report.ready.unavailable}
+        if isinstance(case, FrameworkCase) and reasons:
+            self.unavailable[case.scenario.framework] = "; ".join(sorted(reasons))
         return reports
 
     def run(self, case_number: int) -> list[RankReport]:
@@ -147,6 +152,8 @@ class _Examiner:
         self._cases = cases
         self._world_size = world_size
         self._verdicts: dict[AnyCase, Verdict] = {}
+        # What cannot be built, by a framework's scenario.
+        self._unsupported: dict[AnyScenario, Verdict] = {}
 
     def examine(self, number: int) -> CaseResult:
         """Runs the case of that number, and if it was refused the one by which the refusal is judged."""
@@ -168,6 +175,10 @@ class _Examiner:
         fresh workers.
         """
         conductor, case = self._conductor, self._cases[number]
+        if isinstance(case, FrameworkCase) and (reason := conductor.unavailable.get(case.scenario.framework)):
+            return Verdict(kind="unsupported", reason=reason), []
+        if case.scenario in self._unsupported:
+            return self._unsupported[case.scenario], []
         if isinstance(case, FrameworkCase) and case.definition.kind == "resume":
             # Another generation does the first half of the case.
             conductor.retire()
@@ -189,6 +200,8 @@ class _Examiner:
                 conductor.retire()
             if not blameless:
                 break
+        if isinstance(case, FrameworkCase) and verdict.kind == "unsupported" and _read_stages(reports) == {"build"}:
+            self._unsupported[case.scenario] = verdict
         return verdict, reports
 
     def _start(self, case: AnyCase, task: Task = "run") -> None:
@@ -201,5 +214,9 @@ class _Examiner:
 
 
 def _has_failed_before_the_method(reports: Sequence[RankReport]) -> bool:
-    reached = [report.record.stage for report in reports if report.record is not None]
-    return bool(reached) and all(stage in _BEFORE_THE_METHOD for stage in reached)
+    return set() < _read_stages(reports) <= _BEFORE_THE_METHOD
+
+
+def _read_stages(reports: Sequence[RankReport]) -> set[Stage]:
+    """The stages that the ranks' workers reached last."""
+    return {report.record.stage for report in reports if report.record is not None}

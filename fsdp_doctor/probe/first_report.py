@@ -16,7 +16,7 @@ from fsdp_doctor.machine.environment import EnvironmentFacts, collect_without_to
 from fsdp_doctor.machine.versions import read_installed_versions
 from fsdp_doctor.matrix.axes import CheckpointFit
 from fsdp_doctor.matrix.cases import Case, list_frameworks
-from fsdp_doctor.matrix.frameworks import FRAMEWORKS
+from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix, read_matrix
 from fsdp_doctor.probe.probe_options import ProbeOptions
 from fsdp_doctor.report.document import AppliedShim, Report, make_context
 from fsdp_doctor.report.layout import format_count
@@ -48,7 +48,12 @@ def make_first_report(options: ProbeOptions, place: launch.Place, device: RunDev
         environment=_add_frameworks(collect_without_torch(options.host_name), options),
         rerun_options=_rerun_options(options, place),
         late_completion=device.late_completion,
-        notes=(*_list_notes(device), *_describe_writers(options, saved_by), *_describe_shims(shims)),
+        notes=(
+            *_list_notes(device),
+            *_describe_writers(options, saved_by),
+            *_describe_shims(shims),
+            *_describe_untried(options),
+        ),
         shims=shims,
     )
     earlier = options.resume_from
@@ -70,7 +75,7 @@ def make_first_report(options: ProbeOptions, place: launch.Place, device: RunDev
 
 def _add_frameworks(facts: EnvironmentFacts, options: ProbeOptions) -> EnvironmentFacts:
     """Adds the versions of the packages that the run's frameworks are made of."""
-    names = [name for framework in list_frameworks(options.cases) for name in FRAMEWORKS[framework].distributions]
+    names = [name for matrix in _list_matrices(options) for name in matrix.distributions]
     return {**facts, "packages": facts["packages"] | read_installed_versions(names)}
 
 
@@ -78,13 +83,22 @@ def _list_shims(options: ProbeOptions, device: RunDevice) -> tuple[AppliedShim, 
     """The changes in the workers of the frameworks that are installed: only on the emulated device there are any."""
     if device.type != "emulated":
         return ()
-    matrices = [FRAMEWORKS[name] for name in list_frameworks(options.cases)]
     return tuple(
         AppliedShim(framework=matrix.name, **dataclasses.asdict(shim))
-        for matrix in matrices
+        for matrix in _list_matrices(options)
         if read_installed_versions(matrix.distributions[:1])
         for shim in matrix.shims
     )
+
+
+def _list_matrices(options: ProbeOptions) -> list[FrameworkMatrix]:
+    return [read_matrix(name) for name in list_frameworks(options.cases)]
+
+
+def _describe_untried(options: ProbeOptions) -> Iterator[str]:
+    for matrix in _list_matrices(options):
+        if sentence := matrix.describe_untried(read_installed_versions(matrix.tried)):
+            yield sentence
 
 
 def _describe_shims(shims: Sequence[AppliedShim]) -> Iterator[str]:

@@ -13,7 +13,6 @@ import msgspec
 
 from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.matrix.cases import AnyCase, list_frameworks, make_any_case
-from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
 from fsdp_doctor.matrix.training_size import SMALL_STEP, TrainingSize
 from fsdp_doctor.probe.deadlines import Limits
 
@@ -41,7 +40,7 @@ class Job:
     with_ledgers: bool = False
 
     @property
-    def frameworks(self) -> tuple[FrameworkName, ...]:
+    def frameworks(self) -> tuple[str, ...]:
         """The frameworks whose cases are among them, each once."""
         return list_frameworks(self.cases)
 

@@ -10,7 +10,6 @@ import msgspec
 
 from fsdp_doctor.matrix.axes import Backend
 from fsdp_doctor.matrix.cases import AnyCase
-from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 from fsdp_doctor.verdict.records import PhaseReport, Ready, Record, Refused, Stop
 
@@ -29,7 +28,7 @@ class StartWorker:
 
     generation: int
     backend: Backend | None
-    framework: FrameworkName | None = None
+    framework: str | None = None
     task: Task = "run"
 
     @classmethod

@@ -80,18 +80,21 @@ def run(place: Place, job: Job, start: StartWorker, ends: WorkerEnds) -> None:
         # Its place is another than that of the supervisor that it is forked from.
         os.environ |= place.variables
     try:
-        runner = _join(place, job, start, ends.send)
+        runner, unavailable = _join(place, job, start, ends.send)
     except FsdpDoctorError as error:
         ends.send(Refused(reason=str(error), exit_code=error.exit_code))
         return
-    ends.send(Ready(environment=collect_of_torch()))
+    ends.send(Ready(environment=collect_of_torch(), unavailable=unavailable))
     perform: Callable[[Any], object] = runner.examine if start.task == "run" else runner.save
     with ends.channel.makefile("r") as numbers:
         for number in numbers:
             perform(job.cases[int(number)])
 
 
-def _join(place: Place, job: Job, start: StartWorker, send: Callable[[Message], None]) -> CaseRunner | FrameworkRunner:
+def _join(
+    place: Place, job: Job, start: StartWorker, send: Callable[[Message], None]
+) -> tuple[CaseRunner | FrameworkRunner, str]:
+    """Joins the other ranks. Returns what runs the cases, and why none of its framework can run."""
     import torch.distributed as dist
 
     devices.check_there_is_one(job.device.type, rank=place.rank, local_rank=place.local_rank)
@@ -102,8 +105,8 @@ def _join(place: Place, job: Job, start: StartWorker, send: Callable[[Message], 
         from fsdp_doctor.frameworks import framework_worker
         from fsdp_doctor.frameworks.framework_runner import FrameworkRunner
 
-        session = framework_worker.start(start.framework, place, job.device, job.scratch, store)
-        return FrameworkRunner(session, report=send)
+        framework = framework_worker.start(start.framework, place, job.device, job.scratch, store)
+        return FrameworkRunner(framework, report=send), framework.unavailable
 
     from fsdp_doctor.case import models, runtime
     from fsdp_doctor.case.case_run import CaseRunner
@@ -120,4 +123,4 @@ def _join(place: Place, job: Job, start: StartWorker, send: Callable[[Message], 
         custom_model=job.custom_model,
     )
     joined.training, joined.with_ledgers = job.training, job.with_ledgers
-    return CaseRunner(joined, job.user_paths, report=send)
+    return CaseRunner(joined, job.user_paths, report=send), ""

@@ -18,7 +18,7 @@ from fsdp_doctor.known.catalogue import BrokenCase
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.machine.environment import EnvironmentFacts
 from fsdp_doctor.matrix.cases import AnyCase, make_any_case
-from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName, ShimKind
+from fsdp_doctor.matrix.frameworks.framework_matrix import ShimKind
 from fsdp_doctor.memory_use.records import StageMemory
 from fsdp_doctor.verdict.classification import Verdict, VerdictKind
 from fsdp_doctor.verdict.records import Failure, RankReport
@@ -81,7 +81,7 @@ class AppliedShim:
     name: ``module:qualified.name`` of a function, or the name of a variable, a plug-in or a stand-in.
     """
 
-    framework: FrameworkName
+    framework: str
     name: str
     kind: ShimKind
     reason: str

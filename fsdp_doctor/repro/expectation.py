@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from fsdp_doctor.machine.versions import read_installed_versions
 from fsdp_doctor.matrix.axes import Sharding
 from fsdp_doctor.matrix.cases import AnyCase, Case
 from fsdp_doctor.matrix.contracts import Contract
-from fsdp_doctor.matrix.frameworks import FRAMEWORKS
+from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 from fsdp_doctor.matrix.methods import find_method
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.verdict.classification import NOT_RUN, VerdictKind
@@ -62,7 +61,7 @@ def find_expected(case: AnyCase) -> Expectation:
 
     Raises UsageError for a failure that no script can see.
     """
-    versions, source = _read_installed(), "its catalogue"
+    versions, source = _read_installed(case), "its catalogue"
     context = RunContext(torch=versions.get("torch", ""), packages=versions)
     entry = next(iter(catalogue.list_expected_failures(case, context)), None)
     if entry is None:
@@ -121,10 +120,9 @@ def _find_contract(case: Case) -> Contract:
     return find_method(case.method, case.scenario.version).contract
 
 
-@functools.cache
-def _read_installed() -> Mapping[str, str]:
-    of_frameworks = (name for matrix in FRAMEWORKS.values() for name in matrix.distributions)
-    return read_installed_versions(dict.fromkeys(("torch", "transformers", "peft", *of_frameworks)))
+def _read_installed(case: AnyCase) -> Mapping[str, str]:
+    of_framework = case.scenario.matrix.distributions if isinstance(case, FrameworkCase) else ()
+    return read_installed_versions(dict.fromkeys(("torch", "transformers", "peft", *of_framework)))
 
 
 def _make_pattern(result: CaseResult, case: Case) -> str:

@@ -8,6 +8,7 @@ import pathlib
 import jinja2
 
 from fsdp_doctor import __version__
+from fsdp_doctor.matrix.frameworks.adapters import locate_adapter
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 from fsdp_doctor.repro.expectation import Expectation
 from fsdp_doctor.repro.script import read_node_text
@@ -22,9 +23,9 @@ _INTERFACE = ("FileFormat", "SavedFiles", "Extracted", "Extractor", "FrameworkSe
 
 def render_framework_script(case: FrameworkCase, expectation: Expectation, file_name: str = "repro.py") -> str:
     """The text of a script that runs ``case`` on two GPUs, and ends with 0 if the case ends as expected."""
-    scenario = case.scenario
+    scenario, place = case.scenario, locate_adapter(case.scenario.framework)
     packages = ("torch", *scenario.matrix.distributions)
-    adapter = (_ADAPTERS / f"on_{scenario.framework}.py").read_text(encoding="utf-8")
+    adapter = place.file.read_text(encoding="utf-8")
     interface = (_ADAPTERS / "adapter.py").read_text(encoding="utf-8")
     text: str = _TEMPLATES.get_template("framework.py.jinja").render(
         case=case,

@@ -124,9 +124,13 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """A worker has its device and its process groups, and waits for cases."""
+    """A worker has its device and its process groups, and waits for cases.
+
+    unavailable: why no case of the worker's framework can run; empty if they can.
+    """
 
     environment: EnvironmentFacts
+    unavailable: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,8 @@ from program import Run, probe, torchrun_script
 
 from fsdp_doctor.known.catalogue import KnownFailure, read_catalogue
 from fsdp_doctor.machine.versions import read_installed_versions
-from fsdp_doctor.matrix.frameworks import FRAMEWORKS
+from fsdp_doctor.matrix.frameworks.adapters import BUILT_IN
+from fsdp_doctor.matrix.frameworks.framework_matrix import read_matrix
 from fsdp_doctor.matrix.frameworks.framework_scenarios import is_framework_id, parse_framework_id
 from fsdp_doctor.repro import Expectation, render_framework_script
 
@@ -29,7 +30,7 @@ _OK = (
     "trainer:fsdp2/cpu_offload/full/mixed-backend/lora/save_model.adapter",
     "trainer:fsdp2/none/sharded/resume_from_checkpoint",
 )
-_PACKAGES = read_installed_versions(name for matrix in FRAMEWORKS.values() for name in matrix.distributions)
+_PACKAGES = read_installed_versions(name for framework in BUILT_IN for name in read_matrix(framework).distributions)
 
 
 def _runs_here(entry: KnownFailure) -> bool:
@@ -71,7 +72,7 @@ def test_the_report_names_the_versions_and_each_thing_that_was_changed(run: Run)
     assert run.report is not None
     assert run.report.environment["packages"]["accelerate"] == _PACKAGES["accelerate"]
     named = {(shim.framework, shim.name) for shim in run.report.shims if shim.reason}
-    listed = {(name, shim.name) for name in ("accelerate", "trainer") for shim in FRAMEWORKS[name].shims}
+    listed = {(name, shim.name) for name in ("accelerate", "trainer") for shim in read_matrix(name).shims}
     assert listed <= named
     assert any("PartialState._prepare_backend" in note for note in run.report.notes)
 

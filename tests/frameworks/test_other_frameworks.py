@@ -8,11 +8,10 @@ import pytest
 from program import probe
 
 from fsdp_doctor.machine.versions import read_installed_versions
-from fsdp_doctor.matrix.frameworks import FRAMEWORKS
-from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkName
+from fsdp_doctor.matrix.frameworks.framework_matrix import read_matrix
 from fsdp_doctor.matrix.frameworks.framework_scenarios import parse_framework_id
 
-_OK: dict[FrameworkName, tuple[str, ...]] = {
+_OK: dict[str, tuple[str, ...]] = {
     "verl": (
         "verl:fsdp2/param+optimizer/get_per_tensor_param",
         "verl:fsdp2/policy/merge/lora/get_per_tensor_param.merged",
@@ -24,15 +23,20 @@ _OK: dict[FrameworkName, tuple[str, ...]] = {
         "lightning:model-parallel/none/full/fit.ckpt_path",
     ),
     "torchtitan": ("torchtitan:cpu_offload/async/load", "torchtitan:none/sync/save.hf"),
+    "transformers": (
+        "transformers:none/from_pretrained",
+        "transformers:none/uneven/save_pretrained.consolidated",
+        "transformers:none/fsdp_mixed_precision/distributed_checkpoint",
+    ),
     "skyrl": ("skyrl:manual/extract_weights", "skyrl:cpu_offload/load_checkpoint.fresh"),
 }
 
 
 @pytest.mark.parametrize("framework", _OK)
-def test_what_works_is_ok(framework: FrameworkName, tmp_path: pathlib.Path) -> None:
+def test_what_works_is_ok(framework: str, tmp_path: pathlib.Path) -> None:
     # A case that the matrix does not have is refused here, installed or not.
     assert {parse_framework_id(case).scenario.framework for case in _OK[framework]} == {framework}
-    package = FRAMEWORKS[framework].distributions[0]
+    package = read_matrix(framework).distributions[0]
     if not read_installed_versions([package]):
         pytest.skip(f"{package} is not installed: docs/frameworks.md says how")
     words = [word for case in _OK[framework] for word in ("--case", case)]

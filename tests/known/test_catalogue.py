@@ -26,8 +26,7 @@ from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.known.signatures import find_anchor, list_readings
 from fsdp_doctor.matrix.axes import AXES
 from fsdp_doctor.matrix.cases import AnyCase
-from fsdp_doctor.matrix.frameworks import FRAMEWORKS
-from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix
+from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix, read_matrix
 from fsdp_doctor.matrix.methods import FIX, METHOD_NAMES
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.verdict.classification import MEANING
@@ -92,7 +91,7 @@ def test_a_trigger_names_axes_and_values_that_there_are() -> None:
     for entry in read_catalogue():
         for trigger in entry.triggers:
             framework = trigger.values.get("framework", ())
-            values = _values_of(FRAMEWORKS[framework[0]]) if framework else _VALUES
+            values = _values_of(read_matrix(framework[0])) if framework else _VALUES
             for axis, patterns in trigger.values.items():
                 for pattern in patterns:
                     assert fnmatch.filter(values[axis], pattern), f"{entry.id}: {axis}={pattern}"

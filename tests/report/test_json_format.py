@@ -20,7 +20,7 @@ from fsdp_doctor.verdict.records import ProblemKind, RankReport, Stage, Stop
 _REPORTS = sorted((ROOT / "examples" / "reports").rglob("*.json.gz"))
 # Written since the first version of the schema.
 _ADDED_LATER = {"shims", "yielded", "known", "retire", "refusal", "ledgers", "call", "late_completion"}
-_ADDED_LATER |= {"init", "checkpoint", "precision", "context", "consumer"}
+_ADDED_LATER |= {"init", "checkpoint", "precision", "context", "consumer", "unavailable"}
 _VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 
 

@@ -11,7 +11,7 @@ from support.reports import report, result
 
 from fsdp_doctor.known.catalogue import DIRECTORY
 from fsdp_doctor.matrix.cases import parse_case_id
-from fsdp_doctor.matrix.frameworks import FRAMEWORKS
+from fsdp_doctor.matrix.frameworks.adapters import BUILT_IN
 from fsdp_doctor.matrix.frameworks.framework_scenarios import is_framework_id
 from fsdp_doctor.matrix.methods import METHOD_NAMES
 from fsdp_doctor.report.document import Report
@@ -53,7 +53,7 @@ def _matrix_table() -> str:
 def _frameworks_table() -> str:
     packages = ("accelerate", "transformers", "peft")
     rows = [f"| framework | torch | {' | '.join(packages)} | ok | bad | not run |", "|---" * 8 + "|"]
-    for framework in FRAMEWORKS:
+    for framework in BUILT_IN:
         cases = [case for case in _MERGED.cases if case.id.startswith(f"{framework}:")]
         for number, environment in enumerate(_MERGED.environments):
             if any(case.outcomes[number] is not None for case in cases):

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import itertools
-import pathlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
+from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.axes import Axis, Strategy
 from fsdp_doctor.matrix.contracts import Direction, Method, allows_values
+from fsdp_doctor.matrix.frameworks.adapters import locate_adapter
 
-# In the order of their users.
-FrameworkName: TypeAlias = Literal["accelerate", "trainer", "verl", "trl", "lightning", "torchtitan", "skyrl"]
 FrameworkMethodKind: TypeAlias = Literal["prepare", "extraction", "rollback", "resume"]
 StateDictType: TypeAlias = Literal["full", "sharded"]
 ShimKind: TypeAlias = Literal["function", "variable", "plug-in", "stand-in"]
@@ -79,17 +80,22 @@ class ConfiguredBuild:
 class FrameworkMatrix:
     """One framework: its axes, the configurations that are tried, and its methods.
 
+    name: as a user gives it: an adapter's name, or ``module:ATTRIBUTE``.
     distributions: the packages whose versions a report names, the framework's own first.
+    tried: the versions of packages that the adapter was run with, as in a requirement.
     axes: ``offload`` is one of them. configurations: values joined by slashes, as in an id.
+    quick: those of them that ``--level quick`` runs.
     variables: prefixes of the environment variables that configure it; a worker starts without them.
     builds: what is compared with the model that it built.
     """
 
-    name: FrameworkName
+    name: str
     title: str
     distributions: tuple[str, ...]
+    tried: Mapping[str, str]
     axes: tuple[Axis, ...]
     configurations: tuple[str, ...]
+    quick: tuple[str, ...]
     methods: tuple[FrameworkMethod, ...]
     shims: tuple[Shim, ...]
     variables: tuple[str, ...]
@@ -105,41 +111,120 @@ class FrameworkMatrix:
     def find_method(self, name: str) -> FrameworkMethod:
         return next(method for method in self.methods if method.name == name)
 
+    def describe_untried(self, installed: Mapping[str, str]) -> str:
+        """Says of which packages another version is installed than the adapter was run with; empty if of none."""
+        untried = [
+            f"{package} {installed[package]} (tried: {versions})"
+            for package, versions in self.tried.items()
+            if package in installed and not SpecifierSet(versions, prereleases=True).contains(installed[package])
+        ]
+        return f"The adapter of {self.name} was not run with {', '.join(untried)}." if untried else ""
 
-class _Table(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A file ``NAME.toml``.
+
+_Products: TypeAlias = tuple[tuple[tuple[str, ...], ...], ...]
+
+
+class _Table(msgspec.Struct, kw_only=True):
+    """The table of an adapter, beside its module.
 
     builds_on: the framework whose shims and variables it needs, too. models: of MODELS, those that it can be given.
-    configurations: products of the values of several axes; an empty value is left out.
+    configurations, quick: products of the values of several axes; an empty value is left out.
     """
 
     title: str
     distributions: tuple[str, ...]
     models: tuple[str, ...]
-    configurations: tuple[tuple[tuple[str, ...], ...], ...]
+    configurations: _Products
     axes: tuple[Axis, ...]
     methods: tuple[FrameworkMethod, ...]
-    builds: tuple[ConfiguredBuild, ...]
-    builds_on: FrameworkName | None = None
+    tried: dict[str, str] = {}
+    quick: _Products = ()
+    builds: tuple[ConfiguredBuild, ...] = ()
+    builds_on: str | None = None
     shims: tuple[Shim, ...] = ()
     variables: tuple[str, ...] = ()
 
 
 @functools.cache
-def read_matrix(name: FrameworkName) -> FrameworkMatrix:
-    """Reads the table of one framework."""
-    table = msgspec.toml.decode(pathlib.Path(__file__).with_name(f"{name}.toml").read_bytes(), type=_Table)
+def read_matrix(name: str) -> FrameworkMatrix:
+    """Reads the table of a framework, by the adapter's name or by ``module:ATTRIBUTE``.
+
+    Raises UsageError if there is no such adapter, or if its table is not one.
+    """
+    file = locate_adapter(name).table
+    try:
+        written = msgspec.toml.decode(file.read_bytes())
+        table = msgspec.convert(written, _Table)
+    except OSError as error:
+        raise UsageError(f"cannot read the table of framework {name!r}, {file}: {error.strerror or error}") from None
+    except msgspec.DecodeError as error:
+        raise UsageError(f"the table of framework {name!r}, {file}, is not one: {error}") from None
+    unread = _list_unread(written, msgspec.to_builtins(table))
+    if trouble := f"nothing reads the key {unread[0]}" if unread else next(_list_troubles(table), ""):
+        raise UsageError(f"the table of framework {name!r}, {file}: {trouble}")
     base = read_matrix(table.builds_on) if table.builds_on else None
+    configurations = _multiply(table.configurations)
     return FrameworkMatrix(
         name=name,
         title=table.title,
         distributions=table.distributions,
-        axes=(*table.axes, Axis(name="model", values={model: MODELS[model] for model in table.models})),
-        configurations=tuple(
-            "/".join(filter(None, values)) for choices in table.configurations for values in itertools.product(*choices)
-        ),
+        tried=table.tried,
+        axes=_list_axes(table),
+        configurations=configurations,
+        quick=_multiply(table.quick) or configurations,
         methods=table.methods,
         builds=table.builds,
         shims=(*(base.shims if base else ()), *table.shims),
         variables=(*(base.variables if base else ()), *table.variables),
     )
+
+
+def _list_axes(table: _Table) -> tuple[Axis, ...]:
+    return (*table.axes, Axis(name="model", values={model: MODELS[model] for model in table.models}))
+
+
+def _multiply(products: _Products) -> tuple[str, ...]:
+    return tuple("/".join(filter(None, values)) for choices in products for values in itertools.product(*choices))
+
+
+def _list_unread(written: Any, read: Any) -> list[str]:
+    """The keys of a table that its records do not have, which msgspec passes over."""
+    match written:
+        case dict():
+            below = [key for name in written.keys() & read.keys() for key in _list_unread(written[name], read[name])]
+            return [*(key for key in written if key not in read), *below]
+        case list():
+            return [key for each, other in zip(written, read, strict=True) for key in _list_unread(each, other)]
+        case _:
+            return []
+
+
+def _list_troubles(table: _Table) -> Iterator[str]:
+    """Yields what is wrong with a table although it has the right keys."""
+    if unknown := set(table.models) - set(MODELS):
+        yield f"models has {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}"
+        return
+    axes = {axis.name: axis for axis in _list_axes(table)}
+    if "offload" not in axes or not axes["offload"].always_in_id:
+        yield "it has no axis named offload with always_in_id = true"
+    values = Counter(value for axis in axes.values() for value in axis.values)
+    for value, count in values.items():
+        if count > 1 or "/" in value or ":" in value:
+            yield f"the value {value!r} stands on two axes, or has a slash or a colon in it"
+    configurations = _multiply(table.configurations)
+    if not configurations or not table.distributions or not table.methods:
+        yield "configurations, distributions and methods must not be empty"
+    for configuration in configurations:
+        if unknown := set(configuration.split("/")) - set(values):
+            yield f"the configuration {configuration} has {', '.join(sorted(unknown))}, which no axis has"
+    if missing := set(_multiply(table.quick)) - set(configurations):
+        yield f"quick has {', '.join(sorted(missing))}, which configurations has not"
+    for only in (*(method.only for method in table.methods), *(build.only for build in table.builds)):
+        for axis, allowed in only.items():
+            if axis not in axes or not set(allowed) <= set(axes[axis].values):
+                yield f"only = {{ {axis} = {list(allowed)} }} names an axis or a value that it has not"
+    for package, versions in table.tried.items():
+        try:
+            SpecifierSet(versions)
+        except InvalidSpecifier:
+            yield f"tried: {package} {versions!r} is no range such as >=1.10,<1.16"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.machine.versions import read_installed_versions
 from fsdp_doctor.matrix.axes import describe_nearest
-from fsdp_doctor.matrix.frameworks import FRAMEWORKS
-from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix, FrameworkMethod, FrameworkName
+from fsdp_doctor.matrix.frameworks.adapters import list_adapters
+from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix, FrameworkMethod, read_matrix
 
 ALL = "all"
 _OFFLOAD = "offload"
@@ -20,7 +20,7 @@ _OFFLOAD = "offload"
 class FrameworkScenario:
     """A configuration of a framework; ``configuration`` has its values as in an id, in the order of the axes."""
 
-    framework: FrameworkName
+    framework: str
     configuration: str
 
     @property
@@ -32,7 +32,7 @@ class FrameworkScenario:
 
     @property
     def matrix(self) -> FrameworkMatrix:
-        return FRAMEWORKS[self.framework]
+        return read_matrix(self.framework)
 
     @property
     def values(self) -> Mapping[str, str]:
@@ -84,48 +84,41 @@ class FrameworkCase:
         return self.scenario.matrix.find_method(self.method)
 
 
-def make_framework_scenario(framework: FrameworkName, values: Mapping[str, str]) -> FrameworkScenario:
+def make_framework_scenario(framework: str, values: Mapping[str, str]) -> FrameworkScenario:
     """Makes the scenario with these values by axis; an axis that is left out is at its default."""
     words = [
         value
-        for axis in FRAMEWORKS[framework].axes
+        for axis in read_matrix(framework).axes
         if (value := values.get(axis.name, axis.default)) != axis.default or axis.always_in_id
     ]
     return FrameworkScenario(framework=framework, configuration="/".join(words))
 
 
 @functools.lru_cache(maxsize=1024)
-def _read_values(framework: FrameworkName, configuration: str) -> Mapping[str, str]:
-    axes, axis_of = FRAMEWORKS[framework].axes, _map_values_to_axes(framework)
+def _read_values(framework: str, configuration: str) -> Mapping[str, str]:
+    axes, axis_of = read_matrix(framework).axes, _map_values_to_axes(framework)
     return {axis.name: axis.default for axis in axes} | {axis_of[word]: word for word in configuration.split("/")}
 
 
 @functools.cache
-def _map_values_to_axes(framework: FrameworkName) -> Mapping[str, str]:
-    return {value: axis.name for axis in FRAMEWORKS[framework].axes for value in axis.values}
+def _map_values_to_axes(framework: str) -> Mapping[str, str]:
+    return {value: axis.name for axis in read_matrix(framework).axes for value in axis.values}
 
 
-def find_frameworks(words: Sequence[str]) -> list[FrameworkName]:
+def find_frameworks(words: Sequence[str]) -> list[str]:
     """Reads the values of ``--framework``; ``all`` means those that are installed. Returns each framework once.
 
-    Raises UsageError for a framework without an adapter, CannotRun if ``all`` is none.
+    Raises UsageError for a framework without an adapter, CannotRun if none is installed.
     """
-    names: list[FrameworkName] = []
+    names: list[str] = []
     for word in words:
-        if word == ALL:
-            names += [name for name, matrix in FRAMEWORKS.items() if read_installed_versions(matrix.distributions[:1])]
-        else:
-            names.append(_find_framework(word, "--framework"))
-    if words and not names:
-        raise CannotRun(f"--framework {ALL}: none of {', '.join(FRAMEWORKS)} is installed")
+        if word != ALL:
+            names.append(read_matrix(word).name)
+            continue
+        names += [name for name in list_adapters() if read_installed_versions(read_matrix(name).distributions[:1])]
+        if not names:
+            raise CannotRun(f"--framework {ALL}: none of {', '.join(list_adapters())} is installed")
     return list(dict.fromkeys(names))
-
-
-def _find_framework(name: str, where: str) -> FrameworkName:
-    if name not in FRAMEWORKS:
-        known = ", ".join(FRAMEWORKS)
-        raise UsageError(f"{where}: there is no framework {name!r}{describe_nearest(name, FRAMEWORKS)}; use {known}")
-    return name
 
 
 def parse_framework_id(text: str) -> FrameworkCase:
@@ -133,9 +126,10 @@ def parse_framework_id(text: str) -> FrameworkCase:
 
     Raises UsageError that names the part which is not known.
     """
-    head, _, rest = text.partition(":")
-    framework = _find_framework(head, f"case {text!r}")
-    *words, method = rest.split("/")
+    head, *rest = text.split("/")
+    framework, _, first = head.rpartition(":")
+    axes = read_matrix(framework).axes
+    *words, method = first, *rest
     axis_of = _map_values_to_axes(framework)
     values: dict[str, str] = {}
     for word in words:
@@ -144,7 +138,6 @@ def parse_framework_id(text: str) -> FrameworkCase:
         if axis_of[word] in values:
             raise UsageError(f"case {text!r} names {axis_of[word]} twice: {values[axis_of[word]]} and {word}")
         values[axis_of[word]] = word
-    axes = FRAMEWORKS[framework].axes
     if missing := [axis.name for axis in axes if axis.always_in_id and axis.name not in values]:
         raise UsageError(f"case {text!r} has no value for {' and '.join(missing)}")
     scenario = make_framework_scenario(framework, values)
@@ -155,21 +148,20 @@ def parse_framework_id(text: str) -> FrameworkCase:
 
 
 def is_framework_id(text: str) -> bool:
-    """Whether an id names a framework's case. In any other id a colon can only be part of a user's
-    ``module:function``.
-    """
-    return text.partition(":")[0] in FRAMEWORKS
+    """Whether an id names a framework's case: in any other a colon can only be part of a user's ``module:function``."""
+    return ":" in text.partition("/")[0]
 
 
-def list_scenarios(framework: FrameworkName) -> Iterator[FrameworkScenario]:
-    """Yields the scenarios of a framework that are tried."""
-    for configuration in FRAMEWORKS[framework].configurations:
+def list_scenarios(framework: str, *, quick: bool = False) -> Iterator[FrameworkScenario]:
+    """Yields the scenarios of a framework that are tried; quick: those of ``--level quick`` alone."""
+    matrix = read_matrix(framework)
+    for configuration in matrix.quick if quick else matrix.configurations:
         yield FrameworkScenario(framework=framework, configuration=configuration)
 
 
-def check_methods(frameworks: Sequence[FrameworkName], names: Iterable[str]) -> None:
+def check_methods(frameworks: Sequence[str], names: Iterable[str]) -> None:
     """Raises UsageError for a method that none of the frameworks has."""
-    known = [method.name for framework in frameworks for method in FRAMEWORKS[framework].methods]
+    known = [method.name for framework in frameworks for method in read_matrix(framework).methods]
     for name in names:
         if name not in known:
             raise UsageError(

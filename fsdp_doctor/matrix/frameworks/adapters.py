@@ -1,0 +1,78 @@
+"""Where the adapters are: this package's, those of the entry point group ``fsdp_doctor.adapters``, and any other that
+is named as ``module:ATTRIBUTE``.
+
+An adapter's table is beside its module, with the same stem. Nothing here imports an adapter.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import pathlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.matrix.axes import describe_nearest
+
+ENTRY_POINTS = "fsdp_doctor.adapters"
+# In the order of their users.
+BUILT_IN = ("accelerate", "trainer", "transformers", "verl", "trl", "lightning", "torchtitan", "skyrl")
+
+
+@dataclass(frozen=True)
+class AdapterPlace:
+    """An adapter: an attribute of a module, and the module's file."""
+
+    module: str
+    attribute: str
+    file: pathlib.Path
+
+    @property
+    def table(self) -> pathlib.Path:
+        return self.file.with_suffix(".toml")
+
+
+@functools.cache
+def list_adapters() -> Mapping[str, str]:
+    """Maps the names of the adapters that are installed to ``module:ATTRIBUTE``, this package's first."""
+    # Imported here: `fsdp-doctor --help` needs none of it.
+    from importlib.metadata import entry_points
+
+    built_in = {name: _name_built_in(name) for name in BUILT_IN}
+    return {**{entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}, **built_in}
+
+
+@functools.cache
+def locate_adapter(name: str) -> AdapterPlace:
+    """Finds the adapter of a framework by its name, or by ``module:ATTRIBUTE``. Raises UsageError if there is none."""
+    spelled = _name_built_in(name) if name in BUILT_IN else name if ":" in name else list_adapters().get(name)
+    if spelled is None:
+        known = list_adapters()
+        raise UsageError(
+            f"there is no framework {name!r}{describe_nearest(name, known)}; use {', '.join(known)}, "
+            "or module:ADAPTER for an adapter of your own"
+        )
+    module, _, attribute = spelled.partition(":")
+    file = _find_file(module)
+    if file is None:
+        raise UsageError(f"framework {name!r}: there is no module {module!r} here; set PYTHONPATH to where it is")
+    return AdapterPlace(module, attribute, file)
+
+
+def _name_built_in(name: str) -> str:
+    return f"fsdp_doctor.frameworks.on_{name}:ADAPTER"
+
+
+def _find_file(module: str) -> pathlib.Path | None:
+    """The source of a module, without importing the packages that it is in; None if there is no such module."""
+    top, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])
+    except ValueError:
+        return None
+    for part in rest:
+        spec = PathFinder.find_spec(part, spec.submodule_search_locations) if spec else None
+    return pathlib.Path(spec.origin) if spec and spec.has_location and spec.origin else None
