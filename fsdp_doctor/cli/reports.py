@@ -193,13 +193,17 @@ def sweep(
     ] = None,
     beside: Annotated[
         list[str] | None,
-        declare_words("--with", metavar="PACKAGE==VERSION", help="Install this, too; several are separated by commas."),
+        declare_words(
+            "--with",
+            metavar="PACKAGE==VERSION",
+            help="Install this, too; several are separated by commas. A package that is named twice is tried in both.",
+        ),
     ] = None,
     directory: Annotated[
         pathlib.Path, typer.Option(help="Where the reports and logs are kept, and environments are made.")
     ] = pathlib.Path("sweep"),
 ) -> None:
-    """Run the probe with several versions of torch, each in an environment of its own.
+    """Run the probe with several versions of torch and of other packages, each in an environment of its own.
 
     Environments are made by uv, or else by venv and pip, one after the other, and removed after their run. A version
     whose report is complete is not run again, a partial report is continued. Before torch 2.10, where there is no
@@ -229,14 +233,14 @@ def sweep(
         signal.signal(number, _stop)
     swept = []
     try:
-        for version in sweeping.run(planned):
-            swept.append(version)
-            print(_describe_result(version), flush=True)
+        for one in sweeping.run(planned):
+            swept.append(one)
+            print(_describe_result(one), flush=True)
     except _Signal as name:
         raise Interrupted(f"stopped by {name}; what ran is kept, and the same command goes on with it") from None
-    # The worst of all versions: a fault of ours, then a version that could not run, then a verdict.
+    # The worst of all: a fault of ours, then a version that could not run, then a verdict.
     expected = read_expectation(parsed["expect"], strict=parsed["strict"])
-    raise SystemExit(max(_exit_code(version, expected) for version in swept))
+    raise SystemExit(max(_exit_code(one, expected) for one in swept))
 
 
 class _Signal(BaseException):
@@ -271,7 +275,7 @@ def _describe_result(swept: Swept) -> str:
     from fsdp_doctor.report.layout import summarize
 
     result = summarize(swept.report) if swept.report.results else swept.trouble
-    return f"torch {swept.version}\t{result}\t{swept.file}"
+    return f"{swept.packages}\t{result}\t{swept.file}"
 
 
 def _exit_code(swept: Swept, expected: Baseline) -> int:
@@ -281,7 +285,7 @@ def _exit_code(swept: Swept, expected: Baseline) -> int:
         return swept.exit_code
     judgement = Judgement(swept.report, expected)
     for sentence in judgement.unexpected:
-        print(f"torch {swept.version}: {sentence}", file=sys.stderr)
+        print(f"{swept.packages}: {sentence}", file=sys.stderr)
     try:
         return judgement.choose_exit_code()
     except FsdpDoctorError as error:

@@ -1,4 +1,6 @@
-"""Runs the probe with each version of torch, in an environment that is made for it; keeps and continues the reports."""
+"""Runs the probe with each version of torch and of other packages, in an environment that is made for them; keeps and
+continues the reports.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,22 @@ _OVERRIDDEN = ("--json", "--device", "--format")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """A sweep over versions of torch.
+class Packages:
+    """What is installed for one probe. torch: ``2.10`` is its newest patch release. beside: requirements."""
 
-    versions: of torch, as the user gave them: ``2.10`` is its newest patch release.
-    requirements: to install beside torch. options: of the probe. directory: for the reports.
+    torch: str
+    beside: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " ".join((f"torch {self.torch}", *self.beside))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """A sweep over versions of torch and of other packages.
+
+    versions: of torch, as the user gave them. requirements: to install beside torch; those that name the same package
+    are tried one after the other. options: of the probe. directory: for the reports.
     """
 
     versions: tuple[str, ...]
@@ -54,17 +67,36 @@ class Sweep:
     options: tuple[str, ...]
     directory: pathlib.Path
 
-    def name_file(self, version: str) -> pathlib.Path:
-        """The report of a version; its name also has the other packages."""
-        packages = (re.sub(r"[^\w.]+", "", text.replace("==", "")) for text in self.requirements)
-        return self.directory / f"{'-'.join([f'torch{version}', *packages])}.json"
+    def list_packages(self) -> list[Packages]:
+        """Every version of torch with every choice of the other packages."""
+        choices: dict[str, list[str]] = {}
+        for text in self.requirements:
+            choices.setdefault(_name_package(text), []).append(text)
+        return [
+            Packages(torch=version, beside=beside)
+            for version in self.versions
+            for beside in itertools.product(*choices.values())
+        ]
+
+    def name_file(self, packages: Packages) -> pathlib.Path:
+        """The report of these packages; its name has all of them."""
+        beside = (re.sub(r"[^\w.]+", "", text.replace("==", "")) for text in packages.beside)
+        return self.directory / f"{'-'.join([f'torch{packages.torch}', *beside])}.json"
+
+
+def _name_package(requirement: str) -> str:
+    """The package of a requirement; of a path or the like, itself."""
+    try:
+        return Requirement(requirement).name
+    except InvalidRequirement:
+        return requirement
 
 
 @dataclass(frozen=True, kw_only=True)
 class Swept:
-    """One version. trouble: why its report is not complete, or empty. exit_code: of the trouble."""
+    """The probe of some packages. trouble: why its report is not complete, or empty. exit_code: of the trouble."""
 
-    version: str
+    packages: Packages
     file: pathlib.Path
     report: Report
     trouble: str = ""
@@ -73,53 +105,53 @@ class Swept:
 
 def check(sweep: Sweep) -> None:
     """Raises UsageError if the sweep would replace a report that was made with other options."""
-    for version in sweep.versions:
-        earlier = _read_existing_report(sweep.name_file(version))
+    for packages in sweep.list_packages():
+        earlier = _read_existing_report(sweep.name_file(packages))
         if earlier is not None and earlier.results and not _has_options(earlier, sweep.options):
             raise UsageError(
-                f"{sweep.name_file(version)} is the report of `{earlier.command}`, which has other options than this "
+                f"{sweep.name_file(packages)} is the report of `{earlier.command}`, which has other options than this "
                 "sweep; give another --directory, or remove it"
             )
 
 
 def run(sweep: Sweep) -> Iterator[Swept]:
-    """Runs each version, one after the other; its environment is removed before the next one is made."""
-    for version in sweep.versions:
-        file = sweep.name_file(version)
+    """Runs the packages one after the other; their environment is removed before the next one is made."""
+    for packages in sweep.list_packages():
+        file = sweep.name_file(packages)
         report, trouble = _read_existing_report(file), None
         if report is None or not report.complete:
-            trouble = _run_version(sweep, version)
+            trouble = _run_packages(sweep, packages)
             report = _read_existing_report(file)
         if report is None or not (report.results or report.complete):
-            report = _make_empty_report(sweep, version, str(trouble or ""))
+            report = _make_empty_report(sweep, packages, str(trouble or ""))
             write_report(file, report)
         if report.complete and not isinstance(trouble, DoctorFault):
-            yield Swept(version=version, file=file, report=report)
+            yield Swept(packages=packages, file=file, report=report)
         else:
             why = trouble or DoctorFault(report.ended or "it ended before all cases had run")
-            yield Swept(version=version, file=file, report=report, trouble=str(why), exit_code=why.exit_code)
+            yield Swept(packages=packages, file=file, report=report, trouble=str(why), exit_code=why.exit_code)
 
 
-def _run_version(sweep: Sweep, version: str) -> CannotRun | DoctorFault | None:
+def _run_packages(sweep: Sweep, packages: Packages) -> CannotRun | DoctorFault | None:
     """Installs and probes; returns the reason if there is no whole report."""
-    file = sweep.name_file(version)
+    file = sweep.name_file(packages)
     log = file.with_suffix(".log")
     try:
         with tempfile.TemporaryDirectory(prefix=".environment-", dir=sweep.directory) as scratch:
             log.write_text("")
-            _print_progress(f"torch {version}: installing")
+            _print_progress(f"{packages}: installing")
             # 2.10 is the newest of its patch releases.
-            torch = f"torch=={version}" if version.count(".") > 1 else f"torch=={version}.*"
+            torch = f"torch=={packages.torch}{'' if packages.torch.count('.') > 1 else '.*'}"
             try:
-                python = make_environment(pathlib.Path(scratch, "environment"), [torch, *sweep.requirements], log)
+                python = make_environment(pathlib.Path(scratch, "environment"), [torch, *packages.beside], log)
             except CannotRun as reason:
-                return CannotRun(f"torch {version} does not install: {reason}")
-            # A copy, so that every version runs the same doctor although its sources may change meanwhile, and sees
+                return CannotRun(f"{packages} does not install: {reason}")
+            # A copy, so that all run the same doctor although its sources may change meanwhile, and sees
             # nothing else of the environment that the doctor is installed in.
             doctor = pathlib.Path(scratch, "doctor")
             shutil.copytree(_PACKAGE, doctor / _PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
             program = Program(python, doctor)
-            _print_progress(f"torch {version}: running")
+            _print_progress(f"{packages}: running")
             options = [*sweep.options, *_choose_device_options(sweep.options, program)]
             return program.probe([*options, "--json", str(file), "--resume"], log)
     except OSError as error:
@@ -240,10 +272,10 @@ def _split_words(options: Sequence[str]) -> list[str]:
     return words
 
 
-def _make_empty_report(sweep: Sweep, version: str, trouble: str) -> Report:
-    """The report of a version that could not run, so that a merged report names the trouble."""
+def _make_empty_report(sweep: Sweep, packages: Packages, trouble: str) -> Report:
+    """The report of packages that could not run, so that a merged report names the trouble."""
     facts = collect_without_torch()
-    facts["packages"] = {"torch": version, **read_exact_versions(sweep.requirements)}
+    facts["packages"] = {"torch": packages.torch, **read_exact_versions(packages.beside)}
     return Report(
         version=__version__,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

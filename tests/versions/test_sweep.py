@@ -151,11 +151,11 @@ def test_what_ran_is_kept_where_the_version_no_longer_installs(
     monkeypatch.setattr(sweeping, "make_environment", refuse)
     sweep = Sweep(versions=("2.98",), requirements=(), options=("--fix",), directory=tmp_path)
     partial = dataclasses.replace(_partial(), command="fsdp-doctor probe --fix --json elsewhere.json --resume")
-    write_report(sweep.name_file("2.98"), partial)
+    write_report(sweep.name_file(sweep.list_packages()[0]), partial)
     sweeping.check(sweep)
     (one,) = sweeping.run(sweep)
     assert one.trouble == "torch 2.98 does not install: [Errno 28] No space left on device"
-    assert read_report(sweep.name_file("2.98")) == partial
+    assert read_report(sweep.name_file(sweep.list_packages()[0])) == partial
 
 
 def _partial() -> Report:
@@ -180,7 +180,15 @@ def test_a_value_that_the_probe_does_not_take_ends_the_sweep(tmp_path: pathlib.P
 
 def test_a_report_is_named_by_everything_that_was_asked_for(tmp_path: pathlib.Path) -> None:
     sweep = Sweep(versions=("2.98",), requirements=("transformers==5.0", "./my pkg"), options=(), directory=tmp_path)
-    assert sweep.name_file("2.98").name == "torch2.98-transformers5.0-.mypkg.json"
+    assert [sweep.name_file(each).name for each in sweep.list_packages()] == ["torch2.98-transformers5.0-.mypkg.json"]
+
+
+def test_a_package_that_is_named_twice_is_tried_in_both_versions_with_each_torch(tmp_path: pathlib.Path) -> None:
+    wanted = ("accelerate==1.12.0", "peft<0.22", "accelerate==1.15.0")
+    sweep = Sweep(versions=("2.97", "2.98"), requirements=wanted, options=(), directory=tmp_path)
+    names = [str(packages) for packages in sweep.list_packages()]
+    assert names[:2] == ["torch 2.97 accelerate==1.12.0 peft<0.22", "torch 2.97 accelerate==1.15.0 peft<0.22"]
+    assert len({sweep.name_file(packages) for packages in sweep.list_packages()}) == len(names) == 4
 
 
 def test_what_the_requirements_name_exactly_is_in_the_report_of_a_version_that_does_not_install() -> None:
@@ -191,10 +199,10 @@ def test_what_the_requirements_name_exactly_is_in_the_report_of_a_version_that_d
 def test_how_the_device_is_given_does_not_make_it_another_request(tmp_path: pathlib.Path) -> None:
     sweep = Sweep(versions=("2.98",), requirements=(), options=("--device=cpu", "-k", "a"), directory=tmp_path)
     on_the_cpu = dataclasses.replace(_partial(), command="fsdp-doctor probe -k a --resume", device="cpu")
-    write_report(sweep.name_file("2.98"), on_the_cpu)
+    write_report(sweep.name_file(sweep.list_packages()[0]), on_the_cpu)
     sweeping.check(sweep)
     for other in ({"command": "fsdp-doctor probe -k b"}, {"device": "emulated"}):
-        write_report(sweep.name_file("2.98"), dataclasses.replace(on_the_cpu, **other))
+        write_report(sweep.name_file(sweep.list_packages()[0]), dataclasses.replace(on_the_cpu, **other))
         with pytest.raises(UsageError, match="--directory"):
             sweeping.check(sweep)
 
