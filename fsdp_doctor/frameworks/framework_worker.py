@@ -153,7 +153,7 @@ def start(
     if device.type == "cuda":
         runtime.wait_for_cuda_without_spinning(place.local_rank)
     runtime.set_up_device(device, run_device)
-    unavailable = _unavailable[framework] or _explain_impossible(place, device)
+    unavailable = explain_unavailable(framework) or _explain_impossible(place, device)
     if device.type == "emulated" and not unavailable:
         torch.get_device_module(device).set_device(device)
         unavailable = _prepare_emulated_device(framework)

@@ -77,7 +77,6 @@ class TransformersSession(FrameworkSession):
 class TransformersAdapter(Adapter):
     modules = (
         "transformers.models.qwen3.modeling_qwen3",
-        "transformers.distributed.checkpoint",
         "torch.distributed.checkpoint",
     )
 

@@ -32,9 +32,9 @@ torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
 _WITH_SHIMS = """
 from fsdp_doctor.frameworks.adapter import Shims
 from fsdp_doctor.frameworks.framework_worker import find_adapter
-adapter = find_adapter({framework!r})
-shims = Shims(adapter.matrix)
-adapter.prepare_emulated_device(shims)
+from fsdp_doctor.matrix.frameworks.framework_matrix import read_matrix
+shims = Shims({framework!r}, read_matrix({framework!r}).shims)
+find_adapter({framework!r}).prepare_emulated_device(shims)
 """
 
 
