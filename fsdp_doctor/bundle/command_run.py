@@ -12,6 +12,7 @@ wait for it.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pathlib
 import re
@@ -137,7 +138,7 @@ def _send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
             process.send_signal(number)
 
 
-CommandEnd: TypeAlias = Literal["exited", "hung", "stopped"]
+CommandEnd: TypeAlias = Literal["exited", "hung", "overdue", "stopped"]
 
 # By the torch that has it, and warns of the other: what makes the flight recorder run, and where it puts its dumps.
 _RECORDER = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -177,6 +178,8 @@ class CommandRun:
             case "hung":
                 silence = f"it wrote nothing for {self.silent:.0f} s"
                 return f"The command hung: {silence}, and was ended after {self.seconds:.0f} s."
+            case "overdue":
+                return f"The command was ended after {self.seconds:.0f} s, the most that it was given."
             case "stopped":
                 silence = f"{self.silent:.0f} s after its last output"
                 return f"The command was stopped by its user after {self.seconds:.0f} s, {silence}."
@@ -189,16 +192,24 @@ class CommandRun:
         return f"exit code {self.exit_code}"
 
 
-def run(command: Sequence[str], *, output: pathlib.Path, dumps: pathlib.Path, hang_after: float) -> CommandRun:
+def run(
+    command: Sequence[str],
+    *,
+    output: pathlib.Path,
+    dumps: pathlib.Path,
+    hang_after: float,
+    longest: float = math.inf,
+    variables: Mapping[str, str] | None = None,
+) -> CommandRun:
     """Runs ``command``, shows its output, and ends it if it writes nothing for ``hang_after`` seconds.
 
-    output: the file for its output. dumps: a new folder for torch's flight recorder. Raises UsageError where
-    the command cannot be started.
+    output: the file for its output. dumps: a new folder for torch's flight recorder. longest: the most seconds that it
+    may run. variables: more for its environment. Raises UsageError where the command cannot be started.
     """
     # So that processes which a command leaves behind are below this one, and can be ended.
     adopt_orphans()
     dumps.mkdir()
-    environment = {**_choose_diagnostic_variables(dumps), **os.environ}
+    environment = {**_choose_diagnostic_variables(dumps), **os.environ, **(variables or {})}
     begun = time.monotonic()
     process = _start(command, environment)
     with open(output, "wb") as kept, _turn_signals_into_interrupts():
@@ -207,7 +218,7 @@ def run(command: Sequence[str], *, output: pathlib.Path, dumps: pathlib.Path, ha
         stacks: list[RankStack] = []
         try:
             try:
-                end = "exited" if watched.wait_for_end(hang_after) else "hung"
+                end = watched.wait_for_end(hang_after, begun + longest)
             except KeyboardInterrupt:
                 end = "stopped"
             silent = watched.silent_seconds
@@ -278,20 +289,22 @@ class _Output:
     def silent_seconds(self) -> float:
         return time.monotonic() - self._last
 
-    def wait_for_end(self, hang_after: float) -> bool:
-        """Shows the output until the command ends. Returns False where it wrote nothing for so many seconds."""
+    def wait_for_end(self, hang_after: float, deadline: float) -> Literal["exited", "hung", "overdue"]:
+        """Shows the output until the command ends, or has written nothing for so many seconds, or is overdue."""
         ended_at: float | None = None
         while self._open:
             self._show(self._read(min(0.5, hang_after)))
             if ended_at is None and self._process.poll() is not None:
                 ended_at = time.monotonic()
             if ended_at is not None and time.monotonic() - ended_at > _AFTER_END_SECONDS:
-                return True
+                return "exited"
             if ended_at is None and self.silent_seconds >= hang_after:
-                return False
+                return "hung"
+            if ended_at is None and time.monotonic() >= deadline:
+                return "overdue"
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(hang_after)
-        return self._process.returncode is not None
+        return "exited" if self._process.returncode is not None else "hung"
 
     def collect(self, seconds: float) -> bytes:
         """Reads the output for that time without showing it."""

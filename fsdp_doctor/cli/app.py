@@ -22,6 +22,7 @@ from fsdp_doctor.cli import (
     probe,
     project_defaults,
     reports,
+    resume,
     selection,
 )
 from fsdp_doctor.cli.options import check_versions, flatten
@@ -42,6 +43,7 @@ _COMMANDS: dict[str, dict[str, _Command]] = {
         "probe": (probe.probe, probe.PROBE_EXIT_CODES),
         "explain": (explain.explain, explain.EXIT_CODES),
         "check": (check.check, check.EXIT_CODES),
+        "resume": (resume.resume, resume.EXIT_CODES),
         "repro": (probe.repro, probe.REPRO_EXIT_CODES),
         "bundle": (bundle.bundle, bundle.BUNDLE_EXIT_CODES),
     },

@@ -1,0 +1,57 @@
+"""The known causes of a wrong resume, ``causes.toml``, and those that a difference can have."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import sys
+from collections.abc import Collection
+from typing import Literal
+
+import msgspec
+
+from fsdp_doctor.resume.comparison import Symptom
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_FILE = pathlib.Path(__file__).with_name("causes.toml")
+
+
+class Cause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One cause; the head of ``causes.toml`` explains the conditions."""
+
+    id: str
+    symptoms: list[Symptom]
+    title: str
+    remedy: str
+    references: list[str]
+    frameworks: list[str] = []
+    ranks: Literal["", "some"] = ""
+    resume: int = 0
+    known: str = ""
+
+    @property
+    def conditions(self) -> int:
+        return bool(self.frameworks) + bool(self.ranks) + bool(self.resume)
+
+
+@functools.cache
+def read_causes() -> tuple[Cause, ...]:
+    rows = tomllib.loads(_FILE.read_text(encoding="utf-8"))["cause"]
+    return tuple(msgspec.convert(rows, list[Cause]))
+
+
+def list_causes(symptom: Symptom, *, some_ranks: bool, resume: int, frameworks: Collection[str]) -> list[Cause]:
+    """The causes of a symptom, the most likely first. some_ranks: it shows on some ranks and not on others."""
+    fitting = [
+        cause
+        for cause in read_causes()
+        if symptom in cause.symptoms
+        and (not cause.frameworks or {*cause.frameworks} & {*frameworks})
+        and (some_ranks or not cause.ranks)
+        and cause.resume in (0, resume)
+    ]
+    return sorted(fitting, key=lambda cause: -cause.conditions)

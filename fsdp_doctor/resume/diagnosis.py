@@ -1,0 +1,392 @@
+"""The diagnosis: two runs, a third where they differ, and the answer.
+
+A difference at the first step after the save is a cause if it was loaded: it was saved by this very run. What is drawn
+or computed differs between any two runs of some programs, so the straight run is made again before it counts; where
+gradients alone differ, the resumed one, too.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, TypeAlias, get_args
+
+import msgspec
+from typing_extensions import assert_never
+
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.resume.causes import Cause, list_causes
+from fsdp_doctor.resume.comparison import (
+    COMPUTED,
+    LOADED,
+    Difference,
+    Kind,
+    RankComparison,
+    Symptom,
+    find_unrepeatable,
+)
+from fsdp_doctor.resume.records import RankRecord, StepRecord
+from fsdp_doctor.resume.runs import Job, JobRun, RunName, require_records, run_job
+
+SCHEMA_VERSION = 1
+
+Verdict: TypeAlias = Literal["same", "wrong", "not repeatable"]
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that differs. step: the first at which it does. resume: 1, or 2 for the second one.
+
+    text: what differs and what it equals instead, with the ranks. causes: those that are known, the most likely first.
+    """
+
+    step: int
+    resume: int
+    kind: Kind
+    symptom: Symptom
+    text: str
+    ranks: list[int]
+    causes: list[Cause]
+
+
+class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """How one run went. recorder_seconds: what recording took of it, a step, on the slowest rank."""
+
+    name: RunName
+    command: list[str]
+    seconds: float
+    steps: int
+    recorder_seconds: float
+    log: str
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of ``fsdp-doctor resume``; its JSON.
+
+    findings: the first is the one to mend. notes: what is no finding, and what was not seen.
+    """
+
+    verdict: Verdict
+    sentence: str
+    at: int
+    ranks: int
+    findings: list[Finding]
+    notes: list[str]
+    runs: list[RunFacts]
+    torch: str
+    device: str
+    frameworks: list[str]
+    schema: Literal["fsdp-doctor-resume"] = "fsdp-doctor-resume"
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def exit_code(self) -> int:
+        match self.verdict:
+            case "same":
+                return 0
+            case "wrong":
+                return 1
+            case "not repeatable":
+                return 3
+            case _ as unreachable:
+                assert_never(unreachable)
+
+
+def diagnose(job: Job, *, steps: int, twice: bool = False, start: Callable[..., JobRun] = run_job) -> Answer:
+    """Runs the job and compares. steps: how many are compared after the save. twice: a run resumed is resumed again.
+
+    start: :func:`run_job`, or what runs the job otherwise. Raises UsageError where there is no answer.
+    """
+    diagnosis = _Diagnosis(job, steps, start)
+    diagnosis.resume_once(go_on=job.at if twice else 0)
+    if twice:
+        diagnosis.resume_again()
+    return diagnosis.answer()
+
+
+class _Diagnosis:
+    def __init__(self, job: Job, steps: int, start: Callable[..., JobRun]) -> None:
+        self._job, self._steps, self._start = job, steps, start
+        self._directory = job.work / "job"
+        self._runs: dict[RunName, JobRun] = {}
+        self._findings: list[Finding] = []
+        self._unrepeatable = ""
+        self._notes: list[str] = []
+
+    def _run(self, name: RunName, *, stop: int, directory: pathlib.Path, resume_at: int | None = None) -> JobRun:
+        run = self._runs[name] = self._start(self._job, name, stop=stop, directory=directory, resume_at=resume_at)
+        return run
+
+    def resume_once(self, go_on: int) -> None:
+        """go_on: how many steps the resumed run takes beyond those that are compared."""
+        at = self._job.at
+        straight = self._run("straight", stop=at + self._steps, directory=self._directory)
+        require_records(straight, at + 1)
+        self._require_save(straight)
+        resumed = self._run(
+            "resumed",
+            stop=self._steps + go_on,
+            directory=self._directory,
+            resume_at=at,
+        )
+        require_records(resumed, 0)
+        self._compare(straight, resumed, 1)
+
+    def resume_again(self) -> None:
+        at, resumed = self._job.at, self._runs["resumed"]
+        require_records(resumed, at + 1)
+        second = self._run(
+            "second-resume",
+            stop=self._steps,
+            directory=self._directory,
+            resume_at=2 * at,
+        )
+        require_records(second, 0)
+        self._compare(resumed, second, 2)
+
+    def _require_save(self, straight: JobRun) -> None:
+        """Raises UsageError for a run that wrote nothing after the step that is to be resumed from."""
+        at = self._job.at
+        records = [step for record in straight.ranks.values() for step in [*record.steps, record.final] if step]
+        written = sorted({record.step - 1 for record in records if record.written})
+        if not [step for step in written if step >= at]:
+            when = f"after step {', '.join(map(str, written))} alone" if written else "never"
+            raise UsageError(
+                f"the job is to save after step {at}, and wrote into {{dir}} {when}: give --at the step of its save, "
+                "or have it save with {n}"
+            )
+
+    def _compare(self, one: JobRun, other: JobRun, resume: int) -> None:
+        found = self._find(one, other, resume)
+        if not found:
+            return
+        rank_pairs = self._pair(one, other)
+        again = self._run_again()
+        kinds = {difference.kind for _, difference in found}
+        if self._unrepeatable:
+            self._notes.append(
+                "what it draws and computes was left out, for the program does not repeat itself: "
+                f"{self._unrepeatable} differ between two runs from the start"
+            )
+            found = [each for each in found if each[1].kind in LOADED]
+        else:
+            found = self._drop_undrawn(found, again, bool(kinds & {*COMPUTED, "data"}))
+            if found and {difference.kind for _, difference in found} <= {*COMPUTED}:
+                found = found if self._repeats(other, resume) else []
+        self._findings += self._merge(_drop_effects(found), resume, len(rank_pairs))
+
+    def _pair(self, one: JobRun, other: JobRun) -> list[tuple[int, RankRecord, RankRecord]]:
+        if other.ranks and {*one.ranks} != {*other.ranks}:
+            raise UsageError(
+                f"the {other.name} run has {len(other.ranks)} ranks, and the {one.name} one {len(one.ranks)}"
+            )
+        return [(rank, record, other.ranks.get(rank, _without_steps(record))) for rank, record in one.ranks.items()]
+
+    def _find(self, one: JobRun, other: JobRun, resume: int) -> list[tuple[int, Difference]]:
+        at, straight = self._job.at * resume, self._runs["straight"]
+        steps = {rank: _renumber(record, at - self._job.at) for rank, record in one.ranks.items()}
+        if resume == 2:
+            steps = {rank: straight.ranks[rank].steps[: self._job.at] + after for rank, after in steps.items()}
+        found = []
+        for rank, _, resumed in self._pair(one, other):
+            others = {number: other[at].generators for number, other in steps.items() if number != rank}
+            comparison = RankComparison(steps[rank], _renumber(resumed, at), at, others)
+            found += [(rank, difference) for difference in comparison.list_differences()]
+        return found
+
+    def _run_again(self) -> JobRun:
+        """The straight run, once more."""
+        if "straight-again" not in self._runs:
+            straight = self._runs["straight"]
+            stop = self._job.at + self._steps
+            again = self._run(
+                "straight-again",
+                stop=stop,
+                directory=self._job.work / "job-again",
+            )
+            require_records(again, self._job.at + 1)
+            self._unrepeatable = _find_unrepeatable(straight, again)
+        return self._runs["straight-again"]
+
+    def _drop_undrawn(
+        self, found: Sequence[tuple[int, Difference]], again: JobRun, computed: bool
+    ) -> list[tuple[int, Difference]]:
+        """Without generators that nobody seeds, or that nothing which is computed depends on."""
+        at = self._job.at
+        straight = self._runs["straight"]
+        kept = []
+        for rank, difference in found:
+            if difference.kind == "generators":
+                states = [run.ranks[rank].steps[at].generators.get(difference.names[0]) for run in (straight, again)]
+                if states[0] != states[1] or not computed:
+                    self._notes.append(f"{difference.text} on rank {rank}, and nothing that is compared depends on it")
+                    continue
+            kept.append((rank, difference))
+        return kept
+
+    def _repeats(self, resumed: JobRun, resume: int) -> bool:
+        """Runs the resumed run again, and says whether it computes the same."""
+        again = self._run(
+            "resumed-again",
+            stop=self._steps,
+            directory=self._directory,
+            resume_at=self._job.at * resume,
+        )
+        require_records(again, 1)
+        self._unrepeatable = _find_unrepeatable(resumed, again)
+        return not self._unrepeatable
+
+    def _merge(self, found: Sequence[tuple[int, Difference]], resume: int, num_ranks: int) -> list[Finding]:
+        """The differences of all ranks, each symptom once, in the order of kinds."""
+        by_symptom: dict[tuple[Kind, Symptom], dict[int, list[str]]] = {}
+        for rank, difference in found:
+            of_rank = by_symptom.setdefault((difference.kind, difference.symptom), {})
+            of_rank.setdefault(rank, []).append(difference.text)
+        merged = [
+            Finding(
+                step=self._job.at * resume + 1,
+                resume=resume,
+                kind=kind,
+                symptom=symptom,
+                text=_join_ranks({rank: "; ".join(texts) for rank, texts in ranks.items()}, num_ranks),
+                ranks=sorted(ranks),
+                causes=list_causes(
+                    symptom, some_ranks=len(ranks) < num_ranks, resume=resume, frameworks=self._frameworks
+                ),
+            )
+            for (kind, symptom), ranks in by_symptom.items()
+        ]
+        return sorted(merged, key=lambda finding: _KINDS.index(finding.kind))
+
+    @property
+    def _frameworks(self) -> list[str]:
+        return self._first_record.facts.frameworks
+
+    @property
+    def _first_record(self) -> RankRecord:
+        return next(iter(self._runs["straight"].ranks.values()))
+
+    def answer(self) -> Answer:
+        record = self._first_record
+        at, num_ranks = self._job.at, len(self._runs["straight"].ranks)
+        verdict: Verdict = "wrong" if self._findings else "not repeatable" if self._unrepeatable else "same"
+        return Answer(
+            verdict=verdict,
+            sentence=self._make_sentence(verdict, num_ranks),
+            at=at,
+            ranks=num_ranks,
+            findings=self._findings,
+            notes=[*dict.fromkeys(self._notes), *self._list_unseen(record)],
+            runs=[_read_facts(run) for run in self._runs.values()],
+            torch=record.facts.torch,
+            device=record.facts.device,
+            frameworks=record.facts.frameworks,
+        )
+
+    def _make_sentence(self, verdict: Verdict, num_ranks: int) -> str:
+        at = self._job.at
+        match verdict:
+            case "same":
+                compared = min(run.num_steps for run in self._runs.values() if run.name == "resumed")
+                last = at + min(compared, self._steps)
+                twice = (
+                    f", and from step {2 * at + 1} on after a second resume" if "second-resume" in self._runs else ""
+                )
+                steps = f"step {at + 1} is" if last == at + 1 else f"steps {at + 1} to {last} are"
+                ranks = f"{num_ranks} rank{'s' * (num_ranks != 1)}"
+                return f"The resumed run is the same run: {steps} equal bit by bit on {ranks}{twice}."
+            case "wrong":
+                first = self._findings[0]
+                second = " the second time" if first.resume == 2 else ""
+                return f"The resumed run{second} is another run from step {first.step} on: {first.text}."
+            case "not repeatable":
+                return (
+                    f"The program is not repeatable: {self._unrepeatable} differ between two runs of the same command. "
+                    "Of the resume only what it loads was compared, and that is right."
+                )
+            case _ as unreachable:
+                assert_never(unreachable)
+
+    def _list_unseen(self, record: RankRecord) -> Iterator[str]:
+        """What the records cannot show of this program."""
+        steps = record.steps
+        batches = [batch for step in steps for batch in step.batches]
+        if not batches:
+            yield "the batches were not seen: the model is not called as a module"
+        elif not any(batches):
+            yield "the batches were not compared: they have no tensors"
+        epochs = steps[-1].epochs
+        before = sum(len(step.batches) for step in steps[: self._job.at])
+        if epochs and all(before % length for length in epochs):
+            per_step = max(before // self._job.at, 1)
+            yield (
+                f"step {self._job.at} is within an epoch of {epochs[0]} batches; "
+                f"--at {max(epochs[0] // per_step, 1)} is the end of one, where other resumes go wrong"
+            )
+        for name in record.facts.unseen:
+            yield f"{name} is loaded: what it keeps outside torch.optim's optimizers was not seen"
+        if record.facts.device == "emulated":
+            yield "on the emulated device its generators are saved and restored with the CPU's, by the doctor"
+        if self._job.deterministic:
+            yield "the job ran with deterministic algorithms, which it does not have by itself"
+
+
+def _without_steps(record: RankRecord) -> RankRecord:
+    return RankRecord(facts=record.facts, steps=[])
+
+
+def _renumber(record: RankRecord, begin: int) -> list[StepRecord]:
+    """The steps of a process that began after step ``begin``, with the numbers of the whole run; the last one, too."""
+    steps = [*record.steps, *([record.final] if record.final is not None else [])]
+    return [msgspec.structs.replace(step, step=step.step + begin) for step in steps]
+
+
+def _find_unrepeatable(one: JobRun, other: JobRun) -> str:
+    differing = [
+        find_unrepeatable(record.steps, other.ranks[rank].steps)
+        for rank, record in one.ranks.items()
+        if rank in other.ranks
+    ]
+    return next(filter(None, differing), "")
+
+
+def _drop_effects(found: Sequence[tuple[int, Difference]]) -> list[tuple[int, Difference]]:
+    """Without what follows from another difference, of this rank or of another."""
+    kinds = {difference.kind for _, difference in found}
+    effects: set[Kind] = set()
+    if kinds - {*COMPUTED}:
+        effects |= {*COMPUTED}
+    if "run" in kinds:
+        effects |= {*_KINDS} - {"run"}
+    whole = {each.symptom for _, each in found} & {"weights-of-another-step", "weights-not-loaded"}
+    if whole and {each.symptom for _, each in found if each.kind == "optimizer"} <= {"state-of-another-step"}:
+        effects |= {"optimizer"}
+    return [(rank, difference) for rank, difference in found if difference.kind not in effects]
+
+
+def _join_ranks(texts: dict[int, str], num_ranks: int) -> str:
+    """The text of all ranks if it is the same, else each with its ranks."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        ranks_of.setdefault(text, []).append(rank)
+    if len(ranks_of) == 1 and len(texts) == num_ranks:
+        return next(iter(ranks_of))
+    parts = [f"{text} on rank{'s' * (len(ranks) > 1)} {_join_numbers(ranks)}" for text, ranks in ranks_of.items()]
+    more = f"; and otherwise on {len(parts) - 3} more" if len(parts) > 3 else ""
+    return "; ".join(parts[:3]) + more
+
+
+def _join_numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+
+
+def _read_facts(run: JobRun) -> RunFacts:
+    seconds = [record.steps[-1].seconds / len(record.steps) for record in run.ranks.values() if record.steps]
+    return RunFacts(
+        name=run.name,
+        command=list(run.command),
+        seconds=round(run.ended.seconds, 1),
+        steps=run.num_steps,
+        recorder_seconds=max(seconds, default=0.0),
+        log=str(run.log),
+    )

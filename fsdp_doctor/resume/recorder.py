@@ -1,0 +1,475 @@
+"""Runs in the processes of the user's job, and writes what each optimizer step of this rank starts from.
+
+``injected/sitecustomize.py`` executes this file once torch is imported. It needs the standard library and torch
+(for tensors on a device, and on the emulated device, this package, too), gathers nothing, and never raises into the
+job: an error of its own is written as the last line of the record.
+
+The record is a file of JSON lines, see ``records``. A step is a step of the first optimizer that steps; what others do
+belongs to the step of the first that came before. It is written before the step, so it has the gradients, the
+generators at the first forward since the last step, and the batches that entered the model since.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import hashlib
+import json
+import os
+import random
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+# What FSDP1, torch.compile and activation checkpointing put into names.
+_WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_orig_mod\.|_checkpoint_wrapped_module\.")
+# Names of classes that keep averages of weights.
+_AVERAGES = re.compile(r"EMA|Ema(?![a-z])|(?:^|_)ema(?:_|$)|ExponentialMoving|WeightAverag|ModelAverag")
+# Frameworks for which a remedy may differ, and what keeps state that is not seen.
+_FRAMEWORKS = ("trl", "verl", "torchtitan", "lightning", "transformers", "accelerate")
+_UNSEEN = ("deepspeed", "ray")
+_LONGEST_LIST = 64
+# The heap is searched at the first steps alone: with many objects it takes seconds.
+_SEARCHED_STEPS = 2
+_SECONDS_FOR_THREADS = 60
+_SECONDS_FOR_RANKS = 120
+
+
+def digest_bytes(data: Any) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Of this rank's part of a tensor; "empty" without elements, "zeros" where all are zero."""
+    with torch.no_grad():
+        local = tensor.detach()
+        if hasattr(local, "to_local"):
+            local = local.to_local()
+        if hasattr(local, "__tensor_flatten__"):
+            return digest_bytes(
+                " ".join(digest(getattr(local, name)) for name in local.__tensor_flatten__()[0]).encode()
+            )
+        if local.numel() == 0:
+            return "empty"
+        if not local.any():
+            return "zeros"
+        flat = local.contiguous().reshape(-1).view(torch.uint8)
+        if flat.device.type == "cpu":
+            return digest_bytes(flat.numpy())
+        return _sum_on_device(flat)
+
+
+def _sum_on_device(flat: torch.Tensor) -> str:
+    """The two lanes of a fingerprint: bytes of a device are not copied to the host."""
+    with _importable_package():
+        from fsdp_doctor.fingerprints.keyed_sum import BlockSums, make_range_block
+    lanes = torch.zeros(1, 2, dtype=torch.int64, device=flat.device)
+    BlockSums([make_range_block(0, flat, 0)], flat.device).add(lanes)
+    return "-".join(f"{lane & (2**64 - 1):016x}" for lane in lanes[0].tolist())
+
+
+@contextlib.contextmanager
+def _importable_package() -> Iterator[None]:
+    """Puts this package last on the path, for an interpreter in which it is not installed."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    if root not in sys.path:
+        sys.path.append(root)
+    yield
+
+
+def describe(value: Any) -> Any:
+    """A value as JSON: tensors by digest or, with one element, by their value; other objects by their type."""
+    match value:
+        case torch.Tensor():
+            return value.item() if value.numel() == 1 and not hasattr(value, "to_local") else digest(value)
+        case Mapping():
+            return {str(key): describe(each) for key, each in value.items()}
+        case list() | tuple() if len(value) < _LONGEST_LIST:
+            return [describe(each) for each in value]
+        case list() | tuple():
+            return digest_bytes(repr(value).encode())
+        case float():
+            return value if value - value == 0 else str(value)  # JSON has no infinity
+        case int() | bool() | str() | None:
+            return value
+        case _:
+            return type(value).__name__
+
+
+def read_generators() -> dict[str, str]:
+    """The state of each random number generator of this process, by the name of its library or device."""
+    states = {
+        "torch": digest_bytes(torch.get_rng_state().numpy()),
+        "python": digest_bytes(repr(random.getstate()).encode()),
+    }
+    if "numpy" in sys.modules:
+        _, keys, position, *_ = sys.modules["numpy"].random.get_state()
+        states["numpy"] = digest_bytes(keys.tobytes() + str(position).encode())
+    if (device := torch.accelerator.current_accelerator()) is not None:
+        states["device"] = digest_bytes(torch.get_device_module(device).get_rng_state().cpu().numpy())
+    return states
+
+
+def _unwrap(name: str) -> str:
+    return _WRAPPERS.sub("", name)
+
+
+class _Heap:
+    """What a search of the heap finds, in an order that two runs of one program share.
+
+    roots: modules with parameters that are no other's children. schedulers, scalers, averages: by name.
+    """
+
+    def __init__(self) -> None:
+        gc.collect()
+        objects = gc.get_objects()
+        modules = [each for each in objects if issubclass(type(each), nn.Module)]
+        inner = {id(child) for module in modules for child in module.children()}
+        roots = [each for each in modules if id(each) not in inner and next(each.parameters(), None) is not None]
+        self.roots: list[nn.Module] = sorted(roots, key=lambda root: (_count(root.parameters()), type(root).__name__))
+        self.schedulers = self._name(objects, lambda kind: issubclass(kind, torch.optim.lr_scheduler.LRScheduler))
+        self.scalers = self._name(objects, lambda kind: issubclass(kind, torch.amp.GradScaler))
+        self.averages = self._name(
+            objects, lambda kind: bool(_AVERAGES.search(kind.__name__)) and not issubclass(kind, type | nn.Module)
+        )
+        loaders = [each for each in objects if issubclass(type(each), torch.utils.data.DataLoader)]
+        self.epochs = sorted(filter(None, map(_count_batches, loaders)))
+
+    @staticmethod
+    def _name(objects: Iterable[Any], chosen: Callable[[type], bool]) -> dict[str, Any]:
+        named: dict[str, Any] = {}
+        for each in objects:
+            kind = type(each)
+            if chosen(kind) and (hasattr(each, "state_dict") or hasattr(each, "__dict__")):
+                same = sum(name.split(" ")[0] == kind.__name__ for name in named)
+                named[f"{kind.__name__} {same + 1}" if same else kind.__name__] = each
+        return named
+
+
+def _count(values: Iterable[Any]) -> int:
+    return sum(1 for _ in values)
+
+
+def _count_batches(loader: Any) -> int:
+    with contextlib.suppress(Exception):
+        return len(loader)
+    return 0
+
+
+def _read_object(value: Any) -> dict[str, Any]:
+    """The state of a scheduler, a scaler or an average: what it would save, else its attributes."""
+    state = value.state_dict() if callable(getattr(value, "state_dict", None)) else vars(value)
+    return {str(key): describe(each) for key, each in state.items()}
+
+
+class Recorder:
+    """The record of this rank.
+
+    stop: after how many steps the process ends; 0 for never. job: the directory that the job saves in.
+    """
+
+    def __init__(self, record: str, stop: int, job: str) -> None:
+        self._record, self._stop, self._job = record, stop, job
+        self._file: Any = None
+        # Those through which the optimizer is stepped.
+        self._frameworks: list[str] = []
+        self._main: Optimizer | None = None
+        # The first module that was called for training.
+        self._model: nn.Module | None = None
+        self._heap: _Heap | None = None
+        self._line: dict[str, Any] = {}
+        self._steps = 0
+        self._forwards = 0
+        self._batches: list[list[str]] = []
+        self._generators: dict[str, str] | None = None
+        self._files = self._list_files()
+        self._seconds = 0.0
+        self._broken = False
+
+    def install(self) -> None:
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        self._find_root()
+        atexit.register(self._say_why_nothing)
+
+    def _find_root(self) -> None:
+        """Has the first module that is called for training, and has parameters, tell its batches."""
+        call = nn.Module.__call__
+
+        def call_first(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+            if module.training and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+                nn.Module.__call__ = call  # type: ignore[method-assign]
+                self._watch_batches(module)
+            return call(module, *arguments, **options)
+
+        nn.Module.__call__ = call_first  # type: ignore[method-assign]
+
+    def _watch_batches(self, module: nn.Module) -> None:
+        self._model = module
+        compiled = getattr(module, "_compiled_call_impl", None)
+        if compiled is None:
+            module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+            return
+
+        # A hook would be compiled with the module.
+        @functools.wraps(compiled)
+        def run(*arguments: Any, **options: Any) -> Any:
+            self._before_forward(module, arguments, options)
+            return compiled(*arguments, **options)
+
+        module._compiled_call_impl = run
+
+    def _before_forward(self, module: nn.Module, arguments: Any, options: Any) -> None:
+        if module.training:
+            self._guard(self._take_batch, arguments, options)
+
+    def _take_batch(self, arguments: Any, options: Any) -> None:
+        self._forwards += 1
+        if self._generators is None:
+            self._generators = read_generators()
+        leaves = torch.utils._pytree.tree_leaves([arguments, options])
+        self._batches.append([digest(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)])
+
+    def _before_step(self, optimizer: Optimizer, arguments: Any, options: Any) -> Any:
+        """With a closure, the forward and the backward come within the step."""
+        closure = arguments[1] if len(arguments) > 1 else options.get("closure")
+        if closure is None:
+            self._guard(self._take_step, optimizer)
+            return None
+        called = False
+
+        def record_after_first() -> Any:
+            nonlocal called
+            result = closure()
+            if not called:
+                called = True
+                self._guard(self._take_step, optimizer)
+            return result
+
+        if len(arguments) > 1:
+            return (arguments[0], record_after_first, *arguments[2:]), options
+        return arguments, {**options, "closure": record_after_first}
+
+    def _take_step(self, optimizer: Optimizer) -> None:
+        if self._is_no_step(optimizer):
+            return
+        if self._main is None or optimizer is self._main:
+            self._main = optimizer
+            self._write_line()
+            self._steps += 1
+            if self._steps <= _SEARCHED_STEPS:
+                self._heap = _Heap()
+            self._line = self._begin_line()
+        self._add_optimizer(optimizer)
+
+    def _is_no_step(self, optimizer: Optimizer) -> bool:
+        """Torch makes an optimizer's state, and some programs do, by a step with gradients of zero."""
+        frames = list(_walk_stack())
+        if any(frame.f_code.co_name == "_init_optim_state" for frame in frames):
+            return True
+        packages = {str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames}
+        self._frameworks = [name for name in _FRAMEWORKS if name in packages]
+        if self._batches:
+            return False
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return all(digest(gradient) in ("zeros", "empty") for gradient in gradients)
+
+    def _begin_line(self) -> dict[str, Any]:
+        assert self._heap is not None
+        line: dict[str, Any] = {
+            "step": self._steps,
+            "batches": self._batches,
+            "generators": self._generators or read_generators(),
+            "written": self._list_written(),
+            "epochs": self._heap.epochs,
+            "schedulers": {name: _read_object(each) for name, each in self._heap.schedulers.items()},
+            "scalers": {name: _read_object(each) for name, each in self._heap.scalers.items()},
+            "averages": {name: _read_object(each) for name, each in self._heap.averages.items()},
+        }
+        self._batches, self._generators = [], None
+        return line
+
+    def _add_optimizer(self, optimizer: Optimizer) -> None:
+        """Adds the parameters of an optimizer, their state and gradients, and what else is in their model."""
+        assert self._heap is not None
+        trained = [(number, p) for number, group in enumerate(optimizer.param_groups) for p in group["params"]]
+        ids = {id(p) for _, p in trained}
+        names: dict[int, str] = {}
+        line = self._line
+        for root in self._heap.roots:
+            mine = {id(p): _unwrap(name) for name, p in root.named_parameters() if id(p) in ids}
+            names |= mine
+            if mine or any(module is self._model for module in root.modules()):
+                of_model = line.setdefault("buffers", {}), root.named_buffers()
+                rest = line.setdefault("others", {}), root.named_parameters()
+                for into, tensors in (of_model, rest):
+                    into |= {
+                        _unwrap(name): digest(t) for name, t in tensors if id(t) not in ids and t.device.type != "meta"
+                    }
+            elif optimizer is self._main:
+                average = {_unwrap(name): digest(p) for name, p in root.named_parameters() if p.device.type != "meta"}
+                line["averages"][type(root).__name__] = average
+        which = len(line.setdefault("optimizers", []))
+        line["optimizers"].append(type(optimizer).__name__)
+        labels = {id(p): names.get(id(p), f"optimizer {which} parameter {at}") for at, (_, p) in enumerate(trained)}
+        for _, p in trained:
+            label = labels[id(p)]
+            line.setdefault("weights", {})[label] = digest(p)
+            line.setdefault("rounded", {})[label] = digest(p.detach().bfloat16().to(p.dtype))
+            line.setdefault("state", {})[label] = {
+                str(key): describe(value) for key, value in optimizer.state.get(p, {}).items()
+            }
+            if p.grad is not None:
+                line.setdefault("gradients", {})[label] = digest(p.grad)
+        for number, group in enumerate(optimizer.param_groups):
+            line.setdefault("options", {})[f"optimizer {which} group {number}"] = {
+                key: describe(value) for key, value in group.items() if key != "params"
+            }
+
+    def _after_step(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
+        if optimizer is self._main and self._stop and self._steps >= self._stop and not self._broken:
+            self._guard(self._end)
+            leave()
+
+    def _end(self) -> None:
+        """Writes what the last step led to."""
+        assert self._main is not None
+        self._write_line()
+        self._steps += 1
+        self._line = {"step": self._steps, "written": self._list_written()}
+        weights = {p: digest(p) for group in self._main.param_groups for p in group["params"]}
+        last = self._last_names
+        self._line["weights"] = dict(zip(last, weights.values(), strict=False))
+        self._line["ended"] = True
+        self._write_line()
+        self._file.close()
+
+    def _list_files(self) -> dict[str, int]:
+        """The files of the job's directory, with the times at which they were written."""
+        files: dict[str, int] = {}
+        for directory, _, names in os.walk(self._job):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    file = os.path.join(directory, name)
+                    files[os.path.relpath(file, self._job)] = os.stat(file).st_mtime_ns
+        return files
+
+    def _list_written(self) -> list[str]:
+        before, self._files = self._files, self._list_files()
+        return sorted(name for name, time in self._files.items() if before.get(name) != time)[:_LONGEST_LIST]
+
+    def _write_line(self) -> None:
+        if not self._line:
+            return
+        self._last_names = list(self._line.get("weights", {}))
+        self._write({**self._line, "seconds": self._seconds})
+        self._line = {}
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is None:
+            self._file = open(os.path.join(self._record, f"rank{_read_rank()}.jsonl"), "w")
+            self._file.write(json.dumps({"facts": _read_facts() | {"frameworks": self._frameworks}}) + "\n")
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def _guard(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Calls a function of the recorder; an exception ends the record, and the job goes on."""
+        if self._broken:
+            return
+        begin = time.perf_counter()
+        try:
+            function(*arguments)
+        except Exception as error:
+            self._broken = True
+            with contextlib.suppress(Exception):
+                self._write({"error": f"{type(error).__name__}: {error}"})
+        self._seconds += time.perf_counter() - begin
+
+    def _say_why_nothing(self) -> None:
+        """At the end of a rank without a step: what was seen instead."""
+        if self._steps or self._broken or not (self._forwards or _is_rank()):
+            return
+        with contextlib.suppress(Exception):
+            self._write({"no_step": True, "forwards": self._forwards})
+
+
+def _walk_stack() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_rank() -> bool:
+    return bool(dist.is_available() and dist.is_initialized())
+
+
+def _read_rank() -> int:
+    return dist.get_rank() if _is_rank() else int(os.environ.get("RANK") or 0)
+
+
+def _read_facts() -> dict[str, Any]:
+    device = torch.accelerator.current_accelerator()
+    return {
+        "rank": _read_rank(),
+        "ranks": dist.get_world_size() if _is_rank() else int(os.environ.get("WORLD_SIZE") or 1),
+        "torch": torch.__version__,
+        "device": device.type if device is not None else "cpu",
+        "unseen": [name for name in _UNSEEN if name in sys.modules],
+    }
+
+
+def leave() -> None:
+    """Ends this process when every rank has come here, and what it saves in threads is written.
+
+    Nothing of the job's code runs: a SystemExit would reach its handlers, some of which save.
+    """
+    with contextlib.suppress(Exception):
+        if torch.accelerator.current_accelerator() is not None:
+            torch.accelerator.synchronize()
+    with contextlib.suppress(Exception):
+        if _is_rank():
+            store = dist.distributed_c10d._get_default_store()
+            store.add("fsdp_doctor_resume_end", 1)
+            end = time.monotonic() + _SECONDS_FOR_RANKS
+            while store.add("fsdp_doctor_resume_end", 0) < dist.get_world_size() and time.monotonic() < end:
+                time.sleep(0.02)
+    waiting = threading.Thread(target=threading._shutdown, daemon=True)  # type: ignore[attr-defined]
+    waiting.start()
+    waiting.join(_SECONDS_FOR_THREADS)
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0)
+
+
+def start() -> None:
+    """Starts recording as the variable FSDP_DOCTOR_RESUME says, a JSON object of the options of :class:`Recorder`."""
+    options = json.loads(os.environ["FSDP_DOCTOR_RESUME"])
+    try:
+        if options.pop("deterministic"):
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.backends.cudnn.benchmark = False
+        if options.pop("emulated") and "LOCAL_RANK" in os.environ:
+            with _importable_package():
+                from fsdp_doctor.resume.emulation import prepare
+            prepare(options["record"])
+        Recorder(**options).install()
+    except Exception as error:
+        with open(os.path.join(options["record"], f"failed-{os.getpid()}"), "w") as file:
+            file.write(f"{type(error).__name__}: {error}")

@@ -1,0 +1,103 @@
+"""The record of a run: what each rank wrote at each optimizer step, read back."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from typing import Any, TypeAlias
+
+import msgspec
+
+Digests: TypeAlias = dict[str, str]
+Values: TypeAlias = dict[str, dict[str, Any]]
+Batch: TypeAlias = list[str]
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one rank's process.
+
+    frameworks: those whose code called the optimizer. unseen: modules that are loaded, and keep state that is not seen.
+    """
+
+    rank: int
+    ranks: int
+    torch: str
+    device: str
+    frameworks: list[str]
+    unseen: list[str]
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step starts from, on one rank; digests are of this rank's shards.
+
+    step: from 1, in this process. weights: of the optimizers' parameters; rounded: the same, rounded to bfloat16.
+    others: parameters of the model that no optimizer has. options: of each parameter group.
+    averages: of classes that keep averages of weights, and of other models in the process.
+    batches: of each forward since the last step, the tensors that entered the model. generators: at its first forward.
+    epochs: the lengths of the loaders, in batches. written: files that have changed since the last step.
+    ended: the last record, of what the last step led to; it has the weights alone.
+    """
+
+    step: int
+    weights: Digests = {}
+    rounded: Digests = {}
+    others: Digests = {}
+    gradients: Digests = {}
+    state: Values = {}
+    options: Values = {}
+    schedulers: Values = {}
+    scalers: Values = {}
+    averages: Values = {}
+    buffers: Digests = {}
+    batches: list[Batch] = []
+    generators: Digests = {}
+    optimizers: list[str] = []
+    epochs: list[int] = []
+    written: list[str] = []
+    seconds: float = 0.0
+    ended: bool = False
+
+
+class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """All that one rank wrote. final: None for a process that ended by itself. error: why the recorder gave up."""
+
+    facts: Facts
+    steps: list[StepRecord]
+    final: StepRecord | None = None
+    error: str = ""
+    forwards: int = 0
+
+
+def read_ranks(directory: pathlib.Path) -> dict[int, RankRecord]:
+    """The records of a run, by rank; a line that a process could not finish is left out."""
+    ranks = {}
+    for file in directory.glob("rank*.jsonl"):
+        lines = [_parse(line) for line in file.read_bytes().splitlines()]
+        ranks[int(re.sub(r"\D", "", file.name))] = _make_rank([line for line in lines if line])
+    return dict(sorted((rank, record) for rank, record in ranks.items() if record is not None))
+
+
+def read_start_failures(directory: pathlib.Path) -> list[str]:
+    """Why the recorder could not start, of each process in which it could not."""
+    return sorted({file.read_text() for file in directory.glob("failed-*")})
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        parsed: dict[str, Any] = msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        return {}
+    return parsed
+
+
+def _make_rank(lines: list[dict[str, Any]]) -> RankRecord | None:
+    if not lines or "facts" not in lines[0]:
+        return None
+    steps = [msgspec.convert(line, StepRecord) for line in lines if "step" in line]
+    return RankRecord(
+        facts=msgspec.convert(lines[0]["facts"], Facts),
+        steps=[step for step in steps if not step.ended],
+        final=next((step for step in steps if step.ended), None),
+        error=next((line["error"] for line in lines if "error" in line), ""),
+        forwards=sum(line.get("forwards", 0) for line in lines),
+    )

@@ -1,0 +1,152 @@
+"""The runs of the user's job: started with the recorder, ended, and read back."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from fsdp_doctor.bundle.command_run import CommandRun, end_descendants, run
+from fsdp_doctor.errors import Interrupted, UsageError
+from fsdp_doctor.resume.records import RankRecord, read_ranks, read_start_failures
+
+RunName: TypeAlias = Literal["straight", "resumed", "straight-again", "resumed-again", "second-resume"]
+# By name, what each run is for.
+RUNS: dict[RunName, str] = {
+    "straight": "straight through the save",
+    "resumed": "resumed from the save",
+    "straight-again": "straight again, since something differs: is the program the same twice?",
+    "resumed-again": "resumed again, since gradients alone differ: does that run repeat itself?",
+    "second-resume": "resumed from the save of the resumed run",
+}
+_INJECTED = pathlib.Path(__file__).with_name("injected")
+_UNSEEN = (
+    "the recorder saw no step of a torch.optim optimizer. PYTHONPATH must reach the ranks (it does not with python -I, "
+    "srun --export=NONE, or Ray and containers that drop it)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the user wants to be run.
+
+    command: with ``{dir}`` and ``{n}``. resume: the words that are added to resume. at: the step after which the job
+    saves. work: a directory for the logs, the records and the job's own directories. hang_after, longest: seconds.
+    """
+
+    command: tuple[str, ...]
+    resume: tuple[str, ...]
+    at: int
+    work: pathlib.Path
+    hang_after: float
+    longest: float
+    emulated: bool = False
+    deterministic: bool = False
+
+    def fill(self, words: Sequence[str], directory: pathlib.Path, step: int) -> list[str]:
+        return [word.replace("{dir}", str(directory)).replace("{n}", str(step)) for word in words]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRun:
+    """One run of the job. ranks: what each rank recorded."""
+
+    name: RunName
+    command: tuple[str, ...]
+    ended: CommandRun
+    log: pathlib.Path
+    ranks: dict[int, RankRecord]
+
+    @property
+    def num_steps(self) -> int:
+        """That every rank took."""
+        return min((len(record.steps) for record in self.ranks.values()), default=0)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended otherwise than by itself with 0, or where it was to end."""
+        reached = bool(self.ranks) and all(record.final is not None for record in self.ranks.values())
+        return not reached and self.ended.exit_code != 0
+
+
+def run_job(job: Job, name: RunName, *, stop: int, directory: pathlib.Path, resume_at: int | None = None) -> JobRun:
+    """Runs the job until every rank has taken ``stop`` steps.
+
+    directory: for ``{dir}``, made if need be. resume_at: the step whose save is resumed from. Raises UsageError where
+    the command cannot be started, or the recorder could not; Interrupted.
+    """
+    place = job.work / name
+    record = place / "records"
+    record.mkdir(parents=True)
+    directory.mkdir(exist_ok=True)
+    words = job.fill(job.command, directory, job.at)
+    if resume_at is not None:
+        words += job.fill(job.resume, directory, resume_at)
+    log = place / "output.log"
+    options = {
+        "record": str(record),
+        "stop": stop,
+        "job": str(directory),
+        "emulated": job.emulated,
+        "deterministic": job.deterministic,
+    }
+    variables = {
+        "FSDP_DOCTOR_RESUME": json.dumps(options),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(_INJECTED), os.environ.get("PYTHONPATH")])),
+        # A run for comparison is no run to publish.
+        "WANDB_MODE": os.environ.get("WANDB_MODE", "offline"),
+    }
+    if job.deterministic:
+        variables |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0"}
+    ended = run(
+        words,
+        output=log,
+        dumps=place / "dumps",
+        hang_after=job.hang_after,
+        longest=job.longest,
+        variables=variables,
+    )
+    end_descendants()
+    if ended.end == "stopped":
+        raise Interrupted(f"stopped; what the job wrote is in {log}")
+    if failures := read_start_failures(record):
+        raise UsageError(f"the recorder could not start in the job: {failures[0]}")
+    return JobRun(name=name, command=tuple(words), ended=ended, log=log, ranks=read_ranks(record))
+
+
+def require_records(run: JobRun, num_steps: int) -> None:
+    """Raises UsageError where a run has no answer: it failed, was not seen, or took too few steps.
+
+    num_steps: 0 for a run that may end by itself without a step.
+    """
+    see = f"see {run.log}, or `fsdp-doctor explain {shlex.quote(str(run.log))}`"
+    of = f"the {run.name} run"
+    errors = {rank: record.error for rank, record in run.ranks.items() if record.error}
+    for rank, error in errors.items():
+        raise UsageError(f"{of}: the recorder gave up on rank {rank}: {error}; {see}")
+    if run.failed:
+        raise UsageError(f"{of} failed. {run.ended.sentence} {_read_end(run.log)}; {see}")
+    if not run.ranks or (all(not record.steps for record in run.ranks.values()) and num_steps):
+        unseen = sorted({name for record in run.ranks.values() for name in record.facts.unseen})
+        forwards = max((record.forwards for record in run.ranks.values()), default=0)
+        seen = f"; the model was called {forwards} times, so something else steps" if forwards else ""
+        loaded = f"; {', '.join(unseen)} is loaded, which the recorder does not see through" if unseen else ""
+        raise UsageError(f"{of}: {_UNSEEN}{seen}{loaded}; {see}")
+    missing = next(iter(run.ranks.values())).facts.ranks - len(run.ranks)
+    if missing:
+        raise UsageError(f"{of}: {missing} ranks left no record; all must run on this machine; {see}")
+    if run.num_steps < num_steps:
+        raise UsageError(f"{of} took {run.num_steps} steps, and {num_steps} are needed: have it train longer; {see}")
+
+
+def _read_end(log: pathlib.Path) -> str:
+    """The last line of the log that says something."""
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - 4096))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+    errors = [line for line in lines if "Error" in line and not line.startswith(("torch.distributed", "raise "))]
+    return f"It says: {errors[-1]}" if errors else ""

@@ -1,0 +1,79 @@
+"""Each published cause of a wrong resume is named, and a right program is not suspected."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+from support.resumed import judge
+
+from fsdp_doctor.resume.causes import read_causes
+
+# By program: the cause that is named first, or among the first where records cannot tell two apart.
+WRONG = {
+    "EmptyTemplate": "empty-template-for-optimizer",
+    "OptimizerOfRankZero": "optimizer-of-one-rank",
+    "OptionsNotLoaded": "optimizer-options-not-loaded",
+    "DummyStateKept": "state-of-a-dummy-step",
+    "MastersNotRefreshed": "masters-not-refreshed",
+    "QuantizedState": "quantized-state-in-dcp",
+    "MastersFromBfloat16": "masters-from-bf16",
+    "UnevenShardsKept": "shards-from-a-kept-state-dict",
+    "FirstSaveAgain": "an-earlier-save-again",
+    "ScheduleTwice": "schedule-counted-twice",
+    "ScheduleSavedBeforeStep": "schedule-saved-before-its-step",
+    "ScheduleAfterLoad": "schedule-made-after-the-load",
+    "LengthOfTheRest": "length-of-schedule",
+    "ScalerNotLoaded": "scaler-not-loaded",
+    "ScalerAdvanced": "scaler-advanced",
+    "EmaMadeAnew": "average-made-anew",
+    "WeightsOfEma": "weights-are-the-average",
+    "LoaderNotSaved": "loader-not-saved",
+    "SkipOffByOne": "wrong-number-of-skipped-batches",
+    "SkipWithoutAccumulation": "wrong-number-of-skipped-batches",
+    "EpochNotSet": "epoch-not-set",
+    "LoaderExhausted": "loader-is-exhausted",
+    "OffsetLost": "second-resume-loses-the-offset",
+    "GeneratorNotLoaded": "generators-not-saved",
+    "GeneratorAfterFirstBatch": "generators-after-the-first-batch",
+    "SeededAgain": "seeded-again",
+    "GeneratorOfRankZero": "generators-of-one-rank",
+    "SecondOptimizerNotLoaded": "empty-template-for-optimizer",
+    "HiddenState": "unseen-state",
+}
+# A seed that is set again and a state that is not loaded leave the same behind.
+INDISTINCT = ("GeneratorNotLoaded", "SeededAgain")
+RIGHT = (
+    *("Right", "Sharded", "EndOfEpoch", "SecondEpoch", "Twice", "Accumulated", "TimeSeed", "Closure", "TwoOptimizers"),
+    *("Augmented", "Masters"),
+    "StepLabel",  # wrong in what it logs alone, which no record has
+)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_published_cause_is_named(name: str, tmp_path: pathlib.Path) -> None:
+    answer = judge(name, tmp_path)
+    assert answer.exit_code == 1, answer
+    causes = [cause.id for cause in answer.findings[0].causes]
+    assert WRONG[name] in causes[: 2 if name in INDISTINCT else 1], answer.findings
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_program_is_the_same_run(name: str, tmp_path: pathlib.Path) -> None:
+    answer = judge(name, tmp_path)
+    assert (answer.exit_code, answer.findings) == (0, [])
+
+
+def test_a_program_that_does_not_repeat_itself_is_not_called_wrong(tmp_path: pathlib.Path) -> None:
+    answer = judge("NotRepeatable", tmp_path)
+    assert (answer.exit_code, answer.findings) == (3, [])
+
+
+def test_what_was_not_loaded_is_found_in_a_program_that_does_not_repeat_itself(tmp_path: pathlib.Path) -> None:
+    answer = judge("NotRepeatableNorLoaded", tmp_path)
+    assert (answer.exit_code, answer.findings[0].symptom) == (1, "state-missing")
+
+
+def test_every_cause_has_a_program_or_is_of_one_framework() -> None:
+    shown = {*WRONG.values()}
+    assert {cause.id for cause in read_causes()} - shown == {"accelerate-fsdp1-sharded", "weights-not-loaded"}
