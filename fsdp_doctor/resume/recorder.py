@@ -23,7 +23,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -127,6 +127,10 @@ def read_generators() -> dict[str, str]:
 
 def _unwrap(name: str) -> str:
     return _WRAPPERS.sub("", name)
+
+
+def _digest_all(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    return {_unwrap(name): digest(tensor) for name, tensor in tensors if tensor.device.type != "meta"}
 
 
 class _Heap:
@@ -314,21 +318,15 @@ class Recorder:
         for root in self._heap.roots:
             mine = {id(p): _unwrap(name) for name, p in root.named_parameters() if id(p) in ids}
             names |= mine
-            if mine or any(module is self._model for module in root.modules()):
-                of_model = line.setdefault("buffers", {}), root.named_buffers()
-                rest = line.setdefault("others", {}), root.named_parameters()
-                for into, tensors in (of_model, rest):
-                    into |= {
-                        _unwrap(name): digest(t) for name, t in tensors if id(t) not in ids and t.device.type != "meta"
-                    }
-            elif optimizer is self._main:
-                average = {_unwrap(name): digest(p) for name, p in root.named_parameters() if p.device.type != "meta"}
-                line["averages"][type(root).__name__] = average
+            if optimizer is self._main:
+                is_model = bool(mine) or any(module is self._model for module in root.modules())
+                self._add_model(root, ids) if is_model else self._add_average(root)
         which = len(line.setdefault("optimizers", []))
         line["optimizers"].append(type(optimizer).__name__)
         labels = {id(p): names.get(id(p), f"optimizer {which} parameter {at}") for at, (_, p) in enumerate(trained)}
         for _, p in trained:
             label = labels[id(p)]
+            line.get("others", {}).pop(label, None)
             line.setdefault("weights", {})[label] = digest(p)
             line.setdefault("rounded", {})[label] = digest(p.detach().bfloat16().to(p.dtype))
             line.setdefault("state", {})[label] = {
@@ -340,6 +338,15 @@ class Recorder:
             line.setdefault("options", {})[f"optimizer {which} group {number}"] = {
                 key: describe(value) for key, value in group.items() if key != "params"
             }
+
+    def _add_model(self, root: nn.Module, trained: Collection[int]) -> None:
+        """Adds the buffers, and the parameters that are not the main optimizer's. trained: the ids of its own."""
+        self._line.setdefault("buffers", {}).update(_digest_all(root.named_buffers()))
+        rest = ((name, p) for name, p in root.named_parameters() if id(p) not in trained)
+        self._line.setdefault("others", {}).update(_digest_all(rest))
+
+    def _add_average(self, root: nn.Module) -> None:
+        self._line["averages"][type(root).__name__] = _digest_all(root.named_parameters())
 
     def _after_step(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
         if optimizer is self._main and self._stop and self._steps >= self._stop and not self._broken:

@@ -130,7 +130,10 @@ def require_records(run: JobRun, num_steps: int) -> None:
         raise UsageError(f"{of}: the recorder gave up on rank {rank}: {error}; {see}")
     if run.failed:
         raise UsageError(f"{of} failed. {run.ended.sentence} {_read_end(run.log)}; {see}")
-    if not run.ranks or (all(not record.steps for record in run.ranks.values()) and num_steps):
+    stepped = any(record.steps for record in run.ranks.values())
+    if not stepped and not num_steps:
+        return
+    if not stepped:
         unseen = sorted({name for record in run.ranks.values() for name in record.facts.unseen})
         forwards = max((record.forwards for record in run.ranks.values()), default=0)
         seen = f"; the model was called {forwards} times, so something else steps" if forwards else ""
