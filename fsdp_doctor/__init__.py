@@ -7,6 +7,7 @@ The command line is ``fsdp-doctor``. The library:
 :func:`local_shards`            each rank's shards without a gather
 :func:`load_full_tensors`       loads full tensors into a sharded model; :func:`load_optimizer_state` its optimizer
 :func:`fingerprint`             128 bits for each tensor, which prove what arrived
+:func:`unchanged`               a context that moves weights, and must not change them
 :func:`read_hub_view`           which part of which of the model's tensors each tensor of the Hub is
 ``engines``                     weights in the form that an inference engine takes
 :func:`examine`                 where everything in a live model lies, and what of it is trouble
@@ -46,12 +47,14 @@ if TYPE_CHECKING:
         RepeatedFingerprintOfTensors,
         TensorFingerprint,
         TensorPart,
+        WeightsChanged,
         combine_fingerprints,
         compare_fingerprints,
         fingerprint,
         fingerprint_checkpoint,
         fingerprint_tensors,
         fingerprint_variants,
+        unchanged,
     )
     from fsdp_doctor.load import LoadError, LoadReport, load_full_tensors, load_optimizer_state
     from fsdp_doctor.matrix.contracts import promises
@@ -65,8 +68,8 @@ _PUBLIC_NAMES = {
     "extract": "ClosingIterator LocalShard PlanMismatch RankLeft ShardPlace WeightInfo full_state_dict full_tensors "
     "local_shards weights_info",
     "fingerprints": "FingerprintDifference FingerprintError FingerprintSums FingerprintVariant Fingerprints "
-    "RepeatedFingerprint RepeatedFingerprintOfTensors TensorFingerprint TensorPart combine_fingerprints "
-    "compare_fingerprints fingerprint fingerprint_checkpoint fingerprint_tensors fingerprint_variants",
+    "RepeatedFingerprint RepeatedFingerprintOfTensors TensorFingerprint TensorPart WeightsChanged combine_fingerprints "
+    "compare_fingerprints fingerprint fingerprint_checkpoint fingerprint_tensors fingerprint_variants unchanged",
     "load": "LoadError LoadReport load_full_tensors load_optimizer_state",
     "matrix.contracts": "promises",
     "names": "NamesError TensorView read_hub_view",
@@ -93,6 +96,7 @@ __all__ = [
     "TensorPart",
     "TensorView",
     "WeightInfo",
+    "WeightsChanged",
     "__version__",
     "combine_fingerprints",
     "compare_fingerprints",
@@ -110,6 +114,7 @@ __all__ = [
     "memory",
     "promises",
     "read_hub_view",
+    "unchanged",
     "weights_info",
 ]
 

@@ -5,6 +5,7 @@ fingerprint_set      fingerprints as data: combined, written, read
 summing              of tensors and parts of tensors
 model_fingerprint    of a sharded model, and of the same model after the usual mistakes
 checkpoint_files     of a checkpoint on disk
+unchanged            a context that moves weights and must not change them
 differences          which tensors of two fingerprints differ, and how
 """
 
@@ -23,6 +24,7 @@ from fsdp_doctor.fingerprints.summing import (
     TensorPart,
     fingerprint_tensors,
 )
+from fsdp_doctor.fingerprints.unchanged import WeightsChanged, unchanged
 
 __all__ = [
     "FingerprintDifference",
@@ -34,10 +36,12 @@ __all__ = [
     "RepeatedFingerprintOfTensors",
     "TensorFingerprint",
     "TensorPart",
+    "WeightsChanged",
     "combine_fingerprints",
     "compare_fingerprints",
     "fingerprint",
     "fingerprint_checkpoint",
     "fingerprint_tensors",
     "fingerprint_variants",
+    "unchanged",
 ]
