@@ -14,7 +14,7 @@ from fsdp_doctor.cli.options import declare_choice, declare_output_file
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.resume.answer import render_json, render_markdown, render_text
 from fsdp_doctor.resume.diagnosis import diagnose
-from fsdp_doctor.resume.runs import RUNS, Job, JobRun, RunName, run_job
+from fsdp_doctor.resume.runs import RUNS, RunName, UserJob, UserJobRun, run_job
 
 EXIT_CODES = (
     "Exit codes: 0 the same run; 1 another run; 2 usage, or no answer (a run failed, or was not seen); "
@@ -64,7 +64,7 @@ def resume(
         raise UsageError("the command must have {dir}, the directory that the job saves into: it is run several times")
     if twice and steps >= at:
         raise UsageError("--twice needs fewer --steps than --at: a job that resumes by itself takes its newest save")
-    job = Job(
+    job = UserJob(
         command=tuple(command),
         resume=tuple(shlex.split(resume)),
         at=at,
@@ -83,7 +83,7 @@ def resume(
     raise SystemExit(answer.exit_code)
 
 
-def _start(job: Job, name: RunName, **where: Any) -> JobRun:
+def _start(job: UserJob, name: RunName, **where: Any) -> UserJobRun:
     print(f"fsdp-doctor: {RUNS[name]}", file=sys.stderr, flush=True)
     return run_job(job, name, **where)
 

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 import msgspec
 
-from fsdp_doctor.resume.diagnosis import Answer, Finding
+from fsdp_doctor.resume.diagnosis import ResumeAnswer, ResumeFinding
 
 
-def render_json(answer: Answer) -> str:
+def render_json(answer: ResumeAnswer) -> str:
     return msgspec.json.format(msgspec.json.encode(answer)).decode() + "\n"
 
 
-def render_text(answer: Answer) -> str:
+def render_text(answer: ResumeAnswer) -> str:
     return "\n".join(_list_lines(answer)) + "\n"
 
 
-def _list_lines(answer: Answer) -> Iterator[str]:
+def _list_lines(answer: ResumeAnswer) -> Iterator[str]:
     yield answer.sentence
     for number, finding in enumerate(answer.findings):
         if number:
@@ -31,7 +31,7 @@ def _list_lines(answer: Answer) -> Iterator[str]:
     yield from (f"{run.name}: {run.steps} steps in {run.seconds:.0f} s, {run.log}" for run in answer.runs)
 
 
-def _list_causes(finding: Finding) -> Iterator[str]:
+def _list_causes(finding: ResumeFinding) -> Iterator[str]:
     for number, cause in enumerate(finding.causes):
         known = f" ({cause.known})" if cause.known else ""
         yield f"  {'or' if number else 'Known cause'}: {cause.title}{known}"
@@ -39,7 +39,7 @@ def _list_causes(finding: Finding) -> Iterator[str]:
         yield from (f"    {reference}" for reference in cause.references)
 
 
-def render_markdown(answer: Answer) -> str:
+def render_markdown(answer: ResumeAnswer) -> str:
     """For an issue: the sentence, what differs, the known causes, and how it was run."""
     lines = [f"**{answer.sentence}**", ""]
     if answer.findings:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from fsdp_doctor.resume.comparison import Symptom
+from fsdp_doctor.resume.comparison import ResumeSymptom
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -20,11 +20,11 @@ else:
 _FILE = pathlib.Path(__file__).with_name("causes.toml")
 
 
-class Cause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ResumeCause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One cause; the head of ``causes.toml`` explains the conditions."""
 
     id: str
-    symptoms: list[Symptom]
+    symptoms: list[ResumeSymptom]
     title: str
     remedy: str
     references: list[str]
@@ -39,12 +39,14 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 @functools.cache
-def read_causes() -> tuple[Cause, ...]:
+def read_causes() -> tuple[ResumeCause, ...]:
     rows = tomllib.loads(_FILE.read_text(encoding="utf-8"))["cause"]
-    return tuple(msgspec.convert(rows, list[Cause]))
+    return tuple(msgspec.convert(rows, list[ResumeCause]))
 
 
-def list_causes(symptom: Symptom, *, some_ranks: bool, resume: int, frameworks: Collection[str]) -> list[Cause]:
+def list_causes(
+    symptom: ResumeSymptom, *, some_ranks: bool, resume: int, frameworks: Collection[str]
+) -> list[ResumeCause]:
     """The causes of a symptom, the most likely first. some_ranks: it shows on some ranks and not on others."""
     fitting = [
         cause

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from fsdp_doctor.errors import join_some
-from fsdp_doctor.resume.records import Digests, StepRecord, Values
+from fsdp_doctor.resume.records import Digests, RecordedValues, StepRecord
 
-Kind: TypeAlias = Literal[
+StateKind: TypeAlias = Literal[
     "run",
     "weights",
     "optimizer",
@@ -30,11 +30,20 @@ Kind: TypeAlias = Literal[
 ]
 """In the order in which one can cause the next."""
 # What a run that does not repeat itself can still be asked for: it was loaded from what the straight run saved.
-LOADED: tuple[Kind, ...] = ("run", "weights", "optimizer", "options", "schedule", "scaler", "average", "buffers")
+LOADED: tuple[StateKind, ...] = (
+    "run",
+    "weights",
+    "optimizer",
+    "options",
+    "schedule",
+    "scaler",
+    "average",
+    "buffers",
+)
 # What depends on how kernels compute.
-COMPUTED: tuple[Kind, ...] = ("gradients", "later")
+COMPUTED: tuple[StateKind, ...] = ("gradients", "later")
 
-Symptom: TypeAlias = Literal[
+ResumeSymptom: TypeAlias = Literal[
     "no-step",
     "from-the-beginning",
     "weights-not-loaded",
@@ -83,11 +92,11 @@ _COUNTERS = ("step", "steps", "_step")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class RunDifference:
     """What differs on one rank. names: of what, all of them."""
 
-    kind: Kind
-    symptom: Symptom
+    kind: StateKind
+    symptom: ResumeSymptom
     text: str
     names: tuple[str, ...] = ()
 
@@ -115,14 +124,14 @@ class RankComparison:
         self._expected = straight[at]
         self._first = straight[0]
 
-    def list_differences(self) -> list[Difference]:
+    def list_differences(self) -> list[RunDifference]:
         """At the first step, in the order of kinds; a later one only if there the first step shows none."""
         if not self._resumed:
             text = f"the resumed run took no training step; step {self._expected.step} was to come"
-            return [Difference(kind="run", symptom="no-step", text=text)]
+            return [RunDifference(kind="run", symptom="no-step", text=text)]
         if self._is_from_beginning():
             text = "everything is as before step 1, and the first batch is batch 1: nothing was resumed"
-            return [Difference(kind="run", symptom="from-the-beginning", text=text)]
+            return [RunDifference(kind="run", symptom="from-the-beginning", text=text)]
         found = [
             *self._compare_weights(),
             *self._compare_state(),
@@ -145,7 +154,7 @@ class RankComparison:
         parts = [(each.weights, each.state, each.batches) for each in (self._begun, self._first)]
         return self._at > 0 and parts[0] == parts[1] and self._begun.weights != self._expected.weights
 
-    def _compare_weights(self) -> Iterator[Difference]:
+    def _compare_weights(self) -> Iterator[RunDifference]:
         expected, begun = self._expected, self._begun
         if wrong := find_unlike(expected.others, begun.others):
             yield _make("weights", "frozen-weights", wrong, f"{join_some(wrong)}, which the optimizer has not, differ")
@@ -164,7 +173,7 @@ class RankComparison:
             text = "the optimizer's own copies of the weights are not the model's, which are right"
             yield _make("weights", "masters-not-loaded", wrong, f"{text}{_say_step(whole)}")
         elif whole is not None:
-            symptom: Symptom = "weights-not-loaded" if whole is self._first else "weights-of-another-step"
+            symptom: ResumeSymptom = "weights-not-loaded" if whole is self._first else "weights-of-another-step"
             nothing = ": nothing was loaded" if whole is self._first else ""
             text = f"the weights are those before step {whole.step}, not before step {self._expected.step}{nothing}"
             yield _make("weights", symptom, wrong, text)
@@ -197,7 +206,7 @@ class RankComparison:
                 return name
         return ""
 
-    def _compare_state(self) -> Iterator[Difference]:
+    def _compare_state(self) -> Iterator[RunDifference]:
         expected, begun = self._expected.state, self._begun.state
         having = [name for name, state in expected.items() if state]
         missing = [name for name in having if not begun.get(name)]
@@ -227,7 +236,7 @@ class RankComparison:
         else:
             yield _make("optimizer", "step-counters", wrong, f"{counters[0]} of {text} is {now[0]}, not {was[0]}")
 
-    def _compare_options(self) -> Iterator[Difference]:
+    def _compare_options(self) -> Iterator[RunDifference]:
         schedules = find_unlike(*self._read_schedules())
         for group in sorted({*self._expected.options} & {*self._begun.options}):
             was, now = self._expected.options[group], self._begun.options[group]
@@ -240,12 +249,12 @@ class RankComparison:
                 values = ", ".join(f"{key} is {now.get(key)}, not {was.get(key)}" for key in rest)
                 yield _make("options", "options", [f"{group} {key}" for key in rest], f"{group}: {values}")
 
-    def _describe_rate(self, group: str, was: Any, now: Any) -> Difference:
+    def _describe_rate(self, group: str, was: Any, now: Any) -> RunDifference:
         steps = [each.step for each in self._straight if each.options.get(group, {}).get("lr") == now]
         text = f"the learning rate of {group} is {now}, not {was}"
         if not steps:
             return _make("options", "rate-of-no-step", [group], f"{text}, that of no step of the straight run")
-        symptom: Symptom = (
+        symptom: ResumeSymptom = (
             "rate-initial"
             if steps[0] == self._first.step
             else "rate-ahead"
@@ -254,7 +263,7 @@ class RankComparison:
         )
         return _make("options", symptom, [group], f"{text}: that of step {steps[0]}")
 
-    def _read_schedules(self) -> tuple[Values, Values]:
+    def _read_schedules(self) -> tuple[RecordedValues, RecordedValues]:
         """Of the schedulers that both runs have, the state that decides the learning rate."""
         kept = [
             {
@@ -266,7 +275,7 @@ class RankComparison:
         ]
         return kept[0], kept[1]
 
-    def _compare_objects(self) -> Iterator[Difference]:
+    def _compare_objects(self) -> Iterator[RunDifference]:
         were, are = self._read_schedules()
         for name in find_unlike(were, are):
             yield self._describe_schedule(name, were[name], are[name])
@@ -282,10 +291,10 @@ class RankComparison:
             if wrong := find_unlike(was, now):
                 yield self._describe_average(name, now, wrong)
 
-    def _describe_schedule(self, name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> Difference:
+    def _describe_schedule(self, name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> RunDifference:
         wrong = find_unlike(was, now)
         values = ", ".join(f"{key} is {now.get(key)}, not {was.get(key)}" for key in wrong)
-        symptom: Symptom = "schedule-changed"
+        symptom: ResumeSymptom = "schedule-changed"
         more = ""
         if {*wrong} & {"last_epoch"}:
             step, right = int(now.get("last_epoch") or 0), int(was["last_epoch"])
@@ -297,7 +306,7 @@ class RankComparison:
             symptom = "rate-of-no-step"
         return _make("schedule", symptom, wrong, f"{name}: {values}{more}")
 
-    def _describe_average(self, name: str, now: Mapping[str, Any], wrong: Sequence[str]) -> Difference:
+    def _describe_average(self, name: str, now: Mapping[str, Any], wrong: Sequence[str]) -> RunDifference:
         before = _flatten(self._first.averages.get(name, {}))
         weights = [*self._begun.weights.values(), *self._begun.buffers.values()]
         if all(now.get(key) in weights or before.get(key) == now.get(key) for key in wrong):
@@ -305,11 +314,11 @@ class RankComparison:
             return _make("average", "average-new", wrong, text)
         return _make("average", "average", wrong, f"{name}: {join_some(wrong, 3)} differ")
 
-    def _compare_buffers(self) -> Iterator[Difference]:
+    def _compare_buffers(self) -> Iterator[RunDifference]:
         if wrong := find_unlike(self._expected.buffers, self._begun.buffers):
             yield _make("buffers", "buffers", wrong, f"{len(wrong)} buffers differ: {join_some(wrong, 3)}")
 
-    def _compare_data(self) -> Iterator[Difference]:
+    def _compare_data(self) -> Iterator[RunDifference]:
         straight = [batch for record in self._straight for batch in record.batches]
         resumed = [batch for record in self._resumed for batch in record.batches]
         begin = sum(len(record.batches) for record in self._straight[: self._at])
@@ -330,17 +339,17 @@ class RankComparison:
             text = "come in another order" if known else "are of no step of the straight run"
             yield _make("data", "data-unknown", (), f"the batches from batch {begin + 1} on {text}")
 
-    def _describe_place(self, index: int, wanted: int) -> Difference:
+    def _describe_place(self, index: int, wanted: int) -> RunDifference:
         """index, wanted: the places in the straight run of the batch that came and of the right one, from 0."""
         text = f"the first batch is batch {index + 1} of the straight run, not batch {wanted + 1}"
         for length in self._expected.epochs:
             if wanted >= length and (wanted - index) % length == 0:
                 text += f": the same place of another epoch, of {length} batches"
                 return _make("data", "data-of-another-epoch", (), text)
-        symptom: Symptom = "data-from-the-beginning" if index == 0 else "data-shifted"
+        symptom: ResumeSymptom = "data-from-the-beginning" if index == 0 else "data-shifted"
         return _make("data", symptom, (), text)
 
-    def _compare_generators(self) -> Iterator[Difference]:
+    def _compare_generators(self) -> Iterator[RunDifference]:
         was, now = self._expected.generators, self._begun.generators
         for name in sorted({*was} & {*now}):
             if was[name] == now[name] or not self._is_drawn(name):
@@ -353,20 +362,20 @@ class RankComparison:
                 text, symptom = f"the generator of {name} is that of rank {ranks[0]}", "generators-of-another-rank"
             else:
                 symptom = "generators"
-            yield Difference(kind="generators", symptom=symptom, text=text, names=(name,))  # type: ignore[arg-type]
+            yield RunDifference(kind="generators", symptom=symptom, text=text, names=(name,))  # type: ignore[arg-type]
 
     def _is_drawn(self, name: str) -> bool:
         """Whether the straight run draws from the generator after the save."""
         states = [record.generators.get(name) for record in self._straight[max(self._at - 1, 0) :]]
         return len({*states}) > 1
 
-    def _compare_gradients(self) -> Iterator[Difference]:
+    def _compare_gradients(self) -> Iterator[RunDifference]:
         if wrong := find_unlike(self._expected.gradients, self._begun.gradients):
             count = f"{len(wrong)} of {len(self._expected.gradients)} gradients differ"
             text = f"{count} at step {self._expected.step}, from equal weights, batches and generators"
             yield _make("gradients", "gradients", wrong, text)
 
-    def _compare_later(self) -> Iterator[Difference]:
+    def _compare_later(self) -> Iterator[RunDifference]:
         """The first thing that differs after the first step."""
         for was, now in zip(self._straight[self._at + 1 :], self._resumed[1:], strict=False):
             for name in ("weights", "state", "batches", "options", "schedulers", "scalers", "averages", "gradients"):
@@ -383,8 +392,8 @@ class RankComparison:
                 return
 
 
-def _make(kind: Kind, symptom: Symptom, names: Sequence[str], text: str) -> Difference:
-    return Difference(kind=kind, symptom=symptom, text=text, names=tuple(names))
+def _make(kind: StateKind, symptom: ResumeSymptom, names: Sequence[str], text: str) -> RunDifference:
+    return RunDifference(kind=kind, symptom=symptom, text=text, names=tuple(names))
 
 
 def _say_step(record: StepRecord | None) -> str:

@@ -15,26 +15,26 @@ import msgspec
 from typing_extensions import assert_never
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.resume.causes import Cause, list_causes
+from fsdp_doctor.resume.causes import ResumeCause, list_causes
 from fsdp_doctor.resume.comparison import (
     COMPUTED,
     LOADED,
-    Difference,
-    Kind,
     RankComparison,
-    Symptom,
+    ResumeSymptom,
+    RunDifference,
+    StateKind,
     find_unrepeatable,
 )
 from fsdp_doctor.resume.records import RankRecord, StepRecord
-from fsdp_doctor.resume.runs import Job, JobRun, RunName, require_records, run_job
+from fsdp_doctor.resume.runs import RunName, UserJob, UserJobRun, require_records, run_job
 
 SCHEMA_VERSION = 1
 
-Verdict: TypeAlias = Literal["same", "wrong", "not repeatable"]
-_KINDS: tuple[Kind, ...] = get_args(Kind)
+ResumeVerdict: TypeAlias = Literal["same", "wrong", "not repeatable"]
+_KINDS: tuple[StateKind, ...] = get_args(StateKind)
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class ResumeFinding(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that differs. step: the first at which it does. resume: 1, or 2 for the second one.
 
     text: what differs and what it equals instead, with the ranks. causes: those that are known, the most likely first.
@@ -42,11 +42,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     resume: int
-    kind: Kind
-    symptom: Symptom
+    kind: StateKind
+    symptom: ResumeSymptom
     text: str
     ranks: list[int]
-    causes: list[Cause]
+    causes: list[ResumeCause]
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,17 +60,17 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     log: str
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class ResumeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of ``fsdp-doctor resume``; its JSON.
 
     findings: the first is the one to mend. notes: what is no finding, and what was not seen.
     """
 
-    verdict: Verdict
+    verdict: ResumeVerdict
     sentence: str
     at: int
     ranks: int
-    findings: list[Finding]
+    findings: list[ResumeFinding]
     notes: list[str]
     runs: list[RunFacts]
     torch: str
@@ -92,7 +92,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
                 assert_never(unreachable)
 
 
-def diagnose(job: Job, *, steps: int, twice: bool = False, start: Callable[..., JobRun] = run_job) -> Answer:
+def diagnose(
+    job: UserJob, *, steps: int, twice: bool = False, start: Callable[..., UserJobRun] = run_job
+) -> ResumeAnswer:
     """Runs the job and compares. steps: how many are compared after the save. twice: a run resumed is resumed again.
 
     start: :func:`run_job`, or what runs the job otherwise. Raises UsageError where there is no answer.
@@ -105,15 +107,15 @@ def diagnose(job: Job, *, steps: int, twice: bool = False, start: Callable[..., 
 
 
 class _Diagnosis:
-    def __init__(self, job: Job, steps: int, start: Callable[..., JobRun]) -> None:
+    def __init__(self, job: UserJob, steps: int, start: Callable[..., UserJobRun]) -> None:
         self._job, self._steps, self._start = job, steps, start
         self._directory = job.work / "job"
-        self._runs: dict[RunName, JobRun] = {}
-        self._findings: list[Finding] = []
+        self._runs: dict[RunName, UserJobRun] = {}
+        self._findings: list[ResumeFinding] = []
         self._unrepeatable = ""
         self._notes: list[str] = []
 
-    def _run(self, name: RunName, *, stop: int, directory: pathlib.Path, resume_at: int | None = None) -> JobRun:
+    def _run(self, name: RunName, *, stop: int, directory: pathlib.Path, resume_at: int | None = None) -> UserJobRun:
         run = self._runs[name] = self._start(self._job, name, stop=stop, directory=directory, resume_at=resume_at)
         return run
 
@@ -144,7 +146,7 @@ class _Diagnosis:
         require_records(second, 0)
         self._compare(resumed, second, 2)
 
-    def _require_save(self, straight: JobRun) -> None:
+    def _require_save(self, straight: UserJobRun) -> None:
         """Raises UsageError for a run that wrote nothing after the step that is to be resumed from."""
         at = self._job.at
         records = [step for record in straight.ranks.values() for step in [*record.steps, record.final] if step]
@@ -156,7 +158,7 @@ class _Diagnosis:
                 "or have it save with {n}"
             )
 
-    def _compare(self, one: JobRun, other: JobRun, resume: int) -> None:
+    def _compare(self, one: UserJobRun, other: UserJobRun, resume: int) -> None:
         found = self._find(one, other, resume)
         if not found:
             return
@@ -175,14 +177,14 @@ class _Diagnosis:
                 found = found if self._repeats(other, resume) else []
         self._findings += self._merge(_drop_effects(found), resume, len(rank_pairs))
 
-    def _pair(self, one: JobRun, other: JobRun) -> list[tuple[int, RankRecord, RankRecord]]:
+    def _pair(self, one: UserJobRun, other: UserJobRun) -> list[tuple[int, RankRecord, RankRecord]]:
         if other.ranks and {*one.ranks} != {*other.ranks}:
             raise UsageError(
                 f"the {other.name} run has {len(other.ranks)} ranks, and the {one.name} one {len(one.ranks)}"
             )
         return [(rank, record, other.ranks.get(rank, _without_steps(record))) for rank, record in one.ranks.items()]
 
-    def _find(self, one: JobRun, other: JobRun, resume: int) -> list[tuple[int, Difference]]:
+    def _find(self, one: UserJobRun, other: UserJobRun, resume: int) -> list[tuple[int, RunDifference]]:
         at, straight = self._job.at * resume, self._runs["straight"]
         steps = {rank: _renumber(record, at - self._job.at) for rank, record in one.ranks.items()}
         if resume == 2:
@@ -194,7 +196,7 @@ class _Diagnosis:
             found += [(rank, difference) for difference in comparison.list_differences()]
         return found
 
-    def _run_again(self) -> JobRun:
+    def _run_again(self) -> UserJobRun:
         """The straight run, once more."""
         if "straight-again" not in self._runs:
             straight = self._runs["straight"]
@@ -209,8 +211,8 @@ class _Diagnosis:
         return self._runs["straight-again"]
 
     def _drop_undrawn(
-        self, found: Sequence[tuple[int, Difference]], again: JobRun, computed: bool
-    ) -> list[tuple[int, Difference]]:
+        self, found: Sequence[tuple[int, RunDifference]], again: UserJobRun, computed: bool
+    ) -> list[tuple[int, RunDifference]]:
         """Without generators that nobody seeds, or that nothing which is computed depends on."""
         at = self._job.at
         straight = self._runs["straight"]
@@ -224,7 +226,7 @@ class _Diagnosis:
             kept.append((rank, difference))
         return kept
 
-    def _repeats(self, resumed: JobRun, resume: int) -> bool:
+    def _repeats(self, resumed: UserJobRun, resume: int) -> bool:
         """Runs the resumed run again, and says whether it computes the same."""
         again = self._run(
             "resumed-again",
@@ -236,14 +238,14 @@ class _Diagnosis:
         self._unrepeatable = _find_unrepeatable(resumed, again)
         return not self._unrepeatable
 
-    def _merge(self, found: Sequence[tuple[int, Difference]], resume: int, num_ranks: int) -> list[Finding]:
+    def _merge(self, found: Sequence[tuple[int, RunDifference]], resume: int, num_ranks: int) -> list[ResumeFinding]:
         """The differences of all ranks, each symptom once, in the order of kinds."""
-        by_symptom: dict[tuple[Kind, Symptom], dict[int, list[str]]] = {}
+        by_symptom: dict[tuple[StateKind, ResumeSymptom], dict[int, list[str]]] = {}
         for rank, difference in found:
             of_rank = by_symptom.setdefault((difference.kind, difference.symptom), {})
             of_rank.setdefault(rank, []).append(difference.text)
         merged = [
-            Finding(
+            ResumeFinding(
                 step=self._job.at * resume + 1,
                 resume=resume,
                 kind=kind,
@@ -266,11 +268,11 @@ class _Diagnosis:
     def _first_record(self) -> RankRecord:
         return next(iter(self._runs["straight"].ranks.values()))
 
-    def answer(self) -> Answer:
+    def answer(self) -> ResumeAnswer:
         record = self._first_record
         at, num_ranks = self._job.at, len(self._runs["straight"].ranks)
-        verdict: Verdict = "wrong" if self._findings else "not repeatable" if self._unrepeatable else "same"
-        return Answer(
+        verdict: ResumeVerdict = "wrong" if self._findings else "not repeatable" if self._unrepeatable else "same"
+        return ResumeAnswer(
             verdict=verdict,
             sentence=self._make_sentence(verdict, num_ranks),
             at=at,
@@ -283,7 +285,7 @@ class _Diagnosis:
             frameworks=record.facts.frameworks,
         )
 
-    def _make_sentence(self, verdict: Verdict, num_ranks: int) -> str:
+    def _make_sentence(self, verdict: ResumeVerdict, num_ranks: int) -> str:
         at = self._job.at
         match verdict:
             case "same":
@@ -341,7 +343,7 @@ def _renumber(record: RankRecord, begin: int) -> list[StepRecord]:
     return [msgspec.structs.replace(step, step=step.step + begin) for step in steps]
 
 
-def _find_unrepeatable(one: JobRun, other: JobRun) -> str:
+def _find_unrepeatable(one: UserJobRun, other: UserJobRun) -> str:
     differing = [
         find_unrepeatable(record.steps, other.ranks[rank].steps)
         for rank, record in one.ranks.items()
@@ -350,10 +352,10 @@ def _find_unrepeatable(one: JobRun, other: JobRun) -> str:
     return next(filter(None, differing), "")
 
 
-def _drop_effects(found: Sequence[tuple[int, Difference]]) -> list[tuple[int, Difference]]:
+def _drop_effects(found: Sequence[tuple[int, RunDifference]]) -> list[tuple[int, RunDifference]]:
     """Without what follows from another difference, of this rank or of another."""
     kinds = {difference.kind for _, difference in found}
-    effects: set[Kind] = set()
+    effects: set[StateKind] = set()
     if kinds - {*COMPUTED}:
         effects |= {*COMPUTED}
     if "run" in kinds:
@@ -380,7 +382,7 @@ def _join_numbers(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
 
 
-def _read_facts(run: JobRun) -> RunFacts:
+def _read_facts(run: UserJobRun) -> RunFacts:
     seconds = [record.steps[-1].seconds / len(record.steps) for record in run.ranks.values() if record.steps]
     return RunFacts(
         name=run.name,

@@ -1,16 +1,14 @@
 """Runs in the processes of the user's job on the emulated device: it, what frameworks need there, and its generator.
 
 A framework saves the generators of the devices whose names it knows, and this is none of them. So here the state of the
-device's generator goes with that of the CPU's: whoever saves the one and restores it gets both.
+CPU's generator ends with that of the device's: whoever saves the one and restores it does so with both.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.machinery
 import importlib.util
 import os
-import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -31,36 +29,29 @@ _SHIMMED: dict[str, FrameworkName] = {
 }
 
 
-def prepare(record: str) -> None:
-    """Registers the device, and makes each framework find it once that is imported. record: a directory of the run."""
+def prepare() -> None:
+    """Registers the device, and makes each framework find it once that is imported."""
     try:
         devices.load(RunDevice(type="emulated"), "emulated")
     except CannotRun as error:
         raise RuntimeError(str(error)) from None
     torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    _tie_generators(pathlib.Path(record).parent.parent / "generators" / os.environ["LOCAL_RANK"])
+    _tie_generators()
     sys.meta_path.insert(0, _AfterFrameworks())
 
 
-def _tie_generators(directory: pathlib.Path) -> None:
-    """Keeps the device's generator under the state of the CPU's, in files that the runs of one diagnosis share."""
-    directory.mkdir(parents=True, exist_ok=True)
+def _tie_generators() -> None:
+    """Appends the state of the device's generator to that of the CPU's."""
     read, restore = torch.get_rng_state, torch.set_rng_state
-    device = torch.get_device_module("emulated")
-
-    def find_file(state: torch.Tensor) -> pathlib.Path:
-        return directory / hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()
+    length, device = len(read()), torch.get_device_module("emulated")
 
     def get_rng_state() -> torch.Tensor:
-        state = read()
-        find_file(state).write_bytes(device.get_rng_state().numpy().tobytes())
-        return state
+        return torch.cat([read(), device.get_rng_state()])
 
     def set_rng_state(new_state: torch.Tensor) -> None:
-        restore(new_state)
-        file = find_file(new_state)
-        if file.exists():
-            device.set_rng_state(torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8))
+        restore(new_state[:length])
+        if len(new_state) > length:
+            device.set_rng_state(new_state[length:].clone())
 
     torch.get_rng_state = torch.random.get_rng_state = get_rng_state
     torch.set_rng_state = torch.random.set_rng_state = set_rng_state

@@ -114,7 +114,7 @@ def describe(value: Any) -> Any:
 def read_generators() -> dict[str, str]:
     """The state of each random number generator of this process, by the name of its library or device."""
     states = {
-        "torch": digest_bytes(torch.get_rng_state().numpy()),
+        "torch": digest_bytes(torch.default_generator.get_state().numpy()),
         "python": digest_bytes(repr(random.getstate()).encode()),
     }
     if "numpy" in sys.modules:
@@ -181,7 +181,7 @@ def _read_object(value: Any) -> dict[str, Any]:
     return {str(key): describe(each) for key, each in state.items()}
 
 
-class Recorder:
+class StepRecorder:
     """The record of this rank.
 
     stop: after how many steps the process ends; 0 for never. job: the directory that the job saves in.
@@ -475,8 +475,8 @@ def start() -> None:
         if options.pop("emulated") and "LOCAL_RANK" in os.environ:
             with _importable_package():
                 from fsdp_doctor.resume.emulation import prepare
-            prepare(options["record"])
-        Recorder(**options).install()
+            prepare()
+        StepRecorder(**options).install()
     except Exception as error:
         with open(os.path.join(options["record"], f"failed-{os.getpid()}"), "w") as file:
             file.write(f"{type(error).__name__}: {error}")

@@ -9,11 +9,10 @@ from typing import Any, TypeAlias
 import msgspec
 
 Digests: TypeAlias = dict[str, str]
-Values: TypeAlias = dict[str, dict[str, Any]]
-Batch: TypeAlias = list[str]
+RecordedValues: TypeAlias = dict[str, dict[str, Any]]
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Of one rank's process.
 
     frameworks: those whose code called the optimizer. unseen: modules that are loaded, and keep state that is not seen.
@@ -43,13 +42,13 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     rounded: Digests = {}
     others: Digests = {}
     gradients: Digests = {}
-    state: Values = {}
-    options: Values = {}
-    schedulers: Values = {}
-    scalers: Values = {}
-    averages: Values = {}
+    state: RecordedValues = {}
+    options: RecordedValues = {}
+    schedulers: RecordedValues = {}
+    scalers: RecordedValues = {}
+    averages: RecordedValues = {}
     buffers: Digests = {}
-    batches: list[Batch] = []
+    batches: list[list[str]] = []
     generators: Digests = {}
     optimizers: list[str] = []
     epochs: list[int] = []
@@ -61,7 +60,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     """All that one rank wrote. final: None for a process that ended by itself. error: why the recorder gave up."""
 
-    facts: Facts
+    facts: ProcessFacts
     steps: list[StepRecord]
     final: StepRecord | None = None
     error: str = ""
@@ -95,7 +94,7 @@ def _make_rank(lines: list[dict[str, Any]]) -> RankRecord | None:
         return None
     steps = [msgspec.convert(line, StepRecord) for line in lines if "step" in line]
     return RankRecord(
-        facts=msgspec.convert(lines[0]["facts"], Facts),
+        facts=msgspec.convert(lines[0]["facts"], ProcessFacts),
         steps=[step for step in steps if not step.ended],
         final=next((step for step in steps if step.ended), None),
         error=next((line["error"] for line in lines if "error" in line), ""),

@@ -31,7 +31,7 @@ _UNSEEN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class UserJob:
     """What the user wants to be run.
 
     command: with ``{dir}`` and ``{n}``. resume: the words that are added to resume. at: the step after which the job
@@ -52,7 +52,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobRun:
+class UserJobRun:
     """One run of the job. ranks: what each rank recorded."""
 
     name: RunName
@@ -73,7 +73,9 @@ class JobRun:
         return not reached and self.ended.exit_code != 0
 
 
-def run_job(job: Job, name: RunName, *, stop: int, directory: pathlib.Path, resume_at: int | None = None) -> JobRun:
+def run_job(
+    job: UserJob, name: RunName, *, stop: int, directory: pathlib.Path, resume_at: int | None = None
+) -> UserJobRun:
     """Runs the job until every rank has taken ``stop`` steps.
 
     directory: for ``{dir}``, made if need be. resume_at: the step whose save is resumed from. Raises UsageError where
@@ -115,10 +117,10 @@ def run_job(job: Job, name: RunName, *, stop: int, directory: pathlib.Path, resu
         raise Interrupted(f"stopped; what the job wrote is in {log}")
     if failures := read_start_failures(record):
         raise UsageError(f"the recorder could not start in the job: {failures[0]}")
-    return JobRun(name=name, command=tuple(words), ended=ended, log=log, ranks=read_ranks(record))
+    return UserJobRun(name=name, command=tuple(words), ended=ended, log=log, ranks=read_ranks(record))
 
 
-def require_records(run: JobRun, num_steps: int) -> None:
+def require_records(run: UserJobRun, num_steps: int) -> None:
     """Raises UsageError where a run has no answer: it failed, was not seen, or took too few steps.
 
     num_steps: 0 for a run that may end by itself without a step.

@@ -72,8 +72,10 @@ def _options_named(page: pathlib.Path) -> Iterator[tuple[str, str]]:
     for part in (part.strip() for piece in _pieces_of_code(page) for part in piece.split("|")):
         command = _COMMAND.search(part)
         if command and command[1] in OPTIONS:
-            own, _, of_probe = part[command.end() :].partition(" -- ")
+            own, _, behind = part[command.end() :].partition(" -- ")
             yield from ((command[1], option) for option in _OPTION.findall(own))
+            # Behind it the sweep has options of the probe; others have another program.
+            of_probe = behind if command[1] == "report sweep" else ""
             yield from (("probe", option) for option in _OPTION.findall(of_probe))
         elif not command and not _OF_ANOTHER_PROGRAM.match(part):
             yield from (("", option) for option in _OPTION.findall(part))

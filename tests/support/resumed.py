@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -10,9 +11,9 @@ import sys
 from typing import Any
 
 from fsdp_doctor.bundle.command_run import CommandRun
-from fsdp_doctor.resume.diagnosis import Answer, diagnose
+from fsdp_doctor.resume.diagnosis import ResumeAnswer, diagnose
 from fsdp_doctor.resume.records import read_ranks
-from fsdp_doctor.resume.runs import Job, JobRun, RunName
+from fsdp_doctor.resume.runs import RunName, UserJob, UserJobRun
 from support.forked import job as forked_job
 from support.places import TESTS
 
@@ -20,10 +21,10 @@ _PROGRAMS = TESTS / "resume" / "programs.py"
 _SECONDS = 240
 
 
-def judge(name: str, work: pathlib.Path, **options: Any) -> Answer:
+def judge(name: str, work: pathlib.Path, **options: Any) -> ResumeAnswer:
     """The answer for a program of ``programs.py``, run on its ranks."""
     program = getattr(load_programs(), name)
-    job = Job(
+    job = UserJob(
         command=(name, "--dir", "{dir}"),
         resume=("--resume",),
         at=program.at,
@@ -32,9 +33,7 @@ def judge(name: str, work: pathlib.Path, **options: Any) -> Answer:
         longest=_SECONDS,
     )
 
-    def start(job: Job, run: RunName, *, stop: int, directory: pathlib.Path, resume_at: int | None = None) -> JobRun:
-        return _run_forked(job, run, program.ranks, stop, directory, resume_at)
-
+    start = functools.partial(_run_forked, ranks=program.ranks)
     return diagnose(job, steps=2, twice=program.twice, start=start, **options)
 
 
@@ -49,8 +48,14 @@ def load_programs() -> Any:
 
 
 def _run_forked(
-    job: Job, name: RunName, ranks: int, stop: int, directory: pathlib.Path, resume_at: int | None
-) -> JobRun:
+    job: UserJob,
+    name: RunName,
+    *,
+    stop: int,
+    directory: pathlib.Path,
+    resume_at: int | None = None,
+    ranks: int,
+) -> UserJobRun:
     record = job.work / name / "records"
     record.mkdir(parents=True)
     directory.mkdir(exist_ok=True)
@@ -68,7 +73,7 @@ def _run_forked(
         command=tuple(words), end="exited", exit_code=max(code or 0 for code in codes), seconds=0, silent=0, output=log
     )
     assert not any(codes), printed
-    return JobRun(name=name, command=tuple(words), ended=ended, log=log, ranks=read_ranks(record))
+    return UserJobRun(name=name, command=tuple(words), ended=ended, log=log, ranks=read_ranks(record))
 
 
 def _run_rank(words: list[str], options: str) -> None:
