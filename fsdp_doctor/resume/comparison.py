@@ -293,6 +293,8 @@ class RankComparison:
 
     def _describe_schedule(self, name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> RunDifference:
         wrong = find_unlike(was, now)
+        # Which follows from the others.
+        wrong = [key for key in wrong if key != "_last_lr"] or wrong
         values = ", ".join(f"{key} is {now.get(key)}, not {was.get(key)}" for key in wrong)
         symptom: ResumeSymptom = "schedule-changed"
         more = ""
@@ -366,8 +368,8 @@ class RankComparison:
 
     def _is_drawn(self, name: str) -> bool:
         """Whether the straight run draws from the generator after the save."""
-        states = [record.generators.get(name) for record in self._straight[max(self._at - 1, 0) :]]
-        return len({*states}) > 1
+        after = self._straight[max(self._at - 1, 0) :]
+        return len({record.generators[name] for record in after if name in record.generators}) > 1
 
     def _compare_gradients(self) -> Iterator[RunDifference]:
         if wrong := find_unlike(self._expected.gradients, self._begun.gradients):
