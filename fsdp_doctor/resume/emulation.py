@@ -18,10 +18,9 @@ import torch
 from fsdp_doctor.errors import CannotRun
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.devices import RunDevice
-from fsdp_doctor.matrix.frameworks import FRAMEWORKS, FrameworkName
 
 # By the module after whose import a framework is shown the device: the framework whose shims do that.
-_SHIMMED: dict[str, FrameworkName] = {
+_SHIMMED = {
     "accelerate": "accelerate",
     "transformers.trainer": "trainer",
     "lightning": "lightning",
@@ -73,12 +72,13 @@ class _AfterFrameworks:
         return spec
 
 
-def _execute_then_shim(execute: Callable[[ModuleType], None], framework: FrameworkName) -> Callable[[ModuleType], None]:
+def _execute_then_shim(execute: Callable[[ModuleType], None], framework: str) -> Callable[[ModuleType], None]:
     def run(module: ModuleType) -> None:
         from fsdp_doctor.frameworks.adapter import Shims
         from fsdp_doctor.frameworks.framework_worker import find_adapter
+        from fsdp_doctor.matrix.frameworks.framework_matrix import read_matrix
 
         execute(module)
-        find_adapter(framework).prepare_emulated_device(Shims(FRAMEWORKS[framework]))
+        find_adapter(framework).prepare_emulated_device(Shims(framework, read_matrix(framework).shims))
 
     return run
