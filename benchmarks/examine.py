@@ -62,7 +62,7 @@ def build(options: argparse.Namespace, policy: OffloadPolicy) -> tuple[nn.Module
         model.append(matrices(options.per_module, device))
     mesh = init_device_mesh(options.device, (1,))
     for first in range(0, len(model), 1000):
-        fully_shard(list(model[first : first + 1000]), mesh=mesh, offload_policy=policy)
+        fully_shard([*model.children()][first : first + 1000], mesh=mesh, offload_policy=policy)
     fully_shard(model, mesh=mesh, offload_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():

@@ -22,16 +22,15 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import transformers
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from fsdp_doctor import full_tensors
-from fsdp_doctor.extract import BUCKET_BYTES
+from fsdp_doctor.extract import BUCKET_BYTES, plan
 from fsdp_doctor.extract.agreement import Agreement, ComparedPlan
-from fsdp_doctor.extract.plan import Arguments, forget, get_plan
+from fsdp_doctor.extract.plan import Arguments, get_plan
 
 
 def main() -> None:
@@ -49,7 +48,7 @@ def main() -> None:
     ranks = tuple(range(dist.get_world_size()))
 
     def anew() -> None:
-        forget(model)
+        plan._kept.pop(model, None)
         get_plan(model, arguments)
 
     def conversations() -> None:
@@ -64,7 +63,7 @@ def main() -> None:
             pass
 
     def call_anew() -> None:
-        forget(model)
+        plan._kept.pop(model, None)
         call()
 
     rows = {
@@ -88,7 +87,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def sharded(device: str, hidden: int) -> nn.Module:
+def sharded(device: str, hidden: int) -> transformers.PreTrainedModel:
     config = transformers.Qwen3Config(
         hidden_size=hidden,
         intermediate_size=hidden * 19 // 5,
@@ -100,9 +99,11 @@ def sharded(device: str, hidden: int) -> nn.Module:
         tie_word_embeddings=True,
     )
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16
+        )
     mesh = init_device_mesh(device, (dist.get_world_size(),))
-    for layer in model.model.layers:
+    for layer in model.get_submodule("model.layers").children():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.to_empty(device=device)

@@ -54,16 +54,16 @@ def main() -> None:
             times.append((time.perf_counter() - begin, time.process_time() - begin_of_processor))
     # The first runs warm up.
     medians = {
-        key: [statistics.median(kind) for kind in zip(*times[1:], strict=True)] for key, times in seconds.items()
+        key: [statistics.median(time[kind] for time in times[1:]) for kind in (0, 1)] for key, times in seconds.items()
     }
     plan, _ = get_plan(model, Arguments.check(None, None, (), nbytes, "merged", in_step=True))
     if dist.get_rank() == 0:
         print(f"{len(plan.buckets)} buckets")
-        for kind, usual, in_step in zip(("time", "processor"), *medians, strict=True):
-            more = (in_step - usual) / len(plan.buckets) * 1e6
+        for kind, usual, stepped in zip(("time", "processor"), medians[False], medians[True], strict=True):
+            more = (stepped - usual) / len(plan.buckets) * 1e6
             print(
-                f"{kind:10} {usual * 1e3:8.2f} ms, in step {in_step * 1e3:8.2f} ms, "
-                f"ratio {in_step / usual:5.2f}, a bucket {more:6.0f} us"
+                f"{kind:10} {usual * 1e3:8.2f} ms, in step {stepped * 1e3:8.2f} ms, "
+                f"ratio {stepped / usual:5.2f}, a bucket {more:6.0f} us"
             )
     dist.destroy_process_group()
 

@@ -82,10 +82,14 @@ def measure(model: nn.Module, path: pathlib.Path, options: argparse.Namespace) -
     for mib in map(int, options.chunk_mib.split(",")):
         if options.device != "cpu":
             carry = functools.partial(read_and_send, path, mib * _MIB, options.device)
-            bare = taken(lambda c=carry: in_threads(threads, nbytes, c), options)
+            bare = taken(functools.partial(in_threads, threads, nbytes, carry), options)
             say(row(f"bare, {mib} MiB", bare, nbytes, plain))
         used: list[tuple[float, float]] = []
-        took = taken(lambda m=mib, u=used: u.append(load(model, path, m * _MIB)), options)
+
+        def load_once(chunk_bytes: int = mib * _MIB, used: list[tuple[float, float]] = used) -> None:
+            used.append(load(model, path, chunk_bytes))
+
+        took = taken(load_once, options)
         before, in_all = (statistics.median(times) * 1e3 for times in zip(*used, strict=True))
         say(f"{row(f'load, {mib} MiB', took, nbytes, plain)}, before reading {before:.1f}, in all {in_all:.1f}")
 
@@ -131,11 +135,12 @@ def read_and_send(path: pathlib.Path, chunk_bytes: int, device: str, begin: int,
     chunks = [torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     views, target = [view(chunk) for chunk in chunks], torch.empty(chunk_bytes, dtype=torch.uint8, device=device)
     with path.open("rb", buffering=0) as file, module.stream(module.Stream()) as _:
-        stream, taken = module.current_stream(), [None, None]
+        stream = module.current_stream()
+        taken: list[torch.Event | None] = [None, None]
         for number, start in enumerate(range(begin, end, chunk_bytes)):
             turn, length = number % 2, min(chunk_bytes, end - start)
-            if taken[turn] is not None:
-                taken[turn].synchronize()
+            if (before := taken[turn]) is not None:
+                before.synchronize()
             os.preadv(file.fileno(), [views[turn][:length]], start)
             target[:length].copy_(chunks[turn][:length], non_blocking=True)
             taken[turn] = stream.record_event()

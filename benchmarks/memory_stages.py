@@ -34,6 +34,7 @@ from fsdp_doctor.extract import full_tensors
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.environment import collect
 from fsdp_doctor.machine.launch import read_place
+from fsdp_doctor.matrix.axes import Backend
 from fsdp_doctor.matrix.cases import Scenario, make_scenario
 from fsdp_doctor.matrix.training_size import TrainingSize
 from fsdp_doctor.memory.stage_watch import StageWatch
@@ -193,7 +194,7 @@ def started(model: Model, options: argparse.Namespace) -> Runtime:
         dist.PrefixStore(model.name, store),
         place=read_place(),
         run_device=device,
-        backend="mixed",
+        backend=Backend.MIXED,
         scratch=pathlib.Path("."),
         custom_model=None,
     )

@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import functools
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_doctor.matrix.axes import AXIS_OF_VALUE
 from fsdp_doctor.matrix.cases import Scenario, make_scenario
-from fsdp_doctor.memory_use.records import MemoryClass, MemoryFile, StageMemory, read_memory_file
+from fsdp_doctor.memory_use.records import JobStage, MemoryClass, MemoryFile, StageMemory, read_memory_file
 from fsdp_doctor.plan.job import RoleSetup
 from fsdp_doctor.plan.stages import Predictor
 
@@ -115,7 +115,7 @@ def compared(file: MemoryFile, options: argparse.Namespace) -> Iterator[Compared
 
 
 def _of_stages(
-    name: str, measured: Sequence[StageMemory], predicted: dict[tuple[str, str], StageMemory]
+    name: str, measured: Sequence[StageMemory], predicted: Mapping[tuple[JobStage, str], StageMemory]
 ) -> Iterator[Compared]:
     for memory in measured:
         ours = predicted[memory.stage, memory.path]

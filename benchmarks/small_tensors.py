@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
@@ -45,6 +46,7 @@ def main() -> None:
     def theirs() -> None:
         with torch.no_grad():
             for parameter in model.parameters():
+                assert isinstance(parameter, DTensor)
                 parameter.full_tensor()
 
     mine, other = median(ours, options), median(theirs, options)

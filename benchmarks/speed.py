@@ -33,7 +33,7 @@ def median(repeat: int, *arguments: str) -> float:
 
 
 def num_cases(*arguments: str) -> int:
-    command = [sys.executable, ROOT / "fsdp-doctor", "list", *arguments]
+    command = [sys.executable, str(ROOT / "fsdp-doctor"), "list", *arguments]
     return len(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.splitlines())
 
 
