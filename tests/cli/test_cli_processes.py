@@ -36,7 +36,7 @@ def test_usage_errors_are_told_once_however_many_ranks_there_are() -> None:
 
 
 def test_a_device_that_torch_does_not_see_is_exit_code_3() -> None:
-    done = doctor("probe", "--device", "cuda", "--nproc", "2", "--case", "fsdp2/none/unstaged/state_dict")
+    done = forked_doctor("probe", "--device", "cuda", "--case", "fsdp2/none/unstaged/state_dict")
     if done.code == 0:
         pytest.skip("this machine has two CUDA devices")
     assert done.code == 3, done.stderr
@@ -89,7 +89,7 @@ def test_a_combination_that_cannot_be_built_is_unsupported_with_a_reason(
 
 
 def test_bad_input_is_told_on_stderr_alone_and_leaves_no_process() -> None:
-    done = doctor(*_PROBE, "--method", "no_such_module:function")
+    done = forked_doctor(*_PROBE, "--method", "no_such_module:function")
     assert (done.code, done.stdout, done.left) == (2, "", []), done.stderr
     assert "cannot import no_such_module: ModuleNotFoundError" in _complaint(done.stderr)
     assert "Traceback" not in done.stderr

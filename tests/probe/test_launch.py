@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pathlib
 import shutil
 import socket
@@ -44,14 +43,6 @@ def test_torchrun_with_the_module_tells_a_bad_verdict_in_its_summary() -> None:
     assert done.code == 1
     assert set(_IDS) < set(_ids(done))
     assert "fsdp-doctor: exit code 1: a verdict is not the expected one" in done.stderr
-
-
-def test_torchrun_with_the_installed_command() -> None:
-    scripts = pathlib.Path(sys.executable).parent
-    path = {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
-    done = torchrun("--no-python", "--nproc-per-node=2", "fsdp-doctor", "probe", *_TWO_CASES, env=path)
-    assert done.code == 0, done.stderr
-    assert _ids(done) == _IDS
 
 
 def test_two_nodes_joined_by_one_rendezvous() -> None:
