@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import json
 import multiprocessing.connection
@@ -91,9 +90,14 @@ def choose_num_ranks(device: str) -> int:
     """The default number of ranks: one for each accelerator of this node, or two without accelerators."""
     if device in ("cpu", "emulated"):
         return _RANKS_WITHOUT_ACCELERATOR
-    # A driver may refuse the forks of a process that has counted its devices.
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as fork:
-        return fork.submit(_count_accelerators).result() or _RANKS_WITHOUT_ACCELERATOR
+    # Counted in a fork: a driver may refuse the forks of a process that has counted its devices.
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    fork = ForkProcess(target=lambda: theirs.send(_count_accelerators()))
+    fork.start()
+    theirs.close()
+    count: int = ours.recv()
+    fork.join()
+    return count or _RANKS_WITHOUT_ACCELERATOR
 
 
 def _count_accelerators() -> int:
