@@ -36,4 +36,4 @@ try:
 except Exception as error:
     wrong, said = True, f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
 print(f"{'wrong' if wrong else 'right'}: rank {os.environ['RANK']}: {said}", flush=True)
-os._exit(wrong)
+raise SystemExit(wrong)
