@@ -86,6 +86,13 @@ def test_what_selects_in_the_matrix_is_refused_beside_a_framework(option: dict[s
         select(Selection(frameworks=("accelerate",), **option))  # type: ignore[arg-type]
 
 
+@_ALL
+def test_the_quick_level_is_a_part_of_the_usual_one(matrix: FrameworkMatrix) -> None:
+    quick, usual = (select(Selection(frameworks=(matrix.name,), level=level)) for level in ("quick", "default"))
+    assert set(quick) <= set(usual)
+    assert len(quick) < 50
+
+
 def test_paths_and_words_of_ids_pick_among_a_frameworks_cases() -> None:
     selection = Selection(
         frameworks=("accelerate", "trainer"), methods=("load_state.fresh",), expression="lora and full"
