@@ -7,7 +7,7 @@ import fcntl
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from fsdp_doctor.checkpoints.copying import ConversionError, Copy
 from fsdp_doctor.checkpoints.dtypes import is_floating_point
 from fsdp_doctor.checkpoints.files import BadFile
 from fsdp_doctor.checkpoints.names import strip_wrappers
-from fsdp_doctor.checkpoints.optimizer import choose_optimizer
+from fsdp_doctor.checkpoints.optimizer import SavedOptimizer, choose_optimizer
 from fsdp_doctor.checkpoints.reading import read_checkpoint
 from fsdp_doctor.checkpoints.record import SavedCheckpoint, SavedModel, SavedTensor, choose_model
 from fsdp_doctor.checkpoints.targets import ConversionTarget, StatesToWrite, TensorToWrite, lay_out
@@ -50,6 +50,7 @@ def convert(
     world_size: int | None = None,
     with_optimizer: bool = True,
     device: str = "cuda",
+    buffers: Collection[str] = (),
     largest_file: int = LARGEST_FILE,
     progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
@@ -61,7 +62,8 @@ def convert(
 
     overwrite: a directory of this name is replaced. dtype: to which the model's floating-point tensors are cast; the
     optimizer is not. world_size: the ranks that are to read it; by default as many as wrote it. device: the type of
-    the devices of FSDP2's mesh. largest_file: bytes, of Hugging Face files. progress: as of ``verify``.
+    the devices of FSDP2's mesh. buffers: names, or their last parts, of tensors that FSDP does not divide, where the
+    files do not say which these are. largest_file: bytes, of Hugging Face files. progress: as of ``verify``.
 
     Raises ConversionError for what cannot be converted, OSError.
     """
@@ -83,7 +85,10 @@ def convert(
         names = {name: strip_wrappers(name) for name in model.tensors}
         if len(set(names.values())) < len(names):
             raise BadFile("has names that differ in a wrapper's prefix alone")
-        states = _choose_states(checkpoint, model, names, dtype, with_optimizer and to is not ConversionTarget.HF)
+        parameters = model.select_parameters(buffers)
+        has_place = with_optimizer and to is not ConversionTarget.HF
+        optimizer = choose_optimizer(checkpoint, model, parameters) if has_place else None
+        states = _choose_states(model, optimizer, names, parameters, dtype)
         layout = lay_out(to, states, ranks or 1, largest_file, device)
         with _make_partial_directory(target) as directory, contextlib.closing(Copy(directory, layout, _cast)) as copy:
             found, scans = judge(checkpoint, source, progress=progress, sink=copy.write)
@@ -109,11 +114,13 @@ def _count_ranks(model: SavedModel) -> int:
 
 
 def _choose_states(
-    checkpoint: SavedCheckpoint, model: SavedModel, names: Mapping[str, str], dtype: str | None, with_optimizer: bool
+    model: SavedModel,
+    optimizer: SavedOptimizer | None,
+    names: Mapping[str, str],
+    parameters: Collection[str],
+    dtype: str | None,
 ) -> StatesToWrite:
-    optimizer = choose_optimizer(checkpoint, model) if with_optimizer else None
     updated = {name for group in optimizer.groups for name in group["params"]} if optimizer is not None else set()
-    parameters = model.select_parameters()
     weights = {}
     for old, tensor in model.tensors.items():
         is_sharded = bool(tensor.shape) and (old in parameters or names[old] in updated)

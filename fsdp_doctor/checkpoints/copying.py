@@ -7,9 +7,11 @@ import itertools
 import math
 import os
 import pathlib
+import threading
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from fsdp_doctor.checkpoints.archives import ArchiveMember, shift_crc
@@ -18,6 +20,9 @@ from fsdp_doctor.checkpoints.files import CHUNK_BYTES, BadFile
 from fsdp_doctor.checkpoints.record import SavedPiece
 from fsdp_doctor.checkpoints.scanning import Scans
 from fsdp_doctor.checkpoints.targets import FilePlan, PlaceToWrite, Slot, TensorToWrite
+
+# One reads while another sums.
+_READERS = 2
 
 
 class ConversionError(Exception):
@@ -95,6 +100,7 @@ class Copy:
     def __init__(self, directory: pathlib.Path, layout: FilePlan, cast: Callable[[str, str], Callable[[bytes], bytes]]):
         self._directory, self._layout = directory, layout
         self._fds: list[int] = []
+        self._lock = threading.Lock()
         self._routes: dict[str, list[_Route]] = defaultdict(list)
         for tensor, slots in layout.slots.values():
             for piece in {(p.offsets, p.shape): p for p in reversed(tensor.saved.pieces) if p.numel}.values():
@@ -173,28 +179,32 @@ class Copy:
         Raises ConversionError if it is not what was read.
         """
         in_runs: dict[int, tuple[ArchiveMember, int]] = {}
-        for path, routes in self._routes.items():
-            for route in routes:
-                crc = 0
-                for _, inside, slot, length in route.divide(0, route.nbytes):
-                    part = None
-                    for place in slot.places:
-                        found = self._sum(place.file, place.begin + inside, length)
-                        if part not in (None, found):
-                            raise self._complain(place)
-                        part = found
-                        if (member := place.member) is None:
-                            continue
-                        if route.outer:
-                            in_runs[id(member)] = member, place.file
-                        else:
-                            member.crc ^= shift_crc(found, slot.nbytes - inside - length)
-                    crc = shift_crc(crc, length) ^ (part or 0)
-                expected = scans.spans[path, route.begin, route.nbytes].crc if route.cast is None else route.cast.crc
-                if crc != expected:
-                    raise self._complain(route.slots[0].places[0])
+        with ThreadPoolExecutor(_READERS) as readers:
+            for of_file in readers.map(lambda path: self._compare_file(path, scans), list(self._routes)):
+                in_runs |= of_file
         for member, number in in_runs.values():
             member.crc = self._sum(number, member.begin, member.nbytes)
+
+    def _compare_file(self, path: str, scans: Scans) -> dict[int, tuple[ArchiveMember, int]]:
+        """The members that are to be summed as a whole, with their files: what came from this one came in runs."""
+        in_runs = {}
+        for route in self._routes[path]:
+            crc = 0
+            for _, inside, slot, length in route.divide(0, route.nbytes):
+                parts = [self._sum(place.file, place.begin + inside, length) for place in slot.places]
+                if len(set(parts)) > 1:
+                    raise self._complain(slot.places[0])
+                crc = shift_crc(crc, length) ^ parts[0]
+                for place in slot.places:
+                    if (member := place.member) is not None and route.outer:
+                        in_runs[id(member)] = member, place.file
+                    elif member is not None:
+                        with self._lock:  # a member may come from several files
+                            member.crc ^= shift_crc(parts[0], slot.nbytes - inside - length)
+            expected = scans.spans[path, route.begin, route.nbytes].crc if route.cast is None else route.cast.crc
+            if crc != expected:
+                raise self._complain(route.slots[0].places[0])
+        return in_runs
 
     def _sum(self, number: int, begin: int, nbytes: int) -> int:
         crc = 0

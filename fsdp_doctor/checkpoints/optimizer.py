@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 from fsdp_doctor.checkpoints.files import BadFile
@@ -22,8 +22,13 @@ class SavedOptimizer(NamedTuple):
     groups: list[dict[str, Any]]
 
 
-def choose_optimizer(checkpoint: SavedCheckpoint, model: SavedModel) -> SavedOptimizer | None:
-    """None if there is no state of one. Raises BadFile if its parameters' names are not known, or there are several."""
+def choose_optimizer(
+    checkpoint: SavedCheckpoint, model: SavedModel, parameters: Iterable[str]
+) -> SavedOptimizer | None:
+    """None if there is no state of one. Raises BadFile if its parameters' names are not known, or there are several.
+
+    parameters: the names of the model's, in the order of the file.
+    """
     heads: set[tuple[str, ...]] = set()
     state: dict[str, dict[str, _Leaf]] = {}
     nested: dict[str, Any] = {}
@@ -47,7 +52,7 @@ def choose_optimizer(checkpoint: SavedCheckpoint, model: SavedModel) -> SavedOpt
     if len(heads) > 1:
         raise BadFile(f"has several optimizers: {join_some(sorted('.'.join(head) for head in heads))}")
     groups = [_restore_sequences(nested[key]) for key in sorted(nested, key=int)] or _join_groups(flat)
-    names = _name_parameters(groups, state, model)
+    names = _name_parameters(groups, state, model, parameters)
     return SavedOptimizer(
         {names[key]: _restore_sequences(slots) for key, slots in state.items()},
         [_rename(group, names) for group in groups],
@@ -87,14 +92,20 @@ def _join_groups(flat: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def _name_parameters(groups: list[dict[str, Any]], state: dict[str, Any], model: SavedModel) -> dict[str, str]:
+def _name_parameters(
+    groups: list[dict[str, Any]], state: dict[str, Any], model: SavedModel, parameters: Iterable[str]
+) -> dict[str, str]:
     """By the key that each has in the state. Numbers are given in the order of the model's parameters."""
     keys = [key for group in groups for key in group.get("params", ())]
     if not any(isinstance(key, int) for key in keys):
         return {key: strip_wrappers(key) for key in [*keys, *state]}
     names = [name for group in groups for name in group.get("param_names", ())]
     if not names:
-        names = list(_list_parameters(model))
+        # Those that share their memory have one number.
+        places: dict[tuple[Any, ...], str] = {}
+        for name in parameters:
+            places.setdefault((name,) if not model.tensors[name].numel else tuple(model.tensors[name].pieces), name)
+        names = list(places.values())
         keeps_order = all(
             of.arrangement in (Arrangement.RANK_FILES, Arrangement.WHOLE) and not of.files[0].endswith(".safetensors")
             for of in model.states
@@ -111,16 +122,6 @@ def _name_parameters(groups: list[dict[str, Any]], state: dict[str, Any], model:
             if tensor is None or (isinstance(slot, SavedTensor) and slot.shape not in ((), (1,), tensor.shape)):
                 raise BadFile("is of another shape than the parameter of its number, or there is none", f"state {key}")
     return {key: strip_wrappers(name) for key, name in numbered.items()}
-
-
-def _list_parameters(model: SavedModel) -> Iterator[str]:
-    """In the order of the file; of those that share their memory, the first."""
-    seen = set()
-    for name, tensor in model.select_parameters().items():
-        place = tuple(tensor.pieces)
-        if place not in seen:
-            seen.add(place)
-            yield name
 
 
 def _rename(group: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:

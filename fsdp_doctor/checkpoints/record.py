@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -220,8 +220,11 @@ class SavedModel:
     tensors: dict[str, SavedTensor]
     states: list[State]
 
-    def select_parameters(self) -> dict[str, SavedTensor]:
-        """Without the buffers, as far as files say which these are: ranks divide parameters alone."""
+    def select_parameters(self, buffers: Collection[str] = ()) -> dict[str, SavedTensor]:
+        """Without the buffers, as far as files say which these are: ranks divide parameters alone.
+
+        buffers: names of others, or the last parts of names.
+        """
         are_divided = any(tensor.is_divided for tensor in self.tensors.values())
         is_by_ranks = all(state.arrangement is Arrangement.RANK_FILES for state in self.states)
         return {
@@ -229,6 +232,7 @@ class SavedModel:
             for name, tensor in self.tensors.items()
             if is_floating_point(tensor.dtype)
             and tensor.last_name not in _BUFFERS
+            and not {name, tensor.last_name} & set(buffers)
             # DCP has one chunk of what has one row, whoever had it.
             and (tensor.is_divided or not are_divided or (not is_by_ranks and tensor.shape[:1] in ((), (1,))))
         }

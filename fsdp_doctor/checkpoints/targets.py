@@ -15,6 +15,7 @@ from typing_extensions import assert_never
 from fsdp_doctor.checkpoints.archives import Archive, ArchiveMember
 from fsdp_doctor.checkpoints.dcp import compute_strides
 from fsdp_doctor.checkpoints.dtypes import DTYPES
+from fsdp_doctor.checkpoints.files import BadFile
 from fsdp_doctor.checkpoints.pickle_writing import (
     STRIDED,
     PickledCall,
@@ -26,6 +27,7 @@ from fsdp_doctor.checkpoints.pickle_writing import (
 )
 from fsdp_doctor.checkpoints.record import SavedTensor, Shape
 from fsdp_doctor.checkpoints.safetensors_files import make_header
+from fsdp_doctor.machine.versions import is_at_least, read_installed_versions
 
 
 class ConversionTarget(str, Enum):
@@ -232,13 +234,15 @@ def _lay_out_ranks(layout: FilePlan, states: StatesToWrite, world_size: int, dev
     if optimizer is not None and is_fsdp2:
         optimizer = _number_parameters(optimizer)
     for rank in range(world_size):
-        mesh = _make_mesh(rank, world_size, device)
+        mesh = _make_mesh(rank, world_size, device) if is_fsdp2 else None
         ranks = {"mesh": b"".join(each.to_bytes(4, "little") for each in range(world_size))} if is_fsdp2 else {}
 
-        def pickle(tensor: TensorToWrite, store: _Store, rank: int = rank, mesh: PickledInstance = mesh) -> PickledCall:
+        def pickle(
+            tensor: TensorToWrite, store: _Store, rank: int = rank, mesh: PickledInstance | None = mesh
+        ) -> PickledCall:
             if not tensor.is_sharded:
                 return _pickle_rows(tensor, store)
-            if is_fsdp2:
+            if mesh is not None:
                 return _pickle_dtensor(tensor, rank, world_size, mesh, store)
             return _pickle_sharded_tensor(tensor, rank, world_size, store)
 
@@ -261,6 +265,8 @@ def _number_parameters(optimizer: dict[str, Any]) -> dict[str, Any]:
     return {"state": {numbers[name]: slots for name, slots in optimizer["state"].items()}, "param_groups": groups}
 
 
+# Of which the form of a mesh was read.
+_NEWEST_TORCH = "2.13"
 _DEVICE, _SIZE = PickledGlobal("torch", "device"), PickledGlobal("torch", "Size")
 
 
@@ -273,14 +279,26 @@ def _rebuild_wrapper(cls: PickledGlobal, tensor: TensorToWrite, state: Any) -> P
 
 
 def _make_mesh(rank: int, world_size: int, device: str) -> PickledInstance:
-    """A DeviceMesh of one dim over all ranks. The bytes of its ranks are ``data/mesh``."""
+    """A DeviceMesh of one dim over all ranks, of the installed torch. The bytes of its ranks are ``data/mesh``.
+
+    Raises BadFile for a torch whose form is not known.
+    """
     layouts = "torch.distributed._mesh_layout"
-    axis = PickledInstance(PickledGlobal(layouts, "_FlatLayout"), {"shape": (world_size,), "stride": (1,)})
+    extent: dict[str, Any] = {"shape": (world_size,), "stride": (1,)}
+    installed = read_installed_versions(["torch"]).get("torch", _NEWEST_TORCH)
+    if not is_at_least(installed, "2.11"):
+        raise BadFile(
+            f"cannot be written as DTensors of torch {installed}, which has another mesh: convert it --to dcp"
+        )
+    if is_at_least(installed, _NEWEST_TORCH):
+        # It has no dim of length 1.
+        extent = extent if world_size > 1 else {"shape": (), "stride": ()}
+        extent = {"axes": (PickledInstance(PickledGlobal(layouts, "_FlatLayout"), extent),)}
     return PickledInstance(
         PickledGlobal("torch.distributed.device_mesh", "DeviceMesh"),
         {
             "_device_type": device,
-            "_layout": PickledInstance(PickledGlobal(layouts, "_MeshLayout"), {"axes": (axis,)}),
+            "_layout": PickledInstance(PickledGlobal(layouts, "_MeshLayout"), extent),
             "_rank_map": make_tensor("int32", (world_size,), (1,), "mesh", world_size),
             "_mesh_dim_names": ("fsdp",),
             "_root_mesh": None,

@@ -157,6 +157,9 @@ def convert(
         int | None, typer.Option(min=1, help="The ranks that are to read it; by default as many as wrote it.")
     ] = None,
     no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Leave the optimizer out.")] = False,
+    buffer: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A tensor that FSDP does not divide; or its last part.")
+    ] = None,
     mesh_device: Annotated[str, typer.Option(help="The type of the devices of FSDP2's mesh.")] = "cuda",
     largest_file: Annotated[
         int, typer.Option(metavar="BYTES", help="The most that a file of hf gets.")
@@ -180,6 +183,7 @@ def convert(
             world_size=world_size,
             with_optimizer=not no_optimizer,
             device=mesh_device,
+            buffers=buffer or (),
             largest_file=largest_file,
             progress=_choose_progress(),
         )

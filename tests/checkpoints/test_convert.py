@@ -153,7 +153,7 @@ def test_a_job_changes_its_strategy_and_continues_as_it_would_have(tmp_path: pat
     assert done.codes == [0, 0], done.output
     assert (done.output.count(": True\n"), ": False" in done.output) == (7, False), done.output
     # Another number of ranks: that of the files of ranks is to be named.
-    convert(tmp_path / "dcp", tmp_path / "three" / "fsdp2", FSDP2, world_size=3, device="emulated")
+    convert(tmp_path / "torch", tmp_path / "three" / "fsdp2", FSDP2, world_size=3, device="emulated", buffers=["scale"])
     for name in ("dcp", "states.pt"):
         (tmp_path / "three" / name).symlink_to(tmp_path / name)
     done = run_script(job, ranks=3, arguments=["load", str(tmp_path / "three"), "fsdp2", "dcp"])
