@@ -95,7 +95,7 @@ def finish(store, rank, world, kind, why):
 
 if __name__ == "__main__":
     store, rank, world = next(dist.rendezvous("env://"))
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     assert accelerator and world == 2, "start it on 2 accelerators"
     device = torch.device(accelerator.type, int(os.environ["LOCAL_RANK"])) if accelerator else torch.device("cpu")
     torch.get_device_module(device).set_device(device)

@@ -260,7 +260,8 @@ def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Po
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
     except OSError as error:
-        raise UsageError(f"cannot start {shlex.join(command)}: {error.strerror or error}") from None
+        hint = "; a log is given with --log, a configuration with --config" if os.path.exists(command[0]) else ""
+        raise UsageError(f"cannot start {shlex.join(command)}: {error.strerror or error}{hint}") from None
 
 
 def _read_rank_exit_codes(output: pathlib.Path) -> dict[int, int]:

@@ -79,7 +79,7 @@ def run(place: Place, job: Job, start: StartWorker, ends: WorkerEnds) -> None:
     if start.task == "save":
         # Its place is another than that of the supervisor that it is forked from.
         os.environ |= place.variables
-    # torch's flight recorder keeps some 360 bytes of each of the last 2000 collectives, which hides what a method keeps.
+    # The flight recorder keeps some 360 bytes of each of the last 2000 collectives, which hides what a method keeps.
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         os.environ.setdefault(name, "0")
     try:

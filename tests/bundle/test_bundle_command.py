@@ -139,3 +139,7 @@ def test_a_command_that_cannot_be_started_is_one_sentence(tmp_path: pathlib.Path
     done = doctor("bundle", "-o", str(tmp_path / "bug.zip"), "--", "/nowhere/at-all")
     assert (done.code, done.stderr) == (2, "fsdp-doctor: cannot start /nowhere/at-all: No such file or directory\n")
     assert list(tmp_path.iterdir()) == []
+    log = tmp_path / "job.log"
+    log.touch()
+    done = doctor("bundle", "-o", str(tmp_path / "bug.zip"), "--", str(log))
+    assert (done.code, "a log is given with --log" in done.stderr) == (2, True)
