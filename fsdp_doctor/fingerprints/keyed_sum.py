@@ -106,6 +106,19 @@ class BlockSums:
         self._runs, self._grids = [], []
         return self._table is not None
 
+    def move(self, before: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> bool:
+        """Sums the same of other memory from now on, after ``release_memory``. Returns whether it could.
+
+        before, now: of each tensor that the blocks are of, the address of its storage and its own.
+        """
+        moved = {old: new for (old, _), (new, _) in zip(before, now, strict=True)}
+        for (old, there), (new, here) in zip(before, now, strict=True):
+            # Words that lay at a multiple of 16 bytes must do so again.
+            if moved[old] != new or here - new != there - old or (new - old) % 16:
+                return False
+        self._table.move(moved)
+        return True
+
     def add(self, into: torch.Tensor) -> None:
         """Adds the sums to the rows of the blocks' numbers. into: (tensors, 2), int64, on the device."""
         if self._table is not None:

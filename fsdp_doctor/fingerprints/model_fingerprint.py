@@ -325,7 +325,7 @@ class _GatheredSums:
         begin = [(0, 0, part.num_summed) for _, part in self._parts]
         self._begin = torch.tensor(begin, dtype=torch.int64, device="cpu").view(-1, 3).to(request.device)
         self._numbers = {name: number for number, (name, _) in enumerate(self._parts)}
-        self._kept: dict[int, tuple[list[int], BlockSums]] = {}
+        self._kept: dict[int, tuple[list[tuple[int, int]], BlockSums]] = {}
 
     @disable_autograd
     def make_sums(self) -> _SumsOverRanks:
@@ -334,15 +334,16 @@ class _GatheredSums:
 
     def add(self, rows: torch.Tensor, bucket: int, transfers: Sequence[TensorTransfer]) -> None:
         staged = [memory for transfer in transfers for memory in transfer.list_staged()]
-        addresses = [memory.data_ptr() for memory in staged]
-        known, sums = self._kept.get(bucket, (None, None))
-        if sums is None or known != addresses:
-            sums = BlockSums(self._list_blocks(transfers), rows.device)
+        places = [(memory.untyped_storage().data_ptr(), memory.data_ptr()) for memory in staged]
+        known, kept = self._kept.pop(bucket, ([], None))
+        if kept is not None and (known == places or kept.move(known, places)):
+            kept.add(rows[:, :2])
+            self._kept[bucket] = places, kept
+            return
+        sums = BlockSums(self._list_blocks(transfers), rows.device)
         sums.add(rows[:, :2])
-        if known != addresses:
-            self._kept.pop(bucket, None)
-            if sums.reads_only({memory.untyped_storage().data_ptr() for memory in staged}) and sums.release_memory():
-                self._kept[bucket] = addresses, sums
+        if sums.reads_only({storage for storage, _ in places}) and sums.release_memory():
+            self._kept[bucket] = places, sums
 
     def _list_blocks(self, transfers: Sequence[TensorTransfer]) -> list[IndexedBlock]:
         blocks = []

@@ -9,7 +9,7 @@ own for its row and its column. All keys are read from memory, since to make one
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +40,8 @@ class ProgramShape:
 
 
 SHAPE = ProgramShape()
-_FIELDS = 9
+# The last is the address of the storage, which the kernel does not read.
+_FIELDS = 10
 # In the first field: of a run of words whether four can be read at once from any multiple of four on, of a tile its
 # bits an element.
 _UNALIGNED, _ALIGNED = 0, 1
@@ -58,12 +59,22 @@ class SumTable:
         programs += [_list_tile_programs(grid, SHAPE) for grid in grids]
         empty = torch.empty(0, _FIELDS, dtype=torch.int64, device="cpu")
         # Through pageable memory, so that the host's table need not outlive the call.
-        self._programs = torch.cat([empty, *programs]).to(device, non_blocking=True)
+        self._on_host = torch.cat([empty, *programs])
+        self._programs = self._on_host.to(device, non_blocking=True)
         # A program reads two rows at once, of which the second may be no row of the tensor.
         last_words = [(run.first + run.words.numel()) for run in runs] + [_find_last_word(grid) for grid in grids]
         num_rows = max(last_words, default=0) // ROW_WORDS + 2
         self._row_keys = torch.stack(compute_row_keys(torch.arange(num_rows, device=device)))
         self._column_keys = torch.stack(compute_column_keys(device))
+
+    def move(self, moved: Mapping[int, int]) -> None:
+        """What was in the storages at the first addresses is in those at the second now, at the same places."""
+        storages = self._on_host[:, -1].contiguous()
+        before, now = torch.tensor(sorted(moved.items()), dtype=torch.int64, device="cpu").unbind(1)
+        new = now[torch.searchsorted(before.contiguous(), storages)]
+        self._on_host[:, 2] += new - storages
+        self._on_host[:, -1] = new
+        self._programs = self._on_host.to(self._programs.device, non_blocking=True)
 
     def add(self, into: torch.Tensor) -> None:
         """into: (tensors, 2), int64, on the table's device."""
@@ -89,9 +100,16 @@ class SumTable:
 def _list_run_programs(runs: Sequence[WordRun], shape: ProgramShape) -> torch.Tensor:
     """A row of arguments for each program, on the host; as one expression, for there are thousands."""
     fields = [
-        (run.words.data_ptr() - 4 * run.first, run.first, run.first + run.words.numel(), run.number) for run in runs
+        (
+            run.words.data_ptr() - 4 * run.first,
+            run.first,
+            run.first + run.words.numel(),
+            run.number,
+            run.words.untyped_storage().data_ptr(),
+        )
+        for run in runs
     ]
-    origin, first, last, number = torch.tensor(fields, dtype=torch.int64, device="cpu").unbind(1)
+    origin, first, last, number, storage = torch.tensor(fields, dtype=torch.int64, device="cpu").unbind(1)
     words = ROW_WORDS * shape.rows
     counts = (last + words - 1) // words - first // words
     of_run = torch.repeat_interleave(torch.arange(len(runs), device="cpu"), counts)
@@ -101,7 +119,10 @@ def _list_run_programs(runs: Sequence[WordRun], shape: ProgramShape) -> torch.Te
         [kind[of_run], number[of_run], origin[of_run], first[of_run], last[of_run], program * shape.rows], 1
     )
     columns = torch.arange(0, ROW_WORDS, shape.columns, device="cpu")
-    return _pad(torch.cat([whole.repeat_interleave(len(columns), 0), columns.repeat(len(whole))[:, None]], 1))
+    programs = torch.cat([whole.repeat_interleave(len(columns), 0), columns.repeat(len(whole))[:, None]], 1)
+    programs = torch.nn.functional.pad(programs, (0, _FIELDS - programs.shape[1]))
+    programs[:, -1] = storage[of_run].repeat_interleave(len(columns))
+    return programs
 
 
 def _list_tile_programs(grid: IndexedBlock, shape: ProgramShape) -> torch.Tensor:
@@ -128,13 +149,10 @@ def _list_tile_programs(grid: IndexedBlock, shape: ProgramShape) -> torch.Tensor
             num_columns * same,
             row_stride * same,
             column_stride * same,
+            grid.tensor.untyped_storage().data_ptr() * same,
         ],
         1,
     )
-
-
-def _pad(programs: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(programs, (0, _FIELDS - programs.shape[1]))
 
 
 def _find_last_word(grid: IndexedBlock) -> int:

@@ -117,7 +117,7 @@ def test_copies_of_what_is_not_contiguous_are_not_all_held_until_one_launch(
 _INTERPRETED = """
 import torch
 from fsdp_doctor.fingerprints import sum_kernels
-from fsdp_doctor.fingerprints.keyed_sum import BlockSums, WordRun, divide_into_words
+from fsdp_doctor.fingerprints.keyed_sum import BlockSums, WordRun, divide_into_words, make_range_block
 from test_sum_kernels import DTYPES, divisions, large_blocks
 
 # The interpreter's time goes by the number of tiles.
@@ -138,6 +138,14 @@ for dtype in (None, *DTYPES):
         table.add(found)
         assert torch.equal(found, expected), (dtype, found, expected)
         compared += 1
+
+first, second = torch.randn(9000), torch.randn(9000)
+expected, found = (torch.zeros(1, 2, dtype=torch.int64) for _ in range(2))
+BlockSums([make_range_block(0, second[3:], 3)], expected.device).add(expected)
+table = sum_kernels.SumTable(list(divide_into_words(make_range_block(0, first[3:], 3))), [], found.device)
+table.move({first.untyped_storage().data_ptr(): second.untyped_storage().data_ptr()})
+table.add(found)
+assert torch.equal(found, expected), "a table that was moved"
 print(compared)
 """
 
