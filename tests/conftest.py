@@ -27,7 +27,10 @@ from support.places import SHARED_DIRECTORY
 if TYPE_CHECKING:
     from support.ranks import Groups
 
-_START_PROCESSES = ("program", "support.hosts", "support.ranks", "support.forked", "support.plugin_runs")
+_START_PROCESSES = (
+    *("program", "support.hosts", "support.ranks", "support.forked", "support.plugin_runs"),
+    "support.resumed",
+)
 _EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"})
 _started: list[str] | None = None
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import inspect
 import linecache
 import os
-import sys
 from collections.abc import Iterator
-from types import FrameType
 
 import torch
 from torch import nn
@@ -46,7 +45,7 @@ def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
 
     Raises WeightsChanged, with the tensors, the rank, and the calls between. An exception of the body passes.
     """
-    where = _find_body(sys._getframe(2))
+    where = _find_body()
     before = _Sums(model, optimizer)
     yield
     if torch.accelerator.current_accelerator() is not None:
@@ -105,8 +104,14 @@ def _list_shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> I
                 yield (f"{key} of the optimizer's parameter {number}", private.read_local_tensor(value).detach())
 
 
-def _find_body(frame: FrameType) -> str:
+def _find_body() -> str:
     """Where the context is, and the calls in its body as they are written; the place alone without the source."""
+    frame = inspect.currentframe()
+    # Behind this function, the context's own, and contextlib's.
+    for _ in range(3):
+        frame = frame.f_back if frame is not None else None
+    if frame is None:
+        return ""
     file, line = frame.f_code.co_filename, frame.f_lineno
     place = f"{os.path.basename(file)}, line {line}"
     with contextlib.suppress(SyntaxError):

@@ -36,6 +36,8 @@ def prepare() -> None:
         raise RuntimeError(str(error)) from None
     torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     _tie_generators()
+    for module in [module for module in _SHIMMED if module in sys.modules]:
+        _show_device(_SHIMMED.pop(module))
     sys.meta_path.insert(0, _AfterFrameworks())
 
 
@@ -74,11 +76,16 @@ class _AfterFrameworks:
 
 def _execute_then_shim(execute: Callable[[ModuleType], None], framework: str) -> Callable[[ModuleType], None]:
     def run(module: ModuleType) -> None:
-        from fsdp_doctor.frameworks.adapter import Shims
-        from fsdp_doctor.frameworks.framework_worker import find_adapter
-        from fsdp_doctor.matrix.frameworks.framework_matrix import read_matrix
-
         execute(module)
-        find_adapter(framework).prepare_emulated_device(Shims(framework, read_matrix(framework).shims))
+        _show_device(framework)
 
     return run
+
+
+def _show_device(framework: str) -> None:
+    """Makes the framework find the device, as a probe of it does."""
+    from fsdp_doctor.frameworks.adapter import Shims
+    from fsdp_doctor.frameworks.framework_worker import find_adapter
+    from fsdp_doctor.matrix.frameworks.framework_matrix import read_matrix
+
+    find_adapter(framework).prepare_emulated_device(Shims(framework, read_matrix(framework).shims))

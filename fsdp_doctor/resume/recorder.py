@@ -12,10 +12,11 @@ generators at the first forward since the last step, and the batches that entere
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
-import functools
 import gc
 import hashlib
+import inspect
 import json
 import os
 import random
@@ -23,7 +24,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -96,13 +97,13 @@ def describe(value: Any) -> Any:
     """A value as JSON: tensors by digest or, with one element, by their value; other objects by their type."""
     match value:
         case torch.Tensor():
-            return value.item() if value.numel() == 1 and not hasattr(value, "to_local") else digest(value)
+            return describe(value.item()) if value.numel() == 1 and not hasattr(value, "to_local") else digest(value)
         case Mapping():
             return {str(key): describe(each) for key, each in value.items()}
         case list() | tuple() if len(value) < _LONGEST_LIST:
             return [describe(each) for each in value]
         case list() | tuple():
-            return digest_bytes(repr(value).encode())
+            return digest_bytes(json.dumps([describe(each) for each in value]).encode())
         case float():
             return value if value - value == 0 else str(value)  # JSON has no infinity
         case int() | bool() | str() | None:
@@ -141,28 +142,44 @@ class _Heap:
 
     def __init__(self) -> None:
         gc.collect()
-        objects = gc.get_objects()
-        modules = [each for each in objects if issubclass(type(each), nn.Module)]
-        inner = {id(child) for module in modules for child in module.children()}
-        roots = [each for each in modules if id(each) not in inner and next(each.parameters(), None) is not None]
-        self.roots: list[nn.Module] = sorted(roots, key=lambda root: (_count(root.parameters()), type(root).__name__))
-        self.schedulers = self._name(objects, lambda kind: issubclass(kind, torch.optim.lr_scheduler.LRScheduler))
-        self.scalers = self._name(objects, lambda kind: issubclass(kind, torch.amp.GradScaler))
-        self.averages = self._name(
-            objects, lambda kind: bool(_AVERAGES.search(kind.__name__)) and not issubclass(kind, type | nn.Module)
-        )
-        loaders = [each for each in objects if issubclass(type(each), torch.utils.data.DataLoader)]
-        self.epochs = sorted(filter(None, map(_count_batches, loaders)))
-
-    @staticmethod
-    def _name(objects: Iterable[Any], chosen: Callable[[type], bool]) -> dict[str, Any]:
-        named: dict[str, Any] = {}
-        for each in objects:
+        found: dict[str, list[Any]] = {"module": [], "scheduler": [], "scaler": [], "average": [], "loader": []}
+        classes: dict[type, str] = {}
+        for each in gc.get_objects():
             kind = type(each)
-            if chosen(kind) and (hasattr(each, "state_dict") or hasattr(each, "__dict__")):
-                same = sum(name.split(" ")[0] == kind.__name__ for name in named)
-                named[f"{kind.__name__} {same + 1}" if same else kind.__name__] = each
-        return named
+            if kind not in classes:
+                classes[kind] = _classify(kind)
+            if classes[kind]:
+                found[classes[kind]].append(each)
+        inner = {id(child) for module in found["module"] for child in module.children()}
+        roots = [each for each in found["module"] if id(each) not in inner and _count(each.parameters())]
+        self.roots: list[nn.Module] = sorted(roots, key=lambda root: (_count(root.parameters()), type(root).__name__))
+        self.schedulers = _number(found["scheduler"])
+        self.scalers = _number(found["scaler"])
+        self.averages = _number(found["average"])
+        self.epochs = sorted(filter(None, map(_count_batches, found["loader"])))
+
+
+def _classify(kind: type) -> str:
+    if issubclass(kind, nn.Module):
+        return "module"
+    if issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
+        return "scheduler"
+    if issubclass(kind, torch.amp.GradScaler):
+        return "scaler"
+    if issubclass(kind, torch.utils.data.DataLoader):
+        return "loader"
+    return "average" if _AVERAGES.search(kind.__name__) and not issubclass(kind, type) else ""
+
+
+def _number(objects: Sequence[Any]) -> dict[str, Any]:
+    """By the names of their classes, of one class with a number."""
+    named: dict[str, Any] = {}
+    counts: collections.Counter[str] = collections.Counter()
+    for each in objects:
+        name = type(each).__name__
+        counts[name] += 1
+        named[f"{name} {counts[name]}" if counts[name] > 1 else name] = each
+    return named
 
 
 def _count(values: Iterable[Any]) -> int:
@@ -177,7 +194,7 @@ def _count_batches(loader: Any) -> int:
 
 def _read_object(value: Any) -> dict[str, Any]:
     """The state of a scheduler, a scaler or an average: what it would save, else its attributes."""
-    state = value.state_dict() if callable(getattr(value, "state_dict", None)) else vars(value)
+    state = value.state_dict() if callable(getattr(value, "state_dict", None)) else getattr(value, "__dict__", {})
     return {str(key): describe(each) for key, each in state.items()}
 
 
@@ -225,18 +242,13 @@ class StepRecorder:
 
     def _watch_batches(self, module: nn.Module) -> None:
         self._model = module
-        compiled = getattr(module, "_compiled_call_impl", None)
-        if compiled is None:
+        wrapped = False
+        with contextlib.suppress(Exception), _importable_package():
+            from fsdp_doctor.fsdp.private import wrap_compiled_call
+
+            wrapped = wrap_compiled_call(module, self._before_forward)
+        if not wrapped:
             module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-            return
-
-        # A hook would be compiled with the module.
-        @functools.wraps(compiled)
-        def run(*arguments: Any, **options: Any) -> Any:
-            self._before_forward(module, arguments, options)
-            return compiled(*arguments, **options)
-
-        module._compiled_call_impl = run
 
     def _before_forward(self, module: nn.Module, arguments: Any, options: Any) -> None:
         if module.training:
@@ -246,8 +258,7 @@ class StepRecorder:
         self._forwards += 1
         if self._generators is None:
             self._generators = read_generators()
-        leaves = torch.utils._pytree.tree_leaves([arguments, options])
-        self._batches.append([digest(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        self._batches.append([digest(tensor) for tensor in _list_tensors([arguments, options])])
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, options: Any) -> Any:
         """With a closure, the forward and the backward come within the step."""
@@ -351,7 +362,7 @@ class StepRecorder:
     def _after_step(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
         if optimizer is self._main and self._stop and self._steps >= self._stop and not self._broken:
             self._guard(self._end)
-            leave()
+            leave(self._record)
 
     def _end(self) -> None:
         """Writes what the last step led to."""
@@ -389,7 +400,8 @@ class StepRecorder:
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is None:
-            self._file = open(os.path.join(self._record, f"rank{_read_rank()}.jsonl"), "w")
+            # Of two processes of one rank the first that trains is the job's.
+            self._file = open(os.path.join(self._record, f"rank{_read_rank()}.jsonl"), "x")
             self._file.write(json.dumps({"facts": _read_facts() | {"frameworks": self._frameworks}}) + "\n")
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
@@ -415,8 +427,20 @@ class StepRecorder:
             self._write({"no_step": True, "forwards": self._forwards})
 
 
+def _list_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested mappings, lists and tuples."""
+    match value:
+        case torch.Tensor():
+            yield value
+        case Mapping():
+            yield from _list_tensors(list(value.values()))
+        case list() | tuple():
+            for each in value:
+                yield from _list_tensors(each)
+
+
 def _walk_stack() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -441,21 +465,21 @@ def _read_facts() -> dict[str, Any]:
     }
 
 
-def leave() -> None:
+def leave(record: str) -> None:
     """Ends this process when every rank has come here, and what it saves in threads is written.
 
-    Nothing of the job's code runs: a SystemExit would reach its handlers, some of which save.
+    Nothing of the job's code runs: a SystemExit would reach its handlers, some of which save. The ranks find one
+    another by files in the directory ``record``, not in a collective, which one that has failed would not join.
     """
     with contextlib.suppress(Exception):
         if torch.accelerator.current_accelerator() is not None:
             torch.accelerator.synchronize()
     with contextlib.suppress(Exception):
-        if _is_rank():
-            store = dist.distributed_c10d._get_default_store()
-            store.add("fsdp_doctor_resume_end", 1)
-            end = time.monotonic() + _SECONDS_FOR_RANKS
-            while store.add("fsdp_doctor_resume_end", 0) < dist.get_world_size() and time.monotonic() < end:
-                time.sleep(0.02)
+        open(os.path.join(record, f"left{_read_rank()}"), "w").close()
+        ranks, end = dist.get_world_size() if _is_rank() else 1, time.monotonic() + _SECONDS_FOR_RANKS
+        while sum(name.startswith("left") for name in os.listdir(record)) < ranks and time.monotonic() < end:
+            time.sleep(0.02)
+    # What the interpreter does at its end: it waits for threads, and executors for what they were given.
     waiting = threading.Thread(target=threading._shutdown, daemon=True)  # type: ignore[attr-defined]
     waiting.start()
     waiting.join(_SECONDS_FOR_THREADS)

@@ -50,6 +50,11 @@ class UserJob:
     def fill(self, words: Sequence[str], directory: pathlib.Path, step: int) -> list[str]:
         return [word.replace("{dir}", str(directory)).replace("{n}", str(step)) for word in words]
 
+    def make_options(self, record: pathlib.Path, stop: int, directory: pathlib.Path) -> str:
+        """What ``recorder.start`` reads from the environment of the job's processes."""
+        options = {"record": str(record), "stop": stop, "job": str(directory)}
+        return json.dumps({**options, "emulated": self.emulated, "deterministic": self.deterministic})
+
 
 @dataclass(frozen=True, kw_only=True)
 class UserJobRun:
@@ -89,15 +94,8 @@ def run_job(
     if resume_at is not None:
         words += job.fill(job.resume, directory, resume_at)
     log = place / "output.log"
-    options = {
-        "record": str(record),
-        "stop": stop,
-        "job": str(directory),
-        "emulated": job.emulated,
-        "deterministic": job.deterministic,
-    }
     variables = {
-        "FSDP_DOCTOR_RESUME": json.dumps(options),
+        "FSDP_DOCTOR_RESUME": job.make_options(record, stop, directory),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(_INJECTED), os.environ.get("PYTHONPATH")])),
         # A run for comparison is no run to publish.
         "WANDB_MODE": os.environ.get("WANDB_MODE", "offline"),

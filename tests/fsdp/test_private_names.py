@@ -18,6 +18,8 @@ _MODULES = [
 # Not torch's: documented for os, and how every model of transformers says what must not be split.
 _OF_OTHERS = {
     "os._exit",
+    # What the interpreter calls at its end.
+    "threading._shutdown",
     "getattr(model, '_no_split_modules', None)",
     "getattr(type(module), '_tied_weights_keys', None)",
     # What an object of TRL has whose constructor is not called, and how pytest makes an item runnable again.
@@ -41,6 +43,7 @@ _DOCUMENTED = {
     "torch.distributed.tensor.parallel",
     "torch.distributed.tensor.placement_types",
     "torch.nn.parallel",
+    "torch.optim.optimizer",
 }
 
 

@@ -125,16 +125,14 @@ def lightning_ddp(options: argparse.Namespace) -> None:
     ).fit(Module(), DataLoader(data, 16, shuffle=True), ckpt_path=options.resume)
 
 
-def main(words: list[str]) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("--dir", required=True)
     parser.add_argument("--resume")
-    options = parser.parse_args(words)
+    options = parser.parse_args()
     globals()[options.name](options)
 
 
 if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1:])
+    main()

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pathlib
+from typing import Any
 
 import pytest
+from support.emulation import needs_emulation
 from support.resumed import judge
 
 from fsdp_doctor.resume.causes import read_causes
+from fsdp_doctor.resume.diagnosis import ResumeAnswer
+
+_SPEC = importlib.util.spec_from_file_location("resume_programs", pathlib.Path(__file__).with_name("programs.py"))
+assert _SPEC is not None
+assert _SPEC.loader is not None
+_PROGRAMS = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(_PROGRAMS)
 
 # By program: the cause that is named first, or among the first where records cannot tell two apart.
 WRONG = {
@@ -50,9 +60,15 @@ RIGHT = (
 )
 
 
+def _judge(name: str, work: pathlib.Path, **options: Any) -> ResumeAnswer:
+    program = getattr(_PROGRAMS, name)
+    chosen = {"ranks": program.ranks, "at": program.at, "twice": program.twice, **options}
+    return judge("programs.py", name, "--dir", "{dir}", resume=("--resume",), work=work, **chosen)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_a_published_cause_is_named(name: str, tmp_path: pathlib.Path) -> None:
-    answer = judge(name, tmp_path)
+    answer = _judge(name, tmp_path)
     assert answer.exit_code == 1, answer
     causes = [cause.id for cause in answer.findings[0].causes]
     assert WRONG[name] in causes[: 2 if name in INDISTINCT else 1], answer.findings
@@ -60,18 +76,35 @@ def test_a_published_cause_is_named(name: str, tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_program_is_the_same_run(name: str, tmp_path: pathlib.Path) -> None:
-    answer = judge(name, tmp_path)
+    answer = _judge(name, tmp_path)
     assert (answer.exit_code, answer.findings) == (0, [])
 
 
 def test_a_program_that_does_not_repeat_itself_is_not_called_wrong(tmp_path: pathlib.Path) -> None:
-    answer = judge("NotRepeatable", tmp_path)
+    answer = _judge("NotRepeatable", tmp_path)
     assert (answer.exit_code, answer.findings) == (3, [])
 
 
 def test_what_was_not_loaded_is_found_in_a_program_that_does_not_repeat_itself(tmp_path: pathlib.Path) -> None:
-    answer = judge("NotRepeatableNorLoaded", tmp_path)
+    answer = _judge("NotRepeatableNorLoaded", tmp_path)
     assert (answer.exit_code, answer.findings[0].symptom) == (1, "state-missing")
+
+
+def test_a_program_with_kernels_that_do_not_repeat_themselves_can_be_made_deterministic(tmp_path: pathlib.Path) -> None:
+    """Of a kernel that asks torch, as those of CUDA do."""
+    assert _judge("Unordered", tmp_path / "as-it-is").exit_code == 3
+    assert _judge("Unordered", tmp_path / "deterministic", deterministic=True).exit_code == 0
+
+
+def test_the_finding_of_accelerate_is_found_through_trainer(tmp_path: pathlib.Path) -> None:
+    """docs/findings.md: under FSDP1 and SHARDED_STATE_DICT a resume restores no optimizer state."""
+    needs_emulation()
+    pytest.importorskip("accelerate")
+    resume = ("--resume", "{dir}/checkpoint-{n}")
+    command = ("on_frameworks.py", "trainer_fsdp1", "--dir", "{dir}")
+    answer = judge(*command, resume=resume, work=tmp_path, ranks=2, emulated=True)
+    assert [(finding.symptom, finding.ranks) for finding in answer.findings] == [("state-missing", [0, 1])]
+    assert answer.findings[0].causes[0].known == "FD197"
 
 
 def test_every_cause_has_a_program_or_is_of_one_framework() -> None:

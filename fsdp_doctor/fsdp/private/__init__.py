@@ -153,6 +153,23 @@ def find_compiled_module(model: nn.Module) -> nn.Module | None:
     return inner if isinstance(inner, nn.Module) else None
 
 
+def wrap_compiled_call(module: nn.Module, before: Callable[..., Any]) -> bool:
+    """Has ``before(module, arguments, options)`` run before a module that ``Module.compile`` compiled, and not in it.
+
+    A hook would be compiled: ``Module._compiled_call_impl``. Returns False for a module that is not compiled so.
+    """
+    compiled = getattr(module, "_compiled_call_impl", None)
+    if compiled is None:
+        return False
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        before(module, arguments, options)
+        return compiled(*arguments, **options)
+
+    module._compiled_call_impl = call
+    return True
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Tells the storages of tensors apart, also on the meta device, where all begin at 0: ``UntypedStorage._cdata``."""
     return int(get(tensor.untyped_storage(), "_cdata"))
