@@ -2,7 +2,7 @@
 
 A difference at the first step after the save is a cause if it was loaded: it was saved by this very run. What is drawn
 or computed differs between any two runs of some programs, so the straight run is made again before it counts; where
-gradients alone differ, the resumed one, too.
+nothing else differs, the resumed one, too.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class _Diagnosis:
             found = [each for each in found if each[1].kind in LOADED]
         else:
             found = self._drop_undrawn(found, again, bool(kinds & {*COMPUTED, "data"}))
-            if found and {difference.kind for _, difference in found} <= {*COMPUTED}:
+            if found and {difference.kind for _, difference in found} <= {"generators", *COMPUTED}:
                 found = found if self._repeats(other, resume) else []
         self._findings += self._merge(_drop_effects(found), resume, len(rank_pairs))
 

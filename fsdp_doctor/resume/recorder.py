@@ -159,6 +159,15 @@ class _Heap:
         self.epochs = sorted(filter(None, map(_count_batches, found["loader"])))
 
 
+def _list_transient_buffers(root: nn.Module) -> set[str]:
+    """The names of buffers that no state dict has, so none restores."""
+    with contextlib.suppress(Exception), _importable_package():
+        from fsdp_doctor.fsdp.private import list_module_tensors
+
+        return {each.prefix + name for each in list_module_tensors(root) for name in each.non_persistent}
+    return set()
+
+
 def _classify(kind: type) -> str:
     if issubclass(kind, nn.Module):
         return "module"
@@ -351,8 +360,10 @@ class StepRecorder:
             }
 
     def _add_model(self, root: nn.Module, trained: Collection[int]) -> None:
-        """Adds the buffers, and the parameters that are not the main optimizer's. trained: the ids of its own."""
-        self._line.setdefault("buffers", {}).update(_digest_all(root.named_buffers()))
+        """Adds the buffers of a state dict, and the parameters but those with the ids ``trained``."""
+        transient = _list_transient_buffers(root)
+        saved = ((name, buffer) for name, buffer in root.named_buffers() if name not in transient)
+        self._line.setdefault("buffers", {}).update(_digest_all(saved))
         rest = ((name, p) for name, p in root.named_parameters() if id(p) not in trained)
         self._line.setdefault("others", {}).update(_digest_all(rest))
 

@@ -260,6 +260,20 @@ class Augmented(Right):
             yield batch + torch.randn(batch.shape)
 
 
+class Scratch(Right):
+    """A buffer that is not saved, and counts calls."""
+
+    def make_model(self) -> nn.Module:
+        model = super().make_model()
+        model.register_buffer("calls", torch.zeros(()), persistent=False)
+
+        def count(module: Any, _: Any) -> None:
+            module.calls.add_(1)
+
+        model.register_forward_pre_hook(count)
+        return model
+
+
 class Masters(Right):
     """The model is bfloat16, and the optimizer has copies in FP32."""
 

@@ -55,7 +55,7 @@ WRONG = {
 INDISTINCT = ("GeneratorNotLoaded", "SeededAgain")
 RIGHT = (
     *("Right", "Sharded", "EndOfEpoch", "SecondEpoch", "Twice", "Accumulated", "TimeSeed", "Closure", "TwoOptimizers"),
-    *("Augmented", "Masters"),
+    *("Augmented", "Masters", "Scratch"),
     "StepLabel",  # wrong in what it logs alone, which no record has
 )
 
