@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from fsdp_doctor.cli.options import declare_choice, declare_output_file
+from fsdp_doctor.cli.output import write
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.resume.answer import render_json, render_markdown, render_text
 from fsdp_doctor.resume.diagnosis import diagnose
@@ -75,11 +76,11 @@ def resume(
         deterministic=deterministic,
     )
     answer = diagnose(job, steps=steps, twice=twice, start=_start)
-    print(render_text(answer), end="")
+    write(None, render_text(answer))
     if json_file is not None:
-        json_file.write_text(render_json(answer), encoding="utf-8")
+        write(json_file, render_json(answer))
     if markdown is not None:
-        markdown.write_text(render_markdown(answer), encoding="utf-8")
+        write(markdown, render_markdown(answer))
     raise SystemExit(answer.exit_code)
 
 

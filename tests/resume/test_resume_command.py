@@ -63,9 +63,9 @@ def test_a_job_that_does_not_end_is_ended_with_all_of_its_processes(tmp_path: pa
         ("--", "python", "train.py"),
         ("--twice", "--steps=4", "--", "python", "train.py", "{dir}"),
         ("--directory", str(ROOT), "--", "python", "train.py", "{dir}"),
-        ("--", "a-program-that-there-is-not", "{dir}"),
+        ("--directory=runs", "--", "a-program-that-there-is-not", "{dir}"),
     ],
 )
-def test_a_command_that_cannot_mean_anything_is_refused(arguments: tuple[str, ...]) -> None:
-    done = inside.doctor("resume", *arguments)
+def test_a_command_that_cannot_mean_anything_is_refused(arguments: tuple[str, ...], tmp_path: pathlib.Path) -> None:
+    done = inside.doctor("resume", *arguments, cwd=tmp_path)
     assert (done.code, done.stdout) == (2, "")
