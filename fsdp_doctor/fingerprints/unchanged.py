@@ -41,7 +41,8 @@ def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     Any rank may use it alone: there is no collective. At the beginning the sums of what is on a device are only
     launched, on the current stream, and nothing is waited for, so that a copy which races with the host still does. At
     the end it waits for the device: what would read the weights too early belongs into the context. Shards in host
-    memory are summed on the host, at the speed of the CPU.
+    memory are summed on the host, at the speed of the CPU; a copy into them that began before the context must have
+    arrived.
 
     Raises WeightsChanged, with the tensors, the rank, and the calls between. An exception of the body passes.
     """
