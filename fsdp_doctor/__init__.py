@@ -6,6 +6,8 @@ The command line is ``fsdp-doctor``. The library:
 :func:`full_state_dict`         the same as one state dict; :func:`weights_info` describes it without a gather
 :func:`local_shards`            each rank's shards without a gather
 :func:`load_full_tensors`       loads full tensors into a sharded model; :func:`load_optimizer_state` its optimizer
+:func:`save_full_tensors`       saves a sharded model as files of the Hub, each rank its own rows;
+                                :func:`save_optimizer_state` its optimizer
 :func:`fingerprint`             128 bits for each tensor, which prove what arrived
 :func:`unchanged`               a context that moves weights, and must not change them
 :func:`read_hub_view`           which part of which of the model's tensors each tensor of the Hub is
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from fsdp_doctor.load import LoadError, LoadReport, load_full_tensors, load_optimizer_state
     from fsdp_doctor.matrix.contracts import promises
     from fsdp_doctor.names import NamesError, TensorView, read_hub_view
+    from fsdp_doctor.save import SaveError, SaveReport, save_full_tensors, save_optimizer_state
 
 __version__ = "0.1.0"
 
@@ -73,6 +76,7 @@ _PUBLIC_NAMES = {
     "load": "LoadError LoadReport load_full_tensors load_optimizer_state",
     "matrix.contracts": "promises",
     "names": "NamesError TensorView read_hub_view",
+    "save": "SaveError SaveReport save_full_tensors save_optimizer_state",
 }
 __all__ = [
     "ClosingIterator",
@@ -91,6 +95,8 @@ __all__ = [
     "RankLeft",
     "RepeatedFingerprint",
     "RepeatedFingerprintOfTensors",
+    "SaveError",
+    "SaveReport",
     "ShardPlace",
     "TensorFingerprint",
     "TensorPart",
@@ -114,6 +120,8 @@ __all__ = [
     "memory",
     "promises",
     "read_hub_view",
+    "save_full_tensors",
+    "save_optimizer_state",
     "unchanged",
     "weights_info",
 ]

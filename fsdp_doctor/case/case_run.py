@@ -289,7 +289,7 @@ def _explain_impossible(method: MatrixMethod, scenario: Scenario, runtime: Runti
         return reason
     if scenario.consumer is Consumer.SHARED_DEVICE and (runtime.device.type != "emulated" or runtime.world_size == 1):
         return "the order of launches is seen on the emulated device alone, with 2 ranks or more"
-    on_disk = method.name == "dcp" or method.contract.given in ("dcp", "rank_files")
+    on_disk = method.name in ("dcp", "save_full_tensors") or method.contract.given in ("dcp", "rank_files")
     if on_disk and runtime.num_nodes > 1:
         return "the checkpoint directory is not shared between the nodes"
     return ""

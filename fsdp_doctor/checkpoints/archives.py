@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import struct
 import zlib
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ _END_64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR_64 = struct.Struct("<4sIQI")
 _MOST_32, _MOST_16 = (1 << 32) - 1, (1 << 16) - 1
 _FIRST_DAY = 0x21
-_POLYNOMIAL = 0xEDB88320
 
 
 @dataclass(slots=True)
@@ -109,28 +107,3 @@ class Archive:
             directory += _LOCATOR_64.pack(b"PK\6\7", 0, begin + nbytes, 1)
         begin, count = min(begin, _MOST_32), min(count, _MOST_16)
         return directory + _END.pack(b"PK\5\6", 0, 0, count, count, nbytes, begin, 0)
-
-
-def shift_crc(crc: int, nbytes: int) -> int:
-    """What a CRC-32 adds to that of the bytes with ``nbytes`` more behind them: the CRC of both is this ^ theirs."""
-    return _multiply(_raise_to(nbytes), crc)
-
-
-@functools.lru_cache(maxsize=4096)
-def _raise_to(nbytes: int) -> int:
-    """x to the power of 8 * nbytes, modulo the polynomial; the highest bit is that of x to the power of 0."""
-    power, result = 1 << 23, 1 << 31
-    while nbytes:
-        if nbytes & 1:
-            result = _multiply(power, result)
-        power, nbytes = _multiply(power, power), nbytes >> 1
-    return result
-
-
-def _multiply(left: int, right: int) -> int:
-    product = 0
-    for bit in range(31, -1, -1):
-        if left >> bit & 1:
-            product ^= right
-        right = right >> 1 ^ (_POLYNOMIAL if right & 1 else 0)
-    return product

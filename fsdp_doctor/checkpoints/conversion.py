@@ -13,7 +13,7 @@ from typing import Any
 
 from fsdp_doctor.checkpoints.copying import ConversionError, Copy
 from fsdp_doctor.checkpoints.dtypes import is_floating_point
-from fsdp_doctor.checkpoints.files import BadFile
+from fsdp_doctor.checkpoints.files import BadFile, sync_directory
 from fsdp_doctor.checkpoints.names import strip_wrappers
 from fsdp_doctor.checkpoints.optimizer import SavedOptimizer, choose_optimizer
 from fsdp_doctor.checkpoints.reading import read_checkpoint
@@ -98,7 +98,7 @@ def convert(
             copy.finish()
             is_of_ranks = to in (ConversionTarget.FSDP1, ConversionTarget.FSDP2)
             _copy_settings(checkpoint, model, directory / "huggingface" if is_of_ranks else directory)
-            _sync_directory(directory)
+            sync_directory(directory)
             _rename(directory, target)
     except BadFile as error:
         raise ConversionError(error.describe(source)) from None
@@ -197,16 +197,8 @@ def _rename(directory: pathlib.Path, target: pathlib.Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
     directory.rename(target)
-    _sync_directory(target.parent)
+    sync_directory(target.parent)
     if old.is_dir():
         shutil.rmtree(old)
     else:
         old.unlink(missing_ok=True)
-
-
-def _sync_directory(directory: pathlib.Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from fsdp_doctor.checkpoints.archives import ArchiveMember, shift_crc
+from fsdp_doctor.checkpoints.archives import ArchiveMember
 from fsdp_doctor.checkpoints.dtypes import DTYPES
 from fsdp_doctor.checkpoints.files import CHUNK_BYTES, BadFile
 from fsdp_doctor.checkpoints.record import SavedPiece
 from fsdp_doctor.checkpoints.scanning import Scans
+from fsdp_doctor.checkpoints.sums import shift_crc
 from fsdp_doctor.checkpoints.targets import FilePlan, PlaceToWrite, Slot, TensorToWrite
 
 # One reads while another sums.

@@ -119,3 +119,12 @@ def _seek(fd: int, offset: int, whence: int, end: int) -> int:
 
 def get_version(status: os.stat_result) -> tuple[int, int, int, int]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def sync_directory(directory: pathlib.Path) -> None:
+    """Makes the names in it last."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

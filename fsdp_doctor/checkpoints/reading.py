@@ -11,8 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
+import msgspec
+
 from fsdp_doctor.checkpoints import dcp
 from fsdp_doctor.checkpoints.files import BadFile, NotRead, OpenFile
+from fsdp_doctor.checkpoints.marker import MARKER, PARTIAL, MarkedFile, Marker
 from fsdp_doctor.checkpoints.pickles import RefusedPickle
 from fsdp_doctor.checkpoints.record import (
     Arrangement,
@@ -67,6 +70,7 @@ class _Reading:
     def __init__(self, checkpoint: SavedCheckpoint) -> None:
         self.checkpoint = checkpoint
         self._torch_files: dict[str, TorchTensors | None] = {}
+        self._marked: dict[str, MarkedFile] = {}
 
     def note(self, trouble: Trouble, what: str, file: str = "", tensor: str = "", rank: int | None = None) -> None:
         self.checkpoint.symptoms.append(Symptom(trouble, what, file, tensor, rank=rank))
@@ -81,6 +85,10 @@ class _Reading:
         for directory, below, names in os.walk(self.checkpoint.root, onerror=note_unreadable):
             relative = self._make_relative(directory)
             depth = len(pathlib.PurePath(relative).parts)
+            for name in below:
+                if name.startswith(PARTIAL):
+                    what = "a save is under way, or one that did not end left it"
+                    self.note(Trouble.UNFINISHED, what, _join(relative, name))
             below[:] = sorted(name for name in below if depth < _MOST_DEPTH and not name.startswith("."))
             if unfinished := [name for name in below if name.startswith("tmp_")]:
                 below[:] = [name for name in below if name not in unfinished]
@@ -98,6 +106,7 @@ class _Reading:
         for name in sorted(names):
             if name.endswith(".json") and not name.endswith(".index.json"):
                 self._read_settings(_join(directory, name))
+        self._read_marker(directory, names)
         if any(dcp.METADATA.fullmatch(name) or name.endswith(".distcp") for name in names):
             self._read_dcp(directory, names)
         elif ".metadata.tmp" in names:
@@ -137,6 +146,20 @@ class _Reading:
 
         self.checkpoint.settings[path] = self._read(path, read, Trouble.SETTINGS_DAMAGED)
         del self.checkpoint.files[path]
+
+    def _read_marker(self, directory: str, names: set[str]) -> None:
+        """What a save has written last: the sizes and checksums of its files."""
+        path = _join(directory, MARKER)
+        if self.checkpoint.settings.get(path) is None:
+            return
+        try:
+            marker = msgspec.convert(self.checkpoint.settings[path], Marker)
+        except msgspec.ValidationError as error:
+            self.note(Trouble.SETTINGS_DAMAGED, f"is no marker of a save: {error}", path)
+            return
+        self._marked |= {_join(directory, name): file for name, file in marker.files.items()}
+        for name in sorted(marker.files.keys() - names):
+            self.note(Trouble.MISSING_FILE, "the save wrote it, and it is not there", _join(directory, name))
 
     def _add_state(self, arrangement: Arrangement, directory: str, label: str) -> State:
         state = State(arrangement, directory, label)
@@ -372,7 +395,15 @@ class _Reading:
 
     def _read_header(self, file: OpenFile, saved: SavedFile) -> Header:
         header = read_header(file)
-        saved.members = [Member(name, e.begin, e.nbytes, None) for name, e in header.tensors.items()]
+        marked = self._marked.get(saved.path)
+        sums = marked.sums if marked is not None else {}
+        saved.members = [Member(name, e.begin, e.nbytes, sums.get(name)) for name, e in header.tensors.items()]
+        if marked is not None:
+            begin = min((entry.begin for entry in header.tensors.values()), default=header.end)
+            saved.members.append(Member("the header", 0, begin, marked.header))
+            saved.has_checksums = sums.keys() == header.tensors.keys()
+            for name in sorted(sums.keys() - header.tensors.keys()):
+                self.note(Trouble.INDEX, "the save wrote it, and the file does not have it", saved.path, name)
         if header.end < file.size:
             self.note(Trouble.TRAILING_BYTES, f"{file.size - header.end} bytes follow the last tensor", saved.path)
         return header

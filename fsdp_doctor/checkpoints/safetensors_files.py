@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fsdp_doctor.checkpoints.dtypes import DTYPES, NAME_OF_CODE
@@ -98,6 +98,50 @@ def make_header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[bytes
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
     return header, {name: len(header) + begin for name, begin in begins.items()}
+
+
+class HubFile(NamedTuple):
+    """A file that is to be written. begins: the first byte of each tensor, by its name. nbytes: of all."""
+
+    name: str
+    header: bytes
+    begins: dict[str, int]
+    nbytes: int
+
+
+def plan_hub_files(tensors: Iterable[tuple[str, str, tuple[int, ...]]], largest_file: int) -> list[HubFile]:
+    """Divides tensors, each a name, a dtype and a shape, into files of their order, named as transformers does.
+
+    largest_file: bytes of tensors; only one that is larger gets a file of more. Raises BadFile for a tensor that
+    safetensors cannot have.
+    """
+    groups: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
+    filled = 0
+    for name, dtype, shape in tensors:
+        if name == "__metadata__":
+            raise BadFile("has a name that safetensors keeps for itself", name)
+        nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+        if groups[-1] and filled + nbytes > largest_file:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = dtype, shape
+        filled += nbytes
+    files = []
+    for number, group in enumerate(groups, 1):
+        of = f"-{number:05}-of-{len(groups):05}" if len(groups) > 1 else ""
+        ordered = dict(sorted(group.items(), key=lambda item: -DTYPES[item[1][0]].itemsize))
+        header, begins = make_header(ordered)
+        nbytes = sum(math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in group.values())
+        files.append(HubFile(f"model{of}.safetensors", header, begins, len(header) + nbytes))
+    return files
+
+
+def make_index(files: Sequence[HubFile]) -> bytes:
+    """The text of ``model.safetensors.index.json``."""
+    weight_map = {key: file.name for file in files for key in file.begins}
+    total_size = sum(file.nbytes - len(file.header) for file in files)
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(index, indent=2).encode()
 
 
 def read_weight_map(index: pathlib.Path) -> dict[str, str]:

@@ -26,7 +26,7 @@ from fsdp_doctor.checkpoints.pickle_writing import (
     write_pickle,
 )
 from fsdp_doctor.checkpoints.record import SavedTensor, Shape
-from fsdp_doctor.checkpoints.safetensors_files import make_header
+from fsdp_doctor.checkpoints.safetensors_files import make_index, plan_hub_files
 from fsdp_doctor.machine.versions import is_at_least, read_installed_versions
 
 
@@ -203,27 +203,14 @@ def _pickle_rows(tensor: TensorToWrite, store: _Store, rows: tuple[int, int] | N
 
 def _lay_out_hub(layout: FilePlan, model: dict[str, TensorToWrite], largest_file: int) -> None:
     tensors = sorted(model.items(), key=lambda item: (-item[1].itemsize, item[0]))
-    groups: list[dict[str, TensorToWrite]] = [{}]
-    filled = 0
-    for name, tensor in tensors:
-        if groups[-1] and filled + tensor.nbytes > largest_file:
-            groups.append({})
-            filled = 0
-        groups[-1][name] = tensor
-        filled += tensor.nbytes
-    weight_map = {}
-    for number, group in enumerate(groups, 1):
-        of = f"-{number:05}-of-{len(groups):05}" if len(groups) > 1 else ""
-        header, begins = make_header({name: (tensor.dtype, tensor.shape) for name, tensor in group.items()})
-        file = layout.add_file(f"model{of}.safetensors", header)
-        for name, tensor in group.items():
-            layout.add_place(tensor, 0, tensor.nbytes, begins[name])
-            file.nbytes += tensor.nbytes
-            weight_map[name] = file.name
-    if len(groups) > 1:
-        total = sum(tensor.nbytes for tensor in model.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        layout.add_file("model.safetensors.index.json", json.dumps(index, indent=2).encode())
+    files = plan_hub_files(((name, tensor.dtype, tensor.shape) for name, tensor in tensors), largest_file)
+    for planned in files:
+        file = layout.add_file(planned.name, planned.header)
+        file.nbytes = planned.nbytes
+        for name, begin in planned.begins.items():
+            layout.add_place(model[name], 0, model[name].nbytes, begin)
+    if len(files) > 1:
+        layout.add_file("model.safetensors.index.json", make_index(files))
 
 
 # A file of each rank, as verl and SkyRL name them

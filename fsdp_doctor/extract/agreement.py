@@ -38,6 +38,7 @@ _FEW_RANKS = 64
 _ASKED_AFTER = (0.0, 50e-6, 100e-6, 200e-6)
 # A signal that comes just before a wait begins does not end it.
 _SECONDS_OF_A_WAIT = 0.5
+_SECONDS_OF_A_WATCH = 0.05
 
 
 class RankLeft(RuntimeError):
@@ -84,15 +85,17 @@ class ComparedPlan:
 class Agreement:
     """The agreement over one extraction or loading. ``ranks``: all that take part; each of them must make one.
 
-    speaker: the rank whose message all get at each stage; None without messages.
+    speaker: the rank whose message all get at each stage; None without messages. watch: is called while this rank waits
+    for others, and returns a sentence about one that will not come, or nothing.
     """
 
     def __init__(
-        self, ranks: tuple[int, ...], verb: Literal["extract", "load"] = "extract", speaker: int | None = None
+        self, ranks: tuple[int, ...], verb: Literal["extract", "load", "save"] = "extract", speaker: int | None = None
     ) -> None:
         self._ranks = ranks
         self._verb = verb
         self._speaker = speaker
+        self.watch: Callable[[], str] | None = None
         self._stage = 0
         self._buckets = 0
         self._keys = _Keys()
@@ -217,7 +220,7 @@ class Agreement:
 
     def _make_leaving_answer(self, why: str) -> str:
         after = f"left after {self._buckets} buckets" if self._buckets else "left before the first bucket"
-        return f"{_LEFT}:rank {self._rank} {'failed' if self._verb == 'load' else after}: {why}"
+        return f"{_LEFT}:rank {self._rank} {after if self._verb == 'extract' else 'failed'}: {why}"
 
     def _heed_interrupt(self) -> None:
         if self._interrupt is not None:
@@ -286,6 +289,8 @@ class Agreement:
         # While one thread waits over the only connection, no other can use it.
         has_one_store = self._store is private.find_default_store()
         try:
+            if self.watch is not None:
+                return self._await_watchfully(self.watch).decode()
             if has_one_store or self._is_answered_soon():
                 return self._wait().decode()
             return call_interruptibly(self._wait).decode()
@@ -302,16 +307,23 @@ class Agreement:
             self._store = _connection(private.find_default_store())
             return self._answer_with(self._make_leaving_answer(type(interrupt).__name__))
 
+    def _await_watchfully(self, watch: Callable[[], str]) -> bytes:
+        while not self._store.check([self._make_stage_key()]):
+            if sentence := watch():
+                return self._answer_with(f"{_LEFT}:{sentence}").encode()
+            time.sleep(_SECONDS_OF_A_WATCH)
+        return self._wait()
+
     def _describe_missing_ranks(self) -> str:
         """A sentence for all: a rank that is not here is behind, or was not meant to come."""
         came = self._store.add(f"{self._make_stage_key()}/came", 0) % 2**_RANKS_BITS
         call = f"call {self._number} over ranks {list(self._ranks)}"
         where = f"bucket {self._buckets} of {call} in time" if self._stage else f"{call} in time"
+        verb = "iterate" if self._verb == "extract" else self._verb
         made = "" if self._stage else f", and the others have come to {self._number - 1} at most"
         return (
             f"only {came} of {len(self._ranks)} ranks came to {where}{made}: each must "
-            f"{'iterate' if self._verb == 'extract' else 'load'} as often as the others, with a model that is sharded "
-            "over them"
+            f"{verb} as often as the others, with a model that is sharded over them"
         )
 
     def _is_answered_soon(self) -> bool:
@@ -333,7 +345,8 @@ class Agreement:
         except (dist.DistStoreError, dist.DistNetworkError) as error:
             self._end()
             raise RankLeft(
-                "the process that has the process group's store has ended, or cannot be reached: "
+                (self.watch() if self.watch is not None else "")
+                or "the process that has the process group's store has ended, or cannot be reached: "
                 f"{read_first_line(error)}"
             ) from error
 

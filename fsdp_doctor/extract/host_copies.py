@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import os
 import queue
 import threading
@@ -277,6 +278,13 @@ def count_threads(most: int = 16) -> int:
 def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A view of a contiguous tensor's bytes, 1-D."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def view_as_memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host, which must stay alive."""
+    nbytes = tensor.numel() * tensor.element_size()
+    memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr()) if nbytes else b""
+    return memoryview(memory).cast("B")
 
 
 def _read(batch: _Batch, chunks: _Chunks) -> None:

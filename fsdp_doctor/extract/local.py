@@ -9,7 +9,7 @@ import collections
 import contextlib
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -92,7 +92,7 @@ def local_shards(
 
 def _yield_each_name(request: ShardRequest, factors: TensorStream | None) -> Generator[LocalShard]:
     home = HomeStream(request.device)
-    with contextlib.closing(home.run(load_shards(request, gather_deltas(request, factors), own=True))) as shards:
+    with contextlib.closing(home.run(load_shards(request, gather_deltas(request, factors), shows="nothing"))) as shards:
         for shard in shards:
             for spec, tensor, place, _ in divide_shard(request.plan.names, shard):
                 for name in spec.names:
@@ -210,12 +210,16 @@ class LoadedShard(NamedTuple):
     is_copy: bool
 
 
-def load_shards(request: ShardRequest, deltas: Mapping[str, list[Delta]], *, own: bool) -> Generator[LoadedShard]:
-    """Yields every shard once, without another rank. deltas: of :func:`gather_deltas`.
+ShownShards: TypeAlias = Literal["nothing", "finished", "unmerged"]
+"""Which shards are shown where they lie instead of copied: those that are on the device as they are to be, or all into
+which nothing is merged, on whatever device and in whatever dtype."""
 
-    own: copies what already lies on the device as it is to be, instead of showing it.
-    """
-    loading = _ShardLoading(request.device, request.dtypes, deltas, own)
+
+def load_shards(
+    request: ShardRequest, deltas: Mapping[str, list[Delta]], *, shows: ShownShards
+) -> Generator[LoadedShard]:
+    """Yields every shard once, without another rank. deltas: of :func:`gather_deltas`."""
+    loading = _ShardLoading(request.device, request.dtypes, deltas, shows)
     pending: collections.deque[_LoadedBucket] = collections.deque()
     try:
         for bucket in _divide_into_buckets(
@@ -309,9 +313,9 @@ class _LoadedBucket:
 
 class _ShardLoading:
     def __init__(
-        self, device: torch.device, dtypes: OutputDtypes, deltas: Mapping[str, list[Delta]], own: bool
+        self, device: torch.device, dtypes: OutputDtypes, deltas: Mapping[str, list[Delta]], shows: ShownShards
     ) -> None:
-        self._device, self._dtypes, self._deltas, self._own = device, dtypes, deltas, own
+        self._device, self._dtypes, self._deltas, self._shows = device, dtypes, deltas, shows
         self.streams = Streams(device)
         self._cast_buffer = CastBuffer(device, self.streams)
         self.copies = HostCopies(self.streams, MOST_THREADS, CHUNK_BYTES)
@@ -326,7 +330,8 @@ class _ShardLoading:
         for shard in bucket:
             spec, local, dtype = shard.spec, shard.local.detach(), self._dtypes.choose(shard.spec)
             merged = spec.names[0] in self._deltas
-            if not (self._own or merged) and local.device == self._device and local.dtype == dtype:
+            is_finished = local.device == self._device and local.dtype == dtype
+            if not merged and (self._shows == "unmerged" or (self._shows == "finished" and is_finished)):
                 results.append(LoadedShard(spec, local.view(shard.shape), shard.place, is_copy=False))
                 continue
             target = torch.empty(local.shape, dtype=dtype, device=self._device)

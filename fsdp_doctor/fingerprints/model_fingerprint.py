@@ -278,7 +278,7 @@ def _sum_shards(request: ShardRequest, deltas: Mapping[str, list[Delta]]) -> Fin
     """This rank's part of the sums, by the first name of each tensor; of one group after those of another."""
     sums = FingerprintSums(repeats=True)
     request = replace(request, sources=_list_by_groups(request.sources))
-    with contextlib.closing(load_shards(request, deltas, own=False)) as shards:
+    with contextlib.closing(load_shards(request, deltas, shows="finished")) as shards:
         for shard in shards:
             for part in divide_shard(request.plan.names, shard):
                 _add_shard(sums, part)
@@ -468,7 +468,7 @@ def _sum_variant(
     dtypes = {spec.names[0]: request.dtypes.choose(spec) for source in request.sources for spec in list_specs(source)}
     read = request if first_to is None else replace(request, dtypes=OutputDtypes(first_to))
     sums = FingerprintSums()
-    with contextlib.closing(load_shards(read, deltas, own=False)) as shards:
+    with contextlib.closing(load_shards(read, deltas, shows="finished")) as shards:
         for shard in shards:
             dtype = dtypes[shard.spec.names[0]]
             if back_from == dtype or (first_to is not None and (first_to == dtype or shard.spec.dtype == dtype)):

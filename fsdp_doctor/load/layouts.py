@@ -180,7 +180,7 @@ class InFlatParameter(Layout):
     """
 
     def __init__(self, shards: ShardsOfUnit, offset: int, stride: tuple[int, ...]) -> None:
-        self._shards, self._offset, self._stride = shards, offset, stride
+        self._shards, self._offset, self.stride = shards, offset, stride
         self.owners, self.replicas = shards.owners, shards.replicas
 
     def __str__(self) -> str:
@@ -199,7 +199,7 @@ class InFlatParameter(Layout):
         return (slice(begin, begin + len(run)),)
 
     def arrange(self, full: torch.Tensor) -> torch.Tensor:
-        order = sorted(range(full.ndim), key=lambda dim: -self._stride[dim])
+        order = sorted(range(full.ndim), key=lambda dim: -self.stride[dim])
         return full.permute(order).reshape(-1)
 
     def list_stretches(self, shape: torch.Size, part: LocalPart) -> list[Stretches] | None:
@@ -215,7 +215,7 @@ class InFlatParameter(Layout):
 
     @property
     def _is_row_major(self) -> bool:
-        return list(self._stride) == sorted(self._stride, reverse=True)
+        return list(self.stride) == sorted(self.stride, reverse=True)
 
 
 def _ascend(ranks: torch.Tensor, dim: int) -> bool:

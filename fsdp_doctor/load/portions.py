@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 import torch.distributed as dist
 
-from fsdp_doctor.extract.host_copies import HostCopies, InMemory, Portion, view_as_bytes
+from fsdp_doctor.extract.host_copies import HostCopies, InMemory, Portion, view_as_bytes, view_as_memory
 from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.fsdp.shards import LocalPart, Stretches
 from fsdp_doctor.load.layouts import Layout
@@ -42,7 +40,7 @@ class InFile(Portion):
             start -= length
 
     def _read(self, stretch: Stretches, start: int, target: torch.Tensor) -> None:
-        memory, done = _view_as_bytes(target), 0
+        memory, done = view_as_memory(target), 0
         while done < len(memory):
             row, within = divmod(start + done, stretch.length)
             offset = stretch.first + row * stretch.step + within
@@ -60,7 +58,7 @@ class InFile(Portion):
     def _read_rows(self, stretch: Stretches, offset: int, rows: int) -> torch.Tensor:
         """Reads rows with one call, together with the gaps between them."""
         block = torch.empty((rows - 1) * stretch.step + stretch.length, dtype=torch.uint8, device="cpu")
-        self._file.read(offset, _view_as_bytes(block))
+        self._file.read(offset, view_as_memory(block))
         return block.as_strided((rows, stretch.length), (stretch.step, 1))
 
 
@@ -179,9 +177,3 @@ def _read_into_memory(source: Portion, start: int = 0, nbytes: int | None = None
     memory = torch.empty(length, dtype=torch.uint8, device="cpu")
     source.fill(memory, start)
     return memory
-
-
-def _view_as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor of bytes on the host."""
-    memory = (ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr()) if tensor.numel() else b""
-    return memoryview(memory).cast("B")

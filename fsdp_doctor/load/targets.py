@@ -84,7 +84,7 @@ def list_ranks(contents: ModelContents) -> tuple[int, ...]:
 
 def find_place(contents: ModelContents) -> ModelPlace:
     """Raises LoadError for a model that is not sharded, or whose ranks are not known."""
-    if not contents.fsdp1_units and not _list_meshes(contents):
+    if not contents.fsdp1_units and not list_meshes(contents):
         raise LoadError("the model is not sharded: load it with model.load_state_dict, or shard it first")
     if contents.stray_pieces:
         raise LoadError(contents.stray_sentence)
@@ -94,7 +94,7 @@ def find_place(contents: ModelContents) -> ModelPlace:
     if others := [part for part in _list_ranks_of_parts(contents) if not set(part) <= set(ranks)]:
         raise LoadError(f"the model is on ranks {list(ranks)}, and a part of it on {list(others[0])}: load them apart")
     meshes = tuple(
-        mesh for mesh in _list_meshes(contents) if mesh.size() == len(ranks) and list_mesh_ranks(mesh)[0] == ranks[0]
+        mesh for mesh in list_meshes(contents) if mesh.size() == len(ranks) and list_mesh_ranks(mesh)[0] == ranks[0]
     )
     device, known_group = _compute_device(contents), _find_known_group(contents, ranks)
     if len(ranks) > 1 and not private.has_backend_for(known_group or _find_world(), device):
@@ -187,7 +187,7 @@ def replace_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
         raise LoadError(f"a tensor on the meta device cannot be given memory: {error}") from error
 
 
-def _list_meshes(contents: ModelContents) -> list[DeviceMesh]:
+def list_meshes(contents: ModelContents) -> list[DeviceMesh]:
     meshes = (
         parameter.placed.device_mesh for parameter in contents.parameters if isinstance(parameter.placed, DTensor)
     )
@@ -196,7 +196,7 @@ def _list_meshes(contents: ModelContents) -> list[DeviceMesh]:
 
 def _find_partial(contents: ModelContents, ranks: tuple[int, ...], meshes: tuple[DeviceMesh, ...]) -> tuple[str, ...]:
     is_over_all = {
-        id(mesh): extend_mesh(mesh, (Replicate(),) * mesh.ndim, meshes) is not None for mesh in _list_meshes(contents)
+        id(mesh): extend_mesh(mesh, (Replicate(),) * mesh.ndim, meshes) is not None for mesh in list_meshes(contents)
     }
     tensors = ((parameter.names[0], parameter.placed) for parameter in contents.parameters)
     names = [name for name, t in tensors if isinstance(t, DTensor) and not is_over_all[id(t.device_mesh)]]
@@ -204,7 +204,7 @@ def _find_partial(contents: ModelContents, ranks: tuple[int, ...], meshes: tuple
 
 
 def _list_ranks_of_parts(contents: ModelContents) -> list[tuple[int, ...]]:
-    return [*map(list_mesh_ranks, _list_meshes(contents)), *map(_list_ranks_of_unit, contents.fsdp1_units)]
+    return [*map(list_mesh_ranks, list_meshes(contents)), *map(_list_ranks_of_unit, contents.fsdp1_units)]
 
 
 def _list_ranks_of_unit(unit: Fsdp1Unit) -> tuple[int, ...]:
@@ -214,7 +214,7 @@ def _list_ranks_of_unit(unit: Fsdp1Unit) -> tuple[int, ...]:
 
 
 def _find_known_group(contents: ModelContents, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    groups = [mesh.get_group() for mesh in _list_meshes(contents) if mesh.ndim == 1]
+    groups = [mesh.get_group() for mesh in list_meshes(contents) if mesh.ndim == 1]
     groups += [*(unit.group for unit in contents.fsdp1_units), _find_world()]
     return next((group for group in groups if sorted(dist.get_process_group_ranks(group)) == sorted(ranks)), None)
 
@@ -232,7 +232,7 @@ def _make_group(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.Proces
 
 
 def _compute_device(contents: ModelContents) -> torch.device:
-    for mesh in _list_meshes(contents)[:1]:
+    for mesh in list_meshes(contents)[:1]:
         return find_device(mesh.device_type)
     return contents.fsdp1_units[0].compute_device
 

@@ -151,9 +151,8 @@ def revert_names(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str
 
 def _find_reversion(model: nn.Module) -> tuple[Any, Any]:
     """(transformers' ``revert_weight_conversion``, the transformers model)."""
-    pretrained = next(_unwrapped(model))
-    transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(pretrained, transformers.PreTrainedModel):
+    transformers, pretrained = sys.modules.get("transformers"), find_pretrained(model)
+    if transformers is None or pretrained is None:
         raise HubNamesUnknown("the model is no model of transformers, which alone says what the Hub's names are")
     try:
         from transformers.core_model_loading import revert_weight_conversion
@@ -164,6 +163,17 @@ def _find_reversion(model: nn.Module) -> tuple[Any, Any]:
     if getattr(pretrained, "hf_quantizer", None) is not None:
         raise HubNamesUnknown("the model is quantized: what the Hub has of it are no parts of its tensors")
     return revert_weight_conversion, pretrained
+
+
+def find_pretrained(model: nn.Module) -> Any:
+    """The model of transformers inside of all wrappers; None if there is none."""
+    transformers, inner = sys.modules.get("transformers"), next(_unwrapped(model))
+    return inner if transformers is not None and isinstance(inner, transformers.PreTrainedModel) else None
+
+
+def find_original_class(module: nn.Module) -> Any:
+    """That which it had before FSDP2 gave it one of its own."""
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
@@ -188,7 +198,7 @@ def _copy_unwrapped(module: nn.Module, copied: dict[int, nn.Module]) -> nn.Modul
     """
     inner = next(_unwrapped(module))
     if id(inner) not in copied:
-        original: Any = next(kind for kind in type(inner).__mro__ if not issubclass(kind, FSDPModule))
+        original = find_original_class(inner)
         copy = copied[id(inner)] = original.__new__(original)
         children = {
             name: None if child is None else _copy_unwrapped(child, copied)

@@ -171,13 +171,13 @@ _REPLAYS: Mapping[str, Callable[[Timeline, RankShards, RoleSetup], None]] = {
     **dict.fromkeys(
         (
             *("state_dict", "get_model_state_dict.sharded", "get_model_state_dict.sharded+cpu", "sharded_state_dict"),
-            *("local_state_dict", "dcp", "weights_info"),
+            *("local_state_dict", "dcp", "weights_info", "save_full_tensors"),
         ),
         _replay_nothing,
     ),
 }
 # Methods that read shards without unsharding a unit of FSDP1.
-_READS_SHARDS = ("full_tensors", "weights_info")
+_READS_SHARDS = ("full_tensors", "save_full_tensors", "weights_info")
 
 
 class RankReplay:

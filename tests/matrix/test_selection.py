@@ -176,13 +176,19 @@ def test_fix_adds_the_fix_once_to_each_scenario():
     assert len(added) == len(set(added))
     assert {case.scenario for case in added} == {case.scenario for case in without}
     fixes = {(c.scenario, find_fix(c.method, c.scenario.version)) for c in without}
-    shards = {(s, "local_shards") for s, path in fixes if path == FIX and not s.consumer.needs_sender}
-    assert fixes | shards == {(c.scenario, c.method) for c in added}
+    others = {
+        (s, name)
+        for s, path in fixes
+        for name in ("local_shards", "save_full_tensors")
+        if path == FIX and not s.consumer.needs_sender
+    }
+    assert fixes | others == {(c.scenario, c.method) for c in added}
 
 
 def test_fix_joins_cases_given_by_id():
     found = ids(case_ids=("fsdp2/none/staged/dcp", "fsdp2/none/staged/unshard"), fix=True)
-    assert found == [f"fsdp2/none/staged/{name}" for name in ("dcp", "unshard", FIX, "local_shards")]
+    fixes = (FIX, "local_shards", "save_full_tensors")
+    assert found == [f"fsdp2/none/staged/{name}" for name in ("dcp", "unshard", *fixes)]
 
 
 def test_the_fix_can_be_named_as_a_path():
@@ -192,7 +198,7 @@ def test_the_fix_can_be_named_as_a_path():
 def test_fix_stays_beside_what_an_expression_leaves_and_nowhere_else():
     expression = "fsdp2 and policy+param and staged and not optimizer and dcp and not load"
     found = ids(expression=expression, fix=True)
-    assert found == [f"fsdp2/policy+param/staged/{name}" for name in ("dcp", FIX, "local_shards")]
+    assert found == [f"fsdp2/policy+param/staged/{name}" for name in ("dcp", FIX, "local_shards", "save_full_tensors")]
 
 
 def test_an_expression_leaves_exactly_the_ids_it_matches():
@@ -267,4 +273,4 @@ def test_an_id_whose_strategy_does_not_have_the_path_is_a_usage_error(case_id):
 
 def test_a_named_path_of_one_direction_brings_no_fix_of_the_other():
     cases = select(Selection(methods=("unshard",), fix=True))
-    assert {case.method for case in cases} == {"unshard", FIX, "local_shards"}
+    assert {case.method for case in cases} == {"unshard", FIX, "local_shards", "save_full_tensors"}

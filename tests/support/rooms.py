@@ -5,8 +5,8 @@ from __future__ import annotations
 # A room may import from the rooms before it, and from itself.
 ROOMS = (
     *("errors", "machine", "matrix", "memory_use", "verdict", "known", "report", "versions", "page", "checkpoints"),
-    *("fsdp", "names", "memory", "extract", "load", "fingerprints", "engines", "examination", "case", "frameworks"),
-    *("probe", "plugin", "explain", "check", "repro", "bundle", "resume", "plan", "bench", "cli"),
+    *("fsdp", "names", "memory", "extract", "load", "fingerprints", "save", "engines", "examination", "case"),
+    *("frameworks", "probe", "plugin", "explain", "check", "repro", "bundle", "resume", "plan", "bench", "cli"),
 )
 # The command line imports them before it runs anything, so none of their modules imports torch at its top.
 WITHOUT_TORCH = (

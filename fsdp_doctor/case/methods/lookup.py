@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import inspect
 import pathlib
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +20,13 @@ from typing_extensions import assert_never
 
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.extract import full_tensors, local_shards
+from fsdp_doctor.extract.host_copies import view_as_memory
 from fsdp_doctor.load import load_full_tensors, load_optimizer_state
+from fsdp_doctor.load.safetensors_files import open_files
 from fsdp_doctor.matrix.axes import Context
 from fsdp_doctor.matrix.contracts import Contract
 from fsdp_doctor.matrix.methods import MatrixMethod
+from fsdp_doctor.save import save_full_tensors
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -116,6 +120,21 @@ def fix(model: nn.Module, experts: DeviceMesh | None) -> Any:
 def extract_local_by_fix(model: nn.Module, experts: DeviceMesh | None) -> Any:
     for shard in local_shards(model, experts=experts):
         yield shard.name, shard
+
+
+def save_by_fix(model: nn.Module, experts: DeviceMesh | None, scratch: pathlib.Path) -> dict[str, torch.Tensor]:
+    """What the files have that it saves; on rank 0."""
+    save_full_tensors(model, scratch, names="model", experts=experts)
+    full: dict[str, torch.Tensor] = {}
+    if dist.get_rank() == 0:
+        files, tensors = open_files(scratch)
+        for name, tensor in tensors.items():
+            full[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            tensor.file.read(tensor.begin, view_as_memory(full[name]))
+        for file in files:
+            file.close()
+        shutil.rmtree(scratch)
+    return full
 
 
 def load_by_fix(model: nn.Module, state: Any, buffers: Any, experts: DeviceMesh | None) -> Any:

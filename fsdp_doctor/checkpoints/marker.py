@@ -1,0 +1,37 @@
+"""The file that a save writes last: what was saved, and checksums by which it is verified without a reference."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+MARKER = "fsdp-doctor.json"
+# What a save that is under way has in its directory, or left there when its ranks were killed.
+PARTIAL, LOCK = ".fsdp-doctor-save", ".fsdp-doctor-save.lock"
+
+
+class MarkedFile(msgspec.Struct):
+    """CRC-32 of the bytes before the first tensor, and of each tensor by its name."""
+
+    header: int
+    sums: dict[str, int]
+
+
+class Marker(msgspec.Struct, omit_defaults=True):
+    """What stands in the file.
+
+    save: differs between any two saves. step: of training, as it was given. fingerprints: 32 digits for each tensor
+    that was summed before it was written, as :func:`fsdp_doctor.fingerprint` has them.
+    """
+
+    format: Literal["fsdp-doctor save"]
+    version: Literal[1]
+    save: str
+    num_ranks: int
+    files: dict[str, MarkedFile]
+    step: int | None = None
+    fingerprints: dict[str, str] = {}
+
+    def to_json(self) -> bytes:
+        return msgspec.json.format(msgspec.json.encode(self), indent=1)

@@ -1,0 +1,57 @@
+"""CRC-32 of a tensor whose pieces are written by several ranks, in any order: the sum of what each contributes.
+
+Without its first and last inversion a CRC is linear: that of a whole is the exclusive or of those of its pieces, each
+with zeros in place of the others. Zeros before a piece change nothing; zeros behind it are a multiplication.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from typing import TypeAlias
+
+_ALL_ONES = 0xFFFFFFFF
+_POLYNOMIAL = 0xEDB88320
+_ONE, _X_TO_THE_8 = 1 << 31, 1 << 23  # the highest bit is the lowest power
+_ZEROS = memoryview(bytes(1 << 14))
+LinearCrc: TypeAlias = int
+
+
+def continue_linear_crc(data: bytes | memoryview, before: LinearCrc = 0) -> LinearCrc:
+    """Of what came before, and the data behind it."""
+    return zlib.crc32(data, before ^ _ALL_ONES) ^ _ALL_ONES
+
+
+def shift_crc(crc: LinearCrc, nbytes: int) -> LinearCrc:
+    """With so many zeros behind it; of an ordinary CRC-32, what is to be ^ that of so many bytes behind it."""
+    if nbytes <= len(_ZEROS):  # which are sooner read than multiplied
+        return continue_linear_crc(_ZEROS[:nbytes], crc)
+    return _multiply(crc, _compute_power(nbytes))
+
+
+def finish_crc(crc: LinearCrc, nbytes: int) -> int:
+    """The CRC-32, as zip and zlib have it, of ``nbytes`` in all."""
+    return crc ^ shift_crc(_ALL_ONES, nbytes) ^ _ALL_ONES
+
+
+@functools.lru_cache(maxsize=4096)
+def _compute_power(nbytes: int) -> int:
+    """x to the power of ``8 * nbytes``."""
+    power, square = _ONE, _X_TO_THE_8
+    while nbytes:
+        if nbytes & 1:
+            power = _multiply(power, square)
+        square = _multiply(square, square)
+        nbytes >>= 1
+    return power
+
+
+def _multiply(left: int, right: int) -> int:
+    """The product of two polynomials modulo that of the CRC."""
+    product = 0
+    while left:
+        if left & _ONE:
+            product ^= right
+        left = left << 1 & _ALL_ONES
+        right = right >> 1 ^ (_POLYNOMIAL if right & 1 else 0)
+    return product
