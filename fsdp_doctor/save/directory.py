@@ -118,8 +118,11 @@ class SaveDirectory:
         self.close()
 
     def close(self) -> None:
-        """Removes what has no name yet; other ranks may still be writing to it."""
-        shutil.rmtree(self.partial, ignore_errors=True)
+        """Removes what has no name yet; other ranks may still be writing to it, and find all of it gone at once."""
+        gone = self.partial.with_name(f"{self.partial.name}-{self._rank}")
+        with contextlib.suppress(OSError):
+            self.partial.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
         self._locks.close()
 
     def _get_lock(self, rank: int) -> pathlib.Path:
