@@ -76,7 +76,7 @@ class SaveDirectory:
 
     def allocate(self, name: str, nbytes: int, header: bytes = b"") -> None:
         """Makes a file of that size, or gives one its room. Raises SaveError where there is none."""
-        fd = os.open(self.partial / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = os.open(self.partial / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             try:
                 os.posix_fallocate(fd, 0, nbytes)
