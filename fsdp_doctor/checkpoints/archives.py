@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_doctor.checkpoints.pickle_writing import write_pickle
+from fsdp_doctor.checkpoints.sums import crc32
 
 # As torch aligns the bytes of tensors.
 _ALIGNMENT = 64
@@ -63,7 +63,7 @@ class Archive:
         header = self._directory
         first = header + _LOCAL_HEADER.size + len(path) + (20 if nbytes >= _MOST_32 else 0) + 4
         padding = -first % _ALIGNMENT
-        crc = zlib.crc32(data) if data is not None else 0
+        crc = crc32(data) if data is not None else 0
         member = ArchiveMember(path, header, self.begin + first + padding, nbytes, data, padding, crc)
         self.members.append(member)
         return member

@@ -8,7 +8,6 @@ import math
 import os
 import pathlib
 import threading
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from fsdp_doctor.checkpoints.dtypes import DTYPES
 from fsdp_doctor.checkpoints.files import CHUNK_BYTES, BadFile
 from fsdp_doctor.checkpoints.record import SavedPiece
 from fsdp_doctor.checkpoints.scanning import Scans
-from fsdp_doctor.checkpoints.sums import shift_crc
+from fsdp_doctor.checkpoints.sums import crc32, shift_crc
 from fsdp_doctor.checkpoints.targets import FilePlan, PlaceToWrite, Slot, TensorToWrite
 
 # One reads while another sums.
@@ -158,7 +157,7 @@ class Copy:
             end -= len(whole) % cast.from_bytes
             cast.rest = whole[end - begin :]
             data = memoryview(cast.function(whole[: end - begin]))
-            cast.crc = zlib.crc32(data, cast.crc)
+            cast.crc = crc32(data, cast.crc)
             origin = begin * cast.to_bytes // cast.from_bytes
         for source, inside, slot, length in route.divide(begin, end):
             for place in slot.places:
@@ -210,7 +209,7 @@ class Copy:
     def _sum(self, number: int, begin: int, nbytes: int) -> int:
         crc = 0
         for at in range(begin, begin + nbytes, CHUNK_BYTES):
-            crc = zlib.crc32(os.pread(self._fds[number], min(CHUNK_BYTES, begin + nbytes - at), at), crc)
+            crc = crc32(os.pread(self._fds[number], min(CHUNK_BYTES, begin + nbytes - at), at), crc)
         return crc
 
     def _complain(self, place: PlaceToWrite) -> ConversionError:

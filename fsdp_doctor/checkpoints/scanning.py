@@ -6,7 +6,6 @@ import math
 import pathlib
 import struct
 import threading
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 from fsdp_doctor.checkpoints.dtypes import DTYPES
 from fsdp_doctor.checkpoints.files import CHUNK_BYTES, BadFile, OpenFile
 from fsdp_doctor.checkpoints.record import Member, SavedCheckpoint, SavedFile, SavedPiece, SavedTensor
+from fsdp_doctor.checkpoints.sums import crc32
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
 
 SpanKey: TypeAlias = tuple[str, int, int]
@@ -159,7 +159,7 @@ def _scan_member(
                 scans.symptoms.append(found)
             continue
         for offset, chunk in _read_chunks(file, begin, end):
-            crc = zlib.crc32(chunk, crc) if crc is not None else None
+            crc = crc32(chunk, crc) if crc is not None else None
             for scanner in scanners:
                 scanner.feed(offset, chunk, sums=scanner.scan.nbytes != member.nbytes)
             if sink is not None:
@@ -222,7 +222,7 @@ class _SpanScanner:
             chunk = chunk[first : self.end - offset]
             offset += first
         place, scan = offset - self.begin, self.scan
-        scan.crc = zlib.crc32(chunk, scan.crc) if sums and scan.crc is not None else scan.crc
+        scan.crc = crc32(chunk, scan.crc) if sums and scan.crc is not None else scan.crc
         scan.head += chunk[: max(_HEAD_BYTES - len(scan.head), 0)]
         if scan.is_zero:
             scan.is_zero = not chunk.strip(b"\0")

@@ -7,8 +7,12 @@ with zeros in place of the others. Zeros before a piece change nothing; zeros be
 from __future__ import annotations
 
 import functools
-import zlib
 from typing import TypeAlias
+
+try:
+    from isal.isal_zlib import crc32 as crc32  # the same sum, five times as fast as zlib's
+except ImportError:  # where no wheel of it fits the machine
+    from zlib import crc32 as crc32
 
 _ALL_ONES = 0xFFFFFFFF
 _POLYNOMIAL = 0xEDB88320
@@ -19,7 +23,7 @@ LinearCrc: TypeAlias = int
 
 def continue_linear_crc(data: bytes | memoryview, before: LinearCrc = 0) -> LinearCrc:
     """Of what came before, and the data behind it."""
-    return zlib.crc32(data, before ^ _ALL_ONES) ^ _ALL_ONES
+    return crc32(data, before ^ _ALL_ONES) ^ _ALL_ONES
 
 
 def shift_crc(crc: LinearCrc, nbytes: int) -> LinearCrc:

@@ -13,7 +13,6 @@ import copy
 import os
 import pathlib
 import uuid
-import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +22,7 @@ from torch import nn
 from fsdp_doctor.checkpoints.files import BadFile
 from fsdp_doctor.checkpoints.marker import MARKER, MarkedFile, Marker
 from fsdp_doctor.checkpoints.safetensors_files import HubFile, make_index, plan_hub_files
+from fsdp_doctor.checkpoints.sums import crc32
 from fsdp_doctor.extract.agreement import Agreement, ComparedPlan
 from fsdp_doctor.extract.full import ExtractionComparison
 from fsdp_doctor.extract.local import (
@@ -217,8 +217,7 @@ def _write_shards(
 def _make_marker(saving: SaveDirectory, plan: _Plan, ranks: Sequence[int], step: int | None) -> Marker:
     sums = collect_sums(saving, ranks, {name: tensor.nbytes for name, tensor in plan.tensors.items()})
     files = {
-        file.name: MarkedFile(zlib.crc32(file.header), {name: sums[name] for name in file.begins})
-        for file in plan.files
+        file.name: MarkedFile(crc32(file.header), {name: sums[name] for name in file.begins}) for file in plan.files
     }
     return Marker("fsdp-doctor save", 1, uuid.uuid4().hex, len(ranks), files, step)
 

@@ -8,14 +8,13 @@ import os
 import pathlib
 import queue
 import threading
-import zlib
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 
-from fsdp_doctor.checkpoints.sums import LinearCrc, continue_linear_crc, shift_crc
+from fsdp_doctor.checkpoints.sums import LinearCrc, continue_linear_crc, crc32, shift_crc
 from fsdp_doctor.extract.host_copies import count_threads, view_as_bytes, view_as_memory
 from fsdp_doctor.extract.local import ShardPlace
 from fsdp_doctor.save.regions import FileRange, divide_into_chunks, list_blocks
@@ -73,7 +72,7 @@ class Writer:
         shard: on any device, in any dtype; it may be let go of, and must stay as it is until ``finish``.
         """
         # Not all small tensors by the same rank.
-        count, itemsize = zlib.crc32(target.name.encode()), target.dtype.itemsize
+        count, itemsize = crc32(target.name.encode()), target.dtype.itemsize
         for block, stretches in list_blocks(shard, target.shape, place):
             in_file = (stretch.convert_to_bytes(target.begin, itemsize) for stretch in stretches)
             first = 0
