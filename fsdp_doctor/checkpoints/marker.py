@@ -21,8 +21,7 @@ class MarkedFile(msgspec.Struct):
 class Marker(msgspec.Struct, omit_defaults=True):
     """What stands in the file.
 
-    save: differs between any two saves. step: of training, as it was given. fingerprints: 32 digits for each tensor
-    that was summed before it was written, as :func:`fsdp_doctor.fingerprint` has them.
+    save: differs between any two saves. step: of training, as it was given.
     """
 
     format: Literal["fsdp-doctor save"]
@@ -31,7 +30,6 @@ class Marker(msgspec.Struct, omit_defaults=True):
     num_ranks: int
     files: dict[str, MarkedFile]
     step: int | None = None
-    fingerprints: dict[str, str] = {}
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1)
