@@ -7,6 +7,8 @@ import pathlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from fsdp_doctor.case import runtime
 from fsdp_doctor.case.recorder import Recorder, RecordSink
 from fsdp_doctor.case.runtime import Runtime
@@ -113,6 +115,9 @@ class FrameworkRun:
         )
         plain.workspace.mkdir(parents=True, exist_ok=True)
         session = find_adapter(scenario.framework).build(scenario.values, plain)
+        if not dist.is_initialized():
+            made = f"{describe_version(scenario.framework)} made no process group"
+            raise Unsupported(f"{made}, so nothing is sharded: ranks {worker.place.world_size}")
         return BuiltSession(
             session=session, runtime=runtime.make_for_present_group(worker.place, worker.device, worker.scratch)
         )

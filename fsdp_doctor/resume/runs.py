@@ -129,7 +129,8 @@ def require_records(run: UserJobRun, num_steps: int) -> None:
     for rank, error in errors.items():
         raise UsageError(f"{of}: the recorder gave up on rank {rank}: {error}; {see}")
     if run.failed:
-        raise UsageError(f"{of} failed. {run.ended.sentence} {_read_end(run.log)}; {see}")
+        what = f"{run.ended.sentence} {_read_end(run.log)}".rstrip(" .")
+        raise UsageError(f"{of} failed. {what}; {see}")
     stepped = any(record.steps for record in run.ranks.values())
     if not stepped and not num_steps:
         return
