@@ -490,13 +490,15 @@ def leave(record: str) -> None:
         ranks, end = dist.get_world_size() if _is_rank() else 1, time.monotonic() + _SECONDS_FOR_RANKS
         while sum(name.startswith("left") for name in os.listdir(record)) < ranks and time.monotonic() < end:
             time.sleep(0.02)
-    # What the interpreter does at its end: it waits for threads, and executors for what they were given.
-    waiting = threading.Thread(target=threading._shutdown, daemon=True)  # type: ignore[attr-defined]
-    waiting.start()
-    waiting.join(_SECONDS_FOR_THREADS)
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
+    watchdog = threading.Timer(_SECONDS_FOR_THREADS, os._exit, (0,))
+    watchdog.daemon = True
+    watchdog.start()
+    # What the interpreter does at its end: it waits for threads, and executors for what they were given. It must be
+    # done in the main thread, for whose end another one would wait.
+    threading._shutdown()  # type: ignore[attr-defined]
     os._exit(0)
 
 
