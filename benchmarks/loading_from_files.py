@@ -17,7 +17,6 @@ import os
 import pathlib
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from torch import nn
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from host_time import sharded
+from ranks import BACKENDS, join_group, make_shared_directory
 
 from fsdp_doctor import load_full_tensors
 from fsdp_doctor.extract.host_copies import HostCopies, count_threads
@@ -39,35 +39,24 @@ from fsdp_doctor.load import full_load
 from fsdp_doctor.load.portions import LocalParts
 
 _MIB = 1 << 20
-_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "emulated": "cpu:gloo,emulated:emulated"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=_BACKENDS, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=BACKENDS, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--hidden", type=int, default=1000)
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--chunk-mib", default="2,4,8,16")
     parser.add_argument("--directory", help="where the file is written; one in main memory, such as /dev/shm")
     options = parser.parse_args()
-    if options.device == "emulated":
-        import fsdp_doctor.emulated  # noqa: F401, which registers the device
-    if options.device != "cpu":
-        torch.get_device_module(options.device).set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(_BACKENDS[options.device])
+    join_group(options.device)
     model = sharded(options.device, options.hidden)
-    name = [tempfile.mkdtemp(dir=options.directory) if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(name)
-    path = pathlib.Path(name[0]) / "model.safetensors"
-    if dist.get_rank() == 0:
-        save_file({n: torch.zeros(p.shape, dtype=p.dtype) for n, p in model.named_parameters()}, path)
-    dist.barrier()
-    try:
-        measure(model, path, options)
-    finally:
+    with make_shared_directory(options.directory) as directory:
+        path = directory / "model.safetensors"
         if dist.get_rank() == 0:
-            path.unlink()
-            path.parent.rmdir()
+            save_file({n: torch.zeros(p.shape, dtype=p.dtype) for n, p in model.named_parameters()}, path)
+        dist.barrier()
+        measure(model, path, options)
     dist.destroy_process_group()
 
 

@@ -17,7 +17,6 @@ import pathlib
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,35 +31,26 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
+from ranks import BACKENDS, join_group, make_shared_directory
+
 from fsdp_doctor import full_tensors, save_full_tensors
 from fsdp_doctor.extract.host_copies import count_threads
 from fsdp_doctor.save.writing import MOST_THREADS
 
 _MIB = 1 << 20
-_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "emulated": "cpu:gloo,emulated:emulated"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=_BACKENDS, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=BACKENDS, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--directory", help="where the files are written; one in main memory, such as /dev/shm")
     options = parser.parse_args()
-    if options.device == "emulated":
-        import fsdp_doctor.emulated  # noqa: F401, which registers the device
-    if options.device != "cpu":
-        torch.get_device_module(options.device).set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(_BACKENDS[options.device])
+    join_group(options.device)
     model = make_model(options.device, options.hidden)
-    name = [tempfile.mkdtemp(dir=options.directory) if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(name)
-    try:
-        measure(model, pathlib.Path(name[0]), options)
-    finally:
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(name[0])
+    with make_shared_directory(options.directory) as directory:
+        measure(model, directory, options)
     dist.destroy_process_group()
 
 

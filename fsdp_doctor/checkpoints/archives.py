@@ -52,7 +52,7 @@ class Archive:
 
     @classmethod
     def make(cls, root: str, begin: int, value: Any) -> Archive:
-        """Of a value whose tensors' bytes are to be added, as ``data/KEY``."""
+        """Begins an archive of a pickled value; the bytes of its tensors are to be added, as ``data/KEY``."""
         archive = cls(root, begin)
         for name, data in (("data.pkl", write_pickle(value)), ("byteorder", b"little"), ("version", b"3\n")):
             archive.add(name, len(data), data)

@@ -31,7 +31,7 @@ class ConversionError(Exception):
 
 @dataclass(slots=True)
 class _Cast:
-    """Of elements that come in chunks. rest: the bytes of one that came in part. crc: of what was cast so far."""
+    """A cast of elements that come in chunks. rest: the bytes of one that came in part. crc: of all cast so far."""
 
     function: Callable[[bytes], bytes]
     from_bytes: int

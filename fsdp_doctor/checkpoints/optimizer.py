@@ -60,7 +60,7 @@ def choose_optimizer(
 
 
 def _walk_leaves(checkpoint: SavedCheckpoint) -> Iterator[tuple[str, tuple[str, ...], _Leaf]]:
-    """With the place of the state that each is of."""
+    """Yields (the state that it is of, its path in it, the tensor or value) of all optimizer state."""
     for state in checkpoint.states:
         leaves: dict[tuple[str, ...], _Leaf] = {tensor.path: tensor for tensor in state.select("optimizer")}
         for (path, _), value in state.values.items():
@@ -76,7 +76,7 @@ def _put(into: dict[str, Any], path: tuple[str, ...], leaf: _Leaf) -> None:
 
 
 def _restore_sequences(value: Any) -> Any:
-    """What was a list or a tuple has numbers as its keys."""
+    """Makes tuples of the dicts whose keys are 0, 1, ...: they were lists or tuples before they were flattened."""
     if not isinstance(value, dict):
         return value
     items = {key: _restore_sequences(each) for key, each in value.items()}
@@ -84,7 +84,7 @@ def _restore_sequences(value: Any) -> Any:
 
 
 def _join_groups(flat: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of parameters with the same settings."""
+    """Makes one group of all parameters with the same settings."""
     groups: dict[str, dict[str, Any]] = {}
     for name, settings in flat.items():
         restored = {key: _restore_sequences(value) for key, value in settings.items() if key != "params"}
@@ -95,7 +95,7 @@ def _join_groups(flat: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 def _name_parameters(
     groups: list[dict[str, Any]], state: dict[str, Any], model: SavedModel, parameters: Iterable[str]
 ) -> dict[str, str]:
-    """By the key that each has in the state. Numbers are given in the order of the model's parameters."""
+    """Returns each parameter's name by its key in the state. Numbers count the model's parameters in their order."""
     keys = [key for group in groups for key in group.get("params", ())]
     if not any(isinstance(key, int) for key in keys):
         return {key: strip_wrappers(key) for key in [*keys, *state]}

@@ -52,7 +52,7 @@ STRIDED = PickledCall(PickledGlobal("torch.serialization", "_get_layout"), ("tor
 
 
 def write_pickle(value: Any) -> bytes:
-    """Of None, bools, numbers, texts, tuples, lists, dicts and the classes above. Raises TypeError for others."""
+    """Pickles None, bools, numbers, texts, tuples, lists, dicts and the classes above. Raises TypeError for others."""
     emitter = _Emitter()
     emitter.emit(value)
     return b"".join((*emitter.parts, b"."))

@@ -148,7 +148,7 @@ class _Reading:
         del self.checkpoint.files[path]
 
     def _read_marker(self, directory: str, names: set[str]) -> None:
-        """What a save has written last: the sizes and checksums of its files."""
+        """Reads the marker of a save, which was written last and has the checksums of its files."""
         path = _join(directory, MARKER)
         if self.checkpoint.settings.get(path) is None:
             return

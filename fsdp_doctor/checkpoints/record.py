@@ -221,9 +221,9 @@ class SavedModel:
     states: list[State]
 
     def select_parameters(self, buffers: Collection[str] = ()) -> dict[str, SavedTensor]:
-        """Without the buffers, as far as files say which these are: ranks divide parameters alone.
+        """Leaves out the buffers, as far as the files say which these are: ranks divide parameters alone.
 
-        buffers: names of others, or the last parts of names.
+        buffers: names of further ones, or the last parts of names.
         """
         are_divided = any(tensor.is_divided for tensor in self.tensors.values())
         is_by_ranks = all(state.arrangement is Arrangement.RANK_FILES for state in self.states)

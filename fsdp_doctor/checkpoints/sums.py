@@ -22,19 +22,22 @@ LinearCrc: TypeAlias = int
 
 
 def continue_linear_crc(data: bytes | memoryview, before: LinearCrc = 0) -> LinearCrc:
-    """Of what came before, and the data behind it."""
+    """Returns the linear CRC of what came before with the data behind it."""
     return crc32(data, before ^ _ALL_ONES) ^ _ALL_ONES
 
 
 def shift_crc(crc: LinearCrc, nbytes: int) -> LinearCrc:
-    """With so many zeros behind it; of an ordinary CRC-32, what is to be ^ that of so many bytes behind it."""
+    """Returns the linear CRC of the same bytes with ``nbytes`` zeros behind them.
+
+    Of an ordinary CRC-32: with that of the next ``nbytes`` bytes, exclusive or gives the CRC-32 of both.
+    """
     if nbytes <= len(_ZEROS):  # which are sooner read than multiplied
         return continue_linear_crc(_ZEROS[:nbytes], crc)
     return _multiply(crc, _compute_power(nbytes))
 
 
 def finish_crc(crc: LinearCrc, nbytes: int) -> int:
-    """The CRC-32, as zip and zlib have it, of ``nbytes`` in all."""
+    """Returns the CRC-32, as zip and zlib have it, for a linear CRC of ``nbytes`` bytes."""
     return crc ^ shift_crc(_ALL_ONES, nbytes) ^ _ALL_ONES
 
 

@@ -120,7 +120,7 @@ class FilePlan:
         return self.files[-1]
 
     def add_place(self, tensor: TensorToWrite, first: int, nbytes: int, begin: int, member: Any = None) -> None:
-        """In the file that was added last."""
+        """Gives a range of a tensor's bytes a place in the file that was added last."""
         slots = self.slots.setdefault(id(tensor), (tensor, []))[1]
         place = PlaceToWrite(len(self.files) - 1, begin, member)
         if slots and slots[-1].first == first:
@@ -129,7 +129,7 @@ class FilePlan:
             slots.append(Slot(first, nbytes, [place]))
 
     def add_archive(self, root: str, tree: _Tree, pickle: _Pickle, constants: Mapping[str, bytes] = _NOTHING) -> None:
-        """What torch.save makes of a value, at the end of the file that was added last. constants: members by key."""
+        """Adds what torch.save makes of a value to the file that was added last. constants: members by key."""
         stored: dict[Any, tuple[str, TensorToWrite, int, int]] = {}
 
         def store(tensor: TensorToWrite, first: int, nbytes: int) -> str:
@@ -243,7 +243,7 @@ def _lay_out_ranks(layout: FilePlan, states: StatesToWrite, world_size: int, dev
 
 
 def _number_parameters(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """As ``optimizer.state_dict()`` does: in the order of the groups."""
+    """Numbers the parameters in the order of the groups, as ``optimizer.state_dict()`` does."""
     numbers: dict[str, int] = {}
     for group in optimizer["param_groups"]:
         for name in group["params"]:
@@ -368,7 +368,7 @@ _DCP = "torch.distributed.checkpoint.metadata"
 
 
 def _lay_out_dcp(layout: FilePlan, states: StatesToWrite, world_size: int) -> None:
-    """With the keys ``model`` and ``optim``. Rows are divided as FSDP does, so that each rank reads its own."""
+    """Lays out the keys ``model`` and ``optim``. Rows are divided as FSDP does, so that each rank reads its own."""
     tree = {"model": states.model} | ({"optim": states.optimizer} if states.optimizer is not None else {})
     leaves = list(_flatten(tree, ()))
     tensors = [leaf for _, leaf in leaves if isinstance(leaf, TensorToWrite)]
@@ -424,7 +424,7 @@ def _describe_tensor(tensor: TensorToWrite, chunks: list[PickledInstance]) -> Pi
 
 
 def _flatten(tree: _Tree, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """As DCP does: dicts, and lists that have dicts or tensors."""
+    """Yields (path, leaf), going into dicts, and into lists that have dicts or tensors, as DCP does."""
     if isinstance(tree, dict):
         items: Any = tree.items()
     elif isinstance(tree, list) and any(isinstance(each, dict | list | TensorToWrite) for each in tree):

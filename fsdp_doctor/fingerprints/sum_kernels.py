@@ -27,7 +27,7 @@ from fsdp_doctor.fingerprints.keyed_sum import (
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramShape:
-    """What a program has: columns and rows of a run of words, or tiles one below the other, of as many rows at most.
+    """What one program sums: columns and rows of a run of words, or tiles one below the other, of ``rows`` at most.
 
     So small that many fit on a multiprocessor at once: while one multiplies, others read.
     """
@@ -68,7 +68,7 @@ class SumTable:
         self._column_keys = torch.stack(compute_column_keys(device))
 
     def move(self, moved: Mapping[int, int]) -> None:
-        """What was in the storages at the first addresses is in those at the second now, at the same places."""
+        """Follows storages that were allocated anew: moved has the new address of each, by the old one."""
         storages = self._on_host[:, -1].contiguous()
         before, now = torch.tensor(sorted(moved.items()), dtype=torch.int64, device="cpu").unbind(1)
         new = now[torch.searchsorted(before.contiguous(), storages)]

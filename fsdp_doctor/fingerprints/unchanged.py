@@ -82,7 +82,7 @@ class _Sums:
             self._parts.append((forms, rows))
 
     def read(self) -> dict[str, tuple[object, ...]]:
-        """By name, what must be the same. Waits for the device."""
+        """Returns by name what must be the same afterwards. Waits for the device."""
         return {
             name: (form, *row)
             for forms, rows in self._parts

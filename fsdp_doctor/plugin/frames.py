@@ -32,7 +32,7 @@ def _skip_libraries(entry: TracebackType | None) -> TracebackType | None:
 
 
 def select_frames(text: str, *, kept: int) -> str:
-    """Of a printed traceback or stack the frames without those of libraries. kept: the index of one that stays."""
+    """Takes the frames of libraries from a printed traceback or stack. kept: the index of one that stays."""
     lines = text.splitlines()
     starts = [at for at, line in enumerate(lines) if not line.startswith("    ")]
     parts = ["\n".join(lines[begin:end]) for begin, end in itertools.pairwise([*starts, len(lines)])]

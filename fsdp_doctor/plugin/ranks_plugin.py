@@ -277,7 +277,7 @@ def _cut_at_pytest(thread: str) -> str:
 
 
 def _shorten(sections: Sequence[_Section]) -> tuple[_Section, ...]:
-    """As many of the lines as are read at once: of each section the last, and the other ranks by their numbers."""
+    """Cuts sections to _MOST_LINES in all: the last lines of each, and the numbers of the ranks that are left out."""
     shown: list[_Section] = []
     left = _MOST_LINES
     for title, text in sections:

@@ -129,7 +129,7 @@ def _join_the_others() -> tuple[launch.Place, dist.Store, Interruption]:
 
 
 def _wait_for_the_others(store: dist.Store, world_size: int) -> None:
-    """What started the ranks ends all as soon as one fails; rank 0, whose exit code counts, goes last."""
+    """Has rank 0, whose exit code counts, end last: torchrun ends all ranks as soon as one fails."""
     keys = [f"bye/{rank}" for rank in range(1, world_size)]
     end = time.monotonic() + _GOODBYE_SECONDS
     with contextlib.suppress(RuntimeError):

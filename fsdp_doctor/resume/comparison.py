@@ -28,18 +28,9 @@ StateKind: TypeAlias = Literal[
     "gradients",
     "later",
 ]
-"""In the order in which one can cause the next."""
-# What a run that does not repeat itself can still be asked for: it was loaded from what the straight run saved.
-LOADED: tuple[StateKind, ...] = (
-    "run",
-    "weights",
-    "optimizer",
-    "options",
-    "schedule",
-    "scaler",
-    "average",
-    "buffers",
-)
+"""What can differ, in the order in which one can cause the next."""
+# What a run that does not repeat itself cannot be asked for; all else was loaded from what the straight run saved.
+NOT_LOADED: tuple[StateKind, ...] = ("data", "generators", "gradients", "later")
 # What depends on how kernels compute.
 COMPUTED: tuple[StateKind, ...] = ("gradients", "later")
 
@@ -93,7 +84,7 @@ _COUNTERS = ("step", "steps", "_step")
 
 @dataclass(frozen=True, kw_only=True)
 class RunDifference:
-    """What differs on one rank. names: of what, all of them."""
+    """What differs on one rank. names: of all parameters, or other things, that differ."""
 
     kind: StateKind
     symptom: ResumeSymptom
@@ -125,7 +116,7 @@ class RankComparison:
         self._first = straight[0]
 
     def list_differences(self) -> list[RunDifference]:
-        """At the first step, in the order of kinds; a later one only if there the first step shows none."""
+        """Lists those of the first step, in the order of kinds; that of a later step where the first shows none."""
         if not self._resumed:
             text = f"the resumed run took no training step; step {self._expected.step} was to come"
             return [RunDifference(kind="run", symptom="no-step", text=text)]
@@ -244,7 +235,8 @@ class RankComparison:
             if "lr" in wrong and not schedules:
                 yield self._describe_rate(group, was["lr"], now.get("lr"))
             # What a scheduler writes into the group follows from the schedule.
-            rest = [key for key in wrong if key not in ("lr", "initial_lr", "momentum" if schedules else "lr")]
+            scheduled = ("lr", "initial_lr", "momentum") if schedules else ("lr", "initial_lr")
+            rest = [key for key in wrong if key not in scheduled]
             if rest:
                 values = ", ".join(f"{key} is {now.get(key)}, not {was.get(key)}" for key in rest)
                 yield _make("options", "options", [f"{group} {key}" for key in rest], f"{group}: {values}")
@@ -352,19 +344,18 @@ class RankComparison:
         return _make("data", symptom, (), text)
 
     def _compare_generators(self) -> Iterator[RunDifference]:
+        symptom: ResumeSymptom
         was, now = self._expected.generators, self._begun.generators
         for name in sorted({*was} & {*now}):
             if was[name] == now[name] or not self._is_drawn(name):
                 continue
-            text = f"the generator of {name} is in another state at the first forward"
+            text, symptom = f"the generator of {name} is in another state at the first forward", "generators"
             ranks = [rank for rank, states in self._elsewhere.items() if states.get(name) == now[name]]
             if now[name] == self._first.generators.get(name):
                 text, symptom = f"the generator of {name} is as before step 1", "generators-of-the-start"
             elif ranks:
                 text, symptom = f"the generator of {name} is that of rank {ranks[0]}", "generators-of-another-rank"
-            else:
-                symptom = "generators"
-            yield RunDifference(kind="generators", symptom=symptom, text=text, names=(name,))  # type: ignore[arg-type]
+            yield _make("generators", symptom, [name], text)
 
     def _is_drawn(self, name: str) -> bool:
         """Whether the straight run draws from the generator after the save."""

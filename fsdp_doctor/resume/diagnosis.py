@@ -18,7 +18,7 @@ from fsdp_doctor.errors import UsageError
 from fsdp_doctor.resume.causes import ResumeCause, list_causes
 from fsdp_doctor.resume.comparison import (
     COMPUTED,
-    LOADED,
+    NOT_LOADED,
     RankComparison,
     ResumeSymptom,
     RunDifference,
@@ -125,24 +125,14 @@ class _Diagnosis:
         straight = self._run("straight", stop=at + self._steps, directory=self._directory)
         require_records(straight, at + 1)
         self._require_save(straight)
-        resumed = self._run(
-            "resumed",
-            stop=self._steps + go_on,
-            directory=self._directory,
-            resume_at=at,
-        )
+        resumed = self._run("resumed", stop=self._steps + go_on, directory=self._directory, resume_at=at)
         require_records(resumed, 0)
         self._compare(straight, resumed, 1)
 
     def resume_again(self) -> None:
         at, resumed = self._job.at, self._runs["resumed"]
         require_records(resumed, at + 1)
-        second = self._run(
-            "second-resume",
-            stop=self._steps,
-            directory=self._directory,
-            resume_at=2 * at,
-        )
+        second = self._run("second-resume", stop=self._steps, directory=self._directory, resume_at=2 * at)
         require_records(second, 0)
         self._compare(resumed, second, 2)
 
@@ -170,7 +160,7 @@ class _Diagnosis:
                 "what it draws and computes was left out, for the program does not repeat itself: "
                 f"{self._unrepeatable} differ between two runs from the start"
             )
-            found = [each for each in found if each[1].kind in LOADED]
+            found = [each for each in found if each[1].kind not in NOT_LOADED]
         else:
             found = self._drop_undrawn(found, again, bool(kinds & {*COMPUTED, "data"}))
             if found and {difference.kind for _, difference in found} <= {"generators", *COMPUTED}:
@@ -201,11 +191,7 @@ class _Diagnosis:
         if "straight-again" not in self._runs:
             straight = self._runs["straight"]
             stop = self._job.at + self._steps
-            again = self._run(
-                "straight-again",
-                stop=stop,
-                directory=self._job.work / "job-again",
-            )
+            again = self._run("straight-again", stop=stop, directory=self._job.work / "job-again")
             require_records(again, self._job.at + 1)
             self._unrepeatable = _find_unrepeatable(straight, again)
         return self._runs["straight-again"]
@@ -213,7 +199,7 @@ class _Diagnosis:
     def _drop_undrawn(
         self, found: Sequence[tuple[int, RunDifference]], again: UserJobRun, computed: bool
     ) -> list[tuple[int, RunDifference]]:
-        """Without generators that nobody seeds, or that nothing which is computed depends on."""
+        """Drops generators that nobody seeds, and those on which nothing that is computed depends."""
         at = self._job.at
         straight = self._runs["straight"]
         kept = []
@@ -228,12 +214,8 @@ class _Diagnosis:
 
     def _repeats(self, resumed: UserJobRun, resume: int) -> bool:
         """Runs the resumed run again, and says whether it computes the same."""
-        again = self._run(
-            "resumed-again",
-            stop=self._steps,
-            directory=self._directory,
-            resume_at=self._job.at * resume,
-        )
+        at = self._job.at * resume
+        again = self._run("resumed-again", stop=self._steps, directory=self._directory, resume_at=at)
         require_records(again, 1)
         self._unrepeatable = _find_unrepeatable(resumed, again)
         return not self._unrepeatable
@@ -353,7 +335,7 @@ def _find_unrepeatable(one: UserJobRun, other: UserJobRun) -> str:
 
 
 def _drop_effects(found: Sequence[tuple[int, RunDifference]]) -> list[tuple[int, RunDifference]]:
-    """Without what follows from another difference, of this rank or of another."""
+    """Drops what follows from another difference, of this rank or of another."""
     kinds = {difference.kind for _, difference in found}
     effects: set[StateKind] = set()
     if kinds - {*COMPUTED}:

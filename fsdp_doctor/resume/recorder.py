@@ -56,7 +56,7 @@ def digest_bytes(data: Any) -> str:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Of this rank's part of a tensor; "empty" without elements, "zeros" where all are zero."""
+    """Returns a digest of this rank's part of a tensor; "empty" without elements, "zeros" where all are zero."""
     with torch.no_grad():
         local = tensor.detach()
         if hasattr(local, "to_local"):
@@ -181,7 +181,7 @@ def _classify(kind: type) -> str:
 
 
 def _number(objects: Sequence[Any]) -> dict[str, Any]:
-    """By the names of their classes, of one class with a number."""
+    """Names objects by their classes, with a number from the second of a class on."""
     named: dict[str, Any] = {}
     counts: collections.Counter[str] = collections.Counter()
     for each in objects:
@@ -270,7 +270,7 @@ class StepRecorder:
         self._batches.append([digest(tensor) for tensor in _list_tensors([arguments, options])])
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, options: Any) -> Any:
-        """With a closure, the forward and the backward come within the step."""
+        """Records the step before it is taken; with a closure, after its first call, which has the backward."""
         closure = arguments[1] if len(arguments) > 1 else options.get("closure")
         if closure is None:
             self._guard(self._take_step, optimizer)
@@ -431,7 +431,7 @@ class StepRecorder:
         self._seconds += time.perf_counter() - begin
 
     def _say_why_nothing(self) -> None:
-        """At the end of a rank without a step: what was seen instead."""
+        """Records at the end of a rank that took no step what was seen instead."""
         if self._steps or self._broken or not (self._forwards or _is_rank()):
             return
         with contextlib.suppress(Exception):

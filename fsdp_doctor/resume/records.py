@@ -13,7 +13,7 @@ RecordedValues: TypeAlias = dict[str, dict[str, Any]]
 
 
 class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one rank's process.
+    """Facts of one rank's process.
 
     frameworks: those whose code called the optimizer. unseen: modules that are loaded, and keep state that is not seen.
     """

@@ -37,7 +37,9 @@ class SaveDirectory:
         self._replaced: list[str] = []
 
     def prepare(self, replaced: re.Pattern[str], *, overwrite: bool) -> None:
-        """By the first rank. Raises SaveError for a directory with what is to be replaced, and for one in use.
+        """Makes the hidden folder; on the first rank alone.
+
+        Raises SaveError for a directory in use, and for one that has what is to be saved already.
 
         Removes what a save left whose ranks were killed.
         """
@@ -56,7 +58,7 @@ class SaveDirectory:
         self.partial.mkdir()
 
     def join(self, partial: str) -> None:
-        """By each rank, once it is prepared. partial: the name of the folder that the first rank made."""
+        """Joins the save, on each rank. partial: the name of the folder that the first rank made."""
         self.partial = self.path / partial
         if not self.partial.is_dir():
             raise SaveError(
@@ -99,7 +101,7 @@ class SaveDirectory:
             os.fsync(file.fileno())
 
     def commit(self, files: Collection[str], last: Sequence[str]) -> None:
-        """By the first rank: gives all files their names. last: those without which nothing looks whole, in order."""
+        """Gives files their names; on the first rank alone. last: those without which nothing looks whole, in order."""
         others = [path.name for path in self.partial.iterdir() if path.name not in (*files, *last)]
         names = [*files, *(name for name in others if not name.startswith("rank-"))]
         for name in self._replaced:

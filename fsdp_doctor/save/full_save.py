@@ -23,7 +23,7 @@ from fsdp_doctor.checkpoints.files import BadFile
 from fsdp_doctor.checkpoints.marker import MARKER, MarkedFile, Marker
 from fsdp_doctor.checkpoints.safetensors_files import HubFile, make_index, plan_hub_files
 from fsdp_doctor.checkpoints.sums import crc32
-from fsdp_doctor.extract.agreement import Agreement, ComparedPlan
+from fsdp_doctor.extract.agreement import ComparedPlan
 from fsdp_doctor.extract.full import ExtractionComparison
 from fsdp_doctor.extract.local import (
     ShardRequest,
@@ -43,7 +43,7 @@ from fsdp_doctor.fsdp.expert_groups import Experts, list_expert_meshes, place_ex
 from fsdp_doctor.load.agreement import announce_early_errors
 from fsdp_doctor.names.hub_names import Names, find_original_class, find_pretrained
 from fsdp_doctor.save.directory import WEIGHTS, SaveDirectory, SaveError
-from fsdp_doctor.save.ranks import RankPlace, announce_errors, collect_sums, leave_sums
+from fsdp_doctor.save.ranks import RankPlace, collect_sums, leave_sums, open_save
 from fsdp_doctor.save.writing import TensorInFile, Writer
 
 # The habit of the Hub.
@@ -114,11 +114,7 @@ def save_full_tensors(
         request = request_of(model, dtype, keep_dtype, _BUCKET_BYTES, "merged", names, experts)
         place = RankPlace.find(place_experts(reader.read(model), list_expert_meshes(experts)))
         plan = _make_plan(model, request, largest_file, len(place.ranks))
-    agreement = Agreement(place.ranks, "save", speaker=place.ranks[0])
-    with (
-        contextlib.closing(SaveDirectory(path, place.ranks, place.rank)) as saving,
-        announce_errors(agreement, saving),
-    ):
+    with open_save(path, place) as (agreement, saving):
         settings = f"to {path} {dtype=} {largest_file=} {overwrite=} {step=} {request.plan.names}"
         lines = describe_plan(request.sources, request.dtypes, settings, request.adapters)
         comparison = ExtractionComparison(request.plan.groups, request.shards, request.device)
@@ -195,7 +191,7 @@ def _make_plan(model: nn.Module, request: ShardRequest, largest_file: int, num_r
 def _write_shards(
     writer: Writer, plan: _Plan, request: ShardRequest, deltas: Mapping[str, list[Delta]], place: RankPlace
 ) -> None:
-    """In the order of the files, from another file on for each rank."""
+    """Writes in the order of the files; each rank begins with another file."""
     list_parts, turns = request.plan.names.list_parts, place.list_turns(request.sources)
     first = place.index * len(plan.files) // len(place.ranks)
 

@@ -23,7 +23,7 @@ from torch import nn
 from fsdp_doctor.checkpoints.files import OpenFile
 from fsdp_doctor.checkpoints.record import Member
 from fsdp_doctor.checkpoints.torch_files import find_tensors, read_torch_file
-from fsdp_doctor.extract.agreement import Agreement, ComparedPlan
+from fsdp_doctor.extract.agreement import ComparedPlan
 from fsdp_doctor.extract.local import ShardPlace
 from fsdp_doctor.extract.rank_groups import describe_conflicts
 from fsdp_doctor.extract.streams import wait_for_device
@@ -37,7 +37,7 @@ from fsdp_doctor.load.optimizer_matching import OptimizerParameter, ParameterPar
 from fsdp_doctor.load.outcome import LoadError
 from fsdp_doctor.load.targets import compare_groups, find_place
 from fsdp_doctor.save.directory import SaveDirectory, SaveError
-from fsdp_doctor.save.ranks import RankPlace, announce_errors, collect_sums, leave_sums
+from fsdp_doctor.save.ranks import RankPlace, collect_sums, leave_sums, open_save
 from fsdp_doctor.save.writing import TensorInFile, Turn, Writer
 
 _FILE = "optimizer.pt"
@@ -81,11 +81,7 @@ def save_optimizer_state(
         except LoadError as error:
             raise SaveError(str(error)) from None
     place = RankPlace.find(contents)
-    agreement = Agreement(place.ranks, "save", speaker=place.ranks[0])
-    with (
-        contextlib.closing(SaveDirectory(path, place.ranks, place.rank)) as saving,
-        announce_errors(agreement, saving),
-    ):
+    with open_save(path, place) as (agreement, saving):
         lines = [f"to {path} {overwrite=}"] + [
             f"{' = '.join(part.names)}: {list(part.shape)} {part.layout} in group {parameter.group}"
             for parameter in parameters
@@ -140,7 +136,7 @@ def _list_values(
 
 
 def _outline(optimizer: torch.optim.Optimizer, parameters: list[OptimizerParameter]) -> dict[str, dict[str, Any]]:
-    """By parameter and key: the dtype of a tensor like the parameter, or the single value."""
+    """Describes this rank's state by parameter and key: the dtype of a tensor like the parameter, or the value."""
     outline: dict[str, dict[str, Any]] = {}
     for part, key, value in _list_values(optimizer, parameters):
         single = value.cpu() if isinstance(value, torch.Tensor) and not value.ndim else value
@@ -188,21 +184,21 @@ def _find_place(
     """(this rank's elements, where they are in the whole, and whether this rank or another one writes them)."""
     if not value.ndim:
         return value, ShardPlace(numel=1, offset=0, stride=()), Turn(place.index, 1)
-    layout, held = part.layout, part.layout.compute_part(part.shape, place.rank)
+    layout, of_rank = part.layout, part.layout.compute_part(part.shape, place.rank)
     if isinstance(layout, InFlatParameter):
-        ((run,),) = held.runs
+        ((run,),) = of_rank.runs
         in_flat = ShardPlace(numel=len(run), offset=run.start, stride=layout.stride)
         # Of replicas the first one writes.
         return value, in_flat, Turn(max((dist.get_rank(each.group) for each in layout.replicas), default=0), 1)
-    in_blocks = ShardPlace(numel=value.numel(), offset=None, stride=compute_row_major_strides(shape), part=held)
+    in_blocks = ShardPlace(numel=value.numel(), offset=None, stride=compute_row_major_strides(shape), part=of_rank)
     if isinstance(layout, Whole):
         return value, in_blocks, Turn(place.index, 1)
-    alike = [rank for rank in place.ranks if layout.compute_part(part.shape, rank) == held]
+    alike = [rank for rank in place.ranks if layout.compute_part(part.shape, rank) == of_rank]
     return value, in_blocks, Turn(alike.index(place.rank), len(alike))
 
 
 def _write_checksums(path: pathlib.Path, sums: Mapping[int, int]) -> None:
-    """Into a zip whose members at these bytes have none: behind each of them, and in the directory of the zip."""
+    """Writes the CRC of each member that begins at one of these bytes behind it, and into the directory of the zip."""
     with OpenFile(path) as opened:
         members: list[Member] = read_torch_file(opened).members
     with zipfile.ZipFile(path) as archive:

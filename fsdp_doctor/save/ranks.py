@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,12 +24,18 @@ from fsdp_doctor.save.writing import Turn, Writer
 
 
 @contextlib.contextmanager
-def announce_errors(agreement: Agreement, saving: SaveDirectory) -> Iterator[None]:
-    """Tells the other ranks what this one raises inside, and raises SaveError where another rank fails."""
+def open_save(path: pathlib.Path, place: RankPlace) -> Iterator[tuple[Agreement, SaveDirectory]]:
+    """Opens a directory to save to. The other ranks are told what this one raises inside; SaveError where another
+    rank fails.
+    """
+    agreement = Agreement(place.ranks, "save", speaker=place.ranks[0])
     try:
-        with agreement.announce_leaving():
+        with (
+            contextlib.closing(SaveDirectory(path, place.ranks, place.rank)) as saving,
+            agreement.announce_leaving(),
+        ):
             try:
-                yield
+                yield agreement, saving
             except FileNotFoundError:
                 if not saving.partial.exists():
                     # Another rank has left, and has removed it; this raises why.
@@ -62,7 +69,9 @@ class RankPlace:
         return not self.index
 
     def list_turns(self, sources: Sequence[Source]) -> dict[str, Turn]:
-        """By the first name of each tensor. Raises SaveError where nothing says which ranks have copies."""
+        """Finds which chunks of each tensor this rank writes, by its first name. Raises SaveError where nothing says
+        which ranks have copies.
+        """
         on_meshes: dict[tuple[int, tuple[Placement, ...]], Turn] = {}
         turns: dict[str, Turn] = {}
         for source in sources:
@@ -106,7 +115,7 @@ class _RankSums(NamedTuple):
 
 
 def leave_sums(saving: SaveDirectory, rank: int, writer: Writer) -> None:
-    """By each rank, for the first one to collect."""
+    """Leaves what this rank has written and summed in a file of the save, for the first rank to collect."""
     saving.add(f"rank-{rank}.sums", msgspec.json.encode(_RankSums(writer.num_bytes, writer.sums)))
 
 

@@ -26,7 +26,9 @@ _SUMMED_BYTES = 256 << 10
 
 
 class Turn(NamedTuple):
-    """Of what several ranks hold alike a rank writes every ``num_ranks``-th chunk, from ``first`` on, if it is less."""
+    """Which chunks this rank writes of a tensor that several ranks hold alike: every ``num_ranks``-th, from ``first``
+    on; none where ``first`` is not below ``num_ranks``.
+    """
 
     first: int
     num_ranks: int

@@ -189,7 +189,7 @@ def _build(compiler: list[str], key: str) -> pathlib.Path:
 
 
 def _expect_seconds(num_cores: int) -> int:
-    """Of the compilers: _BUILD_SECONDS in all, of which the largest unit takes 48 % (measured alone: 36 of 76 s)."""
+    """How long the compilers take: _BUILD_SECONDS of one core in all, and the largest unit 48 % of it (36 of 76 s)."""
     return int(max(_BUILD_SECONDS / num_cores, _BUILD_SECONDS / 2))
 
 
