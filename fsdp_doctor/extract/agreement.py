@@ -10,6 +10,7 @@ they are begun.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import hashlib
 import queue
@@ -308,11 +309,15 @@ class Agreement:
             return self._answer_with(self._make_leaving_answer(type(interrupt).__name__))
 
     def _await_watchfully(self, watch: Callable[[], str]) -> bytes:
-        while not self._store.check([self._make_stage_key()]):
-            if sentence := watch():
-                return self._answer_with(f"{_LEFT}:{sentence}").encode()
-            time.sleep(_SECONDS_OF_A_WATCH)
-        return self._wait()
+        while True:
+            try:
+                self._store.wait([self._make_stage_key()], datetime.timedelta(seconds=_SECONDS_OF_A_WATCH))
+                return self._wait()
+            except dist.DistNetworkError:
+                raise
+            except dist.DistStoreError:
+                if sentence := watch():
+                    return self._answer_with(f"{_LEFT}:{sentence}").encode()
 
     def _describe_missing_ranks(self) -> str:
         """A sentence for all: a rank that is not here is behind, or was not meant to come."""

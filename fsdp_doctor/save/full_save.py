@@ -14,6 +14,7 @@ import os
 import pathlib
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +26,7 @@ from fsdp_doctor.checkpoints.safetensors_files import HubFile, make_index, plan_
 from fsdp_doctor.checkpoints.sums import crc32
 from fsdp_doctor.extract.agreement import ComparedPlan
 from fsdp_doctor.extract.full import ExtractionComparison
+from fsdp_doctor.extract.host_copies import count_threads
 from fsdp_doctor.extract.local import (
     ShardRequest,
     divide_shard,
@@ -44,12 +46,12 @@ from fsdp_doctor.load.agreement import announce_early_errors
 from fsdp_doctor.names.hub_names import Names, find_original_class, find_pretrained
 from fsdp_doctor.save.directory import WEIGHTS, SaveDirectory, SaveError
 from fsdp_doctor.save.ranks import RankPlace, collect_sums, leave_sums, open_save
-from fsdp_doctor.save.writing import TensorInFile, Writer
+from fsdp_doctor.save.writing import MOST_THREADS, TensorInFile, Writer
 
 # The habit of the Hub.
 LARGEST_FILE = 5_000_000_000
-# Writes into one file wait for one another, so that each rank is to have files for itself most of the time.
-_FILES_FOR_A_RANK = 2
+# Writes into one file wait for one another, so that each thread is to have a file for itself most of the time.
+_FILES_FOR_A_RANK = MOST_THREADS
 _SMALLEST_FILE = 128 << 20
 # Of device memory for weights that adapters are merged into.
 _BUCKET_BYTES = 64 << 20
@@ -126,8 +128,9 @@ def save_full_tensors(
         saving.join(agreement.proceed(saving.partial.name))
         agreement.proceed()
         agreement.watch = saving.find_dead_rank
-        for file in plan.files[place.index :: len(place.ranks)]:
-            saving.allocate(file.name, file.nbytes, file.header)
+        with ThreadPoolExecutor(count_threads(MOST_THREADS)) as threads:
+            mine = plan.files[place.index :: len(place.ranks)]
+            list(threads.map(lambda file: saving.allocate(file.name, file.nbytes, file.header), mine))
         agreement.proceed()
         wait_for_device(request.device)
         with contextlib.closing(Writer([saving.partial / file.name for file in plan.files], request.device)) as writer:
@@ -191,15 +194,17 @@ def _make_plan(model: nn.Module, request: ShardRequest, largest_file: int, num_r
 def _write_shards(
     writer: Writer, plan: _Plan, request: ShardRequest, deltas: Mapping[str, list[Delta]], place: RankPlace
 ) -> None:
-    """Writes in the order of the files; each rank begins with another file."""
+    """Writes to several files at a time, by turns, and each rank begins with others."""
     list_parts, turns = request.plan.names.list_parts, place.list_turns(request.sources)
     first = place.index * len(plan.files) // len(place.ranks)
 
-    def count_files_before(source: Source) -> int:
+    def choose_time(source: Source) -> tuple[int, float]:
         name = list_parts(list_specs(source)[0])[0][0].names[0]
-        return (plan.tensors[plan.saved_names[name][0]].number - first) % len(plan.files)
+        tensor = plan.tensors[plan.saved_names[name][0]]
+        files_before = (tensor.number - first) % len(plan.files)
+        return files_before // writer.num_threads, tensor.begin / plan.files[tensor.number].nbytes
 
-    ordered = replace(request, sources=sorted(request.sources, key=count_files_before))
+    ordered = replace(request, sources=sorted(request.sources, key=choose_time))
     with contextlib.closing(load_shards(ordered, deltas, shows="unmerged")) as shards:
         for shard in shards:
             turn = turns[shard.spec.names[0]]
@@ -207,6 +212,8 @@ def _write_shards(
                 for name in plan.saved_names[part.spec.names[0]]:
                     writer.write(plan.tensors[name], part.tensor, part.place, turn)
                 del part
+            if shard.is_copy:
+                writer.begin_all()
             del shard
 
 

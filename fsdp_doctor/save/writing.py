@@ -8,7 +8,7 @@ import os
 import pathlib
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -21,8 +21,6 @@ from fsdp_doctor.save.regions import FileRange, divide_into_chunks, list_blocks
 
 CHUNK_BYTES = 8 << 20
 MOST_THREADS = 4
-# So many stay in the processor's cache between the sum and the write.
-_SUMMED_BYTES = 256 << 10
 
 
 class Turn(NamedTuple):
@@ -57,12 +55,15 @@ class Writer:
     def __init__(self, paths: Sequence[pathlib.Path], device: torch.device) -> None:
         self._paths, self._device = paths, device
         self._fds: dict[int, int] = {}
-        self._threads = count_threads(MOST_THREADS)
-        self._pool = ThreadPoolExecutor(self._threads)
+        self.num_threads = count_threads(MOST_THREADS)
+        self._pool = ThreadPoolExecutor(self.num_threads)
         # As many chunks as may be under way; each has its memory from its first use on, where it needs any.
         self._free: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
-        for _ in range(self._threads + 1):
+        for _ in range(self.num_threads + 1):
             self._free.put(None)
+        self._begun: collections.deque[Iterator[tuple[TensorInFile, torch.Tensor, list[FileRange]]]] = (
+            collections.deque()
+        )
         self._running: collections.deque[Future[None]] = collections.deque()
         self._lock = threading.Lock()
         self.sums: dict[str, LinearCrc] = {}
@@ -71,8 +72,17 @@ class Writer:
     def write(self, target: TensorInFile, shard: torch.Tensor, place: ShardPlace, turn: Turn) -> None:
         """Begins to write this rank's part of a tensor. Raises what an earlier write has raised.
 
+        Chunks of several tensors take turns: threads that write to one file wait for one another.
+
         shard: on any device, in any dtype; it may be let go of, and must stay as it is until ``finish``.
         """
+        self._begun.append(self._list_chunks(target, shard, place, turn))
+        while len(self._begun) > self.num_threads:
+            self._write_next()
+
+    def _list_chunks(
+        self, target: TensorInFile, shard: torch.Tensor, place: ShardPlace, turn: Turn
+    ) -> Iterator[tuple[TensorInFile, torch.Tensor, list[FileRange]]]:
         # Not all small tensors by the same rank.
         count, itemsize = crc32(target.name.encode()), target.dtype.itemsize
         for block, stretches in list_blocks(shard, target.shape, place):
@@ -81,8 +91,20 @@ class Writer:
             for ranges in divide_into_chunks(in_file, CHUNK_BYTES):
                 last = first + sum(nbytes for _, nbytes in ranges) // itemsize
                 if count % turn.num_ranks == turn.first:
-                    self._begin(target, block[first:last].to(target.dtype), ranges)
+                    yield target, block[first:last].to(target.dtype), ranges
                 first, count = last, count + 1
+
+    def begin_all(self) -> None:
+        """Lets go of the shards, but for the chunks of them that are being written."""
+        while self._begun:
+            self._write_next()
+
+    def _write_next(self) -> None:
+        """Begins to write a chunk of the tensor whose turn it is."""
+        chunks = self._begun.popleft()
+        if (chunk := next(chunks, None)) is not None:
+            self._begin(*chunk)
+            self._begun.append(chunks)
 
     def _begin(self, target: TensorInFile, chunk: torch.Tensor, ranges: list[FileRange]) -> None:
         while self._running and self._running[0].done():
@@ -114,11 +136,8 @@ class Writer:
             memory = view_as_memory(view_as_bytes(chunk))
             fd, crc, behind = self._fds[target.number], 0, ranges[0].offset
             for offset, nbytes in ranges:
-                crc = shift_crc(crc, offset - behind)
-                for begin in range(0, nbytes, _SUMMED_BYTES):
-                    part = memory[begin : min(begin + _SUMMED_BYTES, nbytes)]
-                    crc = continue_linear_crc(part, crc)
-                    _write_all(fd, part, offset + begin)
+                crc = continue_linear_crc(memory[:nbytes], shift_crc(crc, offset - behind))
+                _write_all(fd, memory[:nbytes], offset)
                 memory, behind = memory[nbytes:], offset + nbytes
             crc = shift_crc(crc, target.begin + target.nbytes - behind)
             with self._lock:
@@ -128,6 +147,7 @@ class Writer:
 
     def finish(self) -> None:
         """Returns when all that was written is on the disk."""
+        self.begin_all()
         while self._running:
             self._running.popleft().result()
         list(self._pool.map(os.fsync, self._fds.values()))
