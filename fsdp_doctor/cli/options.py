@@ -214,10 +214,11 @@ def check_versions() -> None:
         versions.require(package, oldest)
 
 
-def start_ranks(ranks: RankOptions, arguments: Sequence[str] | None = None) -> NoReturn:
+def start_ranks(ranks: RankOptions, arguments: Sequence[str] | None = None, *, jobs: int | None = 1) -> NoReturn:
     """Runs this program again on several ranks of this node, and exits with the exit code of rank 0.
 
-    arguments: of the program; by default those of this command line.
+    arguments: of the program; by default those of this command line. jobs: groups of ranks side by side; None for as
+    many as the machine carries.
     """
     # Before torch is imported, which reads it: several ranks share the cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -225,4 +226,5 @@ def start_ranks(ranks: RankOptions, arguments: Sequence[str] | None = None) -> N
 
     worker.import_what_cases_need()
     nproc = ranks.nproc or launch.choose_num_ranks(ranks.device)
-    raise SystemExit(launch.start_ranks(sys.argv[1:] if arguments is None else arguments, nproc))
+    num_groups = launch.choose_num_groups(ranks.device, nproc) if jobs is None else jobs
+    raise SystemExit(launch.start_ranks(sys.argv[1:] if arguments is None else arguments, nproc, num_groups))

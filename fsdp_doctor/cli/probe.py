@@ -41,6 +41,14 @@ class ProbeRankOptions(DeviceOptions):
             "[default: one more than load it, or one less where there are no more devices]",
         ),
     ] = None
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of groups of ranks that run side by side on the same devices, when not run under torchrun.  "
+            "[default: as many as the processors and the devices' memory carry, 4 at most]",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,14 +158,17 @@ def probe(
             **vars(limits),
         ),
         ranks,
+        jobs=1 if outputs.memory else ranks.jobs,
     )
 
 
-def conduct(asked: ProbeOptions, ranks: options.RankOptions) -> None:
+def conduct(asked: ProbeOptions, ranks: options.RankOptions, *, jobs: int | None = 1) -> None:
     """Runs a probe as rank 0, or starts the ranks if this is none of a job, and exits as the probe does."""
     options.check_versions()
     if not launch.is_under_torchrun():
-        options.start_ranks(ranks)
+        options.start_ranks(ranks, jobs=jobs)
+    if jobs not in (None, 1) and launch.Group.read() is None:
+        raise UsageError("--jobs starts ranks, and torchrun has started these: leave one of them out")
     from fsdp_doctor.probe.command import conduct
 
     code = conduct(asked)

@@ -23,6 +23,11 @@ _RANKS_WITHOUT_ACCELERATOR = 2
 _POLL_SECONDS = 0.1
 _SECONDS_TO_END = 30.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_GROUP = "FSDP_DOCTOR_GROUP"
+# Of groups of ranks side by side: more of them wait for one another's kernels.
+_MOST_GROUPS = 4
+_PROCESSORS_OF_A_RANK = 2
+_DEVICE_BYTES_OF_A_GROUP = 4 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,24 @@ class Place:
         local_world_size = self.world_size // self.num_nodes
         values = (self.rank, self.world_size, self.local_rank, local_world_size)
         return dict(zip(_VARIABLES, map(str, values), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """One of several groups of ranks that run side by side. store_port: of the first group's store, on this node."""
+
+    number: int
+    store_port: int
+
+    @classmethod
+    def read(cls) -> Group | None:
+        """This process's group; None where there are no others."""
+        number, _, port = os.environ.get(_GROUP, "").partition(":")
+        return cls(number=int(number), store_port=int(port)) if port else None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return {_GROUP: f"{self.number}:{self.store_port}"}
 
 
 def is_under_torchrun() -> bool:
@@ -88,52 +111,71 @@ def tell_torchrun(sentence: str) -> None:
 
 def choose_num_ranks(device: str) -> int:
     """The default number of ranks: one for each accelerator of this node, or two without accelerators."""
+    return len(_measure_devices(device)) or _RANKS_WITHOUT_ACCELERATOR
+
+
+def choose_num_groups(device: str, nproc: int) -> int:
+    """The default number of groups of ranks side by side, by the processors and the free memory of the devices."""
+    free = _measure_devices(device)[:nproc]
+    by_processors = (os.cpu_count() or 1) // (_PROCESSORS_OF_A_RANK * nproc)
+    return max(1, min(_MOST_GROUPS, by_processors, *(each // _DEVICE_BYTES_OF_A_GROUP for each in free)))
+
+
+def _measure_devices(device: str) -> list[int]:
+    """The free bytes of each accelerator of this node."""
     if device in ("cpu", "emulated"):
-        return _RANKS_WITHOUT_ACCELERATOR
-    # Counted in a fork: a driver may refuse the forks of a process that has counted its devices.
+        return []
+    # In a fork: a driver may refuse the forks of a process that has counted its devices.
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    fork = ForkProcess(target=lambda: theirs.send(_count_accelerators()))
+    fork = ForkProcess(target=lambda: theirs.send(_measure_accelerators()))
     fork.start()
     theirs.close()
-    count: int = ours.recv()
+    free: list[int] = ours.recv()
     fork.join()
-    return count or _RANKS_WITHOUT_ACCELERATOR
+    return free
 
 
-def _count_accelerators() -> int:
+def _measure_accelerators() -> list[int]:
     import torch
 
-    return int(torch.accelerator.device_count()) if torch.accelerator.is_available() else 0
+    if not torch.accelerator.is_available():
+        return []
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    return [int(module.mem_get_info(device)[0]) for device in range(torch.accelerator.device_count())]
 
 
-def start_ranks(arguments: Sequence[str], nproc: int) -> int:
-    """Runs this program again on ``nproc`` ranks of this node, with torchrun's variables. Each rank is a fork of this
-    process, and imports nothing that this process has imported.
+def start_ranks(arguments: Sequence[str], nproc: int, num_groups: int = 1) -> int:
+    """Runs this program again on ``nproc`` ranks of this node, with torchrun's variables, or on several groups of so
+    many. Each rank is a fork of this process, and imports nothing that this process has imported.
 
-    Returns rank 0's exit code; the doctor's own fault where another rank has failed first. Raises Interrupted after
-    SIGINT, SIGTERM or SIGHUP, which it passes on. No rank outlives the call or this process.
+    Returns the exit code of the first group's rank 0; the doctor's own fault where another rank has failed first.
+    Raises Interrupted after SIGINT, SIGTERM or SIGHUP, which it passes on. No rank outlives the call or this process.
     """
     import torch.distributed as dist
 
-    # Ranks may connect before the store answers, since its threads must not exist when this process is forked.
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    agent = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    # Ranks may connect before the stores answer, since their threads must not exist when this process is forked.
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(num_groups)]
+    ports = [listener.getsockname()[1] for listener in listeners]
     ranks: list[ForkProcess] = []
     interruption: Interruption | None = None
     try:
-        for rank in range(nproc):
-            variables = Place(rank=rank, world_size=nproc, local_rank=rank, num_nodes=1).variables | agent
-            process = ForkProcess(target=_run_as_rank, args=(os.getpid(), variables, arguments))
-            with warnings.catch_warnings():
-                # Importing torch can leave a helper thread behind; it holds no lock that a rank takes.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                process.start()
-            ranks.append(process)
+        for number, port in enumerate(ports):
+            agent = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            if num_groups > 1:
+                agent |= Group(number=number, store_port=ports[0]).variables
+            for rank in range(nproc):
+                variables = Place(rank=rank, world_size=nproc, local_rank=rank, num_nodes=1).variables | agent
+                process = ForkProcess(target=_run_as_rank, args=(os.getpid(), variables, arguments))
+                with warnings.catch_warnings():
+                    # Importing torch can leave a helper thread behind; it holds no lock that a rank takes.
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    process.start()
+                ranks.append(process)
         interruption = Interruption()
-        _store = dist.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        _stores = [
+            dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+            for port, listener in zip(ports, listeners, strict=True)
+        ]
         return _wait_for_failure(ranks, interruption)
     finally:
         _end(ranks, (interruption and interruption.received) or signal.SIGTERM)

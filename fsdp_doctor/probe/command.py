@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import io
 import os
 import pathlib
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from fsdp_doctor.errors import EXIT_OK, CannotRun, DoctorFault, FsdpDoctorError, UsageError, read_first_line
@@ -26,7 +28,7 @@ from fsdp_doctor.probe.baseline import Baseline, Judgement
 from fsdp_doctor.probe.first_report import make_first_report
 from fsdp_doctor.probe.probe_options import ProbeOptions
 from fsdp_doctor.report import formats
-from fsdp_doctor.report.document import Report, make_context, recognize_failure
+from fsdp_doctor.report.document import CaseResult, Report, make_context, recognize_failure
 from fsdp_doctor.report.github import write_step_summary
 from fsdp_doctor.report.layout import format_count, summarize
 from fsdp_doctor.report.writer import ReportWriter, print_progress
@@ -35,9 +37,8 @@ from fsdp_doctor.versions.merging import merge
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from fsdp_doctor.probe.checkpoint_writers import CheckpointWriters
     from fsdp_doctor.probe.conductor import Conductor
-    from fsdp_doctor.probe.job import Job
+    from fsdp_doctor.probe.groups import SharedCases
 
 _GOODBYE_SECONDS = 10.0
 _RENDEZVOUS_SECONDS = 60.0
@@ -48,12 +49,15 @@ def conduct(options: ProbeOptions) -> int:
     with imports.freeze_imports():
         from fsdp_doctor.memory.snapshot import check_counted
         from fsdp_doctor.probe.checkpoint_writers import CheckpointWriters, choose_num_writers
-        from fsdp_doctor.probe.conductor import Conductor, add_exact_checkpoints
+        from fsdp_doctor.probe.conductor import Conductor, add_exact_checkpoints, run_cases
         from fsdp_doctor.probe.deadlines import Limits
+        from fsdp_doctor.probe.groups import SharedCases
         from fsdp_doctor.probe.job import Job, share_job
         from fsdp_doctor.probe.supervisor import Supervisor
 
     place, store, interruption = _join_the_others()
+    group = launch.Group.read()
+    shared = SharedCases(_connect_to_groups(group), interruption.check) if group is not None else None
     device = dataclasses.replace(options.device, type=devices.resolve(options.device.type))
     devices.load(device, asked=options.device.type)
     if options.with_ledgers:
@@ -77,8 +81,20 @@ def conduct(options: ProbeOptions) -> int:
     share_job(store, job, limits)
     writers = CheckpointWriters(place, job, limits, interruption, saved_by=saved_by)
     supervisor = Supervisor(place, job, limits, store, interruption)
+    conductor = Conductor(supervisor)
+    run = functools.partial(
+        run_cases,
+        conductor,
+        job.cases,
+        writers=writers,
+        world_size=place.world_size,
+        confirm=options.confirm,
+        scenarios_apart=options.with_ledgers,
+    )
     try:
-        return _run(Conductor(supervisor), job, writers, writer, options, make_context(report))
+        if shared is not None and group is not None and group.number:
+            return _run_beside(conductor, shared, run)
+        return _run(conductor, run, writer, options, make_context(report), shared)
     finally:
         supervisor.close()
         shutil.rmtree(scratch, ignore_errors=True)
@@ -137,33 +153,47 @@ def _wait_for_the_others(store: dist.Store, world_size: int) -> None:
             time.sleep(0.01)
 
 
+def _connect_to_groups(group: launch.Group) -> dist.Store:
+    import torch.distributed as dist
+
+    return dist.PrefixStore("fsdp-doctor-groups", dist.TCPStore("127.0.0.1", group.store_port))
+
+
+def _run_beside(conductor: Conductor, shared: SharedCases, run: Callable[[Iterable[int]], Iterator[CaseResult]]) -> int:
+    """Runs the cases of a group that is not the first, which gets their results."""
+    try:
+        for result in run(shared.take()):
+            shared.post(result)
+    except FsdpDoctorError as error:
+        shared.report_trouble(str(error))
+    finally:
+        with contextlib.suppress(RuntimeError):
+            conductor.end()
+    return EXIT_OK
+
+
 def _run(
     conductor: Conductor,
-    job: Job,
-    writers: CheckpointWriters,
+    run: Callable[[Iterable[int]], Iterator[CaseResult]],
     writer: ReportWriter,
     options: ProbeOptions,
     context: RunContext,
+    shared: SharedCases | None,
 ) -> int:
     """Runs the cases, keeps and prints the report, judges it."""
-    from fsdp_doctor.probe.conductor import run_cases
-
     numbers = writer.list_numbers_to_run()
     trouble: FsdpDoctorError | None = None
     try:
         if numbers:
             ready = conductor.start(options.cases[numbers[0]])[0].ready
             writer.open(ready.environment if ready else {})
+        if shared is None:
+            results = run(numbers)
+        else:
+            shared.offer(options.cases, numbers)
+            results = shared.gather(run(shared.take()))
         with print_progress(len(numbers)) as show_progress:
-            for result in run_cases(
-                conductor,
-                job.cases,
-                numbers,
-                writers=writers,
-                world_size=context.world_size,
-                confirm=options.confirm,
-                scenarios_apart=options.with_ledgers,
-            ):
+            for result in results:
                 writer.add(recognize_failure(result, context))
                 show_progress(result)
     except FsdpDoctorError as error:

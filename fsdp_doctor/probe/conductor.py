@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from fsdp_doctor.errors import DoctorFault
 from fsdp_doctor.matrix.cases import AnyCase, AnyScenario, Case
@@ -100,7 +100,7 @@ class Conductor:
 def run_cases(
     conductor: Conductor,
     cases: Sequence[AnyCase],
-    numbers: Sequence[int],
+    numbers: Iterable[int],
     *,
     writers: CheckpointWriters,
     world_size: int,

@@ -31,6 +31,7 @@ class ReportWriter:
     def __init__(self, report: Report, cases: Sequence[AnyCase], outputs: Mapping[Format, pathlib.Path]) -> None:
         self._report = report
         self._cases = cases
+        self._places = {case.id: place for place, case in enumerate(cases)}
         self._outputs = outputs
         self._results = list(report.results)
         self._start = time.monotonic()
@@ -66,7 +67,7 @@ class ReportWriter:
         """
         report = dataclasses.replace(
             self._report,
-            results=tuple(self._results),
+            results=tuple(sorted(self._results, key=lambda result: self._places[result.id])),
             complete=not self.list_numbers_to_run(),
             ended=ended,
             seconds=round(self._report.seconds + time.monotonic() - self._start, 3),
