@@ -7,17 +7,18 @@ import fcntl
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fsdp_doctor.checkpoints.copying import ConversionError, Copy
 from fsdp_doctor.checkpoints.dtypes import is_floating_point
 from fsdp_doctor.checkpoints.files import BadFile, sync_directory
+from fsdp_doctor.checkpoints.hub_parts import HubPart, join_from_hub, split_for_hub
 from fsdp_doctor.checkpoints.names import strip_wrappers
 from fsdp_doctor.checkpoints.optimizer import SavedOptimizer, choose_optimizer
 from fsdp_doctor.checkpoints.reading import read_checkpoint
-from fsdp_doctor.checkpoints.record import SavedCheckpoint, SavedModel, SavedTensor, choose_model
+from fsdp_doctor.checkpoints.record import Arrangement, SavedCheckpoint, SavedModel, SavedTensor, choose_model
 from fsdp_doctor.checkpoints.targets import ConversionTarget, StatesToWrite, TensorToWrite, lay_out
 from fsdp_doctor.checkpoints.verification import Verification, judge
 
@@ -31,12 +32,12 @@ _BESIDE = (
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """verification: of the source; nothing was written unless it is sound. names: that were changed, old to new."""
+    """verification: of the source; nothing was written unless it is sound. names: that were changed, old and new."""
 
     verification: Verification
     files: list[str]
     num_bytes: int
-    names: dict[str, str]
+    names: list[tuple[str, str]]
     has_optimizer: bool = False
 
 
@@ -52,18 +53,22 @@ def convert(
     device: str = "cuda",
     buffers: Collection[str] = (),
     largest_file: int = LARGEST_FILE,
+    config: str | None = None,
+    find_parts: Callable[[str], Mapping[str, HubPart]] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
     """Writes the model in ``source``, and the optimizer where the target has a place for it, to a new directory.
 
-    The source is verified as it is read, once; if it is not sound, nothing is left. Then what was written is read and
+    The source is verified as it is read, once; if it is not sound, nothing is left. What is written is read back and
     compared. The directory gets its name at the end, so that an interruption leaves none of that name; what it leaves
     is removed by the next conversion. Host memory: a few MiB. Runs no pickle, and needs no torch but for a cast.
 
     overwrite: a directory of this name is replaced. dtype: to which the model's floating-point tensors are cast; the
     optimizer is not. world_size: the ranks that are to read it; by default as many as wrote it. device: the type of
     the devices of FSDP2's mesh. buffers: names, or their last parts, of tensors that FSDP does not divide, where the
-    files do not say which these are. largest_file: bytes, of Hugging Face files. progress: as of ``verify``.
+    files do not say which these are. largest_file: bytes, of Hugging Face files. config: as of ``read_hub_parts``; by
+    default what lies beside the source. find_parts: that function, by which Hugging Face files get the Hub's names, and
+    what is made of such files the model's; without it all names are kept. progress: as of ``verify``.
 
     Raises ConversionError for what cannot be converted, OSError.
     """
@@ -72,40 +77,55 @@ def convert(
     source.stat()
     checkpoint = read_checkpoint(source)
     if any(symptom.trouble.value.severity != "warning" for symptom in checkpoint.symptoms):
-        return Conversion(judge(checkpoint, source, progress=progress)[0], [], 0, {})
+        return Conversion(judge(checkpoint, source, progress=progress)[0], [], 0, [])
     try:
-        model = choose_model(checkpoint)
+        model, renamed = _strip_wrappers(choose_model(checkpoint))
         if not model.tensors:
             raise ConversionError(f"{source} holds no tensors by name")
+        beside = _list_beside(checkpoint, model, config)
         if to is ConversionTarget.HF:
             _leave_out_tied_head(model, checkpoint)
+        config = config or next((str(place) for place in beside if (place / "config.json").is_file()), None)
+        if find_parts is not None and config is not None:
+            # Between other formats a job takes its own names along.
+            if to is ConversionTarget.HF:
+                parts = find_parts(config)
+                renamed += [(part.tensor, name) for name, part in parts.items() if part.tensor in model.tensors]
+                model = SavedModel(split_for_hub(model.tensors, parts), model.states)
+            elif all(state.arrangement is Arrangement.WHOLE for state in model.states):
+                parts = find_parts(config)
+                renamed += [(name, part.tensor) for name, part in parts.items() if name in model.tensors]
+                model = SavedModel(join_from_hub(model.tensors, parts), model.states)
         ranks = world_size or _count_ranks(model)
         if not ranks and to in (ConversionTarget.FSDP1, ConversionTarget.FSDP2):
             raise ConversionError(f"{source} is not of ranks; say with --world-size how many are to read {target}")
-        names = {name: strip_wrappers(name) for name in model.tensors}
-        if len(set(names.values())) < len(names):
-            raise BadFile("has names that differ in a wrapper's prefix alone")
         parameters = model.select_parameters(buffers)
         has_place = with_optimizer and to is not ConversionTarget.HF
         optimizer = choose_optimizer(checkpoint, model, parameters) if has_place else None
-        states = _choose_states(model, optimizer, names, parameters, dtype)
+        states = _choose_states(model, optimizer, parameters, dtype)
         layout = lay_out(to, states, ranks or 1, largest_file, device)
         with _make_partial_directory(target) as directory, contextlib.closing(Copy(directory, layout, _cast)) as copy:
-            found, scans = judge(checkpoint, source, progress=progress, sink=copy.write)
+            found, _ = judge(checkpoint, source, progress=progress, sink=copy.write)
             if found.answer != "sound":
-                return Conversion(found, [], 0, {})
-            copy.compare(scans)
+                return Conversion(found, [], 0, [])
             copy.finish()
             is_of_ranks = to in (ConversionTarget.FSDP1, ConversionTarget.FSDP2)
-            _copy_settings(checkpoint, model, directory / "huggingface" if is_of_ranks else directory)
+            _copy_settings(beside, directory / "huggingface" if is_of_ranks else directory)
             sync_directory(directory)
             _rename(directory, target)
     except BadFile as error:
         raise ConversionError(error.describe(source)) from None
-    changed = {old: new for old, new in names.items() if old != new}
-    return Conversion(
-        found, [file.name for file in layout.files], layout.num_bytes, changed, states.optimizer is not None
-    )
+    files = [file.name for file in layout.files]
+    return Conversion(found, files, layout.num_bytes, renamed, states.optimizer is not None)
+
+
+def _strip_wrappers(model: SavedModel) -> tuple[SavedModel, list[tuple[str, str]]]:
+    """The model without the prefixes of wrappers, and the names that had them, old and new."""
+    tensors = {strip_wrappers(name): tensor for name, tensor in model.tensors.items()}
+    if len(tensors) < len(model.tensors):
+        raise BadFile("has names that differ in a wrapper's prefix alone")
+    renamed = [(old, new) for old, new in zip(model.tensors, tensors, strict=True) if old != new]
+    return SavedModel(tensors, model.states), renamed
 
 
 def _count_ranks(model: SavedModel) -> int:
@@ -116,16 +136,15 @@ def _count_ranks(model: SavedModel) -> int:
 def _choose_states(
     model: SavedModel,
     optimizer: SavedOptimizer | None,
-    names: Mapping[str, str],
     parameters: Collection[str],
     dtype: str | None,
 ) -> StatesToWrite:
     updated = {name for group in optimizer.groups for name in group["params"]} if optimizer is not None else set()
     weights = {}
-    for old, tensor in model.tensors.items():
-        is_sharded = bool(tensor.shape) and (old in parameters or names[old] in updated)
+    for name, tensor in model.tensors.items():
+        is_sharded = bool(tensor.shape) and (name in parameters or name in updated)
         cast_to = dtype if dtype is not None and is_floating_point(tensor.dtype) else tensor.dtype
-        weights[names[old]] = TensorToWrite(tensor, cast_to, is_sharded)
+        weights[name] = TensorToWrite(tensor, cast_to, is_sharded)
     if optimizer is None:
         return StatesToWrite(weights, None)
 
@@ -162,14 +181,19 @@ def _leave_out_tied_head(model: SavedModel, checkpoint: SavedCheckpoint) -> None
         del model.tensors["lm_head.weight"]
 
 
-def _copy_settings(checkpoint: SavedCheckpoint, model: SavedModel, directory: pathlib.Path) -> None:
+def _list_beside(checkpoint: SavedCheckpoint, model: SavedModel, config: str | None) -> list[pathlib.Path]:
+    """Where the model's settings and its tokenizer may lie."""
+    places = [place for state in model.states for place in (state.directory, f"{state.directory}/huggingface")]
+    asked = [pathlib.Path(config)] if config is not None else []
+    return [*asked, *(checkpoint.root / place for place in (*places, "huggingface", "."))]
+
+
+def _copy_settings(places: Iterable[pathlib.Path], directory: pathlib.Path) -> None:
     for name in _BESIDE:
-        for state in model.states:
-            places = (state.directory, f"{state.directory}/huggingface", "huggingface", ".")
-            file = next((f for f in (checkpoint.root / place / name for place in places) if f.is_file()), None)
-            if file is not None:
-                directory.mkdir(exist_ok=True)
-                shutil.copyfile(file, directory / name)
+        file = next((place / name for place in places if (place / name).is_file()), None)
+        if file is not None:
+            directory.mkdir(exist_ok=True)
+            shutil.copyfile(file, directory / name)
 
 
 @contextlib.contextmanager

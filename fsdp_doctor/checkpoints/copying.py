@@ -1,4 +1,4 @@
-"""Copies the bytes of tensors from a checkpoint to the files of a layout, and compares what was written."""
+"""Copies the bytes of tensors from a checkpoint to the files of a layout, and reads back what was written."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ import pathlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from fsdp_doctor.checkpoints.archives import ArchiveMember
 from fsdp_doctor.checkpoints.dtypes import DTYPES
 from fsdp_doctor.checkpoints.files import CHUNK_BYTES, BadFile
 from fsdp_doctor.checkpoints.record import SavedPiece
-from fsdp_doctor.checkpoints.scanning import Scans
 from fsdp_doctor.checkpoints.sums import crc32, shift_crc
-from fsdp_doctor.checkpoints.targets import FilePlan, PlaceToWrite, Slot, TensorToWrite
-
-# One reads while another sums.
-_READERS = 2
+from fsdp_doctor.checkpoints.targets import FilePlan, Slot, TensorToWrite
+from fsdp_doctor.errors import DoctorFault
 
 
 class ConversionError(Exception):
@@ -31,13 +27,12 @@ class ConversionError(Exception):
 
 @dataclass(slots=True)
 class _Cast:
-    """A cast of elements that come in chunks. rest: the bytes of one that came in part. crc: of all cast so far."""
+    """A cast of elements that come in chunks. rest: the bytes of one that came in part."""
 
     function: Callable[[bytes], bytes]
     from_bytes: int
     to_bytes: int
     rest: bytes = b""
-    crc: int = 0
 
 
 @dataclass(slots=True)
@@ -45,7 +40,7 @@ class _Route:
     """A piece in its file, and where it goes: its bytes are runs of ``run`` bytes in those of the whole tensor.
 
     first: the byte of the tensor with which the piece begins. outer: lengths and distances in bytes of the dims before
-    those that a run covers. ends: of the slots.
+    those that a run covers. ends: of the slots. done: the bytes that came. crc: of those for the present slot.
     """
 
     begin: int
@@ -56,6 +51,8 @@ class _Route:
     slots: list[Slot]
     ends: list[int]
     cast: _Cast | None
+    done: int = 0
+    crc: int = 0
 
     @classmethod
     def make(cls, tensor: TensorToWrite, piece: SavedPiece, slots: list[Slot], cast: _Cast | None) -> _Route:
@@ -69,6 +66,11 @@ class _Route:
         outer = list(zip(piece.shape[:split], distances[:split], strict=True))
         ends = [slot.first + slot.nbytes for slot in slots]
         return cls(piece.begin, piece.numel * itemsize, first, run, outer, slots, ends, cast)
+
+    @property
+    def end(self) -> int:
+        """The offset behind the piece as it is written."""
+        return self.nbytes if self.cast is None else self.nbytes * self.cast.to_bytes // self.cast.from_bytes
 
     def divide(self, begin: int, end: int) -> Iterator[tuple[int, int, Slot, int]]:
         """(offset in the piece as it is written, offset in the slot, slot, length) between two offsets in the piece."""
@@ -94,13 +96,18 @@ class _Route:
 class Copy:
     """The files of a layout in a new directory, to which the bytes of a checkpoint are written.
 
+    What is written is read back and compared at once, while both are in the processor's cache: later it would be the
+    same pages of the file, since no place is written twice.
+
     Raises ConversionError if there is no room, BadFile for a tensor that is stored with gaps.
     """
 
     def __init__(self, directory: pathlib.Path, layout: FilePlan, cast: Callable[[str, str], Callable[[bytes], bytes]]):
         self._directory, self._layout = directory, layout
         self._fds: list[int] = []
-        self._lock = threading.Lock()
+        self._lock, self._of_thread = threading.Lock(), threading.local()
+        # Those of which the bytes do not come in order, with their files.
+        self._unordered: dict[int, tuple[ArchiveMember, int]] = {}
         self._routes: dict[str, list[_Route]] = defaultdict(list)
         for tensor, slots in layout.slots.values():
             for piece in {(p.offsets, p.shape): p for p in reversed(tensor.saved.pieces) if p.numel}.values():
@@ -114,6 +121,7 @@ class Copy:
                 self._routes[piece.file].append(_Route.make(tensor, piece, slots, change))
         for routes in self._routes.values():
             routes.sort(key=lambda route: route.begin)
+        _check_disjoint(layout)
         # A file is read in order: routes before it are done.
         self._next = dict.fromkeys(self._routes, 0)
         room, needed = os.statvfs(directory), layout.num_bytes
@@ -146,6 +154,7 @@ class Copy:
         for route in itertools.takewhile(lambda route: route.begin < end, itertools.islice(routes, first, None)):
             begin, last = max(offset, route.begin), min(end, route.begin + route.nbytes)
             if begin < last:
+                route.done += last - begin
                 self._write_piece(route, begin - route.begin, view[begin - offset : last - offset])
 
     def _write_piece(self, route: _Route, begin: int, data: memoryview) -> None:
@@ -157,69 +166,69 @@ class Copy:
             end -= len(whole) % cast.from_bytes
             cast.rest = whole[end - begin :]
             data = memoryview(cast.function(whole[: end - begin]))
-            cast.crc = crc32(data, cast.crc)
             origin = begin * cast.to_bytes // cast.from_bytes
         for source, inside, slot, length in route.divide(begin, end):
+            part = data[source - origin : source - origin + length]
             for place in slot.places:
-                self._write(place.file, data[source - origin : source - origin + length], place.begin + inside)
+                self._write(place.file, part, place.begin + inside)
+            if any(place.member is not None for place in slot.places):
+                is_last = inside + length == slot.nbytes or source + length == route.end
+                self._sum(route, part, slot, slot.nbytes - inside - length, is_last=is_last)
+
+    def _sum(self, route: _Route, part: memoryview, slot: Slot, nbytes_behind: int, *, is_last: bool) -> None:
+        """Adds to the checksums of the members that have the slot; several files may have parts of it."""
+        if route.outer:
+            self._unordered |= {id(place.member): (place.member, place.file) for place in slot.places if place.member}
+            return
+        route.crc = crc32(part, route.crc)
+        if is_last:
+            with self._lock:
+                for place in slot.places:
+                    if place.member is not None:
+                        place.member.crc ^= shift_crc(route.crc, nbytes_behind)
+            route.crc = 0
 
     def _write(self, number: int, data: bytes | memoryview, place: int) -> None:
-        view = memoryview(data)
+        name, view, at = self._layout.files[number].name, memoryview(data), place
         while view:
             try:
-                count = os.pwrite(self._fds[number], view, place)
+                count = os.pwrite(self._fds[number], view, at)
             except OSError as error:
-                file = self._directory / self._layout.files[number].name
-                raise ConversionError(f"cannot write {file}: {error.strerror or error}") from None
-            view, place = view[count:], place + count
-
-    def compare(self, scans: Scans) -> None:
-        """Reads what was written, and sets the checksums of archives.
-
-        Raises ConversionError if it is not what was read.
-        """
-        in_runs: dict[int, tuple[ArchiveMember, int]] = {}
-        with ThreadPoolExecutor(_READERS) as readers:
-            for of_file in readers.map(lambda path: self._compare_file(path, scans), list(self._routes)):
-                in_runs |= of_file
-        for member, number in in_runs.values():
-            member.crc = self._sum(number, member.begin, member.nbytes)
-
-    def _compare_file(self, path: str, scans: Scans) -> dict[int, tuple[ArchiveMember, int]]:
-        """The members that are to be summed as a whole, with their files: what came from this one came in runs."""
-        in_runs = {}
-        for route in self._routes[path]:
-            crc = 0
-            for _, inside, slot, length in route.divide(0, route.nbytes):
-                parts = [self._sum(place.file, place.begin + inside, length) for place in slot.places]
-                if len(set(parts)) > 1:
-                    raise self._complain(slot.places[0])
-                crc = shift_crc(crc, length) ^ parts[0]
-                for place in slot.places:
-                    if (member := place.member) is not None and route.outer:
-                        in_runs[id(member)] = member, place.file
-                    elif member is not None:
-                        with self._lock:  # a member may come from several files
-                            member.crc ^= shift_crc(parts[0], slot.nbytes - inside - length)
-            expected = scans.spans[path, route.begin, route.nbytes].crc if route.cast is None else route.cast.crc
-            if crc != expected:
-                raise self._complain(route.slots[0].places[0])
-        return in_runs
-
-    def _sum(self, number: int, begin: int, nbytes: int) -> int:
-        crc = 0
-        for at in range(begin, begin + nbytes, CHUNK_BYTES):
-            crc = crc32(os.pread(self._fds[number], min(CHUNK_BYTES, begin + nbytes - at), at), crc)
-        return crc
-
-    def _complain(self, place: PlaceToWrite) -> ConversionError:
-        name = self._layout.files[place.file].name
-        return ConversionError(f"{name} did not keep what was written to it, from byte {place.begin} on")
+                raise ConversionError(f"cannot write {self._directory / name}: {error.strerror or error}") from None
+            view, at = view[count:], at + count
+        back: bytearray = getattr(self._of_thread, "buffer", bytearray())
+        if len(back) != len(data):
+            back = self._of_thread.buffer = bytearray(len(data))
+        # Of the same length; == would compare a memoryview element by element.
+        if os.preadv(self._fds[number], [back], place) != len(data) or not back.startswith(data):
+            raise ConversionError(f"{name} did not keep what was written to it, from byte {place} on")
 
     def finish(self) -> None:
-        """Makes all of it last."""
+        """Makes all of it last. Raises ConversionError if bytes of the source did not come."""
+        for path, routes in self._routes.items():
+            if any(route.done < route.nbytes for route in routes):
+                raise ConversionError(f"{path} was not read to its end")
+        for member, number in self._unordered.values():
+            for at in range(member.begin, member.begin + member.nbytes, CHUNK_BYTES):
+                nbytes = min(CHUNK_BYTES, member.begin + member.nbytes - at)
+                member.crc = crc32(os.pread(self._fds[number], nbytes, at), member.crc)
         for number, file in enumerate(self._layout.files):
             for archive in file.archives:
                 for begin, text in archive.encode():
                     self._write(number, text, begin)
             os.fsync(self._fds[number])
+
+
+def _check_disjoint(layout: FilePlan) -> None:
+    ranges = [
+        (place.file, place.begin, place.begin + slot.nbytes)
+        for _, slots in layout.slots.values()
+        for slot in slots
+        for place in slot.places
+    ]
+    for number, planned in enumerate(layout.files):
+        texts = itertools.chain(planned.texts, *(archive.encode() for archive in planned.archives))
+        ranges += [(number, begin, begin + len(text)) for begin, text in texts]
+    for (file, _, end), (other, begin, _) in itertools.pairwise(sorted(ranges)):
+        if file == other and begin < end:
+            raise DoctorFault(f"two parts of {layout.files[file].name} were to lie at byte {begin}")

@@ -99,7 +99,7 @@ def _name_parameters(
     keys = [key for group in groups for key in group.get("params", ())]
     if not any(isinstance(key, int) for key in keys):
         return {key: strip_wrappers(key) for key in [*keys, *state]}
-    names = [name for group in groups for name in group.get("param_names", ())]
+    names = [strip_wrappers(name) for group in groups for name in group.get("param_names", ())]
     if not names:
         # Those that share their memory have one number.
         places: dict[tuple[Any, ...], str] = {}
@@ -121,7 +121,7 @@ def _name_parameters(
         for slot in slots.values():
             if tensor is None or (isinstance(slot, SavedTensor) and slot.shape not in ((), (1,), tensor.shape)):
                 raise BadFile("is of another shape than the parameter of its number, or there is none", f"state {key}")
-    return {key: strip_wrappers(name) for key, name in numbered.items()}
+    return numbered
 
 
 def _rename(group: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:

@@ -23,6 +23,8 @@ SpanKey: TypeAlias = tuple[str, int, int]
 Sink: TypeAlias = Callable[[str, int, bytes], None]
 PAGE_BYTES = 4096
 _ZERO_PAGE = bytes(PAGE_BYTES)
+# Of every 512th byte a page of zeros has eight that follow one another: most chunks have not, which is soon seen.
+_ZERO_SAMPLE, _SAMPLE_STEP = bytes(8), PAGE_BYTES // 8
 # A longer one is not read: its file would take hours, and holds nothing there.
 _LONGEST_HOLE = 64 << 20
 _MOST_CANDIDATES = 1000
@@ -260,7 +262,7 @@ class _SpanScanner:
         if runs and runs[-1][1] == place:
             head = chunk[:PAGE_BYTES]
             self._add_run(place, place + len(head) - len(head.lstrip(b"\0")))
-        at = chunk.find(_ZERO_PAGE)
+        at = chunk.find(_ZERO_PAGE) if _ZERO_SAMPLE in chunk[::_SAMPLE_STEP] else -1
         while at >= 0 and len(runs) < _MOST_RUNS:
             end = at + PAGE_BYTES
             while end < len(chunk) and chunk[end : end + PAGE_BYTES] == _ZERO_PAGE:

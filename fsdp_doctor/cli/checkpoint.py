@@ -6,9 +6,11 @@ import contextlib
 import dataclasses
 import functools
 import json
+import multiprocessing
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,6 +25,7 @@ from fsdp_doctor.report.layout import format_count
 if TYPE_CHECKING:
     import torch
 
+    from fsdp_doctor.checkpoints.hub_parts import HubPart
     from fsdp_doctor.checkpoints.troubles import Symptom
     from fsdp_doctor.fingerprints import Fingerprints
     from fsdp_doctor.fingerprints.checkpoint_files import CheckpointComparison
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 FINGERPRINT_EXIT_CODES = "Exit codes: 0 done; 2 usage; 4 the output cannot be written."
 CONVERT_EXIT_CODES = "Exit codes: 0 written; 1 the checkpoint is damaged; 2 it cannot be judged, or usage."
 DIFF_EXIT_CODES = "Exit codes: 0 no difference; 1 a difference; 2 usage; 4 the output cannot be written."
+_MOST_NAMES = 12
 _DTYPE: Any = typer.Option(metavar="DTYPE", help="Cast floating-point tensors to it first, as in bfloat16.")
 VERIFY_EXIT_CODES = "Exit codes: 0 sound; 1 damaged; 2 it cannot be judged, or usage; 4 the output cannot be written."
 
@@ -164,6 +168,13 @@ def convert(
     largest_file: Annotated[
         int, typer.Option(metavar="BYTES", help="The most that a file of hf gets.")
     ] = 5_000_000_000,
+    config: Annotated[
+        str | None,
+        typer.Option(metavar="DIR|NAME", help="Whose config.json says the model's class; by default, beside SOURCE."),
+    ] = None,
+    keep_names: Annotated[
+        bool, typer.Option("--keep-names", help="Do not ask transformers for the Hub's names, or the model's.")
+    ] = False,
 ) -> None:
     """Write the model and the optimizer of a checkpoint in another format, bit by bit, without running a pickle.
 
@@ -185,6 +196,8 @@ def convert(
             device=mesh_device,
             buffers=buffer or (),
             largest_file=largest_file,
+            config=config,
+            find_parts=None if keep_names else functools.partial(_find_parts, must_know=config is not None),
             progress=_choose_progress(),
         )
     except ConversionError as error:
@@ -198,9 +211,29 @@ def convert(
     what = "the model and the optimizer" if found.has_optimizer else "the model"
     size = f"{found.num_bytes} bytes in {format_count(len(found.files), 'file')}"
     print(f"written: {what} to {target} ({size})", file=sys.stderr)
-    for old, new in found.names.items():
+    for old, new in found.names[:_MOST_NAMES]:
         print(f"{old} is {new}", file=sys.stderr)
+    if len(found.names) > _MOST_NAMES:
+        print(f"and {len(found.names) - _MOST_NAMES} more names", file=sys.stderr)
     raise SystemExit(EXIT_OK)
+
+
+def _find_parts(config: str, *, must_know: bool) -> Mapping[str, HubPart]:
+    """Asks transformers in a process of its own, so that this one stays small."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_ask_for_parts, config, must_know).result()
+
+
+def _ask_for_parts(config: str, must_know: bool) -> Mapping[str, HubPart]:
+    from fsdp_doctor.names import HubNamesUnknown, NamesError, read_hub_parts
+
+    try:
+        return read_hub_parts(config)
+    except NamesError as error:
+        if must_know or not isinstance(error, HubNamesUnknown):
+            raise UsageError(f"{error}; --keep-names keeps the names as they are") from None
+        print(f"the names are as they were saved: {error}", file=sys.stderr)
+        return {}
 
 
 def fingerprint(

@@ -22,11 +22,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import assert_never
 
+from fsdp_doctor.checkpoints.hub_parts import HubPart
 from fsdp_doctor.errors import join_some, read_first_line
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.decorators import disable_autograd
 from fsdp_doctor.fsdp.names import strip_adapters
-from fsdp_doctor.names.views import NamesError, TensorView, check_one_to_one
+from fsdp_doctor.names.views import NamesError, TensorView, check_one_to_one, find_box
 
 NameChoice = Literal["auto", "model", "hub"]
 Names: TypeAlias = NameChoice | Mapping[str, TensorView]
@@ -79,6 +80,35 @@ def read_hub_view(model: nn.Module) -> dict[str, TensorView]:
     as a projection that the Hub has fused and the model has not.
     """
     return revert_names(model, list_shapes(reader.read(model)))
+
+
+def read_hub_parts(config: str) -> dict[str, HubPart]:
+    """What :func:`read_hub_view` says of a model that only its configuration is known of; without what is the same.
+
+    config: a directory with a ``config.json``, or the name of a model on the Hub. It is built on the meta device.
+
+    Raises HubNamesUnknown if it is none of the classes of transformers, and what :func:`read_hub_view` raises.
+    """
+    try:
+        import transformers
+
+        settings = transformers.AutoConfig.from_pretrained(config, attn_implementation="eager")
+        kind = getattr(transformers, (settings.architectures or ["no class"])[0])
+        with torch.device("meta"):
+            model = kind(settings)
+    except Exception as error:  # transformers may raise anything
+        raise HubNamesUnknown(f"transformers cannot build the model of {config}: {read_first_line(error)}") from error
+    if getattr(settings, "quantization_config", None) is not None:
+        raise HubNamesUnknown(f"the model of {config} is quantized: what the Hub has of it are no parts of its tensors")
+    shapes = list_shapes(reader.read(model))
+    parts = {}
+    for name, view in revert_names(model, shapes).items():
+        whole = tuple(shapes[view.name])
+        if name != view.name or not view.is_whole(whole):
+            box = find_box(view, whole)
+            assert box is not None  # as revert_names has checked
+            parts[name] = HubPart(view.name, whole, box.begins, box.lengths, box.dims, view.shape)
+    return parts
 
 
 def list_shapes(contents: reader.ModelContents) -> dict[str, torch.Size]:
