@@ -5,6 +5,9 @@ python benchmarks/converting.py [--directory /dev/shm --gigabytes 0.6 --repeat 5
 Two ranks save a model of float32 and bfloat16, whose rows divide unevenly, as DCP and as files of ranks. Each tool
 converts it in a process of its own, by turns. Shown is the best of each: wall clock and processor time of the call,
 without imports, and by how much the memory of the process grew. ``equal``: tensors that are the same, bit by bit.
+
+``plain copy`` is the floor: it reads the files in pieces of 256 KiB and writes them, one after the other, and checks
+nothing. ``fsync`` is included where a tool does it, which is in fsdp-doctor alone.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 # By tool, what it converts.
 TOOLS = {
+    "plain copy": "dcp",
     "torch dcp_to_torch_save": "dcp",
     "accelerate merge_fsdp_weights": "dcp",
     "verl's scheme (all ranks, cat, save)": "ranks",
@@ -128,6 +132,8 @@ def read_peak() -> int:
 
 def prepare(name: str, source: pathlib.Path, target: pathlib.Path) -> Callable[[], object]:
     """The call, with all that it imports imported."""
+    if name == "plain copy":
+        return lambda: copy(source, target)
     if name.startswith("fsdp-doctor"):
         from fsdp_doctor.checkpoints.conversion import convert
         from fsdp_doctor.checkpoints.targets import ConversionTarget
@@ -159,6 +165,15 @@ def prepare(name: str, source: pathlib.Path, target: pathlib.Path) -> Callable[[
         save_file(merged, target / "model.safetensors", {"format": "pt"})
 
     return merge
+
+
+def copy(source: pathlib.Path, target: pathlib.Path) -> None:
+    buffer = memoryview(bytearray(1 << 18))
+    target.mkdir()
+    for file in source.iterdir():
+        with open(file, "rb", buffering=0) as read, open(target / file.name, "wb", buffering=0) as written:
+            while count := read.readinto(buffer):
+                written.write(buffer[:count])
 
 
 def count_equal(target: pathlib.Path, whole: pathlib.Path) -> str:

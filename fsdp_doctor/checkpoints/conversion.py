@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from fsdp_doctor.checkpoints.copying import ConversionError, Copy
 from fsdp_doctor.checkpoints.dtypes import is_floating_point
@@ -18,10 +20,19 @@ from fsdp_doctor.checkpoints.hub_parts import HubPart, join_from_hub, split_for_
 from fsdp_doctor.checkpoints.names import strip_wrappers
 from fsdp_doctor.checkpoints.optimizer import SavedOptimizer, choose_optimizer
 from fsdp_doctor.checkpoints.reading import read_checkpoint
-from fsdp_doctor.checkpoints.record import Arrangement, SavedCheckpoint, SavedModel, SavedTensor, choose_model
+from fsdp_doctor.checkpoints.record import (
+    Arrangement,
+    SavedCheckpoint,
+    SavedModel,
+    SavedPiece,
+    SavedTensor,
+    choose_model,
+)
+from fsdp_doctor.checkpoints.scanning import Scans
 from fsdp_doctor.checkpoints.targets import ConversionTarget, StatesToWrite, TensorToWrite, lay_out
 from fsdp_doctor.checkpoints.verification import Verification, judge
 
+_Pairs: TypeAlias = list[tuple[SavedPiece, SavedPiece, int]]
 LARGEST_FILE = 5_000_000_000
 # What else a directory of the Hub has; copied from the checkpoint where it is there.
 _BESIDE = (
@@ -72,49 +83,40 @@ def convert(
 
     Raises ConversionError for what cannot be converted, OSError.
     """
-    if target.exists() and not overwrite:
-        raise ConversionError(f"{target} exists; name another directory, or say --overwrite")
     source.stat()
-    checkpoint = read_checkpoint(source)
-    if any(symptom.trouble.value.severity != "warning" for symptom in checkpoint.symptoms):
-        return Conversion(judge(checkpoint, source, progress=progress)[0], [], 0, [])
-    try:
-        model, renamed = _strip_wrappers(choose_model(checkpoint))
-        if not model.tensors:
-            raise ConversionError(f"{source} holds no tensors by name")
-        beside = _list_beside(checkpoint, model, config)
-        if to is ConversionTarget.HF:
-            _leave_out_tied_head(model, checkpoint)
-        config = config or next((str(place) for place in beside if (place / "config.json").is_file()), None)
-        if find_parts is not None and config is not None:
-            # Between other formats a job takes its own names along.
-            if to is ConversionTarget.HF:
-                parts = find_parts(config)
-                renamed += [(part.tensor, name) for name, part in parts.items() if part.tensor in model.tensors]
-                model = SavedModel(split_for_hub(model.tensors, parts), model.states)
-            elif all(state.arrangement is Arrangement.WHOLE for state in model.states):
-                parts = find_parts(config)
-                renamed += [(name, part.tensor) for name, part in parts.items() if name in model.tensors]
-                model = SavedModel(join_from_hub(model.tensors, parts), model.states)
-        ranks = world_size or _count_ranks(model)
-        if not ranks and to in (ConversionTarget.FSDP1, ConversionTarget.FSDP2):
-            raise ConversionError(f"{source} is not of ranks; say with --world-size how many are to read {target}")
-        parameters = model.select_parameters(buffers)
-        has_place = with_optimizer and to is not ConversionTarget.HF
-        optimizer = choose_optimizer(checkpoint, model, parameters) if has_place else None
-        states = _choose_states(model, optimizer, parameters, dtype)
-        layout = lay_out(to, states, ranks or 1, largest_file, device)
-        with _make_partial_directory(target) as directory, contextlib.closing(Copy(directory, layout, _cast)) as copy:
-            found, _ = judge(checkpoint, source, progress=progress, sink=copy.write)
-            if found.answer != "sound":
-                return Conversion(found, [], 0, [])
-            copy.finish()
+    with _make_partial_directory(target, overwrite=overwrite) as directory:
+        checkpoint = read_checkpoint(source)
+        if any(symptom.trouble.value.severity != "warning" for symptom in checkpoint.symptoms):
+            return Conversion(judge(checkpoint, source, progress=progress)[0], [], 0, [])
+        try:
+            model, renamed = _strip_wrappers(choose_model(checkpoint))
+            if not model.tensors:
+                raise ConversionError(f"{source} holds no tensors by name")
+            beside = _list_beside(checkpoint, model, config)
+            tied = _leave_out_tied_head(model, checkpoint) if to is ConversionTarget.HF else []
+            config = config or next((str(place) for place in beside if (place / "config.json").is_file()), None)
+            if find_parts is not None and config is not None:
+                model = _rename_tensors(model, to, functools.partial(find_parts, config), renamed)
+            ranks = world_size or _count_ranks(model)
+            if not ranks and to in (ConversionTarget.FSDP1, ConversionTarget.FSDP2):
+                raise ConversionError(f"{source} is not of ranks; say with --world-size how many are to read {target}")
+            parameters = model.select_parameters(buffers)
+            has_place = with_optimizer and to is not ConversionTarget.HF
+            optimizer = choose_optimizer(checkpoint, model, parameters) if has_place else None
+            states = _choose_states(model, optimizer, parameters, dtype)
+            layout = lay_out(to, states, ranks or 1, largest_file, device)
+            with contextlib.closing(Copy(directory, layout, _cast)) as copy:
+                found, scans = judge(checkpoint, source, progress=progress, sink=copy.write)
+                if found.answer != "sound":
+                    return Conversion(found, [], 0, [])
+                _check_tied(tied, scans)
+                copy.finish()
             is_of_ranks = to in (ConversionTarget.FSDP1, ConversionTarget.FSDP2)
             _copy_settings(beside, directory / "huggingface" if is_of_ranks else directory)
             sync_directory(directory)
             _rename(directory, target)
-    except BadFile as error:
-        raise ConversionError(error.describe(source)) from None
+        except BadFile as error:
+            raise ConversionError(error.describe(source)) from None
     files = [file.name for file in layout.files]
     return Conversion(found, files, layout.num_bytes, renamed, states.optimizer is not None)
 
@@ -126,6 +128,24 @@ def _strip_wrappers(model: SavedModel) -> tuple[SavedModel, list[tuple[str, str]
         raise BadFile("has names that differ in a wrapper's prefix alone")
     renamed = [(old, new) for old, new in zip(model.tensors, tensors, strict=True) if old != new]
     return SavedModel(tensors, model.states), renamed
+
+
+def _rename_tensors(
+    model: SavedModel,
+    to: ConversionTarget,
+    find_parts: Callable[[], Mapping[str, HubPart]],
+    renamed: list[tuple[str, str]],
+) -> SavedModel:
+    """Hugging Face files get the Hub's names, and what is made of them the model's: other formats keep a job's own."""
+    if to is ConversionTarget.HF:
+        parts = find_parts()
+        renamed += [(part.tensor, name) for name, part in parts.items() if part.tensor in model.tensors]
+        return SavedModel(split_for_hub(model.tensors, parts), model.states)
+    if all(state.arrangement is Arrangement.WHOLE for state in model.states):
+        parts = find_parts()
+        renamed += [(name, part.tensor) for name, part in parts.items() if name in model.tensors]
+        return SavedModel(join_from_hub(model.tensors, parts), model.states)
+    return model
 
 
 def _count_ranks(model: SavedModel) -> int:
@@ -172,13 +192,29 @@ def _cast(source: str, target: str) -> Callable[[bytes], bytes]:
     return cast
 
 
-def _leave_out_tied_head(model: SavedModel, checkpoint: SavedCheckpoint) -> None:
+def _leave_out_tied_head(model: SavedModel, checkpoint: SavedCheckpoint) -> _Pairs:
+    """Returns its pieces, each with that of the embedding that is to have the same bytes."""
     head = model.tensors.get("lm_head.weight")
-    ties = any(
+    ties = (
         checkpoint.find_setting(state.directory, "config.json").get("tie_word_embeddings") for state in model.states
     )
-    if head is not None and ties and any(t.pieces == head.pieces for t in model.tensors.values() if t is not head):
-        del model.tensors["lm_head.weight"]
+    if head is None or not any(ties):
+        return []
+    blocks = {(piece.offsets, piece.shape): piece for piece in head.pieces}
+    for name, tensor in model.tensors.items():
+        if tensor is not head and tensor.dtype == head.dtype and re.search("emb|wte", name):
+            others = {(piece.offsets, piece.shape): piece for piece in tensor.pieces}
+            if blocks.keys() == others.keys():
+                del model.tensors["lm_head.weight"]
+                return [(piece, others[block], head.itemsize) for block, piece in blocks.items()]
+    return []
+
+
+def _check_tied(pairs: _Pairs, scans: Scans) -> None:
+    for piece, other, itemsize in pairs:
+        found, expected = scans.find(piece, itemsize), scans.find(other, itemsize)
+        if found is None or expected is None or found.crc != expected.crc:
+            raise BadFile("differs from the embedding, to which config.json ties it", "lm_head.weight")
 
 
 def _list_beside(checkpoint: SavedCheckpoint, model: SavedModel, config: str | None) -> list[pathlib.Path]:
@@ -197,32 +233,43 @@ def _copy_settings(places: Iterable[pathlib.Path], directory: pathlib.Path) -> N
 
 
 @contextlib.contextmanager
-def _make_partial_directory(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A new directory beside the target; removed at the end, unless it was renamed. One that was left is replaced."""
-    directory = target.parent / f".{target.name}.partial"
+def _make_partial_directory(target: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path]:
+    """A new directory beside the target; removed at the end, unless it was renamed.
+
+    What a conversion that was killed has left is removed, and an older target that it had put aside is put back.
+    """
+    directory, old = target.parent / f".{target.name}.partial", target.parent / f".{target.name}.old"
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.parent / f".{target.name}.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConversionError(f"another conversion is writing {target}") from None
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir()
         try:
+            if old.exists() and not target.exists():
+                old.rename(target)
+            _remove(old)
+            _remove(directory)
+            if target.exists() and not overwrite:
+                raise ConversionError(f"{target} exists; name another directory, or say --overwrite")
+            directory.mkdir()
             yield directory
         finally:
-            shutil.rmtree(directory, ignore_errors=True)
+            _remove(directory)
             os.unlink(lock.name)
 
 
 def _rename(directory: pathlib.Path, target: pathlib.Path) -> None:
     old = target.parent / f".{target.name}.old"
     if target.exists():
-        shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
     directory.rename(target)
     sync_directory(target.parent)
-    if old.is_dir():
-        shutil.rmtree(old)
+    _remove(old)
+
+
+def _remove(path: pathlib.Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
     else:
-        old.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)

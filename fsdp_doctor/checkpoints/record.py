@@ -225,7 +225,8 @@ class SavedModel:
 
         buffers: names of further ones, or the last parts of names.
         """
-        are_divided = any(tensor.is_divided for tensor in self.tensors.values())
+        is_of_ranks = any(state.arrangement is not Arrangement.WHOLE for state in self.states)
+        are_divided = is_of_ranks and any(tensor.is_divided for tensor in self.tensors.values())
         is_by_ranks = all(state.arrangement is Arrangement.RANK_FILES for state in self.states)
         return {
             name: tensor

@@ -93,7 +93,8 @@ def read_hub_parts(config: str) -> dict[str, HubPart]:
         import transformers
 
         settings = transformers.AutoConfig.from_pretrained(config, attn_implementation="eager")
-        kind = getattr(transformers, (settings.architectures or ["no class"])[0])
+        (architecture,) = settings.architectures or [f"{settings.model_type} without architectures"]
+        kind = getattr(transformers, architecture)
         with torch.device("meta"):
             model = kind(settings)
     except Exception as error:  # transformers may raise anything

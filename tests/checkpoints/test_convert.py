@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import pathlib
 import shutil
+import subprocess
 import sys
 
 import pytest
 import torch
 from program import doctor, run
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support import saved_checkpoints as saved
 from support.forked import run_script
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from fsdp_doctor.checkpoints.conversion import convert
 from fsdp_doctor.checkpoints.copying import ConversionError
 from fsdp_doctor.checkpoints.targets import ConversionTarget
 from fsdp_doctor.checkpoints.verification import verify
+from fsdp_doctor.names import read_hub_parts
 
 HF, DCP, FSDP2 = ConversionTarget.HF, ConversionTarget.DCP, ConversionTarget.FSDP2
 BY_RANKS = ("verl", "dcp", "torchtitan", "threads", "files", "alone", "accelerate", "dcp_safetensors", "shards")
@@ -71,16 +73,72 @@ def test_columns_of_each_rank_and_dtypes_of_all_sizes_are_put_together(
     torch.save(mixed | {"e": torch.empty(0, 4), "_orig_mod.f": torch.ones(2)}, tmp_path / "mixed.pt")
     done = convert(tmp_path / "mixed.pt", tmp_path / "mixed", HF)
     assert are_equal(tensors_in(tmp_path / "mixed"), mixed | {"e": torch.empty(0, 4), "f": torch.ones(2)})
-    assert done.names == {"_orig_mod.f": "f"}
+    assert done.names == [("_orig_mod.f", "f")]
 
 
 def test_a_tied_head_is_written_once(originals: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Whether it shares the embedding's memory or is a copy of it; but not if it differs from it."""
     state = load_file(originals / "tied" / "model.safetensors")
-    (tmp_path / "tied").mkdir()
-    shutil.copy(originals / "tied" / "config.json", tmp_path / "tied")
-    torch.save(state | {"lm_head.weight": state["model.embed_tokens.weight"]}, tmp_path / "tied" / "pytorch_model.bin")
-    convert(tmp_path / "tied", tmp_path / "out", HF)
-    assert are_equal(tensors_in(tmp_path / "out"), state)
+    head = state["model.embed_tokens.weight"]
+    for name, of_head in (("shared", head), ("copied", head.clone()), ("other", head + 1)):
+        (tmp_path / name).mkdir()
+        shutil.copy(originals / "tied" / "config.json", tmp_path / name)
+        torch.save(state | {"lm_head.weight": of_head}, tmp_path / name / "pytorch_model.bin")
+        done = convert(tmp_path / name, tmp_path / "out" / name, HF)
+        assert bool(done.files) is (name != "other")
+        assert name == "other" or are_equal(tensors_in(tmp_path / "out" / name), state)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "llama-tied", "qwen2-vl"])
+def test_files_of_the_hub_get_its_names_and_what_is_made_of_them_the_model_s(
+    tmp_path: pathlib.Path, family: str
+) -> None:
+    """Fused experts as tensors of their own, and back: what save_pretrained writes, and from_pretrained reads."""
+    families = pytest.importorskip("support.families")
+    model = families.new_family(family)
+    hub, saved_by_job = tmp_path / "hub", tmp_path / "job"
+    model.save_pretrained(hub, max_shard_size="20KB")
+    expected = model.state_dict()
+    torch.save(expected, tmp_path / "model.pt")
+    convert(tmp_path / "model.pt", saved_by_job, DCP, world_size=3)
+    model.config.save_pretrained(saved_by_job)
+    convert(saved_by_job, tmp_path / "exported", HF, find_parts=read_hub_parts)
+    assert are_equal(tensors_in(tmp_path / "exported"), tensors_in(hub))
+    convert(hub, tmp_path / "ranks", FSDP2, world_size=3, find_parts=read_hub_parts)
+    of_rank = torch.load(tmp_path / "ranks" / "model_world_size_3_rank_1.pt", weights_only=True)
+    assert {name for name, tensor in of_rank.items() if isinstance(tensor, DTensor)} == of_rank.keys()
+    convert(tmp_path / "ranks", tmp_path / "whole", ConversionTarget.TORCH, find_parts=read_hub_parts)
+    whole = torch.load(tmp_path / "whole" / "pytorch_model_fsdp.bin", weights_only=True)
+    tied = {"lm_head.weight"} if family == "llama-tied" else set()
+    assert are_equal(whole, {name: expected[name] for name in expected.keys() - tied})
+    convert(tmp_path / "ranks", tmp_path / "again", HF, find_parts=read_hub_parts, largest_file=20_000)
+    loaded = type(model).from_pretrained(tmp_path / "again", dtype="auto")
+    assert are_equal(dict(loaded.state_dict()), expected)
+
+
+def test_names_are_refused_that_the_configuration_does_not_explain(tmp_path: pathlib.Path) -> None:
+    model = pytest.importorskip("support.families").new_family("qwen3-moe")
+    model.config.architectures = [type(model).__name__]
+    state = model.state_dict()
+    fused = "model.layers.1.mlp.experts.gate_up_proj"
+    for name, changed in (("other", {fused: state[fused][:3]}), ("own", {})):
+        (tmp_path / name).mkdir()
+        torch.save(state | changed, tmp_path / name / "model.pt")
+        model.config.save_pretrained(tmp_path / name)
+    with pytest.raises(ConversionError, match=fused):
+        convert(tmp_path / "other", tmp_path / "out", HF, find_parts=read_hub_parts)
+    command = ("checkpoint", "convert", str(tmp_path / "own"), str(tmp_path / "out"), "--to", "hf")
+    done = doctor(*command, "--config", str(tmp_path))
+    assert (done.code, "--keep-names" in done.stderr) == (2, True), done.stderr
+    done = doctor(*command)
+    assert (done.code, "experts.3.up_proj.weight" in tensors_in(tmp_path / "out")) == (0, True), done.stderr
+    (tmp_path / "out" / "model.safetensors").unlink()
+    lacking = {name: tensor for name, tensor in state.items() if ".1." not in name} | {
+        "model.layers.1.mlp.experts.0.up_proj.weight": torch.ones(16, 32)
+    }
+    save_file(lacking, tmp_path / "out" / "model.safetensors")
+    with pytest.raises(ConversionError, match="lacks"):
+        convert(tmp_path / "out", tmp_path / "again", DCP, find_parts=read_hub_parts)
 
 
 def test_of_a_damaged_checkpoint_nothing_is_written(originals: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -104,20 +162,47 @@ def test_a_directory_that_exists_is_replaced_only_when_asked(originals: pathlib.
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_interruption_leaves_nothing_and_what_a_kill_left_is_removed(
+_STUCK = """
+import pathlib, sys, threading
+from fsdp_doctor.checkpoints.conversion import convert
+from fsdp_doctor.checkpoints.targets import ConversionTarget
+
+def stop(done, total):
+    if done > total // 2:
+        print("half", flush=True)
+        threading.Event().wait()
+
+convert(*map(pathlib.Path, sys.argv[1:3]), ConversionTarget.HF, overwrite=True, progress=stop)
+"""
+
+
+def test_an_interruption_leaves_nothing_and_a_kill_what_the_next_conversion_removes(
     originals: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     def interrupt(*_: int) -> None:
         raise KeyboardInterrupt
 
+    out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        convert(originals / "dcp", tmp_path / "out", HF, progress=interrupt)
+        convert(originals / "dcp", out, HF, progress=interrupt)
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / ".out.partial").mkdir()
-    (tmp_path / ".out.partial" / "model.safetensors").write_bytes(b"half")
-    (tmp_path / ".out.lock").touch()
-    convert(originals / "columns", tmp_path / "out", HF)
+    convert(originals / "columns", out, HF)
+    older = (out / "model.safetensors").read_bytes()
+    command = [sys.executable, "-c", _STUCK, str(originals / "dcp"), str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as killed:
+        assert killed.stdout is not None
+        assert killed.stdout.readline() == b"half\n"
+        killed.kill()
+    assert (out / "model.safetensors").read_bytes() == older
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.partial", ".out.lock"}
+    # As a kill between the two renames would leave it.
+    out.rename(tmp_path / ".out.old")
+    with pytest.raises(ConversionError, match="exists"):
+        convert(originals / "dcp", out, HF)
+    assert (out / "model.safetensors").read_bytes() == older
+    convert(originals / "dcp", out, HF, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert len(tensors_in(out)) > 2
 
 
 def test_two_conversions_do_not_write_the_same_directory(originals: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -212,20 +297,35 @@ def test_what_is_not_known_is_asked_for(originals: pathlib.Path, tmp_path: pathl
 
 
 _BOUNDED = """
-import pathlib, resource, sys, threading
+import pathlib, re, resource, sys, threading
 from fsdp_doctor.checkpoints.conversion import convert
 from fsdp_doctor.checkpoints.targets import ConversionTarget
 threading.stack_size(1 << 20)
 (pages, *_) = pathlib.Path("/proc/self/statm").read_text().split()
 limit = int(pages) * resource.getpagesize() + (30 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-found = convert(*map(pathlib.Path, sys.argv[1:3]), ConversionTarget(sys.argv[3]))
-print("torch" in sys.modules, found.verification.answer, found.num_bytes >> 20)
+found = convert(*map(pathlib.Path, sys.argv[1:3]), ConversionTarget(sys.argv[3]), world_size=3)
+(peak,) = re.findall(r"VmHWM:\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())
+print("torch" in sys.modules, found.verification.answer, found.num_bytes >> 20, int(peak) < 64 << 10)
 """
 
 
-def test_thirty_mebibytes_suffice_for_any_size(tmp_path: pathlib.Path) -> None:
-    torch.save({"large": torch.randn(1 << 10, 25 << 10).T.contiguous()}, tmp_path / "model.pt")
-    done = run(sys.executable, "-c", _BOUNDED, str(tmp_path / "model.pt"), str(tmp_path / "out"), "hf")
-    assert done.stdout == "False sound 100\n", done.stderr
-    assert json.loads((tmp_path / "out" / "model.safetensors").read_bytes()[8:200].split(b"}}")[0] + b"}}")["large"]
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """40 MiB, and an optimizer of as many."""
+    directory = tmp_path_factory.mktemp("large")
+    rows = torch.randn(25 << 10, 1 << 10)
+    state = {
+        "state": {"large": {"exp_avg": rows[: 12 << 10].clone()}},
+        "param_groups": [{"lr": 0.1, "params": ["large"]}],
+    }
+    torch.save({"model": {"large": rows}, "optimizer": state}, directory / "model.pt")
+    return directory / "model.pt"
+
+
+@pytest.mark.parametrize("to", ConversionTarget)
+def test_thirty_mebibytes_suffice_for_any_size(large: pathlib.Path, tmp_path: pathlib.Path, to: str) -> None:
+    done = run(sys.executable, "-c", _BOUNDED, str(large), str(tmp_path / "out"), ConversionTarget(to).value)
+    size = 40 if to is HF else 80
+    assert done.stdout == f"False sound {size} True\n", done.stderr
+    shutil.rmtree(tmp_path / "out")
