@@ -61,20 +61,15 @@ def join_from_hub(tensors: Mapping[str, SavedTensor], parts: Mapping[str, HubPar
     """
     parts_of = _group(parts)
     joined: dict[str, SavedTensor] = {}
-    of_parts: set[str] = set()
     for name, tensor in tensors.items():
         model_name = parts[name].tensor if name in parts else name
-        if name in parts and model_name in of_parts:
-            continue
+        if name in parts and name != next(each for each in parts_of[model_name] if each in tensors):
+            continue  # with the first part that is there
         if model_name in joined:
             raise BadFile("is there by the model's name and by the Hub's", model_name)
-        if name not in parts:
-            joined[name] = tensor
-            continue
-        if missing := [each for each in parts_of[model_name] if each not in tensors]:
+        if name in parts and (missing := [each for each in parts_of[model_name] if each not in tensors]):
             raise BadFile(f"lacks {join_some(missing)}, which is to become {model_name}")
-        joined[model_name] = _join(model_name, {each: tensors[each] for each in parts_of[model_name]}, parts)
-        of_parts.add(model_name)
+        joined[model_name] = _join(tensors, parts_of[model_name], parts) if name in parts else tensor
     return joined
 
 
@@ -92,38 +87,32 @@ def _cut(tensor: SavedTensor, hub_name: str, part: HubPart) -> SavedTensor:
     dims = part.check(tensor, part.whole)
     cut = SavedTensor((hub_name,), tensor.dtype, part.shape)
     for piece in tensor.pieces:
-        firsts = [max(each) for each in zip(piece.offsets, part.begins, strict=True)]
-        lasts = [
-            min(offset + length, begin + of_part)
-            for offset, length, begin, of_part in zip(
-                piece.offsets, piece.shape, part.begins, part.lengths, strict=True
-            )
-        ]
-        lengths = [last - first for first, last in zip(firsts, lasts, strict=True)]
-        if min(lengths) <= 0:
+        sides = zip(piece.offsets, piece.shape, part.begins, part.lengths, strict=True)
+        common = [range(max(first, begin), min(first + n, begin + m)) for first, n, begin, m in sides]
+        if not all(common):
             continue
-        skipped = zip(firsts, piece.offsets, piece.strides, strict=True)
-        nbytes = sum((first - offset) * stride for first, offset, stride in skipped) * tensor.itemsize
+        skipped = zip(common, piece.offsets, piece.strides, strict=True)
+        nbytes = sum((of_both.start - first) * stride for of_both, first, stride in skipped) * tensor.itemsize
         cut.pieces.append(
             piece._replace(
                 begin=piece.begin + nbytes if piece.begin >= 0 else -1,
-                shape=tuple(lengths[dim] if dim >= 0 else 1 for dim in dims),
-                offsets=tuple(firsts[dim] - part.begins[dim] if dim >= 0 else 0 for dim in dims),
+                shape=tuple(len(common[dim]) if dim >= 0 else 1 for dim in dims),
+                offsets=tuple(common[dim].start - part.begins[dim] if dim >= 0 else 0 for dim in dims),
                 strides=tuple(piece.strides[dim] if dim >= 0 else 1 for dim in dims),
             )
         )
     return cut
 
 
-def _join(name: str, tensors: Mapping[str, SavedTensor], parts: Mapping[str, HubPart]) -> SavedTensor:
-    first = next(iter(tensors.values()))
-    if all(parts[hub_name].is_whole for hub_name in tensors):
-        return SavedTensor((name,), first.dtype, first.shape, first.pieces)
-    joined = SavedTensor((name,), first.dtype, parts[first.name].whole)
-    for hub_name, tensor in tensors.items():
-        if tensor.dtype != first.dtype:
-            raise BadFile(f"is {tensor.dtype}, and {first.name} is {first.dtype}: both are parts of {name}", hub_name)
-        joined.pieces += [_place(piece, parts[hub_name], tensor) for piece in tensor.pieces]
+def _join(tensors: Mapping[str, SavedTensor], names: list[str], parts: Mapping[str, HubPart]) -> SavedTensor:
+    first, of_first = tensors[names[0]], parts[names[0]]
+    if of_first.is_whole:
+        return SavedTensor((of_first.tensor,), first.dtype, first.shape, first.pieces)
+    joined = SavedTensor((of_first.tensor,), first.dtype, of_first.whole)
+    for name in names:
+        if tensors[name].dtype != first.dtype:
+            raise BadFile(f"is {tensors[name].dtype}, and {names[0]}, a part of the same, is {first.dtype}", name)
+        joined.pieces += [_place(piece, parts[name], tensors[name]) for piece in tensors[name].pieces]
     return joined
 
 
@@ -133,9 +122,6 @@ def _place(piece: SavedPiece, part: HubPart, tensor: SavedTensor) -> SavedPiece:
     offsets, shape, strides = list(part.begins), [1] * len(part.whole), [1] * len(part.whole)
     for at, dim in enumerate(dims):
         if dim >= 0:
-            offsets[dim], shape[dim], strides[dim] = (
-                offsets[dim] + piece.offsets[at],
-                piece.shape[at],
-                piece.strides[at],
-            )
+            offsets[dim] += piece.offsets[at]
+            shape[dim], strides[dim] = piece.shape[at], piece.strides[at]
     return piece._replace(shape=tuple(shape), offsets=tuple(offsets), strides=tuple(strides))
