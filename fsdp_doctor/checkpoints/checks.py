@@ -22,6 +22,7 @@ from fsdp_doctor.checkpoints.record import (
     parse_optimizer_slot,
 )
 from fsdp_doctor.checkpoints.scanning import PAGE_BYTES, Scans, SpanScan
+from fsdp_doctor.checkpoints.sums import shift_crc
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
 from fsdp_doctor.errors import join_some
 
@@ -35,6 +36,10 @@ _EMBEDDING = re.compile(
     r"(?:^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|lm_head|embed_out)\.weight$"
 )
 _MATRIX = re.compile(r"(?:^|\.)((q|k|v|o|gate|up|down)_proj|embed_tokens|lm_head|wte)\.weight$")
+# A vocabulary is padded by less than this part of its rows.
+_MOST_PADDING = 1 / 8
+# Of a config.json: the embedding is narrower than the layers.
+_PROJECTIONS = frozenset({"embedding_size", "word_embed_proj_dim"})
 _MASK = re.compile(r"mask|inv_freq")
 _COUNTERS = frozenset({"step", "last_epoch", "_step_count", "global_step"})
 _STEP_FOLDER = re.compile(r"(?:checkpoint|global_step|step)[-_](\d+)")
@@ -57,11 +62,14 @@ class CheckpointEvidence:
         return bool(scans) and all(scan.is_zero for _, scan in scans)
 
     def find_checksum(self, tensor: SavedTensor) -> int | None:
-        """That of a whole tensor in one piece; None of others."""
-        match self.find_scans(tensor):
-            case [(piece, scan)] if piece.is_contiguous and piece.shape == tensor.shape:
-                return scan.crc
-        return None
+        """The CRC-32 of all its bytes, in the order of rows; None if its pieces are not blocks of whole rows."""
+        crc, at = 0, 0
+        for piece, scan in {piece.offsets: (piece, scan) for piece, scan in sorted(self.find_scans(tensor))}.values():
+            rows = piece.rows or (0, 1)
+            if scan.crc is None or not piece.is_contiguous or piece.shape[1:] != tensor.shape[1:] or rows[0] != at:
+                return None
+            crc, at = shift_crc(crc, scan.nbytes) ^ scan.crc, rows[1]
+        return crc if at == (tensor.shape or (1,))[0] else None
 
     def find_model_config(self, state: State) -> dict[str, Any]:
         """The facts of config.json, those of the text model first; empty if the weights are quantized."""
@@ -84,7 +92,7 @@ def run_checks(evidence: CheckpointEvidence) -> list[Symptom]:
 def find_gaps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Elements that no piece has, or several have. Replicas are equal blocks."""
     lost = {s.file for s in evidence.checkpoint.symptoms if s.trouble is Trouble.MISSING_RANK} & set(state.files)
-    if state.arrangement is Arrangement.WHOLE or lost:
+    if state.arrangement is Arrangement.WHOLE or lost or evidence.checkpoint.is_one_file:
         return
     for tensor in state.tensors.values():
         boxes = sorted({(p.offsets, p.shape) for p in tensor.pieces if p.numel})
@@ -139,7 +147,8 @@ def compare_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
     ranks = {piece.rank for tensor in state.tensors.values() for piece in tensor.pieces}
     for tensor in state.tensors.values():
         slot = parse_optimizer_slot(tensor)
-        if state.find_role(tensor.path) == "other" or (slot and slot[1] == "step"):
+        # Of FSDP1's flat parameters each rank has another part, which nothing in the file says.
+        if state.find_role(tensor.path) == "other" or (slot and slot[1] == "step") or "flat_param" in tensor.name:
             continue
         here = {piece.rank for piece in tensor.pieces}
         if state.arrangement is Arrangement.RANK_FILES and here != ranks:
@@ -169,7 +178,8 @@ def compare_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
             numbers = sorted({f"{number:g}" for number in by_rank.values()})
             file = next((file for file, _ in by_rank if file), state.directory)
             yield Symptom(Trouble.STEPS, f"the ranks have {join_some(numbers)}", file, ".".join(path))
-    steps = {number for path, by_rank in values.items() if "state" in ".".join(path) for number in by_rank.values()}
+    of_parameters = (numbers for path, numbers in values.items() if state.find_role(path) == "optimizer")
+    steps = {number for numbers in of_parameters for number in numbers.values()}
     if len(steps) > 1:
         what = f"the parameters' steps are between {min(steps):g} and {max(steps):g}"
         yield Symptom(Trouble.STEPS_VARY, what, state.directory)
@@ -193,7 +203,8 @@ def find_nonfinite(evidence: CheckpointEvidence, state: State) -> Iterator[Sympt
                 continue
             parts = {"NaN": scan.num_nan, "inf": scan.num_inf, "-inf": scan.num_minus_inf}
             what = "it holds " + ", ".join(f"{count} {kind}" for kind, count in parts.items() if count)
-            is_bad = scan.num_nan or scan.num_inf or state.find_role(tensor.path) == "optimizer"
+            may_be_mask = tensor.last_name != "weight" and state.find_role(tensor.path) != "optimizer"
+            is_bad = scan.num_nan or scan.num_inf or not may_be_mask
             row = _locate_row(piece, scan.first_bad) if piece.is_contiguous else None
             yield Symptom(
                 Trouble.NONFINITE if is_bad else Trouble.INFINITE, what, piece.file, tensor.name, row, piece.rank
@@ -226,22 +237,24 @@ def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
         for piece, scan in scans:
             if scan.is_zero and is_matrix and state.arrangement is not Arrangement.WHOLE:
                 is_last = piece.offsets[0] + piece.shape[0] == tensor.shape[0]
-                trouble = Trouble.ZERO_ROWS if is_last and _EMBEDDING.search(tensor.name) else Trouble.ZERO_RANK
+                is_padding = is_last and piece.shape[0] < tensor.shape[0] * _MOST_PADDING
+                trouble = Trouble.ZERO_ROWS if is_padding and _EMBEDDING.search(tensor.name) else Trouble.ZERO_RANK
                 yield Symptom(trouble, "these rows are zero", piece.file, tensor.name, piece.rows, piece.rank)
-            elif not scan.is_zero and piece.is_contiguous and piece.shape:
-                yield from _judge_zero_runs(evidence, tensor, piece, scan, is_matrix)
+            elif not scan.is_zero and piece.is_contiguous and is_matrix:
+                yield from _judge_zero_runs(evidence, tensor, piece, scan)
 
 
 def _judge_zero_runs(
-    evidence: CheckpointEvidence, tensor: SavedTensor, piece: SavedPiece, scan: SpanScan, is_matrix: bool
+    evidence: CheckpointEvidence, tensor: SavedTensor, piece: SavedPiece, scan: SpanScan
 ) -> Iterator[Symptom]:
+    file = evidence.checkpoint.files[piece.file]
     row_bytes = piece.numel // piece.shape[0] * tensor.itemsize
     for begin, end in scan.zero_runs:
         # The zero bytes of the elements beside the run belong to it.
         first, after = -(-begin // row_bytes), end // row_bytes
         rows = piece.offsets[0] + first, piece.offsets[0] + after
         slack = max(tensor.itemsize, 8)
-        if begin > first * row_bytes - slack and end - after * row_bytes < slack and is_matrix:
+        if begin > first * row_bytes - slack and end - after * row_bytes < slack:
             if not (_EMBEDDING.search(tensor.name) and after == piece.shape[0]):
                 whose = _describe_share(piece.shape[0], first, after)
                 trouble = Trouble.ZERO_RANK if whose else Trouble.ZERO_ROWS
@@ -249,19 +262,22 @@ def _judge_zero_runs(
             else:
                 yield Symptom(Trouble.ZERO_ROWS, "the last rows are zero", piece.file, tensor.name, rows, piece.rank)
             continue
+        # A checksum that is right says that the zeros were saved.
+        if file.has_checksums:
+            continue
         from_page = begin and -(piece.begin + begin) % PAGE_BYTES < slack
         to_page = end < scan.nbytes and (piece.begin + end) % PAGE_BYTES < slack
-        at_end = end == scan.nbytes and piece.begin + end == evidence.checkpoint.files[piece.file].size
-        if from_page or to_page or (at_end and is_matrix):
+        at_end = end == scan.nbytes and piece.begin + end == file.size
+        if from_page or to_page or at_end:
             what = f"the bytes {piece.begin + begin} to {piece.begin + end} of the file are zero, from page to page"
             yield Symptom(Trouble.ZERO_BLOCK, what, piece.file, tensor.name, rows, piece.rank)
 
 
 def _describe_share(rows: int, first: int, after: int) -> str:
-    """Words for whose rows they are, if they are those of whole ranks of a job of 2 to 1024."""
+    """Words for whose rows they are, if they are all of one rank of a job of 2 to 1024."""
     for world in (2**power for power in range(10, 0, -1)):
         share = -(-rows // world)
-        if share > 1 and first % share == 0 and (after % share == 0 or after == rows) and after - first >= share:
+        if share > 1 and first % share == 0 and after == min(first + share, rows):
             return f", which rank {first // share} of {world} would hold"
     return ""
 
@@ -281,11 +297,11 @@ def find_experts(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom
         if missing := sorted(set(range(expected)) - by_number.keys()):
             what = f"of {expected} experts {len(missing)} are missing: {join_some(list(map(str, missing)))}"
             yield Symptom(Trouble.EXPERTS, what, file, name)
-        sums = {evidence.find_checksum(tensor) for tensor in by_number.values()}
-        one = by_number[min(by_number)]
-        are_equal = len(by_number) > 1 and len(sums) == 1 and None not in sums
-        if are_equal and len(one.shape) > 1 and not evidence.is_zero(one):
-            yield Symptom(Trouble.EQUAL_EXPERTS, f"its {len(by_number)} experts are equal", file, name)
+        matrices = [tensor for tensor in by_number.values() if len(tensor.shape) > 1 and not evidence.is_zero(tensor)]
+        sums = [evidence.find_checksum(tensor) for tensor in matrices]
+        if None not in sums and len(set(sums)) < len(sums):
+            what = f"{len(sums)} of its experts have {len(set(sums))} different values"
+            yield Symptom(Trouble.EQUAL_EXPERTS, what, file, name)
 
 
 def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
@@ -332,7 +348,7 @@ def find_wrapped_names(evidence: CheckpointEvidence, state: State) -> Iterator[S
 
 def find_flat_shards(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Local shards that were saved in the place of whole weights: flat or empty."""
-    if state.arrangement is not Arrangement.WHOLE or not state.files:
+    if state.arrangement is Arrangement.RANK_FILES:
         return
     ranks = Counter((_name_family(tensor), len(tensor.shape)) for tensor in state.select("model"))
     for tensor in state.select("model"):
@@ -352,7 +368,7 @@ def find_flat_shards(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
 def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     config = evidence.find_model_config(state)
     vocabulary, hidden = config.get("vocab_size"), config.get("hidden_size", config.get("n_embd"))
-    has_projection = {"embedding_size", "word_embed_proj_dim"} & config.keys()
+    has_projection = _PROJECTIONS & config.keys()
     for tensor in state.select("model"):
         name, file = get_parameter_name(tensor), tensor.file
         if len(tensor.shape) == 2 and _EMBEDDING.search(name):
@@ -366,7 +382,7 @@ def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[
             inner = config.get("intermediate_size")
             if (
                 isinstance(inner, int)
-                and tensor.shape
+                and tensor.shape[1:] == (hidden,)
                 and tensor.shape[0] < inner
                 and not config.get("moe_intermediate_size")
             ):
@@ -394,7 +410,7 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
         forms = Counter(frozenset(rests) for rests in layers.values())
         if len(forms) == 2 and min(forms.values()) == 1:
             small, large = sorted(forms, key=len)
-            if small < large and forms[small] == 1:
+            if small < large and forms[small] == 1 < forms[large]:
                 (number,) = (number for number, rests in layers.items() if rests == small)
                 for rest in sorted(large - small):
                     yield Symptom(
@@ -406,6 +422,12 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
     if ties is False and head is None and embedding is not None and is_causal:
         what = "it is missing, and config.json does not tie it to the embedding"
         yield Symptom(Trouble.MISSING_TENSOR, what, state.files[0], "lm_head.weight")
+    outside = [name for name in names if not _LAYER.match(name)]
+    has_norm = "norm" not in "".join(names) or any(re.search(r"norm|ln_", name) for name in outside)
+    parts = {"embedding": any(re.search(r"emb|wte", name) for name in outside), "norm behind the layers": has_norm}
+    for part, is_there in parts.items() if is_causal and stacks and not _PROJECTIONS & config.keys() else ():
+        if not is_there:
+            yield Symptom(Trouble.MISSING_TENSOR, f"no tensor is named as the {part}", state.files[0])
     if ties is True and head is not None and embedding is not None:
         sums = evidence.find_checksum(head), evidence.find_checksum(embedding)
         if None not in sums and sums[0] != sums[1]:
@@ -420,7 +442,7 @@ def find_mixed_dtypes(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
             families[_name_family(tensor)].append(tensor)
     for members in families.values():
         (common, count), *others = Counter(tensor.dtype for tensor in members).most_common()
-        for tensor in members if others and count * 3 > len(members) * 2 else ():
+        for tensor in members if others and count * 3 >= len(members) * 2 else ():
             if tensor.dtype != common:
                 what = f"it is {tensor.dtype}, and {count} tensors like it are {common}"
                 yield Symptom(Trouble.DTYPES, what, tensor.file, tensor.name)
@@ -439,7 +461,7 @@ def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
     with_state: set[str] = set()
     for state in states:
         slots = [slot for tensor in state.select("optimizer") if (slot := parse_optimizer_slot(tensor))]
-        ids = {f"{key}" for (path, _), key in state.values.items() if path[-2:-1] == ("params",) and type(key) is int}
+        ids = {f"{key}" for (path, _), key in state.values.items() if path[-2:-1] == ("params",)}
         with_state |= {name for name, _ in slots}
         if lacking := sorted(ids - {name for name, _ in slots}) if slots else []:
             what = f"of {len(ids)} parameters {len(lacking)} have no state: {join_some(lacking)}"
@@ -482,6 +504,25 @@ def find_missing_settings(evidence: CheckpointEvidence) -> Iterator[Symptom]:
         others = {here / "tokenizer.json", here / "generation_config.json"} & settings
         if is_model and others and here / "config.json" not in settings:
             yield Symptom(Trouble.SETTINGS, "config.json is missing", state.directory)
+        if state.label == "adapter_model" and here / "adapter_config.json" not in settings:
+            yield Symptom(Trouble.SETTINGS, "adapter_config.json is missing", state.directory)
+
+
+def compare_with_shards(evidence: CheckpointEvidence) -> Iterator[Symptom]:
+    """Files that HuggingFaceStorageWriter made of the shards in ``sharded``, which are still there."""
+    states = {(state.directory, state.label): state for state in evidence.checkpoint.states}
+    for (directory, label), shards in states.items():
+        place = pathlib.PurePath(directory)
+        made = states.get((str(place.parent), "model"))
+        if label != "shards" or place.name != "sharded" or made is None:
+            continue
+        for path, tensor in made.tensors.items():
+            other = shards.tensors.get(path, SavedTensor(path, tensor.dtype, ()))
+            sums = {evidence.find_checksum(each) for each in (tensor, other)}
+            if other.shape != tensor.shape or (None not in sums and len(sums) > 1):
+                yield Symptom(Trouble.DIFFERS, f"it differs from what lies in {directory}", tensor.file, tensor.name)
+        for path in shards.tensors.keys() - made.tensors.keys():
+            yield Symptom(Trouble.MISSING_TENSOR, f"it lies in {directory} alone", made.files[0], ".".join(path))
 
 
 CHECKS: tuple[_Check, ...] = (
@@ -503,4 +544,5 @@ CHECKS_OF_ALL: tuple[Callable[[CheckpointEvidence], Iterator[Symptom]], ...] = (
     compare_optimizer,
     compare_trainer_step,
     find_missing_settings,
+    compare_with_shards,
 )

@@ -44,7 +44,11 @@ _WHOLE = re.compile(
     r"(?P<stem>.+?)(?:-(?P<number>\d{5})-of-(?P<count>\d{5}))?\.(?P<suffix>safetensors|bin|pt|pth|ckpt)"
 )
 # Files of any classes that no load of weights needs: only their checksums are read.
-_ANY_CLASSES = re.compile(r"training_args\.bin|scheduler.*|rng_state.*|scaler\.pt|meta\.pt|.*dataloader.*")
+_ANY_CLASSES = re.compile(
+    r"(training_args|scheduler.*|rng_state.*|scaler|meta|.*dataloader.*)\.(bin|pt|pth)|random_states_\d+\.pkl"
+)
+# What a file by itself is not blamed for.
+_OF_SEVERAL_FILES = (Trouble.MISSING_FILE, Trouble.MISSING_RANK, Trouble.INDEX)
 
 
 def read_checkpoint(path: pathlib.Path) -> SavedCheckpoint:
@@ -52,16 +56,20 @@ def read_checkpoint(path: pathlib.Path) -> SavedCheckpoint:
 
     No tensor is read. What is wrong is noted, not raised.
     """
-    reading = _Reading(SavedCheckpoint(path if path.is_dir() else path.parent))
+    is_one_file = not path.is_dir() and not dcp.METADATA.fullmatch(path.name)
+    found = SavedCheckpoint(path if path.is_dir() else path.parent, is_one_file)
+    reading = _Reading(found)
     if path.is_dir():
         for directory, names in reading.walk():
             reading.read_directory(directory, names)
     else:
         reading.read_directory(".", {path.name})
-    found = reading.checkpoint
+    if is_one_file:
+        found.unchecked.append("the files beside it")
     for state in found.states:
         state.has_model_key = any(map(is_under_model_key, state.tensors))
-    if not found.states and not found.symptoms:
+    has_read = any(file.members for file in found.files.values()) or any(state.values for state in found.states)
+    if not has_read and all(symptom.trouble.value.severity == "warning" for symptom in found.symptoms):
         reading.note(Trouble.UNKNOWN, f"no file of a known format lies in {path}")
     return found
 
@@ -73,7 +81,8 @@ class _Reading:
         self._marked: dict[str, MarkedFile] = {}
 
     def note(self, trouble: Trouble, what: str, file: str = "", tensor: str = "", rank: int | None = None) -> None:
-        self.checkpoint.symptoms.append(Symptom(trouble, what, file, tensor, rank=rank))
+        if not (self.checkpoint.is_one_file and trouble in _OF_SEVERAL_FILES):
+            self.checkpoint.symptoms.append(Symptom(trouble, what, file, tensor, rank=rank))
 
     def walk(self) -> Iterator[tuple[str, set[str]]]:
         """Links to directories are not followed, since they may lead anywhere and in a circle."""
@@ -113,6 +122,10 @@ class _Reading:
             self.note(Trouble.METADATA, "only .metadata.tmp is there: the save did not end", directory)
         self._read_torch_files(directory, names)
         self._read_safetensors(directory, names)
+        known = {*self.checkpoint.files, *self.checkpoint.settings}
+        others = sorted(name for name in names if _join(directory, name) not in known and not name.endswith(".json"))
+        if others and any(state.directory == directory for state in self.checkpoint.states):
+            self.checkpoint.unchecked.append(f"{_join(directory, join_some(others))}: of no known format")
 
     # One file
 
@@ -171,8 +184,9 @@ class _Reading:
 
         def read(file: OpenFile, saved: SavedFile) -> TorchTensors | None:
             contents = read_torch_file(file)
-            saved.members, saved.root, saved.identity = contents.members, contents.root, contents.identity
-            saved.has_checksums = contents.has_checksums
+            saved.members, saved.has_checksums = contents.members, contents.has_checksums
+            if (saved_as := _RANK_FILE.fullmatch(f"{contents.root}.pt")) and saved_as["rank"]:
+                saved.ranks = {int(saved_as["rank"])}
             if contents.lacks_data:
                 self.note(Trouble.NO_DATA, "its tensors have no data", path)
             if _ANY_CLASSES.fullmatch(pathlib.PurePath(path).name):
@@ -181,7 +195,7 @@ class _Reading:
             if contents.refusal is not None:
                 raise contents.refusal
             found = find_tensors(path, contents, rank)
-            saved.ranks, saved.world_sizes = found.ranks, found.world_sizes
+            saved.ranks, saved.world_sizes = found.ranks or saved.ranks, found.world_sizes
             for name, kind in found.unread.items():
                 self.checkpoint.unchecked.append(f"{path}: {name} is {kind}, which is not read")
                 self.checkpoint.unread[name] = path, kind
@@ -196,7 +210,7 @@ class _Reading:
     def _read_dcp(self, directory: str, names: set[str]) -> None:
         state = self._add_state(Arrangement.DCP, directory, "dcp")
         files = sorted(name for name in names if dcp.METADATA.fullmatch(name))
-        if not files:
+        if not files and not self.checkpoint.is_one_file:
             what = "no .metadata is there" + (", only .metadata.tmp" if ".metadata.tmp" in names else "")
             self.note(Trouble.METADATA, f"{what}: the save did not end, or the file is lost", directory)
         items: dict[str, list[dcp.Item]] = defaultdict(list)
@@ -227,6 +241,9 @@ class _Reading:
                 continue
             for item in of_file:
                 _add_item(state, item, None)
+        if ("state_dict",) in {path[:1] for path in state.tensors} and not {"meta.pt"} & names:
+            what = "Lightning wrote the tensors' names, and it is not there"
+            self.note(Trouble.MISSING_FILE, what, _join(directory, "meta.pt"))
         unnamed = sorted(name for name in names if name.endswith(".distcp") and name not in items)
         if is_known and unnamed:
             self.note(Trouble.LEFTOVER, "the metadata does not name it", _join(directory, join_some(unnamed)))
@@ -234,21 +251,23 @@ class _Reading:
     def _read_items(self, state: State, items: list[dcp.Item], file: OpenFile, saved: SavedFile) -> None:
         header = dcp.read_safetensors_header(file)
         path = saved.path
+        if header is not None:
+            self._note_trailing_bytes(header, file)
+        if packed := [item for item in items if item.packing]:
+            packing = ", ".join(packed[0].packing)
+            self.note(Trouble.UNREAD, f"{len(packed)} items of it are packed ({packing}), which is not read", path)
         end = 0
         for item in sorted(items, key=lambda item: item.begin):
             contents = None
             if header is None and item.begin < end:
                 self.note(Trouble.OVERLAP, "two items lie in the same bytes", path, item.name)
             end = max(end, item.begin + item.nbytes)
-            if item.packing:
-                self.checkpoint.unchecked.append(f"{path}: {item.name} is packed ({', '.join(item.packing)})")
-            else:
-                try:
-                    contents = dcp.read_item(file, path, item, header)
-                except RefusedPickle as error:
-                    self.note(Trouble.PICKLE, error.what, path, item.name)
-                except BadFile as error:
-                    self.note(Trouble.SIZE, error.what, path, item.name, dcp.parse_rank(path))
+            try:
+                contents = dcp.read_item(file, path, item, header)
+            except RefusedPickle as error:
+                self.note(Trouble.PICKLE, error.what, path, item.name)
+            except BadFile as error:
+                self.note(Trouble.SIZE, error.what, path, item.name, dcp.parse_rank(path))
             if contents is not None:
                 saved.members += contents.members
                 saved.has_checksums |= contents.has_checksums
@@ -263,7 +282,9 @@ class _Reading:
         whole: list[str] = []
         for name in sorted(names):
             found = _RANK_FILE.fullmatch(name)
-            if found is None or _ANY_CLASSES.fullmatch(name):
+            if _ANY_CLASSES.fullmatch(name):
+                self._read_torch(_join(directory, name), None)
+            elif found is None:
                 whole += [name] if (match := _WHOLE.fullmatch(name)) and match["suffix"] != "safetensors" else []
             else:
                 rank, world = int(found["rank"] or found["number"]), found["world"]
@@ -346,8 +367,6 @@ class _Reading:
                 by_stem[stems.get(name, found["stem"])].append(name)
         for stem, of_stem in by_stem.items():
             contents = {name: self._read_torch(_join(directory, name), None) for name in of_stem}
-            if of_stem and all(_ANY_CLASSES.fullmatch(name) for name in of_stem):
-                continue
             state = self._add_state(Arrangement.WHOLE, directory, stem)
             state.files = [_join(directory, name) for name in of_stem]
             for name, value in contents.items():
@@ -404,9 +423,13 @@ class _Reading:
             saved.has_checksums = sums.keys() == header.tensors.keys()
             for name in sorted(sums.keys() - header.tensors.keys()):
                 self.note(Trouble.INDEX, "the save wrote it, and the file does not have it", saved.path, name)
-        if header.end < file.size:
-            self.note(Trouble.TRAILING_BYTES, f"{file.size - header.end} bytes follow the last tensor", saved.path)
+        self._note_trailing_bytes(header, file)
         return header
+
+    def _note_trailing_bytes(self, header: Header, file: OpenFile) -> None:
+        if header.end < file.size:
+            path = self._make_relative(str(file.path))
+            self.note(Trouble.TRAILING_BYTES, f"{file.size - header.end} bytes follow the last tensor", path)
 
     def _add_whole(self, state: State, tensor: SavedTensor, path: str) -> None:
         if (known := state.tensors.setdefault(tensor.path, tensor)) is not tensor:
@@ -426,11 +449,15 @@ class _Reading:
         self, state: State, suffix: str, weight_map: dict[str, str] | None, names: Collection[str]
     ) -> None:
         files = [pathlib.PurePath(file).name for file in state.files]
-        for count in {int(found["count"]) for name in files if (found := _WHOLE.fullmatch(name)) and found["count"]}:
+        counts = {int(found["count"]) for name in files if (found := _WHOLE.fullmatch(name)) and found["count"]}
+        for count in counts:
             expected = [f"{state.label}-{number:05}-of-{count:05}.{suffix}" for number in range(1, count + 1)]
             for name in expected if any(name in names for name in expected) else ():
                 if name not in names:
                     self.note(Trouble.MISSING_FILE, f"of {count} files it is not there", _join(state.directory, name))
+        if weight_map is None and max(counts, default=1) > 1:
+            what = f"{len(files)} files are there, and no {state.label}.{suffix}.index.json says what is in them"
+            self.note(Trouble.INDEX, what, state.directory)
         if not weight_map:
             return
         path = _join(state.directory, f"{state.label}.{suffix}.index.json")
@@ -463,6 +490,13 @@ class _Reading:
         numbers = {number for number in shards.values() if number is not None}
         for number in sorted(set(range(1, max(numbers, default=0))) - numbers):
             self.note(Trouble.MISSING_RANK, f"no file of shard {number} is there", directory, rank=number - 1)
+        for ending in {name.partition("-model-")[2] for name in shards}:
+            of_file = {name: number for name, number in shards.items() if name.endswith(f"-model-{ending}")}
+            shapes = [entry.shape for name in of_file.keys() & headers for entry in headers[name].tensors.values()]
+            has_rows_for_all = max((shape[0] for shape in shapes if shape), default=0) >= len(numbers)
+            for number in sorted(numbers - set(of_file.values())) if has_rows_for_all else ():
+                what = f"of shard {number} there is no file of model-{ending}, as there is of others"
+                self.note(Trouble.MISSING_RANK, what, directory, rank=number - 1)
         for name, shard in shards.items():
             path, header = _join(directory, name), headers.get(name)
             if header is None:
@@ -473,6 +507,7 @@ class _Reading:
             except (ValueError, KeyError, TypeError) as error:
                 self.note(Trouble.SIZE, f"it does not say where its rows belong ({type(error).__name__})", path)
                 continue
+            copied = ""
             for key, entry in header.tensors.items():
                 rank = shard - 1 if shard is not None else None
                 piece = SavedPiece(path, entry.begin, entry.shape, offsets[key], dcp.compute_strides(entry.shape), rank)
@@ -482,7 +517,10 @@ class _Reading:
                     self.note(Trouble.RANKS_DISAGREE, f"it is {tensor.dtype} {list(tensor.shape)} elsewhere", path, key)
                     continue
                 tensor.shape = tuple(map(max, tensor.shape, shape))
+                copied = next((p.file for p in tensor.pieces if p.offsets == offsets[key] and piece.numel), copied)
                 tensor.pieces.append(piece)
+            if copied:
+                self.note(Trouble.COPIED_RANK, f"{copied} has the same rows, and DCP writes none twice", path)
 
 
 def _add_item(state: State, item: dcp.Item, piece: SavedPiece | None) -> None:

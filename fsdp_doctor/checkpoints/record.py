@@ -71,10 +71,7 @@ class SavedPiece(NamedTuple):
 
     @property
     def is_contiguous(self) -> bool:
-        return self.span == self.numel and self.strides_are_row_major
-
-    @property
-    def strides_are_row_major(self) -> bool:
+        """Whether its elements lie one behind the other, in the order of rows."""
         dims = [(length, stride) for length, stride in zip(self.shape, self.strides, strict=True) if length != 1]
         expected = 1
         for length, stride in reversed(dims):
@@ -125,16 +122,13 @@ class SavedTensor:
 class SavedFile:
     """A file that was read. path: relative to the checkpoint's directory.
 
-    root: the folder in a zip, which is the name that the file was saved under. identity: the number of 40 digits that
-    torch derives from the contents. ranks, world_sizes: what the tensors in it say of who saved them.
+    ranks, world_sizes: what the tensors in it say of who saved them, or its name when it was saved.
     """
 
     path: str
     size: int
     members: list[Member] = field(default_factory=list)
     version: tuple[int, int, int, int] | None = None
-    root: str = ""
-    identity: str = ""
     ranks: set[int] = field(default_factory=set)
     world_sizes: set[int] = field(default_factory=set)
     has_checksums: bool = False
@@ -194,9 +188,11 @@ class SavedCheckpoint:
 
     settings: the JSON files beside the states, by their path. symptoms: what was found wrong while it was read.
     unchecked: what was not looked at, and why. unread: tensors that are not dense, with their file and their kind.
+    is_one_file: whether only one file of a directory was asked about, which has perhaps others that belong to it.
     """
 
     root: pathlib.Path
+    is_one_file: bool = False
     states: list[State] = field(default_factory=list)
     files: dict[str, SavedFile] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)

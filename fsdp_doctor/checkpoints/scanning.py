@@ -81,7 +81,6 @@ class Scans:
     spans: dict[SpanKey, SpanScan] = field(default_factory=dict)
     symptoms: list[Symptom] = field(default_factory=list)
     nbytes: int = 0
-    num_checked: int = 0
 
     def find(self, piece: SavedPiece, itemsize: int) -> SpanScan | None:
         return self.spans.get((piece.file, piece.begin, piece.span * itemsize))
@@ -108,7 +107,6 @@ def scan(checkpoint: SavedCheckpoint, progress: Callable[[int], None] | None = N
             scans.spans |= part.spans
             scans.symptoms += part.symptoms
             scans.nbytes += part.nbytes
-            scans.num_checked += part.num_checked
 
     with ThreadPoolExecutor(_READERS) as readers:
         for _ in readers.map(scan_file, sorted(checkpoint.files.values(), key=lambda file: file.path)):
@@ -175,7 +173,6 @@ def _scan_member(
         scans.spans[saved.path, scanner.begin, scanner.scan.nbytes] = scanner.scan
     if member.crc is None:
         return
-    scans.num_checked += 1
     if crc != member.crc:
         actual = f"has the CRC-32 {crc:08x}" if crc is not None else "was never written for the most part"
         what = f"{member.name} {actual}, and {member.crc:08x} was saved"

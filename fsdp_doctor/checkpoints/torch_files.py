@@ -41,7 +41,6 @@ class TorchFile:
     value: Any = None
     pickle_bytes: int = 0
     root: str = ""
-    identity: str = ""
     has_checksums: bool = False
     lacks_data: bool = False
     refusal: BadFile | None = None
@@ -118,8 +117,6 @@ def read_torch_file(file: OpenFile, begin: int = 0, length: int | None = None) -
     filled = [member for member in storages.values() if member.nbytes]
     read = TorchFile(members, storages, root=root, has_checksums=has_checksums)
     read.lacks_data = has_checksums and bool(filled) and not any(member.crc for member in filled)
-    if identity := named.get(".data/serialization_id"):
-        read.identity = file.read(identity.begin, min(identity.nbytes, 64)).decode("latin-1")
     try:
         if (order := named.get("byteorder")) and file.read(order.begin, min(order.nbytes, 8)) != b"little":
             raise NotRead("has another order of bytes than little-endian, which is not read")
@@ -139,7 +136,7 @@ def _read_member(file: OpenFile, begin: int, length: int, entry: zipfile.ZipInfo
     if header[:4] != b"PK\x03\x04":
         raise BadFile(f"has no {entry.filename} where its directory says")
     if entry.compress_type != zipfile.ZIP_STORED:
-        raise BadFile(f"is compressed ({entry.filename}), as torch.save never writes it")
+        raise NotRead(f"is compressed ({entry.filename}), as torch.save never writes it, and is not read")
     first = entry.header_offset + _LOCAL_HEADER + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
     if first + entry.file_size > length:
         raise BadFile(f"is truncated: {entry.filename} ends behind it")

@@ -11,12 +11,14 @@ import shutil
 import struct
 import sys
 import tracemalloc
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from program import doctor, run
 from safetensors.torch import save_file
 from support import saved_checkpoints as saved
@@ -25,6 +27,9 @@ from fsdp_doctor.checkpoints import verification
 from fsdp_doctor.checkpoints.verification import Verification
 
 Damage = Callable[[pathlib.Path], Any]
+EMBED, HEAD, DOWN = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.down_proj.weight"
+RANK_0, RANK_1 = "model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"
+HUB, TIED = "model-00001-of-00003.safetensors", "model.safetensors"
 
 
 def kinds(found: Verification, severity: str = "damage") -> set[str]:
@@ -122,6 +127,25 @@ def link_to_blobs(directory: pathlib.Path) -> None:
         file.symlink_to(blobs / str(number))
 
 
+def save_sparse_moments(directory: pathlib.Path) -> None:
+    """And a counter of a trainer's own, which is no step of a parameter."""
+    moment = torch.randn(4096, 48)
+    moment[100:3000] = 0
+    state = {"state": {0: {"exp_avg": moment, "step": torch.tensor(2.0)}}, "param_groups": [{"params": [0]}]}
+    torch.save({"optimizer": state, "trainer_state": {"step": 7}}, directory / "last.pt")
+
+
+def save_flat_parameters(directory: pathlib.Path) -> None:
+    for rank in range(2):
+        torch.save({"_flat_param": torch.randn(90)}, directory / f"pytorch_model_fsdp_rank{rank}.bin")
+
+
+def save_two_layers(directory: pathlib.Path) -> None:
+    """As T5, whose first layer alone has the biases of positions."""
+    layers = {f"decoder.block.{number}.q.weight": torch.randn(8, 8) for number in range(2)}
+    save_file(layers | {"decoder.block.0.bias.weight": torch.randn(8, 4)}, directory / TIED)
+
+
 def say_packed(directory: pathlib.Path) -> None:
     """As with torch's ZStandard extension: what is packed is not looked at."""
 
@@ -135,7 +159,7 @@ def say_packed(directory: pathlib.Path) -> None:
 MORE_LAWFUL: dict[str, tuple[str, Damage, set[str]]] = {
     "a file that was renamed": ("legacy", rename_root, set()),
     "a vocabulary padded with zeros": ("tied", pad_vocabulary, {"padded", "zero_rows"}),
-    "what is zero at the start": ("tied", set_ones_to_zero, set()),
+    "what is zero at the start": ("legacy", set_ones_to_zero, set()),
     "a mask of -inf": ("tied", add_mask, set()),
     "shards of another world size left behind": ("verl", add_leftovers, {"leftover"}),
     "a DCP file that the metadata does not name": (
@@ -143,7 +167,16 @@ MORE_LAWFUL: dict[str, tuple[str, Damage, set[str]]] = {
         lambda d: shutil.copy(d / "__0_0.distcp", d / "__7_0.distcp"),
         {"leftover"},
     ),
-    "items that are packed": ("columns", say_packed, set()),
+    "moments of tokens that were never seen": ("legacy", save_sparse_moments, set()),
+    "the flat parameters of FSDP1's local state": ("legacy", save_flat_parameters, set()),
+    "a picture's layers, narrower than the text's": (
+        "tied",
+        lambda d: saved.edit_tensors(
+            d / TIED, lambda t: t.update({"visual.blocks.0.mlp.up_proj.weight": torch.randn(40, 16)})
+        ),
+        set(),
+    ),
+    "a table that one of two layers has": ("legacy", save_two_layers, set()),
     "links to blobs": ("hub", link_to_blobs, set()),
     "a wrong total_size": (
         "hub",
@@ -165,12 +198,12 @@ MORE_LAWFUL: dict[str, tuple[str, Damage, set[str]]] = {
 
 @pytest.mark.parametrize("name", MORE_LAWFUL)
 def test_what_is_lawful_is_sound(originals: pathlib.Path, tmp_path: pathlib.Path, name: str) -> None:
-    source, change, warnings = MORE_LAWFUL[name]
+    source, change, expected = MORE_LAWFUL[name]
     directory = tmp_path / source
     shutil.copytree(originals / source, directory)
     change(directory)
     found = verification.verify(directory)
-    assert (found.answer, kinds(found, "warning") - LAWFUL.get(source, set())) == ("sound", warnings), found.to_text()
+    assert (found.answer, kinds(found, "warning") - LAWFUL.get(source, set())) == ("sound", expected), found.to_text()
 
 
 # Damaged
@@ -275,9 +308,38 @@ def flatten_all(state: dict[str, Any]) -> None:
         state[name] = state[name].flatten()[::2].clone()
 
 
-EMBED, HEAD, DOWN = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.down_proj.weight"
-RANK_0, RANK_1 = "model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"
-HUB, TIED = "model-00001-of-00003.safetensors", "model.safetensors"
+def pack_and_truncate(directory: pathlib.Path) -> None:
+    say_packed(directory)
+    saved.truncate(directory / "__1_0.distcp", 100)
+
+
+def swap_flat_parameters(directory: pathlib.Path) -> None:
+    save_flat_parameters(directory)
+    swap("pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_rank1.bin")(directory)
+
+
+def save_random_states(directory: pathlib.Path) -> None:
+    file = directory / "random_states_0.pkl"
+    torch.save({"torch_manual_seed": torch.get_rng_state()}, file)
+    saved.flip(file, saved.member_offset(file, "data/0") + 9)
+
+
+def divide_shard(directory: pathlib.Path) -> None:
+    """A file more of the first rank, of which the other rank has none."""
+    (first,) = directory.glob("shard-00001*")
+    shutil.copy(first, directory / "shard-00001-model-00002-of-00002.safetensors")
+
+
+def save_dcp(state: dict[str, Any]) -> Damage:
+    def damage(directory: pathlib.Path) -> None:
+        shutil.rmtree(directory)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no process group is there
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
+
+    return damage
+
+
 # Of what is saved, a damage and the kind of trouble that it is; the numbers are those of the kinds that users report.
 DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "a flipped bit in DCP": ("dcp", lambda d: saved.flip(d / "__1_0.distcp", 100_000), "checksum"),
@@ -445,6 +507,36 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     ),
     "shards in a converted file": ("legacy", to_shards, "pickled_shards"),
     "saved without data": ("legacy", skip_data, "no_data"),
+    "packed items, truncated": ("columns", pack_and_truncate, "size"),
+    "a flipped bit in a random state": ("whole", save_random_states, "checksum"),
+    "more behind a DCP file of safetensors": (
+        "dcp_safetensors",
+        lambda d: saved.overwrite(d / "__1_0.distcp", 10**6, b"more"),
+        "trailing_bytes",
+    ),
+    "no index": ("hub", lambda d: (d / "model.safetensors.index.json").unlink(), "index"),
+    "a shard's file missing": ("shards", divide_shard, "missing_rank"),
+    "a shard copied": (
+        "shards",
+        lambda d: shutil.copy(next(d.glob("shard-00001*")), next(d.glob("shard-00002*"))),
+        "copied_rank",
+    ),
+    "a flipped bit in a consolidated file": (
+        "consolidated",
+        lambda d: saved.flip(next(d.glob("model-*")), 300_000),
+        "differs",
+    ),
+    "-inf in a weight": ("tied", tensors(TIED, lambda t: t[DOWN][7, 3].fill_(-torch.inf)), "nonfinite"),
+    "no embedding": ("tied", tensors(TIED, lambda t: t.pop(EMBED)), "missing_tensor"),
+    "no norm behind the layers": ("tied", tensors(TIED, lambda t: t.pop("model.norm.weight")), "missing_tensor"),
+    "half of a vocabulary zero": ("verl", tensors(RANK_1, lambda t: t[HEAD].to_local().zero_()), "zero_rank"),
+    "a flat tensor in DCP": (
+        "dcp",
+        save_dcp({f"layers.{i}.up_proj.weight": torch.randn(9 - i) for i in range(2)}),
+        "flat",
+    ),
+    "Lightning's DCP without meta.pt": ("dcp", save_dcp({"state_dict": {"a": torch.ones(3)}}), "missing_file"),
+    "flat parameters swapped": ("legacy", swap_flat_parameters, "foreign_rank"),
     "a config.json that is no JSON": ("hub", lambda d: saved.truncate(d / "config.json", 9), "settings_damaged"),
 }
 
@@ -458,6 +550,26 @@ def test_what_is_damaged_is_found(originals: pathlib.Path, tmp_path: pathlib.Pat
     damage(directory)
     found = verification.verify(directory)
     assert (found.answer, trouble in kinds(found)) == ("damaged", True), found.to_text()
+
+
+def test_what_is_packed_compressed_or_unfinished_cannot_be_judged(
+    originals: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    shutil.copytree(originals / "columns", tmp_path / "packed")
+    say_packed(tmp_path / "packed")
+    shutil.copytree(originals / "legacy", tmp_path / "unfinished" / "tmp_step_1")
+    (tmp_path / "compressed").mkdir()
+    with zipfile.ZipFile(tmp_path / "compressed" / "model.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("model/data.pkl", pickle.dumps({}))
+    for name in ("packed", "unfinished", "compressed"):
+        found = verification.verify(tmp_path / name)
+        assert (found.answer, found.num_bytes) == ("cannot be judged", 0), found.to_text()
+
+
+def test_one_file_of_several_is_judged_alone(originals: pathlib.Path) -> None:
+    for file in (f"hub/{HUB}", f"verl/{RANK_1}"):
+        found = verification.verify(originals / file)
+        assert (found.answer, found.num_files) == ("sound", 1), found.to_text()
 
 
 def test_a_finding_names_the_file_the_tensor_the_rows_and_the_rank(
