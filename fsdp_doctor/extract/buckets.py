@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -34,7 +35,7 @@ class Bucket:
 
     gathered_bytes: the device memory that it takes until its tensors are handed out; copied_bytes: what is copied of
     them at once. end: where the next bucket begins in the order of the tensors; small ones that come later are gathered
-    with it, too. last_bytes: of the last tensor before that.
+    with it, too. last_bytes: of the last tensor before that; early_bytes: of those after it that are there by then.
     """
 
     transfers: list[TensorTransfer] = field(default_factory=list)
@@ -42,6 +43,7 @@ class Bucket:
     copied_bytes: int = 0
     end: int = 0
     last_bytes: int = 0
+    early_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -65,9 +67,9 @@ class Bucket:
         return sum(t.nbytes - t.collecting_bytes - t.opened_bytes for t in self.transfers)
 
     @functools.cached_property
-    def units(self) -> frozenset[int]:
-        """The FSDP1 units of which it gathers a part, by their order."""
-        return frozenset(transfer.unit.order for transfer in self.transfers if isinstance(transfer, FlatGather))
+    def begun_bytes(self) -> int:
+        """The device memory of tensors of which buckets before it have gathered a part, and it gathers the next."""
+        return sum(transfer.begun_bytes for transfer in self.transfers if isinstance(transfer, FlatGather))
 
     def list_names(self) -> list[str]:
         """The first name of each tensor of which it has a part."""
@@ -86,23 +88,33 @@ class _OpenBucket:
         orders.append(order)
         sources.append(source)
 
-    def close(self, end: int, sizes: Sequence[int]) -> Bucket:
+    def close(self, end: int, sizes: Sequence[int], early: set[int]) -> Bucket:
+        """early: the orders of small tensors that wait to be handed out, which is brought up to date."""
         bucket = self.bucket
+        early.update(*(transfer.orders for transfer in bucket.transfers if isinstance(transfer, PackedGather)))
+        early.difference_update(range(end))
+        bucket.early_bytes = sum(sizes[order] for order in early)
         bucket.transfers += [RowsGather(*rows, dtype) for (_, dtype), rows in self._rows.items()]
         bucket.end, bucket.last_bytes = end, sizes[end - 1] if end else 0
         return bucket
 
 
-def count_most_bytes(sizes: Sequence[int], bucket_bytes: int) -> int:
-    """Device memory that buckets and the caller's last tensor may take together. sizes: of all tensors, in bytes.
+def count_most_bytes(sizes: Sequence[Sequence[int]], bucket_bytes: int) -> int:
+    """Device memory that buckets and the caller's last tensor may take together.
 
-    A bucket and the largest tensor, or two and a smaller tensor. Where the largest is larger than a
-    bucket and most of the model is in tensors half as large at least, as in fused experts, one of them more: so
-    that the next is loaded while the caller has the last.
+    sizes: of all tensors, in bytes and in their order; those of one unit of FSDP1 together, the others each alone.
+
+    A bucket and the largest tensor, or two and a smaller tensor; or two that follow one another, or are of one unit,
+    beside an eighth of a bucket to gather them with. Where the largest is larger than a bucket and most of the model is
+    in tensors half as large at least, as in fused experts, one of them more: so that the next is loaded while the
+    caller has the last.
     """
-    largest = max(sizes, default=0)
-    most = max(bucket_bytes + largest, 2 * bucket_bytes + min(largest, bucket_bytes // 8))
-    return most + (largest if _is_mostly_large(sizes, bucket_bytes) else 0)
+    every = list(itertools.chain.from_iterable(sizes))
+    largest = max(every, default=0)
+    pairs = (sum(sorted((*before[-1:], *unit))[-2:]) for before, unit in itertools.pairwise([(), *sizes]))
+    part = bucket_bytes // 8
+    most = max(bucket_bytes + largest, 2 * bucket_bytes + min(largest, part), max(pairs, default=0) + part)
+    return most + (largest if _is_mostly_large(every, bucket_bytes) else 0)
 
 
 def _is_mostly_large(sizes: Sequence[int], bucket_bytes: int) -> bool:
@@ -123,20 +135,24 @@ class Division:
     extra_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @functools.cached_property
-    def _sizes(self) -> list[int]:
+    def _sizes_by_source(self) -> list[list[int]]:
         return [
-            spec.numel * self.dtypes.choose(spec).itemsize for source in self.sources for spec in list_specs(source)
+            [spec.numel * self.dtypes.choose(spec).itemsize for spec in list_specs(source)] for source in self.sources
         ]
 
     @functools.cached_property
+    def _sizes(self) -> list[int]:
+        return list(itertools.chain.from_iterable(self._sizes_by_source))
+
+    @functools.cached_property
     def most_bytes(self) -> int:
-        return count_most_bytes(self._sizes, self.bucket_bytes)
+        return count_most_bytes(self._sizes_by_source, self.bucket_bytes)
 
     def make_buckets(self) -> Iterator[Bucket]:
         """Each takes ``bucket_bytes`` at most, unless one tensor alone takes more; the last ones take less.
 
         Where two larger ones and a tensor fit into ``most_bytes`` they are larger: what the largest tensor needs is
-        there anyway.
+        there anyway. A part of an FSDP1 unit is a bucket of its own, beside the tensors that those before it began.
         """
         bucket_bytes, sizes = self.bucket_bytes, self._sizes
         parts = list(self._make_parts())
@@ -149,13 +165,16 @@ class Division:
         limit = bucket_bytes
         left = sum(nbytes for _, _, nbytes in parts)
         filling, end = _OpenBucket(), 0
+        early: set[int] = set()
         for order, part, nbytes in parts:
             bucket = filling.bucket
             copied = part.copied_bytes if isinstance(part, TensorTransfer) else 0
             # Nothing runs beside the last gather.
             longest = min(limit, max(left // 2, bucket_bytes // 4))
-            if bucket.nbytes and bucket.gathered_bytes + nbytes + max(bucket.copied_bytes, copied) > longest:
-                yield filling.close(max(order, end), sizes)
+            is_full = bucket.gathered_bytes + nbytes + max(bucket.copied_bytes, copied) > longest
+            is_alone = any(isinstance(transfer, FlatGather) for transfer in (part, *bucket.transfers[-1:]))
+            if bucket.nbytes and (is_full or is_alone):
+                yield filling.close(max(order, end), sizes, early)
                 filling = _OpenBucket()
                 bucket = filling.bucket
                 # The caller has the tensor before it, and the bucket before that may be gone.
@@ -169,7 +188,7 @@ class Division:
                 bucket.transfers.append(part)
             else:
                 filling.add_row(order, part, self.dtypes.choose(part.spec))
-        last = filling.close(len(sizes), sizes)
+        last = filling.close(len(sizes), sizes, early)
         if last.transfers:
             yield last
 
@@ -185,9 +204,7 @@ class Division:
                 yield order, source, self._count_gathered_bytes(source) + self._count_extra_bytes(source.spec.names[:1])
             elif not isinstance(source, Rows):
                 # The caller has the last tensor of those before, and what is left of the memory is there anyway.
-                for transfer in self._make_transfers(
-                    order, source, max(self.bucket_bytes, self.most_bytes - last_bytes)
-                ):
+                for transfer in self._make_transfers(order, source, self.most_bytes - last_bytes):
                     yield order, transfer, transfer.nbytes + self._count_extra_bytes(transfer.names)
             order += len(list_specs(source))
             last_bytes = self._sizes[order - 1] if order else 0
@@ -223,7 +240,8 @@ class Division:
                 yield Redistribution(order, source, self.dtypes.choose(source.spec), is_merged=is_merged)
             case FlatUnit():
                 unit = FlatLayout(order, source, self.dtypes)
-                yield from divide_unit(unit, self.bucket_bytes, room, self.extra_bytes.keys())
+                beside = min(room, self.most_bytes - max(unit.nbytes))
+                yield from divide_unit(unit, self.bucket_bytes, room, beside, self.extra_bytes.keys())
             case _:
                 assert_never(source)
 

@@ -91,10 +91,11 @@ def full_tensors(
     The plan is made in the first call for a model and kept; a model that has changed is noticed. Values are read as
     the iteration proceeds: a training step must wait until it has ended.
 
-    Device memory in use at once, with the tensor that the caller had last: two buckets, or one and the largest
-    tensor. By default that is 1.25 GiB at most, unless a tensor is larger than 768 MiB. Where most of the model
-    is in tensors larger than a bucket, as in fused experts, it is one of them more. What is let go of while another
-    stream than the one at the call still reads it is in use until it has been read.
+    Device memory in use at once, with the tensor that the caller had last: two buckets, one and the largest tensor, or
+    two tensors that follow one another or are of one unit of FSDP1, and an eighth of a bucket. By default that is 1.25
+    GiB at most, unless a tensor is larger than 600 MiB. Where most of the model is in tensors larger than a bucket, as
+    in fused experts, it is one of them more. What is let go of while another stream than the one at the call still
+    reads it is in use until it has been read.
 
     model: under FSDP2 (``fully_shard``; any mesh and placements), FSDP1 (``FullyShardedDataParallel``,
         ``use_orig_params`` or not), DDP or nothing; any offload; half-moved modules too.
@@ -363,10 +364,7 @@ class Pipeline:
     def _may_load(self, bucket: Bucket, last_bytes: int) -> bool:
         """last_bytes: of the tensor that the caller had last, and still has as a rule."""
         together = [*(pending.bucket for pending in self._pending), bucket]
-        units = {unit for each in together for unit in each.units} & self._call.units.keys()
-        kept_bytes = sum(each.nbytes for each in together) + sum(
-            self._call.units[unit].count_kept_bytes() for unit in units
-        )
+        kept_bytes = together[0].begun_bytes + sum(each.nbytes for each in together)
         kept_bytes += sum(result.nbytes for _, _, result in self._early if isinstance(result, torch.Tensor))
         return not self._pending or kept_bytes + last_bytes <= self._plan.most_bytes
 

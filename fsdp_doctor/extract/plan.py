@@ -118,14 +118,18 @@ class Plan:
     def count_promisable(self, first: int, wanted: int) -> int:
         """How many buckets from ``first`` on a rank may promise at once: 1 at least, ``wanted`` at most.
 
-        While the caller has the tensors of one, there is to be memory to launch any of the later ones.
+        While the caller has the tensors of one, there is to be memory to launch any of the later ones. Those before
+        ``first`` that may be pending beside it are yet to be handed out, too.
         """
-        beside, last_bytes = 0, self.buckets[first - 1].last_bytes if first else 0
-        for count, (bucket, following) in enumerate(itertools.pairwise(self.buckets[first : first + wanted]), 1):
-            beside = max(beside, last_bytes + bucket.nbytes)
-            if beside + following.launched_bytes + following.rounding_bytes > self.most_bytes:
-                return count
-            last_bytes = bucket.last_bytes
+        pending, together = first, self.buckets[first].nbytes
+        while pending and (together := together + self.buckets[pending - 1].nbytes) <= self.most_bytes:
+            pending -= 1
+        before, beside = self.buckets[pending - 1] if pending else Bucket(), 0
+        for at, (bucket, following) in enumerate(itertools.pairwise(self.buckets[pending : first + wanted]), pending):
+            beside = max(beside, before.last_bytes + before.early_bytes + bucket.begun_bytes + bucket.nbytes)
+            if at >= first and beside + following.launched_bytes + following.rounding_bytes > self.most_bytes:
+                return at - first + 1
+            before = bucket
         return wanted
 
 

@@ -425,29 +425,34 @@ class UnitOutputs:
             yield self._unit.order + index, span.spec, self._flat.pop(index).as_strided(span.spec.shape, span.stride)
 
 
-def divide_unit(unit: FlatLayout, bucket_bytes: int, room: int, merged: Collection[str]) -> Iterator[TensorTransfer]:
+def divide_unit(
+    unit: FlatLayout, bucket_bytes: int, room: int, room_of_parts: int, merged: Collection[str]
+) -> Iterator[TensorTransfer]:
     """Divides one FSDP1 unit into gathers.
 
-    room: device memory that a unit may take. One that fits takes one gather, if at least half of it is asked for. Of
-    another each has its rows and the tensors that it begins within a bucket, and takes from every rank, so that all of
-    their links are busy; but no rank begins a tensor that does not fit beside those that have been begun, unless it is
-    the first that has something left. merged: the first names of the weights into which adapters are merged.
+    room: device memory that a unit may take; room_of_parts: beside any of its tensors, which the caller may have. One
+    that fits takes one gather, if at least half of it is asked for. Of another each has its rows and the tensors that
+    it begins within a bucket, and takes from every rank, so that all of their links are busy; but no rank begins a
+    tensor that does not fit beside those that have been begun, unless it is the first that has something left. merged:
+    the first names of the weights into which adapters are merged.
     """
     if len(set(unit.dtypes)) == 1 and set(merged).isdisjoint(unit.names):
         whole = UnitGather(unit, bucket_bytes // 8)
         if whole.nbytes + whole.copied_bytes <= room and whole.nbytes <= 2 * sum(unit.nbytes):
             yield whole
             return
+    # The rows of one, and what ranks other than the first begin: each half of what is left beside a tensor.
+    part_bytes = min(bucket_bytes, room_of_parts - max(unit.nbytes)) // 2
     for dtype in dict.fromkeys(unit.dtypes):
         rows = unit.list_rows(dtype)
-        longest = max(bucket_bytes // (2 * unit.source.shard_group.size * dtype.itemsize), 1)
+        longest = max(part_bytes // (unit.source.shard_group.size * dtype.itemsize), 1)
         missing: dict[int, int] = {}
         while any(rows):
             begun = set(missing)
             first = next(rank for rank, row in enumerate(rows) if row)
             segments: list[_Segment] = []
             for rank, row in enumerate(rows):
-                segments += _take(unit, row, longest, missing, bucket_bytes // 2, must_take=rank == first)
+                segments += _take(unit, row, longest, missing, part_bytes, must_take=rank == first)
             for segment in segments:
                 missing[segment.index] -= segment.numel
             missing = {index: numel for index, numel in missing.items() if numel}
@@ -481,7 +486,8 @@ def _take(
 class FlatGather(TensorTransfer):
     """A stretch of every rank's shard of an FSDP1 unit, in one all-gather, and a copy out of it.
 
-    The tensors have memory from when their first part is copied out. begun: those of which gathers before it have some.
+    The tensors have memory from when their first part is copied out. begun: those of which gathers before it have some,
+    and which lack more.
     """
 
     def __init__(self, unit: FlatLayout, dtype: torch.dtype, segments: list[_Segment], begun: set[int]) -> None:
@@ -492,6 +498,7 @@ class FlatGather(TensorTransfer):
         self.names = list(dict.fromkeys(unit.names[segment.index] for segment in segments))
         self.shard_group: ShardGroup = unit.source.shard_group
         self.opened_bytes = sum(unit.nbytes[index] for index in {segment.index for segment in segments} - begun)
+        self.begun_bytes = sum(unit.nbytes[index] for index in begun)
         self.nbytes = length * self.shard_group.size * dtype.itemsize + self.opened_bytes
         self._local = [segment for segment in segments if segment.rank == self.shard_group.rank]
         self._start = self._find_stretch()

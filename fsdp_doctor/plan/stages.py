@@ -38,11 +38,15 @@ def _replay_buckets(timeline: Timeline, shards: RankShards, setup: RoleSetup) ->
     itemsize = setup.extracted_bytes or setup.dtypes.master
     is_cast = setup.extracted_bytes not in (None, setup.dtypes.master)
     cast = CAST_BYTES if is_cast and setup.shards_on_host else 0
-    most = count_most_bytes([numel * itemsize for unit in shards.units for numel in unit.originals], BUCKET_BYTES)
-    buckets: list[tuple[int, int]] = [(0, 0)]
-    last = [0]
     # FSDP1's tensors are copied out of their unit as they are handed out, a few at a time.
     of_units = setup.scenario.version == 1 and setup.shard_ranks > 1
+    # The root's own come last, after an embedding that is a unit.
+    units = (*shards.units[1:], shards.root) if shards.embedding else shards.units
+    sizes = [[numel * itemsize for numel in unit.originals] for unit in units]
+    together = sizes if of_units else [[nbytes] for unit_sizes in sizes for nbytes in unit_sizes]
+    most = count_most_bytes(together, BUCKET_BYTES)
+    buckets: list[tuple[int, int]] = [(0, 0)]
+    last = [0]
     joined = max if of_units else sum
     for gathered, buffered in _list_gathers(shards, setup, most):
         outputs, buffers = joined((buckets[-1][0], gathered)), buckets[-1][1] + buffered
@@ -76,13 +80,13 @@ def _list_gathers(shards: RankShards, setup: RoleSetup, most: int) -> list[tuple
 
 
 def _list_unit_gathers(unit: UnitShard, itemsize: int, most: int) -> list[tuple[int, int]]:
-    """Gathers of an FSDP1 unit: as a whole where it fits; else in parts, each beside the tensors that take it."""
+    """Gathers of an FSDP1 unit: as a whole where it fits; else in parts, of which there are two beside a tensor."""
     sizes = [round_up(numel * itemsize) for numel in unit.originals]
     largest, flat = max(sizes), round_up(sum(unit.full) * itemsize)
     if 64 * (flat - largest) <= flat:
         return [(flat - largest, flat)]
     copied = min(sum(sizes), max(BUCKET_BYTES // 8, largest + largest // 8) + largest)
-    return [(copied, flat)] if copied + flat <= most else [(0, 2 * nbytes) for nbytes in sizes]
+    return [(copied, flat)] if copied + flat <= most else [(0, largest + min(BUCKET_BYTES, most - 2 * largest))]
 
 
 def _replay_tensor_by_tensor(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
