@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import time
 
 import torch
@@ -37,10 +38,15 @@ def _register() -> None:
     from fsdp_doctor.emulated import device
 
     torch._register_device_module("emulated", device)
+    for name in ("amp", "memory", "random"):
+        sys.modules[f"torch.emulated.{name}"] = getattr(device, name)
     torch.utils.generate_methods_for_privateuse1_backend()
     if dist.is_available():
         dist.Backend.register_backend("emulated", device.make_backend, devices=["emulated"])
-        dist.Backend.backend_capability["gloo"].append("emulated")
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401, which registers the backend fake
+
+        for backend in ("gloo", "fake"):
+            dist.Backend.backend_capability[backend].append("emulated")
 
 
 def _wait_for_autograd_threads() -> None:

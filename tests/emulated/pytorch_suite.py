@@ -138,12 +138,8 @@ def _run_rest(
         directory = pathlib.Path(name)
         outcomes = directory / "outcomes"
         outcomes.touch()
-        # Every Python process of the tests, such as a rank, imports the substitutions, and torch finds the device.
+        # Every Python process of the tests, such as a rank, imports the substitutions.
         (directory / "sitecustomize.py").write_text("import tests.emulated.pytorch_device\n")
-        installed = directory / "pytorch_suite-0.dist-info"
-        installed.mkdir()
-        entry = "[torch.backends]\nemulated = tests.emulated.pytorch_device:register\n"
-        (installed / "entry_points.txt").write_text(entry)
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join([name, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "PYTORCH_SUITE_TESTS": str(tests),

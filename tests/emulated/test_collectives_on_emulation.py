@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 on_two = on_ranks(Setting("emulated", 2))
@@ -78,12 +78,10 @@ def test_all_reduce_and_reduce_reduce() -> None:
             tensor = input_of().to(this_device())
             dist.reduce(tensor, root, operation)
             assert_same(tensor, expected(inputs_of_all()) if this_rank() == root else input_of())
-    bits = (1 << input_of(dtype=torch.int64)).to(this_device())
-    dist.all_reduce(bits, dist.ReduceOp.BOR)
-    assert_same(bits, functools.reduce(torch.bitwise_or, 1 << inputs_of_all(torch.int64)))
-    anyone = torch.tensor([this_rank() == 0, False], device=this_device())
-    dist.all_reduce(anyone, dist.ReduceOp.MAX)
-    assert_same(anyone, torch.tensor([True, False]))
+    for operation in (dist.ReduceOp.MAX, dist.ReduceOp.SUM):
+        anyone = torch.tensor([this_rank() == 0, False, True], device=this_device())
+        dist.all_reduce(anyone, operation)
+        assert anyone.view(torch.uint8).tolist() == [1, 0, 1]
 
 
 @on_the_device
@@ -366,6 +364,15 @@ def test_a_collective_that_nobody_waits_for_is_a_race_and_one_that_is_waited_for
         _reduce_and_change(tensor)
     assert "aten::mul_" in str(race.value)
     assert "a collective" in str(race.value)
+    replicated = DistributedDataParallel(nn.Linear(4, 4, device=this_device()))
+    with accelerator().race_detection():
+        work = dist.all_reduce(tensor, async_op=True)
+        assert completes(work)
+        tensor.mul_(2)
+        dist.all_reduce(tensor, async_op=True).get_future().then(lambda future: future.value()[0].div_(2)).wait()
+        tensor.mul_(2)
+        replicated(tensor).sum().backward()
+        torch.optim.SGD(replicated.parameters()).step()
 
 
 # Groups
@@ -535,13 +542,35 @@ def test_a_tensor_of_a_device_that_the_group_has_no_backend_for_is_refused() -> 
 
 
 @on_the_device
-def test_gaps_and_sizes_that_do_not_fit_the_group_are_refused() -> None:
-    with raises_saying("ontiguous"):
-        dist.all_reduce(unfilled(4, 4)[:, :2])
-    with raises_saying("world_size times input"):
-        dist.all_gather_into_tensor(unfilled(4 * world_size() + 1), unfilled(4))
-    with raises_saying("output size times world size"):
-        dist.reduce_scatter_tensor(unfilled(4), unfilled(4 * world_size() + 1))
+def test_what_nccl_refuses_is_refused_with_its_errors() -> None:
+    size, integers, root = world_size(), unfilled(4, dtype=torch.int64), dist.GatherOptions()
+    root.rootRank = size
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device(this_device()))
+    ops = dist.ReduceOp
+    refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (ValueError, "must be contiguous", lambda: dist.all_reduce(unfilled(4, 4)[:, :2])),
+        (ValueError, "must be contiguous", lambda: dist.broadcast(unfilled(4, 3).t(), 0)),
+        (ValueError, "device and dense", lambda: dist.all_reduce_coalesced([unfilled(4), torch.ones(4)])),
+        (
+            ValueError,
+            "world_size times input",
+            lambda: dist.all_gather_into_tensor(unfilled(4 * size + 1), unfilled(4)),
+        ),
+        (TypeError, "the same type", lambda: dist.all_gather_into_tensor(unfilled(4 * size), integers)),
+        (ValueError, "output size times", lambda: dist.reduce_scatter_tensor(unfilled(4), unfilled(4 * size + 1))),
+        (TypeError, "the same type", lambda: dist.reduce_scatter_tensor(integers, unfilled(4 * size))),
+        *(
+            (ValueError, "Cannot use ReduceOp", lambda bits=bits: dist.all_reduce(integers, bits))
+            for bits in (ops.BAND, ops.BOR, ops.BXOR)
+        ),
+        (TypeError, "AVG with boolean", lambda: dist.all_reduce(unfilled(4, dtype=torch.bool), ops.AVG)),
+        (TypeError, "not supported for NCCL", lambda: dist.all_reduce(unfilled(4, dtype=torch.int16))),
+        (dist.DistBackendError, "invalid argument", lambda: dist.broadcast(unfilled(4), size)),
+        (ValueError, "invalid root rank", lambda: backend.gather([], [unfilled(4)], root)),
+    ]
+    for error, words, call in refused:
+        with pytest.raises(error, match=words):
+            call()
 
 
 @leaves_groups_stuck

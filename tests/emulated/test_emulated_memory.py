@@ -120,8 +120,9 @@ def test_the_accelerator_api_counts_the_same() -> None:
         == emulated.memory_allocated() + 4096
     )
     assert torch.accelerator.max_memory_reserved() == emulated.max_memory_reserved()
-    assert stats["allocated_bytes.all.current"] == emulated.memory_stats()["allocated_bytes.all.current"]
-    assert stats["allocated_bytes.all.peak"] == emulated.memory_stats()["allocated_bytes.all.peak"]
+    assert stats == emulated.memory_stats()
+    pools = {name: stats[f"allocated_bytes.{name}.current"] for name in ("all", "small_pool", "large_pool")}
+    assert pools["all"] == pools["small_pool"] + pools["large_pool"]
     torch.accelerator.empty_cache()
     assert torch.accelerator.memory_allocated() == emulated.memory_allocated() >= x.nbytes
 
@@ -148,6 +149,11 @@ def test_memory_statistics_have_the_names_of_cuda() -> None:
     assert stats["active_bytes.all.current"] == stats["allocated_bytes.all.current"] == emulated.memory_allocated()
     assert emulated.memory_stats_as_nested_dict()["active_bytes"]["all"]["peak"] == stats["active_bytes.all.peak"]
     assert "active_bytes.all.current" in emulated.memory_summary()
+    assert {"peak", "current", "allocated", "freed"} == set(emulated.memory_stats_as_nested_dict()["segment"]["all"])
+    block = next(segment for segment in emulated.memory_snapshot() if segment["address"] == held.data_ptr())["blocks"][
+        0
+    ]
+    assert (block["size"], block["requested_size"], block["state"]) == (4096, 4000, "active_allocated")
     del held
 
 
@@ -360,13 +366,81 @@ def test_kernels_that_something_orders_are_no_race() -> None:
         gc.collect()
 
 
-def test_halves_of_one_memory_are_no_race() -> None:
-    with emulated.race_detection():
-        tensor, side = torch.empty(8, device=DEVICE), emulated.Stream()
-        tensor[:4].fill_(1)
-        with emulated.stream(side):
-            tensor[4:].fill_(2)
+# Two parts of a tensor of 6 x 8 x 4 elements, and whether they have an element in common.
+PARTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], bool]] = {
+    "halves": (lambda x: x[:3], lambda x: x[3:], False),
+    "columns": (lambda x: x[:, :4], lambda x: x[:, 4:], False),
+    "columns of a transposed tensor": (lambda x: x.transpose(0, 2)[:, :3], lambda x: x.transpose(0, 2)[:, 3:], False),
+    "even and odd": (lambda x: x.view(-1)[::2], lambda x: x.view(-1)[1::2], False),
+    "an expanded element and the others": (lambda x: x[0, 0, :1].expand(9), lambda x: x[:, :, 1:], False),
+    "columns that overlap": (lambda x: x[:, :5], lambda x: x[:, 4:], True),
+    "second and third": (lambda x: x.view(-1)[1::2], lambda x: x.view(-1)[::3], True),
+    "a column and all": (lambda x: x[:, 7, 3], lambda x: x, True),
+    "windows": (lambda x: x.view(-1)[:32].unfold(0, 3, 1), lambda x: x.view(-1)[31:], True),
+}
+
+
+def test_parts_of_one_memory_race_if_they_have_an_element_in_common() -> None:
+    def check(entry: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], bool]) -> None:
+        one, other, race = entry
+        memory, side = torch.zeros(6, 8, 4, device=DEVICE), emulated.Stream()
         emulated.synchronize()
+        other(memory).zero_()
+        with emulated.stream(side):
+            one(memory).sum()
+        emulated.synchronize()
+        assert bool(emulated.data_races()) == race
+
+    with emulated.race_detection():
+        check_each(PARTS, check)
+
+
+def test_polling_an_event_or_a_stream_orders_the_host() -> None:
+    with emulated.race_detection():
+        for poll_the_event in (True, False):
+            tensor, event, side = torch.zeros(4, device=DEVICE), emulated.Event(), emulated.Stream()
+            emulated.synchronize()
+            with emulated.stream(side):
+                tensor.add_(1)
+                event.record()
+            assert (event if poll_the_event else side).query()
+            tensor.add_(1)
+        emulated.synchronize()
+
+
+def copy_between_streams(x: Tensor, h: Tensor) -> None:
+    h.copy_(x, non_blocking=True)
+    with emulated.stream(emulated.Stream()):
+        torch.empty_like(x).copy_(h, non_blocking=True)
+
+
+# What comes after a late copy, and whether it is a race with it.
+ON_THE_HOST: dict[str, tuple[Callable[[Tensor, Tensor], Any], bool]] = {
+    "overwritten while it is sent": (lambda x, h: (x.copy_(h, non_blocking=True), h.zero_()), True),
+    "overwritten while it is received": (lambda x, h: (h.copy_(x, non_blocking=True), h.zero_()), True),
+    "read while it is received": (lambda x, h: (h.copy_(x, non_blocking=True), h + 1), True),
+    "refilled while it is sent": (lambda x, h: (x.copy_(h, non_blocking=True), h.copy_(torch.ones(8))), True),
+    "sent on while it is received": (copy_between_streams, True),
+    "read while it is sent": (lambda x, h: (x.copy_(h, non_blocking=True), h + 1), False),
+    "another half": (lambda x, h: (h[:4].copy_(x[:4], non_blocking=True), h[4:].zero_()), False),
+    "a view of it": (lambda x, h: (h.copy_(x, non_blocking=True), h.view(2, 4)[1].is_pinned()), False),
+    "sent on in order": (lambda x, h: (h.copy_(x, non_blocking=True), x.copy_(h, non_blocking=True)), False),
+    "waited for": (lambda x, h: (h.copy_(x, non_blocking=True), emulated.synchronize(), h.zero_()), False),
+    "filled before": (lambda x, h: (h.fill_(3), x.copy_(h, non_blocking=True)), False),
+}
+
+
+def test_an_operation_on_pinned_memory_races_with_a_copy_in_flight() -> None:
+    def check(entry: tuple[Callable[[Tensor, Tensor], Any], bool]) -> None:
+        do, race = entry
+        x, h = torch.ones(8, device=DEVICE), torch.ones(8).pin_memory()
+        emulated.synchronize()
+        do(x, h)
+        emulated.synchronize()
+        assert bool(emulated.data_races()) == race
+
+    with emulated.race_detection():
+        check_each(ON_THE_HOST, check)
 
 
 def test_a_file_that_cannot_be_made_is_a_value_error(tmp_path: pathlib.Path) -> None:

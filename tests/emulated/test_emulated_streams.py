@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.emulated_device import DEVICE, OTHER, Used, emulated, on_device, pinned
+from support.emulated_device import BF16, DEVICE, OTHER, Used, emulated, on_device, pinned
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -19,13 +20,13 @@ pytestmark = pytest.mark.usefixtures("device_as_it_was")
 # makes by the name of the device.
 _OF_CUDA_ALONE = {
     *("CUDAGraph", "CudaError", "DeferredCudaCallError", "ExternalStream", "GreenContext", "CUDAPluggableAllocator"),
-    *("amp", "graph", "graphs", "graph_pool_handle", "make_graphed_callables", "jiterator", "nccl", "nvtx", "tunable"),
+    *("graph", "graphs", "graph_pool_handle", "make_graphed_callables", "jiterator", "nccl", "nvtx", "tunable"),
     *("caching_allocator_alloc", "caching_allocator_delete", "caching_allocator_disabled", "caching_allocator_enable"),
     *("change_current_allocator", "check_error", "cudaStatus", "cudart", "current_blas_handle", "ipc_collect"),
     *("get_gencode_flags", "get_stream_from_external", "has_half", "has_magma", "MemPool", "use_mem_pool"),
     *("temperature", "power_draw", "clock_rate", "utilization", "memory_usage", "device_memory_used"),
-    *("memory", "profiler", "random", "sparse", "streams", "default_generators", "list_gpu_processes"),
-    *("memory_snapshot", "get_sync_debug_mode", "set_sync_debug_mode", "host_memory_stats_as_nested_dict"),
+    *("profiler", "sparse", "streams", "default_generators", "list_gpu_processes"),
+    *("get_sync_debug_mode", "set_sync_debug_mode", "host_memory_stats_as_nested_dict"),
     *("reset_accumulated_host_memory_stats", "reset_peak_host_memory_stats", "current_solver_handle"),
 }
 
@@ -33,6 +34,16 @@ _OF_CUDA_ALONE = {
 def test_every_other_name_of_torch_cuda_is_there() -> None:
     names = {name for name in torch.cuda.__all__ if not name.endswith(("Storage", "Tensor"))}
     assert {name for name in names if not hasattr(emulated, name)} <= _OF_CUDA_ALONE
+
+
+def test_the_modules_of_torch_cuda_have_counterparts() -> None:
+    for name in ("amp", "memory", "random"):
+        module = importlib.import_module(f"torch.emulated.{name}")
+        names = getattr(torch.cuda, name).__all__
+        assert {each for each in names if not hasattr(module, each)} <= _OF_CUDA_ALONE
+    with torch.emulated.amp.autocast(dtype=BF16):
+        assert (torch.ones(2, 2, device=DEVICE) @ torch.ones(2, 2, device=DEVICE)).dtype == BF16
+    assert torch.emulated.amp.GradScaler().is_enabled()
 
 
 def test_the_properties_of_a_device_are_known() -> None:
@@ -57,6 +68,12 @@ def test_streams_are_those_of_torch_and_distinct() -> None:
     assert isinstance(emulated.Event(), torch.Event)
     assert stream.device == torch.device("emulated", 0)
     assert stream.record_event(event) is event or event.query()
+    assert isinstance(emulated.current_stream(), emulated.Stream)
+    assert isinstance(emulated.default_stream(1), emulated.Stream)
+    recorded = emulated.Event()
+    assert emulated.current_stream().record_event(recorded) is recorded
+    streams[0].wait_event(recorded)
+    assert recorded.query()
     on_device(1).record_stream(stream)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.emulated_device import (
     BF16,
     DEVICE,
@@ -21,6 +22,10 @@ from support.emulated_device import (
     emulated,
 )
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.distributed._local_tensor import LocalTensorMode
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 # Torch says once that it does not check indices, that it does at a load, and that compressed layouts are new.
@@ -132,6 +137,46 @@ def test_a_tensor_that_is_neither_dense_nor_sparse_is_refused_in_a_sentence(name
 
 
 # Storages
+
+
+def test_modes_without_memory_work_as_without_the_device() -> None:
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        with FakeTensorMode():
+            assert emulated.get_rng_state().tolist() == emulated.get_rng_state().tolist()
+            assert torch.randn(3, device=DEVICE).shape == (3,)
+        whole = torch.arange(96.0).view(8, 12)
+        with LocalTensorMode(4):
+            sharded = distribute_tensor(whole, dist.init_device_mesh("cpu", (4,)), [Shard(0)])
+            for view in (sharded.view(-1), sharded.t(), sharded.unsqueeze(1), sharded[:, 2]):
+                assert view.full_tensor().numel() in (8, 96)
+        mesh = dist.init_device_mesh(DEVICE, (4,))
+        assert distribute_tensor(whole.to(DEVICE), mesh, [Shard(0)]).full_tensor().shape == whole.shape
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
+def test_what_cuda_refuses_is_refused() -> None:
+    x, scalar = torch.ones(3, device=DEVICE), torch.tensor(2.0)
+    index, values = torch.tensor([0, 1], device=DEVICE), torch.ones(2, device=DEVICE)
+    for call in (lambda: torch.addcmul(scalar, x, x), lambda: torch.addcmul(x, scalar, x)):
+        with pytest.raises(RuntimeError, match="CPU Scalar support for"):
+            call()
+    assert torch.addcmul(x, x, scalar).tolist() == [3, 3, 3]
+    with pytest.raises(NotImplementedError, match="not implemented for 'ComplexFloat'"):
+        x.to(torch.complex64).scatter_(0, index, values.to(torch.complex64), reduce="multiply")
+    assert x.clone().scatter_(0, index, values * 2, reduce="multiply").tolist() == [2, 2, 1]
+    assert x.clone().put_(index, values, accumulate=True).tolist() == [2, 2, 1]
+    padded = torch.ones(1, 1, 4, device=DEVICE, requires_grad=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="put_ does not have a deterministic"):
+            x.clone().put_(index, values, accumulate=True)
+        with pytest.raises(RuntimeError, match="reflection_pad1d_backward_out_cuda does not have"):
+            torch.nn.functional.pad(padded, (1, 1), mode="reflect").sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_storage_shrunk_to_nothing_and_back_is_that_of_the_same_tensor_and_its_views() -> None:

@@ -147,7 +147,8 @@ def _list_flags() -> list[str]:
     include = pathlib.Path(torch.__file__).parent / "include"
     directories = (include, include / "torch" / "csrc" / "api" / "include", sysconfig.get_paths()["include"])
     return [
-        *("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-w", "-DTORCH_EXTENSION_NAME=_C"),
+        # NDEBUG as in torch itself: some of its classes have members that depend on it.
+        *("-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-w", "-DTORCH_EXTENSION_NAME=_C"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(f"-I{directory}" for directory in directories),
     ]

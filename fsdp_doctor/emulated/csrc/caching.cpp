@@ -7,7 +7,6 @@ namespace {
 
 // The sizes of c10/cuda/CUDACachingAllocator.h.
 constexpr int64_t kMiB = 1024 * 1024;
-constexpr int64_t kSmallSize = kMiB; // the largest of the small blocks
 constexpr int64_t kSmallSegment = 2 * kMiB;
 constexpr int64_t kLargeSegment = 20 * kMiB;
 constexpr int64_t kOwnSegment = 10 * kMiB; // from here on a block has a segment of its own
@@ -23,10 +22,19 @@ int64_t segment_bytes(int64_t nbytes) {
 
 } // namespace
 
+void add(c10::CachingAllocator::StatArray& counter, bool is_small, int64_t amount) {
+  using c10::CachingAllocator::StatType;
+  for (const auto kind : {StatType::AGGREGATE, is_small ? StatType::SMALL_POOL : StatType::LARGE_POOL}) {
+    auto& one = counter.at(static_cast<size_t>(kind));
+    amount > 0 ? one.increase(amount) : one.decrease(-amount);
+  }
+}
+
 struct CachingModel::Block {
   Pool pool;
   int64_t nbytes;
   uint64_t number; // in the order of their making, where CUDA goes by address
+  size_t address;
   bool is_free = false;
   Block* before = nullptr; // in its segment
   Block* next = nullptr;
@@ -43,7 +51,7 @@ bool CachingModel::BySize::operator()(const Block* one, const Block* other) cons
 CachingModel::Block* CachingModel::allocate(int64_t nbytes, c10::StreamId stream, int64_t limit) {
   nbytes = std::max<int64_t>(nbytes, kSmallestRest);
   const Pool pool{stream, nbytes <= kSmallSize};
-  Block wanted{pool, nbytes, 0};
+  Block wanted{pool, nbytes, 0, 0};
   const auto best = free_[pool].lower_bound(&wanted);
   Block* block = best == free_[pool].end() ? reserve(pool, segment_bytes(nbytes), limit) : *best;
   if (block != nullptr) {
@@ -54,17 +62,18 @@ CachingModel::Block* CachingModel::allocate(int64_t nbytes, c10::StreamId stream
 }
 
 CachingModel::Block* CachingModel::reserve(Pool pool, int64_t nbytes, int64_t limit) {
+  const auto& reserved = stats_.reserved_bytes[kAggregate].current;
   if (reserved + nbytes > limit) {
-    retries += 1;
+    stats_.num_alloc_retries += 1;
     empty();
   }
   if (reserved + nbytes > limit) {
     return nullptr;
   }
-  reserved += nbytes;
-  peak = std::max(peak, reserved);
-  segments += 1;
-  auto* block = new Block{pool, nbytes, ++made_};
+  auto* block = new Block{pool, nbytes, ++made_, next_address_};
+  next_address_ += nbytes;
+  segments_[block->address] = block;
+  count_segment(*block, 1);
   insert(block);
   return block;
 }
@@ -75,7 +84,7 @@ void CachingModel::cut(Block* block, int64_t nbytes) {
   if (is_small ? rest < kSmallestRest : rest <= kSmallSize) {
     return;
   }
-  auto* behind = new Block{block->pool, rest, ++made_, false, block, block->next};
+  auto* behind = new Block{block->pool, rest, ++made_, block->address + nbytes, false, block, block->next};
   if (behind->next != nullptr) {
     behind->next->before = behind;
   }
@@ -109,11 +118,11 @@ void CachingModel::join(Block* block, Block* next) {
 void CachingModel::insert(Block* block) {
   block->is_free = true;
   free_[block->pool].insert(block);
-  split += block->is_whole() ? 0 : block->nbytes;
+  count_split(*block, 1);
 }
 
 void CachingModel::remove(Block* block) {
-  split -= block->is_whole() ? 0 : block->nbytes;
+  count_split(*block, -1);
   free_[block->pool].erase(block);
   block->is_free = false;
 }
@@ -124,12 +133,39 @@ void CachingModel::empty() {
       Block* block = *one++;
       if (block->is_whole()) {
         remove(block);
-        reserved -= block->nbytes;
-        segments -= 1;
+        count_segment(*block, -1);
+        segments_.erase(block->address);
         delete block;
       }
     }
   }
+}
+
+void CachingModel::count_segment(const Block& block, int64_t sign) {
+  const bool is_small = std::get<1>(block.pool);
+  add(stats_.segment, is_small, sign);
+  add(stats_.reserved_bytes, is_small, sign * block.nbytes);
+  (sign > 0 ? stats_.num_device_alloc : stats_.num_device_free) += 1;
+}
+
+// Free, in a segment that is in use: it can be given back to nobody else.
+void CachingModel::count_split(const Block& block, int64_t sign) {
+  if (!block.is_whole()) {
+    add(stats_.inactive_split, std::get<1>(block.pool), sign);
+    add(stats_.inactive_split_bytes, std::get<1>(block.pool), sign * block.nbytes);
+  }
+}
+
+std::vector<Segment> CachingModel::segments(c10::DeviceIndex device) const {
+  std::vector<Segment> all;
+  for (const auto& [address, first] : segments_) {
+    all.push_back({device, address, std::get<0>(first->pool), std::get<1>(first->pool), {}});
+    for (const auto* block = first; block != nullptr; block = block->next) {
+      const size_t nbytes = block->nbytes;
+      all.back().parts.push_back({nbytes, nbytes, block->is_free});
+    }
+  }
+  return all;
 }
 
 } // namespace emulated

@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/csrc/distributed/c10d/Utils.hpp>
 #include <torch/csrc/utils/pybind.h>
 
 #include <pybind11/chrono.h>
@@ -167,7 +168,11 @@ class Work : public c10d::Work {
         clock_(std::move(clock)) {}
 
   bool isCompleted() override {
-    return done_->is_reached();
+    const bool done = done_->is_reached();
+    if (done && clock_) {
+      host_follows(*clock_);
+    }
+    return done;
   }
   bool isSuccess() const override {
     return done_->is_reached() && !done_->error();
@@ -192,8 +197,15 @@ class Work : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     auto future = c10::make_intrusive<c10::ivalue::Future>(
         c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device_});
-    done_->then([future, outputs = outputs_](std::exception_ptr error) {
+    done_->then([future, outputs = outputs_, device = device_.index(), clock = clock_](std::exception_ptr error) {
+      // Who waits for the future waits for the stream that is current where it is completed.
+      const auto stream = clock ? new_stream(device) : current_stream(device);
+      if (clock) {
+        follow(stream, *clock);
+      }
+      const auto before = exchange_stream(stream);
       error ? future->setError(error) : future->markCompleted(c10::IValue(outputs));
+      exchange_stream(before);
     });
     return future;
   }
@@ -497,7 +509,8 @@ class Backend final : public c10d::Backend {
   }
 
   HostWork broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    check(tensors);
+    check_one(tensors);
+    check_root(options.rootRank);
     return put(
         {OpType::BROADCAST, bytes_of(tensors), options.rootRank},
         tensors,
@@ -506,8 +519,8 @@ class Backend final : public c10d::Backend {
   }
 
   HostWork allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    check(tensors);
-    auto reduce = Reduce(options.reduceOp, getSize());
+    check_one(tensors);
+    auto reduce = Reduce(options.reduceOp, getSize(), tensors[0].scalar_type());
     const auto own = reduce.on_host(options);
     auto hosts = flat_hosts(tensors);
     return put(
@@ -522,6 +535,12 @@ class Backend final : public c10d::Backend {
   }
 
   HostWork allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
+    TORCH_CHECK_VALUE(!tensors.empty(), "Tensor list must be nonempty");
+    for (const auto& tensor : tensors) {
+      check({tensor});
+      TORCH_CHECK_TYPE(tensor.scalar_type() == tensors[0].scalar_type(), "Tensors must have identical type");
+      TORCH_CHECK_VALUE(tensor.device() == tensors[0].device(), "Expected list of tensors on the same device");
+    }
     return last_of(tensors.size(), [&](size_t i) {
       Tensors one{tensors[i]};
       return allreduce(one, options);
@@ -529,8 +548,9 @@ class Backend final : public c10d::Backend {
   }
 
   HostWork reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    check(tensors);
-    auto reduce = Reduce(options.reduceOp, getSize());
+    check_one(tensors);
+    check_root(options.rootRank);
+    auto reduce = Reduce(options.reduceOp, getSize(), tensors[0].scalar_type());
     const auto own = reduce.on_host(options);
     // gloo uses the tensors of the other ranks as scratch, NCCL leaves them alone.
     auto hosts = flat_hosts(tensors);
@@ -554,9 +574,9 @@ class Backend final : public c10d::Backend {
   }
 
   HostWork allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    check(joined(outputs));
-    check(inputs);
-    TORCH_CHECK(outputs.size() == 1 && inputs.size() == 1, "allgather: one input and one list of outputs");
+    check_one(inputs);
+    check(joined(outputs), /*contiguous=*/false);
+    TORCH_CHECK(outputs.size() == 1, "allgather: one list of outputs");
     for (const auto& output : outputs[0]) {
       if (output.numel() != inputs[0].numel()) {
         return gather_different_sizes(outputs[0], inputs[0], options);
@@ -573,8 +593,8 @@ class Backend final : public c10d::Backend {
 
   HostWork _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
     check({output, input});
-    TORCH_CHECK(input.dtype() == output.dtype(), "output tensor must have the same type as input tensor");
-    TORCH_CHECK(
+    TORCH_CHECK_TYPE(input.dtype() == output.dtype(), "output tensor must have the same type as input tensor");
+    TORCH_CHECK_VALUE(
         input.numel() * getSize() == output.numel(),
         "output tensor size must be equal to world_size times input tensor size");
     return put(
@@ -594,8 +614,9 @@ class Backend final : public c10d::Backend {
   }
 
   HostWork gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
-    check(joined(outputs));
-    check(inputs);
+    check_one(inputs);
+    check(joined(outputs), /*contiguous=*/false);
+    check_lists("gather", "output", outputs, inputs[0], options.rootRank);
     return put(
         {OpType::GATHER, bytes_of(inputs), options.rootRank},
         joined(outputs),
@@ -606,8 +627,9 @@ class Backend final : public c10d::Backend {
   }
 
   HostWork scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
-    check(outputs);
-    check(joined(inputs));
+    check_one(outputs);
+    check(joined(inputs), /*contiguous=*/false);
+    check_lists("scatter", "input", inputs, outputs[0], options.rootRank);
     return put(
         {OpType::SCATTER, bytes_of(outputs), options.rootRank},
         outputs,
@@ -621,16 +643,16 @@ class Backend final : public c10d::Backend {
       Tensors& outputs,
       std::vector<Tensors>& inputs,
       const c10d::ReduceScatterOptions& options) override {
-    check(outputs);
-    check(joined(inputs));
-    TORCH_CHECK(outputs.size() == 1 && inputs.size() == 1, "reduce_scatter: one output and one list of inputs");
+    check_one(outputs);
+    check(joined(inputs), /*contiguous=*/false);
+    TORCH_CHECK(inputs.size() == 1, "reduce_scatter: one list of inputs");
     return put_reduce_scatter(OpType::REDUCE_SCATTER, outputs[0], at::cat(flat_hosts(inputs[0])), options);
   }
 
   HostWork _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
     check({output, input});
-    TORCH_CHECK(input.dtype() == output.dtype(), "input tensor must be the same type as the output tensor.");
-    TORCH_CHECK(
+    TORCH_CHECK_TYPE(input.dtype() == output.dtype(), "input tensor must be the same type as the output tensor.");
+    TORCH_CHECK_VALUE(
         input.numel() == output.numel() * getSize(),
         "input tensor must be the same size as output size times world size");
     return put_reduce_scatter(OpType::_REDUCE_SCATTER_BASE, output, flat_host(input).clone(), options);
@@ -688,13 +710,13 @@ class Backend final : public c10d::Backend {
   }
 
   HostWork send(Tensors& tensors, int to, int tag) override {
-    check(tensors);
+    check_one(tensors, /*contiguous=*/false);
     return put_unchecked(
         OpType::SEND, tensors, [=, hosts = flat_hosts(tensors)]() mutable { return host_->send(hosts, to, tag); });
   }
 
   HostWork recv(Tensors& tensors, int from, int tag) override {
-    check(tensors);
+    check_one(tensors, /*contiguous=*/false);
     return put_unchecked(
         OpType::RECV, tensors, [=, hosts = flat_hosts(tensors)]() mutable { return host_->recv(hosts, from, tag); });
   }
@@ -708,7 +730,15 @@ class Backend final : public c10d::Backend {
   // gloo knows sums; what NCCL makes of them besides is done before and after.
   class Reduce {
    public:
-    Reduce(const ReduceOp& op, int size) : op_(op), size_(size) {}
+    Reduce(const ReduceOp& op, int size, at::ScalarType dtype) : op_(op), size_(size), dtype_(dtype) {
+      for (const auto& [bitwise, name] : {std::pair{ReduceOp::BAND, "BAND"}, {ReduceOp::BOR, "BOR"}, {ReduceOp::BXOR, "BXOR"}}) {
+        TORCH_CHECK_VALUE(op.op_ != bitwise, "Cannot use ReduceOp.", name, " with NCCL");
+      }
+      TORCH_CHECK_TYPE(op.op_ != ReduceOp::AVG || dtype != at::kBool, "Cannot use ReduceOp.AVG with boolean inputs");
+      TORCH_CHECK_TYPE(
+          op.op_ != ReduceOp::PREMUL_SUM || at::isFloatingType(dtype),
+          "PreMulSum Data type must be half, float, bfloat16 or double");
+    }
 
     int64_t name() const {
       return static_cast<int64_t>(op_.op_);
@@ -717,6 +747,8 @@ class Backend final : public c10d::Backend {
     Options on_host(Options options) const {
       if (op_.op_ == ReduceOp::AVG || op_.op_ == ReduceOp::PREMUL_SUM) {
         options.reduceOp = ReduceOp::SUM;
+      } else if (op_.op_ == ReduceOp::SUM && dtype_ == at::kBool) {
+        options.reduceOp = ReduceOp::MAX;
       }
       return options;
     }
@@ -748,16 +780,55 @@ class Backend final : public c10d::Backend {
 
     ReduceOp op_;
     int size_;
+    at::ScalarType dtype_;
   };
 
-  void check(const Tensors& tensors) {
+  // These are NCCL's checks, with the errors that it raises. Tensors in lists, and those that two ranks exchange, need not be
+  // contiguous.
+  void check(const Tensors& tensors, bool contiguous = true) {
     for (const auto& tensor : tensors) {
-      TORCH_CHECK(
+      TORCH_CHECK_VALUE(
           tensor.device().type() == kEmulated && tensor.layout() == at::kStrided,
           "Tensors must be on an emulated device and dense");
-      TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "Tensors must be contiguous");
+      TORCH_CHECK_VALUE(
+          contiguous ? tensor.is_contiguous(tensor.suggest_memory_format()) : tensor.is_non_overlapping_and_dense(),
+          "Tensors must be contiguous");
+      const auto dtype = tensor.scalar_type();
+      const bool other = dtype == at::kShort || dtype == at::kUInt16 || dtype == at::kUInt32 || dtype == at::kUInt64;
+      TORCH_CHECK_TYPE(!other, "Input tensor data type is not supported for NCCL process group: ", dtype);
       device_ = tensor.device();
     }
+  }
+
+  void check_one(const Tensors& tensors, bool contiguous = true) {
+    TORCH_CHECK(tensors.size() == 1, "Expecting one tensor only but got multiple");
+    check(tensors, contiguous);
+  }
+
+  void check_root(int64_t root) {
+    const bool exists = 0 <= root && root < getSize();
+    TORCH_CHECK_WITH(DistBackendError, exists, "NCCL error: invalid argument (root ", root, " of ", getSize(), " ranks)");
+  }
+
+  // Of gather and scatter: the root has one list, with a tensor like its own for each rank, the others have none.
+  void check_lists(
+      const std::string& name,
+      const std::string& side,
+      const std::vector<Tensors>& lists,
+      const Tensor& like,
+      int64_t root) {
+    const auto refuse = [&](const std::string& why) { C10_THROW_ERROR(ValueError, "ProcessGroupNCCL::" + name + ": " + why); };
+    c10d::assertRootRank(refuse, root, getSize());
+    if (getRank() != root) {
+      return lists.empty() ? void() : refuse("requires empty " + side + " on non-root");
+    }
+    if (lists.size() != 1) {
+      refuse("requires a single-element " + side + " list containing a list with " + std::to_string(getSize()) + " tensors.");
+    }
+    if (lists[0].size() != static_cast<size_t>(getSize())) {
+      refuse(c10::str("Incorrect ", side, " list size ", lists[0].size(), ", should be ", getSize(), ", same as size of the process group."));
+    }
+    c10d::assertTypeAndSizesMatch(refuse, lists[0], like.options(), like.sizes());
   }
 
   // gloo too reduces everything everywhere and keeps the rank's own part. whole: host memory of our own.
@@ -766,7 +837,7 @@ class Backend final : public c10d::Backend {
       const Tensor& output,
       const Tensor& whole,
       const c10d::ReduceScatterOptions& options) {
-    auto reduce = Reduce(options.reduceOp, getSize());
+    auto reduce = Reduce(options.reduceOp, getSize(), output.scalar_type());
     c10d::AllreduceOptions own;
     own.reduceOp = options.reduceOp;
     own.timeout = options.timeout;

@@ -54,7 +54,11 @@ void copy_piece(const at::Tensor& self, const at::Tensor& source, bool non_block
       to_device ? pinned_block(source.const_data_ptr()) : BlockPtr(),
   };
   if (detects_races()) {
-    launch("copy_", stream, {access_of(to_device ? self : source, to_device)});
+    std::vector<Access> accesses{access_of(to_device ? self : source, to_device)};
+    if (auto host = pinned_access_of(to_device ? source : self, !to_device)) {
+      accesses.push_back(*std::move(host));
+    }
+    launch("copy_", stream, accesses);
   }
   const bool pinned = static_cast<bool>(to_device ? copy.keeps_from : copy.keeps_to);
   if (non_blocking && pinned) {

@@ -1,8 +1,8 @@
 #include "device.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <pthread.h>
@@ -133,7 +133,8 @@ struct Generator final : c10::GeneratorImpl {
     std::memcpy(&offset_, data + 8, 8);
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    auto state = at::empty({16}, at::TensorOptions().dtype(at::kByte).device(at::kCPU));
+    // Not through the dispatcher: under a mode such as FakeTensorMode the result would have no memory.
+    auto state = at::detail::empty_cpu({16}, at::kByte);
     auto* data = state.mutable_data_ptr<uint8_t>();
     std::memcpy(data, &seed_, 8);
     std::memcpy(data + 8, &offset_, 8);

@@ -4,6 +4,7 @@
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/record_function.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/TensorImpl.h>
 #include <torch/library.h>
@@ -11,6 +12,7 @@
 #include <algorithm>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -368,6 +370,40 @@ void written_by(const c10::OperatorHandle& op, c10::Stream stream, c10::ArrayRef
   launch(op.schema().name(), stream, accesses);
 }
 
+bool is_in_host_memory(const at::Tensor& tensor) {
+  const auto keys = tensor.key_set();
+  return keys.has(c10::DispatchKey::CPU) && !keys.has(c10::DispatchKey::Python) && tensor.has_storage() &&
+      tensor.numel() > 0 && !tensor._is_zerotensor();
+}
+
+// Called for every operation there is, but only while races are detected.
+std::unique_ptr<at::ObserverContext> touched_by_host(const at::RecordFunction& function) {
+  const auto name = function.operator_name();
+  const auto op = name ? c10::Dispatcher::singleton().findOp(*name) : std::nullopt;
+  // A composite comes down to others, which are told as well.
+  if (!op || !(op->hasKernelForDispatchKey(c10::DispatchKey::CPU) || name->name == "aten::copy_") ||
+      !traits_of(*op).touches_memory) {
+    return nullptr;
+  }
+  std::vector<Access> accesses;
+  bool on_host_alone = true;
+  for (size_t i = 0; i < function.inputs().size(); ++i) {
+    const auto* alias = op->schema().arguments()[i].alias_info();
+    each_tensor(function.inputs()[i], [&](const at::Tensor& tensor) {
+      on_host_alone = on_host_alone && (!tensor.defined() || tensor.device().is_cpu());
+      if (tensor.defined() && is_in_host_memory(tensor)) {
+        if (auto access = pinned_access_of(tensor, alias != nullptr && alias->isWrite())) {
+          accesses.push_back(*std::move(access));
+        }
+      }
+    });
+  }
+  if (on_host_alone) {
+    touch_on_host(name->name, accesses);
+  }
+  return nullptr;
+}
+
 bool says(const c10::Error& error, const char* words) {
   return std::string_view(error.what_without_backtrace()).find(words) != std::string_view::npos;
 }
@@ -385,6 +421,57 @@ bool says(const c10::Error& error, const char* words) {
     }
   }
   throw;
+}
+
+// What CUDA refuses and the CPU does not.
+void check_as_cuda(const c10::FunctionSchema& schema, c10::ArrayRef<IValue> arguments) {
+  static const std::unordered_set<std::string> kRefusing{
+      "aten::addcmul", "aten::addcmul_", "aten::scatter", "aten::scatter_"};
+  if (kRefusing.count(schema.name()) == 0) {
+    return;
+  }
+  if (schema.argumentIndexWithName("tensor1")) {
+    for (size_t i = 0; i < 2; ++i) {
+      TORCH_CHECK(
+          is_on_device(arguments[i].toTensor()),
+          "CPU Scalar support for ",
+          schema.arguments()[i].name(),
+          " argument is not supported when calling addcmul on emulated tensors.");
+    }
+    return;
+  }
+  const auto reduce = schema.argumentIndexWithName("reduce");
+  const auto dtype = arguments[0].toTensor().scalar_type();
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !reduce || arguments[*reduce].toStringRef() != "multiply" || !at::isComplexType(dtype),
+      "\"cuda_scatter_gather_base_kernel_func\" not implemented for '",
+      dtype,
+      "'");
+}
+
+// Operations of which CUDA has no deterministic implementation and the CPU has, by the names that CUDA's kernels have.
+void alert_as_cuda(const c10::FunctionSchema& schema) {
+  static const std::unordered_map<std::string, const char*> kAlerts{
+      {"aten::avg_pool3d_backward", "avg_pool3d_backward_cuda"},
+      {"aten::_adaptive_avg_pool2d_backward", "adaptive_avg_pool2d_backward_cuda"},
+      {"aten::_adaptive_avg_pool3d_backward", "adaptive_avg_pool3d_backward_cuda"},
+      {"aten::adaptive_max_pool2d_backward", "adaptive_max_pool2d_backward_cuda"},
+      {"aten::fractional_max_pool2d_backward", "fractional_max_pool2d_backward_cuda"},
+      {"aten::fractional_max_pool3d_backward", "fractional_max_pool3d_backward_cuda"},
+      {"aten::upsample_linear1d_backward", "upsample_linear1d_backward_out_cuda"},
+      {"aten::upsample_bicubic2d_backward", "upsample_bicubic2d_backward_out_cuda"},
+      {"aten::upsample_trilinear3d_backward", "upsample_trilinear3d_backward_out_cuda"},
+      {"aten::reflection_pad1d_backward", "reflection_pad1d_backward_out_cuda"},
+      {"aten::reflection_pad2d_backward", "reflection_pad2d_backward_cuda"},
+      {"aten::reflection_pad3d_backward", "reflection_pad3d_backward_out_cuda"},
+      {"aten::nll_loss2d_forward", "nll_loss2d_forward_out_cuda_template"},
+      {"aten::_ctc_loss_backward", "ctc_loss_backward_gpu"},
+      {"aten::grid_sampler_2d_backward", "grid_sampler_2d_backward_cuda"},
+      {"aten::grid_sampler_3d_backward", "grid_sampler_3d_backward_cuda"},
+      {"aten::put_", "put_"}};
+  if (const auto alert = kAlerts.find(schema.name()); alert != kAlerts.end()) {
+    at::globalContext().alertNotDeterministic(alert->second);
+  }
 }
 
 c10::DispatchKeySet host_key(c10::DispatchKeySet keys) {
@@ -406,6 +493,10 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) 
   const auto arguments = c10::ArrayRef<IValue>(*stack).slice(begin);
   const auto place = where(arguments);
   const auto stream = current_stream(place.device);
+  check_as_cuda(op.schema(), arguments);
+  if (at::globalContext().deterministicAlgorithms()) {
+    alert_as_cuda(op.schema());
+  }
   waits || has_mask(arguments) ? synchronize(stream) : before_kernel(stream);
   if (detects_races() && traits_of(op).touches_memory) {
     launch_of(op, stream, arguments);
@@ -548,6 +639,17 @@ void check_memory(const at::Tensor& tensor) {
       " bytes, its storage has ",
       tensor.storage().nbytes(),
       ")");
+}
+
+void watch_host(bool on) {
+  static at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
+  if (handle != at::INVALID_CALLBACK_HANDLE) {
+    at::removeCallback(std::exchange(handle, at::INVALID_CALLBACK_HANDLE));
+  }
+  if (on) {
+    handle = at::addGlobalCallback(
+        at::RecordFunctionCallback(&touched_by_host).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+  }
 }
 
 c10::Storage HostView::to_host(const c10::Storage& storage) {

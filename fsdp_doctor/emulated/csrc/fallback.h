@@ -41,6 +41,9 @@ void check_memory(const at::Tensor& tensor);
 // The CPU's kernel on the arguments on the stack.
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
+// Whether the CPU's operations on pinned memory are compared with what the streams do to it.
+void watch_host(bool on);
+
 // Gives kEmulated its kernels.
 void register_kernels();
 

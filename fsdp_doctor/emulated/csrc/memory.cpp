@@ -14,6 +14,8 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <optional>
+#include <set>
 #include <string>
 
 #include "device.h"
@@ -31,9 +33,9 @@ constexpr int kOldByte = 0xff;
 
 std::mutex mutex;
 std::array<MemoryStats, kMaxDevices> stats;
-std::array<CachingModel, kMaxDevices> models;
+std::array<std::optional<CachingModel>, kMaxDevices> models; // while memory is reserved in segments
+std::set<const Block*> live; // while it is not
 int64_t limit = 0;
-bool caching = false;
 std::atomic<bool> poisoning{false};
 
 int64_t rounded(size_t nbytes) {
@@ -55,7 +57,7 @@ std::string readable(int64_t nbytes) {
 
 [[noreturn]] void refuse(int64_t size, c10::DeviceIndex device, const MemoryStats& own) {
   const auto total = limit > 0 ? limit : host_bytes();
-  const auto in_use = caching ? models.at(device).reserved : own.allocated;
+  const auto allocated = own.allocated_bytes[kAggregate].current, in_use = own.reserved_bytes[kAggregate].current;
   TORCH_CHECK_WITH(
       OutOfMemoryError,
       false,
@@ -68,10 +70,29 @@ std::string readable(int64_t nbytes) {
       " of which ",
       readable(std::max<int64_t>(0, total - in_use - in_use_by_others(device))),
       " is free. Of the allocated memory ",
-      readable(own.allocated),
+      readable(allocated),
       " is allocated by PyTorch, and ",
-      readable(in_use - own.allocated),
+      readable(in_use - allocated),
       " is reserved by PyTorch but unallocated.");
+}
+
+// One block more or less. Where nothing is cached it is reserved for as long as it is allocated.
+void count(MemoryStats& own, const Block& block, int64_t sign) {
+  const auto size = rounded(block.nbytes);
+  const bool is_small = size <= kSmallSize;
+  for (auto* number : {&own.allocation, &own.active}) {
+    add(*number, is_small, sign);
+  }
+  for (auto* bytes : {&own.allocated_bytes, &own.active_bytes}) {
+    add(*bytes, is_small, sign * size);
+  }
+  add(own.requested_bytes, is_small, sign * static_cast<int64_t>(block.nbytes));
+  if (block.cached == nullptr && size > 0) {
+    add(own.segment, is_small, sign);
+    add(own.reserved_bytes, is_small, sign * size);
+    sign > 0 ? static_cast<void>(live.insert(&block)) : static_cast<void>(live.erase(&block));
+  }
+  say_in_use(block.device.index(), own.reserved_bytes[kAggregate].current);
 }
 
 void take(Block& block) {
@@ -79,29 +100,35 @@ void take(Block& block) {
   std::lock_guard<std::mutex> lock(mutex);
   const auto device = block.device.index();
   auto& own = stats.at(device);
+  auto& model = models.at(device);
   const auto size = rounded(block.nbytes);
   const auto most = (limit > 0 ? limit : host_bytes()) - in_use_by_others(device);
-  if (caching && size > 0) {
-    block.cached = models.at(device).allocate(size, block.stream, most);
+  if (model && size > 0) {
+    block.cached = model->allocate(size, block.stream, most);
   }
-  if (caching ? size > 0 && block.cached == nullptr : own.allocated + size > most) {
-    own.refusals += 1;
+  if (model ? size > 0 && block.cached == nullptr : own.allocated_bytes[kAggregate].current + size > most) {
+    own.num_ooms += 1;
     refuse(size, device, own);
   }
-  own.allocated += size;
-  own.allocations += 1;
-  own.peak = std::max(own.peak, own.allocated);
-  say_in_use(device, caching ? models.at(device).reserved : own.allocated);
+  count(own, block, 1);
 }
 
 void give_back(const Block& block) {
   std::lock_guard<std::mutex> lock(mutex);
   const auto device = block.device.index();
-  stats.at(device).allocated -= rounded(block.nbytes);
+  count(stats.at(device), block, -1);
   if (block.cached != nullptr) {
-    models.at(device).free(block.cached);
+    models.at(device)->free(block.cached);
   }
-  say_in_use(device, caching ? models.at(device).reserved : stats.at(device).allocated);
+}
+
+template <typename Change>
+void each_counter(MemoryStats& own, const Change& change) {
+  for (auto* counter :
+       {&own.allocation, &own.segment, &own.active, &own.inactive_split, &own.allocated_bytes, &own.reserved_bytes,
+        &own.active_bytes, &own.inactive_split_bytes, &own.requested_bytes}) {
+    std::for_each(counter->begin(), counter->end(), change);
+  }
 }
 
 void free_on_device(void* context) {
@@ -136,28 +163,28 @@ struct DeviceAllocator final : c10::DeviceAllocator {
     record_stream(data, stream.id());
   }
   void resetAccumulatedStats(c10::DeviceIndex device) override {
-    reset_accumulated(device);
+    std::lock_guard<std::mutex> lock(mutex);
+    auto& own = stats.at(device);
+    each_counter(own, [](auto& counter) { counter.reset_accumulated(); });
+    own.num_alloc_retries = own.num_ooms = own.num_device_alloc = own.num_device_free = 0;
   }
 
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
-    const auto own = memory_stats(device);
-    c10::CachingDeviceAllocator::DeviceStats result;
-    constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
-    for (auto* bytes : {&result.allocated_bytes, &result.active_bytes}) {
-      bytes->at(kAll).current = own.allocated;
-      bytes->at(kAll).peak = own.peak;
-    }
-    result.reserved_bytes.at(kAll).current = own.reserved;
-    result.reserved_bytes.at(kAll).peak = own.reserved_peak;
-    return result;
+    std::lock_guard<std::mutex> lock(mutex);
+    return stats.at(device);
   }
 
   void resetPeakStats(c10::DeviceIndex device) override {
-    reset_peak(device);
+    std::lock_guard<std::mutex> lock(mutex);
+    each_counter(stats.at(device), [](auto& counter) { counter.reset_peak(); });
   }
 
+  // Free and total bytes. Without a limit the total is what this host has.
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
-    return memory_info(device);
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto total = limit > 0 ? limit : host_bytes();
+    const auto in_use = stats.at(device).reserved_bytes[kAggregate].current + in_use_by_others(device);
+    return {static_cast<size_t>(std::max<int64_t>(0, total - in_use)), static_cast<size_t>(total)};
   }
 };
 
@@ -183,6 +210,7 @@ PinnedBin& pinned_bin(size_t nbytes) {
 
 void free_pinned(void* context) {
   auto block = BlockPtr::reclaim(static_cast<Block*>(context));
+  forget(block->memory.get());
   std::lock_guard<std::mutex> lock(mutex);
   pinned.erase(reinterpret_cast<uintptr_t>(block->memory.get()));
   pinned_now -= static_cast<int64_t>(block->nbytes);
@@ -245,23 +273,25 @@ REGISTER_HOST_ALLOCATOR(kEmulated, &the_pinned_allocator);
 
 } // namespace
 
-MemoryStats memory_stats(c10::DeviceIndex device) {
+std::vector<Segment> memory_segments() {
   std::lock_guard<std::mutex> lock(mutex);
-  auto result = stats.at(device);
-  const auto& model = models.at(device);
-  result.limit = limit;
-  result.reserved = caching ? model.reserved : result.allocated;
-  result.reserved_peak = caching ? model.peak : result.peak;
-  result.split = model.split;
-  result.segments = model.segments;
-  result.retries = model.retries;
-  return result;
-}
-
-void reset_peak(c10::DeviceIndex device) {
-  std::lock_guard<std::mutex> lock(mutex);
-  stats.at(device).peak = stats.at(device).allocated;
-  models.at(device).peak = models.at(device).reserved;
+  std::vector<Segment> all;
+  for (const auto* block : live) {
+    const auto nbytes = rounded(block->nbytes);
+    all.push_back(
+        {block->device.index(),
+         reinterpret_cast<size_t>(block->memory.get()),
+         block->stream,
+         nbytes <= kSmallSize,
+         {{static_cast<size_t>(nbytes), block->nbytes, /*is_free=*/false}}});
+  }
+  for (size_t device = 0; device < models.size(); ++device) {
+    if (const auto& model = models.at(device)) {
+      const auto segments = model->segments(static_cast<c10::DeviceIndex>(device));
+      all.insert(all.end(), segments.begin(), segments.end());
+    }
+  }
+  return all;
 }
 
 int64_t host_bytes() {
@@ -269,34 +299,41 @@ int64_t host_bytes() {
   return bytes;
 }
 
-void reset_accumulated(c10::DeviceIndex device) {
-  std::lock_guard<std::mutex> lock(mutex);
-  auto& own = stats.at(device);
-  own.allocations = 0;
-  own.refusals = 0;
-  models.at(device).retries = 0;
-}
-
 void set_memory_limit(int64_t nbytes) {
   std::lock_guard<std::mutex> lock(mutex);
   limit = nbytes;
 }
 
+int64_t memory_limit() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return limit;
+}
+
 void set_caching(bool on) {
   std::lock_guard<std::mutex> lock(mutex);
-  for (const auto& own : stats) {
-    TORCH_CHECK(on == caching || own.allocated == 0, "the allocator cannot be changed while there are tensors");
+  for (size_t device = 0; device < models.size(); ++device) {
+    auto& model = models.at(device);
+    TORCH_CHECK(
+        on == model.has_value() || stats.at(device).allocated_bytes[kAggregate].current == 0,
+        "the allocator cannot be changed while there are tensors");
   }
-  caching = on;
-  models = {};
+  for (size_t device = 0; device < models.size(); ++device) {
+    auto& model = models.at(device);
+    if (on && !model) {
+      model.emplace(stats.at(device));
+    } else if (!on && model) {
+      model->empty();
+      model.reset();
+    }
+  }
 }
 
 void empty_cache() {
   std::lock_guard<std::mutex> lock(mutex);
   for (size_t device = 0; device < models.size(); ++device) {
-    models.at(device).empty();
-    if (caching) {
-      say_in_use(static_cast<c10::DeviceIndex>(device), models.at(device).reserved);
+    if (auto& model = models.at(device)) {
+      model->empty();
+      say_in_use(static_cast<c10::DeviceIndex>(device), stats.at(device).reserved_bytes[kAggregate].current);
     }
   }
 }
@@ -326,16 +363,9 @@ int64_t pinned_reserved() {
   return sum;
 }
 
-std::pair<size_t, size_t> memory_info(c10::DeviceIndex device) {
-  const auto own = memory_stats(device);
-  const auto total = own.limit > 0 ? own.limit : host_bytes();
-  const auto in_use = own.reserved + in_use_by_others(device);
-  return {static_cast<size_t>(std::max<int64_t>(0, total - in_use)), static_cast<size_t>(total)};
-}
-
 void throw_out_of_memory(size_t nbytes, c10::DeviceIndex device) {
   std::lock_guard<std::mutex> lock(mutex);
-  stats.at(device).refusals += 1;
+  stats.at(device).num_ooms += 1;
   refuse(rounded(nbytes), device, stats.at(device));
 }
 

@@ -30,25 +30,13 @@ struct Block : c10::intrusive_ptr_target {
 
 using BlockPtr = c10::intrusive_ptr<Block>;
 
-struct MemoryStats {
-  int64_t allocated = 0; // bytes in tensors now
-  int64_t peak = 0; // the highest that `allocated` has been since the last reset
-  int64_t allocations = 0; // how many there were in all
-  int64_t reserved = 0; // bytes in the segments of the caching allocator; what is allocated where there is none
-  int64_t reserved_peak = 0;
-  int64_t split = 0; // free bytes in segments that are in use
-  int64_t segments = 0;
-  int64_t retries = 0;
-  int64_t refusals = 0; // how many raised OutOfMemoryError
-  int64_t limit = 0; // bytes a device has; 0: no limit
-};
-
-MemoryStats memory_stats(c10::DeviceIndex device);
-void reset_peak(c10::DeviceIndex device);
-void reset_accumulated(c10::DeviceIndex device);
+// The caching allocator's segments and their blocks; without it every tensor is a segment of its own.
+std::vector<Segment> memory_segments();
 // What a device has without a limit.
 int64_t host_bytes();
+// Bytes that every device has; 0: no limit.
 void set_memory_limit(int64_t nbytes);
+int64_t memory_limit();
 // Whether memory is reserved in segments that fragment, as by CUDA's caching allocator. Only while nothing is allocated.
 void set_caching(bool on);
 void empty_cache();
@@ -60,8 +48,6 @@ int64_t pinned_bytes();
 
 // Bytes that CUDA's allocator of pinned memory would have taken for them, and kept of earlier ones.
 int64_t pinned_reserved();
-// Free and total bytes of a device. Without a limit the total is what this host has.
-std::pair<size_t, size_t> memory_info(c10::DeviceIndex device);
 
 // Memory of the host, to become a device's. Throws OutOfMemoryError where there is not so much.
 c10::DataPtr host_memory(size_t nbytes, c10::DeviceIndex device);

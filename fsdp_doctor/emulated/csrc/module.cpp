@@ -12,6 +12,7 @@
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace emulated;
+  using namespace pybind11::literals;
 
   m.def("register_device", [] {
     register_hooks();
@@ -27,26 +28,42 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("exchange_device", &exchange_device);
   m.def("default_generator", [](c10::DeviceIndex device) { return default_generator(device); });
 
-  m.def("memory_stats", [](c10::DeviceIndex device) {
-    const auto stats = memory_stats(device);
-    py::dict result;
-    result["allocated"] = stats.allocated;
-    result["peak"] = stats.peak;
-    result["allocations"] = stats.allocations;
-    result["reserved"] = stats.reserved;
-    result["reserved_peak"] = stats.reserved_peak;
-    result["split"] = stats.split;
-    result["segments"] = stats.segments;
-    result["retries"] = stats.retries;
-    result["refusals"] = stats.refusals;
-    result["limit"] = stats.limit;
-    return result;
+  m.def("memory_segments", [] {
+    py::list segments;
+    for (const auto& segment : memory_segments()) {
+      py::list blocks;
+      auto address = segment.address;
+      size_t active = 0, requested = 0;
+      for (const auto& part : segment.parts) {
+        blocks.append(py::dict(
+            "address"_a = address,
+            "size"_a = part.nbytes,
+            "requested_size"_a = part.requested,
+            "state"_a = part.is_free ? "inactive" : "active_allocated",
+            "frames"_a = py::list()));
+        address += part.nbytes;
+        active += part.is_free ? 0 : part.nbytes;
+        requested += part.is_free ? 0 : part.requested;
+      }
+      segments.append(py::dict(
+          "device"_a = static_cast<int>(segment.device),
+          "address"_a = segment.address,
+          "total_size"_a = address - segment.address,
+          "allocated_size"_a = active,
+          "active_size"_a = active,
+          "requested_size"_a = requested,
+          "stream"_a = segment.stream,
+          "segment_type"_a = segment.is_small ? "small" : "large",
+          "segment_pool_id"_a = py::make_tuple(0, 0),
+          "is_expandable"_a = false,
+          "frames"_a = py::list(),
+          "blocks"_a = std::move(blocks)));
+    }
+    return segments;
   });
-  m.def("memory_info", &memory_info);
-  m.def("reset_peak", &reset_peak);
-  m.def("reset_accumulated", &reset_accumulated);
   m.def("host_bytes", &host_bytes);
   m.def("set_memory_limit", &set_memory_limit);
+  m.def("memory_limit", &memory_limit);
   m.def("share_devices", &share_devices);
   m.def("set_caching", &set_caching);
   m.def("empty_cache", &empty_cache);
@@ -54,7 +71,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("pinned_bytes", &pinned_bytes);
   m.def("pinned_reserved", &pinned_reserved);
 
-  m.def("set_race_detection", &set_race_detection);
+  m.def("set_race_detection", [](bool on) {
+    set_race_detection(on);
+    watch_host(on);
+  });
   m.def("take_races", &take_races);
   m.def("sleep", [](double seconds) { busy(current_stream(current_device()), seconds); });
   m.def("milliseconds_between", &milliseconds_between);

@@ -1,12 +1,14 @@
 #include "races.h"
 
-#include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <set>
 #include <unordered_map>
+
+#include "memory.h"
 
 namespace emulated {
 namespace {
@@ -44,22 +46,76 @@ bool has_seen(const Clock& clock, const Record& record) {
   return seen != clock.end() && seen->second >= record.time;
 }
 
+// How many bytes there are from the first to the last of a part of the access: what is below a dimension.
+size_t extent(const Access& access, size_t depth) {
+  size_t nbytes = access.run;
+  for (; depth < access.outer.size(); ++depth) {
+    nbytes += (access.outer[depth].first - 1) * access.outer[depth].second;
+  }
+  return nbytes;
+}
+
+// Whether the part of the access that begins at `at` has a byte in the range. A range ends at most two of the runs that it
+// meets, so few are looked at.
+bool meets(const Access& access, size_t depth, size_t at, size_t begin, size_t end) {
+  const auto last = at + extent(access, depth);
+  if (end <= at || last <= begin) {
+    return false;
+  }
+  if (depth == access.outer.size() || (begin <= at && last <= end)) {
+    return true;
+  }
+  const auto [count, stride] = access.outer[depth];
+  const auto inner = extent(access, depth + 1);
+  const auto first = begin < at + inner ? 0 : (begin - at - inner) / stride + 1;
+  for (auto i = first; i < count && at + i * stride < end; ++i) {
+    if (meets(access, depth + 1, at + i * stride, begin, end)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+bool share_bytes(const Access& one, size_t depth, size_t at, const Access& other) {
+  if (!meets(other, 0, other.begin, at, at + extent(one, depth))) {
+    return false;
+  }
+  if (depth == one.outer.size()) {
+    return true;
+  }
+  const auto [count, stride] = one.outer[depth];
+  for (size_t i = 0; i < count; ++i) {
+    if (share_bytes(one, depth + 1, at + i * stride, other)) {
+      return true;
+    }
+  }
+  return false;
+}
+
 bool overlap(const Access& one, const Access& other) {
-  return one.begin < other.end && other.begin < one.end;
+  return one.outer.size() <= other.outer.size() ? share_bytes(one, 0, one.begin, other)
+                                                : share_bytes(other, 0, other.begin, one);
+}
+
+bool conflict(const Access& access, const Record& before, const Clock& clock) {
+  return (access.writes || before.access.writes) && !has_seen(clock, before) && overlap(access, before.access);
 }
 
 std::string described(const Name& stream) {
   return "stream " + std::to_string(stream.second) + " of emulated:" + std::to_string(static_cast<int>(stream.first));
 }
 
-std::string race(const std::string& kernel, const Name& stream, bool writes, const Record& before) {
-  return kernel + " on " + described(stream) + (writes ? " writes" : " reads") + " what " + before.kernel + " on " +
-      described(before.stream) + (before.access.writes ? " writes" : " reads") + ", and neither waits for the other";
+std::string race(const std::string& kernel, const std::string& where, bool writes, const Record& before) {
+  return kernel + " on " + where + (writes ? " writes" : " reads") + " what " + before.kernel + " on " +
+      described(before.stream) + (before.access.writes ? " writes" : " reads");
 }
 
 // No longer needed: what a later access that is ordered after it stands for.
 bool replaces(const Access& access, const Name& stream, const Record& before) {
-  const bool covers = access.begin <= before.access.begin && before.access.end <= access.end;
+  const auto& old = before.access;
+  const bool covers = access.outer.empty()
+      ? access.begin <= old.begin && old.end <= access.end
+      : access.begin == old.begin && access.run == old.run && access.outer == old.outer;
   return covers && (access.writes || (!before.access.writes && before.stream == stream));
 }
 
@@ -87,9 +143,56 @@ std::vector<std::string> take_races() {
 }
 
 Access access_of(const at::Tensor& tensor, bool writes) {
-  const auto size = tensor.element_size();
-  const auto end = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), size, tensor.storage_offset());
-  return {tensor.storage().data(), static_cast<size_t>(tensor.storage_offset()) * size, end, writes};
+  const size_t size = tensor.element_size();
+  const auto begin = static_cast<size_t>(tensor.storage_offset()) * size;
+  std::vector<std::pair<size_t, size_t>> dims; // bytes apart, how many
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (tensor.size(dim) > 1 && tensor.stride(dim) > 0) {
+      dims.emplace_back(tensor.stride(dim) * size, tensor.size(dim));
+    }
+  }
+  std::sort(dims.begin(), dims.end());
+  Access access{tensor.storage().data(), begin, begin, writes, size, {}};
+  for (const auto& [stride, count] : dims) {
+    if (access.outer.empty() && stride <= access.run) {
+      access.run += stride * (count - 1);
+    } else {
+      access.outer.insert(access.outer.begin(), {count, stride});
+    }
+  }
+  access.end += extent(access, 0);
+  return access;
+}
+
+std::optional<Access> pinned_access_of(const at::Tensor& tensor, bool writes) {
+  const auto block = pinned_block(tensor.const_data_ptr());
+  if (!block) {
+    return std::nullopt;
+  }
+  auto access = access_of(tensor, writes);
+  const auto* first = static_cast<const char*>(tensor.const_data_ptr());
+  access.base = block->memory.get();
+  access.begin = first - static_cast<const char*>(access.base);
+  access.end = access.begin + extent(access, 0);
+  return access;
+}
+
+void touch_on_host(const std::string& kernel, const std::vector<Access>& accesses) {
+  std::lock_guard<std::mutex> lock(mutex);
+  for (const auto& access : accesses) {
+    for (const auto& record : records[access.base]) {
+      if (conflict(access, record, host)) {
+        found.insert(race(kernel, "the host", access.writes, record) + ", and the host does not wait for it");
+      }
+    }
+  }
+}
+
+void forget(const void* base) {
+  if (on) {
+    std::lock_guard<std::mutex> lock(mutex);
+    records.erase(base);
+  }
 }
 
 void launch(const std::string& kernel, c10::Stream stream, const std::vector<Access>& accesses) {
@@ -101,8 +204,8 @@ void launch(const std::string& kernel, c10::Stream stream, const std::vector<Acc
   for (const auto& access : accesses) {
     auto& before = records[access.base];
     for (const auto& record : before) {
-      if ((access.writes || record.access.writes) && overlap(access, record.access) && !has_seen(clock, record)) {
-        found.insert(race(kernel, name, access.writes, record));
+      if (conflict(access, record, clock)) {
+        found.insert(race(kernel, described(name), access.writes, record) + ", and neither waits for the other");
       }
     }
     const auto done = [&](const Record& record) { return replaces(access, name, record); };

@@ -258,11 +258,19 @@ void synchronize(const Event& event) {
 }
 
 bool query(c10::Stream stream) {
-  return busy_until(name_of(stream)) <= now() && query(name_of(stream), kAll);
+  const bool done = busy_until(name_of(stream)) <= now() && query(name_of(stream), kAll);
+  if (done) {
+    host_follows(stream);
+  }
+  return done;
 }
 
 bool query(const Event& event) {
-  return event.seconds <= now() && query(name_of(event.stream), event.number);
+  const bool done = event.seconds <= now() && query(name_of(event.stream), event.number);
+  if (done && event.clock) {
+    host_follows(*event.clock);
+  }
+  return done;
 }
 
 Event record(c10::Stream stream) {

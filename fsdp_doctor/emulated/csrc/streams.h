@@ -65,8 +65,8 @@ void before_kernel(c10::Stream stream);
 void synchronize(c10::Stream stream);
 void synchronize_device(c10::DeviceIndex device);
 void synchronize(const Event& event);
-// Whether the host would not have to wait. What is asked for happens by itself sooner or later: the
-// next query finds it done.
+// Whether the host would not have to wait; if so, what it does next comes after. What is asked for happens by itself sooner
+// or later: the next query finds it done.
 bool query(c10::Stream stream);
 bool query(const Event& event);
 

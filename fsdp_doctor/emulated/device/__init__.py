@@ -17,12 +17,14 @@ import torch
 import torch.distributed as dist
 
 from fsdp_doctor.emulated import shared_memory
+from fsdp_doctor.emulated.device import amp as amp
+from fsdp_doctor.emulated.device.index import NAME, Device, find_index
+from fsdp_doctor.emulated.device.memory import *  # noqa: F403
+from fsdp_doctor.emulated.device.memory import mem_get_info
+from fsdp_doctor.emulated.device.random import *  # noqa: F403
 from fsdp_doctor.emulated.library import _C
 
-_NAME = "emulated"
 _TYPE = int(torch._C._autograd.DeviceType.PrivateUse1.value)
-_Device = torch.device | str | int | None
-_MIB = 2**20
 
 # The functions of torch.cuda that are the library's as they are.
 init = _lazy_init = _C.initialize  # as the first use does; RuntimeError in a fork of a process that has used the device
@@ -31,7 +33,6 @@ _is_in_bad_fork = _C.is_in_bad_fork
 device_count = _C.device_count
 current_device = _C.current_device
 _exchange_device = _maybe_exchange_device = _C.exchange_device
-empty_cache = _C.empty_cache
 # And those of the emulated device alone.
 pinned_memory_allocated = _C.pinned_bytes  # of tensors, in bytes
 late_completion = _C.is_late
@@ -50,16 +51,16 @@ def is_available() -> bool:
     return True
 
 
-def set_device(device: _Device) -> None:
+def set_device(device: Device) -> None:
     """Make ``device`` the current one of this thread."""
-    _C.exchange_device(_find_index(device))
+    _C.exchange_device(find_index(device))
 
 
 class device:  # noqa: N801, torch.cuda's name
     """Context in which ``device`` is the current device; None changes nothing."""
 
-    def __init__(self, device: _Device) -> None:
-        self.idx = -1 if device is None else _find_index(device)
+    def __init__(self, device: Device) -> None:
+        self.idx = -1 if device is None else find_index(device)
         self.prev_idx = -1
 
     def __enter__(self) -> None:
@@ -73,10 +74,10 @@ class device_of(device):  # noqa: N801, torch.cuda's name
     """Context in which the device of ``tensor`` is current; a tensor of another kind of device changes nothing."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__(tensor.get_device() if tensor.device.type == _NAME else None)
+        super().__init__(tensor.get_device() if tensor.device.type == NAME else None)
 
 
-def get_device_name(device: _Device = None) -> str:
+def get_device_name(device: Device = None) -> str:
     """A name for reports."""
     return "emulated accelerator in host memory"
 
@@ -96,21 +97,21 @@ class DeviceProperties:
     gcnArchName: str = ""  # noqa: N815, torch.cuda's name
 
 
-def get_device_properties(device: _Device = None) -> DeviceProperties:
+def get_device_properties(device: Device = None) -> DeviceProperties:
     """The properties of ``device``. Raises AssertionError, as CUDA does, if there is no such device."""
-    index = _find_index(device)
+    index = find_index(device)
     if not 0 <= index < device_count():
         raise AssertionError("Invalid device id")
     major, minor = get_device_capability(index)
     return DeviceProperties(get_device_name(index), mem_get_info(index)[1], major, minor, os.cpu_count() or 1)
 
 
-def get_device_capability(device: _Device = None) -> tuple[int, int]:
+def get_device_capability(device: Device = None) -> tuple[int, int]:
     """(9, 0) as on an H100, so that callers find that bfloat16 is supported."""
     return 9, 0
 
 
-def can_device_access_peer(device: _Device, peer_device: _Device) -> bool:
+def can_device_access_peer(device: Device, peer_device: Device) -> bool:
     """False: no device reads the memory of another."""
     return False
 
@@ -120,30 +121,35 @@ def get_arch_list() -> list[str]:
     return []
 
 
-def _find_index(device: _Device) -> int:
-    if isinstance(device, int):
-        return device
-    index = torch.device(device).index if device is not None else None
-    return current_device() if index is None else index
-
-
 # Streams and events
 
 
 class Stream(torch.Stream):
     """A stream of an emulated device, the current one by default."""
 
-    def __new__(cls, device: _Device = None, priority: int = 0, **kwargs: Any) -> Stream:
+    def __new__(cls, device: Device = None, priority: int = 0, **kwargs: Any) -> Stream:
         if kwargs:
             return super().__new__(cls, priority=priority, **kwargs)
-        return super().__new__(cls, torch.device(_NAME, _find_index(device)), priority=priority)
+        return super().__new__(cls, torch.device(NAME, find_index(device)), priority=priority)
+
+    # torch.Stream's own take no subclass of torch.Event.
+
+    def record_event(self, event: torch.Event | None = None) -> torch.Event:
+        """Record ``event``, or a new one, behind what the stream holds, and return it."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: torch.Event) -> None:
+        """Let what follows on the stream wait for ``event``."""
+        event.wait(self)
 
 
 class Event(torch.Event):
     """An event on a stream of an emulated device."""
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
-        event = super().__new__(cls, _NAME, enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+        event = super().__new__(cls, NAME, enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
         event._timed = enable_timing
         return event
 
@@ -157,14 +163,15 @@ class Event(torch.Event):
         return milliseconds
 
 
-def current_stream(device: _Device = None) -> torch.Stream:
+def current_stream(device: Device = None) -> Stream:
     """The stream that kernels of this thread are issued on."""
-    return torch.accelerator.current_stream(_find_index(device))
+    current = torch.accelerator.current_stream(find_index(device))
+    return Stream(stream_id=current.stream_id, device_index=current.device_index, device_type=_TYPE)
 
 
-def default_stream(device: _Device = None) -> torch.Stream:
+def default_stream(device: Device = None) -> Stream:
     """The stream that is current in a thread that has set no other."""
-    return Stream(stream_id=0, device_index=_find_index(device), device_type=_TYPE)
+    return Stream(stream_id=0, device_index=find_index(device), device_type=_TYPE)
 
 
 def set_stream(stream: torch.Stream | None) -> None:
@@ -207,62 +214,9 @@ def _sleep(cycles: int) -> None:
     _C.sleep(cycles / 1e9)
 
 
-def synchronize(device: _Device = None) -> None:
+def synchronize(device: Device = None) -> None:
     """Wait for all streams of ``device``, including the copies in flight."""
-    _C.synchronize_device(_find_index(device))
-
-
-# Random numbers
-
-
-def _find_generator(device: _Device) -> torch.Generator:
-    generator: torch.Generator = _C.default_generator(_find_index(device))
-    return generator
-
-
-def manual_seed(seed: int) -> None:
-    """Seed the current device's generator."""
-    _find_generator(None).manual_seed(seed)
-
-
-def manual_seed_all(seed: int) -> None:
-    """Seed the generators of all devices."""
-    for index in range(device_count()):
-        _find_generator(index).manual_seed(seed)
-
-
-def seed() -> int:
-    """Seed the current device's generator from the system's randomness, and return the seed."""
-    return _find_generator(None).seed()
-
-
-def initial_seed() -> int:
-    """The seed of the current device's generator."""
-    return _find_generator(None).initial_seed()
-
-
-def get_rng_state(device: _Device = _NAME) -> torch.Tensor:
-    """The generator's seed and offset: a CPU tensor of 16 bytes, as CUDA's."""
-    return _find_generator(device).get_state()
-
-
-def set_rng_state(state: torch.Tensor, device: _Device = _NAME) -> None:
-    """Restore a state that ``get_rng_state`` returned."""
-    _find_generator(device).set_state(state)
-
-
-def get_rng_state_all() -> list[torch.Tensor]:
-    """The generator's state of each device."""
-    return [get_rng_state(index) for index in range(device_count())]
-
-
-seed_all = seed
-
-
-def set_rng_state_all(states: Iterable[torch.Tensor]) -> None:
-    """Restore the states that ``get_rng_state_all`` returned."""
-    for index, state in enumerate(states):
-        set_rng_state(state, index)
+    _C.synchronize_device(find_index(device))
 
 
 # Autocast
@@ -283,101 +237,6 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
     return True
 
 
-# Memory, in bytes
-
-
-def _read_stats(device: _Device) -> dict[str, int]:
-    stats: dict[str, int] = _C.memory_stats(_find_index(device))
-    return stats
-
-
-def memory_allocated(device: _Device = None) -> int:
-    """Bytes that tensors of the device take now, each rounded up to a multiple of 512 as CUDA's allocator does."""
-    return _read_stats(device)["allocated"]
-
-
-def max_memory_allocated(device: _Device = None) -> int:
-    """The maximum of ``memory_allocated`` since the last reset."""
-    return _read_stats(device)["peak"]
-
-
-def memory_reserved(device: _Device = None) -> int:
-    """Bytes in the caching allocator's segments; equal to ``memory_allocated`` without ``use_caching_allocator``."""
-    return _read_stats(device)["reserved"]
-
-
-def max_memory_reserved(device: _Device = None) -> int:
-    """The maximum of ``memory_reserved`` since the last reset."""
-    return _read_stats(device)["reserved_peak"]
-
-
-memory_cached = memory_reserved
-max_memory_cached = max_memory_reserved
-
-
-def memory_stats(device: _Device = None) -> dict[str, int]:
-    """The counters of ``torch.cuda.memory_stats`` that are emulated, under the same names."""
-    stats = _read_stats(device)
-    allocated = {"current": stats["allocated"], "peak": stats["peak"]}
-    reserved = {"current": stats["reserved"], "peak": stats["reserved_peak"]}
-    bytes_by_kind = {"allocated_bytes": allocated, "active_bytes": allocated, "reserved_bytes": reserved}
-    counters = {f"{kind}.all.{name}": value for kind, both in bytes_by_kind.items() for name, value in both.items()}
-    return counters | {
-        "allocation.all.allocated": stats["allocations"],
-        "segment.all.current": stats["segments"],
-        "inactive_split_bytes.all.current": stats["split"],
-        "num_alloc_retries": stats["retries"],
-        "num_ooms": stats["refusals"],
-    }
-
-
-def memory_stats_as_nested_dict(device: _Device = None) -> dict[str, Any]:
-    """``memory_stats`` as nested dictionaries, one level for each part of a name."""
-    nested: dict[str, Any] = {}
-    for name, value in memory_stats(device).items():
-        *groups, last = name.split(".")
-        at = nested
-        for group in groups:
-            at = at.setdefault(group, {})
-        at[last] = value
-    return nested
-
-
-def memory_summary(device: _Device = None, abbreviated: bool = False) -> str:
-    """``memory_stats`` as text: one line for each counter, bytes in MiB."""
-    lines = [f"memory of emulated:{_find_index(device)}"]
-    for name, value in memory_stats(device).items():
-        lines.append(f"{name:<36} {f'{value / _MIB:.1f} MiB' if 'bytes' in name else value:>14}")
-    return "\n".join(lines)
-
-
-def host_memory_stats() -> dict[str, int]:
-    """Bytes of pinned host memory that CUDA's allocator would have taken, under the name of ``torch.cuda``: a power of
-    two for each tensor, kept for the next one when it is freed.
-    """
-    return {"allocated_bytes.current": _C.pinned_reserved()}
-
-
-def reset_peak_memory_stats(device: _Device = None) -> None:
-    """Set the peaks to what is allocated and reserved now."""
-    _C.reset_peak(_find_index(device))
-
-
-reset_max_memory_allocated = reset_peak_memory_stats
-reset_max_memory_cached = reset_peak_memory_stats
-
-
-def reset_accumulated_memory_stats(device: _Device = None) -> None:
-    """Set the numbers of allocations, retries and out-of-memory errors to zero."""
-    _C.reset_accumulated(_find_index(device))
-
-
-def mem_get_info(device: _Device = None) -> tuple[int, int]:
-    """Bytes (free, total) of ``device``; the total is the host's memory if no limit is set."""
-    free, total = _C.memory_info(_find_index(device))
-    return int(free), int(total)
-
-
 def set_memory_limit(nbytes: int | None) -> None:
     """Raise ``torch.OutOfMemoryError`` for allocations beyond ``nbytes`` on one device; None removes the limit."""
     _C.set_memory_limit(nbytes or 0)
@@ -390,27 +249,6 @@ def share_devices(path: str | os.PathLike[str]) -> None:
     exist. Raises RuntimeError if called twice, ValueError if the file cannot be used.
     """
     _C.share_devices(os.fspath(path))
-
-
-def set_per_process_memory_fraction(fraction: float, device: _Device = None) -> None:
-    """Limit each device to this fraction of its memory. Raises ValueError outside 0 to 1."""
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
-    limit = _read_stats(device)["limit"]
-    if limit:
-        _C.set_memory_limit(0)
-    _C.set_memory_limit(int(fraction * mem_get_info(device)[1]))
-
-
-def get_per_process_memory_fraction(device: _Device = None) -> float:
-    """The limit as a fraction of the host's memory; 1 without a limit."""
-    limit = _read_stats(device)["limit"]
-    return limit / int(_C.host_bytes()) if limit else 1.0
-
-
-def get_allocator_backend() -> str:
-    """``native``: the name of the CUDA allocator that is emulated."""
-    return "native"
 
 
 # How strict the devices are
@@ -443,8 +281,9 @@ def poison_freed_memory(poison: bool = True) -> None:
 def race_detection() -> Iterator[None]:
     """Context that raises RuntimeError at its end, with a line for each data race of all threads of the process.
 
-    A race is two accesses of the same bytes, one of them a write, on streams that nothing orders; or memory that may
-    be allocated again while another stream still uses it without ``record_stream``.
+    A race is two accesses of the same bytes, one of them a write, on streams that nothing orders, or by the host in
+    pinned memory that a copy in flight uses; or memory that may be allocated again while another stream still uses it
+    without ``record_stream``.
     """
     _C.set_race_detection(True)
     try:
