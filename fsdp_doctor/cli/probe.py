@@ -167,7 +167,7 @@ def conduct(asked: ProbeOptions, ranks: options.RankOptions, *, jobs: int | None
     options.check_versions()
     if not launch.is_under_torchrun():
         options.start_ranks(ranks, jobs=jobs)
-    if jobs not in (None, 1) and launch.Group.read() is None:
+    if jobs not in (None, 1) and launch.RankGroup.read() is None:
         raise UsageError("--jobs starts ranks, and torchrun has started these: leave one of them out")
     from fsdp_doctor.probe.command import conduct
 

@@ -48,14 +48,14 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class RankGroup:
     """One of several groups of ranks that run side by side. store_port: of the first group's store, on this node."""
 
     number: int
     store_port: int
 
     @classmethod
-    def read(cls) -> Group | None:
+    def read(cls) -> RankGroup | None:
         """This process's group; None where there are no others."""
         number, _, port = os.environ.get(_GROUP, "").partition(":")
         return cls(number=int(number), store_port=int(port)) if port else None
@@ -162,7 +162,7 @@ def start_ranks(arguments: Sequence[str], nproc: int, num_groups: int = 1) -> in
         for number, port in enumerate(ports):
             agent = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
             if num_groups > 1:
-                agent |= Group(number=number, store_port=ports[0]).variables
+                agent |= RankGroup(number=number, store_port=ports[0]).variables
             for rank in range(nproc):
                 variables = Place(rank=rank, world_size=nproc, local_rank=rank, num_nodes=1).variables | agent
                 process = ForkProcess(target=_run_as_rank, args=(os.getpid(), variables, arguments))

@@ -56,7 +56,7 @@ def conduct(options: ProbeOptions) -> int:
         from fsdp_doctor.probe.supervisor import Supervisor
 
     place, store, interruption = _join_the_others()
-    group = launch.Group.read()
+    group = launch.RankGroup.read()
     shared = SharedCases(_connect_to_groups(group), interruption.check) if group is not None else None
     device = dataclasses.replace(options.device, type=devices.resolve(options.device.type))
     devices.load(device, asked=options.device.type)
@@ -153,7 +153,7 @@ def _wait_for_the_others(store: dist.Store, world_size: int) -> None:
             time.sleep(0.01)
 
 
-def _connect_to_groups(group: launch.Group) -> dist.Store:
+def _connect_to_groups(group: launch.RankGroup) -> dist.Store:
     import torch.distributed as dist
 
     return dist.PrefixStore("fsdp-doctor-groups", dist.TCPStore("127.0.0.1", group.store_port))
