@@ -96,7 +96,8 @@ def convert(
             tied = _leave_out_tied_head(model, checkpoint) if to is ConversionTarget.HF else []
             config = config or next((str(place) for place in beside if (place / "config.json").is_file()), None)
             if find_parts is not None and config is not None:
-                model = _rename_tensors(model, to, functools.partial(find_parts, config), renamed)
+                model, changed = _rename_tensors(model, to, functools.partial(find_parts, config))
+                renamed += changed
             ranks = world_size or _count_ranks(model)
             if not ranks and to in (ConversionTarget.FSDP1, ConversionTarget.FSDP2):
                 raise ConversionError(f"{source} is not of ranks; say with --world-size how many are to read {target}")
@@ -131,21 +132,18 @@ def _strip_wrappers(model: SavedModel) -> tuple[SavedModel, list[tuple[str, str]
 
 
 def _rename_tensors(
-    model: SavedModel,
-    to: ConversionTarget,
-    find_parts: Callable[[], Mapping[str, HubPart]],
-    renamed: list[tuple[str, str]],
-) -> SavedModel:
+    model: SavedModel, to: ConversionTarget, find_parts: Callable[[], Mapping[str, HubPart]]
+) -> tuple[SavedModel, list[tuple[str, str]]]:
     """Hugging Face files get the Hub's names, and what is made of them the model's: other formats keep a job's own."""
+    if to is not ConversionTarget.HF and any(state.arrangement is not Arrangement.WHOLE for state in model.states):
+        return model, []
+    parts = find_parts()
+    names = [(part.tensor, name) for name, part in parts.items()]
     if to is ConversionTarget.HF:
-        parts = find_parts()
-        renamed += [(part.tensor, name) for name, part in parts.items() if part.tensor in model.tensors]
-        return SavedModel(split_for_hub(model.tensors, parts), model.states)
-    if all(state.arrangement is Arrangement.WHOLE for state in model.states):
-        parts = find_parts()
-        renamed += [(name, part.tensor) for name, part in parts.items() if name in model.tensors]
-        return SavedModel(join_from_hub(model.tensors, parts), model.states)
-    return model
+        tensors = split_for_hub(model.tensors, parts)
+    else:
+        tensors, names = join_from_hub(model.tensors, parts), [(new, old) for old, new in names]
+    return SavedModel(tensors, model.states), [(old, new) for old, new in names if old in model.tensors]
 
 
 def _count_ranks(model: SavedModel) -> int:

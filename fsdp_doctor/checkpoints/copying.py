@@ -209,6 +209,7 @@ class Copy:
             if any(route.done < route.nbytes for route in routes):
                 raise ConversionError(f"{path} was not read to its end")
         for member, number in self._unordered.values():
+            member.crc = 0
             for at in range(member.begin, member.begin + member.nbytes, CHUNK_BYTES):
                 nbytes = min(CHUNK_BYTES, member.begin + member.nbytes - at)
                 member.crc = crc32(os.pread(self._fds[number], nbytes, at), member.crc)

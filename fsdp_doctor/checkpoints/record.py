@@ -72,10 +72,9 @@ class SavedPiece(NamedTuple):
     @property
     def is_contiguous(self) -> bool:
         """Whether its elements lie one behind the other, in the order of rows."""
-        dims = [(length, stride) for length, stride in zip(self.shape, self.strides, strict=True) if length != 1]
         expected = 1
-        for length, stride in reversed(dims):
-            if stride != expected:
+        for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if length != 1 and stride != expected:
                 return False
             expected *= length
         return True
