@@ -84,10 +84,10 @@ def convert(
     Raises ConversionError for what cannot be converted, OSError.
     """
     source.stat()
+    checkpoint = read_checkpoint(source)
+    if any(symptom.trouble.value.severity != "warning" for symptom in checkpoint.symptoms):
+        return Conversion(judge(checkpoint, source, progress=progress)[0], [], 0, [])
     with _make_partial_directory(target, overwrite=overwrite) as directory:
-        checkpoint = read_checkpoint(source)
-        if any(symptom.trouble.value.severity != "warning" for symptom in checkpoint.symptoms):
-            return Conversion(judge(checkpoint, source, progress=progress)[0], [], 0, [])
         try:
             model, renamed = _strip_wrappers(choose_model(checkpoint))
             if not model.tensors:
