@@ -83,6 +83,7 @@ def convert(
 
     Raises ConversionError for what cannot be converted, OSError.
     """
+    _check_absent(target, overwrite=overwrite)
     source.stat()
     checkpoint = read_checkpoint(source)
     if any(symptom.trouble.value.severity != "warning" for symptom in checkpoint.symptoms):
@@ -230,6 +231,11 @@ def _copy_settings(places: Iterable[pathlib.Path], directory: pathlib.Path) -> N
             shutil.copyfile(file, directory / name)
 
 
+def _check_absent(target: pathlib.Path, *, overwrite: bool) -> None:
+    if target.exists() and not overwrite:
+        raise ConversionError(f"{target} exists; name another directory, or say --overwrite")
+
+
 @contextlib.contextmanager
 def _make_partial_directory(target: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path]:
     """A new directory beside the target; removed at the end, unless it was renamed.
@@ -248,8 +254,7 @@ def _make_partial_directory(target: pathlib.Path, *, overwrite: bool) -> Iterato
                 old.rename(target)
             _remove(old)
             _remove(directory)
-            if target.exists() and not overwrite:
-                raise ConversionError(f"{target} exists; name another directory, or say --overwrite")
+            _check_absent(target, overwrite=overwrite)
             directory.mkdir()
             yield directory
         finally:
