@@ -64,6 +64,9 @@ def test_columns_of_each_rank_and_dtypes_of_all_sizes_are_put_together(
     for name in ("columns", "item"):
         convert(originals / name, tmp_path / name, HF)
         assert are_equal(tensors_in(tmp_path / name), expected)
+    convert(originals / "columns", tmp_path / "torch", ConversionTarget.TORCH)
+    assert verify(tmp_path / "torch").answer == "sound"
+    assert are_equal(torch.load(tmp_path / "torch" / "pytorch_model_fsdp.bin"), expected)
     mixed = {
         "a": torch.ones(3, dtype=torch.bool),
         "b": torch.randn(5).bfloat16(),
