@@ -122,12 +122,13 @@ def _scan_file(
     sink: Sink | None,
 ) -> Scans:
     scans = Scans()
-    waiting = sorted(pieces.items(), key=lambda item: item[0])
+    waiting = sorted(pieces.items(), key=lambda item: item[0], reverse=True)
     try:
         with OpenFile(path) as file:
             for member in sorted(saved.members, key=lambda member: member.begin):
-                inside = [each for each in waiting if member.begin <= each[0][0] < member.begin + member.nbytes]
-                waiting = waiting[len(inside) :]
+                inside = []
+                while waiting and waiting[-1][0][0] < member.begin + member.nbytes:
+                    inside.append(waiting.pop())
                 _scan_member(file, saved, member, inside, scans, progress, sink)
             if file.version != saved.version or file.has_changed():
                 scans.symptoms.append(Symptom(Trouble.CHANGED, "it changed while it was read", saved.path))
