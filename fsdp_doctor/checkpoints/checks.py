@@ -8,10 +8,11 @@ import pathlib
 import re
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from fsdp_doctor.checkpoints.names import strip_wrappers
 from fsdp_doctor.checkpoints.record import (
     Arrangement,
     SavedCheckpoint,
@@ -28,7 +29,6 @@ from fsdp_doctor.errors import join_some
 
 # Pairs of boxes are compared one by one.
 _MOST_BOXES = 2000
-_WRAPPERS = re.compile(r"(?:^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _LAYER = re.compile(r"^(?P<stack>.*?\b(?:layers|layer|h|blocks|block))\.(?P<number>\d+)\.(?P<rest>.+)$")
 _EXPERT = re.compile(r"^(?P<layer>.*\bexperts)\.(?P<number>\d+)\.(?P<rest>.+)$")
 _LORA = re.compile(r"^(?P<module>.*)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight$")
@@ -220,11 +220,8 @@ def _locate_row(piece: SavedPiece, element: int) -> tuple[int, int] | None:
 
 def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Matrices, ranks' rows and blocks of the file that are zero where others like them are not."""
-    families: dict[str, list[SavedTensor]] = defaultdict(list)
-    for tensor in state.select("model"):
-        if len(tensor.shape) > 1 and tensor.numel and not _LORA.match(get_parameter_name(tensor)):
-            families[_name_family(tensor)].append(tensor)
-    for members in families.values():
+    matrices = (tensor for tensor in state.select("model") if len(tensor.shape) > 1 and tensor.numel)
+    for members in _group_families(each for each in matrices if not _LORA.match(get_parameter_name(each))):
         zero = [tensor for tensor in members if evidence.is_zero(tensor)]
         for tensor in zero if len(zero) < len(members) else ():
             what = f"it is zero, and of {len(members)} tensors like it {len(members) - len(zero)} are not"
@@ -255,12 +252,10 @@ def _judge_zero_runs(
         rows = piece.offsets[0] + first, piece.offsets[0] + after
         slack = max(tensor.itemsize, 8)
         if begin > first * row_bytes - slack and end - after * row_bytes < slack:
-            if not (_EMBEDDING.search(tensor.name) and after == piece.shape[0]):
-                whose = _describe_share(piece.shape[0], first, after)
-                trouble = Trouble.ZERO_RANK if whose else Trouble.ZERO_ROWS
-                yield Symptom(trouble, f"these rows are zero{whose}", piece.file, tensor.name, rows, piece.rank)
-            else:
-                yield Symptom(Trouble.ZERO_ROWS, "the last rows are zero", piece.file, tensor.name, rows, piece.rank)
+            may_be_padding = _EMBEDDING.search(tensor.name) and after == piece.shape[0]
+            whose = "" if may_be_padding else _describe_share(piece.shape[0], first, after)
+            trouble = Trouble.ZERO_RANK if whose else Trouble.ZERO_ROWS
+            yield Symptom(trouble, f"these rows are zero{whose}", piece.file, tensor.name, rows, piece.rank)
             continue
         # A checksum that is right says that the zeros were saved.
         if file.has_checksums:
@@ -336,7 +331,7 @@ def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
 
 def find_wrapped_names(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     names = [get_parameter_name(tensor) for tensor in state.select("model")]
-    wrapped = [name for name in names if _WRAPPERS.search(name)]
+    wrapped = [name for name in names if strip_wrappers(name) != name]
     if not wrapped and names and all(name.startswith("module.") for name in names):
         wrapped = names
     if wrapped:
@@ -350,17 +345,15 @@ def find_flat_shards(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
     """Local shards that were saved in the place of whole weights: flat or empty."""
     if state.arrangement is Arrangement.RANK_FILES:
         return
-    ranks = Counter((_name_family(tensor), len(tensor.shape)) for tensor in state.select("model"))
+    of_matrices = {_name_family(tensor) for tensor in state.select("model") if len(tensor.shape) > 1}
     for tensor in state.select("model"):
         name = get_parameter_name(tensor)
-        others = max(
-            (count for (family, dims), count in ranks.items() if family == _name_family(tensor) and dims > 1), default=0
-        )
+        is_like_matrices = _name_family(tensor) in of_matrices or _MATRIX.search(name)
         if "flat_param" in name:
             yield Symptom(Trouble.FLAT, "it is the flat parameter of FSDP1, and no weight", state.files[0], name)
         elif not tensor.numel and name.endswith("weight"):
             yield Symptom(Trouble.FLAT, "it has no elements", tensor.file, name)
-        elif len(tensor.shape) == 1 and "float" in tensor.dtype and (others or _MATRIX.search(name)):
+        elif len(tensor.shape) == 1 and "float" in tensor.dtype and is_like_matrices:
             what = f"it is flat, of {tensor.shape[0]} elements, where a matrix belongs"
             yield Symptom(Trouble.FLAT, what, tensor.file, name)
 
@@ -378,17 +371,11 @@ def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[
             if isinstance(vocabulary, int) and rows != vocabulary:
                 trouble = Trouble.PADDED if rows > vocabulary and rows % 8 == 0 else Trouble.SHAPE
                 yield Symptom(trouble, f"it has {rows} rows, and vocab_size is {vocabulary}", file, name)
-        elif re.search(r"(?<!experts)\.(gate|up)_proj\.weight$", name) and "expert" not in name:
-            inner = config.get("intermediate_size")
-            if (
-                isinstance(inner, int)
-                and tensor.shape[1:] == (hidden,)
-                and tensor.shape[0] < inner
-                and not config.get("moe_intermediate_size")
-            ):
-                yield Symptom(
-                    Trouble.SHAPE, f"it has {tensor.shape[0]} rows, and intermediate_size is {inner}", file, name
-                )
+        elif re.search(r"\.(gate|up)_proj\.weight$", name) and "expert" not in name and tensor.shape[1:] == (hidden,):
+            inner = 0 if config.get("moe_intermediate_size") else config.get("intermediate_size")
+            if isinstance(inner, int) and tensor.shape[0] < inner:
+                what = f"it has {tensor.shape[0]} rows, and intermediate_size is {inner}"
+                yield Symptom(Trouble.SHAPE, what, file, name)
 
 
 def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
@@ -408,14 +395,12 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
             what = f"of {expected} layers {join_some(list(map(str, missing)))} are missing"
             yield Symptom(Trouble.MISSING_TENSOR, what, state.files[0], stack)
         forms = Counter(frozenset(rests) for rests in layers.values())
-        if len(forms) == 2 and min(forms.values()) == 1:
-            small, large = sorted(forms, key=len)
-            if small < large and forms[small] == 1 < forms[large]:
-                (number,) = (number for number, rests in layers.items() if rests == small)
-                for rest in sorted(large - small):
-                    yield Symptom(
-                        Trouble.MISSING_TENSOR, "the other layers have it", state.files[0], f"{stack}.{number}.{rest}"
-                    )
+        small, *more = sorted(forms, key=len)
+        if len(more) == 1 and small < more[0] and forms[small] == 1 < forms[more[0]]:
+            (number,) = (number for number, rests in layers.items() if rests == small)
+            for rest in sorted(more[0] - small):
+                name = f"{stack}.{number}.{rest}"
+                yield Symptom(Trouble.MISSING_TENSOR, "the other layers have it", state.files[0], name)
     embedding = next((names[name] for name in names if re.search(r"(?:^|\.)(embed_tokens|wte)\.weight$", name)), None)
     head, ties = names.get("lm_head.weight"), config.get("tie_word_embeddings")
     is_causal = any(str(kind).endswith("ForCausalLM") for kind in config.get("architectures") or ())
@@ -436,16 +421,19 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
 
 
 def find_mixed_dtypes(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    families: dict[str, list[SavedTensor]] = defaultdict(list)
-    for tensor in state.select("model"):
-        if len(tensor.shape) > 1:
-            families[_name_family(tensor)].append(tensor)
-    for members in families.values():
+    for members in _group_families(tensor for tensor in state.select("model") if len(tensor.shape) > 1):
         (common, count), *others = Counter(tensor.dtype for tensor in members).most_common()
         for tensor in members if others and count * 3 >= len(members) * 2 else ():
             if tensor.dtype != common:
                 what = f"it is {tensor.dtype}, and {count} tensors like it are {common}"
                 yield Symptom(Trouble.DTYPES, what, tensor.file, tensor.name)
+
+
+def _group_families(tensors: Iterable[SavedTensor]) -> Collection[list[SavedTensor]]:
+    families: dict[str, list[SavedTensor]] = defaultdict(list)
+    for tensor in tensors:
+        families[_name_family(tensor)].append(tensor)
+    return families.values()
 
 
 def _name_family(tensor: SavedTensor) -> str:

@@ -8,7 +8,7 @@ import os
 import pathlib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -360,12 +360,7 @@ class _Reading:
 
     def _read_whole(self, directory: str, files: list[str], names: Collection[str]) -> None:
         indexes = self._read_indexes(directory, names, "bin")
-        stems = {file: stem for stem, weight_map in indexes.items() for file in weight_map.values()}
-        by_stem: dict[str, list[str]] = defaultdict(list, {stem: [] for stem in indexes})
-        for name in files:
-            if (found := _WHOLE.fullmatch(name)) is not None:
-                by_stem[stems.get(name, found["stem"])].append(name)
-        for stem, of_stem in by_stem.items():
+        for stem, of_stem in _group_by_stem(files, indexes).items():
             contents = {name: self._read_torch(_join(directory, name), None) for name in of_stem}
             state = self._add_state(Arrangement.WHOLE, directory, stem)
             state.files = [_join(directory, name) for name in of_stem]
@@ -381,23 +376,20 @@ class _Reading:
 
     def _read_safetensors(self, directory: str, names: set[str]) -> None:
         indexes = self._read_indexes(directory, names, "safetensors")
-        stems = {file: stem for stem, weight_map in indexes.items() for file in weight_map.values()}
-        by_stem: dict[str, list[str]] = defaultdict(list, {stem: [] for stem in indexes})
         headers: dict[str, Header] = {}
         shards: dict[str, int | None] = {}
-        for name in sorted(name for name in names if name.endswith(".safetensors")):
+        files = sorted(name for name in names if name.endswith(".safetensors"))
+        for name in files:
             path = _join(directory, name)
             header = self._read(path, self._read_header)
             is_shard = _SHARD.fullmatch(name)
             if is_shard or (header is not None and "DCP_SHARDING_INFO" in header.metadata):
                 shards[name] = int(is_shard["rank"]) if is_shard else None
-            elif (found := _WHOLE.fullmatch(name)) is not None:
-                by_stem[stems.get(name, found["stem"])].append(name)
             if header is not None:
                 headers[name] = header
         if shards:
             self._read_shards(directory, shards, headers)
-        for stem, of_stem in by_stem.items():
+        for stem, of_stem in _group_by_stem([name for name in files if name not in shards], indexes).items():
             state = self._add_state(Arrangement.WHOLE, directory, stem)
             state.files = [_join(directory, name) for name in of_stem]
             for name in of_stem:
@@ -521,6 +513,16 @@ class _Reading:
                 tensor.pieces.append(piece)
             if copied:
                 self.note(Trouble.COPIED_RANK, f"{copied} has the same rows, and DCP writes none twice", path)
+
+
+def _group_by_stem(files: Iterable[str], indexes: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
+    """The files of each index, and those of no index by what their names have in common."""
+    stems = {file: stem for stem, weight_map in indexes.items() for file in weight_map.values()}
+    groups: dict[str, list[str]] = {stem: [] for stem in indexes}
+    for name in files:
+        if (found := _WHOLE.fullmatch(name)) is not None:
+            groups.setdefault(stems.get(name, found["stem"]), []).append(name)
+    return groups
 
 
 def _add_item(state: State, item: dcp.Item, piece: SavedPiece | None) -> None:

@@ -21,6 +21,8 @@ StateRole: TypeAlias = Literal["model", "optimizer", "other"]
 # The keys under which programs put a model's or an optimizer's state.
 _MODEL_KEYS = frozenset({"model", "module", "state_dict", "app"})
 _OPTIMIZER_KEY = re.compile(r"optim|optimizers?|optimizer_\d+|optimizer_states?|optimizer_state_dict")
+# Those under which torchtitan puts its counters, beside the names of the model.
+_OTHER_KEYS = frozenset({"train_state", "dataloader", "lr_scheduler"})
 _BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked", "inv_freq"})
 _OPTIMIZER_STATE = re.compile(r"(?:^|\.)state\.(?P<parameter>.+)\.(?P<slot>\w+)$")
 
@@ -155,7 +157,8 @@ class State:
             or re.match(r"(optim|optimizer|optimizer_\d+)\.|state\..+\.|param_groups\.", ".".join(path))
         ):
             return "optimizer"
-        if self.label.startswith("extra_state") or (self.has_model_key and not is_under_model_key(path)):
+        is_beside_model = self.has_model_key and not is_under_model_key(path)
+        if self.label.startswith("extra_state") or _OTHER_KEYS & set(path[:1]) or is_beside_model:
             return "other"
         return "model"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import pathlib
 import struct
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -99,18 +98,16 @@ def scan(checkpoint: SavedCheckpoint, progress: Callable[[int], None] | None = N
             for piece in tensor.pieces:
                 if piece.begin >= 0 and piece.numel:
                     pieces[piece.file][piece.begin, piece.span * tensor.itemsize] = _Place(tensor, piece)
-    scans, lock = Scans(), threading.Lock()
+    scans = Scans()
 
-    def scan_file(saved: SavedFile) -> None:
-        part = _scan_file(checkpoint.root / saved.path, saved, pieces.get(saved.path, {}), progress, sink)
-        with lock:
+    def scan_file(saved: SavedFile) -> Scans:
+        return _scan_file(checkpoint.root / saved.path, saved, pieces.get(saved.path, {}), progress, sink)
+
+    with ThreadPoolExecutor(_READERS) as readers:
+        for part in readers.map(scan_file, sorted(checkpoint.files.values(), key=lambda file: file.path)):
             scans.spans |= part.spans
             scans.symptoms += part.symptoms
             scans.nbytes += part.nbytes
-
-    with ThreadPoolExecutor(_READERS) as readers:
-        for _ in readers.map(scan_file, sorted(checkpoint.files.values(), key=lambda file: file.path)):
-            pass
     return scans
 
 

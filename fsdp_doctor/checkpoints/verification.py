@@ -10,7 +10,7 @@ import msgspec
 
 from fsdp_doctor.checkpoints.checks import CheckpointEvidence, run_checks
 from fsdp_doctor.checkpoints.reading import read_checkpoint
-from fsdp_doctor.checkpoints.record import SavedCheckpoint, SavedFile
+from fsdp_doctor.checkpoints.record import SavedCheckpoint, State
 from fsdp_doctor.checkpoints.scanning import Scans, Sink, scan
 from fsdp_doctor.checkpoints.troubles import Symptom, TroubleSeverity
 from fsdp_doctor.errors import join_some
@@ -117,26 +117,23 @@ def judge(
     found = Verification(
         path=str(path),
         answer="damaged" if "damage" in kinds else "cannot be judged" if "refused" in kinds else "sound",
-        states=[
-            _describe(state.arrangement.value, state.directory, state.label, len(state.tensors))
-            for state in checkpoint.states
-        ],
+        states=list(map(_describe, checkpoint.states)),
         num_tensors=sum(len(state.tensors) for state in checkpoint.states),
         num_files=len(checkpoint.files),
         num_bytes=scans.nbytes,
         findings=findings,
         unchecked=[
             *checkpoint.unchecked,
-            *_list_without_checksums(checkpoint, scans),
-            *_list_never_checked(compare is not None),
+            *_list_without_checksums(checkpoint),
+            *([] if compare else ["whether the weights are of the step that you expect: no --against, no --base"]),
         ],
     )
     return found, scans
 
 
-def _describe(arrangement: str, directory: str, label: str, count: int) -> str:
-    where = label if directory == "." else f"{directory}/{label}"
-    return f"{where} ({arrangement}; {count} tensors)"
+def _describe(state: State) -> str:
+    where = pathlib.PurePath(state.directory, state.label)
+    return f"{where} ({state.arrangement.value}; {len(state.tensors)} tensors)"
 
 
 def _make_finding(symptom: Symptom) -> CheckpointFinding:
@@ -158,11 +155,8 @@ def _write_sentence(finding: CheckpointFinding) -> str:
     )
 
 
-def _list_without_checksums(checkpoint: SavedCheckpoint, scans: Scans) -> list[str]:
-    def has_data(file: SavedFile) -> bool:
-        return bool(file.members)
-
-    files = [file for file in checkpoint.files.values() if has_data(file) and not file.has_checksums]
+def _list_without_checksums(checkpoint: SavedCheckpoint) -> list[str]:
+    files = [file for file in checkpoint.files.values() if file.members and not file.has_checksums]
     kinds = {
         "safetensors has no checksum": [file for file in files if file.path.endswith(".safetensors")],
         "these files were saved without checksums": [file for file in files if not file.path.endswith(".safetensors")],
@@ -172,7 +166,3 @@ def _list_without_checksums(checkpoint: SavedCheckpoint, scans: Scans) -> list[s
         for why, of_kind in kinds.items()
         if of_kind
     ]
-
-
-def _list_never_checked(has_reference: bool) -> list[str]:
-    return [] if has_reference else ["whether the weights are of the step that you expect: no --against, no --base"]

@@ -57,7 +57,7 @@ os.chmod("closed", 0o700)
 if os.geteuid() == 0:
     os.seteuid(65534)
 found = verify(path)
-done = convert(path, path / "out", ConversionTarget.HF)
+done = convert(path, pathlib.Path("open/out"), ConversionTarget.HF)
 print(found.answer, [finding.file for finding in found.findings], done.files)
 try:
     convert(pathlib.Path("sound"), pathlib.Path("closed/out"), ConversionTarget.HF)
@@ -72,6 +72,8 @@ def test_another_user_s_files_are_named_and_not_judged(tmp_path: pathlib.Path) -
         save_file({"a": torch.ones(3, 3)}, tmp_path / name / "model.safetensors")
     save_file({"a": torch.ones(3, 3)}, tmp_path / "sound" / "model.safetensors")
     tmp_path.chmod(0o755)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
     done = run(sys.executable, "-c", _AS_ANOTHER_USER, cwd=tmp_path)
     expected = ["cannot be judged ['model.safetensors'] []"] + (["Permission denied"] if os.geteuid() == 0 else [])
     assert done.stdout.splitlines()[: len(expected)] == expected, done.stderr

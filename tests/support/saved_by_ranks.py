@@ -60,7 +60,8 @@ def main(directory: pathlib.Path) -> None:
     nested = {"model": weights, "optim": of_optimizer, "step": 1}
     dcp.save(nested, checkpoint_id=directory / "dcp")
     _, flat = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
-    dcp.save(weights | flat, checkpoint_id=directory / "torchtitan" / "step-1")
+    counters = {"train_state": {"step": torch.tensor(1), "ntokens_seen": torch.tensor(512)}}
+    dcp.save(weights | flat | counters, checkpoint_id=directory / "torchtitan" / "step-1")
     for name, options in (("threads", {"thread_count": 2}), ("files", {"single_file_per_rank": False})):
         dcp.save(nested, storage_writer=dcp.FileSystemWriter(directory / name, **options))
     dcp.save(nested, storage_writer=dcp.FileSystemWriter(directory / "alone"), use_collectives=False)
