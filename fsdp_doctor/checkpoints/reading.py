@@ -516,12 +516,13 @@ class _Reading:
 
 
 def _group_by_stem(files: Iterable[str], indexes: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
-    """The files of each index, and those of no index by what their names have in common."""
+    """The files of each index, and those of no index: ``.bin`` and safetensors by what their names have in common."""
     stems = {file: stem for stem, weight_map in indexes.items() for file in weight_map.values()}
     groups: dict[str, list[str]] = {stem: [] for stem in indexes}
     for name in files:
         if (found := _WHOLE.fullmatch(name)) is not None:
-            groups.setdefault(stems.get(name, found["stem"]), []).append(name)
+            stem = found["stem"] if found["suffix"] in ("bin", "safetensors") else name
+            groups.setdefault(stems.get(name, stem), []).append(name)
     return groups
 
 

@@ -29,7 +29,7 @@ from fsdp_doctor.checkpoints.verification import Verification
 Damage = Callable[[pathlib.Path], Any]
 EMBED, HEAD, DOWN = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.down_proj.weight"
 RANK_0, RANK_1 = "model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"
-HUB, TIED = "model-00001-of-00003.safetensors", "model.safetensors"
+HUB, TIED, BIN = "model-00001-of-00003.safetensors", "model.safetensors", "pytorch_model.bin"
 
 
 def kinds(found: Verification, severity: str = "damage") -> set[str]:
@@ -169,6 +169,7 @@ MORE_LAWFUL: dict[str, tuple[str, Damage, set[str]]] = {
     ),
     "moments of tokens that were never seen": ("legacy", save_sparse_moments, set()),
     "the flat parameters of FSDP1's local state": ("legacy", save_flat_parameters, set()),
+    "two files of other endings": ("legacy", lambda d: torch.save(torch.load(d / BIN), d / "pytorch_model.pt"), set()),
     "a picture's layers, narrower than the text's": (
         "tied",
         lambda d: saved.edit_tensors(
