@@ -20,6 +20,7 @@ from fsdp_doctor.extract.transfers import (
     RowsGather,
     TensorTransfer,
     divide_unit,
+    sum_two_largest,
 )
 
 # Smaller tensors share an all-gather: one each costs more than a copy out of it. It has at most so many bytes.
@@ -111,7 +112,7 @@ def count_most_bytes(sizes: Sequence[Sequence[int]], bucket_bytes: int) -> int:
     """
     every = list(itertools.chain.from_iterable(sizes))
     largest = max(every, default=0)
-    pairs = (sum(sorted((*before[-1:], *unit))[-2:]) for before, unit in itertools.pairwise([(), *sizes]))
+    pairs = (sum_two_largest((*before[-1:], *unit)) for before, unit in itertools.pairwise([(), *sizes]))
     part = bucket_bytes // 8
     most = max(bucket_bytes + largest, 2 * bucket_bytes + min(largest, part), max(pairs, default=0) + part)
     return most + (largest if _is_mostly_large(every, bucket_bytes) else 0)
@@ -204,7 +205,7 @@ class Division:
                 yield order, source, self._count_gathered_bytes(source) + self._count_extra_bytes(source.spec.names[:1])
             elif not isinstance(source, Rows):
                 # The caller has the last tensor of those before, and what is left of the memory is there anyway.
-                for transfer in self._make_transfers(order, source, self.most_bytes - last_bytes):
+                for transfer in self._make_transfers(order, source, last_bytes):
                     yield order, transfer, transfer.nbytes + self._count_extra_bytes(transfer.names)
             order += len(list_specs(source))
             last_bytes = self._sizes[order - 1] if order else 0
@@ -231,7 +232,9 @@ class Division:
         for (_, dtype), (orders, rows, packed_bytes) in open_packs.items():
             yield PackedGather(orders, rows, dtype), packed_bytes
 
-    def _make_transfers(self, order: int, source: Plain | Placed | FlatUnit, room: int) -> Iterator[TensorTransfer]:
+    def _make_transfers(
+        self, order: int, source: Plain | Placed | FlatUnit, last_bytes: int
+    ) -> Iterator[TensorTransfer]:
         match source:
             case Plain():
                 yield LocalCopy(order, source, self.dtypes.choose(source.spec))
@@ -240,8 +243,7 @@ class Division:
                 yield Redistribution(order, source, self.dtypes.choose(source.spec), is_merged=is_merged)
             case FlatUnit():
                 unit = FlatLayout(order, source, self.dtypes)
-                beside = min(room, self.most_bytes - max(unit.nbytes))
-                yield from divide_unit(unit, self.bucket_bytes, room, beside, self.extra_bytes.keys())
+                yield from divide_unit(unit, self.bucket_bytes, self.most_bytes, last_bytes, self.extra_bytes.keys())
             case _:
                 assert_never(source)
 

@@ -425,24 +425,29 @@ class UnitOutputs:
             yield self._unit.order + index, span.spec, self._flat.pop(index).as_strided(span.spec.shape, span.stride)
 
 
+def sum_two_largest(sizes: Sequence[int]) -> int:
+    return sum(sorted(sizes)[-2:])
+
+
 def divide_unit(
-    unit: FlatLayout, bucket_bytes: int, room: int, room_of_parts: int, merged: Collection[str]
+    unit: FlatLayout, bucket_bytes: int, most_bytes: int, last_bytes: int, merged: Collection[str]
 ) -> Iterator[TensorTransfer]:
     """Divides one FSDP1 unit into gathers.
 
-    room: device memory that a unit may take; room_of_parts: beside any of its tensors, which the caller may have. One
-    that fits takes one gather, if at least half of it is asked for. Of another each has its rows and the tensors that
-    it begins within a bucket, and takes from every rank, so that all of their links are busy; but no rank begins a
-    tensor that does not fit beside those that have been begun, unless it is the first that has something left. merged:
-    the first names of the weights into which adapters are merged.
+    most_bytes: device memory that it may take, with the tensor before it, of last_bytes. A unit that fits takes one
+    gather, if at least half of it is asked for. Of another each has its rows and the tensors that it begins within a
+    bucket, and takes from every rank, so that all of their links are busy; but no rank begins a tensor that does not
+    fit beside those that have been begun, unless it is the first that has something left. merged: the first names of
+    the weights into which adapters are merged.
     """
     if len(set(unit.dtypes)) == 1 and set(merged).isdisjoint(unit.names):
         whole = UnitGather(unit, bucket_bytes // 8)
-        if whole.nbytes + whole.copied_bytes <= room and whole.nbytes <= 2 * sum(unit.nbytes):
+        if last_bytes + whole.nbytes + whole.copied_bytes <= most_bytes and whole.nbytes <= 2 * sum(unit.nbytes):
             yield whole
             return
-    # The rows of one, and what ranks other than the first begin: each half of what is left beside a tensor.
-    part_bytes = min(bucket_bytes, room_of_parts - max(unit.nbytes)) // 2
+    # The rows of one, and what ranks other than the first begin: each half of what is left beside the caller's last
+    # tensor and that which the first begins.
+    part_bytes = min(bucket_bytes, most_bytes - sum_two_largest((last_bytes, *unit.nbytes))) // 2
     for dtype in dict.fromkeys(unit.dtypes):
         rows = unit.list_rows(dtype)
         longest = max(part_bytes // (unit.source.shard_group.size * dtype.itemsize), 1)
