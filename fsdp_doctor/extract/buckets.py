@@ -175,11 +175,12 @@ class Division:
             is_full = bucket.gathered_bytes + nbytes + max(bucket.copied_bytes, copied) > longest
             is_alone = any(isinstance(transfer, FlatGather) for transfer in (part, *bucket.transfers[-1:]))
             if bucket.nbytes and (is_full or is_alone):
-                yield filling.close(max(order, end), sizes, early)
+                bucket = filling.close(max(order, end), sizes, early)
+                yield bucket
+                # The caller has the tensor before it, others wait, and the bucket before that may be gone.
+                limit = min(max(bucket_bytes, larger_bytes), self.most_bytes - sizes[order - 1] - bucket.early_bytes)
                 filling = _OpenBucket()
                 bucket = filling.bucket
-                # The caller has the tensor before it, and the bucket before that may be gone.
-                limit = max(bucket_bytes, min(larger_bytes, self.most_bytes - sizes[order - 1]))
             # A unit of FSDP1 may go on in the next bucket.
             end = order + (len(part.unit.source.spans) if isinstance(part, FlatGather) else 1)
             bucket.gathered_bytes += nbytes
