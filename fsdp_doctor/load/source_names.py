@@ -40,7 +40,8 @@ class SourceNames:
         self._hub = self._hub or self._choose("hub")
         if self.word != word:
             raise LoadError(
-                "the Hub's names of the model are others here than on rank 0: every rank needs the same transformers"
+                "the Hub's names of the model are others here than on rank 0: every rank needs the same transformers, "
+                "or the same mapping"
             )
 
     def divide(self, targets: Sequence[Target]) -> list[Target]:
