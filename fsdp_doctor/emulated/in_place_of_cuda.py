@@ -2,10 +2,10 @@
 
     python -m fsdp_doctor.emulated.in_place_of_cuda --in accelerate,tests python -m pytest tests/fsdp/test_fsdp.py
 
-The modules of the packages and directories after ``--in`` are loaded with the emulated device in place of CUDA, and its
-backend in place of NCCL, in every Python process of the program. Torch itself and all other packages are as they are
-installed. What runs as a script, and not as an imported module, is as it stands, too. pytest runs without the rewriting
-of assertions, which would load the tests itself.
+The modules of the packages (or parts of one: ``accelerate.utils``) and directories after ``--in`` are loaded with the
+emulated device in place of CUDA, and its backend in place of NCCL, in every Python process of the program. Torch itself
+and all other packages are as they are installed. What runs as a script, and not as an imported module, is as it stands,
+too. pytest runs without the rewriting of assertions, which would load the tests itself.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def install(
     """
     patterns = [(re.compile(pattern), replacement) for pattern, replacement in substitutions]
 
-    class Loader(importlib.machinery.SourceFileLoader):
+    class _Loader(importlib.machinery.SourceFileLoader):
         def get_code(self, fullname: str) -> CodeType:
             source = pathlib.Path(self.path).read_text()
             for pattern, replacement in patterns:
@@ -49,7 +49,7 @@ def install(
             code: CodeType = compile(source, self.path, "exec", dont_inherit=True)
             return code
 
-    class Finder:
+    class _Finder:
         @staticmethod
         def find_spec(
             name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -59,10 +59,10 @@ def install(
                 return None
             if not is_meant(name, pathlib.Path(spec.origin)):
                 return None
-            spec.loader = Loader(name, spec.origin)
+            spec.loader = _Loader(name, spec.origin)
             return spec
 
-    sys.meta_path.insert(0, Finder)
+    sys.meta_path.insert(0, _Finder)
 
 
 def install_from_environment() -> None:
@@ -70,13 +70,12 @@ def install_from_environment() -> None:
     from fsdp_doctor.emulated.library import _C
 
     places = os.environ[_PLACES].split(os.pathsep)
-    directories = [pathlib.Path(place) for place in places if os.path.isabs(place)]
     _C.set_device_count(int(os.environ[_DEVICES]))
-    install(
-        lambda name, file: (
-            name.split(".")[0] in places or any(directory in (file, *file.parents) for directory in directories)
-        )
-    )
+
+    def is_in(place: str, name: str, file: pathlib.Path) -> bool:
+        return f"{name}.".startswith(f"{place}.") or pathlib.Path(place) in (file, *file.parents)
+
+    install(lambda name, file: any(is_in(place, name, file) for place in places))
 
 
 def main() -> int:
