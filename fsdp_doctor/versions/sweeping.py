@@ -323,12 +323,12 @@ def make_environment(directory: pathlib.Path, requirements: Sequence[str], log: 
 
 
 def read_package_requirements() -> list[str]:
-    """The requirements of this package: of its metadata, or of pyproject.toml in a checkout that is not installed."""
-    try:
+    """The requirements of this package: in a checkout those of pyproject.toml, as its metadata may be older."""
+    project = _PACKAGE.parent / "pyproject.toml"
+    if project.is_file():
+        declared = msgspec.toml.decode(project.read_bytes())["project"]["dependencies"]
+    else:
         declared = importlib.metadata.requires("fsdp-doctor") or []
-    except importlib.metadata.PackageNotFoundError:
-        project = msgspec.toml.decode((_PACKAGE.parent / "pyproject.toml").read_bytes())["project"]
-        declared = project["dependencies"]
     parsed = [Requirement(text) for text in declared]
     needed = [each for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})]
     return [f"{each.name}{each.specifier}" for each in needed]

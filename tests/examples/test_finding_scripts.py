@@ -11,6 +11,7 @@ import pytest
 from program import torchrun_script
 from support.forked import run_script
 from support.places import ROOT
+from support.shims import ON_THE_EMULATED_DEVICE, prepare_for
 
 _SCRIPTS = sorted((ROOT / "examples" / "findings").glob("*.py"))
 _EACH = pytest.mark.parametrize("script", _SCRIPTS, ids=lambda script: script.stem)
@@ -18,23 +19,11 @@ _EACH = pytest.mark.parametrize("script", _SCRIPTS, ids=lambda script: script.st
 _ADAPTERS = {"trl": "accelerate", "lightning": "lightning", "verl": "verl", "accelerate": "accelerate"} | {
     "transformers": "accelerate"
 }
-# A script knows no emulated device: it takes the accelerator that torch has, or that its framework finds.
 _AS_IT_IS = """
 import runpy, tempfile
 tempfile.tempdir = {directory!r}
 {before}
 runpy.run_path({script!r}, run_name="__main__")
-"""
-_ON_THE_EMULATED_DEVICE = """
-import os, torch
-torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-"""
-_WITH_SHIMS = """
-from fsdp_doctor.frameworks.adapter import Shims
-from fsdp_doctor.frameworks.framework_worker import find_adapter
-from fsdp_doctor.matrix.frameworks.framework_matrix import read_matrix
-shims = Shims({framework!r}, read_matrix({framework!r}).shims)
-find_adapter({framework!r}).prepare_emulated_device(shims)
 """
 
 
@@ -46,9 +35,8 @@ def test_a_script_shows_its_finding(script: pathlib.Path, tmp_path: pathlib.Path
             pytest.skip(f"{name} is not installed")
     before = ""
     if "accelerator" in text:
-        before = _ON_THE_EMULATED_DEVICE
-        if framework := next((_ADAPTERS[name] for name in _ADAPTERS if name in imported), ""):
-            before += _WITH_SHIMS.format(framework=framework)
+        framework = next((_ADAPTERS[name] for name in _ADAPTERS if name in imported), "")
+        before = prepare_for(framework) if framework else ON_THE_EMULATED_DEVICE
     program = tmp_path / "program.py"
     program.write_text(_AS_IT_IS.format(directory=str(tmp_path), before=before, script=str(script)))
     ranks = 1 if "--nproc-per-node 1" in text else 2

@@ -85,11 +85,20 @@ def test_an_entry_point_gives_it_a_name(tmp_path: pathlib.Path) -> None:
     assert "tiny:none/load.fresh" in listed.stdout.splitlines()
 
 
-def test_a_script_of_its_case_has_the_adapters_own_code(found_anew: pathlib.Path) -> None:
+def test_a_script_of_its_case_has_the_calls_of_its_template(found_anew: pathlib.Path) -> None:
     _write(found_anew)
-    text = render_framework_script(parse_framework_id(f"{_NAME}:none/weights"), Expectation(kind="ok"))
-    assert "class EngineSession(FrameworkSession):" in text
-    compile(text, "repro.py", "exec")
+    for method, call in (("weights", "got = engine.weights()"), ("load.fresh", 'engine.load("files")')):
+        text = render_framework_script(parse_framework_id(f"{_NAME}:cpu/{method}"), Expectation(kind="ok"))
+        compile(text, "repro.py", "exec")
+        assert call in text
+        assert "offload=True" in text
+
+
+def test_of_an_adapter_without_a_template_no_script_can_be_written(found_anew: pathlib.Path) -> None:
+    _write(found_anew)
+    (found_anew / "tiny_adapter.py.jinja").unlink()
+    with pytest.raises(UsageError, match=r"tiny_adapter\.py\.jinja"):
+        render_framework_script(parse_framework_id(f"{_NAME}:cpu/weights"), Expectation(kind="ok"))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import pathlib
 import pytest
 import torch
 from program import Run, probe, torchrun_script
+from support.forked import run_script
+from support.shims import prepare_for
 
 from fsdp_doctor.known.catalogue import KnownFailure, read_catalogue
 from fsdp_doctor.machine.versions import read_installed_versions
@@ -75,6 +77,32 @@ def test_the_report_names_the_versions_and_each_thing_that_was_changed(run: Run)
     listed = {(name, shim.name) for name in ("accelerate", "trainer") for shim in read_matrix(name).shims}
     assert listed <= named
     assert any("PartialState._prepare_backend" in note for note in run.report.notes)
+
+
+@pytest.mark.parametrize(
+    ("case_id", "fails"),
+    [
+        ("accelerate:fsdp2/none/sharded/uneven/save_state.merge_fsdp_weights", False),
+        ("accelerate:fsdp2/none/sharded/load_state", False),
+        ("accelerate:fsdp1/none/sharded/load_state.fresh", True),
+        ("trainer:fsdp2/none/sharded/resume_from_checkpoint", False),
+        ("trainer:fsdp2/offload_params/full/prepare", True),
+        ("transformers:none/uneven/save_pretrained.consolidated", False),
+        ("lightning:model-parallel/none/sharded/fit.ckpt_path", False),
+    ],
+)
+def test_a_script_fails_where_its_case_does(case_id: str, fails: bool, tmp_path: pathlib.Path) -> None:
+    case = parse_framework_id(case_id)
+    pytest.importorskip(case.scenario.matrix.distributions[0])
+    (tmp_path / "repro.py").write_text(render_framework_script(case, Expectation(kind="ok")))
+    (tmp_path / "files").mkdir()
+    for word in ("save", "load") if case.definition.kind == "resume" else ("",):
+        program = tmp_path / "program.py"
+        place = f"import os, runpy, sys\nos.chdir({str(tmp_path)!r})\nsys.argv[1:] = [{word!r}]\n"
+        run_it = 'runpy.run_path("repro.py", run_name="__main__")\n'
+        program.write_text(place + prepare_for(case.scenario.framework) + run_it)
+        done = run_script(program, "emulated", 2)
+        assert any(done.codes) is (fails and word != "save"), done.output
 
 
 def test_a_script_without_accelerators_confirms_nothing(tmp_path: pathlib.Path) -> None:

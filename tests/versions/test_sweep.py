@@ -178,6 +178,16 @@ def test_a_value_that_the_probe_does_not_take_ends_the_sweep(tmp_path: pathlib.P
         program.probe(["--device", "cpu", "--case", "zebra/none/unstaged/dcp"], tmp_path / "log")
 
 
+def test_what_is_installed_for_a_checkout_is_what_its_pyproject_asks_for(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stale = tmp_path / "fsdp_doctor-0.0.1.dist-info"
+    stale.mkdir()
+    (stale / "METADATA").write_text("Metadata-Version: 2.1\nName: fsdp-doctor\nVersion: 0.0.1\nRequires-Dist: typer\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert any(each.startswith("msgspec>=") for each in sweeping.read_package_requirements())
+
+
 def test_a_report_is_named_by_everything_that_was_asked_for(tmp_path: pathlib.Path) -> None:
     sweep = Sweep(versions=("2.98",), requirements=("transformers==5.0", "./my pkg"), options=(), directory=tmp_path)
     assert [sweep.name_file(each).name for each in sweep.list_packages()] == ["torch2.98-transformers5.0-.mypkg.json"]

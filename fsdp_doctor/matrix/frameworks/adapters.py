@@ -34,6 +34,11 @@ class AdapterPlace:
     def table(self) -> pathlib.Path:
         return self.file.with_suffix(".toml")
 
+    @property
+    def template(self) -> pathlib.Path:
+        """Of the script of a case; an adapter may have none."""
+        return self.file.with_suffix(".py.jinja")
+
 
 @functools.cache
 def list_adapters() -> Mapping[str, str]:
