@@ -3,7 +3,7 @@
 torchrun --nproc-per-node 2 trl_fsdp1_sync_sends_flat_parameters.py    on accelerators; exit code 1: it does.
 """
 
-from types import SimpleNamespace
+from types import SimpleNamespace as Part
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -12,23 +12,24 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 
-accelerator = Accelerator(
-    fsdp_plugin=FullyShardedDataParallelPlugin(
-        fsdp_version=1, use_orig_params=False, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
-    )
-)
+policy = ModuleWrapPolicy({nn.Linear})
+plugin = FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=False, auto_wrap_policy=policy)
+accelerator = Accelerator(fsdp_plugin=plugin)
 plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 names = [name for name, _ in plain.named_parameters()]
 received = []
-# No vLLM is needed to see what it would be given: an object with the method that sync_weights calls.
-engine = SimpleNamespace(load_weights=lambda pairs: received.extend(name for name, _ in pairs))
-runner = SimpleNamespace(model_runner=SimpleNamespace(model=engine))
-llm = SimpleNamespace(
-    llm_engine=SimpleNamespace(model_executor=SimpleNamespace(driver_worker=runner)), reset_prefix_cache=lambda: None
-)
-generation = object.__new__(VLLMGeneration)
-generation.model, generation.accelerator, generation.llm = accelerator.prepare(plain), accelerator, llm
-generation.mode, generation.enable_sleep_mode, generation._dist = "colocate", False, DistributedBackend(accelerator)
+
+
+class Generation(VLLMGeneration):  # in the place of vLLM's model, what records the names that it is given
+    def __init__(self, model):
+        vllm = Part(model=Part(load_weights=lambda pairs: received.extend(name for name, _ in pairs)))
+        executor = Part(driver_worker=Part(model_runner=vllm))
+        self.llm = Part(llm_engine=Part(model_executor=executor), reset_prefix_cache=lambda: None)
+        self.model, self.accelerator, self._dist = model, accelerator, DistributedBackend(accelerator)
+        self.mode, self.enable_sleep_mode = "colocate", False
+
+
+generation = Generation(accelerator.prepare(plain))
 generation.model(torch.ones(1, 8, device=accelerator.device)).sum().backward()
 generation.sync_weights()
 
