@@ -76,42 +76,42 @@ def test_what_is_divided_otherwise_than_its_id_says_is_noticed() -> None:
     assert differs(hidden.change(sharding="full"), hidden) == {"units", "spreads"}
 
 
-_METHODS = {
-    "out": "state_dict.to.full_tensor,dcp",
-    "in": "set_model_state_dict.sharded,dcp.load.model+optimizer,rank_files.model+optimizer",
+_OF_EXTRACTION, _OF_LOAD = "hidden-experts-taken-for-all", "hidden-experts-mixed-by-dcp"
+_KNOWN = {
+    "hidden-experts/state_dict.to.full_tensor": _OF_EXTRACTION,
+    "hidden-experts/dcp": _OF_EXTRACTION,
+    "fresh/hidden-experts/dcp.load.model+optimizer": _OF_LOAD,
 }
+_FIXES = ("load_full_tensors", "load_optimizer_state")
+_LOADS = (*_FIXES, "set_model_state_dict.sharded", "rank_files.model+optimizer")
+_RIGHT = [
+    case
+    for sharding in ("hidden-experts", "2d")
+    for case in (
+        *(f"{sharding}/{name}" for name in ("full_tensors", "local_shards")),
+        *(
+            f"fresh/{sharding}/{name}"
+            for name in (*_FIXES, "set_model_state_dict.sharded", "rank_files.model+optimizer")
+        ),
+        # What two ranks saved, of which each had half of the experts.
+        *(f"fresh/{sharding}/other-world/{name}" for name in _FIXES),
+    )
+]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Checkpoints of other processes are saved by two ranks, each of which has half of the experts."""
-    return probe(
-        tmp_path_factory.mktemp("divided"),
-        *("--sharding", "hidden-experts,2d", "--model", "qwen3-moe", "--nproc", "4", "--saved-by", "2", "--fix"),
-        *("--offload", "none", "--staging", "unstaged", "--strategy", "fsdp2", "--checkpoint", "exact,other-world"),
-        *("--method", ",".join(_METHODS.values())),
-        device="emulated",
-    )
+    cases = [word for name in (*_KNOWN, *_RIGHT) for word in ("--case", f"fsdp2/none/unstaged/qwen3-moe/{name}")]
+    ranks = ("--nproc", "4", "--saved-by", "2")
+    return probe(tmp_path_factory.mktemp("divided"), *ranks, *cases, device="emulated")
 
 
 def test_what_gathers_within_a_group_is_wrong_and_known(run: Run) -> None:
-    of_extraction, of_load = "hidden-experts-taken-for-all", "hidden-experts-mixed-by-dcp"
-    for case, known in (
-        ("hidden-experts/state_dict.to.full_tensor", of_extraction),
-        ("hidden-experts/dcp", of_extraction),
-        ("fresh/hidden-experts/dcp.load.model+optimizer", of_load),
-    ):
+    for case, known in _KNOWN.items():
         result = run.result(f"fsdp2/none/unstaged/qwen3-moe/{case}")
         assert (result.verdict.kind, result.known) == ("wrong", known), result.verdict
 
 
 def test_the_fixes_and_what_keeps_to_its_rank_are_right(run: Run) -> None:
-    """The fixes load what two ranks saved, too, of which each had half of the experts."""
-    fixes = ("load_full_tensors", "load_optimizer_state")
-    of_loads = (*fixes, "set_model_state_dict.sharded", "rank_files.model+optimizer")
-    for sharding in ("hidden-experts", "2d"):
-        cases = [f"{sharding}/{name}" for name in ("full_tensors", "local_shards")]
-        cases += [f"fresh/{sharding}/{name}" for name in of_loads]
-        cases += [f"fresh/{sharding}/other-world/{name}" for name in fixes]
-        kinds = {case: run.result(f"fsdp2/none/unstaged/qwen3-moe/{case}").verdict for case in cases}
-        assert all(verdict.kind == "ok" for verdict in kinds.values()), kinds
+    kinds = {case: run.result(f"fsdp2/none/unstaged/qwen3-moe/{case}").verdict for case in _RIGHT}
+    assert all(verdict.kind == "ok" for verdict in kinds.values()), kinds

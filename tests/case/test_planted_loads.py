@@ -84,6 +84,8 @@ _MISFITS: dict[tuple[str, str], tuple[str, str]] = {
     ("extra-key", "refuses_what_does_not_fit_and_spoils_what_does"): ("crash", "LoadError: "),
     ("extra-key", "skips_what_is_superfluous"): ("incomplete", "extra.weight of the checkpoint"),
     ("extra-key", "honest_optimizer"): ("unsupported", "optimizer"),
+    # Given up on one rank alone, which is no refusal.
+    ("extra-key", "raises_on_rank_0_alone"): ("crash", "rank 0: KeyError: 'planted on rank 0'"),
     ("missing-key", "honest"): ("refused", "LoadError: "),
     ("missing-key", "skips_what_is_missing_and_says_nothing"): ("incomplete", "not reported as missing: model.norm"),
     ("missing-key", "skips_what_is_missing_and_says_so"): ("ok", ""),
@@ -94,10 +96,8 @@ _MISFITS: dict[tuple[str, str], tuple[str, str]] = {
 
 @pytest.fixture(scope="module")
 def misfits(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    paths = user_paths(*dict.fromkeys(f"loaders:{name}" for _, name in _MISFITS))
-    checkpoints = ",".join(dict.fromkeys(checkpoint for checkpoint, _ in _MISFITS))
-    directory = tmp_path_factory.mktemp("misfits")
-    return probe(directory, *_LOADING, "--checkpoint", checkpoints, "--path", "rank_files", *paths)
+    names = (f"fsdp2/none/unstaged/fresh/{checkpoint}/faults.loaders:{loader}" for checkpoint, loader in _MISFITS)
+    return probe(tmp_path_factory.mktemp("misfits"), *(word for name in names for word in ("--case", name)))
 
 
 @pytest.mark.parametrize(("checkpoint", "loader"), list(_MISFITS))
@@ -152,10 +152,3 @@ def test_a_buffer_of_no_state_dict_that_a_load_leaves_on_the_host_is_misplaced(t
     assert verdict.kind == "misplaced"
     assert "model.rotary_emb.inv_freq" in verdict.reason
     assert run.kind("/load_full_tensors") == "ok"
-
-
-def test_a_loader_that_gives_up_on_one_rank_alone_is_no_refusal(tmp_path: pathlib.Path) -> None:
-    run = probe(tmp_path, *_LOADING, "--checkpoint", "extra-key", *user_paths("loaders:raises_on_rank_0_alone"))
-    verdict = run.result(":raises_on_rank_0_alone").verdict
-    assert verdict.kind == "crash"
-    assert "rank 0: KeyError: 'planted on rank 0'" in verdict.reason

@@ -6,36 +6,39 @@ import pathlib
 import re
 
 import pytest
-from program import Run, probe, user_paths
+from program import Run, probe
 
-_SCENARIO = ("--sharding", "hidden-experts", "--model", "qwen3-moe", "--offload", "none", "--staging", "unstaged")
+_SCENARIO = "fsdp2/none/unstaged/qwen3-moe"
 _EVERYWHERE, _GROUP_1 = {0, 1, 2, 3}, {1, 3}
 
 
-def _run(directory: pathlib.Path, *functions: str, options: tuple[str, ...]) -> Run:
-    paths = user_paths(*(f"experts:{name}" for name in functions))
-    selected = (*_SCENARIO, "--strategy", "fsdp2", "--nproc", "4", *options, *paths, "-k", "faults")
-    return probe(directory, *selected, device="emulated")
+def _run(directory: pathlib.Path, *cases: str) -> Run:
+    words = [word for case in cases for word in ("--case", _name(case))]
+    return probe(directory, "--nproc", "4", *words, device="emulated")
+
+
+def _name(case: str) -> str:
+    where, _, function = case.rpartition("/")
+    return f"{_SCENARIO}/{where}/faults.experts:{function}"
 
 
 @pytest.fixture(scope="module")
 def extracted(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    functions = ("gathers_every_group", "gathers_its_mesh_alone", "begins_at_another_group", "keeps_one_buffer")
-    options = ("--direction", "out", "--consumer", "alone,keeps-views")
-    return _run(tmp_path_factory.mktemp("extracted"), *functions, options=options)
+    alone = ("gathers_every_group", "gathers_its_mesh_alone", "begins_at_another_group")
+    keeping = (f"keeps-views/{name}" for name in ("gathers_every_group", "keeps_one_buffer"))
+    return _run(tmp_path_factory.mktemp("extracted"), *(f"hidden-experts/{name}" for name in (*alone, *keeping)))
 
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Run:
     wrong = ("counts_from_zero", "broadcasts_rank_0s", "writes_into_a_cast", "leaves_the_shards")
-    return _run(tmp_path_factory.mktemp("loaded"), "loads_each_group", *wrong, options=("--direction", "in"))
+    names = (f"fresh/hidden-experts/{name}" for name in ("loads_each_group", *wrong))
+    return _run(tmp_path_factory.mktemp("loaded"), *names)
 
 
 def _verdict(run: Run, case: str) -> tuple[str, set[int], str]:
     """Its kind, the ranks that show it, its reason."""
-    where, _, name = case.rpartition("/")
-    phase = "/".join(part for part in ("qwen3-moe", where) if part)
-    verdict = run.result(f"fsdp2/none/unstaged/{phase}/faults.experts:{name}").verdict
+    verdict = run.result(_name(case)).verdict
     others = " ".join(sentence for sentence in verdict.also if "elements differ" in sentence)
     return verdict.kind, {*verdict.ranks, *map(int, re.findall(r"\brank (\d)", others))}, verdict.reason
 
