@@ -56,10 +56,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _turn(item: pytest.Item) -> int:
-    """What other files wait for comes first, and what takes no time last, when one worker has nothing long any more."""
+    """The default matrix comes first, and the files that wait for it after the others that start processes.
+
+    Last comes what takes no time, when one worker has nothing long any more.
+    """
     if item.path.stem == "test_default_matrix":
         return 0
-    return 1 if item.get_closest_marker("processes") else 2
+    if not item.get_closest_marker("processes"):
+        return 3
+    return 2 if hasattr(getattr(item, "module", None), "default_matrix") else 1
 
 
 def pytest_collection_finish() -> None:

@@ -71,7 +71,7 @@ class Scenario:
         """Returns the scenario as JSON values, in the form that :func:`make_any_case` reads."""
         return dict(self.values)
 
-    @property
+    @functools.cached_property
     def id(self) -> str:
         return "/".join(
             value for axis in AXES if (value := self.values[axis.name]) != axis.default or axis.always_in_id

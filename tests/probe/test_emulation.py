@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 
 import pytest
 import torch
-from program import Run, forked_doctor, probe
+from program import Run, default_matrix, forked_doctor, probe
 from support.emulation import needs_emulation
 
 from fsdp_doctor.known.catalogue import KnownFailure, list_expected_failures, read_catalogue
@@ -14,6 +15,7 @@ from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.frameworks.framework_scenarios import is_framework_id
 from fsdp_doctor.matrix.selection import Selection, select
+from fsdp_doctor.report.document import CaseResult
 
 _HALF_MOVED = (
     'RuntimeError: Attempted to set the storage of a tensor on device "cpu" to a storage on different device '
@@ -72,24 +74,40 @@ _REPRODUCED = [entry for entry in read_catalogue() if entry.reproduced and not i
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One run of all these, and of the case that each entry of the catalogue names as its evidence."""
-    cases = dict.fromkeys([*_CASES, *_RACES, *_evidence("")])
-    return _probe_cases(tmp_path_factory.mktemp("run"), *(case for case in cases if case not in _hangs()))
+    """One run of all these and of the evidence of the catalogue's entries, but for what the default matrix has."""
+    cases = [case for case in _list_cases() if case not in _default_results() and case not in _HANGS]
+    return _probe_cases(tmp_path_factory.mktemp("run"), *cases)
 
 
 @pytest.fixture(scope="module")
 def hanging(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Those of them that hang, for which nobody waits as long."""
-    return _probe_cases(tmp_path_factory.mktemp("hanging"), *_hangs(), options=("--timeout", "8"))
+    cases = [case for case in _list_cases() if case not in _default_results() and case in _HANGS]
+    return _probe_cases(tmp_path_factory.mktemp("hanging"), *cases, options=("--timeout", "8"))
 
 
-def _hangs() -> list[str]:
-    evidence = [entry.evidence for entry in _REPRODUCED if entry.verdict == "hang"]
-    return [
-        case
-        for case in dict.fromkeys([*_CASES, *_evidence("")])
-        if case in evidence or _CASES.get(case, ("", ""))[0] == "hang"
-    ]
+_HANGS = {
+    *(case for case, (kind, _) in _CASES.items() if kind == "hang"),
+    *(entry.evidence for entry in _REPRODUCED if entry.verdict == "hang"),
+}
+
+
+def _list_cases() -> dict[str, None]:
+    return dict.fromkeys([*_CASES, *_RACES, *_evidence("")])
+
+
+@functools.cache
+def _default_results() -> dict[str, CaseResult]:
+    """By case, of the run of the default matrix that all tests share."""
+    needs_emulation()
+    return {result.id: result for result in default_matrix().results}
+
+
+def _find_result(request: pytest.FixtureRequest, case: str) -> CaseResult:
+    if case in _default_results():
+        return _default_results()[case]
+    shown: Run = request.getfixturevalue("hanging" if case in _HANGS else "run")
+    return shown.result(case)
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +148,7 @@ def _case(case_id: str) -> Case:
 
 @pytest.mark.parametrize("case", list(_CASES))
 def test_a_case_ends_as_it_does_on_a_gpu(request: pytest.FixtureRequest, case: str) -> None:
-    shown: Run = request.getfixturevalue("hanging" if case in _hangs() else "run")
-    verdict = shown.result(case).verdict
+    verdict = _find_result(request, case).verdict
     assert verdict.kind == _CASES[case][0], verdict
     assert _CASES[case][1] in verdict.reason
 
@@ -162,9 +179,11 @@ def test_the_case_of_an_entry_shows_it(request: pytest.FixtureRequest, entry: Kn
         context = RunContext(torch=torch.__version__, device=entry.evidence_device or "emulated")
         assert list_expected_failures(_case(entry.evidence), context)[:1] != [entry]
         return
-    run = "on_four_ranks" if _of_four_ranks(entry) else "on_the_cpu" if entry.evidence_device == "cpu" else "run"
-    shown: Run = request.getfixturevalue("hanging" if run == "run" and entry.evidence in _hangs() else run)
-    result = shown.result(entry.evidence)
+    if _of_four_ranks(entry) or entry.evidence_device == "cpu":
+        shown: Run = request.getfixturevalue("on_four_ranks" if _of_four_ranks(entry) else "on_the_cpu")
+        result = shown.result(entry.evidence)
+    else:
+        result = _find_result(request, entry.evidence)
     assert (result.verdict.kind, result.known) == (entry.verdict, entry.id), result.verdict
 
 
