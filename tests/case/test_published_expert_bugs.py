@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 import re
 
 import pytest
@@ -12,28 +11,21 @@ _SCENARIO = "fsdp2/none/unstaged/qwen3-moe"
 _EVERYWHERE, _GROUP_1 = {0, 1, 2, 3}, {1, 3}
 
 
-def _run(directory: pathlib.Path, *cases: str) -> Run:
-    words = [word for case in cases for word in ("--case", _name(case))]
-    return probe(directory, "--nproc", "4", *words, device="emulated")
-
-
 def _name(case: str) -> str:
     where, _, function = case.rpartition("/")
     return f"{_SCENARIO}/{where}/faults.experts:{function}"
 
 
 @pytest.fixture(scope="module")
-def extracted(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    alone = ("gathers_every_group", "gathers_its_mesh_alone", "begins_at_another_group")
-    keeping = (f"keeps-views/{name}" for name in ("gathers_every_group", "keeps_one_buffer"))
-    return _run(tmp_path_factory.mktemp("extracted"), *(f"hidden-experts/{name}" for name in (*alone, *keeping)))
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    wrong = ("counts_from_zero", "broadcasts_rank_0s", "writes_into_a_cast", "leaves_the_shards")
-    names = (f"fresh/hidden-experts/{name}" for name in ("loads_each_group", *wrong))
-    return _run(tmp_path_factory.mktemp("loaded"), *names)
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    extractions = ("gathers_every_group", "gathers_its_mesh_alone", "begins_at_another_group")
+    keeping = ("gathers_every_group", "keeps_one_buffer")
+    loads = ("loads_each_group", "counts_from_zero", "broadcasts_rank_0s", "writes_into_a_cast", "leaves_the_shards")
+    cases = [f"hidden-experts/{name}" for name in extractions]
+    cases += [f"hidden-experts/keeps-views/{name}" for name in keeping]
+    cases += [f"fresh/hidden-experts/{name}" for name in loads]
+    words = [word for case in cases for word in ("--case", _name(case))]
+    return probe(tmp_path_factory.mktemp("bugs"), "--nproc", "4", *words, device="emulated")
 
 
 def _verdict(run: Run, case: str) -> tuple[str, set[int], str]:
@@ -44,8 +36,8 @@ def _verdict(run: Run, case: str) -> tuple[str, set[int], str]:
 
 
 @pytest.mark.parametrize("consumer", ["", "/keeps-views"])
-def test_what_gathers_every_group_is_right(extracted: Run, consumer: str) -> None:
-    assert _verdict(extracted, f"hidden-experts{consumer}/gathers_every_group")[0] == "ok"
+def test_what_gathers_every_group_is_right(run: Run, consumer: str) -> None:
+    assert _verdict(run, f"hidden-experts{consumer}/gathers_every_group")[0] == "ok"
 
 
 @pytest.mark.parametrize(
@@ -56,26 +48,26 @@ def test_what_gathers_every_group_is_right(extracted: Run, consumer: str) -> Non
         "hidden-experts/keeps-views/keeps_one_buffer",
     ],
 )
-def test_experts_that_are_lost_or_mixed_up_are_wrong_on_every_rank(extracted: Run, case: str) -> None:
-    kind, ranks, reason = _verdict(extracted, case)
+def test_experts_that_are_lost_or_mixed_up_are_wrong_on_every_rank(run: Run, case: str) -> None:
+    kind, ranks, reason = _verdict(run, case)
     assert (kind, ranks or _EVERYWHERE) == ("wrong", _EVERYWHERE)
     assert "mlp.experts." in reason
     assert "self_attn" not in reason
 
 
-def test_what_loads_each_groups_experts_is_right(loaded: Run) -> None:
-    assert _verdict(loaded, "fresh/hidden-experts/loads_each_group")[0] == "ok"
+def test_what_loads_each_groups_experts_is_right(run: Run) -> None:
+    assert _verdict(run, "fresh/hidden-experts/loads_each_group")[0] == "ok"
 
 
 @pytest.mark.parametrize("name", ["counts_from_zero", "broadcasts_rank_0s"])
-def test_rank_0s_experts_elsewhere_are_wrong_on_the_ranks_of_the_other_group(loaded: Run, name: str) -> None:
-    kind, ranks, reason = _verdict(loaded, f"fresh/hidden-experts/{name}")
+def test_rank_0s_experts_elsewhere_are_wrong_on_the_ranks_of_the_other_group(run: Run, name: str) -> None:
+    kind, ranks, reason = _verdict(run, f"fresh/hidden-experts/{name}")
     assert (kind, ranks) == ("wrong", _GROUP_1), reason
     assert "mlp.experts." in reason
 
 
 @pytest.mark.parametrize("name", ["writes_into_a_cast", "leaves_the_shards"])
-def test_experts_that_are_not_loaded_are_noticed_on_every_rank(loaded: Run, name: str) -> None:
-    kind, ranks, reason = _verdict(loaded, f"fresh/hidden-experts/{name}")
+def test_experts_that_are_not_loaded_are_noticed_on_every_rank(run: Run, name: str) -> None:
+    kind, ranks, reason = _verdict(run, f"fresh/hidden-experts/{name}")
     assert (kind, ranks or _EVERYWHERE) == ("incomplete", _EVERYWHERE), reason
     assert "still what it was before the load" in reason
