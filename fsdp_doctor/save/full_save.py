@@ -50,8 +50,8 @@ from fsdp_doctor.save.writing import MOST_THREADS, TensorInFile, Writer
 
 # The habit of the Hub.
 LARGEST_FILE = 5_000_000_000
-# Writes into one file wait for one another, so that each thread is to have a file for itself most of the time.
-_FILES_FOR_A_RANK = MOST_THREADS
+# Written at a time: writes into one file wait for one another, and ranks are to have their own most of the time.
+_FILES_FOR_A_RANK = 4
 _SMALLEST_FILE = 128 << 20
 # Of device memory for weights that adapters are merged into.
 _BUCKET_BYTES = 64 << 20
@@ -95,7 +95,7 @@ def save_full_tensors(
 
     Device memory: 16 MiB where shards on the device are cast; where adapters are merged, two buckets of 64 MiB, or one
     and the largest shard, and all adapters; a copy of a part of a tensor under a name of the Hub whose elements do not
-    follow one another in the shard. Host memory: 40 MiB, pinned where shards are on an accelerator.
+    follow one another in the shard. Host memory: 56 MiB, pinned where shards are on an accelerator.
 
     model: as of :func:`full_tensors`; on any device, under any offload.
     names, dtype, keep_dtype, experts: as of :func:`full_tensors`, but for the default of the names. A tied
@@ -202,7 +202,7 @@ def _write_shards(
         name = list_parts(list_specs(source)[0])[0][0].names[0]
         tensor = plan.tensors[plan.saved_names[name][0]]
         files_before = (tensor.number - first) % len(plan.files)
-        return files_before // writer.num_threads, tensor.begin / plan.files[tensor.number].nbytes
+        return files_before // _FILES_FOR_A_RANK, tensor.begin / plan.files[tensor.number].nbytes
 
     ordered = replace(request, sources=sorted(request.sources, key=choose_time))
     with contextlib.closing(load_shards(ordered, deltas, shows="unmerged")) as shards:

@@ -20,7 +20,8 @@ from fsdp_doctor.extract.local import ShardPlace
 from fsdp_doctor.save.regions import FileRange, divide_into_chunks, list_blocks
 
 CHUNK_BYTES = 8 << 20
-MOST_THREADS = 4
+# More than files at a time: while some write, others sum.
+MOST_THREADS = 6
 
 
 class Turn(NamedTuple):
