@@ -27,6 +27,7 @@ from fsdp_doctor.checkpoints.record import (
     SavedPiece,
     SavedTensor,
     choose_model,
+    list_settings_places,
 )
 from fsdp_doctor.checkpoints.scanning import Scans
 from fsdp_doctor.checkpoints.targets import ConversionTarget, StatesToWrite, TensorToWrite, lay_out
@@ -93,7 +94,7 @@ def convert(
             model, renamed = _strip_wrappers(choose_model(checkpoint))
             if not model.tensors:
                 raise ConversionError(f"{source} holds no tensors by name")
-            beside = _list_beside(checkpoint, model, config)
+            beside = list_settings_places(checkpoint, model, config)
             tied = _leave_out_tied_head(model, checkpoint) if to is ConversionTarget.HF else []
             config = config or next((str(place) for place in beside if (place / "config.json").is_file()), None)
             if find_parts is not None and config is not None:
@@ -214,13 +215,6 @@ def _check_tied(pairs: _Pairs, scans: Scans) -> None:
         found, expected = scans.find(piece, itemsize), scans.find(other, itemsize)
         if found is None or expected is None or found.crc != expected.crc:
             raise BadFile("differs from the embedding, to which config.json ties it", "lm_head.weight")
-
-
-def _list_beside(checkpoint: SavedCheckpoint, model: SavedModel, config: str | None) -> list[pathlib.Path]:
-    """Where the model's settings and its tokenizer may lie."""
-    places = [place for state in model.states for place in (state.directory, f"{state.directory}/huggingface")]
-    asked = [pathlib.Path(config)] if config is not None else []
-    return [*asked, *(checkpoint.root / place for place in (*places, "huggingface", "."))]
 
 
 def _copy_settings(places: Iterable[pathlib.Path], directory: pathlib.Path) -> None:

@@ -259,6 +259,15 @@ def choose_model(checkpoint: SavedCheckpoint) -> SavedModel:
     return SavedModel(every, checkpoint.states)
 
 
+def list_settings_places(
+    checkpoint: SavedCheckpoint, model: SavedModel, config: str | None = None
+) -> list[pathlib.Path]:
+    """Where the model's settings and its tokenizer may lie."""
+    places = [place for state in model.states for place in (state.directory, f"{state.directory}/huggingface")]
+    asked = [pathlib.Path(config)] if config is not None else []
+    return [*asked, *(checkpoint.root / place for place in (*places, "huggingface", "."))]
+
+
 def _order_state(state: State) -> tuple[bool, bool]:
     is_safetensors = bool(state.files) and state.files[0].endswith(".safetensors")
     return state.arrangement is not Arrangement.WHOLE, not is_safetensors

@@ -9,7 +9,7 @@ import json
 import multiprocessing
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from fsdp_doctor.checkpoints.hub_parts import HubPart
     from fsdp_doctor.checkpoints.troubles import Symptom
     from fsdp_doctor.fingerprints import Fingerprints
-    from fsdp_doctor.fingerprints.checkpoint_files import CheckpointComparison
 
 FINGERPRINT_EXIT_CODES = "Exit codes: 0 done; 2 usage; 4 the output cannot be written."
 CONVERT_EXIT_CODES = "Exit codes: 0 written; 1 the checkpoint is damaged; 2 it cannot be judged, or usage."
@@ -118,15 +117,34 @@ def diff(
         typer.Option(help="The model that was trained, by which weights are recognized that were not updated."),
     ] = None,
     strip: Annotated[list[str] | None, typer.Option(metavar="PREFIX", help="Take it from the names of both.")] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(metavar="DIR|NAME", help="Whose config.json says the model's class; by default, beside either."),
+    ] = None,
+    keep_names: Annotated[
+        bool, typer.Option("--keep-names", help="Do not ask transformers for the Hub's names where names differ.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     output: Annotated[pathlib.Path | None, declare_output_file(help="Write there, not to stdout.")] = None,
 ) -> None:
     """Compare the models in two checkpoints, whatever their formats and sharding: which tensors differ, and how.
 
-    Files are streamed; nothing is loaded as a whole. Prefixes that one of them has are taken off, and shown.
+    Files are streamed; nothing is loaded as a whole. Prefixes that one of them has are taken off, and shown; where one
+    has the model's names and one the Hub's, both are taken by the Hub's.
     """
+    from fsdp_doctor.fingerprints.checkpoint_files import compare_checkpoints
+
     _check_output(output, checkpoint, other)
-    found = _compare(checkpoint, other, dtype, base, strip or ())
+    with _raise_usage_errors(checkpoint):
+        found = compare_checkpoints(
+            checkpoint,
+            other,
+            dtype=_parse_dtype(dtype),
+            base=base,
+            strip=strip or (),
+            config=config,
+            find_parts=None if keep_names else functools.partial(_ask_for_parts, must_know=config is not None),
+        )
     different = len(found.differences)
     print(
         f"{'different' if different else 'the same'}: {format_count(different, 'difference')}, "
@@ -257,16 +275,6 @@ def _check_output(output: pathlib.Path | None, *inputs: pathlib.Path) -> None:
     for file in inputs:
         if output is not None and output.resolve() == file.resolve():
             raise UsageError(f"--output names the checkpoint {file}; give another file")
-
-
-def _compare(
-    left: pathlib.Path, right: pathlib.Path, dtype: str | None, base: pathlib.Path | None, strip: Sequence[str]
-) -> CheckpointComparison:
-    from fsdp_doctor.fingerprints.checkpoint_files import compare_checkpoints
-
-    cast_to = _parse_dtype(dtype)
-    with _raise_usage_errors(left):
-        return compare_checkpoints(left, right, dtype=cast_to, base=base, strip=strip)
 
 
 @contextlib.contextmanager

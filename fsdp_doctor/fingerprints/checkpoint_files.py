@@ -14,6 +14,7 @@ from typing import TypeAlias
 import torch
 
 from fsdp_doctor.checkpoints.files import BadFile, OpenFile, get_version
+from fsdp_doctor.checkpoints.hub_parts import HubPart, split_for_hub
 from fsdp_doctor.checkpoints.names import match_names
 from fsdp_doctor.checkpoints.reading import read_checkpoint
 from fsdp_doctor.checkpoints.record import (
@@ -21,6 +22,7 @@ from fsdp_doctor.checkpoints.record import (
     SavedPiece,
     SavedTensor,
     choose_model,
+    list_settings_places,
 )
 from fsdp_doctor.checkpoints.troubles import Trouble
 from fsdp_doctor.extract.sources import name_dtype
@@ -66,7 +68,10 @@ def fingerprint_checkpoint(path: pathlib.Path | str, *, dtype: torch.dtype | Non
 
     Raises FingerprintError if it is no checkpoint, is damaged, or changes while it is read; OSError.
     """
-    weights = _Weights(pathlib.Path(path))
+    return _fingerprint(_Weights(pathlib.Path(path)), dtype)
+
+
+def _fingerprint(weights: _Weights, dtype: torch.dtype | None) -> Fingerprints:
     sums = FingerprintSums()
     for name, tensor in weights.tensors.items():
         for part, offsets in weights.read_parts(tensor):
@@ -85,36 +90,66 @@ def compare_checkpoints(
     dtype: torch.dtype | None = None,
     base: pathlib.Path | None = None,
     strip: Iterable[str] = (),
+    config: str | None = None,
+    find_parts: Callable[[str], Mapping[str, HubPart]] | None = None,
 ) -> CheckpointComparison:
     """Compares the models in two checkpoints of any formats: which tensors of ``right`` differ, and how.
 
     Either may be a JSON of fingerprints. dtype: both are cast to it. base: the model that was trained, by which weights
-    are recognized that were not updated. strip: prefixes to be taken from the names of both.
+    are recognized that were not updated. strip: prefixes to be taken from the names of both. config, find_parts: as of
+    ``convert``; where the names differ, both sides are taken by the Hub's. Without find_parts they are not.
 
     Raises as :func:`fingerprint_checkpoint`, and FingerprintError for models that have nothing in common.
     """
-    read = {path: read_fingerprints(path, dtype) for path in (left, right)}
+    parts = _find_hub_parts(left, right, strip, config, find_parts) if find_parts is not None else {}
+    read = {path: read_fingerprints(path, dtype, parts) for path in (left, right)}
     names = match_names(read[left].tensors, read[right].tensors, strip, (str(left), str(right)))
+    if parts:
+        names.notes.append("the tensors of both are taken by the names of the Hub")
     one, two = _rename(read[left], names.left), _rename(read[right], names.right)
     of_base = None
     if base is not None:
-        of_base = read_fingerprints(base, dtype)
+        of_base = read_fingerprints(base, dtype, parts)
         of_base = _rename(of_base, match_names(of_base.tensors, one.tensors, strip).left)
     differing = [name for name in one.tensors if name in two.tensors and one.tensors[name] != two.tensors[name]]
     variants: dict[str, list[FingerprintVariant]] = {}
     if differing and left.suffix != ".json":
         originals = {form: name for name, form in names.left.items()}
-        found = _find_variants(left, {originals[name]: two.tensors[name] for name in differing}, dtype)
+        found = _find_variants(left, {originals[name]: two.tensors[name] for name in differing}, dtype, parts)
         variants = {names.left[name]: of_name for name, of_name in found.items()}
     differences = compare_fingerprints(one, two, base=of_base, variants=variants, called=(str(left), str(right)))
     equal = [name for name, tensor in one.tensors.items() if two.tensors.get(name) == tensor]
     return CheckpointComparison(differences, names.notes, len(one.tensors), equal)
 
 
-def read_fingerprints(path: pathlib.Path, dtype: torch.dtype | None = None) -> Fingerprints:
-    """Those of a JSON file, or of a checkpoint. Raises as :func:`fingerprint_checkpoint`."""
+def _find_hub_parts(
+    left: pathlib.Path,
+    right: pathlib.Path,
+    strip: Iterable[str],
+    config: str | None,
+    find_parts: Callable[[str], Mapping[str, HubPart]],
+) -> Mapping[str, HubPart]:
+    """Nothing where the names are the same, or no configuration says which model has them."""
+    if left.suffix == ".json" or right.suffix == ".json":
+        return {}
+    both = [_Weights(path) for path in (left, right)]
+    names = match_names(both[0].tensors, both[1].tensors, strip)
+    if set(names.left.values()) == set(names.right.values()):
+        return {}
+    places = [place for weights in both for place in weights.list_settings_places()]
+    config = config or next((str(place) for place in places if (place / "config.json").is_file()), None)
+    return find_parts(config) if config is not None else {}
+
+
+def read_fingerprints(
+    path: pathlib.Path, dtype: torch.dtype | None = None, parts: Mapping[str, HubPart] | None = None
+) -> Fingerprints:
+    """Those of a JSON file, or of a checkpoint. Raises as :func:`fingerprint_checkpoint`.
+
+    parts: by which the tensors of the checkpoint are taken by the Hub's names.
+    """
     if path.suffix != ".json" or not path.is_file():
-        return fingerprint_checkpoint(path, dtype=dtype)
+        return _fingerprint(_Weights(path, parts), dtype)
     if dtype is not None:
         raise FingerprintError(f"{path} holds sums, which --dtype {name_dtype(dtype)} cannot be applied to")
     try:
@@ -130,10 +165,13 @@ def _rename(fingerprints: Fingerprints, names: Mapping[str, str]) -> Fingerprint
 
 
 def _find_variants(
-    path: pathlib.Path, differing: Mapping[str, TensorFingerprint], dtype: torch.dtype | None
+    path: pathlib.Path,
+    differing: Mapping[str, TensorFingerprint],
+    dtype: torch.dtype | None,
+    parts: Mapping[str, HubPart],
 ) -> dict[str, list[FingerprintVariant]]:
     """The sums of some tensors after the usual mistakes. differing: what the other side has, by the name here."""
-    weights = _Weights(path)
+    weights = _Weights(path, parts)
     return {
         name: list(_sum_variants(weights, weights.tensors[name], actual, dtype))
         for name, actual in differing.items()
@@ -191,24 +229,25 @@ def _swap_halves(
 
 
 class _Weights:
-    """The tensors of the model in a checkpoint, by its names.
+    """The tensors of the model in a checkpoint, by its names, or by those of ``parts``.
 
     Raises FingerprintError if there are none, and for a damage that was found while their places were read.
     """
 
-    def __init__(self, path: pathlib.Path) -> None:
+    def __init__(self, path: pathlib.Path, parts: Mapping[str, HubPart] | None = None) -> None:
         if not path.exists():
             raise FingerprintError(f"{path} does not exist")
         self.path, self.checkpoint = path, read_checkpoint(path)
         with self._raise_errors_of(""):
-            model = choose_model(self.checkpoint)
-        self.tensors, self._states = model.tensors, model.states
+            self._model = choose_model(self.checkpoint)
+            self.tensors = split_for_hub(self._model.tensors, parts) if parts else self._model.tensors
         self._check(self.checkpoint)
         if not self.tensors:
             raise FingerprintError(f"{path} holds no tensors by name")
 
     def _check(self, checkpoint: SavedCheckpoint) -> None:
-        places = {file for state in self._states for file in state.files} | {s.directory for s in self._states}
+        states = self._model.states
+        places = {file for state in states for file in state.files} | {state.directory for state in states}
         for symptom in checkpoint.symptoms:
             is_grave = symptom.trouble.value.severity != "warning" and symptom.trouble not in _HARMLESS
             if is_grave and (not self.tensors or {symptom.file, str(pathlib.PurePath(symptom.file).parent)} & places):
@@ -218,6 +257,9 @@ class _Weights:
         for name, (file, kind) in checkpoint.unread.items():
             if file in places:
                 raise FingerprintError(f"{checkpoint.root / file}: {name} is {kind}, and has no fingerprint")
+
+    def list_settings_places(self) -> list[pathlib.Path]:
+        return list_settings_places(self.checkpoint, self._model)
 
     def read_parts(self, tensor: SavedTensor) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
         """Contiguous blocks of a tensor with their offsets in it, of at most 16 MiB or a row; each element once."""

@@ -13,6 +13,7 @@ from support import saved_checkpoints as saved
 
 from fsdp_doctor.cli.checkpoint import diff, verify
 from fsdp_doctor.fingerprints.checkpoint_files import compare_checkpoints
+from fsdp_doctor.names import read_hub_parts
 
 # One model, saved by two ranks in these formats.
 BY_RANKS = (
@@ -142,3 +143,18 @@ def test_weights_that_were_never_trained_are_found_with_their_base(
     assert answers(originals / "bin", base=originals / "hub")[0] == 1
     assert "30 of 30 tensors are those of" in capsys.readouterr().out
     assert answers(originals / "full", base=originals / "hub")[0] == 0
+
+
+def test_fused_experts_are_compared_with_the_hub_s_own(tmp_path: pathlib.Path) -> None:
+    """Each side may have either names; a difference has the Hub's."""
+    model = pytest.importorskip("support.families").new_family("qwen3-moe")
+    hub, job, changed = tmp_path / "hub", tmp_path / "job.pt", tmp_path / "changed.pt"
+    model.save_pretrained(hub)
+    state = model.state_dict()
+    torch.save(state, job)
+    state["model.layers.1.mlp.experts.down_proj"][2] += 1
+    torch.save(state, changed)
+    assert (exit_code(job, hub), exit_code(hub, job), exit_code(hub, job, keep_names=True)) == (0, 0, 1)
+    found = compare_checkpoints(hub, changed, find_parts=read_hub_parts)
+    assert [each.name for each in found.differences] == ["model.layers.1.mlp.experts.2.down_proj.weight"]
+    assert exit_code(job, changed, config=str(hub)) == 1
