@@ -29,6 +29,7 @@ from fsdp_doctor.errors import join_some
 
 # Pairs of boxes are compared one by one.
 _MOST_BOXES = 2000
+_MOMENTS = {"exp_avg", "exp_avg_sq"}
 _LAYER = re.compile(r"^(?P<stack>.*?\b(?:layers|layer|h|blocks|block))\.(?P<number>\d+)\.(?P<rest>.+)$")
 _EXPERT = re.compile(r"^(?P<layer>.*\bexperts)\.(?P<number>\d+)\.(?P<rest>.+)$")
 _LORA = re.compile(r"^(?P<module>.*)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight$")
@@ -449,6 +450,7 @@ def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
     with_state: set[str] = set()
     for state in states:
         slots = [slot for tensor in state.select("optimizer") if (slot := parse_optimizer_slot(tensor))]
+        yield from _compare_moments(state)
         ids = {f"{key}" for (path, _), key in state.values.items() if path[-2:-1] == ("params",)}
         with_state |= {name for name, _ in slots}
         if lacking := sorted(ids - {name for name, _ in slots}) if slots else []:
@@ -473,6 +475,24 @@ def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
         if name not in with_state and is_like_others and found and found.group(1, 2) in layers_with_state:
             what = "the optimizer has no state of it, and has of others in its layer"
             yield Symptom(Trouble.OPTIMIZER, what, tensor.file, name)
+
+
+def _compare_moments(state: State) -> Iterator[Symptom]:
+    """Parameters that lack one of the two moments that Adam keeps of others, or have them in different shapes."""
+    moments: dict[str, dict[str, SavedTensor]] = defaultdict(dict)
+    for tensor in state.select("optimizer"):
+        if slot := parse_optimizer_slot(tensor):
+            moments[slot[0]][slot[1]] = tensor
+    has_both = [name for name, by_kind in moments.items() if by_kind.keys() >= _MOMENTS]
+    for name, by_kind in moments.items():
+        present = _MOMENTS & by_kind.keys()
+        tensors = [by_kind[kind] for kind in sorted(present)]
+        if has_both and len(present) == 1 and by_kind.keys() <= {*_MOMENTS, "step"}:
+            what = f"it has no {min(_MOMENTS - present)}, which {len(has_both)} of {len(moments)} have"
+            yield Symptom(Trouble.OPTIMIZER, what, tensors[0].file, name)
+        elif len(tensors) == 2 and tensors[0].shape != tensors[1].shape:
+            what = f"its moments are {list(tensors[0].shape)} and {list(tensors[1].shape)}"
+            yield Symptom(Trouble.OPTIMIZER, what, tensors[0].file, name)
 
 
 def compare_trainer_step(evidence: CheckpointEvidence) -> Iterator[Symptom]:

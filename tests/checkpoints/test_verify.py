@@ -506,6 +506,11 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
         ),
         "optimizer",
     ),
+    "a moment missing": (
+        "torchtitan",
+        lambda d: saved.edit_metadata(d / "step-1", lambda m: m.state_dict_metadata.pop(f"state.{DOWN}.exp_avg_sq")),
+        "optimizer",
+    ),
     "shards in a converted file": ("legacy", to_shards, "pickled_shards"),
     "saved without data": ("legacy", skip_data, "no_data"),
     "packed items, truncated": ("columns", pack_and_truncate, "size"),
