@@ -18,7 +18,8 @@ def test_the_probe_runs_the_cases_on_the_given_number_of_ranks(
 ) -> None:
     started: list[tuple[Sequence[str], int]] = []
 
-    def start(arguments: Sequence[str], nproc: int) -> int:
+    def start(arguments: Sequence[str], nproc: int, num_groups: int) -> int:
+        assert num_groups == 1
         started.append((arguments, nproc))
         return 7
 

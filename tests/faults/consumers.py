@@ -60,7 +60,7 @@ def gathers_in_step(model: nn.Module) -> Entries:
 
 
 def gathers_ahead(model: nn.Module) -> Entries:
-    return full_tensors(model, bucket_bytes=1 << 16)
+    return full_tensors(model, bucket_bytes=1 << 14)
 
 
 def yields_a_tensor_twice(model: nn.Module) -> Entries:
