@@ -24,9 +24,10 @@ unit: $(INSTALLED)
 	$(BIN)/python -m pytest --quiet -m "not processes"
 
 # Much of it waits, for deadlines and for ranks to start, so there are more workers than cores. The tests of a file share ranks.
+# A test that waits for what never comes fails in the end, and says where it waits.
 test: $(INSTALLED) lint
-	$(BIN)/python -m pytest -m "not alone" --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=25
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest -m "not alone" --timeout=2400 --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=25
+	$(BIN)/python -m pytest -m alone --timeout=600
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import threading
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
@@ -84,7 +85,7 @@ def verify(
     """Reads all that is below a directory, or a file, once.
 
     compare: finds what differs from a reference. progress: called with the bytes that were read, and with those that
-    there are, by any thread. Raises FileNotFoundError.
+    there are, by one thread at a time. Raises FileNotFoundError.
     """
     path.stat()
     return judge(read_checkpoint(path), path, compare=compare, progress=progress)[0]
@@ -100,13 +101,14 @@ def judge(
 ) -> tuple[Verification, Scans]:
     """The verdict on a checkpoint that was read, and what its bytes are. sink: is given all bytes as they are read."""
     num_bytes = sum(member.nbytes for file in checkpoint.files.values() for member in file.members)
-    done = 0
+    done, lock = 0, threading.Lock()
 
     def count(nbytes: int) -> None:
         nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, num_bytes)
+        with lock:
+            done += nbytes
+            if progress is not None:
+                progress(done, num_bytes)
 
     scans = scan(checkpoint, count, sink)
     symptoms = run_checks(CheckpointEvidence(checkpoint, scans))

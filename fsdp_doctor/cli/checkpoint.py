@@ -6,11 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import json
-import multiprocessing
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -34,6 +32,10 @@ CONVERT_EXIT_CODES = "Exit codes: 0 written; 1 the checkpoint is damaged; 2 it c
 DIFF_EXIT_CODES = "Exit codes: 0 no difference; 1 a difference; 2 usage; 4 the output cannot be written."
 _MOST_NAMES = 12
 _DTYPE: Any = typer.Option(metavar="DTYPE", help="Cast floating-point tensors to it first, as in bfloat16.")
+_CONFIG: Any = typer.Option(
+    metavar="DIR|NAME", help="Whose config.json says the model's class; by default, that beside a checkpoint."
+)
+_KEEP_NAMES: Any = typer.Option("--keep-names", help="Do not ask transformers for the Hub's names, or the model's.")
 VERIFY_EXIT_CODES = "Exit codes: 0 sound; 1 damaged; 2 it cannot be judged, or usage; 4 the output cannot be written."
 
 
@@ -117,13 +119,8 @@ def diff(
         typer.Option(help="The model that was trained, by which weights are recognized that were not updated."),
     ] = None,
     strip: Annotated[list[str] | None, typer.Option(metavar="PREFIX", help="Take it from the names of both.")] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(metavar="DIR|NAME", help="Whose config.json says the model's class; by default, beside either."),
-    ] = None,
-    keep_names: Annotated[
-        bool, typer.Option("--keep-names", help="Do not ask transformers for the Hub's names where names differ.")
-    ] = False,
+    config: Annotated[str | None, _CONFIG] = None,
+    keep_names: Annotated[bool, _KEEP_NAMES] = False,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     output: Annotated[pathlib.Path | None, declare_output_file(help="Write there, not to stdout.")] = None,
 ) -> None:
@@ -186,13 +183,8 @@ def convert(
     largest_file: Annotated[
         int, typer.Option(metavar="BYTES", help="The most that a file of hf gets.")
     ] = 5_000_000_000,
-    config: Annotated[
-        str | None,
-        typer.Option(metavar="DIR|NAME", help="Whose config.json says the model's class; by default, beside SOURCE."),
-    ] = None,
-    keep_names: Annotated[
-        bool, typer.Option("--keep-names", help="Do not ask transformers for the Hub's names, or the model's.")
-    ] = False,
+    config: Annotated[str | None, _CONFIG] = None,
+    keep_names: Annotated[bool, _KEEP_NAMES] = False,
 ) -> None:
     """Write the model and the optimizer of a checkpoint in another format, bit by bit, without running a pickle.
 
@@ -238,6 +230,9 @@ def convert(
 
 def _find_parts(config: str, *, must_know: bool) -> Mapping[str, HubPart]:
     """Asks transformers in a process of its own, so that this one stays small."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_ask_for_parts, config, must_know).result()
 

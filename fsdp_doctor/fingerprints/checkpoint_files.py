@@ -101,21 +101,22 @@ def compare_checkpoints(
 
     Raises as :func:`fingerprint_checkpoint`, and FingerprintError for models that have nothing in common.
     """
-    parts = _find_hub_parts(left, right, strip, config, find_parts) if find_parts is not None else {}
-    read = {path: read_fingerprints(path, dtype, parts) for path in (left, right)}
+    opened = {path: _open(path) for path in (left, right)}
+    parts = _find_hub_parts(list(opened.values()), strip, config, find_parts) if find_parts is not None else {}
+    read = {path: _read(path, weights, dtype, parts) for path, weights in opened.items()}
     names = match_names(read[left].tensors, read[right].tensors, strip, (str(left), str(right)))
     if parts:
         names.notes.append("the tensors of both are taken by the names of the Hub")
     one, two = _rename(read[left], names.left), _rename(read[right], names.right)
     of_base = None
     if base is not None:
-        of_base = read_fingerprints(base, dtype, parts)
+        of_base = _read(base, _open(base), dtype, parts)
         of_base = _rename(of_base, match_names(of_base.tensors, one.tensors, strip).left)
     differing = [name for name in one.tensors if name in two.tensors and one.tensors[name] != two.tensors[name]]
     variants: dict[str, list[FingerprintVariant]] = {}
-    if differing and left.suffix != ".json":
+    if differing and (weights := opened[left]) is not None:
         originals = {form: name for name, form in names.left.items()}
-        found = _find_variants(left, {originals[name]: two.tensors[name] for name in differing}, dtype, parts)
+        found = _find_variants(weights, {originals[name]: two.tensors[name] for name in differing}, dtype)
         variants = {names.left[name]: of_name for name, of_name in found.items()}
     differences = compare_fingerprints(one, two, base=of_base, variants=variants, called=(str(left), str(right)))
     equal = [name for name, tensor in one.tensors.items() if two.tensors.get(name) == tensor]
@@ -123,33 +124,39 @@ def compare_checkpoints(
 
 
 def _find_hub_parts(
-    left: pathlib.Path,
-    right: pathlib.Path,
+    both: Sequence[_Weights | None],
     strip: Iterable[str],
     config: str | None,
     find_parts: Callable[[str], Mapping[str, HubPart]],
 ) -> Mapping[str, HubPart]:
-    """Nothing where the names are the same, or no configuration says which model has them."""
-    if left.suffix == ".json" or right.suffix == ".json":
+    """Finds none where the names are the same, or no configuration says which model has them."""
+    weights = [each for each in both if each is not None]
+    if len(weights) < 2:
         return {}
-    both = [_Weights(path) for path in (left, right)]
-    names = match_names(both[0].tensors, both[1].tensors, strip)
+    names = match_names(weights[0].tensors, weights[1].tensors, strip)
     if set(names.left.values()) == set(names.right.values()):
         return {}
-    places = [place for weights in both for place in weights.list_settings_places()]
+    places = [place for each in weights for place in each.list_settings_places()]
     config = config or next((str(place) for place in places if (place / "config.json").is_file()), None)
     return find_parts(config) if config is not None else {}
 
 
-def read_fingerprints(
-    path: pathlib.Path, dtype: torch.dtype | None = None, parts: Mapping[str, HubPart] | None = None
-) -> Fingerprints:
-    """Those of a JSON file, or of a checkpoint. Raises as :func:`fingerprint_checkpoint`.
+def read_fingerprints(path: pathlib.Path, dtype: torch.dtype | None = None) -> Fingerprints:
+    """Reads those of a JSON file, or of a checkpoint. Raises as :func:`fingerprint_checkpoint`."""
+    return _read(path, _open(path), dtype, {})
 
-    parts: by which the tensors of the checkpoint are taken by the Hub's names.
-    """
-    if path.suffix != ".json" or not path.is_file():
-        return _fingerprint(_Weights(path, parts), dtype)
+
+def _open(path: pathlib.Path) -> _Weights | None:
+    """Opens a checkpoint; None for a JSON of fingerprints."""
+    return None if path.suffix == ".json" and path.is_file() else _Weights(path)
+
+
+def _read(
+    path: pathlib.Path, weights: _Weights | None, dtype: torch.dtype | None, parts: Mapping[str, HubPart]
+) -> Fingerprints:
+    if weights is not None:
+        weights.take_hub_names(parts)
+        return _fingerprint(weights, dtype)
     if dtype is not None:
         raise FingerprintError(f"{path} holds sums, which --dtype {name_dtype(dtype)} cannot be applied to")
     try:
@@ -165,13 +172,9 @@ def _rename(fingerprints: Fingerprints, names: Mapping[str, str]) -> Fingerprint
 
 
 def _find_variants(
-    path: pathlib.Path,
-    differing: Mapping[str, TensorFingerprint],
-    dtype: torch.dtype | None,
-    parts: Mapping[str, HubPart],
+    weights: _Weights, differing: Mapping[str, TensorFingerprint], dtype: torch.dtype | None
 ) -> dict[str, list[FingerprintVariant]]:
-    """The sums of some tensors after the usual mistakes. differing: what the other side has, by the name here."""
-    weights = _Weights(path, parts)
+    """Sums some tensors after the usual mistakes. differing: what the other side has, by the name here."""
     return {
         name: list(_sum_variants(weights, weights.tensors[name], actual, dtype))
         for name, actual in differing.items()
@@ -229,18 +232,18 @@ def _swap_halves(
 
 
 class _Weights:
-    """The tensors of the model in a checkpoint, by its names, or by those of ``parts``.
+    """The tensors of the model in a checkpoint, by its names.
 
     Raises FingerprintError if there are none, and for a damage that was found while their places were read.
     """
 
-    def __init__(self, path: pathlib.Path, parts: Mapping[str, HubPart] | None = None) -> None:
+    def __init__(self, path: pathlib.Path) -> None:
         if not path.exists():
             raise FingerprintError(f"{path} does not exist")
         self.path, self.checkpoint = path, read_checkpoint(path)
         with self._raise_errors_of(""):
             self._model = choose_model(self.checkpoint)
-            self.tensors = split_for_hub(self._model.tensors, parts) if parts else self._model.tensors
+        self.tensors: Mapping[str, SavedTensor] = self._model.tensors
         self._check(self.checkpoint)
         if not self.tensors:
             raise FingerprintError(f"{path} holds no tensors by name")
@@ -257,6 +260,10 @@ class _Weights:
         for name, (file, kind) in checkpoint.unread.items():
             if file in places:
                 raise FingerprintError(f"{checkpoint.root / file}: {name} is {kind}, and has no fingerprint")
+
+    def take_hub_names(self, parts: Mapping[str, HubPart]) -> None:
+        with self._raise_errors_of(""):
+            self.tensors = split_for_hub(self._model.tensors, parts) if parts else self._model.tensors
 
     def list_settings_places(self) -> list[pathlib.Path]:
         return list_settings_places(self.checkpoint, self._model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import multiprocessing.connection
 import os
@@ -12,13 +13,14 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
 
 from fsdp_doctor.errors import CannotRun, DoctorFault
 from fsdp_doctor.machine.signals import Interruption, die_with_parent
 
+_WITHOUT_ACCELERATOR = ("cpu", "emulated")
 _RANKS_WITHOUT_ACCELERATOR = 2
 _POLL_SECONDS = 0.1
 _SECONDS_TO_END = 30.0
@@ -111,37 +113,48 @@ def tell_torchrun(sentence: str) -> None:
 
 def choose_num_ranks(device: str) -> int:
     """The default number of ranks: one for each accelerator of this node, or two without accelerators."""
-    return len(_measure_devices(device)) or _RANKS_WITHOUT_ACCELERATOR
+    if device in _WITHOUT_ACCELERATOR:
+        return _RANKS_WITHOUT_ACCELERATOR
+    return _call_in_fork(_count_accelerators) or _RANKS_WITHOUT_ACCELERATOR
 
 
 def choose_num_groups(device: str, nproc: int) -> int:
     """The default number of groups of ranks side by side, by the processors and the free memory of the devices."""
-    free = _measure_devices(device)[:nproc]
-    by_processors = (os.cpu_count() or 1) // (_PROCESSORS_OF_A_RANK * nproc)
-    return max(1, min(_MOST_GROUPS, by_processors, *(each // _DEVICE_BYTES_OF_A_GROUP for each in free)))
+    by_processors = min(_MOST_GROUPS, (os.cpu_count() or 1) // (_PROCESSORS_OF_A_RANK * nproc))
+    if by_processors < 2 or device in _WITHOUT_ACCELERATOR:
+        return max(1, by_processors)
+    free_bytes = _call_in_fork(functools.partial(_measure_free_bytes, nproc))
+    return max(1, min(by_processors, free_bytes // _DEVICE_BYTES_OF_A_GROUP))
 
 
-def _measure_devices(device: str) -> list[int]:
-    """The free bytes of each accelerator of this node."""
-    if device in ("cpu", "emulated"):
-        return []
-    # In a fork: a driver may refuse the forks of a process that has counted its devices.
+def _call_in_fork(count: Callable[[], int]) -> int:
+    """For what uses a driver, which may refuse the forks of a process that has used it."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    fork = ForkProcess(target=lambda: theirs.send(_measure_accelerators()))
+    fork = ForkProcess(target=lambda: theirs.send(count()))
     fork.start()
     theirs.close()
-    free: list[int] = ours.recv()
+    number: int = ours.recv()
     fork.join()
-    return free
+    return number
 
 
-def _measure_accelerators() -> list[int]:
+def _count_accelerators() -> int:
+    import torch
+
+    return int(torch.accelerator.device_count()) if torch.accelerator.is_available() else 0
+
+
+def _measure_free_bytes(num_devices: int) -> int:
+    """The least of the first devices; without accelerators the emulated one is used, which has the host's memory."""
     import torch
 
     if not torch.accelerator.is_available():
-        return []
+        return sys.maxsize
     module = torch.get_device_module(torch.accelerator.current_accelerator())
-    return [int(module.mem_get_info(device)[0]) for device in range(torch.accelerator.device_count())]
+    if not hasattr(module, "mem_get_info"):
+        return 0
+    devices = range(min(num_devices, torch.accelerator.device_count()))
+    return min(int(module.mem_get_info(device)[0]) for device in devices)
 
 
 def start_ranks(arguments: Sequence[str], nproc: int, num_groups: int = 1) -> int:

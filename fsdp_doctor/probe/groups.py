@@ -61,17 +61,15 @@ class SharedCases:
 
     def gather(self, results: Iterator[CaseResult]) -> Iterator[CaseResult]:
         """Yields the first group's results and those that the others post. DoctorFault where one is in trouble."""
-        num_yielded = 0
+        num_own = 0
         for result in results:
-            for each in (result, *self._read_posted()):
-                num_yielded += 1
-                yield each
-        while num_yielded < self._num_offered:
+            num_own += 1
+            yield result
+            yield from self._read_posted()
+        while num_own + self._num_read < self._num_offered:
             self._check()
             time.sleep(_POLL_SECONDS)
-            for each in self._read_posted():
-                num_yielded += 1
-                yield each
+            yield from self._read_posted()
 
     def _read_posted(self) -> Iterator[CaseResult]:
         if self._store.check(["trouble"]):

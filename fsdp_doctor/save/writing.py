@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -47,6 +47,10 @@ class TensorInFile(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+# Of one tensor: where a chunk is written to, its values, and their ranges of the file.
+_Chunks: TypeAlias = Iterator[tuple[TensorInFile, torch.Tensor, list[FileRange]]]
+
+
 class Writer:
     """Writes into files that exist already. sums: what this rank contributes to the CRC of each tensor.
 
@@ -56,15 +60,13 @@ class Writer:
     def __init__(self, paths: Sequence[pathlib.Path], device: torch.device) -> None:
         self._paths, self._device = paths, device
         self._fds: dict[int, int] = {}
-        self.num_threads = count_threads(MOST_THREADS)
-        self._pool = ThreadPoolExecutor(self.num_threads)
+        self._num_threads = count_threads(MOST_THREADS)
+        self._pool = ThreadPoolExecutor(self._num_threads)
         # As many chunks as may be under way; each has its memory from its first use on, where it needs any.
         self._free: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
-        for _ in range(self.num_threads + 1):
+        for _ in range(self._num_threads + 1):
             self._free.put(None)
-        self._begun: collections.deque[Iterator[tuple[TensorInFile, torch.Tensor, list[FileRange]]]] = (
-            collections.deque()
-        )
+        self._begun: collections.deque[_Chunks] = collections.deque()
         self._running: collections.deque[Future[None]] = collections.deque()
         self._lock = threading.Lock()
         self.sums: dict[str, LinearCrc] = {}
@@ -78,12 +80,10 @@ class Writer:
         shard: on any device, in any dtype; it may be let go of, and must stay as it is until ``finish``.
         """
         self._begun.append(self._list_chunks(target, shard, place, turn))
-        while len(self._begun) > self.num_threads:
+        while len(self._begun) > self._num_threads:
             self._write_next()
 
-    def _list_chunks(
-        self, target: TensorInFile, shard: torch.Tensor, place: ShardPlace, turn: Turn
-    ) -> Iterator[tuple[TensorInFile, torch.Tensor, list[FileRange]]]:
+    def _list_chunks(self, target: TensorInFile, shard: torch.Tensor, place: ShardPlace, turn: Turn) -> _Chunks:
         # Not all small tensors by the same rank.
         count, itemsize = crc32(target.name.encode()), target.dtype.itemsize
         for block, stretches in list_blocks(shard, target.shape, place):

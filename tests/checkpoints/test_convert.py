@@ -195,9 +195,11 @@ def test_an_interruption_leaves_nothing_and_a_kill_what_the_next_conversion_remo
     older = (out / "model.safetensors").read_bytes()
     command = [sys.executable, "-c", _STUCK, str(originals / "dcp"), str(out)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as killed:
-        assert killed.stdout is not None
-        assert killed.stdout.readline() == b"half\n"
-        killed.kill()
+        try:
+            assert killed.stdout is not None
+            assert killed.stdout.readline() == b"half\n"
+        finally:
+            killed.kill()
     assert (out / "model.safetensors").read_bytes() == older
     assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.partial", ".out.lock"}
     # As a kill between the two renames would leave it.

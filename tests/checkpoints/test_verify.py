@@ -10,6 +10,8 @@ import pickle
 import shutil
 import struct
 import sys
+import threading
+import time
 import tracemalloc
 import warnings
 import zipfile
@@ -676,6 +678,21 @@ def test_a_metadata_that_names_files_elsewhere_is_damaged(originals: pathlib.Pat
     found = verification.verify(tmp_path / "columns")
     assert "metadata" in kinds(found)
     assert found.num_files == 1
+
+
+def test_progress_is_told_by_one_thread_at_a_time(originals: pathlib.Path) -> None:
+    told: list[tuple[int, int]] = []
+    busy = threading.Lock()
+
+    def tell(*counts: int) -> None:
+        assert not busy.locked()
+        with busy:
+            time.sleep(1e-4)  # long enough for the other thread to come
+        told.append((counts[0], counts[1]))
+
+    found = verification.verify(originals / "dcp", progress=tell)
+    assert told == sorted(set(told))
+    assert told[-1] == (found.num_bytes, found.num_bytes)
 
 
 def test_a_file_that_changes_meanwhile_cannot_be_judged(originals: pathlib.Path, tmp_path: pathlib.Path) -> None:
