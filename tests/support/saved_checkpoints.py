@@ -23,6 +23,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from fsdp_doctor.checkpoints.verification import Verification
 from support.forked import run_script
 
 SIZES = {
@@ -180,3 +181,22 @@ def edit_metadata(directory: pathlib.Path, edit: Callable[[Any], None]) -> None:
     metadata = pickle.loads((directory / ".metadata").read_bytes())
     edit(metadata)
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def save_flat_parameters(directory: pathlib.Path) -> None:
+    for rank in range(2):
+        torch.save({"_flat_param": torch.randn(90)}, directory / f"pytorch_model_fsdp_rank{rank}.bin")
+
+
+def say_packed(directory: pathlib.Path) -> None:
+    """As with torch's ZStandard extension: what is packed is not looked at."""
+
+    def edit(metadata: Any) -> None:
+        for info in metadata.storage_data.values():
+            info.transform_descriptors = ["stream.zstd/1"]
+
+    edit_metadata(directory, edit)
+
+
+def list_troubles(found: Verification, severity: str = "damage") -> set[str]:
+    return {finding.trouble for finding in found.findings if finding.severity == severity}
