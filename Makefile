@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 WORKERS ?= 4
 INSTALLED := $(VENV)/.installed
 
-# Some images set it. The tests start hundreds of interpreters, each of which would compile the package anew.
-unexport PYTHONDONTWRITEBYTECODE
+# Some images set them. The tests start hundreds of interpreters, each of which would compile the package anew, and a
+# line that is printed without a buffer is two writes, between which another rank's line may come.
+unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
 
 # The versions of torch for which `make wheels` builds the emulated device.
 TORCH ?= 2.10.0 2.11.0 2.12.0 2.13.0
