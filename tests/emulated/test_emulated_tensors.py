@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
@@ -167,14 +168,85 @@ def test_what_cuda_refuses_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="not implemented for 'ComplexFloat'"):
         x.to(torch.complex64).scatter_(0, index, values.to(torch.complex64), reduce="multiply")
     assert x.clone().scatter_(0, index, values * 2, reduce="multiply").tolist() == [2, 2, 1]
-    assert x.clone().put_(index, values, accumulate=True).tolist() == [2, 2, 1]
-    padded = torch.ones(1, 1, 4, device=DEVICE, requires_grad=True)
+
+
+# Operations that CUDA has no deterministic kernel for, and the name in its message: here of all calls, below of some.
+_ALERTS = {
+    "avg_pool3d_backward": "avg_pool3d_backward_cuda",
+    "_adaptive_avg_pool2d_backward": "adaptive_avg_pool2d_backward_cuda",
+    "_adaptive_avg_pool3d_backward": "adaptive_avg_pool3d_backward_cuda",
+    "adaptive_max_pool2d_backward": "adaptive_max_pool2d_backward_cuda",
+    "fractional_max_pool2d_backward": "fractional_max_pool2d_backward_cuda",
+    "fractional_max_pool3d_backward": "fractional_max_pool3d_backward_cuda",
+    "upsample_linear1d_backward": "upsample_linear1d_backward_out_cuda",
+    "upsample_bilinear2d_backward": "upsample_bilinear2d_backward_out_cuda",
+    "_upsample_bilinear2d_aa_backward": "upsample_bilinear2d_aa_backward_out_cuda",
+    "upsample_bicubic2d_backward": "upsample_bicubic2d_backward_out_cuda",
+    "_upsample_bicubic2d_aa_backward": "upsample_bicubic2d_aa_backward_out_cuda",
+    "upsample_trilinear3d_backward": "upsample_trilinear3d_backward_out_cuda",
+    "reflection_pad1d_backward": "reflection_pad1d_backward_out_cuda",
+    "reflection_pad2d_backward": "reflection_pad2d_backward_cuda",
+    "reflection_pad3d_backward": "reflection_pad3d_backward_out_cuda",
+    "_ctc_loss_backward": "ctc_loss_backward_gpu",
+    "grid_sampler_2d_backward": "grid_sampler_2d_backward_cuda",
+    "grid_sampler_3d_backward": "grid_sampler_3d_backward_cuda",
+}
+_Call = Callable[[Tensor, Tensor, Tensor], Any]
+_SOME_ALERTS: dict[str, tuple[_Call, _Call]] = {
+    "put_": (lambda x, i, v: x.put_(i, v, accumulate=True), lambda x, i, v: x.index_put_((i,), v)),
+    "_histc_cuda with floating point input": (lambda x, i, v: x.histc(2), lambda x, i, v: i.histc(2)),
+    "_bincount_cuda": (lambda x, i, v: i.bincount(v), lambda x, i, v: i.bincount()),
+    "index_reduce_cuda": (lambda x, i, v: x.index_reduce_(0, i, v, "prod"), lambda x, i, v: x.index_add_(0, i, v)),
+    "scatter_reduce_cuda_kernel": (
+        lambda x, i, v: x.scatter_(0, i, v, reduce="multiply"),
+        lambda x, i, v: x.scatter_(0, i, 2.0, reduce="multiply"),
+    ),
+    "scatter_reduce_cuda_prod_": (
+        lambda x, i, v: x.scatter_reduce(0, i, v, "prod"),
+        lambda x, i, v: x.scatter_reduce(0, i, v, "sum"),
+    ),
+    "nll_loss2d_forward_out_cuda_template": (
+        lambda x, i, v: functional.nll_loss(v.view(1, 2, 1, 1), i[:1].view(1, 1, 1)),
+        lambda x, i, v: functional.nll_loss(v.view(1, 2, 1, 1), i[:1].view(1, 1, 1), reduction="none"),
+    ),
+    "embedding_bag_backward_cuda_max": (
+        lambda x, i, v: functional.embedding_bag(i, x.view(3, 1).requires_grad_(), i[:1], mode="max").sum().backward(),
+        lambda x, i, v: functional.embedding_bag(i, x.view(3, 1).requires_grad_(), i[:1], mode="sum").sum().backward(),
+    ),
+}
+if torch.__version__ < (2, 14):
+    _SOME_ALERTS["median CUDA with indices output"] = (
+        lambda x, i, v: x.nanmedian(0),
+        lambda x, i, v: x.median(),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter", "ignore:index_reduce")
+def test_what_is_not_deterministic_on_cuda_alone_is_refused_on_the_device_alone() -> None:
+    def alert(device: str, call: _Call) -> str:
+        x, i, v = torch.ones(3), torch.tensor([0, 1]), torch.ones(2)
+        try:
+            call(x.to(device), i.to(device), v.to(device))
+        except RuntimeError as error:
+            return str(error).partition(" does not have a deterministic implementation")[0]
+        return ""
+
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(RuntimeError, match="put_ does not have a deterministic"):
-            x.clone().put_(index, values, accumulate=True)
-        with pytest.raises(RuntimeError, match="reflection_pad1d_backward_out_cuda does not have"):
-            torch.nn.functional.pad(padded, (1, 1), mode="reflect").sum().backward()
+        for operation, kernel in _ALERTS.items():
+            operator = getattr(torch.ops.aten, operation).default
+            # The alert comes first, whatever the arguments are.
+            given = {"Tensor": torch.ones(2, device=DEVICE), "List[int]": [1], "int": 1, "bool": False}
+            given["List[bool]"] = [True, True]
+            required = [
+                given.get(str(each.type)) for each in operator._schema.arguments if not each.has_default_value()
+            ]
+            assert alert(DEVICE, lambda *_, call=operator, arguments=required: call(*arguments)) == kernel
+        for kernel, (alerted, other) in _SOME_ALERTS.items():
+            assert [alert(DEVICE, alerted), alert("cpu", alerted), alert(DEVICE, other)] == [kernel, "", ""]
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with pytest.warns(UserWarning, match="_bincount_cuda does not have"):
+            assert alert(DEVICE, _SOME_ALERTS["_bincount_cuda"][0]) == ""
     finally:
         torch.use_deterministic_algorithms(False)
 

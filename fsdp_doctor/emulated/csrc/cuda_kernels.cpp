@@ -23,6 +23,9 @@ using MaybeTensor = std::optional<Tensor>;
 
 // Mixture-of-experts models count their tokens with histograms of integers.
 Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  if (self.is_floating_point()) {
+    at::globalContext().alertNotDeterministic("_histc_cuda with floating point input");
+  }
   HostView view;
   before_kernel(current_stream(self.device().index()));
   const at::AutoDispatchBelowAutograd below;
