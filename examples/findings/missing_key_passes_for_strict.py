@@ -23,7 +23,10 @@ def loaded(broadcast: bool, strict: bool) -> bool:
     before = model[1].weight.full_tensor().clone()
     full = {"0.weight": torch.ones(4, 4)} if rank == 0 or not broadcast else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast, strict=strict)
-    result = set_model_state_dict(model, full, options=options)
+    try:
+        result = set_model_state_dict(model, full, options=options)
+    except RuntimeError:
+        return False
     assert model[0].weight.full_tensor().eq(1).all()
     assert model[1].weight.full_tensor().equal(before)
     if rank == 0:
@@ -31,6 +34,6 @@ def loaded(broadcast: bool, strict: bool) -> bool:
     return not result.missing_keys
 
 
-shown = loaded(broadcast=False, strict=True) and loaded(broadcast=True, strict=False)
+shown = [loaded(broadcast=False, strict=True), loaded(broadcast=True, strict=False)]
 dist.destroy_process_group()
-raise SystemExit(shown)
+raise SystemExit(any(shown))
