@@ -45,7 +45,6 @@ class TrlSession(TrainerSession):
 
     def _sync(self, mode: str) -> dict[str, torch.Tensor]:
         """Records the weights that vLLM would be given, as copies: TRL frees each tensor after the next."""
-        from trl.distributed import DistributedBackend
         from trl.generation.vllm_generation import VLLMGeneration
 
         given: dict[str, torch.Tensor] = {}
@@ -53,11 +52,11 @@ class TrlSession(TrainerSession):
         def load_weights(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
             given.update((name, tensor.detach().clone()) for name, tensor in pairs)
 
-        accelerator = self._trainer.accelerator
-        generation = object.__new__(VLLMGeneration)  # its constructor would start an engine, or look for a server
-        generation.model, generation.accelerator, generation.mode = self.model, accelerator, mode
-        generation._dist, generation._weight_metadata = DistributedBackend(accelerator), None
-        generation.enable_sleep_mode = False
+        class Generation(VLLMGeneration):  # type: ignore[misc]
+            def _init_vllm(self) -> None:
+                """Starts no engine, and looks for no server."""
+
+        generation: Any = Generation(self.model, self._trainer.accelerator, _make_tokenizer(), mode=mode)
         model = StandIn("vLLM's model", load_weights=load_weights)
         worker = StandIn("vLLM's worker", model_runner=StandIn("vLLM's model runner", model=model))
         engine = StandIn("vLLM's engine", model_executor=StandIn("vLLM's executor", driver_worker=worker))
