@@ -180,7 +180,8 @@ class FrameworkRun:
         if isinstance(error, ModuleNotFoundError) and self.recorder.record.stage == "build":
             return f"{framework} needs a package that is not installed: {error}"
         if isinstance(error, ImportError):
-            return f"{framework} does not fit a package that is installed beside it: {error}"
+            reason = str(error).removesuffix(f" ({error.path})")
+            return f"{framework} does not fit a package that is installed beside it: {reason}"
         if isinstance(error, NotInStandInError):
             return f"{framework}: {error}"
         if self._worker.device.type == "emulated" and str(error).startswith(_CUDA_MISSING):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import pathlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from fsdp_doctor.frameworks.adapter import Adapter, Extractor, FrameworkSession, PlainModel, SavedFiles, Shims
+from fsdp_doctor.frameworks.adapter import Adapter, Extractor, FrameworkSession, PlainModel, SavedFiles
 
 _SEED = {"own": 0, "other": 1, "meta": 0}
 _SEQUENCE = 16
@@ -18,15 +20,18 @@ _SEQUENCE = 16
 class TorchtitanSession(FrameworkSession):
     def __init__(self, configuration: Mapping[str, str], plain: PlainModel) -> None:
         super().__init__(plain)
-        self._trainer = _make_config(configuration, plain).build()
+        self._trainer = _make_trainer(configuration, plain)
+        self._takes_positions = "positions" in inspect.signature(type(self._trainer.model_parts[0]).forward).parameters
         self.model, self.optimizer = self._trainer.model_parts[0], next(iter(self._trainer.optimizers))
         if configuration["offload"] != "none":
             self.shards_on = torch.device("cpu")
 
     def step(self, tokens: torch.Tensor) -> None:
-        positions = torch.arange(_SEQUENCE).expand(2, _SEQUENCE).contiguous()
+        inputs = {"input": tokens}
+        if self._takes_positions:
+            inputs["positions"] = torch.arange(_SEQUENCE).expand(2, _SEQUENCE).contiguous()
         self._trainer.step = self.num_steps + 1
-        batches = [({"input": tokens, "positions": positions}, tokens.roll(-1, dims=1))]
+        batches = [(inputs, tokens.roll(-1, dims=1))]
         self._trainer.train_step(self._trainer.batch_generator(batches))
 
     def save(self, directory: pathlib.Path) -> None:
@@ -64,30 +69,75 @@ class TorchtitanSession(FrameworkSession):
         return SavedFiles(directory=folder, format="safetensors", renamed=names.get)
 
 
-def _make_config(configuration: Mapping[str, str], plain: PlainModel) -> Any:
+def _make_trainer(configuration: Mapping[str, str], plain: PlainModel) -> Any:
+    is_older = importlib.util.find_spec("torchtitan.trainer") is None  # than 0.3
+    config = _make_job_config(plain) if is_older else _make_config(plain)
+    config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, _SEQUENCE, 100
+    config.training.enable_cpu_offload = configuration["offload"] != "none"
+    config.checkpoint.enable, config.checkpoint.interval = True, 1
+    config.checkpoint.async_mode = "disabled" if configuration["async_mode"] == "sync" else "async"
+    config.checkpoint.last_save_in_hf = config.checkpoint.last_save_model_only = True
+    if not is_older:
+        return config.build()
+    from torchtitan.train import Trainer
+
+    return Trainer(config)
+
+
+def _make_job_config(plain: PlainModel) -> Any:
+    """The configuration of torchtitan 0.2, of a model that its registry is given."""
+    from torchtitan.config import JobConfig
+    from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
+
+    spec = get_train_spec("qwen3")
+    # Tied, 0.2.2 cannot shard it with torch 2.13: the embedding and the head are in two groups.
+    small = replace(spec.model_args["debugmodel"], n_layers=2, enable_weight_tying=False)
+    builders = {"build_tokenizer_fn": None, "build_dataloader_fn": lambda **options: _NoData()}
+    register_train_spec("doctor", replace(spec, model_args={"small": small}, **builders))
+    config = JobConfig()
+    config.model.name, config.model.flavor = "doctor", "small"
+    config.model.hf_assets_path = config.job.dump_folder = str(plain.workspace)
+    config.activation_checkpoint.mode = "none"
+    (config.debug if hasattr(config, "debug") else config.training).seed = _SEED[plain.weights]
+    return config
+
+
+def _make_config(plain: PlainModel) -> Any:
+    from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.qwen3 import model_registry
     from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
 
     config = qwen3_debugmodel()
-    config.model_spec = model_registry("debugmodel_non_fused_qkv", attn_backend="sdpa")
+    config.model_spec = model_registry("debugmodel_non_fused_qkv")
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    for layer in config.model_spec.model.layers:
+        # As before 0.3: flex attention would be compiled.
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
     config.tokenizer, config.dataloader = _make_stand_ins()
     config.dump_folder = str(plain.workspace)
     config.hf_assets_path = str(plain.workspace)
     config.activation_checkpoint = None
     config.debug.seed = _SEED[plain.weights]
-    config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, _SEQUENCE, 100
-    config.training.enable_cpu_offload = configuration["offload"] != "none"
     config.training.disable_cuda_graphs = True
     config.parallelism.spmd_backend = "partial_dtensor"
-    config.checkpoint.enable, config.checkpoint.interval = True, 1
-    config.checkpoint.async_mode = "disabled" if configuration["async_mode"] == "sync" else "async"
-    config.checkpoint.last_save_in_hf = config.checkpoint.last_save_model_only = True
     return config
 
 
+class _NoData:
+    """In place of a data loader: ``step`` brings the batches."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"none": 0}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
 def _make_stand_ins() -> tuple[Any, Any]:
-    """The configurations of a tokenizer that is not used, and of data that ``step`` brings itself."""
+    """The configurations of a tokenizer that is not used, and of no data."""
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.tokenizer import BaseTokenizer
 
@@ -108,7 +158,7 @@ def _make_stand_ins() -> tuple[Any, Any]:
         def get_vocab_size(self) -> int:
             return 2048
 
-    class Data(BaseDataLoader):  # type: ignore[misc]
+    class Data(_NoData, BaseDataLoader):  # type: ignore[misc]
         @dataclass(kw_only=True, slots=True)
         class Config(BaseDataLoader.Config):  # type: ignore[misc]
             pass
@@ -116,27 +166,11 @@ def _make_stand_ins() -> tuple[Any, Any]:
         def __init__(self, config: Any = None, **options: Any) -> None:
             pass
 
-        def __iter__(self) -> Iterator[Any]:
-            return iter(())
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"none": 0}
-
-        def load_state_dict(self, state: Mapping[str, Any]) -> None:
-            pass
-
     return Tokenizer.Config(), Data.Config()
 
 
 class TorchtitanAdapter(Adapter):
-    modules = ("torchtitan.trainer", "torchtitan.models.qwen3.config_registry")
-
-    def prepare_emulated_device(self, shims: Shims) -> None:
-        from torchtitan.models.common.attention import ScaledDotProductAttention
-
-        shims.replace(
-            "torchtitan.models.qwen3:get_attention_config", lambda backend: ScaledDotProductAttention.Config()
-        )
+    modules = ("torchtitan.models.qwen3", "torchtitan.components.checkpoint")
 
     def build(self, configuration: Mapping[str, str], plain: PlainModel) -> FrameworkSession:
         return TorchtitanSession(configuration, plain)

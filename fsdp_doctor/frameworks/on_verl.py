@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -129,45 +129,23 @@ class VerlAdapter(Adapter):
     )
 
     def prepare_emulated_device(self, shims: Shims) -> None:
-        from verl.plugin.platform import set_platform
-
-        set_platform(_make_platform())
-        shims.note("verl.plugin.platform:set_platform")
+        device = torch.get_device_module("emulated")
+        functions: dict[str, Callable[[], Any]] = {
+            "get_device_name": lambda: "emulated",
+            "get_torch_device": lambda: device,
+            "get_device_id": device.current_device,
+            "get_nccl_backend": lambda: "emulated",
+            "is_device_available": lambda: True,
+        }
+        # verl's modules have imported them by name; before 0.9 there is no plug-in for a device.
+        for module in [module for name, module in sys.modules.items() if name.startswith("verl.")]:
+            vars(module).update({name: functions[name] for name in functions.keys() & vars(module).keys()})
+        shims.note("verl.utils.device")
         shims.replace("verl.workers.engine.fsdp.transformer_impl:device_name", "emulated")
         shims.replace("verl.utils.checkpoint.fsdp_checkpoint_manager:is_cuda_available", True)
 
     def build(self, configuration: Mapping[str, str], plain: PlainModel) -> FrameworkSession:
         return VerlSession(configuration, plain)
-
-
-def _make_platform() -> Any:
-    """The emulated device as verl describes one."""
-    from verl.plugin.platform.platform_base import PlatformBase
-
-    device = torch.get_device_module("emulated")
-
-    def do_nothing(self: Any, *arguments: Any) -> None:
-        return None
-
-    def return_same(name: str) -> Any:
-        return lambda self, *arguments: getattr(device, name)(*arguments)
-
-    of_torch = ("current_device", "device_count", "set_device", "synchronize", "manual_seed", "manual_seed_all")
-    members: dict[str, Any] = {name: return_same(name) for name in (*of_torch, "empty_cache", "is_available")}
-    members |= dict.fromkeys(("set_allocator_settings", "profiler_start", "profiler_stop", "cudart"), do_nothing)
-    members |= {
-        "device_name": "emulated",
-        "vendor_name": "nvidia",
-        "device_module": property(lambda self: device),
-        "communication_backend_name": lambda self: "emulated",
-        "get_device_capability": lambda self, index=0: (None, None),
-        "visible_devices_envvar": lambda self: "CUDA_VISIBLE_DEVICES",
-        "ray_resource_name": lambda self: "GPU",
-        "ray_noset_envvars": lambda self: [],
-        "is_ipc_supported": lambda self: False,
-        "nvtx_range": lambda self, message: contextlib.nullcontext(),
-    }
-    return type("EmulatedPlatform", (PlatformBase,), members)()
 
 
 ADAPTER = VerlAdapter()

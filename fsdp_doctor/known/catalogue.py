@@ -30,7 +30,7 @@ else:
 
 DIRECTORY = pathlib.Path(__file__).with_name("entries")
 # The facts of a trigger about the run; its other keys are axes.
-_RUN_FACTS = ("device", "ranks", "shard_group", "shards", "direction")
+_RUN_FACTS = ("device", "ranks", "shard_group", "shards", "direction", "versions")
 _WORD = re.compile(r"[A-Za-z_]{3,}")
 # Words of any message, which make no two alike.
 _COMMON = frozenset(

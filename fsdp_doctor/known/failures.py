@@ -45,6 +45,7 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks, shard_group: how many ranks there are, and over how many a parameter is sharded.
     shards: whether all ranks' shards of a parameter are of one size.
     direction: of the methods, also where it names none.
+    versions: of a framework and what it is used with, by distribution.
     """
 
     values: Mapping[str, tuple[str, ...]]
@@ -53,12 +54,15 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shard_group: RankRange = RankRange()
     shards: tuple[Shards, ...] = ("even", "uneven")
     direction: tuple[Direction, ...] = ("out",)
+    versions: Mapping[str, SpecifierSet] = {}
 
     def contains(self, case: AnyCase, context: RunContext) -> bool:
         """Whether the case of that run is in this part; a fix is only where a trigger names it."""
         if context.device_kind not in self.device or context.world_size not in self.ranks:
             return False
         if isinstance(case, FrameworkCase):
+            if not _are_of(context.packages, self.versions):
+                return False
             values = {**case.scenario.values, "framework": case.scenario.framework, "path": case.method}
             return "framework" in self.values and all(_matches(values.get(a, ""), v) for a, v in self.values.items())
         if "framework" in self.values or (case.method in FIXES and "path" not in self.values):
@@ -75,6 +79,15 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def narrowness(self) -> int:
         """How many axes it names, the method counting most: of two entries that show, the narrower one says more."""
         return len(self.values) + 2 * ("path" in self.values)
+
+
+def _are_of(packages: Mapping[str, str], versions: Mapping[str, SpecifierSet]) -> bool:
+    """Whether the packages are of these versions; one whose version is not known is assumed to be."""
+    return all(
+        specifier.contains(Version(packages[name]).base_version)
+        for name, specifier in versions.items()
+        if packages.get(name)
+    )
 
 
 def _read_value(case: Case, axis: str) -> str:
@@ -175,14 +188,10 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def shows_with(self, packages: Mapping[str, str]) -> bool:
         """Whether those versions of frameworks show it; an unknown one is assumed to."""
-        return all(
-            specifier.contains(Version(packages[name]).base_version)
-            for name, specifier in self.versions.items()
-            if packages.get(name)
-        )
+        return _are_of(packages, self.versions)
 
     def is_triggered_by(self, case: AnyCase, context: RunContext) -> bool:
-        """Whether one of its triggers contains the case, whatever the versions."""
+        """Whether one of its triggers contains the case, whatever the entry's versions."""
         return any(trigger.contains(case, context) for trigger in self.triggers)
 
     def is_expected_in(self, case: AnyCase, context: RunContext) -> bool:
