@@ -6,7 +6,8 @@ import importlib.util
 import inspect
 import pathlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -113,9 +114,8 @@ def _make_config(plain: PlainModel) -> Any:
     for layer in config.model_spec.model.layers:
         # As before 0.3: flex attention would be compiled.
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    config.tokenizer, config.dataloader = _make_stand_ins()
-    config.dump_folder = str(plain.workspace)
-    config.hf_assets_path = str(plain.workspace)
+    config.tokenizer = config.dataloader = SimpleNamespace(build=lambda **options: _NoData())
+    config.dump_folder = config.hf_assets_path = str(plain.workspace)
     config.activation_checkpoint = None
     config.debug.seed = _SEED[plain.weights]
     config.training.disable_cuda_graphs = True
@@ -124,7 +124,7 @@ def _make_config(plain: PlainModel) -> Any:
 
 
 class _NoData:
-    """In place of a data loader: ``step`` brings the batches."""
+    """In place of a data loader, and of a tokenizer: ``step`` brings the tokens."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
@@ -134,39 +134,6 @@ class _NoData:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         pass
-
-
-def _make_stand_ins() -> tuple[Any, Any]:
-    """The configurations of a tokenizer that is not used, and of no data."""
-    from torchtitan.components.dataloader import BaseDataLoader
-    from torchtitan.components.tokenizer import BaseTokenizer
-
-    class Tokenizer(BaseTokenizer):  # type: ignore[misc]
-        @dataclass(kw_only=True, slots=True)
-        class Config(BaseTokenizer.Config):  # type: ignore[misc]
-            pass
-
-        def __init__(self, config: Any = None, *, tokenizer_path: str = "") -> None:
-            super().__init__()
-
-        def encode(self, *arguments: Any, **options: Any) -> list[int]:
-            return []
-
-        def decode(self, *arguments: Any, **options: Any) -> str:
-            return ""
-
-        def get_vocab_size(self) -> int:
-            return 2048
-
-    class Data(_NoData, BaseDataLoader):  # type: ignore[misc]
-        @dataclass(kw_only=True, slots=True)
-        class Config(BaseDataLoader.Config):  # type: ignore[misc]
-            pass
-
-        def __init__(self, config: Any = None, **options: Any) -> None:
-            pass
-
-    return Tokenizer.Config(), Data.Config()
 
 
 class TorchtitanAdapter(Adapter):
