@@ -61,7 +61,7 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if context.device_kind not in self.device or context.world_size not in self.ranks:
             return False
         if isinstance(case, FrameworkCase):
-            if not _are_of(context.packages, self.versions):
+            if not _match_versions(context.packages, self.versions):
                 return False
             values = {**case.scenario.values, "framework": case.scenario.framework, "path": case.method}
             return "framework" in self.values and all(_matches(values.get(a, ""), v) for a, v in self.values.items())
@@ -81,7 +81,7 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return len(self.values) + 2 * ("path" in self.values)
 
 
-def _are_of(packages: Mapping[str, str], versions: Mapping[str, SpecifierSet]) -> bool:
+def _match_versions(packages: Mapping[str, str], versions: Mapping[str, SpecifierSet]) -> bool:
     """Whether the packages are of these versions; one whose version is not known is assumed to be."""
     return all(
         specifier.contains(Version(packages[name]).base_version)
@@ -188,7 +188,7 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def shows_with(self, packages: Mapping[str, str]) -> bool:
         """Whether those versions of frameworks show it; an unknown one is assumed to."""
-        return _are_of(packages, self.versions)
+        return _match_versions(packages, self.versions)
 
     def is_triggered_by(self, case: AnyCase, context: RunContext) -> bool:
         """Whether one of its triggers contains the case, whatever the entry's versions."""

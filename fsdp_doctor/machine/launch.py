@@ -128,7 +128,7 @@ def choose_num_groups(device: str, nproc: int) -> int:
 
 
 def _call_in_fork(count: Callable[[], int]) -> int:
-    """For what uses a driver, which may refuse the forks of a process that has used it."""
+    """Calls it in a fork, because a driver may refuse the forks of a process that has used it."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
     fork = ForkProcess(target=lambda: theirs.send(count()))
     fork.start()
