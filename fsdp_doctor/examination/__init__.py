@@ -25,7 +25,7 @@ from fsdp_doctor.examination.facts import (
     read_facts,
 )
 from fsdp_doctor.examination.findings import Finding, find_in_places
-from fsdp_doctor.examination.model_findings import find_after_load, find_in_gradients, find_in_memory
+from fsdp_doctor.examination.model_findings import find_after_load, find_in_gradients, find_in_memory, find_in_step
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.fsdp.decorators import defer_garbage_collection
 
@@ -126,6 +126,7 @@ def _examine(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Exami
     findings = [
         *find_after_load(model, contents, facts, optimizer),
         *find_in_places(facts),
+        *find_in_step(contents, facts),
         *find_in_gradients(model, contents),
         *find_in_memory(contents, facts),
     ]

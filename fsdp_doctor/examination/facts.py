@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_doctor.fsdp import private
+from fsdp_doctor.fsdp.private import fsdp2
 from fsdp_doctor.fsdp.reader import Fsdp1Unit, Fsdp2Unit, ModelContents, ModelTensor
 from fsdp_doctor.names.hub_names import HubNamesUnknown, list_shapes, revert_names
 from fsdp_doctor.names.views import NamesError
@@ -139,7 +140,8 @@ class Facts:
     wrapper: the class around the model. by_state, buffers_by_state: the parameters and buffers, those that are alike
     together. units: the different ones. names: the model's, and the Hub's. compute_device: of the first unit; None for
     a model that is not FSDP. stream_idle: whether the calling thread's current stream of the compute device had nothing
-    left to do; None if that does not matter, or the stream cannot be asked.
+    left to do; None if that does not matter, or the stream cannot be asked. open_step: the part of a training step
+    that has begun and has not ended, and that does not run in this thread: as a rule it raised. None between two steps.
     """
 
     wrapper: str
@@ -152,6 +154,7 @@ class Facts:
     names: NameFacts
     compute_device: torch.device | None
     stream_idle: bool | None
+    open_step: private.OpenStep | None
 
 
 def read_facts(model: nn.Module, contents: ModelContents, optimizer: torch.optim.Optimizer | None) -> Facts:
@@ -179,7 +182,15 @@ def read_facts(model: nn.Module, contents: ModelContents, optimizer: torch.optim
         names=_read_names(model, contents),
         compute_device=compute_device,
         stream_idle=_is_stream_idle(compute_device) if num_copied else None,
+        open_step=_find_open_step(model, contents),
     )
+
+
+def _find_open_step(model: nn.Module, contents: ModelContents) -> private.OpenStep | None:
+    found = {unit.open_step for unit in contents.fsdp1_units} | {fsdp2.find_open_step(fsdp2.list_states(model))}
+    if found == {None} or private.find_running_step(list(model.modules())):
+        return None
+    return "backward" if "backward" in found else "forward"
 
 
 def _read_names(model: nn.Module, contents: ModelContents) -> NameFacts:

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import assert_never
 
 from fsdp_doctor.examination.facts import Facts
 from fsdp_doctor.examination.findings import Finding, join_few
@@ -27,6 +29,11 @@ from fsdp_doctor.memory.snapshot import count_device_bytes, list_storages
 from fsdp_doctor.memory_use.records import round_to_power_of_two
 from fsdp_doctor.report.layout import format_bytes, format_count
 
+_CLOSE_STEP = (
+    "model.zero_grad(), then model.reset_iter_state(), which leaves the gradients that were not reduced."
+    if hasattr(FSDPModule, "reset_iter_state")
+    else "load_full_tensors() from a checkpoint, which closes the step; torch has reset_iter_state() from 2.13 on."
+)
 # Memory that is too small to be mentioned.
 _LEAST_BYTES = 1 << 20
 
@@ -254,6 +261,69 @@ def find_in_gradients(model: nn.Module, contents: ModelContents) -> Iterator[Fin
             sentence=f"With gradients divided by {divisor}, and not by the number of ranks: {join_few(names)}; "
             "set_gradient_divide_factor was called, and it stays until it is called again.",
             names=tuple(names),
+        )
+
+
+def find_in_step(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
+    is_fsdp2 = bool(contents.fsdp2_units)
+    match facts.open_step:
+        case "backward" if is_fsdp2:
+            yield Finding(
+                kind="step-open",
+                severity="bad",
+                sentence="A backward has begun and has not ended, as one that raised: FSDP2 reduces no gradients in "
+                "later backwards, so that no step trains, and a forward after torch's load computes with the weights "
+                "from before it.",
+                entry="fsdp2-step-broken-off",
+                remedy=_CLOSE_STEP,
+            )
+        case "backward":
+            yield Finding(
+                kind="step-open",
+                severity="bad",
+                sentence="A backward has begun and has not ended, as one that raised: FSDP1 has no way back, and later "
+                "steps fail or have wrong gradients.",
+                entry="fsdp1-step-broken-off",
+                remedy="build and wrap the model again and load a checkpoint; save_full_tensors() reads the weights in "
+                "this state.",
+            )
+        case "forward" if is_fsdp2:
+            yield Finding(
+                kind="step-open",
+                severity="hazard",
+                sentence="A forward has begun and has not ended, as one that raised: forwards after torch's load "
+                "compute with the weights from before it, until a backward has ended.",
+                entry="fsdp2-step-broken-off",
+                remedy=_CLOSE_STEP,
+            )
+        case "forward":
+            yield Finding(
+                kind="step-open",
+                severity="hazard",
+                sentence="A forward has begun and has not ended, as one that raised: FSDP1's state dicts fail until "
+                "the next forward has ended, and under an offload the next step takes the gradients of the one before.",
+                entry="fsdp1-step-broken-off",
+                remedy="a forward and a backward whose gradients are dropped with optimizer.zero_grad(); "
+                "load_full_tensors() closes the step, too.",
+            )
+        case None:
+            yield from _check_pending_gathers(contents)
+        case _:
+            assert_never(facts.open_step)
+
+
+def _check_pending_gathers(contents: ModelContents) -> Iterator[Finding]:
+    pending = {id(unit) for unit in contents.fsdp2_units if unit.has_pending_gather}
+    if names := tuple(tensor.names[0] for tensor in contents.parameters if id(tensor.unit) in pending):
+        yield Finding(
+            kind="gather-pending",
+            severity="hazard",
+            sentence=f"With a gather that was launched ahead and that no forward has used: {join_few(names)}; after a "
+            "load by torch the next forward uses the weights that it has gathered before.",
+            names=names,
+            entry="fsdp2-pending-gather-outlives-a-load",
+            remedy="module.unshard() and module.reshard() of their FSDP modules before the load; load_full_tensors() "
+            "drops such gathers.",
         )
 
 

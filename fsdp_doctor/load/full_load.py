@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import get_args
 
@@ -20,14 +21,14 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from fsdp_doctor.errors import join_some
 from fsdp_doctor.extract.host_copies import HostCopies
 from fsdp_doctor.extract.streams import Streams
-from fsdp_doctor.fsdp import reader
+from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.decorators import disable_autograd, keep_present_modes
 from fsdp_doctor.fsdp.expert_groups import Experts, list_expert_meshes, place_experts
+from fsdp_doctor.fsdp.private import fsdp1, fsdp2
 from fsdp_doctor.fsdp.reader import ModelContents
 from fsdp_doctor.load.agreement import Holders, LoadAgreement, announce_early_errors
 from fsdp_doctor.load.from_first_rank import FromFirstRank
@@ -148,6 +149,7 @@ def _load(
         check_arguments(model, bucket_bytes)
         check_names(names)
         contents = place_experts(reader.read(model), list_expert_meshes(experts))
+        check_between_steps(model, contents)
         place = find_place(contents)
     agreement = LoadAgreement(place.ranks)
     with agreement.announce_errors(), contextlib.ExitStack() as stack:
@@ -163,8 +165,11 @@ def _load(
         conflicts = source_names.rename(agreement.conflicts)
         matching = Matching(parts, strict=strict, dtype=dtype, holders=holders, conflicts=conflicts)
 
+        discarded: tuple[str, ...] = ()
+
         def prepare_model() -> None:
-            settle(model, contents, place.device)
+            nonlocal discarded
+            discarded = settle(model, contents, place.device)
             for fsdp2_unit in contents.fsdp2_units:
                 fsdp2_unit.follow_moved()
             for buffer, value in transient:
@@ -180,7 +185,7 @@ def _load(
             loaded, *others = unit.memories
             for other in others:
                 other.copy_(loaded)
-        return report
+        return dataclasses.replace(report, discarded=discarded)
 
 
 def check_arguments(model: nn.Module, bucket_bytes: int) -> None:
@@ -193,19 +198,36 @@ def check_arguments(model: nn.Module, bucket_bytes: int) -> None:
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
 
 
-def settle(model: nn.Module, contents: ModelContents, device: torch.device) -> None:
-    """Waits for copies from and to the shards, on any stream, and frees what is unsharded.
+def check_between_steps(model: nn.Module, contents: ModelContents) -> None:
+    """Raises LoadError where a step runs, and for an FSDP1 model whose backward raised."""
+    if (running := private.find_running_step(list(model.modules()))) is not None:
+        raise LoadError(f"a {running} is running, of which the load is a part: load between two steps")
+    if broken := [unit.flat_name for unit in contents.fsdp1_units if unit.open_step == "backward"]:
+        raise LoadError(
+            f"a backward raised and left {join_some(broken)} in the middle of it, from where FSDP1 has no way back: "
+            "build and wrap the model again, then load"
+        )
 
-    What a forward without a backward left unsharded would be used again, with the values from before the load.
+
+def settle(model: nn.Module, contents: ModelContents, device: torch.device) -> tuple[str, ...]:
+    """Waits for copies from and to the shards, on any stream, and brings the model into the state between two steps.
+
+    What a forward without a backward left unsharded, a gather that is pending, and what a step left that raised would
+    be used again, with the values from before the load. Returns the names of the parameters whose gradients were
+    discarded: see ``LoadReport.discarded``.
     """
     if device.type != "cpu":
         torch.get_device_module(device.type).synchronize(device)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    states = fsdp2.list_states(model)
+    discarded = fsdp2.close_step(states) if fsdp2.find_open_step(states) else []
+    fsdp2.reshard(states)
+    if any(unit.open_step for unit in contents.fsdp1_units):
+        fsdp1.close_forward(model)
     for unit in contents.fsdp1_units:
         unit.reshard()
         unit.unite_memories()
+    names = {id(parameter.tensor): parameter.names[0] for parameter in contents.parameters}
+    return tuple(names[id(parameter)] for parameter in discarded if id(parameter) in names)
 
 
 def fill_targets(

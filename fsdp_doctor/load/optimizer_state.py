@@ -17,7 +17,7 @@ from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.decorators import disable_autograd
 from fsdp_doctor.fsdp.expert_groups import Experts, list_expert_meshes, place_experts
 from fsdp_doctor.load.agreement import LoadAgreement, announce_early_errors
-from fsdp_doctor.load.full_load import LOAD_BUCKET_BYTES, check_arguments, fill_targets, settle
+from fsdp_doctor.load.full_load import LOAD_BUCKET_BYTES, check_arguments, check_between_steps, fill_targets, settle
 from fsdp_doctor.load.matching import Matching
 from fsdp_doctor.load.optimizer_matching import (
     OptimizerParameter,
@@ -90,10 +90,11 @@ def load_optimizer_state(
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"the optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
         contents = place_experts(reader.read(model), list_expert_meshes(experts))
+        check_between_steps(model, contents)
         place = find_place(contents)
     agreement = LoadAgreement(place.ranks)
     with agreement.announce_errors():
-        settle(model, contents, place.device)
+        discarded = settle(model, contents, place.device)
         parameters = list_parameters(contents, place, optimizer)
         outline, tensors = read_outline(source) if source else (StateOutline(), {})
         opened = LoadSource(kind="mapping" if source else None, tensors=tensors)
@@ -123,6 +124,7 @@ def load_optimizer_state(
             missing=tuple(states.missing),
             superfluous=tuple(states.superfluous),
             without_state=tuple(states.without_state),
+            discarded=discarded,
         )
 
 

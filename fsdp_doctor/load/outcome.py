@@ -17,9 +17,13 @@ class LoadReport:
     missing: the model's names of tensors that the source does not have; they are unchanged.
     superfluous: names in the source that the model does not have.
     without_state: parameters for which an optimizer's checkpoint has no state, because they never had a gradient.
+    discarded: parameters whose gradients the load discarded on this rank, the only field that may differ between ranks:
+    those that a step had left unreduced when it raised. ``optimizer.zero_grad()`` does not reach them, and the next
+    backward would add to them.
     """
 
     loaded: int
     missing: tuple[str, ...] = ()
     superfluous: tuple[str, ...] = ()
     without_state: tuple[str, ...] = ()
+    discarded: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ places. It is wrapped wholly, in part or nested, under a policy, moved by hand o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 from collections.abc import Callable
@@ -233,3 +234,42 @@ def _initialize_lazily(model: Any) -> None:
     elif isinstance(model, FSDPModule):
         model.unshard()
         model.reshard()
+
+
+class Raised(Exception):
+    """The error of a step, as a job raises it that has run out of memory or found a NaN."""
+
+
+class _RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise Raised
+
+
+def break_off_step(model: nn.Module, recipe: Recipe, part: Literal["forward", "backward"]) -> None:
+    """Runs a step that raises at one of the model's nodes, which the seed chooses."""
+    trained = {
+        name for name, parameter in tree(recipe.strategy, recipe.seed).named_parameters() if parameter.requires_grad
+    }
+    clean = lambda name: name.replace("_fsdp_wrapped_module.", "").removesuffix("_fsdp_wrapped_module")  # noqa: E731
+    nodes = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, Node) and any(other.startswith(clean(name)) for other in trained)
+    ]
+    node = random.Random(f"raises {recipe.seed}").choice(nodes)
+
+    def interrupt(module: nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+        if part == "forward":
+            raise Raised
+        return _RaiseInBackward.apply(output)  # type: ignore[no-any-return]
+
+    hook = node.register_forward_hook(interrupt)
+    with contextlib.suppress(Raised):
+        loss_of(model).backward()
+        raise AssertionError("the step did not raise")
+    hook.remove()

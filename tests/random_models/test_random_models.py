@@ -1,4 +1,5 @@
-"""Every public function on 160 random models, against what torch itself says of a twin that went through the same.
+"""Every public function on 160 random models, and on 200 after a step that raised, against what torch itself says of a
+twin that went through the same.
 
 What is right comes from torch alone: from ``summon_full_params`` or ``DTensor.full_tensor`` on a second model of that
 recipe, since both may put a model into another state.
@@ -7,11 +8,13 @@ recipe, since both may put a model into another state.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from support.extraction import Tensors
@@ -21,7 +24,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 import fsdp_doctor
-from random_models.models import Recipe, Strategy, draw, loss_of, make_happen, shard, tree
+from random_models.models import Recipe, Strategy, break_off_step, draw, loss_of, make_happen, shard, tree
 
 _CONTEXTS: tuple[Callable[[], Any], ...] = (contextlib.nullcontext, torch.no_grad, torch.inference_mode)
 # Of dozens of models on a machine that does other things, too.
@@ -171,3 +174,70 @@ def test_every_public_function_is_right_on_random_models_of_fsdp1() -> None:
 @on_ranks(Setting("emulated", 2), seconds=_SECONDS)
 def test_every_public_function_is_right_on_random_models_of_fsdp1_with_original_parameters() -> None:
     _check("fsdp1-orig", range(40))
+
+
+def _list_shards(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that an optimizer has, which a model that shows unsharded ones does not have."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _train(model: nn.Module, shards: list[tuple[str, nn.Parameter]]) -> Tensors:
+    """One step, by an optimizer that was made before: this rank's gradients, which the step drops."""
+    optimizer = torch.optim.SGD([parameter for _, parameter in shards], lr=0.01)
+    loss_of(model).backward()
+    gradients = {name: shard.grad for name, shard in shards if shard.grad is not None}
+    found = {n: (g.to_local() if isinstance(g, DTensor) else g).detach().clone() for n, g in gradients.items()}
+    optimizer.step()
+    optimizer.zero_grad()
+    return found
+
+
+def _check_raised(strategy: Strategy, seeds: Iterable[int]) -> None:
+    """Every function right after a step that raised, then the load of a checkpoint, and two steps."""
+    for recipe in (draw(strategy, seed) for seed in seeds):
+        # A model that lies on the host cannot take the step that raises.
+        recipe = dataclasses.replace(recipe, happens=tuple(h for h in recipe.happens if h != "to the host"))
+        part: Literal["forward", "backward"] = "forward" if recipe.seed % 2 else "backward"
+        try:
+            expected = _by_torch(_happened(recipe))
+            model, twin = _happened(recipe), _happened(recipe)
+            shards, of_twin = _list_shards(model), _list_shards(twin)
+            break_off_step(model, recipe, part)
+            _check_extraction(model, expected, contextlib.nullcontext)
+            with _directory() as directory:
+                fsdp_doctor.save_full_tensors(model, directory / "saved", names="model")
+                other = _other(recipe, expected)
+                if strategy != "fsdp2" and part == "backward":
+                    assert "step-open" in [finding.kind for finding in fsdp_doctor.examine(model).bad]
+                    with pytest.raises(fsdp_doctor.LoadError):
+                        fsdp_doctor.load_full_tensors(model, other)
+                    # The remedy: what was saved in this state, in a model that is built again.
+                    model = shard(recipe)
+                    fsdp_doctor.load_full_tensors(model, directory / "saved")
+                    _assert_equal(_by_torch(model), expected, "the model that was built again")
+                    continue
+            for _, parameter in shards:
+                parameter.grad = None
+            sources = (other, other if this_rank() == 0 else None)
+            fsdp_doctor.load_full_tensors(model, sources[recipe.seed // 2 % 2], bucket_bytes=512)
+            fsdp_doctor.load_full_tensors(twin, other, bucket_bytes=512)
+            for number in range(2):
+                _assert_equal(_train(model, shards), _train(twin, of_twin), f"the gradients of step {number}")
+            _assert_equal(_by_torch(model), _by_torch(twin), "the weights after two steps")
+        except BaseException as error:
+            raise AssertionError(f"{recipe} after a {part} that raised: {type(error).__name__}: {error}") from error
+
+
+@on_ranks(Setting("emulated", 2), Setting("cpu", 2), seconds=_SECONDS)
+def test_every_function_is_right_on_fsdp2_after_a_raised_step() -> None:
+    _check_raised("fsdp2", range(50) if device_type() == "cpu" else range(50, 100))
+
+
+@on_ranks(Setting("emulated", 2), seconds=_SECONDS)
+def test_every_function_is_right_on_fsdp1_after_a_raised_step() -> None:
+    _check_raised("fsdp1", range(50))
+
+
+@on_ranks(Setting("emulated", 2), seconds=_SECONDS)
+def test_every_function_is_right_on_original_parameters_after_a_raised_step() -> None:
+    _check_raised("fsdp1-orig", range(50))

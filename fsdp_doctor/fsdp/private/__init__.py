@@ -8,9 +8,10 @@ a name is gone, :class:`PrivateApiGone` says which and for which torch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,8 @@ def get(owner: Any, name: str) -> Any:
         raise PrivateApiGone(f"{type(owner).__name__}.{name}") from None
 
 
+OpenStep: TypeAlias = Literal["forward", "backward"]
+"""The part of a training step that has begun and has not ended."""
 WRAPPER_NAMES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 """What FSDP1, activation checkpointing and torch.compile put into the names of what they wrap.
 
@@ -168,6 +171,22 @@ def wrap_compiled_call(module: nn.Module, before: Callable[..., Any]) -> bool:
 
     module._compiled_call_impl = call
     return True
+
+
+def find_running_step(modules: Collection[nn.Module]) -> OpenStep | None:
+    """Returns the part of a step that runs in this thread, of which the caller is a part, as a hook is.
+
+    ``torch._C._current_graph_task_id``: no public name says whether a backward runs.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        return "backward"
+    own = set(map(id, modules))
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is MODULE_CALL and id(frame.f_locals.get("self")) in own:
+            return "forward"
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 def storage_key(tensor: torch.Tensor) -> int:

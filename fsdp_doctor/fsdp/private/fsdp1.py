@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 
-from fsdp_doctor.fsdp.private import GradientSwitches, get
+from fsdp_doctor.fsdp.private import GradientSwitches, OpenStep, get
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,17 @@ class Fsdp1Unit:
         """Whether ``summon_full_params`` will write over the shards at its end: ``FlatParamHandle._training_state``."""
         return str(get(get(self._handle, "_training_state"), "name")) == "SUMMON_FULL_PARAMS"
 
+    @property
+    def open_step(self) -> OpenStep | None:
+        """The part of a training step that has begun and has not ended, as one that raised leaves it.
+
+        ``FlatParamHandle._training_state``.
+        """
+        stage = str(get(get(self._handle, "_training_state"), "name"))
+        if stage in ("BACKWARD_PRE", "BACKWARD_POST"):
+            return "backward"
+        return "forward" if stage == "FORWARD" else None
+
     def reshard(self) -> None:
         """Frees the unsharded parameters, which the root keeps after a forward without a backward.
 
@@ -224,6 +235,27 @@ class Fsdp1Unit:
         if not self.offloads:
             get(self._handle, "flat_param_to")(device, non_blocking=non_blocking)
             self._handle.flat_param._local_shard = self._handle.flat_param.data
+
+
+def close_forward(model: nn.Module) -> None:
+    """Brings the units of a model into the state between two steps after a forward that raised.
+
+    The hook that reduces a unit's gradient stays registered, and the next forward registers no other. Where the flat
+    parameter moves for a forward, as under an offload, autograd has dropped that hook by then, and the next step would
+    take the gradient of the step before: ``FlatParameter._post_backward_hook_state``, and
+    ``_post_backward_hook_handle`` where the forward was compiled.
+    """
+    for module in model.modules():
+        if not isinstance(module, FullyShardedDataParallel):
+            continue
+        module.training_state = type(get(module, "training_state")).IDLE
+        if (handle := find_flat_handle(module)) is not None:
+            handle._training_state = type(get(handle, "_training_state")).IDLE
+            attributes = vars(get(handle, "flat_param"))
+            if (state := attributes.pop("_post_backward_hook_state", None)) is not None:
+                state[-1].remove()
+            if (hook := attributes.pop("_post_backward_hook_handle", None)) is not None:
+                hook.remove()
 
 
 def find_flat_handle(module: nn.Module) -> Any:

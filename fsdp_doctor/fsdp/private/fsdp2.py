@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp_doctor.fsdp.private import GradientSwitches, get, read_local_tensor
+from fsdp_doctor.fsdp.private import GradientSwitches, OpenStep, get, read_local_tensor
 
 _SHOWN_IN_ITS_PLACE = ("_unsharded_param", "_sharded_post_forward_param")
 
@@ -117,6 +118,14 @@ class Fsdp2Unit:
         return [parameter for parameter, noted in pairs if parameter.dtype != noted]
 
     @property
+    def has_pending_gather(self) -> bool:
+        """Whether a gather was launched whose result no forward has used: ``FSDPParamGroup._all_gather_result``.
+
+        An explicit prefetch, ``unshard(async_op=True)``, or a step that raised leaves one.
+        """
+        return any(get(group, "_all_gather_result") is not None for group in _list_groups(self.state))
+
+    @property
     def trained_together(self) -> list[list[nn.Parameter]]:
         """The unit's trainable parameters, grouped by the buffer in which their gradients are reduced."""
         groups = [[get(param, "sharded_param") for param in group.fsdp_params] for group in _list_groups(self.state)]
@@ -135,6 +144,94 @@ class Fsdp2Unit:
             divided_by=next(filter(None, map(_read_divisor, groups)), None),
             num_ranks=max((get(group, "mesh_info").mesh.size() for group in groups), default=1),
         )
+
+
+def list_states(model: nn.Module) -> list[Any]:
+    """Lists the ``FSDPState`` of every FSDP2 module, each once, those whose modules own no parameter too."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return list({id(state): state for module in modules if (state := get(module, "_get_fsdp_state")())}.values())
+
+
+def find_open_step(states: Sequence[Any]) -> OpenStep | None:
+    """Returns the part of a training step that has begun and has not ended; None between two steps.
+
+    What a step that raised leaves: torch resets ``_training_state`` and the two trackers of ``FSDPStateContext`` at the
+    end of a forward and of a backward alone.
+    """
+    stages = {get(get(holder, "_training_state"), "name") for s in states for holder in (s, *_list_groups(s))}
+    contexts = [get(state, "_state_ctx") for state in states]
+    if stages & {"PRE_BACKWARD", "POST_BACKWARD"} or any(c.post_backward_final_callback_queued for c in contexts):
+        return "backward"
+    return "forward" if "FORWARD" in stages or any(c.iter_forward_root is not None for c in contexts) else None
+
+
+def close_step(states: Sequence[Any]) -> list[nn.Parameter]:
+    """Brings units whose step was broken off into the state between two steps; returns the parameters whose gradients
+    were discarded: those that were not reduced, which no ``zero_grad`` of an optimizer reaches.
+
+    ``FSDPModule.reset_iter_state``, which torch has from 2.13 on, does the same and leaves these gradients, so that
+    the next backward adds to them. The device must have nothing left to do.
+    """
+    discarded: list[nn.Parameter] = []
+    for state in states:
+        _return_to_idle(state)
+        getattr(state, "_modules_to_run_forward", set()).clear()
+        context, streams = get(state, "_state_ctx"), get(state, "_comm_ctx")
+        context.iter_forward_root, context.post_backward_final_callback_queued = None, False
+        get(streams, "post_forward_order").clear()
+        for name in ("all_gather_state", "reduce_scatter_state", "reduce_scatter_states", "_last_post_reduce_events"):
+            _empty(streams, name)
+        for group in _list_groups(state):
+            _return_to_idle(group)
+            get(group, "_post_forward_indices").clear()
+            for name in ("_post_reduce_event", "_all_reduce_state", "_reshard_after_forward_event"):
+                _empty(group, name)
+            is_partly_reduced = getattr(group, "_partial_reduce_output", None) is not None
+            _empty(group, "_partial_reduce_output")
+            for param in group.fsdp_params:
+                if _discard_gradient(param) or is_partly_reduced:
+                    discarded.append(get(param, "sharded_param"))
+    return discarded
+
+
+def reshard(states: Sequence[Any]) -> None:
+    """Waits for gathers that are pending, drops what they gathered, and frees what is unsharded, between two steps.
+
+    ``FSDPParamGroup._all_gather_result``: the public ``reshard()`` leaves it, and the next forward uses it.
+    """
+    for state in states:
+        for group in _list_groups(state):
+            if (result := get(group, "_all_gather_result")) is not None:
+                if isinstance(work := get(result, "all_gather_work"), dist.Work):
+                    work.wait()
+                group._all_gather_result = None
+            get(group, "reshard")()
+
+
+def _return_to_idle(holder: Any) -> None:
+    stage = get(holder, "_training_state")
+    holder._training_state = type(stage).IDLE
+
+
+def _empty(holder: Any, name: str) -> None:
+    """Empties an attribute that not every version of torch has."""
+    value = getattr(holder, name, None)
+    if isinstance(value, (list, dict)):
+        value.clear()
+    elif value is not None:
+        setattr(holder, name, None)
+
+
+def _discard_gradient(param: Any) -> bool:
+    """``FSDPParam._unsharded_param``, whose ``grad`` autograd adds to, and ``unsharded_accumulated_grad``."""
+    unsharded: torch.Tensor | None = getattr(param, "_unsharded_param", None)
+    has_gradient = unsharded is not None and unsharded.grad is not None
+    if unsharded is not None:
+        unsharded.grad = None
+    is_accumulated = get(param, "unsharded_accumulated_grad") is not None
+    if is_accumulated:
+        param.unsharded_accumulated_grad = None
+    return has_gradient or is_accumulated
 
 
 def list_unsharded_parameters(state: Any) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:

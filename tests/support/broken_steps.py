@@ -1,0 +1,124 @@
+"""Steps that raise, as a job's do that runs out of memory or finds a NaN, and what the next steps must give."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+
+from support.extraction import Tensors, tensors_of
+from support.ranks import this_device, this_rank
+
+
+class Raised(Exception):
+    """The error of a step."""
+
+
+class _RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise Raised
+
+
+@contextlib.contextmanager
+def raising(module: nn.Module, part: Literal["forward", "backward"]) -> Iterator[None]:
+    """Inside, a step raises after the module's forward, or before its backward, and the error goes no further."""
+
+    def interrupt(module: nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+        if part == "forward":
+            raise Raised
+        return _RaiseInBackward.apply(output)  # type: ignore[no-any-return]
+
+    hook = module.register_forward_hook(interrupt)
+    with contextlib.suppress(Raised):
+        yield
+        raise AssertionError("the step did not raise")
+    hook.remove()
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(torch.tanh(self.up(hidden)))
+
+
+def make_net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 6), Layer(), Layer(), nn.Linear(6, 5))
+
+
+class Job:
+    """A model with the optimizer that was made with it, as a training loop has them."""
+
+    def __init__(self, wrap: Callable[[nn.Sequential], nn.Module]) -> None:
+        net = make_net()
+        self.net = net
+        self.before = tensors_of(net)
+        self.model: Any = wrap(net)
+        self.shards = dict(self.model.named_parameters())
+        self.optimizer = torch.optim.AdamW(self.shards.values(), lr=0.05)
+        self.step()
+        self.step()
+
+    def find(self, name: str) -> nn.Module:
+        """A module of the wrapped model, whatever is wrapped around it."""
+        inner = self.net.get_submodule(name)
+        return inner.module if isinstance(inner, FullyShardedDataParallel) else inner
+
+    def compute_loss(self, seed: int = 0) -> torch.Tensor:
+        """Of this rank's batch."""
+        generator = torch.Generator().manual_seed(10 * seed + this_rank())
+        return self.model(torch.randn(4, 3, generator=generator).to(this_device())).square().sum()  # type: ignore[no-any-return]
+
+    def step(self, seed: int = 0) -> tuple[float, Tensors]:
+        """One step: the loss, and this rank's gradients."""
+        loss = self.compute_loss(seed)
+        loss.backward()
+        gradients = {name: shard.grad for name, shard in self.shards.items() if shard.grad is not None}
+        found = {n: (g.to_local() if isinstance(g, DTensor) else g).detach().clone() for n, g in gradients.items()}
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss), found
+
+    def raise_in(self, name: str, part: Literal["forward", "backward"]) -> None:
+        """A step that raises; the job drops the gradients that its optimizer knows of."""
+        with raising(self.find(name), part):
+            self.compute_loss().backward()
+        self.optimizer.zero_grad()
+
+
+def wrap_fsdp2(net: nn.Sequential, **options: Any) -> nn.Module:
+    net.to(this_device())
+    for name in ("1", "2"):
+        fully_shard(net.get_submodule(name), **options)
+    return fully_shard(net, **options)
+
+
+def wrap_fsdp1(net: nn.Sequential, **options: Any) -> nn.Module:
+    every: dict[str, Any] = {"device_id": this_device(), **options}
+    for name in ("1", "2"):
+        net[int(name)] = FullyShardedDataParallel(net[int(name)], **every)
+    return FullyShardedDataParallel(net, **every)
+
+
+def assert_same_steps(job: Job, twin: Job, count: int = 2) -> None:
+    """Both take the same steps: bit for bit the same losses and gradients, and a gradient for every shard."""
+    for seed in range(1, 1 + count):
+        (loss, found), (right_loss, right) = job.step(seed), twin.step(seed)
+        assert loss == right_loss, f"step {seed}: the loss is {loss}, not {right_loss}"
+        assert found.keys() == right.keys(), f"step {seed}: gradients of {sorted(found)}, not of {sorted(right)}"
+        wrong = [name for name in right if not torch.equal(found[name], right[name])]
+        assert not wrong, f"step {seed}: other gradients of {wrong}"
