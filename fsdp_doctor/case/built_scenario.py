@@ -40,7 +40,7 @@ class BuiltFacts:
     casts_to, reduces_in: the mixed precision. dtypes: of the parameters.
     shards_on, shown_on: device types of the parameters' shards, and those that the parameters report.
     pinned: whether the shards in host memory are pinned. moments_on: device types of the optimizer's state, without
-    its step counters. has_stepped: whether the optimizer has a state.
+    its step counters. has_stepped: whether the optimizer has a state. open_step: the part of a step that has not ended.
     model: the class of the model. backends: by device type. ranks: the number of ranks.
     """
 
@@ -57,6 +57,7 @@ class BuiltFacts:
     pinned: frozenset[bool] | None = None
     moments_on: frozenset[str] | None = None
     has_stepped: bool | None = None
+    open_step: Literal["forward", "backward", "none"] | None = None
     model: str | None = None
     is_tied: bool | None = None
     has_adapters: bool | None = None
@@ -117,6 +118,7 @@ def read_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> BuiltFacts
         pinned=frozenset(local.is_pinned() for local in on_host),
         moments_on=frozenset(moment.device.type for moment in moments),
         has_stepped=bool(state),
+        open_step=reader.find_open_step(model, contents) or "none",
         model=_name_class(plain),
         is_tied=any(len(every) > 1 for every in contents.list_all_names()),
         has_adapters=any(".lora_" in name for name in names),
@@ -128,7 +130,10 @@ def read_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> BuiltFacts
 
 
 def _list_parameters(contents: ModelContents) -> Iterator[torch.Tensor]:
-    yield from (unit.flat_parameter for unit in contents.fsdp1_units)
+    for unit in contents.fsdp1_units:
+        # While it is unsharded the flat parameter is another tensor, in the dtype of the computation.
+        flat, shard = unit.flat_parameter, unit.shard
+        yield flat if flat.shape == shard.shape else shard
     yield from (parameter.tensor for parameter in contents.parameters)
 
 
@@ -248,12 +253,13 @@ def derive_facts(scenario: Scenario, *, device: str, ranks: int) -> BuiltFacts:
         policy=frozenset({_derive_policy(scenario, device)}),
         casts_to=frozenset({torch.bfloat16 if casts else None}),
         reduces_in=frozenset({torch.float32 if casts else None}),
-        dtypes=frozenset({torch.bfloat16 if scenario.checkpoint is CheckpointFit.FP32 else torch.float32}),
+        dtypes=_derive_dtypes(scenario),
         shards_on=_derive_shard_devices(scenario, device),
         shown_on=frozenset({device}) if scenario.staging.is_staged and scenario.version == 2 else None,
         pinned=_derive_pinned(scenario, device),
         moments_on=_derive_moment_devices(scenario, device),
         has_stepped=scenario.phase.is_trained,
+        open_step=scenario.phase.raised or "none",
         model=_CLASSES[scenario.model] if built_in else None,
         is_tied=scenario.model.is_tied if built_in else None,
         has_adapters=scenario.model.has_adapters if built_in else None,
@@ -262,6 +268,13 @@ def derive_facts(scenario: Scenario, *, device: str, ranks: int) -> BuiltFacts:
         backends=_derive_backends(scenario, device),
         ranks=ranks,
     )
+
+
+def _derive_dtypes(scenario: Scenario) -> frozenset[torch.dtype] | None:
+    if scenario.version == 1 and scenario.phase.raised and (scenario.param_offload or scenario.staging.is_staged):
+        # A manual offload replaces the shard of a unit that is unsharded by what the unit computes with.
+        return None
+    return frozenset({torch.bfloat16 if scenario.checkpoint is CheckpointFit.FP32 else torch.float32})
 
 
 def _derive_units(scenario: Scenario) -> Counter[UnitKind]:

@@ -120,6 +120,7 @@ class CaseRun:
             prepare_consumer(scenario.consumer)
             trainer = kept or self._build()
             self._steps.take_reference(trainer)
+            trainer.interrupt_step()
             recorder.enter("offload")
             with recorder.measure_memory(trainer.watch, "offloaded"):
                 trainer.offload()
@@ -173,7 +174,8 @@ class CaseRun:
         outcome = SharedOutcome() if self.record.unsupported else recorder.agree(self._runtime)
         if outcome.works and recorder.unbroken and trainer:
             with recorder.record_exceptions():
-                self._train_on(trainer)
+                if self._steps.recover(trainer):
+                    self._train_on(trainer)
             outcome = recorder.agree(self._runtime)
         reusable = recorder.unbroken and not outcome.poisoned and self._steps.is_reusable()
         return trainer if reusable else None

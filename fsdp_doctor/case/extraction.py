@@ -179,6 +179,7 @@ class ExtractionSteps:
         self._runtime = runtime
         self._recorder = recorder
         self._expected: ExpectedYield | None = None
+        self._goes_on = True
         self.buffers: dict[str, torch.Tensor] = {}
 
     def build(self) -> Trainer:
@@ -201,9 +202,9 @@ class ExtractionSteps:
 
     def is_reusable(self) -> bool:
         """Whether the trainer can serve the next case after its step: a trained one can, a fresh one is no longer
-        fresh.
+        fresh, and one that could not go on after a step that raised stays as it is.
         """
-        return self._scenario.phase.is_trained
+        return self._scenario.phase.is_trained and self._goes_on
 
     def take_reference(self, trainer: Trainer) -> None:
         self._recorder.enter("reference")
@@ -245,6 +246,12 @@ class ExtractionSteps:
             owned=owned,
             measured=self._recorder.measure_memory(trainer.watch, "extracted", self._method.name),
         )
+
+    def recover(self, trainer: Trainer) -> bool:
+        """Has the job recover from the step that raised before the method; returns whether it can train on."""
+        self._recorder.enter("next step")
+        self._goes_on = trainer.recover()
+        return self._goes_on
 
     def prepare_optimizer(self, trainer: Trainer) -> None:
         """Does nothing: the optimizer is the one that trained before."""

@@ -99,9 +99,9 @@ class LoadedState:
         local = piece.held
         meta = local.is_meta
         return _Facts(
-            device=piece.shown.device,
+            device=piece.device,
             local_device=local.device,
-            dtype=piece.shown.dtype,
+            dtype=local.dtype,
             pinned=self._watches and not meta and local.device.type == "cpu" and local.is_pinned(),
             trains=piece.shown.requires_grad,
             values=None if meta or not self._watches else local.detach().to("cpu", copy=True),
@@ -157,8 +157,8 @@ class LoadedState:
             self._findings.note("wrong", difference, piece.name)
 
     def _check_place(self, piece: LocalPiece, before: _Facts) -> None:
-        if piece.shown.dtype != before.dtype:
-            self._findings.note("misplaced", f"dtype {piece.shown.dtype} where it was {before.dtype}", piece.name)
+        if piece.held.dtype != before.dtype:
+            self._findings.note("misplaced", f"dtype {piece.held.dtype} where it was {before.dtype}", piece.name)
         if away := self._explain_misplaced(piece, before):
             self._findings.note("misplaced", away, piece.name)
         if piece.shown.requires_grad != before.trains:
@@ -168,11 +168,11 @@ class LoadedState:
 
     def _explain_misplaced(self, piece: LocalPiece, before: _Facts) -> str:
         """Why the place is wrong; empty where it is as before, or where a buffer lies on the device that uses it."""
-        if piece.shown.device == self._device and not isinstance(piece.shown, nn.Parameter):
+        if piece.device == self._device and not isinstance(piece.shown, nn.Parameter):
             return ""
         device, local_device = (self._find_home(piece),) * 2 if before.on_meta else (before.device, before.local_device)
-        if piece.shown.device != device:
-            return f"on {piece.shown.device} where {device} was promised"
+        if piece.device != device:
+            return f"on {piece.device} where {device} was promised"
         if piece.held.device != local_device:
             return f"its shard on {piece.held.device} where it was on {local_device}"
         return "in pageable memory where it was pinned" if before.pinned and not piece.held.is_pinned() else ""

@@ -106,6 +106,13 @@ class LoadingSteps:
                 problems=find_optimizer_problems(trainer.model, trainer.optimizer, checkpoint.moments, options)
             )
 
+    def recover(self, trainer: Trainer) -> bool:
+        """Returns whether the job trains on: not where FSDP1's raised backward had the load refused.
+
+        After a load nothing is done for it: a model that has been loaded must be able to train.
+        """
+        return not self._recorder.record.refusal or not self._scenario.checkpoint.must_load
+
     def prepare_optimizer(self, trainer: Trainer) -> None:
         """Makes the optimizer of a model that was on the meta device, unless the method was given one."""
         if self._scenario.init.is_meta and not self._method.optimizer_first:
@@ -148,7 +155,7 @@ class LoadingSteps:
 
     def _load(self, call: Callable[[], Any], owned: bool) -> Any:
         """Runs the method. Where every rank refuses a checkpoint that does not fit, the record says so."""
-        runtime, must_fit = self._runtime, self._scenario.checkpoint.must_load
+        runtime, must_fit = self._runtime, self._scenario.must_load
         self._recorder.enter("load")
         allocated = runtime.read_allocated_bytes() if self._watches_state and owned else None
         runtime.reset_peak()

@@ -25,14 +25,15 @@ class LocalPiece:
     """This rank's part of one tensor.
 
     names: all of a tied parameter; one of a moment, ``<parameter>.<state>``.
-    shown: the tensor that the model or the optimizer has. held: this rank's part in its present memory, which can be
-    written.
+    shown: the sharded tensor that the model or the optimizer has; FSDP1's may be unsharded. device: the one that it
+    reports, or reported before it was unsharded. held: this rank's part in its present memory, which can be written.
     copies: the other tensors from which FSDP1 may take this part, in a forward, a state dict or a reshard.
     expected: on the host, flat or of the part's shape; None where the unsharded tensors have none of these names.
     """
 
     names: tuple[str, ...]
     shown: torch.Tensor
+    device: torch.device
     held: torch.Tensor
     expected: torch.Tensor | None
     copies: tuple[torch.Tensor, ...] = ()
@@ -102,7 +103,8 @@ def _make_tensor_piece(tensor: ModelTensor, full: Full) -> LocalPiece:
     whole = next((full[name] for name in tensor.names if name in full), None)
     return LocalPiece(
         names=tensor.names,
-        shown=tensor.shown,
+        shown=tensor.tensor,
+        device=tensor.tensor.device,
         held=private.read_local_tensor(tensor.tensor).detach(),
         expected=cut_part(tensor.placed, whole) if whole is not None else None,
     )
@@ -151,6 +153,7 @@ def _list_unit_pieces(contents: ModelContents, full: Full) -> Iterator[LocalPiec
             yield LocalPiece(
                 names=place.names,
                 shown=unit.flat_parameter,
+                device=(unit.flat_parameter if len(shards) > 1 else part).device,
                 held=part,
                 copies=tuple(copies),
                 expected=place.cut_part(whole) if whole is not None else None,
@@ -163,14 +166,15 @@ def _read_state_in_unit(
     """The parameter's stretch of the flat parameter's state, or the whole state of the original parameter."""
     unit = place.unit
     if not len(place.mine):
-        return LocalPiece(names=(name,), shown=full, held=full.new_empty(0), expected=None)
+        return LocalPiece(names=(name,), shown=full, device=full.device, held=full.new_empty(0), expected=None)
     parameter = unit.originals[place.index] if unit.keeps_originals else unit.flat_parameter
     state = optimizer.state.get(parameter, {}).get(name.rpartition(".")[2])
     if state is None or state.ndim == 0 or full.ndim == 0:
         return _make_piece(name, state, full, full)
     begin = 0 if unit.keeps_originals else place.begin
     held = state.detach().reshape(-1)[begin : begin + len(place.mine)]
-    return LocalPiece(names=(name,), shown=state, held=held, expected=place.cut_part(full))
+    expected = place.cut_part(full)
+    return LocalPiece(names=(name,), shown=state, device=state.device, held=held, expected=expected)
 
 
 def _make_piece(name: str, state: torch.Tensor | None, full: torch.Tensor, placed: torch.Tensor) -> LocalPiece | None:
@@ -178,4 +182,5 @@ def _make_piece(name: str, state: torch.Tensor | None, full: torch.Tensor, place
     if state is None:
         return None
     held = private.read_local_tensor(state).detach()
-    return LocalPiece(names=(name,), shown=state, held=held, expected=cut_part(placed, full) if state.ndim else full)
+    expected = cut_part(placed, full) if state.ndim else full
+    return LocalPiece(names=(name,), shown=state, device=state.device, held=held, expected=expected)

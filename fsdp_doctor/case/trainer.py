@@ -1,17 +1,19 @@
 """A small trainer that builds, shards, trains, offloads and stages a model as verl does.
 
-A scenario lives through verl's cycle: a training step; the manual offload, if there is one; staging, if there is one;
-the method under test; the manual offload again; load; the next training step.
+A scenario lives through verl's cycle: a training step; one that raises, the manual offload and staging, if there are
+any; the method under test; the manual offload again; load; the next training step.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from typing_extensions import assert_never
 
@@ -54,6 +56,10 @@ def compute_dtype(precision: Precision) -> torch.dtype | None:
 
 class Unsupported(Exception):
     """The scenario cannot be built here; the message says why, for the user."""
+
+
+class StepRaised(Exception):
+    """The error of a step that the trainer has raise."""
 
 
 class Trainer:
@@ -108,16 +114,67 @@ class Trainer:
 
     def step(self) -> None:
         """Forward, backward, AdamW: parameters and optimizer state must be loaded."""
-        size = (self.runtime.training.batch, self.runtime.training.sequence)
-        tokens = torch.randint(self._tokens.start, self._tokens.stop, size, generator=self._generator)
-        tokens = tokens.to(self.runtime.device)
-        loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss = self._compute_loss()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.num_steps += 1
         if not bool(torch.isfinite(loss)):
             raise FloatingPointError(f"the loss of training step {self.num_steps} is {float(loss)}")
+
+    def _compute_loss(self) -> torch.Tensor:
+        """Runs the forward of the next batch."""
+        size = (self.runtime.training.batch, self.runtime.training.sequence)
+        tokens = torch.randint(self._tokens.start, self._tokens.stop, size, generator=self._generator)
+        tokens = tokens.to(self.runtime.device)
+        return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss  # type: ignore[no-any-return]
+
+    def interrupt_step(self) -> None:
+        """Runs the step that raises before the method, where the scenario has one, and catches the error as a job does.
+
+        It takes no batch: the next step has the batch that it would have had without it.
+        """
+        raised = self.scenario.phase.raised
+        if raised is None:
+            return
+        # The head comes last; this one is in the last layer, or in the adapter of its last projection.
+        layer = [module for module in self.model.modules() if isinstance(module, nn.Linear)][-2]
+
+        def fail(*_: Any) -> None:
+            raise StepRaised
+
+        def fail_in_backward(module: nn.Module, arguments: Any, output: torch.Tensor) -> None:
+            output.register_hook(fail)
+
+        position = self.read_data_position()
+        hook = layer.register_forward_hook(fail if raised == "forward" else fail_in_backward)
+        with contextlib.suppress(StepRaised):
+            self.step()
+            raise AssertionError(f"a step whose {raised} raises came to its end")
+        hook.remove()
+        self.optimizer.zero_grad()
+        self.seek(position)
+
+    def recover(self) -> bool:
+        """Does what a job can do by torch's own means for the next step to be right; returns whether it can be.
+
+        FSDP2: ``reset_iter_state``, which torch has from 2.13 on. FSDP1: a step whose gradients are dropped.
+        """
+        raised = self.scenario.phase.raised
+        if raised is None:
+            return True
+        if isinstance(self.model, FSDPModule) and hasattr(self.model, "reset_iter_state"):
+            self.model.zero_grad()
+            self.model.reset_iter_state()
+            return True
+        if raised == "backward":
+            return False
+        if isinstance(self.model, FullyShardedDataParallel):
+            position = self.read_data_position()
+            self._compute_loss().backward()
+            self.optimizer.zero_grad()
+            self.seek(position)
+        return True
 
     def offload(self) -> None:
         """The framework's manual offload, where the scenario has one."""

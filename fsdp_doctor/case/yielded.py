@@ -382,7 +382,7 @@ _FORM_IN_WORDS: dict[PromisedForm, str] = {
 def read_parameter_devices(model: nn.Module) -> dict[str, torch.device]:
     """The device that each parameter, flat parameter and buffer reports, under its unwrapped name."""
     contents = reader.read(model)
-    devices = {name: tensor.shown.device for tensor in contents.list_tensors() for name in tensor.names}
+    devices = {name: tensor.tensor.device for tensor in contents.list_tensors() for name in tensor.names}
     for unit in contents.fsdp1_units:
         devices[unit.flat_name] = unit.flat_parameter.device
         devices |= {name: shown.device for name, shown in unit.shown.items()}

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_doctor.fsdp import private
-from fsdp_doctor.fsdp.private import fsdp2
+from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.reader import Fsdp1Unit, Fsdp2Unit, ModelContents, ModelTensor
 from fsdp_doctor.names.hub_names import HubNamesUnknown, list_shapes, revert_names
 from fsdp_doctor.names.views import NamesError
@@ -182,15 +181,8 @@ def read_facts(model: nn.Module, contents: ModelContents, optimizer: torch.optim
         names=_read_names(model, contents),
         compute_device=compute_device,
         stream_idle=_is_stream_idle(compute_device) if num_copied else None,
-        open_step=_find_open_step(model, contents),
+        open_step=None if private.find_running_step(list(model.modules())) else reader.find_open_step(model, contents),
     )
-
-
-def _find_open_step(model: nn.Module, contents: ModelContents) -> private.OpenStep | None:
-    found = {unit.open_step for unit in contents.fsdp1_units} | {fsdp2.find_open_step(fsdp2.list_states(model))}
-    if found == {None} or private.find_running_step(list(model.modules())):
-        return None
-    return "backward" if "backward" in found else "forward"
 
 
 def _read_names(model: nn.Module, contents: ModelContents) -> NameFacts:

@@ -265,6 +265,16 @@ def find_in_gradients(model: nn.Module, contents: ModelContents) -> Iterator[Fin
 
 
 def find_in_step(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
+    if lost := tuple(contents.lost_shards):
+        yield Finding(
+            kind="shard-lost",
+            severity="bad",
+            sentence="Moved while unsharded, as a manual offload does after a step that raised; the shards are lost: "
+            f"{join_few(lost, 'flat parameter')}.",
+            names=lost,
+            entry="fsdp1-offload-replaces-unsharded-shards",
+            remedy="build and wrap the model again, and load a checkpoint.",
+        )
     is_fsdp2 = bool(contents.fsdp2_units)
     match facts.open_step:
         case "backward" if is_fsdp2:

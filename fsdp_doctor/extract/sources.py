@@ -151,10 +151,12 @@ class OutputDtypes:
 def list_sources(contents: ModelContents) -> list[Source]:
     """Every parameter and persistent buffer, each once, in the order of the model; FSDP1's units come first.
 
-    Raises RuntimeError for a parameter that is only a piece of another unit's flat parameter.
+    Raises RuntimeError for a parameter that is only a piece of another unit's flat parameter, and for a lost shard.
     """
     if contents.stray_pieces:
         raise RuntimeError(contents.stray_sentence)
+    if contents.lost_shards:
+        raise RuntimeError(contents.lost_sentence)
     groups = _ShardGroups()
     units = [source for place, unit in enumerate(contents.fsdp1_units) for source in _make_unit_sources(place, unit)]
     return [

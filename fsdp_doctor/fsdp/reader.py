@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_doctor.errors import join_some
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.names import unwrap_name
-from fsdp_doctor.fsdp.private import fsdp1
+from fsdp_doctor.fsdp.private import fsdp1, fsdp2
 from fsdp_doctor.fsdp.private.fsdp1 import FlatSlice as FlatSlice, Fsdp1Unit as Fsdp1Unit
 from fsdp_doctor.fsdp.private.fsdp2 import Fsdp2Unit as Fsdp2Unit, list_unsharded_parameters
 
@@ -72,6 +72,19 @@ class ModelContents:
         yield from self.parameters
         yield from self.buffers
 
+    @property
+    def lost_shards(self) -> list[str]:
+        """The names of FSDP1 units that have lost their shards."""
+        return [unit.flat_name for unit in self.fsdp1_units if unit.has_lost_shard]
+
+    @property
+    def lost_sentence(self) -> str:
+        """Why the model can be neither extracted nor loaded, where it has lost shards."""
+        return (
+            f"{join_some(self.lost_shards)} was moved while it was unsharded, as a manual offload does after a step "
+            "that raised: the shard is lost. Build and wrap the model again, and load a checkpoint"
+        )
+
     def list_unused(self, *, but_followed: bool = False) -> list[str]:
         """The names of what FSDP2 modules have as parameters and will not compute with at their next forward.
 
@@ -120,6 +133,12 @@ def read(model: nn.Module) -> ModelContents:
         buffers=_read_buffers(modules, fsdp2_units, persistent=True),
         transient_buffers=_read_buffers(modules, fsdp2_units, persistent=False),
     )
+
+
+def find_open_step(model: nn.Module, contents: ModelContents) -> private.OpenStep | None:
+    """Returns the part of a training step that has begun and has not ended, as a step that raised leaves it."""
+    found = {unit.open_step for unit in contents.fsdp1_units} | {fsdp2.find_open_step(fsdp2.list_states(model))}
+    return "backward" if "backward" in found else "forward" if "forward" in found else None
 
 
 def find_innermost(model: nn.Module) -> nn.Module:

@@ -88,6 +88,8 @@ def find_place(contents: ModelContents) -> ModelPlace:
         raise LoadError("the model is not sharded: load it with model.load_state_dict, or shard it first")
     if contents.stray_pieces:
         raise LoadError(contents.stray_sentence)
+    if contents.lost_shards:
+        raise LoadError(contents.lost_sentence)
     if not dist.is_initialized():
         raise LoadError("the model is sharded, and torch.distributed is not initialized, or not any more")
     ranks = list_ranks(contents)

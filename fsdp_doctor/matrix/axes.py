@@ -225,18 +225,27 @@ class Dims(AxisValue):
 
 
 class Phase(AxisValue):
-    """Whether the model has been trained before the method is called."""
+    """Where in a training run the method is called."""
 
     TRAINED = "trained", "after forward, backward and optimizer step"
     FRESH = "fresh", "before the first forward"
+    AFTER_RAISED_FORWARD = "after-raised-forward", "after a further step whose forward raised, as a job catches it"
+    AFTER_RAISED_BACKWARD = "after-raised-backward", "after a further step whose backward raised, as a job catches it"
 
     @property
     def is_trained(self) -> bool:
+        return self is not Phase.FRESH
+
+    @property
+    def raised(self) -> Literal["forward", "backward"] | None:
+        """The part of a step that raised before the method is called, and was not ended."""
         match self:
-            case Phase.TRAINED:
-                return True
-            case Phase.FRESH:
-                return False
+            case Phase.AFTER_RAISED_FORWARD:
+                return "forward"
+            case Phase.AFTER_RAISED_BACKWARD:
+                return "backward"
+            case Phase.TRAINED | Phase.FRESH:
+                return None
             case _:
                 assert_never(self)
 

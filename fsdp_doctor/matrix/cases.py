@@ -114,6 +114,14 @@ class Scenario:
         return self.init.is_meta or self.checkpoint is not CheckpointFit.EXACT
 
     @property
+    def must_load(self) -> bool:
+        """Whether a load has to succeed; else every rank may refuse it before anything is changed.
+
+        FSDP1 has no way back from a backward that raised, to which no loader of weights can do anything.
+        """
+        return self.checkpoint.must_load and not (self.version == 1 and self.phase.raised == "backward")
+
+    @property
     def contradiction(self) -> str:
         """Why no model can be on all these points at once; empty if one can."""
         if not self.pinning.is_pinned and not (self.policy and self.version == 2):
@@ -164,9 +172,10 @@ class Case:
         return f"{self.scenario.id}/{self.method}"
 
     @property
-    def with_exact_checkpoint(self) -> Case:
-        """The same case with the exact checkpoint, one that fits the model."""
-        return Case(self.scenario.change(checkpoint=AXIS["checkpoint"].default), self.method)
+    def that_must_load(self) -> Case:
+        """The same case where it has to load: with the exact checkpoint, into a model whose backward did not raise."""
+        exact = self.scenario.change(checkpoint=AXIS["checkpoint"].default)
+        return Case(exact if exact.must_load else exact.change(phase="fresh"), self.method)
 
 
 AnyScenario: TypeAlias = Scenario | FrameworkScenario

@@ -36,6 +36,7 @@ _DISTINCT_OFFLOADS = ("none", *_MANUAL, "policy")
 _EACH_KIND = ("none", "param", "policy")
 _FSDP2, _FSDP1, _BOTH, _ALL = ("fsdp2",), ("fsdp1",), ("fsdp2", "fsdp1"), ("fsdp2", "fsdp1", "fsdp1-orig")
 _UNSTAGED, _STAGED = ("unstaged",), ("staged",)
+_RAISED = ("after-raised-forward", "after-raised-backward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,7 @@ _DEFAULT_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         _vary_extraction(_BOTH, _POLICY, _STAGED, precision="fp32-compute"),
         _vary_extraction(_FSDP2, _POLICY, _UNSTAGED, context="inference"),
         _vary_extraction(_FSDP1, _NONE, _UNSTAGED, context="inference"),
+        *(_vary_extraction(_BOTH, _NONE, _UNSTAGED, phase=raised) for raised in _RAISED),
         _vary_extraction(_FSDP2, _NONE, _UNSTAGED, consumer="packed"),
         _vary_extraction(_FSDP2, _NONE, _UNSTAGED, consumer="step-in-flight"),
         _vary_extraction(_FSDP2, _POLICY, _UNSTAGED, consumer="keeps-views"),
@@ -89,6 +91,7 @@ _DEFAULT_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         _vary_load(_FSDP1, _NONE, _UNSTAGED, precision="fp32-compute"),
         _vary_load(_FSDP1, _POLICY, _STAGED, precision="fp32-compute"),
         _vary_load(_BOTH, context="inference"),
+        *(_vary_load(_BOTH, phase=raised) for raised in _RAISED),
         _vary_load(_FSDP2, ("none", "policy"), init="meta"),
         _vary_load(_BOTH, checkpoint="bf16"),
         _vary_load(_BOTH, checkpoint="fp32"),
@@ -111,6 +114,8 @@ _FULL_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
     "out": (
         _vary_extraction(("fsdp1-orig",)),
         _vary_extraction(phase="fresh"),
+        *(_vary_extraction(_ALL, ("none", "policy"), _UNSTAGED, phase=raised) for raised in _RAISED),
+        *(_vary_extraction(_BOTH, _NONE, _STAGED, phase=raised) for raised in _RAISED),
         _vary_extraction(backend="device-only"),
         _vary_extraction(_FSDP2, _POLICY, pinning="unpinned"),
         _vary_extraction(_FSDP2, _POLICY, pinning="unpinned", phase="fresh"),
@@ -140,6 +145,8 @@ _FULL_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
     "in": (
         _vary_load(("fsdp1-orig",), _DISTINCT_OFFLOADS, ("unstaged", "staged")),
         _vary_load(_ALL, _DISTINCT_OFFLOADS, phase="trained"),
+        *(_vary_load(_ALL, ("none", "policy"), phase=raised) for raised in _RAISED),
+        *(_vary_load(_BOTH, _NONE, _STAGED, phase=raised) for raised in _RAISED),
         _vary_load(_ALL, _EACH_KIND, backend="device-only"),
         _vary_load(_FSDP2, _POLICY, pinning="unpinned"),
         _vary_load(_ALL, _PARAM, transfer="nonblocking"),

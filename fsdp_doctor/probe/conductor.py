@@ -138,10 +138,10 @@ def run_cases(
         yield result
 
 
-def add_exact_checkpoints(cases: Sequence[AnyCase]) -> tuple[AnyCase, ...]:
-    """Returns the cases, followed by the cases with the exact checkpoint, by which refusals are judged."""
-    misfits = (case for case in cases if isinstance(case, Case) and not case.scenario.checkpoint.must_load)
-    return tuple(dict.fromkeys([*cases, *(case.with_exact_checkpoint for case in misfits)]))
+def add_cases_that_must_load(cases: Sequence[AnyCase]) -> tuple[AnyCase, ...]:
+    """Returns the cases, followed by those that must load, by which refusals are judged."""
+    misfits = (case for case in cases if isinstance(case, Case) and not case.scenario.must_load)
+    return tuple(dict.fromkeys([*cases, *(case.that_must_load for case in misfits)]))
 
 
 class _Examiner:
@@ -161,7 +161,7 @@ class _Examiner:
         case = self._cases[number]
         verdict, reports = self._run(number)
         if isinstance(case, Case) and verdict.kind == "refused":
-            exact = case.with_exact_checkpoint
+            exact = case.that_must_load
             if exact not in self._verdicts:
                 self.examine(self._cases.index(exact))
             verdict = judge_refusal(verdict, self._verdicts[exact], self._world_size)

@@ -162,7 +162,7 @@ def _needs_comparison(case: Case, method: MatrixMethod, expectation: Expectation
 def _needs_other_ranks(case: Case, expectation: Expectation) -> bool:
     """Whether an exception on every rank is a refusal, and so another end than an exception on some ranks."""
     crash = expectation.kind == "crash" and not expectation.by_every_rank
-    return not case.scenario.checkpoint.must_load and (crash or expectation.kind in ("ok", "refused"))
+    return not case.scenario.must_load and (crash or expectation.kind in ("ok", "refused"))
 
 
 def _format_literal(pattern: str) -> str:

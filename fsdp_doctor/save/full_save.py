@@ -140,7 +140,7 @@ def save_full_tensors(
         agreement.proceed()
         if place.is_first:
             marker = _make_marker(saving, plan, place.ranks, step)
-            _write_config(model, dtype, saving.partial)
+            _write_config(model, plan, saving.partial)
             last = [MARKER]
             if len(plan.files) > 1:
                 saving.add(_INDEX, make_index(plan.files))
@@ -225,13 +225,18 @@ def _make_marker(saving: SaveDirectory, plan: _Plan, ranks: Sequence[int], step:
     return Marker("fsdp-doctor save", 1, uuid.uuid4().hex, len(ranks), files, step)
 
 
-def _write_config(model: nn.Module, dtype: torch.dtype | None, directory: pathlib.Path) -> None:
-    """What ``from_pretrained`` needs beside the weights, of a model of transformers."""
+def _write_config(model: nn.Module, plan: _Plan, directory: pathlib.Path) -> None:
+    """Writes what ``from_pretrained`` needs beside the weights, of a model of transformers.
+
+    The dtype is that of the files: what the modules show may be in another, or nothing, after a step that raised.
+    """
     if (pretrained := find_pretrained(model)) is None:
         return
     config = copy.copy(pretrained.config)
     config.architectures = [find_original_class(pretrained).__name__]
-    config.dtype = name_dtype(dtype or pretrained.dtype)
+    floating = (tensor.dtype for tensor in plan.tensors.values() if tensor.dtype.is_floating_point)
+    if (dtype := next(floating, None)) is not None:
+        config.dtype = name_dtype(dtype)
     config.save_pretrained(directory)
     if pretrained.can_generate() and pretrained.generation_config is not None:
         pretrained.generation_config.save_pretrained(directory)

@@ -84,6 +84,14 @@ class Fsdp1Unit:
         return shards, parts
 
     @property
+    def has_lost_shard(self) -> bool:
+        """Whether what it has as its shard is of another length than a shard of it: ``FlatParameter._sharded_size``.
+
+        A manual offload makes the flat parameter the local shard, and while the unit is unsharded that is the whole.
+        """
+        return self.is_sharded and self.shard.numel() != get(self.flat_parameter, "_sharded_size").numel()
+
+    @property
     def is_recast(self) -> bool:
         """Whether it was cast after lazy initialization, which left its local shard in the dtype of before."""
         return len({memory.dtype for memory in self.memories}) > 1
