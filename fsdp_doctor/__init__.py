@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         fingerprint_variants,
         unchanged,
     )
+    from fsdp_doctor.fsdp.forms import UnreadableTensors
     from fsdp_doctor.load import LoadError, LoadReport, load_full_tensors, load_optimizer_state
     from fsdp_doctor.matrix.contracts import promises
     from fsdp_doctor.names import NamesError, TensorView, read_hub_view
@@ -73,6 +74,7 @@ _PUBLIC_NAMES = {
     "fingerprints": "FingerprintDifference FingerprintError FingerprintSums FingerprintVariant Fingerprints "
     "RepeatedFingerprint RepeatedFingerprintOfTensors TensorFingerprint TensorPart WeightsChanged combine_fingerprints "
     "compare_fingerprints fingerprint fingerprint_checkpoint fingerprint_tensors fingerprint_variants unchanged",
+    "fsdp.forms": "UnreadableTensors",
     "load": "LoadError LoadReport load_full_tensors load_optimizer_state",
     "matrix.contracts": "promises",
     "names": "NamesError TensorView read_hub_view",
@@ -101,6 +103,7 @@ __all__ = [
     "TensorFingerprint",
     "TensorPart",
     "TensorView",
+    "UnreadableTensors",
     "WeightInfo",
     "WeightsChanged",
     "__version__",

@@ -51,6 +51,23 @@ def find_after_load(
         )
 
 
+def find_unreadable(contents: ModelContents) -> Iterator[Finding]:
+    """Training may be all right with them: a QLoRA model has them on purpose."""
+    names_of: dict[str, list[str]] = {}
+    for name, form in contents.find_unreadable().items():
+        names_of.setdefault(form, []).append(name)
+    for form, names in names_of.items():
+        yield Finding(
+            kind="unreadable",
+            severity="hazard",
+            sentence=f"With memory that is not their values ({form}): {join_few(names, 'tensor')}; what gathers, "
+            "casts, saves or loads them by their bytes has no weights, as torch's full state dict.",
+            names=tuple(names),
+            remedy='full_tensors(model, lora="adapter") for the adapters; dequantize before the model is sharded for '
+            "the weights.",
+        )
+
+
 def _check_meta(facts: Facts) -> Iterator[Finding]:
     """A load that copies in place writes nothing to meta, and no load brings a buffer that no state dict has."""
     parameters = tuple(row.name for row in facts.parameters if row.state.device.type == "meta" and not row.tied_to)

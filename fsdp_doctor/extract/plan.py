@@ -37,6 +37,7 @@ from fsdp_doctor.extract.sources import (
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.fsdp.decorators import defer_garbage_collection
 from fsdp_doctor.fsdp.expert_groups import ExpertMeshes, Experts, list_expert_meshes, place_experts
+from fsdp_doctor.fsdp.forms import refuse
 from fsdp_doctor.fsdp.snapshot import Snapshot
 from fsdp_doctor.names.hub_names import NameChoice, Names, check_names, choose_names
 from fsdp_doctor.names.views import NamesError, TensorView
@@ -144,6 +145,8 @@ class _KeptPlan:
                 "after the first forward. Copy values into the parameter that FSDP2 has instead of replacing it "
                 "or its memory"
             )
+        # Adapters alone can be had of a model whose weights are codes.
+        refuse(contents.find_unreadable(but_strided=arguments.lora == "adapter"))
         peft_modules = adapters.find_adapter_modules(reader.find_innermost(model))
         self._snapshot = Snapshot(model, contents)
         self._peft_modules = [(prefix, weakref.ref(module)) for prefix, module in peft_modules]
@@ -199,6 +202,7 @@ def _make_plan(
     everything = list_sources(contents)
     check_shards(everything, shards)
     sources, merged = adapters.select(layers, everything, arguments.lora)
+    refuse({spec.names[0]: spec.form for source in sources for spec in list_specs(source) if spec.form})
     dtypes = OutputDtypes(arguments.dtype, arguments.keep_dtype)
     dtypes.check(sources)
     device = _choose_device(arguments.device, compute_device(contents, everything), bool(list_shard_groups(everything)))

@@ -5,8 +5,9 @@ Only attributes are read, in any state of the model: nothing is copied or commun
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_doctor.errors import join_some
 from fsdp_doctor.fsdp import private
+from fsdp_doctor.fsdp.forms import CodeFinder, describe_form, has_strides
 from fsdp_doctor.fsdp.names import unwrap_name
 from fsdp_doctor.fsdp.private import fsdp1
 from fsdp_doctor.fsdp.private.fsdp1 import FlatSlice as FlatSlice, Fsdp1Unit as Fsdp1Unit
@@ -28,6 +30,7 @@ class ModelTensor:
     names: as in the model before it was wrapped, in the order of its modules; several for a tied one.
     tensor: of a parameter that FSDP2 shows unsharded now, the sharded one; shown: what the modules have now.
     unit: the innermost FSDP2 module around it, None outside of any.
+    form: what it is if its memory is not its values, see ``forms``; empty for others.
     placed: what has its global shape, mesh and placements: ``tensor``; or of experts that were divided before FSDP
     sharded them, a DTensor without elements, of which ``tensor`` is a part, see ``expert_groups``.
     """
@@ -36,6 +39,7 @@ class ModelTensor:
     tensor: torch.Tensor
     shown: torch.Tensor
     unit: Fsdp2Unit | None
+    form: str = ""
     placed: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,6 +75,29 @@ class ModelContents:
         """The parameters and buffers of a state dict, without those in FSDP1 units."""
         yield from self.parameters
         yield from self.buffers
+
+    def find_unreadable(self, *, but_strided: bool = False) -> dict[str, str]:
+        """What each tensor of a state dict is whose memory is not its values, by its first name.
+
+        but_strided: without those that can be left alone in a call for others, because their layout can be read.
+        """
+        tensors = [tensor for tensor in self.list_tensors() if tensor.form]
+        forms = {t.names[0]: t.form for t in tensors if not (but_strided and has_strides(t.tensor))}
+        in_units = [] if but_strided else [unit.forms.items() for unit in self.fsdp1_units]
+        return forms | dict(itertools.chain.from_iterable(in_units))
+
+    def drop_without_strides(self) -> ModelContents:
+        """Returns the contents without tensors of which not even shape and strides can be read."""
+
+        def keep(tensors: tuple[ModelTensor, ...]) -> tuple[ModelTensor, ...]:
+            return tuple(tensor for tensor in tensors if not tensor.form or has_strides(tensor.tensor))
+
+        return replace(
+            self,
+            parameters=keep(self.parameters),
+            buffers=keep(self.buffers),
+            transient_buffers=keep(self.transient_buffers),
+        )
 
     def list_unused(self, *, but_followed: bool = False) -> list[str]:
         """The names of what FSDP2 modules have as parameters and will not compute with at their next forward.
@@ -109,16 +136,17 @@ def read(model: nn.Module) -> ModelContents:
         for state in states.values()
         for shown, known_parameter in list_unsharded_parameters(state)
     }
-    fsdp1_units = _read_fsdp1_units(modules)
-    parameters = _read_parameters(modules, fsdp1_units, fsdp2_units, sharded)
+    codes = CodeFinder(modules)
+    fsdp1_units = _read_fsdp1_units(modules, codes)
+    parameters = _read_parameters(modules, fsdp1_units, fsdp2_units, sharded, codes)
     stray = [p for p in parameters if fsdp1.is_flattened(p.tensor)] if fsdp1_units else []
     return ModelContents(
         fsdp1_units=fsdp1_units,
         fsdp2_units=tuple(fsdp2_units.values()),
         parameters=parameters,
         stray_pieces=tuple(name for parameter in stray for name in parameter.names),
-        buffers=_read_buffers(modules, fsdp2_units, persistent=True),
-        transient_buffers=_read_buffers(modules, fsdp2_units, persistent=False),
+        buffers=_read_buffers(modules, fsdp2_units, codes, persistent=True),
+        transient_buffers=_read_buffers(modules, fsdp2_units, codes, persistent=False),
     )
 
 
@@ -133,8 +161,9 @@ def find_innermost(model: nn.Module) -> nn.Module:
             return model
 
 
-def _read_fsdp1_units(modules: list[private.ModuleTensors]) -> tuple[Fsdp1Unit, ...]:
+def _read_fsdp1_units(modules: list[private.ModuleTensors], codes: CodeFinder) -> tuple[Fsdp1Unit, ...]:
     """Each once, under its module's first name."""
+    owners = {id(module_tensors.module): module_tensors for module_tensors in modules}
     prefixes: dict[int, list[str]] = {}
     for module_tensors in modules:
         prefixes.setdefault(id(module_tensors.module), []).append(module_tensors.prefix)
@@ -142,12 +171,15 @@ def _read_fsdp1_units(modules: list[private.ModuleTensors]) -> tuple[Fsdp1Unit, 
     for module_tensors in modules:
         handle = fsdp1.find_flat_handle(module_tensors.module)
         if handle is not None and id(handle) not in units:
-            names = tuple(
-                _list_names(places, module_tensors.prefix, prefixes) for places in fsdp1.list_flat_names(handle)
-            )
-            units[id(handle)] = Fsdp1Unit(
+            places = fsdp1.list_flat_names(handle)
+            names = tuple(_list_names(of_one, module_tensors.prefix, prefixes) for of_one in places)
+            unit = units[id(handle)] = Fsdp1Unit(
                 prefix=module_tensors.prefix, names=names, shown={}, module=module_tensors.module, _handle=handle
             )
+            for (first, *_), its_names, shape in zip(places, names, unit.shapes, strict=True):
+                owner = owners.get(id(first.module))
+                if owner and (form := codes.describe(owner, first.name, unit.flat_parameter, shape)):
+                    unit.forms[its_names[0]] = form
     return tuple(units.values())
 
 
@@ -172,6 +204,7 @@ def _read_parameters(
     fsdp1_units: tuple[Fsdp1Unit, ...],
     fsdp2_units: dict[int, Fsdp2Unit],
     sharded: dict[int, nn.Parameter],
+    codes: CodeFinder,
 ) -> tuple[ModelTensor, ...]:
     """Those that are in no FSDP1 unit; the others that modules have now are added to their units' ``shown``."""
     unit_of = {name: unit for unit in fsdp1_units for names in unit.names for name in names}
@@ -188,18 +221,22 @@ def _read_parameters(
             elif unit_of and name in unit_of:
                 unit_of[name].shown[name] = shown
             elif not unit_of or not fsdp1.is_flat_parameter(tensor):
-                parameters[id(tensor)] = ModelTensor((name,), tensor, shown, unit)
+                form = describe_form(private.read_local_tensor(tensor)) or codes.describe(module_tensors, key, tensor)
+                parameters[id(tensor)] = ModelTensor((name,), tensor, shown, unit, form)
     return tuple(parameters.values())
 
 
 def _read_buffers(
-    modules: list[private.ModuleTensors], fsdp2_units: dict[int, Fsdp2Unit], *, persistent: bool
+    modules: list[private.ModuleTensors], fsdp2_units: dict[int, Fsdp2Unit], codes: CodeFinder, *, persistent: bool
 ) -> tuple[ModelTensor, ...]:
     buffers: dict[int, ModelTensor] = {}
     for module_tensors in modules:
         for key, buffer in module_tensors.buffers.items():
             if buffer is not None and (key not in module_tensors.non_persistent) == persistent:
-                unit = fsdp2_units.get(id(module_tensors.fsdp2_state))
-                model_tensor = buffers.setdefault(id(buffer), ModelTensor((), buffer, buffer, unit))
-                model_tensor.names += (module_tensors.prefix + key,)
+                if id(buffer) not in buffers:
+                    unit = fsdp2_units.get(id(module_tensors.fsdp2_state))
+                    form = describe_form(private.read_local_tensor(buffer))
+                    form = form or codes.describe(module_tensors, key, buffer)
+                    buffers[id(buffer)] = ModelTensor((), buffer, buffer, unit, form)
+                buffers[id(buffer)].names += (module_tensors.prefix + key,)
     return tuple(buffers.values())

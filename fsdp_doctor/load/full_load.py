@@ -28,6 +28,7 @@ from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.fsdp.decorators import disable_autograd, keep_present_modes
 from fsdp_doctor.fsdp.expert_groups import Experts, list_expert_meshes, place_experts
+from fsdp_doctor.fsdp.forms import refuse
 from fsdp_doctor.fsdp.reader import ModelContents
 from fsdp_doctor.load.agreement import Holders, LoadAgreement, announce_early_errors
 from fsdp_doctor.load.from_first_rank import FromFirstRank
@@ -108,7 +109,8 @@ def load_full_tensors(
     128 tensors at most). The items of an iterator are checked as they come, and whether a file was written to or
     replaced meanwhile at the end: then the error says how many tensors had been written. On a rank where something else
     is raised (OSError, what an iterator raises) it stays what it is, and the others raise LoadError. Raises TypeError,
-    ValueError for arguments that make no sense.
+    ValueError for arguments that make no sense, and UnreadableTensors for a model with tensors whose memory is not
+    their values, unless the load is not strict and the source has none of them.
     """
     with contextlib.ExitStack() as stack:
         if isinstance(source, Generator):
@@ -148,6 +150,8 @@ def _load(
         check_arguments(model, bucket_bytes)
         check_names(names)
         contents = place_experts(reader.read(model), list_expert_meshes(experts))
+        # A load that is not strict may leave them as they are.
+        refuse(contents.find_unreadable(but_strided=not strict))
         place = find_place(contents)
     agreement = LoadAgreement(place.ranks)
     with agreement.announce_errors(), contextlib.ExitStack() as stack:
@@ -160,8 +164,14 @@ def _load(
         holders, word = agreement.begin(opened, lines, compare_groups(contents, place), source_names.word)
         source_names.follow(word)
         parts = source_names.divide(targets)
-        conflicts = source_names.rename(agreement.conflicts)
-        matching = Matching(parts, strict=strict, dtype=dtype, holders=holders, conflicts=conflicts)
+        matching = Matching(
+            parts,
+            strict=strict,
+            dtype=dtype,
+            holders=holders,
+            conflicts=source_names.rename(agreement.conflicts),
+            unreadable=source_names.rename(contents.find_unreadable()),
+        )
 
         def prepare_model() -> None:
             settle(model, contents, place.device)

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp_doctor.fsdp.forms import describe_unless_dense
 from fsdp_doctor.load.outcome import LoadError
 from fsdp_doctor.load.safetensors_files import FileTensor, SafetensorsFile, open_files
 
@@ -111,20 +112,3 @@ def check_value(name: Any, value: Any) -> None:
         raise LoadError(f"{name} is a DTensor, not a full tensor: the source must not be a sharded state dict")
     if form := describe_unless_dense(value):
         raise LoadError(f"{name} is {form} in the source: only dense tensors that are in memory can be loaded")
-
-
-def describe_unless_dense(tensor: torch.Tensor) -> str:
-    """The form of a tensor whose elements do not lie in memory one by one; empty for a dense one.
-
-    That is: sparse, nested and quantized tensors, those on the meta device, and subclasses that wrap other tensors
-    (with a ``__torch_dispatch__``). Subclasses that only carry attributes, as parameters do, are dense.
-    """
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return f"a {type(tensor).__name__}"
-    if tensor.layout != torch.strided:
-        return f"in the layout {str(tensor.layout).removeprefix('torch.')}"
-    if tensor.is_quantized:
-        return "quantized"
-    if tensor.is_meta:
-        return "on the meta device"
-    return "nested" if tensor.is_nested else ""
