@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fsdp_doctor import engines, memory
     from fsdp_doctor.examination import Examination, ModelIsBad, examine
     from fsdp_doctor.extract import (
+        BuffersDiffer,
         ClosingIterator,
         LocalShard,
         PlanMismatch,
@@ -69,8 +70,8 @@ __version__ = "0.1.0"
 # By room, the public names that are imported from it when they are asked for.
 _PUBLIC_NAMES = {
     "examination": "Examination ModelIsBad examine",
-    "extract": "ClosingIterator LocalShard PlanMismatch RankLeft ShardPlace WeightInfo full_state_dict full_tensors "
-    "local_shards weights_info",
+    "extract": "BuffersDiffer ClosingIterator LocalShard PlanMismatch RankLeft ShardPlace WeightInfo full_state_dict "
+    "full_tensors local_shards weights_info",
     "fingerprints": "FingerprintDifference FingerprintError FingerprintSums FingerprintVariant Fingerprints "
     "RepeatedFingerprint RepeatedFingerprintOfTensors TensorFingerprint TensorPart WeightsChanged combine_fingerprints "
     "compare_fingerprints fingerprint fingerprint_checkpoint fingerprint_tensors fingerprint_variants unchanged",
@@ -81,6 +82,7 @@ _PUBLIC_NAMES = {
     "save": "SaveError SaveReport save_full_tensors save_optimizer_state",
 }
 __all__ = [
+    "BuffersDiffer",
     "ClosingIterator",
     "Examination",
     "FingerprintDifference",

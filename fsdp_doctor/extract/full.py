@@ -76,6 +76,8 @@ def full_tensors(
 ) -> ClosingIterator[tuple[str, torch.Tensor]]:
     """Yields (name, full tensor) for every parameter and every persistent buffer, in one order on every rank.
 
+    What ``get_extra_state`` of a module returns is no tensor, and not among them; ``examine`` names the modules.
+
     Every rank of the group over which the model is sharded must call it with the same arguments and iterate to the
     end. A rank that stops early or raises first takes part in the collectives that it has promised, then makes the
     others raise RankLeft. It does so when it closes the iterator, at the end of ``with full_tensors(model) as tensors``
@@ -128,7 +130,8 @@ def full_tensors(
     on the meta device, or a process group that is missing or has no backend for the device; NotImplementedError for
     adapters that cannot be merged (DoRA, and kinds other than LoRA). On every rank: PlanMismatch where the ranks have
     different models or arguments, and where groups of them have other tensors under one name, as of experts for which
-    no mesh is given, which is looked for once for a plan that is kept.
+    no mesh is given, which is looked for once for a plan that is kept. Warns BuffersDiffer, once for a plan that is
+    kept, where persistent buffers have other values on some ranks: each rank yields its own.
     """
     with announce_errors(model):
         arguments = Arguments.check(device, dtype, keep_dtype, bucket_bytes, lora, names, experts, in_step=in_step)
@@ -189,16 +192,22 @@ class ExtractionComparison(Comparison):
             raise PlanMismatch(describe_conflicts(self.conflicts))
 
 
-def extract(model: nn.Module, arguments: Arguments) -> TensorStream:
-    """Yields every full tensor once, with all of its names, or its parts."""
+def extract(model: nn.Module, arguments: Arguments, *, compares_anew: bool = False) -> TensorStream:
+    """Yields every full tensor once, with all of its names, or its parts.
+
+    compares_anew: whether the ranks compare buffers and plain parameters at each call, and not once for a plan.
+    """
     with announce_errors(model):
         plan, shards = get_plan(model, arguments)
-    return start_extraction(plan, shards)
+    return start_extraction(plan, shards, compares_anew=compares_anew)
 
 
-def start_extraction(plan: Plan, shards: Sequence[torch.Tensor], watch: BucketWatch | None = None) -> TensorStream:
+def start_extraction(
+    plan: Plan, shards: Sequence[torch.Tensor], watch: BucketWatch | None = None, *, compares_anew: bool = False
+) -> TensorStream:
     agreement = Agreement(plan.ranks)
-    agreement.expect(lambda: plan.compared, ExtractionComparison(plan.groups, shards, plan.device))
+    comparison = ExtractionComparison(plan.groups, shards, plan.device, anew=compares_anew)
+    agreement.expect(lambda: plan.compared, comparison)
     with agreement.announce_leaving():
         pipeline = Pipeline(plan, shards, agreement, watch)
     return TensorStream(plan.names.divide(pipeline.run()), agreement, HomeStream(plan.device))
@@ -590,7 +599,8 @@ def full_state_dict(
     """The whole model's tensors on the CPU, by name, in pageable memory; tied names share one tensor.
 
     Every rank must call it, as :func:`full_tensors`, whose arguments, names, bounds and errors it
-    shares. Host memory: the model on each rank that collects, and 256 MiB that are pinned.
+    shares. Host memory: the model on each rank that collects, and 256 MiB that are pinned. BuffersDiffer is warned of
+    at each call.
 
     ranks: ``rank0`` the first rank of the default group, the others get an empty dict; ``all``.
 
@@ -602,7 +612,7 @@ def full_state_dict(
         arguments = Arguments.check(None, dtype, keep_dtype, bucket_bytes, lora, names, experts)
     collects = ranks == "all" or not dist.is_initialized() or dist.get_rank() == 0
     state: dict[str, torch.Tensor] = {}
-    with _ToHost() as copies, contextlib.closing(extract(model, arguments)) as tensors:
+    with _ToHost() as copies, contextlib.closing(extract(model, arguments, compares_anew=True)) as tensors:
         for spec, tensor in tensors:
             if collects:
                 state |= dict.fromkeys(spec.names, copies.start(tensor))

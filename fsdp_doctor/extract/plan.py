@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import itertools
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -192,6 +193,13 @@ def get_plan(model: nn.Module, arguments: Arguments) -> tuple[Plan, list[torch.T
     return kept.plan, shards
 
 
+def list_differing_buffers(model: nn.Module) -> tuple[str, ...]:
+    """The buffers that differed between the ranks when these last compared them."""
+    groups = [kept.plan.groups for kept in _kept.get(model, {}).values()]
+    with_buffers = [each for each in groups if any(part.relation == "buffer" for part in each.parts)]
+    return with_buffers[-1].differing if with_buffers else ()
+
+
 def _make_plan(
     model: nn.Module,
     contents: reader.ModelContents,
@@ -203,6 +211,11 @@ def _make_plan(
     check_shards(everything, shards)
     sources, merged = adapters.select(layers, everything, arguments.lora)
     refuse({spec.names[0]: spec.form for source in sources for spec in list_specs(source) if spec.form})
+    if layers.has_adapters:
+        # Names without what peft put into them.
+        numbers = collections.Counter(name for source in sources for spec in list_specs(source) for name in spec.names)
+        if ambiguous := [name for name, number in numbers.items() if number > 1]:
+            raise RuntimeError(reader.describe_ambiguous(ambiguous))
     dtypes = OutputDtypes(arguments.dtype, arguments.keep_dtype)
     dtypes.check(sources)
     device = _choose_device(arguments.device, compute_device(contents, everything), bool(list_shard_groups(everything)))

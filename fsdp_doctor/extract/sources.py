@@ -152,10 +152,11 @@ class OutputDtypes:
 def list_sources(contents: ModelContents) -> list[Source]:
     """Every parameter and persistent buffer, each once, in the order of the model; FSDP1's units come first.
 
-    Raises RuntimeError for a parameter that is only a piece of another unit's flat parameter.
+    Raises RuntimeError for a parameter that is only a piece of another unit's flat parameter, and for tensors that have
+    one name.
     """
-    if contents.stray_pieces:
-        raise RuntimeError(contents.stray_sentence)
+    if contents.refusal:
+        raise RuntimeError(contents.refusal)
     groups = _ShardGroups()
     units = [source for place, unit in enumerate(contents.fsdp1_units) for source in _make_unit_sources(place, unit)]
     return [

@@ -5,8 +5,9 @@ Only attributes are read, in any state of the model: nothing is copied or commun
 
 from __future__ import annotations
 
+import collections
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -54,6 +55,8 @@ class ModelContents:
     parameters; buffers: those that a state dict has; transient_buffers: the others.
     stray_pieces: names of parameters that are pieces of an FSDP1 unit's flat parameter in a module of another unit, as
     a parameter is that was tied across units with ``use_orig_params``: torch gathers them for their own unit alone.
+    ambiguous: names that several tensors have when what wrappers put into them is taken off.
+    extra_states: names in a state dict of what ``get_extra_state`` returns, which may be anything.
     """
 
     fsdp1_units: tuple[Fsdp1Unit, ...]
@@ -62,10 +65,16 @@ class ModelContents:
     buffers: tuple[ModelTensor, ...]
     transient_buffers: tuple[ModelTensor, ...]
     stray_pieces: tuple[str, ...] = ()
+    ambiguous: tuple[str, ...] = ()
+    extra_states: tuple[str, ...] = ()
 
     @property
-    def stray_sentence(self) -> str:
-        """Why the model can be neither extracted nor loaded, where it has stray pieces."""
+    def refusal(self) -> str:
+        """Why the model can be neither extracted nor loaded; empty if it can."""
+        if self.ambiguous:
+            return describe_ambiguous(self.ambiguous)
+        if not self.stray_pieces:
+            return ""
         return (
             f"{join_some(self.stray_pieces)} is a piece of the flat parameter of another FSDP1 unit, to which it was "
             "tied before the model was wrapped: its module cannot use it. Put tied parameters into one FSDP1 unit"
@@ -119,11 +128,22 @@ class ModelContents:
         yield from (names for unit in self.fsdp1_units for names in unit.names)
 
 
+def describe_ambiguous(names: Sequence[str]) -> str:
+    """A sentence about names that several tensors of a model would have."""
+    return (
+        f"several tensors of the model are called {join_some(names)} once what wrappers put into the names of modules "
+        "is taken off, so that all but one would be lost: rename the modules"
+    )
+
+
 def read(model: nn.Module) -> ModelContents:
     """Any rank may call it alone, before the first forward too."""
     modules = private.list_module_tensors(find_innermost(model))
+    is_wrapped = False
     for module_tensors in modules:
-        module_tensors.prefix = unwrap_name(module_tensors.prefix)
+        prefix = unwrap_name(module_tensors.prefix)
+        is_wrapped = is_wrapped or prefix != module_tensors.prefix
+        module_tensors.prefix = prefix
     states = {
         id(module_tensors.fsdp2_state): module_tensors.fsdp2_state
         for module_tensors in modules
@@ -145,9 +165,28 @@ def read(model: nn.Module) -> ModelContents:
         fsdp2_units=tuple(fsdp2_units.values()),
         parameters=parameters,
         stray_pieces=tuple(name for parameter in stray for name in parameter.names),
+        ambiguous=_find_ambiguous(modules, fsdp1_units) if is_wrapped else (),
+        extra_states=tuple(f"{m.prefix}_extra_state" for m in modules if _has_extra_state(m.module)),
         buffers=_read_buffers(modules, fsdp2_units, codes, persistent=True),
         transient_buffers=_read_buffers(modules, fsdp2_units, codes, persistent=False),
     )
+
+
+def _find_ambiguous(modules: list[private.ModuleTensors], fsdp1_units: tuple[Fsdp1Unit, ...]) -> tuple[str, ...]:
+    """Names under which two modules have different tensors; those in FSDP1 units may be no attributes of theirs now."""
+    in_units = collections.Counter(name for unit in fsdp1_units for names in unit.names for name in names)
+    ambiguous = dict.fromkeys(name for name, number in in_units.items() if number > 1)
+    first: dict[str, torch.Tensor] = {}
+    for module_tensors in modules:
+        for key, tensor in (*module_tensors.parameters.items(), *module_tensors.buffers.items()):
+            name = module_tensors.prefix + key
+            if tensor is not None and first.setdefault(name, tensor) is not tensor:
+                ambiguous[name] = None
+    return tuple(ambiguous)
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def find_innermost(model: nn.Module) -> nn.Module:

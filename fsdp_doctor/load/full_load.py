@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import get_args
 
 import msgspec
@@ -88,7 +89,8 @@ def load_full_tensors(
         own rows only and nothing is communicated; if rank 0 alone has it, the others pass None or an empty mapping. A
         tied tensor may come under any of its names, or several.
     strict: False to leave as it is what the source lacks, and to skip what the model does not have; the report names
-        both. Shapes and dtypes must fit all the same.
+        both. Shapes and dtypes must fit all the same. The entries of a source that ``get_extra_state`` made are passed
+        over; the report names those that the model has.
     dtype: ``keep``: a tensor of another dtype than the model's is an error; ``cast``: it is cast to the model's.
     names: ``model``: the source has the names that the model had before it was wrapped (by FSDP1, activation
         checkpointing, torch.compile; peft's names stay as they are). ``hub``: those that transformers gives the files
@@ -97,7 +99,8 @@ def load_full_tensors(
         :func:`read_hub_view`. Each rank reads its own rows only, whatever the names.
     experts: as :func:`full_tensors`, of experts of which groups of ranks have others under one name: the source has all
         of them, as one tensor, and each rank gets its own.
-    buffers: non-persistent buffers, by name, on every rank; those on the meta device must be among them.
+    buffers: non-persistent buffers, by name, on every rank; those on the meta device must be among them. The report
+        names those that are not: after ``to_empty`` they hold whatever was in their memory.
     bucket_bytes: of device memory of one bucket.
 
     Raises LoadError on every rank, before anything is written, for names that are missing or superfluous, a source
@@ -157,7 +160,8 @@ def _load(
     with agreement.announce_errors(), contextlib.ExitStack() as stack:
         targets = list_targets(contents, place)
         transient = match_transient_values(contents.transient_buffers, buffers or {}, place.device)
-        opened = stack.enter_context(contextlib.closing(open_source(source, is_first=dist.get_rank() == place.first)))
+        opened = open_source(source, is_first=dist.get_rank() == place.first, ignored=contents.extra_states)
+        stack.enter_context(contextlib.closing(opened))
         settings = f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes}"
         source_names = SourceNames(names, model, targets, opened)
         lines = lambda: [settings, *describe_targets(targets)]  # noqa: E731
@@ -190,7 +194,8 @@ def _load(
             loaded, *others = unit.memories
             for other in others:
                 other.copy_(loaded)
-        return report
+        not_given = [b.names[0] for b in contents.transient_buffers if not {*b.names} & {*(buffers or ())}]
+        return replace(report, extra_states=contents.extra_states, buffers_not_given=tuple(not_given))
 
 
 def check_arguments(model: nn.Module, bucket_bytes: int) -> None:

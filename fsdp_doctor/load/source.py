@@ -6,7 +6,7 @@ import collections
 import hashlib
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -32,12 +32,16 @@ _MOST_SAMPLES = 128
 
 @dataclass(kw_only=True)
 class LoadSource:
-    """The source of one rank. kind: None for nothing. tensors: by name; empty for an iterator, whose items they are."""
+    """The source of one rank. kind: None for nothing. tensors: by name; empty for an iterator, whose items they are.
+
+    ignored: names of items that are passed over.
+    """
 
     kind: SourceKind | None
     tensors: Mapping[str, Value] = field(default_factory=dict)
     items: Iterator[Any] | None = None
     files: list[SafetensorsFile] = field(default_factory=list)
+    ignored: Collection[str] = ()
 
     @property
     def file_tensors(self) -> dict[str, FileTensor]:
@@ -53,8 +57,9 @@ class LoadSource:
         for item in self.items or ():
             if not isinstance(item, tuple | list) or len(item) != 2:
                 raise TypeError(f"the source must yield pairs of a name and a tensor, not {type(item).__name__}")
-            check_value(*item)
-            yield item[0], item[1]
+            if item[0] not in self.ignored:
+                check_value(*item)
+                yield item[0], item[1]
 
     def digest_files(self) -> tuple[str, str]:
         """Digests of the tensors in files: of all names, shapes and dtypes, and of bytes in the middle of some tensors.
@@ -83,19 +88,25 @@ class LoadSource:
             file.close()
 
 
-def open_source(source: TensorSource, *, is_first: bool) -> LoadSource:
-    """is_first: whether this is rank 0 of the load, where an empty mapping is a source; elsewhere it is none."""
+def open_source(source: TensorSource, *, is_first: bool, ignored: Collection[str] = ()) -> LoadSource:
+    """is_first: whether this is rank 0 of the load, where an empty mapping is a source; elsewhere it is none.
+
+    ignored: names of what is passed over, whatever it is.
+    """
     if source is None or (isinstance(source, Mapping) and not source and not is_first):
         return LoadSource(kind=None)
     if isinstance(source, Mapping):
+        if any(name in source for name in ignored):
+            source = {name: value for name, value in source.items() if name not in ignored}
         for name, value in source.items():
             check_value(name, value)
         return LoadSource(kind="mapping", tensors=source)
     if isinstance(source, str | os.PathLike):
-        files, tensors = open_files(pathlib.Path(source))
+        files, in_files = open_files(pathlib.Path(source))
+        tensors = {name: tensor for name, tensor in in_files.items() if name not in ignored}
         return LoadSource(kind="files", tensors=tensors, files=files)
     if isinstance(source, Iterable) and not isinstance(source, torch.Tensor):
-        return LoadSource(kind="iterator", items=iter(source))
+        return LoadSource(kind="iterator", items=iter(source), ignored=ignored)
     raise TypeError(
         "the source must be a mapping, an iterable of (name, tensor), a safetensors file, or a directory of them, "
         f"not {type(source).__name__}"

@@ -60,11 +60,18 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """files: the names of the weights' files. num_bytes: of all ranks. num_written: bytes that this rank wrote."""
+    """The result of a save, the same on every rank but for ``num_written``.
+
+    files: the names of the weights' files. num_bytes: of all ranks. num_written: bytes that this rank wrote.
+    differing_buffers: persistent buffers whose values differ between the ranks; the files have those of one rank.
+    extra_states: names of what the model's ``get_extra_state`` methods return, which is no tensor and not saved.
+    """
 
     files: tuple[str, ...]
     num_bytes: int
     num_written: int
+    differing_buffers: tuple[str, ...] = ()
+    extra_states: tuple[str, ...] = ()
 
 
 @disable_autograd
@@ -107,19 +114,21 @@ def save_full_tensors(
 
     Raises SaveError on every rank for a directory that has weights, is in use by another save, is not the same one for
     all ranks, or has no room, which is found before anything is written; for what safetensors cannot have; and where
-    another rank fails, which it names. OSError on the rank that gets one. Else as :func:`full_tensors`.
+    another rank fails, which it names. OSError on the rank that gets one. Warns BuffersDiffer at each save in which
+    buffers differ between the ranks. Else as :func:`full_tensors`.
     """
     path = pathlib.Path(directory)
     with announce_early_errors(model):
         if largest_file <= 0:
             raise ValueError(f"largest_file must be positive, not {largest_file}")
         request = request_of(model, dtype, keep_dtype, _BUCKET_BYTES, "merged", names, experts)
-        place = RankPlace.find(place_experts(reader.read(model), list_expert_meshes(experts)))
+        contents = place_experts(reader.read(model), list_expert_meshes(experts))
+        place = RankPlace.find(contents)
         plan = _make_plan(model, request, largest_file, len(place.ranks))
     with open_save(path, place) as (agreement, saving):
         settings = f"to {path} {dtype=} {largest_file=} {overwrite=} {step=} {request.plan.names}"
         lines = describe_plan(request.sources, request.dtypes, settings, request.adapters)
-        comparison = ExtractionComparison(request.plan.groups, request.shards, request.device)
+        comparison = ExtractionComparison(request.plan.groups, request.shards, request.device, anew=True)
         agreement.expect(lambda: ComparedPlan(lines), comparison)
         agreement.proceed()
         deltas = gather_deltas(request, start_factor_stream(request))
@@ -150,7 +159,13 @@ def save_full_tensors(
         agreement.proceed()
         num_bytes = sum(file.nbytes for file in plan.files)
         files = tuple(file.name for file in plan.files)
-        return SaveReport(files=files, num_bytes=num_bytes, num_written=writer.num_bytes)
+        return SaveReport(
+            files=files,
+            num_bytes=num_bytes,
+            num_written=writer.num_bytes,
+            differing_buffers=request.plan.groups.differing,
+            extra_states=contents.extra_states,
+        )
 
 
 @dataclass(frozen=True)
