@@ -39,6 +39,7 @@ from fsdp_doctor.fsdp import reader
 from fsdp_doctor.fsdp.decorators import defer_garbage_collection
 from fsdp_doctor.fsdp.expert_groups import ExpertMeshes, Experts, list_expert_meshes, place_experts
 from fsdp_doctor.fsdp.forms import refuse
+from fsdp_doctor.fsdp.given_tensors import GivenTensors, put_in_place
 from fsdp_doctor.fsdp.snapshot import Snapshot
 from fsdp_doctor.names.hub_names import NameChoice, Names, check_names, choose_names
 from fsdp_doctor.names.views import NamesError, TensorView
@@ -138,8 +139,8 @@ class Plan:
 class _KeptPlan:
     """A plan, and what it was made from."""
 
-    def __init__(self, model: nn.Module, arguments: Arguments) -> None:
-        contents = place_experts(reader.read(model), arguments.experts)
+    def __init__(self, model: nn.Module, arguments: Arguments, tensors: GivenTensors | None = None) -> None:
+        contents = place_experts(put_in_place(reader.read(model), tensors), arguments.experts)
         if unused := contents.list_unused():
             raise RuntimeError(
                 f"FSDP2 does not compute with what the model has as {join_some(unused)}: it was assigned or swapped "
@@ -177,10 +178,17 @@ atexit.register(_kept.clear)
 
 
 @defer_garbage_collection
-def get_plan(model: nn.Module, arguments: Arguments) -> tuple[Plan, list[torch.Tensor]]:
-    """The plan, and this rank's shards as they are now, by the places of the sources."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
+def get_plan(
+    model: nn.Module, arguments: Arguments, tensors: GivenTensors | None = None
+) -> tuple[Plan, list[torch.Tensor]]:
+    """The plan, and this rank's shards as they are now, by the places of the sources.
+
+    tensors: in place of the model's own; such a plan is not kept.
+    """
+    reader.check_model(model)
+    if tensors is not None:
+        made = _KeptPlan(model, arguments, tensors)
+        return made.plan, made.shards
     plans = _kept.get(model, {})
     kept = plans.get(arguments)
     shards = kept.find_shards(model) if kept is not None else None
@@ -219,7 +227,13 @@ def _make_plan(
     dtypes = OutputDtypes(arguments.dtype, arguments.keep_dtype)
     dtypes.check(sources)
     device = _choose_device(arguments.device, compute_device(contents, everything), bool(list_shard_groups(everything)))
+    merged = _choose_merged(sources, merged)
     factors = adapters.find_factors(everything, merged)
+    if lacking := [name for name in adapters.list_factor_names(merged) if name not in factors]:
+        raise ValueError(
+            f"tensors: {join_some(lacking)} is merged into a weight that is among them, and is not: give it, too, or "
+            'ask for lora="base"'
+        )
     groups = read_groups(contents)
     names = _choose_names(model, sources, arguments)
     settings = (
@@ -244,6 +258,14 @@ def _make_plan(
         compared=ComparedPlan(describe_plan(sources, dtypes, settings, merged)),
         names=names,
     )
+
+
+def _choose_merged(sources: Sequence[Source], merged: dict[str, list[LoraAdapter]]) -> dict[str, list[LoraAdapter]]:
+    """Without the adapters of weights that are not asked for."""
+    if not merged:
+        return merged
+    names = {name for source in sources for spec in list_specs(source) for name in spec.names}
+    return {weight: many for weight, many in merged.items() if weight in names}
 
 
 def _choose_names(model: nn.Module, sources: Sequence[Source], arguments: Arguments) -> OutputNames:

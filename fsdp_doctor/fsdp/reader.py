@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -136,8 +136,16 @@ def describe_ambiguous(names: Sequence[str]) -> str:
     )
 
 
+def check_model(model: object) -> None:
+    """Raises TypeError for what is no module."""
+    if not isinstance(model, nn.Module):
+        hint = "; tensors by name are given as tensors= beside their model" if isinstance(model, Mapping) else ""
+        raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}{hint}")
+
+
 def read(model: nn.Module) -> ModelContents:
-    """Any rank may call it alone, before the first forward too."""
+    """Any rank may call it alone, before the first forward too. Raises TypeError for what is no module."""
+    check_model(model)
     modules = private.list_module_tensors(find_innermost(model))
     is_wrapped = False
     for module_tensors in modules:

@@ -30,6 +30,7 @@ from fsdp_doctor.fsdp import reader
 from fsdp_doctor.fsdp.decorators import disable_autograd, keep_present_modes
 from fsdp_doctor.fsdp.expert_groups import Experts, list_expert_meshes, place_experts
 from fsdp_doctor.fsdp.forms import refuse
+from fsdp_doctor.fsdp.given_tensors import GivenTensors, put_in_place
 from fsdp_doctor.fsdp.reader import ModelContents
 from fsdp_doctor.load.agreement import Holders, LoadAgreement, announce_early_errors
 from fsdp_doctor.load.from_first_rank import FromFirstRank
@@ -63,6 +64,7 @@ def load_full_tensors(
     dtype: DtypeRule = "keep",
     names: Names = "auto",
     experts: Experts | None = None,
+    tensors: GivenTensors | None = None,
     buffers: Mapping[str, torch.Tensor] | None = None,
     bucket_bytes: int = LOAD_BUCKET_BYTES,
 ) -> LoadReport:
@@ -99,6 +101,8 @@ def load_full_tensors(
         :func:`read_hub_view`. Each rank reads its own rows only, whatever the names.
     experts: as :func:`full_tensors`, of experts of which groups of ranks have others under one name: the source has all
         of them, as one tensor, and each rank gets its own.
+    tensors: as :func:`full_tensors`: what is filled in place of the model's own, such as an average of its weights; at
+        least one of them must be a DTensor. The source has these and no others, and the model is left as it is.
     buffers: non-persistent buffers, by name, on every rank; those on the meta device must be among them. The report
         names those that are not: after ``to_empty`` they hold whatever was in their memory.
     bucket_bytes: of device memory of one bucket.
@@ -128,6 +132,7 @@ def load_full_tensors(
             dtype=dtype,
             names=names,
             experts=experts,
+            tensors=tensors,
             buffers=buffers,
             bucket_bytes=bucket_bytes,
         )
@@ -142,6 +147,7 @@ def _load(
     dtype: DtypeRule,
     names: Names,
     experts: Experts | None,
+    tensors: GivenTensors | None,
     buffers: Mapping[str, torch.Tensor] | None,
     bucket_bytes: int,
 ) -> LoadReport:
@@ -152,7 +158,7 @@ def _load(
             raise TypeError(f"buffers must be a mapping of names to tensors, not {type(buffers).__name__}")
         check_arguments(model, bucket_bytes)
         check_names(names)
-        contents = place_experts(reader.read(model), list_expert_meshes(experts))
+        contents = place_experts(put_in_place(reader.read(model), tensors), list_expert_meshes(experts))
         # A load that is not strict may leave them as they are.
         refuse(contents.find_unreadable(but_strided=not strict))
         place = find_place(contents)
@@ -200,8 +206,7 @@ def _load(
 
 def check_arguments(model: nn.Module, bucket_bytes: int) -> None:
     """Raises TypeError, ValueError."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
+    reader.check_model(model)
     if not isinstance(bucket_bytes, int):
         raise TypeError(f"bucket_bytes must be a whole number, not {type(bucket_bytes).__name__}")
     if bucket_bytes <= 0:

@@ -42,6 +42,7 @@ from fsdp_doctor.extract.streams import wait_for_device
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.fsdp.decorators import disable_autograd
 from fsdp_doctor.fsdp.expert_groups import Experts, list_expert_meshes, place_experts
+from fsdp_doctor.fsdp.given_tensors import GivenTensors
 from fsdp_doctor.load.agreement import announce_early_errors
 from fsdp_doctor.names.hub_names import Names, find_original_class, find_pretrained
 from fsdp_doctor.save.directory import WEIGHTS, SaveDirectory, SaveError
@@ -83,6 +84,7 @@ def save_full_tensors(
     dtype: torch.dtype | None = None,
     keep_dtype: Collection[str] = (),
     experts: Experts | None = None,
+    tensors: GivenTensors | None = None,
     step: int | None = None,
     largest_file: int = LARGEST_FILE,
     overwrite: bool = False,
@@ -105,7 +107,7 @@ def save_full_tensors(
     follow one another in the shard. Host memory: 56 MiB, pinned where shards are on an accelerator.
 
     model: as of :func:`full_tensors`; on any device, under any offload.
-    names, dtype, keep_dtype, experts: as of :func:`full_tensors`, but for the default of the names. A tied
+    names, dtype, keep_dtype, experts, tensors: as of :func:`full_tensors`, but for the default of the names. A tied
         tensor is saved under its first name, and under those that the config of transformers does not tie.
     step: of training; stands in the marker.
     largest_file: bytes of one file; only a tensor that is larger gets a file of more. There are more files than that
@@ -121,7 +123,7 @@ def save_full_tensors(
     with announce_early_errors(model):
         if largest_file <= 0:
             raise ValueError(f"largest_file must be positive, not {largest_file}")
-        request = request_of(model, dtype, keep_dtype, _BUCKET_BYTES, "merged", names, experts)
+        request = request_of(model, dtype, keep_dtype, _BUCKET_BYTES, "merged", names, experts, tensors)
         contents = place_experts(reader.read(model), list_expert_meshes(experts))
         place = RankPlace.find(contents)
         plan = _make_plan(model, request, largest_file, len(place.ranks))
