@@ -58,12 +58,21 @@ def refuse(forms: Mapping[str, str]) -> None:
 
 
 def describe_form(tensor: torch.Tensor) -> str:
-    """What a tensor is whose elements do not lie in memory one by one, on the meta device or not; empty for a dense
-    one.
+    """What a model's tensor is that cannot be read and filled where it lies, on the meta device or not; empty for
+    others.
+    """
+    lazy_view = "a view that is conjugated or negated when it is read"
+    return _describe_layout(tensor) or (lazy_view if tensor.is_conj() or tensor.is_neg() else "")
 
-    That is: sparse, nested and quantized tensors, views that conjugate or negate when they are read, parameters of lazy
-    modules, and subclasses that wrap other tensors (with a ``__torch_dispatch__``). Subclasses that only carry
-    attributes, as parameters do, are dense.
+
+def describe_unless_dense(tensor: torch.Tensor) -> str:
+    """The form of a tensor whose elements do not lie in memory one by one; empty for a dense one."""
+    return _describe_layout(tensor) or ("on the meta device" if tensor.is_meta else "")
+
+
+def _describe_layout(tensor: torch.Tensor) -> str:
+    """Tells sparse, nested and quantized tensors, parameters of lazy modules, and subclasses that wrap other tensors
+    (with a ``__torch_dispatch__``). Subclasses that only carry attributes, as parameters do, are dense.
     """
     if _is_wrapper(type(tensor)):
         return f"a {type(tensor).__name__}"
@@ -73,14 +82,7 @@ def describe_form(tensor: torch.Tensor) -> str:
         return f"in the layout {str(tensor.layout).removeprefix('torch.')}"
     if tensor.is_nested:
         return "nested"
-    if tensor.is_quantized:
-        return "quantized"
-    return "a view that is conjugated or negated when it is read" if tensor.is_conj() or tensor.is_neg() else ""
-
-
-def describe_unless_dense(tensor: torch.Tensor) -> str:
-    """The form of a tensor whose elements do not lie in memory one by one; empty for a dense one."""
-    return describe_form(tensor) or ("on the meta device" if tensor.is_meta else "")
+    return "quantized" if tensor.is_quantized else ""
 
 
 def has_strides(tensor: torch.Tensor) -> bool:
