@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fsdp_doctor import engines, memory
     from fsdp_doctor.examination import Examination, ModelIsBad, examine
     from fsdp_doctor.extract import (
+        BuffersDiffer,
         ClosingIterator,
         LocalShard,
         PlanMismatch,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
         fingerprint_variants,
         unchanged,
     )
+    from fsdp_doctor.fsdp.forms import UnreadableTensors
     from fsdp_doctor.load import LoadError, LoadReport, load_full_tensors, load_optimizer_state
     from fsdp_doctor.matrix.contracts import promises
     from fsdp_doctor.names import NamesError, TensorView, read_hub_view
@@ -68,17 +70,19 @@ __version__ = "0.1.0"
 # By room, the public names that are imported from it when they are asked for.
 _PUBLIC_NAMES = {
     "examination": "Examination ModelIsBad examine",
-    "extract": "ClosingIterator LocalShard PlanMismatch RankLeft ShardPlace WeightInfo full_state_dict full_tensors "
-    "local_shards weights_info",
+    "extract": "BuffersDiffer ClosingIterator LocalShard PlanMismatch RankLeft ShardPlace WeightInfo full_state_dict "
+    "full_tensors local_shards weights_info",
     "fingerprints": "FingerprintDifference FingerprintError FingerprintSums FingerprintVariant Fingerprints "
     "RepeatedFingerprint RepeatedFingerprintOfTensors TensorFingerprint TensorPart WeightsChanged combine_fingerprints "
     "compare_fingerprints fingerprint fingerprint_checkpoint fingerprint_tensors fingerprint_variants unchanged",
+    "fsdp.forms": "UnreadableTensors",
     "load": "LoadError LoadReport load_full_tensors load_optimizer_state",
     "matrix.contracts": "promises",
     "names": "NamesError TensorView read_hub_view",
     "save": "SaveError SaveReport save_full_tensors save_optimizer_state",
 }
 __all__ = [
+    "BuffersDiffer",
     "ClosingIterator",
     "Examination",
     "FingerprintDifference",
@@ -101,6 +105,7 @@ __all__ = [
     "TensorFingerprint",
     "TensorPart",
     "TensorView",
+    "UnreadableTensors",
     "WeightInfo",
     "WeightsChanged",
     "__version__",

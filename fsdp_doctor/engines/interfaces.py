@@ -34,6 +34,7 @@ from fsdp_doctor.extract.lora import Lora
 from fsdp_doctor.extract.shard_places import read_own_shards
 from fsdp_doctor.extract.streams import wait_for_device
 from fsdp_doctor.fsdp.expert_groups import Experts
+from fsdp_doctor.fsdp.given_tensors import GivenTensors
 from fsdp_doctor.names import Names, NamesError
 
 _T = TypeVar("_T")
@@ -51,6 +52,7 @@ class ShardOptions(TypedDict, total=False):
     lora: Lora
     names: Names
     experts: Experts | None
+    tensors: GivenTensors | None
 
 
 class ExtractionOptions(ShardOptions, total=False):
@@ -80,7 +82,14 @@ def vllm_weight_source(model: nn.Module, **options: Unpack[ExtractionOptions]) -
     base = importlib.import_module("vllm.distributed.weight_transfer.base")
     options.setdefault("names", "auto")
     request = request_of(
-        model, None, (), BUCKET_BYTES, options.get("lora", "merged"), options["names"], options.get("experts")
+        model,
+        None,
+        (),
+        BUCKET_BYTES,
+        options.get("lora", "merged"),
+        options["names"],
+        options.get("experts"),
+        options.get("tensors"),
     )
     places = {
         name: part.place

@@ -25,7 +25,13 @@ from fsdp_doctor.examination.facts import (
     read_facts,
 )
 from fsdp_doctor.examination.findings import Finding, find_in_places
-from fsdp_doctor.examination.model_findings import find_after_load, find_in_gradients, find_in_memory, find_in_step
+from fsdp_doctor.examination.model_findings import (
+    find_after_load,
+    find_in_gradients,
+    find_in_memory,
+    find_in_step,
+    find_unreadable,
+)
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.fsdp.decorators import defer_garbage_collection
 
@@ -121,9 +127,11 @@ def examine(
 
 @defer_garbage_collection
 def _examine(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Examination:
-    contents = reader.read(model)
+    everything = reader.read(model)
+    contents = everything.drop_without_strides()
     facts = read_facts(model, contents, optimizer)
     findings = [
+        *find_unreadable(everything),
         *find_after_load(model, contents, facts, optimizer),
         *find_in_places(facts),
         *find_in_step(contents, facts),

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_doctor.fsdp import private, reader
+from fsdp_doctor.fsdp.forms import describe_form
 from fsdp_doctor.fsdp.reader import Fsdp1Unit, Fsdp2Unit, ModelContents, ModelTensor
 from fsdp_doctor.names.hub_names import HubNamesUnknown, list_shapes, revert_names
 from fsdp_doctor.names.views import NamesError
@@ -59,7 +60,7 @@ class TensorState:
 
     kind: ``fsdp2``, ``fsdp1`` (a flat parameter), ``dtensor`` (outside of FSDP), ``plain`` or ``buffer``.
     wrapper_device: the device that the parameter reports. device: where this rank's part of it lies.
-    pinned: None off the CPU and without elements.
+    pinned: None off the CPU, without elements, and for a tensor that is not dense.
     placements, mesh: of a DTensor; an FSDP1 unit has a mesh alone.
     even: whether every rank holds equally many elements, as under FSDP1, which pads; None if it is not sharded.
     unit: None for a tensor that FSDP does not manage, such as an ignored parameter or a buffer.
@@ -240,7 +241,7 @@ class _Rows:
             tensor, unit = entry.tensor, entry.unit
             local = private.read_local_tensor(tensor)
             layout = (id(tensor.device_mesh), tensor.placements, id(unit)) if isinstance(tensor, DTensor) else None
-            pinned = local.is_cpu and local.is_pinned()
+            pinned = local.is_cpu and not (entry.form and describe_form(local)) and local.is_pinned()
             key = (tensor.device, local.device, pinned, tensor.dtype, tensor.shape, local.shape, layout)
             if (alike := self._known.get(key)) is None:
                 state = self._read_state(tensor, local, kind, unit)
@@ -298,7 +299,7 @@ class _Rows:
 
 
 def _is_pinned(local: torch.Tensor) -> bool | None:
-    return local.is_pinned() if local.is_cpu and local.numel() else None
+    return local.is_pinned() if local.is_cpu and local.numel() and not describe_form(local) else None
 
 
 def _has_backends_for_cpu(mesh: DeviceMesh) -> bool | None:

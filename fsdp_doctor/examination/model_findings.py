@@ -21,6 +21,7 @@ from typing_extensions import assert_never
 
 from fsdp_doctor.examination.facts import Facts
 from fsdp_doctor.examination.findings import Finding, join_few
+from fsdp_doctor.extract.plan import list_differing_buffers
 from fsdp_doctor.extract.rank_groups import read_groups
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.names import unwrap_name
@@ -41,7 +42,16 @@ _LEAST_BYTES = 1 << 20
 def find_after_load(
     model: nn.Module, contents: ModelContents, facts: Facts, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[Finding]:
-    yield from _check_meta(facts)
+    yield from _check_meta(contents, facts)
+    if differing := list_differing_buffers(model):
+        yield Finding(
+            kind="buffers-differ",
+            severity="hazard",
+            sentence="With other values on some ranks when an extraction or a save last compared them: "
+            f"{join_few(differing, 'buffer')}; what is saved or collected has one rank's.",
+            names=differing,
+            remedy="broadcast or all-reduce them before the save; full_state_dict() compares them again.",
+        )
     if optimizer is not None:
         yield from _check_optimizer_parameters(contents, optimizer)
         yield from _check_moment_dtypes(contents, optimizer)
@@ -58,10 +68,28 @@ def find_after_load(
         )
 
 
-def _check_meta(facts: Facts) -> Iterator[Finding]:
+def find_unreadable(contents: ModelContents) -> Iterator[Finding]:
+    """Training may be all right with them: a QLoRA model has them on purpose."""
+    names_of: dict[str, list[str]] = {}
+    for name, form in contents.find_unreadable().items():
+        names_of.setdefault(form, []).append(name)
+    for form, names in names_of.items():
+        yield Finding(
+            kind="unreadable",
+            severity="hazard",
+            sentence=f"With memory that is not their values ({form}): {join_few(names, 'tensor')}; what gathers, "
+            "casts, saves or loads them by their bytes has no weights, as torch's full state dict.",
+            names=tuple(names),
+            remedy='full_tensors(model, lora="adapter") for the adapters; dequantize before the model is sharded for '
+            "the weights.",
+        )
+
+
+def _check_meta(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
     """A load that copies in place writes nothing to meta, and no load brings a buffer that no state dict has."""
     parameters = tuple(row.name for row in facts.parameters if row.state.device.type == "meta" and not row.tied_to)
     buffers = tuple(row.name for row in facts.buffers if row.state.device.type == "meta" and not row.tied_to)
+    transient = [buffer.names[0] for buffer in contents.transient_buffers]
     if parameters:
         also = f", and {join_few(buffers, 'buffer')}" if buffers else ""
         yield Finding(
@@ -70,7 +98,13 @@ def _check_meta(facts: Facts) -> Iterator[Finding]:
             sentence=f"On the meta device, without values: {join_few(parameters)}{also}.",
             names=parameters + buffers,
             entry="in-place-load-into-meta",
-            remedy="model.to_empty(device=...), the CPU under CPUOffloadPolicy, then load the weights.",
+            remedy="model.to_empty(device=...), the CPU under CPUOffloadPolicy, then load the weights"
+            + (
+                ", and with them the buffers that no checkpoint has and that to_empty() leaves without values: "
+                f"load_full_tensors(..., buffers={{...}}) of {join_few(transient, 'buffer')}."
+                if transient
+                else "."
+            ),
         )
     elif buffers:
         yield Finding(
@@ -175,6 +209,24 @@ def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iter
             "local shard: what optimizer.step() writes to the flat parameter now is lost there.",
             names=second_memories,
             remedy="with FullyShardedDataParallel.summon_full_params(model): pass, on every rank, before the forward.",
+        )
+    if contents.ambiguous:
+        yield Finding(
+            kind="ambiguous-names",
+            severity="hazard",
+            sentence=f"Under one name without what wrappers put into it: {join_few(contents.ambiguous, 'name')}; "
+            "whatever goes by such names, as a load into the unwrapped model, has one tensor of several.",
+            names=contents.ambiguous,
+            remedy="rename the modules, none of which may be called as what a wrapper has inside.",
+        )
+    if contents.extra_states:
+        yield Finding(
+            kind="extra-state",
+            severity="note",
+            sentence=f"With state that is no tensor (get_extra_state): {join_few(contents.extra_states, 'entry')}; a "
+            "state dict has it, and full_tensors(), save_full_tensors() and load_full_tensors() leave it out.",
+            names=contents.extra_states,
+            remedy="save what get_extra_state() returns, and give it to set_extra_state() after a load.",
         )
     if contents.stray_pieces:
         yield Finding(

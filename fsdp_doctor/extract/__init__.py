@@ -26,10 +26,12 @@ from fsdp_doctor.extract.full import (
     weights_info,
 )
 from fsdp_doctor.extract.local import LocalShard, local_shards
+from fsdp_doctor.extract.rank_groups import BuffersDiffer
 from fsdp_doctor.extract.shard_places import ShardPlace
 
 __all__ = [
     "BUCKET_BYTES",
+    "BuffersDiffer",
     "ClosingIterator",
     "LocalShard",
     "PlanMismatch",

@@ -41,6 +41,7 @@ from fsdp_doctor.extract.transfers import (
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.decorators import defer_garbage_collection, disable_autograd
 from fsdp_doctor.fsdp.expert_groups import Experts
+from fsdp_doctor.fsdp.given_tensors import GivenTensors
 from fsdp_doctor.names.hub_names import Names
 
 _T = TypeVar("_T")
@@ -72,9 +73,12 @@ def full_tensors(
     lora: Lora = "merged",
     names: Names = "model",
     experts: Experts | None = None,
+    tensors: GivenTensors | None = None,
     in_step: bool = False,
 ) -> ClosingIterator[tuple[str, torch.Tensor]]:
     """Yields (name, full tensor) for every parameter and every persistent buffer, in one order on every rank.
+
+    What ``get_extra_state`` of a module returns is no tensor, and not among them; ``examine`` names the modules.
 
     Every rank of the group over which the model is sharded must call it with the same arguments and iterate to the
     end. A rank that stops early or raises first takes part in the collectives that it has promised, then makes the
@@ -118,21 +122,28 @@ def full_tensors(
     experts: of experts that were divided before FSDP sharded them, so that groups of ranks have others under one name:
         the dim of the mesh along which they are divided, ``mesh["ep"]``, of all parameters below a module ``experts``;
         or such dims by patterns of names. They are yielded joined along their first dim, as one tensor.
+    tensors: what is yielded, alone, in place of the model's parameters and persistent buffers, such as an average of
+        the weights: by the model's names, DTensors of the same shapes, or plain tensors that are whole on every rank,
+        in any dtype. They come with the names, ties and adapters of the model; ``model.state_dict() | average`` has the
+        rest, too. Not of FSDP1 units. The plan is not kept.
     in_step: no rank gathers while another sends. A bucket is complete on the device when its first tensor is yielded,
         and the next is gathered when every rank has asked for it and its device has done all that was launched on it.
         For receivers on the trainers' devices, where a gather that waits for a rank keeps what that rank's send waits
         for from running (RLinf issue 1539). Each bucket costs a wait for the device and a meeting over the store.
 
-    Raises, before any collective: ValueError, TypeError for wrong arguments, and a mesh in ``experts`` that does not
-    divide them; NamesError (ValueError) for names that the model's tensors cannot be given; RuntimeError for a tensor
-    on the meta device, or a process group that is missing or has no backend for the device; NotImplementedError for
-    adapters that cannot be merged (DoRA, and kinds other than LoRA). On every rank: PlanMismatch where the ranks have
-    different models or arguments, and where groups of them have other tensors under one name, as of experts for which
-    no mesh is given, which is looked for once for a plan that is kept.
+    Raises, before any collective: ValueError, TypeError for wrong arguments, a mesh in ``experts`` that does not
+    divide them, and ``tensors`` that are not the model's; UnreadableTensors (RuntimeError) for tensors whose memory is
+    not their values; NamesError (ValueError) for names that the model's tensors cannot be given; RuntimeError for a
+    tensor on the meta device, or a process group that is missing or has no backend for the device;
+    NotImplementedError for adapters that cannot be merged (DoRA, and kinds other than LoRA). On every rank:
+    PlanMismatch where the ranks have different models or arguments, and where groups of them have other tensors under
+    one name, as of experts for which no mesh is given, which is looked for once for a plan that is kept. Warns
+    BuffersDiffer, once for a plan that is kept, where persistent buffers have other values on some ranks: each rank
+    yields its own.
     """
     with announce_errors(model):
         arguments = Arguments.check(device, dtype, keep_dtype, bucket_bytes, lora, names, experts, in_step=in_step)
-    return ClosingIterator(yield_each_name(extract(model, arguments)))
+    return ClosingIterator(yield_each_name(extract(model, arguments, tensors)))
 
 
 def weights_info(
@@ -143,13 +154,14 @@ def weights_info(
     lora: Lora = "merged",
     names: Names = "model",
     experts: Experts | None = None,
+    tensors: GivenTensors | None = None,
 ) -> dict[str, WeightInfo]:
     """What :func:`full_tensors` would yield, in its order: no communication, no copy, no device is touched.
 
     Any rank may call it alone (verl's ``get_actor_weights_info``, which PR 4726 mends, gathers).
     Arguments and errors are those of :func:`full_tensors`.
     """
-    plan, _ = get_plan(model, Arguments.check(None, dtype, keep_dtype, BUCKET_BYTES, lora, names, experts))
+    plan, _ = get_plan(model, Arguments.check(None, dtype, keep_dtype, BUCKET_BYTES, lora, names, experts), tensors)
     return {
         name: WeightInfo(part.shape, plan.dtypes.choose(spec))
         for source in plan.sources
@@ -189,16 +201,24 @@ class ExtractionComparison(Comparison):
             raise PlanMismatch(describe_conflicts(self.conflicts))
 
 
-def extract(model: nn.Module, arguments: Arguments) -> TensorStream:
-    """Yields every full tensor once, with all of its names, or its parts."""
+def extract(
+    model: nn.Module, arguments: Arguments, tensors: GivenTensors | None = None, *, compares_anew: bool = False
+) -> TensorStream:
+    """Yields every full tensor once, with all of its names, or its parts.
+
+    compares_anew: whether the ranks compare buffers and plain parameters at each call, and not once for a plan.
+    """
     with announce_errors(model):
-        plan, shards = get_plan(model, arguments)
-    return start_extraction(plan, shards)
+        plan, shards = get_plan(model, arguments, tensors)
+    return start_extraction(plan, shards, compares_anew=compares_anew)
 
 
-def start_extraction(plan: Plan, shards: Sequence[torch.Tensor], watch: BucketWatch | None = None) -> TensorStream:
+def start_extraction(
+    plan: Plan, shards: Sequence[torch.Tensor], watch: BucketWatch | None = None, *, compares_anew: bool = False
+) -> TensorStream:
     agreement = Agreement(plan.ranks)
-    agreement.expect(lambda: plan.compared, ExtractionComparison(plan.groups, shards, plan.device))
+    comparison = ExtractionComparison(plan.groups, shards, plan.device, anew=compares_anew)
+    agreement.expect(lambda: plan.compared, comparison)
     with agreement.announce_leaving():
         pipeline = Pipeline(plan, shards, agreement, watch)
     return TensorStream(plan.names.divide(pipeline.run()), agreement, HomeStream(plan.device))
@@ -586,11 +606,13 @@ def full_state_dict(
     lora: Lora = "merged",
     names: Names = "model",
     experts: Experts | None = None,
+    tensors: GivenTensors | None = None,
 ) -> dict[str, torch.Tensor]:
     """The whole model's tensors on the CPU, by name, in pageable memory; tied names share one tensor.
 
     Every rank must call it, as :func:`full_tensors`, whose arguments, names, bounds and errors it
-    shares. Host memory: the model on each rank that collects, and 256 MiB that are pinned.
+    shares. Host memory: the model on each rank that collects, and 256 MiB that are pinned. BuffersDiffer is warned of
+    at each call.
 
     ranks: ``rank0`` the first rank of the default group, the others get an empty dict; ``all``.
 
@@ -602,8 +624,9 @@ def full_state_dict(
         arguments = Arguments.check(None, dtype, keep_dtype, bucket_bytes, lora, names, experts)
     collects = ranks == "all" or not dist.is_initialized() or dist.get_rank() == 0
     state: dict[str, torch.Tensor] = {}
-    with _ToHost() as copies, contextlib.closing(extract(model, arguments)) as tensors:
-        for spec, tensor in tensors:
+    stream = extract(model, arguments, tensors, compares_anew=True)
+    with _ToHost() as copies, contextlib.closing(stream):
+        for spec, tensor in stream:
             if collects:
                 state |= dict.fromkeys(spec.names, copies.start(tensor))
             del tensor

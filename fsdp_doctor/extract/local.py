@@ -40,6 +40,7 @@ from fsdp_doctor.extract.streams import HomeStream, Streams
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.decorators import defer_garbage_collection, disable_autograd
 from fsdp_doctor.fsdp.expert_groups import Experts
+from fsdp_doctor.fsdp.given_tensors import GivenTensors
 from fsdp_doctor.fsdp.shards import compute_row_major_strides
 from fsdp_doctor.names.hub_names import Names
 from fsdp_doctor.names.views import NamesError, TensorView, find_box
@@ -68,6 +69,7 @@ def local_shards(
     lora: Lora = "merged",
     names: Names = "model",
     experts: Experts | None = None,
+    tensors: GivenTensors | None = None,
 ) -> ClosingIterator[LocalShard]:
     """Yields what this rank holds of every parameter and every persistent buffer: (name, tensor, global shape, place).
 
@@ -85,7 +87,7 @@ def local_shards(
     Hub whose elements on a rank are no range and no block of it.
     """
     with announce_errors_where_merged(model, lora):
-        request = request_of(model, dtype, keep_dtype, bucket_bytes, lora, names, experts)
+        request = request_of(model, dtype, keep_dtype, bucket_bytes, lora, names, experts, tensors)
         refuse_unknown(request)
     return ClosingIterator(_yield_each_name(request, start_factor_stream(request)))
 
@@ -147,11 +149,12 @@ def request_of(
     lora: Lora,
     names: Names = "model",
     experts: Experts | None = None,
+    tensors: GivenTensors | None = None,
     *,
     in_step: bool = False,
 ) -> ShardRequest:
     arguments = Arguments.check(None, dtype, keep_dtype, bucket_bytes, lora, names, experts, in_step=in_step)
-    plan, shards = get_plan(model, arguments)
+    plan, shards = get_plan(model, arguments, tensors)
     return ShardRequest(
         plan=plan,
         shards=shards,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import itertools
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -37,6 +38,8 @@ from fsdp_doctor.extract.sources import (
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.fsdp.decorators import defer_garbage_collection
 from fsdp_doctor.fsdp.expert_groups import ExpertMeshes, Experts, list_expert_meshes, place_experts
+from fsdp_doctor.fsdp.forms import refuse
+from fsdp_doctor.fsdp.given_tensors import GivenTensors, put_in_place
 from fsdp_doctor.fsdp.snapshot import Snapshot
 from fsdp_doctor.names.hub_names import NameChoice, Names, check_names, choose_names
 from fsdp_doctor.names.views import NamesError, TensorView
@@ -136,14 +139,16 @@ class Plan:
 class _KeptPlan:
     """A plan, and what it was made from."""
 
-    def __init__(self, model: nn.Module, arguments: Arguments) -> None:
-        contents = place_experts(reader.read(model), arguments.experts)
+    def __init__(self, model: nn.Module, arguments: Arguments, tensors: GivenTensors | None = None) -> None:
+        contents = place_experts(put_in_place(reader.read(model), tensors), arguments.experts)
         if unused := contents.list_unused():
             raise RuntimeError(
                 f"FSDP2 does not compute with what the model has as {join_some(unused)}: it was assigned or swapped "
                 "after the first forward. Copy values into the parameter that FSDP2 has instead of replacing it "
                 "or its memory"
             )
+        # Adapters alone can be had of a model whose weights are codes.
+        refuse(contents.find_unreadable(but_strided=arguments.lora == "adapter"))
         peft_modules = adapters.find_adapter_modules(reader.find_innermost(model))
         self._snapshot = Snapshot(model, contents)
         self._peft_modules = [(prefix, weakref.ref(module)) for prefix, module in peft_modules]
@@ -173,10 +178,17 @@ atexit.register(_kept.clear)
 
 
 @defer_garbage_collection
-def get_plan(model: nn.Module, arguments: Arguments) -> tuple[Plan, list[torch.Tensor]]:
-    """The plan, and this rank's shards as they are now, by the places of the sources."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
+def get_plan(
+    model: nn.Module, arguments: Arguments, tensors: GivenTensors | None = None
+) -> tuple[Plan, list[torch.Tensor]]:
+    """The plan, and this rank's shards as they are now, by the places of the sources.
+
+    tensors: in place of the model's own; such a plan is not kept.
+    """
+    reader.check_model(model)
+    if tensors is not None:
+        made = _KeptPlan(model, arguments, tensors)
+        return made.plan, made.shards
     plans = _kept.get(model, {})
     kept = plans.get(arguments)
     shards = kept.find_shards(model) if kept is not None else None
@@ -189,6 +201,13 @@ def get_plan(model: nn.Module, arguments: Arguments) -> tuple[Plan, list[torch.T
     return kept.plan, shards
 
 
+def list_differing_buffers(model: nn.Module) -> tuple[str, ...]:
+    """The buffers that differed between the ranks when these last compared them."""
+    groups = [kept.plan.groups for kept in _kept.get(model, {}).values()]
+    with_buffers = [each for each in groups if any(part.relation == "buffer" for part in each.parts)]
+    return with_buffers[-1].differing if with_buffers else ()
+
+
 def _make_plan(
     model: nn.Module,
     contents: reader.ModelContents,
@@ -199,10 +218,22 @@ def _make_plan(
     everything = list_sources(contents)
     check_shards(everything, shards)
     sources, merged = adapters.select(layers, everything, arguments.lora)
+    refuse({spec.names[0]: spec.form for source in sources for spec in list_specs(source) if spec.form})
+    if layers.has_adapters:
+        # Names without what peft put into them.
+        numbers = collections.Counter(name for source in sources for spec in list_specs(source) for name in spec.names)
+        if ambiguous := [name for name, number in numbers.items() if number > 1]:
+            raise RuntimeError(reader.describe_ambiguous(ambiguous))
     dtypes = OutputDtypes(arguments.dtype, arguments.keep_dtype)
     dtypes.check(sources)
     device = _choose_device(arguments.device, compute_device(contents, everything), bool(list_shard_groups(everything)))
+    merged = _choose_merged(sources, merged)
     factors = adapters.find_factors(everything, merged)
+    if lacking := [name for name in adapters.list_factor_names(merged) if name not in factors]:
+        raise ValueError(
+            f"tensors: {join_some(lacking)} is merged into a weight that is among them, and is not: give it, too, or "
+            'ask for lora="base"'
+        )
     groups = read_groups(contents)
     names = _choose_names(model, sources, arguments)
     settings = (
@@ -227,6 +258,14 @@ def _make_plan(
         compared=ComparedPlan(describe_plan(sources, dtypes, settings, merged)),
         names=names,
     )
+
+
+def _choose_merged(sources: Sequence[Source], merged: dict[str, list[LoraAdapter]]) -> dict[str, list[LoraAdapter]]:
+    """Without the adapters of weights that are not asked for."""
+    if not merged:
+        return merged
+    names = {name for source in sources for spec in list_specs(source) for name in spec.names}
+    return {weight: many for weight, many in merged.items() if weight in names}
 
 
 def _choose_names(model: nn.Module, sources: Sequence[Source], arguments: Arguments) -> OutputNames:

@@ -11,12 +11,18 @@ parameter is such a case, too. Names and shapes are alike in both; what differs 
   are that, too. Such tensors are refused.
 - The values of a plain parameter, and of what the first case takes for copies, are compared: a few elements of each,
   since copies may have drifted apart by rounding, and experts are nowhere near each other.
+
+Persistent buffers are whole on every rank, and no FSDP keeps them alike: a router's bias or the statistics of a batch
+norm are moved by each rank's own tokens. There is no right one among them, so they are not refused: that they differ is
+said.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import warnings
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -34,8 +40,14 @@ from fsdp_doctor.fsdp.reader import ModelContents
 _COMPARED_TENSORS, _COMPARED_ELEMENTS = 256, 8
 # How far copies may be apart, in parts of the longer one.
 _DRIFT = 1 / 8
+# Of a buffer: a longer one is compared by a few elements, too.
+_COMPARED_BYTES = 1 << 20
 
-Relation = Literal["plain", "copies", "unknown"]
+Relation = Literal["plain", "copies", "unknown", "buffer"]
+
+
+class BuffersDiffer(UserWarning):
+    """Persistent buffers have other values on some ranks, and an extraction or a save has one rank's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +77,13 @@ class RankGroups:
     """Of one model. Nothing in it is a tensor.
 
     ranks: all of the model's, where a mesh has a part of them; otherwise none. is_settled: whether the ranks have
-    compared their parts since the model was read.
+    compared their parts since the model was read. differing: buffers that differed when they were last compared.
     """
 
     ranks: tuple[int, ...]
     parts: list[Part] = field(default_factory=list)
     is_settled: bool = False
+    differing: tuple[str, ...] = ()
 
     def find(self, places: Collection[int]) -> RankGroups:
         return replace(self, parts=[part for part in self.parts if part.place in places])
@@ -121,6 +134,12 @@ def read_groups(contents: ModelContents) -> RankGroups:
             if key not in relations:
                 relations[key] = _relate(mesh, tensor.placements, on_whole)
             parts.append(Part(name, place, () if relations[key] == "plain" else ranks, relations[key]))
+    first_place = len(contents.fsdp1_units) + len(contents.parameters)
+    parts += [
+        Part(buffer.names[:1], place, (), "buffer")
+        for place, buffer in enumerate(contents.buffers, first_place)
+        if not isinstance(buffer.placed, DTensor)
+    ]
     return RankGroups(everyone if any(part.ranks for part in parts) else (), parts)
 
 
@@ -151,29 +170,37 @@ def _find_dims_of_slice(whole: DeviceMesh, mesh: DeviceMesh) -> Iterator[tuple[i
 
 
 class Comparison:
-    """Compares the ranks' parts for one call. shards: this rank's, by their places. compares: whose values."""
+    """Compares the ranks' parts for one call.
+
+    shards: this rank's, by their places. compares: whose values. anew: also where they have been compared before.
+    """
 
     def __init__(
         self,
         groups: RankGroups,
         shards: Sequence[torch.Tensor],
         device: torch.device,
-        compares: Collection[Relation] = ("plain", "copies"),
+        compares: Collection[Relation] = ("plain", "copies", "buffer"),
+        *,
+        anew: bool = False,
     ) -> None:
-        self._groups, self._shards, self._device = groups, shards, device
-        self._compared = [part for part in groups.parts if part.relation in compares]
+        self._groups, self._shards, self._device, self._anew = groups, shards, device, anew
+        compared = [part for part in groups.parts if part.relation in compares]
+        self._compared = [part for part in compared if part.relation != "buffer"]
+        self._buffers = [part for part in compared if part.relation == "buffer"]
         self._unknown = {part.ranks: part for part in groups.parts if part.relation == "unknown"}
         self.conflicts: dict[str, Conflict] = {}
 
     @property
     def is_due(self) -> bool:
         """Whether there is anything left to compare."""
-        return bool(self._compared or self._unknown) and not self._groups.is_settled
+        is_settled = self._groups.is_settled and not self._anew
+        return bool(self._compared or self._buffers or self._unknown) and not is_settled
 
     def make_statement(self) -> str:
         """This rank's groups and values. Waits for its device, which may still be writing to a shard."""
-        compared = self._compared[:: -(-len(self._compared) // _COMPARED_TENSORS) or 1]
-        if compared and self._device.type not in ("cpu", "meta"):
+        compared, buffers = _choose_some(self._compared), _choose_some(self._buffers)
+        if (compared or buffers) and self._device.type not in ("cpu", "meta"):
             torch.get_device_module(self._device.type).synchronize(self._device)
         rank = dist.get_rank()
         values = {
@@ -182,31 +209,58 @@ class Comparison:
             if (elements := _sample_values(self._shards[part.place])) is not None
         }
         return json.dumps(
-            {"unknown": {part.names[0]: ranks for ranks, part in self._unknown.items()}, "values": values}
+            {
+                "unknown": {part.names[0]: ranks for ranks, part in self._unknown.items()},
+                "values": values,
+                "buffers": {part.names[0]: _digest_buffer(self._shards[part.place]) for part in buffers},
+            }
         )
 
     def draw_conclusion(self, statements: Mapping[int, str]) -> str:
         groups: dict[str, set[tuple[int, ...]]] = {}
         values: dict[str, dict[int, list[Any]]] = {}
+        digests: dict[str, dict[int, list[int]]] = {}
         for rank, statement in statements.items():
             stated = json.loads(statement)
             for name, ranks in stated["unknown"].items():
                 groups.setdefault(name, set()).add(tuple(ranks))
             for name, value in stated["values"].items():
                 values.setdefault(name, {})[rank] = value
+            for name, digest in stated["buffers"].items():
+                digests.setdefault(name, {}).setdefault(digest, []).append(rank)
         conflicts = {name: ["unknown", sorted(ranks)] for name, ranks in groups.items()}
+        conflicts |= {name: ["buffer", [*alike.values()]] for name, alike in digests.items() if len(alike) > 1}
         return json.dumps(
             conflicts | {name: conflict for name, by_rank in values.items() if (conflict := _find_conflict(by_rank))}
         )
 
     def conclude(self, conclusion: str) -> None:
-        """Notes down what all ranks know now."""
+        """Notes down what all ranks know now, and warns of buffers that differ."""
         items = json.loads(conclusion).items()
-        stated = {name: Conflict(relation, tuple(map(tuple, groups))) for name, (relation, groups) in items}
+        every = {name: Conflict(relation, tuple(map(tuple, groups))) for name, (relation, groups) in items}
+        differing = {name: conflict for name, conflict in every.items() if conflict.relation == "buffer"}
+        self._groups.differing = tuple(differing)
+        if differing:
+            warnings.warn(BuffersDiffer(describe_conflicts(differing)), stacklevel=2)
+        stated = {name: conflict for name, conflict in every.items() if name not in differing}
         known = {ranks: stated[part.names[0]] for ranks, part in self._unknown.items() if part.names[0] in stated}
         unknown = [part for part in self._groups.parts if part.relation == "unknown" and part.ranks in known]
         self.conflicts = {name: known[part.ranks] for part in unknown for name in part.names} | stated
         self._groups.is_settled = not self.conflicts
+
+
+def _choose_some(parts: Sequence[Part]) -> Sequence[Part]:
+    return parts[:: -(-len(parts) // _COMPARED_TENSORS) or 1]
+
+
+def _digest_buffer(buffer: torch.Tensor) -> int:
+    """Of all bytes of a small one, else of a few elements."""
+    if not buffer.numel():
+        return 0
+    if buffer.nbytes > _COMPARED_BYTES:
+        return zlib.crc32(repr(_sample_values(buffer)).encode())
+    host = buffer.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(host.numpy().tobytes())
 
 
 def _sample_values(shard: torch.Tensor) -> list[float] | None:
@@ -269,6 +323,12 @@ def describe_conflicts(conflicts: Mapping[str, Conflict]) -> str:
                 f"{name} is a parameter that nothing shards, and its values differ between ranks {groups}.{others} "
                 "If these are experts, say along which mesh they are divided, as in experts=mesh['ep']; if they are to "
                 "be copies, broadcast one."
+            )
+        case "buffer":
+            return (
+                f"{name} is a buffer whose values differ between ranks {groups}: each rank yields its own, and what is "
+                f"saved or collected has the first rank's.{others} Broadcast or all-reduce such buffers before, if "
+                "they are to be one."
             )
         case _:
             assert_never(conflict.relation)

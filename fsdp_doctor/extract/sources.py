@@ -31,12 +31,13 @@ class ShardGroup:
 # they are not frozen, which would double it. Nothing changes them.
 @dataclass(slots=True, eq=False, kw_only=True)
 class TensorSpec:
-    """One full tensor: all of its names, its global shape, its own dtype."""
+    """One full tensor: all of its names, its global shape, its own dtype, and what it is if it cannot be read."""
 
     names: tuple[str, ...]
     shape: torch.Size
     numel: int
     dtype: torch.dtype
+    form: str = ""
 
 
 # A source's place is that of this rank's part of it among the model's shards, which are read anew for each extraction.
@@ -151,12 +152,11 @@ class OutputDtypes:
 def list_sources(contents: ModelContents) -> list[Source]:
     """Every parameter and persistent buffer, each once, in the order of the model; FSDP1's units come first.
 
-    Raises RuntimeError for a parameter that is only a piece of another unit's flat parameter, and for a lost shard.
+    Raises RuntimeError for a parameter that is only a piece of another unit's flat parameter, for tensors that have one
+    name, and for a lost shard.
     """
-    if contents.stray_pieces:
-        raise RuntimeError(contents.stray_sentence)
-    if contents.lost_shards:
-        raise RuntimeError(contents.lost_sentence)
+    if contents.refusal:
+        raise RuntimeError(contents.refusal)
     groups = _ShardGroups()
     units = [source for place, unit in enumerate(contents.fsdp1_units) for source in _make_unit_sources(place, unit)]
     return [
@@ -216,7 +216,13 @@ def find_device(device_type: str) -> torch.device:
 
 def _make_source(place: int, model_tensor: ModelTensor, groups: _ShardGroups) -> Source:
     tensor = model_tensor.placed
-    spec = TensorSpec(names=model_tensor.names, shape=tensor.shape, numel=tensor.numel(), dtype=tensor.dtype)
+    spec = TensorSpec(
+        names=model_tensor.names,
+        shape=tensor.shape,
+        numel=tensor.numel(),
+        dtype=tensor.dtype,
+        form=model_tensor.form,
+    )
     if not isinstance(tensor, DTensor):
         return Plain(spec=spec, place=place)
     if not dist.is_initialized():
@@ -278,7 +284,16 @@ def _make_unit_sources(place: int, unit: Fsdp1Unit) -> Iterator[FlatUnit | Plain
         )
     local = unit.shard
     parts = [
-        (TensorSpec(names=names, shape=part.shape, numel=part.shape.numel(), dtype=local.dtype), part)
+        (
+            TensorSpec(
+                names=names,
+                shape=part.shape,
+                numel=part.shape.numel(),
+                dtype=local.dtype,
+                form=unit.forms.get(names[0], ""),
+            ),
+            part,
+        )
         for names, part in zip(unit.names, unit.read_layout(), strict=True)
     ]
     if unit.is_sharded:

@@ -66,6 +66,7 @@ from fsdp_doctor.fingerprints.summing import (
 )
 from fsdp_doctor.fsdp.decorators import disable_autograd
 from fsdp_doctor.fsdp.expert_groups import Experts
+from fsdp_doctor.fsdp.given_tensors import GivenTensors
 from fsdp_doctor.fsdp.shards import compute_row_major_strides
 from fsdp_doctor.names.hub_names import Names
 
@@ -84,6 +85,7 @@ def fingerprint(
     lora: Lora = "merged",
     names: Names = "model",
     experts: Experts | None = None,
+    tensors: GivenTensors | None = None,
     combined: bool = True,
 ) -> Fingerprints:
     """Computes 128 bits for each tensor that :func:`full_tensors` would yield with the same arguments; gathers nothing.
@@ -97,8 +99,8 @@ def fingerprint(
     Every rank of the group over which the model is sharded must call it with the same arguments; they compare their
     models before the all-reduce, as in :func:`full_tensors`, and none is left waiting.
 
-    names, experts: as :func:`full_tensors`. The Hub's names are those in a checkpoint that ``save_pretrained`` wrote,
-        and those that engines load. (:func:`fingerprint_variants` has the model's.)
+    names, experts, tensors: as :func:`full_tensors`. The Hub's names are those in a checkpoint that ``save_pretrained``
+        wrote, and those that engines load. (:func:`fingerprint_variants` has the model's.)
     combined: False for this rank's part of the sums, without a collective (except for the factors of adapters), for
         :func:`combine_fingerprints`.
 
@@ -107,7 +109,14 @@ def fingerprint(
     Raises as :func:`full_tensors`.
     """
     repeated = RepeatedFingerprint(
-        model, dtype=dtype, keep_dtype=keep_dtype, bucket_bytes=bucket_bytes, lora=lora, names=names, experts=experts
+        model,
+        dtype=dtype,
+        keep_dtype=keep_dtype,
+        bucket_bytes=bucket_bytes,
+        lora=lora,
+        names=names,
+        experts=experts,
+        tensors=tensors,
     )
     if combined:
         repeated.start()
@@ -137,10 +146,11 @@ class RepeatedFingerprint:
         lora: Lora = "merged",
         names: Names = "model",
         experts: Experts | None = None,
+        tensors: GivenTensors | None = None,
     ) -> None:
         self._model = model
         self._dtype, self._keep_dtype, self._bucket_bytes = dtype, keep_dtype, bucket_bytes
-        self._lora, self._names, self._experts = lora, names, experts
+        self._lora, self._names, self._experts, self._tensors = lora, names, experts, tensors
         self._sums = FingerprintSums()
         self._summed: tuple[Plan, list[int]] | None = None
         self._gathered: _GatheredSums | None = None
@@ -203,7 +213,7 @@ class RepeatedFingerprint:
 
     def request(self, *, in_step: bool = False) -> ShardRequest:
         arguments = self._dtype, self._keep_dtype, self._bucket_bytes, self._lora, self._names, self._experts
-        return request_of(self._model, *arguments, in_step=in_step)
+        return request_of(self._model, *arguments, self._tensors, in_step=in_step)
 
 
 def _list_parts(request: ShardRequest) -> list[TensorSpec]:

@@ -20,8 +20,8 @@ from fsdp_doctor.fingerprints.fingerprint_set import (
 )
 from fsdp_doctor.fingerprints.keyed_sum import BlockSums, IndexedBlock, make_grid_block, make_range_block
 from fsdp_doctor.fsdp import private
+from fsdp_doctor.fsdp.forms import describe_unless_dense
 from fsdp_doctor.fsdp.shards import compute_row_major_strides
-from fsdp_doctor.load.source import describe_unless_dense
 
 # Of copies that are kept until they are summed.
 _MOST_KEPT_BYTES = 64 << 20

@@ -16,6 +16,7 @@ from fsdp_doctor.errors import join_some
 from fsdp_doctor.fingerprints.keyed_sum import BlockSums, make_range_block
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.decorators import disable_autograd
+from fsdp_doctor.fsdp.forms import describe_form, refuse
 
 _MOST_CALLS = 6
 
@@ -44,7 +45,8 @@ def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     memory are summed on the host, at the speed of the CPU; a copy into them that began before the context must have
     arrived.
 
-    Raises WeightsChanged, with the tensors, the rank, and the calls between. An exception of the body passes.
+    Raises WeightsChanged, with the tensors, the rank, and the calls between; UnreadableTensors for tensors that are not
+    dense. An exception of the body passes.
     """
     where = _find_body()
     before = _Sums(model, optimizer)
@@ -69,7 +71,10 @@ class _Sums:
     @disable_autograd
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
-        for name, tensor in _list_shards(model, optimizer):
+        shards = list(_list_shards(model, optimizer))
+        # Codes are compared as they lie; what does not lie there cannot be.
+        refuse({name: form for name, tensor in shards if (form := describe_form(tensor))})
+        for name, tensor in shards:
             if tensor.device.type != "meta":
                 by_device.setdefault(tensor.device, []).append((name, tensor))
         self._parts = []
@@ -93,7 +98,8 @@ class _Sums:
 def _list_shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, torch.Tensor]]:
     contents = reader.read(model)
     for tensor in (*contents.parameters, *contents.buffers, *contents.transient_buffers):
-        yield (tensor.names[0], private.read_local_tensor(tensor.tensor).detach())
+        local = private.read_local_tensor(tensor.tensor)
+        yield (tensor.names[0], local if tensor.form else local.detach())
     for unit in contents.fsdp1_units:
         for number, memory in enumerate(unit.memories):
             yield (f"{unit.flat_name}{f' (copy {number})' if number else ''}", memory)

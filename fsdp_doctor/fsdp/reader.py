@@ -5,8 +5,10 @@ Only attributes are read, in any state of the model: nothing is copied or commun
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import collections
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_doctor.errors import join_some
 from fsdp_doctor.fsdp import private
+from fsdp_doctor.fsdp.forms import CodeFinder, describe_form, has_strides
 from fsdp_doctor.fsdp.names import unwrap_name
 from fsdp_doctor.fsdp.private import fsdp1, fsdp2
 from fsdp_doctor.fsdp.private.fsdp1 import FlatSlice as FlatSlice, Fsdp1Unit as Fsdp1Unit
@@ -28,6 +31,7 @@ class ModelTensor:
     names: as in the model before it was wrapped, in the order of its modules; several for a tied one.
     tensor: of a parameter that FSDP2 shows unsharded now, the sharded one; shown: what the modules have now.
     unit: the innermost FSDP2 module around it, None outside of any.
+    form: what it is if its memory is not its values, see ``forms``; empty for others.
     placed: what has its global shape, mesh and placements: ``tensor``; or of experts that were divided before FSDP
     sharded them, a DTensor without elements, of which ``tensor`` is a part, see ``expert_groups``.
     """
@@ -36,6 +40,7 @@ class ModelTensor:
     tensor: torch.Tensor
     shown: torch.Tensor
     unit: Fsdp2Unit | None
+    form: str = ""
     placed: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,6 +55,8 @@ class ModelContents:
     parameters; buffers: those that a state dict has; transient_buffers: the others.
     stray_pieces: names of parameters that are pieces of an FSDP1 unit's flat parameter in a module of another unit, as
     a parameter is that was tied across units with ``use_orig_params``: torch gathers them for their own unit alone.
+    ambiguous: names that several tensors have when what wrappers put into them is taken off.
+    extra_states: names in a state dict of what ``get_extra_state`` returns, which may be anything.
     """
 
     fsdp1_units: tuple[Fsdp1Unit, ...]
@@ -58,10 +65,21 @@ class ModelContents:
     buffers: tuple[ModelTensor, ...]
     transient_buffers: tuple[ModelTensor, ...]
     stray_pieces: tuple[str, ...] = ()
+    ambiguous: tuple[str, ...] = ()
+    extra_states: tuple[str, ...] = ()
 
     @property
-    def stray_sentence(self) -> str:
-        """Why the model can be neither extracted nor loaded, where it has stray pieces."""
+    def refusal(self) -> str:
+        """Why the model can be neither extracted nor loaded; empty if it can."""
+        if self.ambiguous:
+            return describe_ambiguous(self.ambiguous)
+        if self.lost_shards:
+            return (
+                f"{join_some(self.lost_shards)} was moved while it was unsharded, as a manual offload does after a "
+                "step that raised: the shard is lost. Build and wrap the model again, and load a checkpoint"
+            )
+        if not self.stray_pieces:
+            return ""
         return (
             f"{join_some(self.stray_pieces)} is a piece of the flat parameter of another FSDP1 unit, to which it was "
             "tied before the model was wrapped: its module cannot use it. Put tied parameters into one FSDP1 unit"
@@ -77,12 +95,27 @@ class ModelContents:
         """The names of FSDP1 units that have lost their shards."""
         return [unit.flat_name for unit in self.fsdp1_units if unit.has_lost_shard]
 
-    @property
-    def lost_sentence(self) -> str:
-        """Why the model can be neither extracted nor loaded, where it has lost shards."""
-        return (
-            f"{join_some(self.lost_shards)} was moved while it was unsharded, as a manual offload does after a step "
-            "that raised: the shard is lost. Build and wrap the model again, and load a checkpoint"
+    def find_unreadable(self, *, but_strided: bool = False) -> dict[str, str]:
+        """What each tensor of a state dict is whose memory is not its values, by its first name.
+
+        but_strided: without those that can be left alone in a call for others, because their layout can be read.
+        """
+        tensors = [tensor for tensor in self.list_tensors() if tensor.form]
+        forms = {t.names[0]: t.form for t in tensors if not (but_strided and has_strides(t.tensor))}
+        in_units = [] if but_strided else [unit.forms.items() for unit in self.fsdp1_units]
+        return forms | dict(itertools.chain.from_iterable(in_units))
+
+    def drop_without_strides(self) -> ModelContents:
+        """Returns the contents without tensors of which not even shape and strides can be read."""
+
+        def keep(tensors: tuple[ModelTensor, ...]) -> tuple[ModelTensor, ...]:
+            return tuple(tensor for tensor in tensors if not tensor.form or has_strides(tensor.tensor))
+
+        return replace(
+            self,
+            parameters=keep(self.parameters),
+            buffers=keep(self.buffers),
+            transient_buffers=keep(self.transient_buffers),
         )
 
     def list_unused(self, *, but_followed: bool = False) -> list[str]:
@@ -105,11 +138,30 @@ class ModelContents:
         yield from (names for unit in self.fsdp1_units for names in unit.names)
 
 
+def describe_ambiguous(names: Sequence[str]) -> str:
+    """A sentence about names that several tensors of a model would have."""
+    return (
+        f"several tensors of the model are called {join_some(names)} once what wrappers put into the names of modules "
+        "is taken off, so that all but one would be lost: rename the modules"
+    )
+
+
+def check_model(model: object) -> None:
+    """Raises TypeError for what is no module."""
+    if not isinstance(model, nn.Module):
+        hint = "; tensors by name are given as tensors= beside their model" if isinstance(model, Mapping) else ""
+        raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}{hint}")
+
+
 def read(model: nn.Module) -> ModelContents:
-    """Any rank may call it alone, before the first forward too."""
+    """Any rank may call it alone, before the first forward too. Raises TypeError for what is no module."""
+    check_model(model)
     modules = private.list_module_tensors(find_innermost(model))
+    is_wrapped = False
     for module_tensors in modules:
-        module_tensors.prefix = unwrap_name(module_tensors.prefix)
+        prefix = unwrap_name(module_tensors.prefix)
+        is_wrapped = is_wrapped or prefix != module_tensors.prefix
+        module_tensors.prefix = prefix
     states = {
         id(module_tensors.fsdp2_state): module_tensors.fsdp2_state
         for module_tensors in modules
@@ -122,16 +174,19 @@ def read(model: nn.Module) -> ModelContents:
         for state in states.values()
         for shown, known_parameter in list_unsharded_parameters(state)
     }
-    fsdp1_units = _read_fsdp1_units(modules)
-    parameters = _read_parameters(modules, fsdp1_units, fsdp2_units, sharded)
+    codes = CodeFinder(modules)
+    fsdp1_units = _read_fsdp1_units(modules, codes)
+    parameters = _read_parameters(modules, fsdp1_units, fsdp2_units, sharded, codes)
     stray = [p for p in parameters if fsdp1.is_flattened(p.tensor)] if fsdp1_units else []
     return ModelContents(
         fsdp1_units=fsdp1_units,
         fsdp2_units=tuple(fsdp2_units.values()),
         parameters=parameters,
         stray_pieces=tuple(name for parameter in stray for name in parameter.names),
-        buffers=_read_buffers(modules, fsdp2_units, persistent=True),
-        transient_buffers=_read_buffers(modules, fsdp2_units, persistent=False),
+        ambiguous=_find_ambiguous(modules, fsdp1_units) if is_wrapped else (),
+        extra_states=tuple(f"{m.prefix}_extra_state" for m in modules if _has_extra_state(m.module)),
+        buffers=_read_buffers(modules, fsdp2_units, codes, persistent=True),
+        transient_buffers=_read_buffers(modules, fsdp2_units, codes, persistent=False),
     )
 
 
@@ -139,6 +194,23 @@ def find_open_step(model: nn.Module, contents: ModelContents) -> private.OpenSte
     """Returns the part of a training step that has begun and has not ended, as a step that raised leaves it."""
     found = {unit.open_step for unit in contents.fsdp1_units} | {fsdp2.find_open_step(fsdp2.list_states(model))}
     return "backward" if "backward" in found else "forward" if "forward" in found else None
+
+
+def _find_ambiguous(modules: list[private.ModuleTensors], fsdp1_units: tuple[Fsdp1Unit, ...]) -> tuple[str, ...]:
+    """Names under which two modules have different tensors; those in FSDP1 units may be no attributes of theirs now."""
+    in_units = collections.Counter(name for unit in fsdp1_units for names in unit.names for name in names)
+    ambiguous = dict.fromkeys(name for name, number in in_units.items() if number > 1)
+    first: dict[str, torch.Tensor] = {}
+    for module_tensors in modules:
+        for key, tensor in (*module_tensors.parameters.items(), *module_tensors.buffers.items()):
+            name = module_tensors.prefix + key
+            if tensor is not None and first.setdefault(name, tensor) is not tensor:
+                ambiguous[name] = None
+    return tuple(ambiguous)
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def find_innermost(model: nn.Module) -> nn.Module:
@@ -152,8 +224,9 @@ def find_innermost(model: nn.Module) -> nn.Module:
             return model
 
 
-def _read_fsdp1_units(modules: list[private.ModuleTensors]) -> tuple[Fsdp1Unit, ...]:
+def _read_fsdp1_units(modules: list[private.ModuleTensors], codes: CodeFinder) -> tuple[Fsdp1Unit, ...]:
     """Each once, under its module's first name."""
+    owners = {id(module_tensors.module): module_tensors for module_tensors in modules}
     prefixes: dict[int, list[str]] = {}
     for module_tensors in modules:
         prefixes.setdefault(id(module_tensors.module), []).append(module_tensors.prefix)
@@ -161,12 +234,15 @@ def _read_fsdp1_units(modules: list[private.ModuleTensors]) -> tuple[Fsdp1Unit, 
     for module_tensors in modules:
         handle = fsdp1.find_flat_handle(module_tensors.module)
         if handle is not None and id(handle) not in units:
-            names = tuple(
-                _list_names(places, module_tensors.prefix, prefixes) for places in fsdp1.list_flat_names(handle)
-            )
-            units[id(handle)] = Fsdp1Unit(
+            places = fsdp1.list_flat_names(handle)
+            names = tuple(_list_names(of_one, module_tensors.prefix, prefixes) for of_one in places)
+            unit = units[id(handle)] = Fsdp1Unit(
                 prefix=module_tensors.prefix, names=names, shown={}, module=module_tensors.module, _handle=handle
             )
+            for (first, *_), its_names, shape in zip(places, names, unit.shapes, strict=True):
+                owner = owners.get(id(first.module))
+                if owner and (form := codes.describe(owner, first.name, unit.flat_parameter, shape)):
+                    unit.forms[its_names[0]] = form
     return tuple(units.values())
 
 
@@ -191,6 +267,7 @@ def _read_parameters(
     fsdp1_units: tuple[Fsdp1Unit, ...],
     fsdp2_units: dict[int, Fsdp2Unit],
     sharded: dict[int, nn.Parameter],
+    codes: CodeFinder,
 ) -> tuple[ModelTensor, ...]:
     """Those that are in no FSDP1 unit; the others that modules have now are added to their units' ``shown``."""
     unit_of = {name: unit for unit in fsdp1_units for names in unit.names for name in names}
@@ -207,18 +284,22 @@ def _read_parameters(
             elif unit_of and name in unit_of:
                 unit_of[name].shown[name] = shown
             elif not unit_of or not fsdp1.is_flat_parameter(tensor):
-                parameters[id(tensor)] = ModelTensor((name,), tensor, shown, unit)
+                form = describe_form(private.read_local_tensor(tensor)) or codes.describe(module_tensors, key, tensor)
+                parameters[id(tensor)] = ModelTensor((name,), tensor, shown, unit, form)
     return tuple(parameters.values())
 
 
 def _read_buffers(
-    modules: list[private.ModuleTensors], fsdp2_units: dict[int, Fsdp2Unit], *, persistent: bool
+    modules: list[private.ModuleTensors], fsdp2_units: dict[int, Fsdp2Unit], codes: CodeFinder, *, persistent: bool
 ) -> tuple[ModelTensor, ...]:
     buffers: dict[int, ModelTensor] = {}
     for module_tensors in modules:
         for key, buffer in module_tensors.buffers.items():
             if buffer is not None and (key not in module_tensors.non_persistent) == persistent:
-                unit = fsdp2_units.get(id(module_tensors.fsdp2_state))
-                model_tensor = buffers.setdefault(id(buffer), ModelTensor((), buffer, buffer, unit))
-                model_tensor.names += (module_tensors.prefix + key,)
+                if id(buffer) not in buffers:
+                    unit = fsdp2_units.get(id(module_tensors.fsdp2_state))
+                    form = describe_form(private.read_local_tensor(buffer))
+                    form = form or codes.describe(module_tensors, key, buffer)
+                    buffers[id(buffer)] = ModelTensor((), buffer, buffer, unit, form)
+                buffers[id(buffer)].names += (module_tensors.prefix + key,)
     return tuple(buffers.values())

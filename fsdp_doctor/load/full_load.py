@@ -13,8 +13,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import get_args
 
 import msgspec
@@ -28,6 +28,8 @@ from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.decorators import disable_autograd, keep_present_modes
 from fsdp_doctor.fsdp.expert_groups import Experts, list_expert_meshes, place_experts
+from fsdp_doctor.fsdp.forms import refuse
+from fsdp_doctor.fsdp.given_tensors import GivenTensors, put_in_place
 from fsdp_doctor.fsdp.private import fsdp1, fsdp2
 from fsdp_doctor.fsdp.reader import ModelContents
 from fsdp_doctor.load.agreement import Holders, LoadAgreement, announce_early_errors
@@ -62,6 +64,7 @@ def load_full_tensors(
     dtype: DtypeRule = "keep",
     names: Names = "auto",
     experts: Experts | None = None,
+    tensors: GivenTensors | None = None,
     buffers: Mapping[str, torch.Tensor] | None = None,
     bucket_bytes: int = LOAD_BUCKET_BYTES,
 ) -> LoadReport:
@@ -88,7 +91,8 @@ def load_full_tensors(
         own rows only and nothing is communicated; if rank 0 alone has it, the others pass None or an empty mapping. A
         tied tensor may come under any of its names, or several.
     strict: False to leave as it is what the source lacks, and to skip what the model does not have; the report names
-        both. Shapes and dtypes must fit all the same.
+        both. Shapes and dtypes must fit all the same. The entries of a source that ``get_extra_state`` made are passed
+        over; the report names those that the model has.
     dtype: ``keep``: a tensor of another dtype than the model's is an error; ``cast``: it is cast to the model's.
     names: ``model``: the source has the names that the model had before it was wrapped (by FSDP1, activation
         checkpointing, torch.compile; peft's names stay as they are). ``hub``: those that transformers gives the files
@@ -97,7 +101,10 @@ def load_full_tensors(
         :func:`read_hub_view`. Each rank reads its own rows only, whatever the names.
     experts: as :func:`full_tensors`, of experts of which groups of ranks have others under one name: the source has all
         of them, as one tensor, and each rank gets its own.
-    buffers: non-persistent buffers, by name, on every rank; those on the meta device must be among them.
+    tensors: as :func:`full_tensors`: what is filled in place of the model's own, such as an average of its weights; at
+        least one of them must be a DTensor. The source has these and no others, and the model is left as it is.
+    buffers: non-persistent buffers, by name, on every rank; those on the meta device must be among them. The report
+        names those that are not: after ``to_empty`` they hold whatever was in their memory.
     bucket_bytes: of device memory of one bucket.
 
     Raises LoadError on every rank, before anything is written, for names that are missing or superfluous, a source
@@ -109,7 +116,8 @@ def load_full_tensors(
     128 tensors at most). The items of an iterator are checked as they come, and whether a file was written to or
     replaced meanwhile at the end: then the error says how many tensors had been written. On a rank where something else
     is raised (OSError, what an iterator raises) it stays what it is, and the others raise LoadError. Raises TypeError,
-    ValueError for arguments that make no sense.
+    ValueError for arguments that make no sense, and UnreadableTensors for a model with tensors whose memory is not
+    their values, unless the load is not strict and the source has none of them.
     """
     with contextlib.ExitStack() as stack:
         if isinstance(source, Generator):
@@ -124,6 +132,7 @@ def load_full_tensors(
             dtype=dtype,
             names=names,
             experts=experts,
+            tensors=tensors,
             buffers=buffers,
             bucket_bytes=bucket_bytes,
         )
@@ -138,6 +147,7 @@ def _load(
     dtype: DtypeRule,
     names: Names,
     experts: Experts | None,
+    tensors: GivenTensors | None,
     buffers: Mapping[str, torch.Tensor] | None,
     bucket_bytes: int,
 ) -> LoadReport:
@@ -148,22 +158,31 @@ def _load(
             raise TypeError(f"buffers must be a mapping of names to tensors, not {type(buffers).__name__}")
         check_arguments(model, bucket_bytes)
         check_names(names)
-        contents = place_experts(reader.read(model), list_expert_meshes(experts))
+        contents = place_experts(put_in_place(reader.read(model), tensors), list_expert_meshes(experts))
+        # A load that is not strict may leave them as they are.
+        refuse(contents.find_unreadable(but_strided=not strict))
         check_between_steps(model, contents)
         place = find_place(contents)
     agreement = LoadAgreement(place.ranks)
     with agreement.announce_errors(), contextlib.ExitStack() as stack:
         targets = list_targets(contents, place)
         transient = match_transient_values(contents.transient_buffers, buffers or {}, place.device)
-        opened = stack.enter_context(contextlib.closing(open_source(source, is_first=dist.get_rank() == place.first)))
+        opened = open_source(source, is_first=dist.get_rank() == place.first, ignored=contents.extra_states)
+        stack.enter_context(contextlib.closing(opened))
         settings = f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes}"
         source_names = SourceNames(names, model, targets, opened)
         lines = lambda: [settings, *describe_targets(targets)]  # noqa: E731
         holders, word = agreement.begin(opened, lines, compare_groups(contents, place), source_names.word)
         source_names.follow(word)
         parts = source_names.divide(targets)
-        conflicts = source_names.rename(agreement.conflicts)
-        matching = Matching(parts, strict=strict, dtype=dtype, holders=holders, conflicts=conflicts)
+        matching = Matching(
+            parts,
+            strict=strict,
+            dtype=dtype,
+            holders=holders,
+            conflicts=source_names.rename(agreement.conflicts),
+            unreadable=source_names.rename(contents.find_unreadable()),
+        )
 
         discarded: tuple[str, ...] = ()
 
@@ -185,13 +204,15 @@ def _load(
             loaded, *others = unit.memories
             for other in others:
                 other.copy_(loaded)
-        return dataclasses.replace(report, discarded=discarded)
+        not_given = [b.names[0] for b in contents.transient_buffers if not {*b.names} & {*(buffers or ())}]
+        return replace(
+            report, extra_states=contents.extra_states, buffers_not_given=tuple(not_given), discarded=discarded
+        )
 
 
 def check_arguments(model: nn.Module, bucket_bytes: int) -> None:
     """Raises TypeError, ValueError."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
+    reader.check_model(model)
     if not isinstance(bucket_bytes, int):
         raise TypeError(f"bucket_bytes must be a whole number, not {type(bucket_bytes).__name__}")
     if bucket_bytes <= 0:

@@ -11,6 +11,7 @@ from typing_extensions import assert_never
 
 from fsdp_doctor.errors import join_some
 from fsdp_doctor.extract.rank_groups import Conflict, describe_conflicts
+from fsdp_doctor.fsdp.forms import refuse
 from fsdp_doctor.load.agreement import Holders
 from fsdp_doctor.load.layouts import Whole
 from fsdp_doctor.load.outcome import LoadError
@@ -39,10 +40,12 @@ class Matching:
         dtype: DtypeRule,
         holders: Holders,
         conflicts: Mapping[str, Conflict],
+        unreadable: Mapping[str, str] | None = None,
     ) -> None:
-        """conflicts: by the first name of a target, why it cannot be loaded."""
+        """conflicts, unreadable: by the first name of a target, why it cannot be loaded."""
         self._targets, self._strict, self._dtype = targets, strict, dtype
         self._holders, self._conflicts = holders, conflicts
+        self._unreadable = unreadable or {}
         self._indices = {name: index for index, target in enumerate(targets) for name in target.names}
         self._checksums: dict[int, int] = {}
         self.names: dict[int, list[str]] = {}
@@ -100,9 +103,10 @@ class Matching:
         return [target.names[0] for index, target in enumerate(self._targets) if index not in self.names]
 
     def _refuse_conflicts(self, indices: Iterable[int]) -> None:
-        names = [name for index in indices if (name := self._targets[index].names[0]) in self._conflicts]
-        if names:
-            raise LoadError(describe_conflicts({name: self._conflicts[name] for name in names}))
+        names = [self._targets[index].names[0] for index in indices]
+        refuse({name: self._unreadable[name] for name in names if name in self._unreadable})
+        if conflicting := [name for name in names if name in self._conflicts]:
+            raise LoadError(describe_conflicts({name: self._conflicts[name] for name in conflicting}))
 
     def _describe_misfit(self, name: str, value: Value) -> str:
         target = self._targets[self._indices[name]]

@@ -6,13 +6,14 @@ import collections
 import hashlib
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp_doctor.fsdp.forms import describe_unless_dense
 from fsdp_doctor.load.outcome import LoadError
 from fsdp_doctor.load.safetensors_files import FileTensor, SafetensorsFile, open_files
 
@@ -31,12 +32,16 @@ _MOST_SAMPLES = 128
 
 @dataclass(kw_only=True)
 class LoadSource:
-    """The source of one rank. kind: None for nothing. tensors: by name; empty for an iterator, whose items they are."""
+    """The source of one rank. kind: None for nothing. tensors: by name; empty for an iterator, whose items they are.
+
+    ignored: names of items that are passed over.
+    """
 
     kind: SourceKind | None
     tensors: Mapping[str, Value] = field(default_factory=dict)
     items: Iterator[Any] | None = None
     files: list[SafetensorsFile] = field(default_factory=list)
+    ignored: Collection[str] = ()
 
     @property
     def file_tensors(self) -> dict[str, FileTensor]:
@@ -52,8 +57,9 @@ class LoadSource:
         for item in self.items or ():
             if not isinstance(item, tuple | list) or len(item) != 2:
                 raise TypeError(f"the source must yield pairs of a name and a tensor, not {type(item).__name__}")
-            check_value(*item)
-            yield item[0], item[1]
+            if item[0] not in self.ignored:
+                check_value(*item)
+                yield item[0], item[1]
 
     def digest_files(self) -> tuple[str, str]:
         """Digests of the tensors in files: of all names, shapes and dtypes, and of bytes in the middle of some tensors.
@@ -82,19 +88,25 @@ class LoadSource:
             file.close()
 
 
-def open_source(source: TensorSource, *, is_first: bool) -> LoadSource:
-    """is_first: whether this is rank 0 of the load, where an empty mapping is a source; elsewhere it is none."""
+def open_source(source: TensorSource, *, is_first: bool, ignored: Collection[str] = ()) -> LoadSource:
+    """is_first: whether this is rank 0 of the load, where an empty mapping is a source; elsewhere it is none.
+
+    ignored: names of what is passed over, whatever it is.
+    """
     if source is None or (isinstance(source, Mapping) and not source and not is_first):
         return LoadSource(kind=None)
     if isinstance(source, Mapping):
+        if any(name in source for name in ignored):
+            source = {name: value for name, value in source.items() if name not in ignored}
         for name, value in source.items():
             check_value(name, value)
         return LoadSource(kind="mapping", tensors=source)
     if isinstance(source, str | os.PathLike):
-        files, tensors = open_files(pathlib.Path(source))
+        files, in_files = open_files(pathlib.Path(source))
+        tensors = {name: tensor for name, tensor in in_files.items() if name not in ignored}
         return LoadSource(kind="files", tensors=tensors, files=files)
     if isinstance(source, Iterable) and not isinstance(source, torch.Tensor):
-        return LoadSource(kind="iterator", items=iter(source))
+        return LoadSource(kind="iterator", items=iter(source), ignored=ignored)
     raise TypeError(
         "the source must be a mapping, an iterable of (name, tensor), a safetensors file, or a directory of them, "
         f"not {type(source).__name__}"
@@ -111,20 +123,3 @@ def check_value(name: Any, value: Any) -> None:
         raise LoadError(f"{name} is a DTensor, not a full tensor: the source must not be a sharded state dict")
     if form := describe_unless_dense(value):
         raise LoadError(f"{name} is {form} in the source: only dense tensors that are in memory can be loaded")
-
-
-def describe_unless_dense(tensor: torch.Tensor) -> str:
-    """The form of a tensor whose elements do not lie in memory one by one; empty for a dense one.
-
-    That is: sparse, nested and quantized tensors, those on the meta device, and subclasses that wrap other tensors
-    (with a ``__torch_dispatch__``). Subclasses that only carry attributes, as parameters do, are dense.
-    """
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return f"a {type(tensor).__name__}"
-    if tensor.layout != torch.strided:
-        return f"in the layout {str(tensor.layout).removeprefix('torch.')}"
-    if tensor.is_quantized:
-        return "quantized"
-    if tensor.is_meta:
-        return "on the meta device"
-    return "nested" if tensor.is_nested else ""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from fsdp_doctor.errors import join_some
-from fsdp_doctor.extract.rank_groups import Conflict
 from fsdp_doctor.load.outcome import LoadError
 from fsdp_doctor.load.source import LoadSource
 from fsdp_doctor.load.targets import Target
 from fsdp_doctor.names.hub_names import HubNames, Names, NamesError, choose_names
 from fsdp_doctor.names.views import TensorView
 
+_T = TypeVar("_T")
 _MOST_NAMES = 10
 
 
@@ -57,11 +58,11 @@ class SourceNames:
             )
         return [part for part in divided if part is not None]
 
-    def rename(self, conflicts: Mapping[str, Conflict]) -> Mapping[str, Conflict]:
-        """conflicts: by the first name of a tensor in the model."""
+    def rename(self, reasons: Mapping[str, _T]) -> Mapping[str, _T]:
+        """reasons: by the first name of a tensor in the model."""
         if self._hub is None:
-            return conflicts
-        return {part[0][0]: why for name, why in conflicts.items() for part in self._hub.list_parts((name,))}
+            return reasons
+        return {part[0][0]: why for name, why in reasons.items() for part in self._hub.list_parts((name,))}
 
     def _choose(self, names: Names) -> HubNames | None:
         try:

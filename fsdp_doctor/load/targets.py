@@ -86,10 +86,8 @@ def find_place(contents: ModelContents) -> ModelPlace:
     """Raises LoadError for a model that is not sharded, or whose ranks are not known."""
     if not contents.fsdp1_units and not list_meshes(contents):
         raise LoadError("the model is not sharded: load it with model.load_state_dict, or shard it first")
-    if contents.stray_pieces:
-        raise LoadError(contents.stray_sentence)
-    if contents.lost_shards:
-        raise LoadError(contents.lost_sentence)
+    if contents.refusal:
+        raise LoadError(contents.refusal)
     if not dist.is_initialized():
         raise LoadError("the model is sharded, and torch.distributed is not initialized, or not any more")
     ranks = list_ranks(contents)

@@ -117,9 +117,12 @@ class Scenario:
     def must_load(self) -> bool:
         """Whether a load has to succeed; else every rank may refuse it before anything is changed.
 
-        FSDP1 has no way back from a backward that raised, to which no loader of weights can do anything.
+        FSDP1 has no way back from a backward that raised, and has lost its shards where a manual offload moved what a
+        step left unsharded: no loader of weights can do anything to that.
         """
-        return self.checkpoint.must_load and not (self.version == 1 and self.phase.raised == "backward")
+        is_moved = self.param_offload or (self.staging.is_staged and not self.policy)
+        is_beyond_repair = self.phase.raised == "backward" or (self.phase.raised is not None and is_moved)
+        return self.checkpoint.must_load and not (self.version == 1 and is_beyond_repair)
 
     @property
     def contradiction(self) -> str:

@@ -42,6 +42,7 @@ from fsdp_doctor.extract.streams import wait_for_device
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.fsdp.decorators import disable_autograd
 from fsdp_doctor.fsdp.expert_groups import Experts, list_expert_meshes, place_experts
+from fsdp_doctor.fsdp.given_tensors import GivenTensors
 from fsdp_doctor.load.agreement import announce_early_errors
 from fsdp_doctor.names.hub_names import Names, find_original_class, find_pretrained
 from fsdp_doctor.save.directory import WEIGHTS, SaveDirectory, SaveError
@@ -60,11 +61,18 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """files: the names of the weights' files. num_bytes: of all ranks. num_written: bytes that this rank wrote."""
+    """The result of a save, the same on every rank but for ``num_written``.
+
+    files: the names of the weights' files. num_bytes: of all ranks. num_written: bytes that this rank wrote.
+    differing_buffers: persistent buffers whose values differ between the ranks; the files have those of one rank.
+    extra_states: names of what the model's ``get_extra_state`` methods return, which is no tensor and not saved.
+    """
 
     files: tuple[str, ...]
     num_bytes: int
     num_written: int
+    differing_buffers: tuple[str, ...] = ()
+    extra_states: tuple[str, ...] = ()
 
 
 @disable_autograd
@@ -76,6 +84,7 @@ def save_full_tensors(
     dtype: torch.dtype | None = None,
     keep_dtype: Collection[str] = (),
     experts: Experts | None = None,
+    tensors: GivenTensors | None = None,
     step: int | None = None,
     largest_file: int = LARGEST_FILE,
     overwrite: bool = False,
@@ -98,7 +107,7 @@ def save_full_tensors(
     follow one another in the shard. Host memory: 56 MiB, pinned where shards are on an accelerator.
 
     model: as of :func:`full_tensors`; on any device, under any offload.
-    names, dtype, keep_dtype, experts: as of :func:`full_tensors`, but for the default of the names. A tied
+    names, dtype, keep_dtype, experts, tensors: as of :func:`full_tensors`, but for the default of the names. A tied
         tensor is saved under its first name, and under those that the config of transformers does not tie.
     step: of training; stands in the marker.
     largest_file: bytes of one file; only a tensor that is larger gets a file of more. There are more files than that
@@ -107,19 +116,21 @@ def save_full_tensors(
 
     Raises SaveError on every rank for a directory that has weights, is in use by another save, is not the same one for
     all ranks, or has no room, which is found before anything is written; for what safetensors cannot have; and where
-    another rank fails, which it names. OSError on the rank that gets one. Else as :func:`full_tensors`.
+    another rank fails, which it names. OSError on the rank that gets one. Warns BuffersDiffer at each save in which
+    buffers differ between the ranks. Else as :func:`full_tensors`.
     """
     path = pathlib.Path(directory)
     with announce_early_errors(model):
         if largest_file <= 0:
             raise ValueError(f"largest_file must be positive, not {largest_file}")
-        request = request_of(model, dtype, keep_dtype, _BUCKET_BYTES, "merged", names, experts)
-        place = RankPlace.find(place_experts(reader.read(model), list_expert_meshes(experts)))
+        request = request_of(model, dtype, keep_dtype, _BUCKET_BYTES, "merged", names, experts, tensors)
+        contents = place_experts(reader.read(model), list_expert_meshes(experts))
+        place = RankPlace.find(contents)
         plan = _make_plan(model, request, largest_file, len(place.ranks))
     with open_save(path, place) as (agreement, saving):
         settings = f"to {path} {dtype=} {largest_file=} {overwrite=} {step=} {request.plan.names}"
         lines = describe_plan(request.sources, request.dtypes, settings, request.adapters)
-        comparison = ExtractionComparison(request.plan.groups, request.shards, request.device)
+        comparison = ExtractionComparison(request.plan.groups, request.shards, request.device, anew=True)
         agreement.expect(lambda: ComparedPlan(lines), comparison)
         agreement.proceed()
         deltas = gather_deltas(request, start_factor_stream(request))
@@ -150,7 +161,13 @@ def save_full_tensors(
         agreement.proceed()
         num_bytes = sum(file.nbytes for file in plan.files)
         files = tuple(file.name for file in plan.files)
-        return SaveReport(files=files, num_bytes=num_bytes, num_written=writer.num_bytes)
+        return SaveReport(
+            files=files,
+            num_bytes=num_bytes,
+            num_written=writer.num_bytes,
+            differing_buffers=request.plan.groups.differing,
+            extra_states=contents.extra_states,
+        )
 
 
 @dataclass(frozen=True)

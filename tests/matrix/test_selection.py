@@ -26,7 +26,9 @@ def is_plain(case):
 
 
 def test_the_default_matrix_of_extraction_is_both_strategies_all_offloads_and_stagings_and_every_path():
-    cases = [case for case in select(Selection(directions=("out",))) if is_plain(case)]
+    cases = [
+        case for case in select(Selection(directions=("out",))) if is_plain(case) and not case.scenario.phase.raised
+    ]
     expected = {
         (strategy, offload, staging, method.name)
         for strategy in ("fsdp2", "fsdp1")
@@ -44,7 +46,9 @@ def test_the_default_matrix_of_extraction_is_both_strategies_all_offloads_and_st
 
 
 def test_the_default_matrix_of_loading_is_the_same_before_the_first_step_and_what_only_a_load_has():
-    cases = [case for case in select(Selection(directions=("in",))) if is_plain(case)]
+    cases = [
+        case for case in select(Selection(directions=("in",))) if is_plain(case) and not case.scenario.phase.raised
+    ]
     plain = {c for c in cases if c.scenario.init == "materialized" and c.scenario.checkpoint == "exact"}
     assert {c.scenario for c in plain} == {
         make_scenario({"strategy": strategy, "offload": offload, "staging": staging, "phase": "fresh"})
@@ -58,6 +62,17 @@ def test_the_default_matrix_of_loading_is_the_same_before_the_first_step_and_wha
     others = set(cases) - plain
     assert values(others, "init") == {"materialized", "meta"}
     assert values(others, "checkpoint") == set(AXIS["checkpoint"].values) - {"hub"}
+
+
+def test_the_default_matrix_tries_every_method_after_a_step_that_raised():
+    for direction in ("out", "in"):
+        cases = [case for case in select(Selection(directions=(direction,))) if case.scenario.phase.raised]
+        for strategy, phase in itertools.product(("fsdp2", "fsdp1"), ("after-raised-forward", "after-raised-backward")):
+            values = {"strategy": strategy, "offload": "none", "staging": "unstaged", "phase": phase}
+            scenario = make_scenario(values)
+            expected = {method.name for method in list_methods(scenario, direction) if not method.is_fix}
+            assert {case.method for case in cases if case.scenario == scenario} == expected
+        assert len({case.scenario for case in cases}) == 4
 
 
 def test_the_default_matrix_has_some_scenarios_without_mixed_precision_in_inference_mode_and_of_experts():

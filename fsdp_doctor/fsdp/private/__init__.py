@@ -209,12 +209,35 @@ def run_fsdp1_lazy_init(model: FullyShardedDataParallel) -> None:
 # DTensors.
 
 
+# Subclasses of torchao around one plain tensor, which is the weight that trains: they convert it to float8, int8 or
+# ternary where it is gathered or multiplied. Read in torchao 0.18.
+_PLAIN_INSIDE = {
+    "WeightWithDynamicFloat8CastTensor": "_tensor",
+    "TrainingWeightWrapperBaseTensor": "_data",
+    "ScaledGroupedMMTensor": "_data",
+    "Int8MixedPrecisionTrainingLinearWeight": "_data",
+    "BitNetTrainingLinearWeight": "_data",
+}
+
+
 def read_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part as it lies, half-moved or not: ``DTensor._local_tensor``. A plain tensor is its own.
 
-    No copy, no collective. The public ``to_local()`` makes a view of a parameter's in newer versions, which costs 3 us.
+    Of a subclass that has the weight as one plain tensor inside, that one. No copy, no collective. The public
+    ``to_local()`` makes a view of a parameter's in newer versions, which costs 3 us.
     """
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    kind = type(local)
+    if kind is torch.Tensor or kind is nn.Parameter or (inside := _find_plain_inside(kind)) is None:
+        return local
+    plain: torch.Tensor = get(local, inside)
+    return plain
+
+
+@functools.cache
+def _find_plain_inside(kind: type) -> str | None:
+    names = [base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] == "torchao"]
+    return next((_PLAIN_INSIDE[name] for name in names if name in _PLAIN_INSIDE), None)
 
 
 def read_spec(tensor: DTensor) -> Any:

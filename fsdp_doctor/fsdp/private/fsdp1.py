@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,8 @@ class Fsdp1Unit:
 
     prefix: of its names, empty or with a dot at its end. names: of each parameter, in the order of the flat
     parameter, all of its names, the tied ones last. shown: the parameters that the modules have now, by each name;
-    without ``use_orig_params`` none, unless it is unsharded.
+    without ``use_orig_params`` none, unless it is unsharded. forms: what each is, by its first name, if its elements
+    are not its values, see ``forms``.
     """
 
     prefix: str
@@ -37,6 +38,7 @@ class Fsdp1Unit:
     shown: dict[str, torch.Tensor]
     module: nn.Module
     _handle: Any
+    forms: dict[str, str] = field(default_factory=dict)
 
     @property
     def flat_name(self) -> str:

@@ -266,7 +266,7 @@ def find_moved_parameters(state: Any) -> list[tuple[Any, nn.Parameter]]:
                 local = param.sharded_param._local_tensor
                 if local.data_ptr() != param._sharded_param_data.data_ptr() and local.numel():
                     moved.append((param, param.sharded_param))
-    return [(param, parameter) for param, parameter in moved if type(read_local_tensor(parameter)) is torch.Tensor]
+    return [(param, parameter) for param, parameter in moved if type(parameter._local_tensor) is torch.Tensor]
 
 
 def _list_groups(state: Any) -> list[Any]:
