@@ -29,7 +29,7 @@ from fsdp_doctor.matrix.training_size import SMALL_STEP, TrainingSize
 from fsdp_doctor.plan.job import MOST_LAYERS
 
 if TYPE_CHECKING:
-    from fsdp_doctor.report.formats import Format
+    from fsdp_doctor.report.formats import AnyFormat
 
 MEASURE_EXIT_CODES = (
     "Exit codes: 0 measured; 1 measured, and a case broke; 2 usage; 3 cannot run here, or no stage could be measured; "
@@ -43,7 +43,7 @@ ROLLOUT_EXIT_CODES = (
     "Exit codes: 0 the engine started beside the loaded model; 1 it was refused; 2 usage; 3 cannot run here; "
     "4 the doctor's own fault."
 )
-_FORMATS: dict[str, Format] = {"table": "memory", "json": "ledgers", "svg": "memory-svg"}
+_FORMATS: dict[str, AnyFormat] = {"table": "memory", "json": "memory-json", "svg": "memory-svg"}
 # Fewer bytes are a number without a unit, meant in GiB.
 _LEAST_MEMORY = 1 << 20
 
@@ -119,7 +119,7 @@ def measure(
     from fsdp_doctor.probe.probe_options import ProbeOptions
 
     selected = job.select()
-    outputs: dict[Format, pathlib.Path | None] = {"ledgers": json_file, "memory-svg": svg}
+    outputs: dict[AnyFormat, pathlib.Path | None] = {"memory-json": json_file, "memory-svg": svg}
     probe.conduct(
         ProbeOptions(
             cases=selected.cases,

@@ -45,9 +45,7 @@ _WRITTEN_BY_SWEEP = ("json_file", "markdown", "junit", "svg")
 def show(
     *,
     file: Annotated[pathlib.Path, typer.Argument(help="A JSON report, complete or partial, also as .json.gz.")],
-    format: Annotated[
-        str, declare_report_format(help="memory, memory-svg and ledgers of a report made with --memory.")
-    ] = "table",
+    format: Annotated[str, declare_report_format(help="memory is for a report made with --memory.")] = "table",
     expect: Annotated[
         str | None,
         typer.Option(

@@ -21,16 +21,16 @@ Format: TypeAlias = Literal[
     "svg",  # the matrix as a picture
     "github",  # annotations for GitHub Actions
     "memory",  # with --memory, the memory held at each stage, for a terminal
-    "memory-svg",  # the same as a picture
-    "ledgers",  # the same as JSON, of every rank
 ]
+# The other formats of `fsdp-doctor memory measure`: the same as a picture, and as JSON of every rank.
+AnyFormat: TypeAlias = Format | Literal["memory-svg", "memory-json"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 _NARROWEST = 60
 
 
 def render(
     report: Report,
-    name: Format,
+    name: AnyFormat,
     *,
     width: int = 132,
     color: bool = False,
@@ -67,7 +67,7 @@ def render(
             return render_memory_table(_list_memory(report), width, color) + lines
         case "memory-svg":
             return render_memory_svg(_list_memory(report))
-        case "ledgers":
+        case "memory-json":
             return format_memory_file(_make_memory_file(report))
         case _:
             assert_never(name)

@@ -127,27 +127,6 @@ def test_the_default_matrix_has_at_least_250_cases_and_every_verl_combination() 
     assert {row["staging"] for row in rows} == {"staged", "unstaged"}
 
 
-@pytest.mark.parametrize(
-    ("words", "new"),
-    [
-        (("memory",), "memory measure"),
-        (("memory", "--strategy", "fsdp2"), "memory measure"),
-        (("plan", "--config", "verl.yaml"), "memory plan"),
-        (("rollout",), "memory rollout"),
-        (("report", "report.json"), "report show FILE"),
-        (("diff", "a.json", "b.json"), "report diff"),
-        (("merge",), "report merge"),
-        (("expect",), "report expect"),
-        (("sweep",), "report sweep"),
-        (("fingerprint",), "checkpoint fingerprint"),
-    ],
-)
-def test_an_old_spelling_of_a_command_is_refused_with_the_new_one(words: tuple[str, ...], new: str) -> None:
-    done = doctor(*words)
-    assert (done.code, done.stdout) == (2, "")
-    assert f"`fsdp-doctor {new}`" in _complaint(done.stderr)
-
-
 def test_a_misspelt_command_of_a_group_is_answered_with_the_one_that_is_meant() -> None:
     complaint = _complaint(doctor("report", "dif", "a.json", "b.json").stderr)
     assert "'dif'" in complaint

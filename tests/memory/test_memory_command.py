@@ -182,7 +182,6 @@ def test_a_probe_with_memory_has_ledgers_in_its_report_its_formats_and_its_page(
     jsonschema.validate(json.loads(file.read_text()), make_report_schema(), cls=jsonschema.Draft202012Validator)
     assert done.report is not None
     assert "extracted: state_dict" in render(done.report, "memory")
-    assert len(json.loads(render(done.report, "ledgers"))["ledgers"]) == len(result.ledgers)
     for part in ('"paths":["state_dict"]', "data:image/svg+xml"):
         assert part in page.read_text()
 
