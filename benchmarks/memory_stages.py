@@ -45,7 +45,7 @@ from fsdp_doctor.probe.worker import import_what_cases_need
 
 # Of the mixture of experts, layers of 0.6 billion parameters each: as many as leave room for AdamW on two devices.
 _LAYERS = {"qwen3-4b": 36, "qwen3-30b-a3b": 4, "qwen3-0.6b": 28, "small": 4}
-_PATH = "full_tensors"
+_METHOD = "full_tensors"
 MOST_SECONDS = 60.0
 
 
@@ -121,15 +121,15 @@ def measured(
     if scenario.staging.is_staged:
         with watch.measure_stage("staged"):
             trainer.stage()
-    with watch.measure_stage("extracted", _PATH):
+    with watch.measure_stage("extracted", _METHOD):
         for _, tensor in watch.count_outputs(full_tensors(trainer.model, dtype=torch.bfloat16)):
             del tensor
-    with watch.measure_stage("offloaded again", _PATH):
+    with watch.measure_stage("offloaded again", _METHOD):
         trainer.unstage(undo_staging=True)
-    with watch.measure_stage("loaded", _PATH):
+    with watch.measure_stage("loaded", _METHOD):
         trainer.load()
     if scenario.param_offload:
-        with watch.measure_stage("trained again", _PATH):
+        with watch.measure_stage("trained again", _METHOD):
             trainer.step()
     return [*ledgers, *watch.take()], estimates
 

@@ -207,8 +207,8 @@ def torchrun_script(script: pathlib.Path, directory: pathlib.Path) -> Run:
     return dataclasses.replace(done, stdout=stdout, stderr=stderr)
 
 
-def user_paths(*names: str) -> list[str]:
-    return [word for name in names for word in ("--path", f"faults.{name}")]
+def user_methods(*names: str) -> list[str]:
+    return [word for name in names for word in ("--method", f"faults.{name}")]
 
 
 def _command_line(process: psutil.Process) -> str:

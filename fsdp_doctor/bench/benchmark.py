@@ -162,7 +162,7 @@ def _measure_extractions(sharded: _Model, options: BenchOptions, links: Links) -
             yield Measured(
                 scenario=scenario,
                 dtypes=sharded.dtypes,
-                path=name,
+                method=name,
                 full_bytes=sharded.full_bytes,
                 timing=timing,
                 ratio=(least or 0.0) / timing.seconds if has_ceiling else None,
@@ -224,7 +224,7 @@ def _measure_loads(sharded: _Model, options: BenchOptions, links: Links) -> Iter
                     Measured(
                         scenario=scenario,
                         dtypes=sharded.shard_dtype,
-                        path=name,
+                        method=name,
                         source=source.value,
                         timing=timing,
                         full_bytes=full_bytes,
@@ -235,7 +235,7 @@ def _measure_loads(sharded: _Model, options: BenchOptions, links: Links) -> Iter
 
 
 def _compare_with_broadcast(rows: list[Measured]) -> Iterator[Measured]:
-    broadcast = next((row.timing for row in rows if row.path == _BROADCAST and not row.timing.error), None)
+    broadcast = next((row.timing for row in rows if row.method == _BROADCAST and not row.timing.error), None)
     for row in rows:
         times = broadcast.seconds / row.timing.seconds if broadcast and not row.timing.error else None
         yield replace(row, times_torch=times)

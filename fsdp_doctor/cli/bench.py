@@ -86,7 +86,7 @@ class MeasuredOptions:
     ] = None
     method: Annotated[
         list[str] | None,
-        declare_words("--method", "--path", help="Only this method; module:function measures a function of your own."),
+        declare_words("--method", help="Only this method; module:function measures a function of your own."),
     ] = None
     repeat: Annotated[int, typer.Option(min=1, help="Timed runs of each method; the median is reported.")] = 5
 
@@ -170,7 +170,7 @@ def _check_methods(names: list[str], scenarios: tuple[Scenario, ...], direction:
 
 def _report_unmeasured(asked: BenchOptions, result: BenchResult) -> None:
     """Prints which named methods were not measured. Raises CannotRun if none was."""
-    measured = {(row.scenario, row.path) for row in result.measured}
+    measured = {(row.scenario, row.method) for row in result.measured}
     wanted = itertools.product(asked.scenarios, asked.methods)
     missing = [f"{scenario.id}/{method}" for scenario, method in wanted if (scenario, method) not in measured]
     if missing:

@@ -65,7 +65,6 @@ class JobOptions:
         list[str] | None,
         declare_words(
             "--method",
-            "--path",
             help="The method that extracts; module:function adds your own.  [default: full_tensors]",
         ),
     ] = None

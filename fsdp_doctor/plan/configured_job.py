@@ -245,7 +245,7 @@ def _read_role(use: Use, result: CheckResult, machines: Machines, options: PlanO
         length=length,
         checkpointing=_read_checkpointing(keys, settings),
         dtypes=Dtypes(master=_read_master_bytes(keys, settings)),
-        path=method,
+        method=method,
         saved_whole=any(point.case.method in _SAVES_WHOLE for point in use.extractions),
     )
 

@@ -38,7 +38,7 @@ class RoleSetup:
     scenario: its strategy and offload. shard_ranks: ranks of one shard group. replicas: number of shard groups.
     model: a named shape, or a directory with a config.json. layers: instead of the model's own number.
     trains: else it only runs forward. sequences, length: the batch of one forward. checkpointing: of activations.
-    moments: tensors of the parameters' size that the optimizer keeps. path: the method of the matrix with which its
+    moments: tensors of the parameters' size that the optimizer keeps. method: the method of the matrix with which its
     weights are extracted; empty if they are not. extracted_bytes: of an element as the method yields it, None for that
     of the shards. saved_whole: whether its checkpoint is gathered on rank 0's host.
     """
@@ -56,7 +56,7 @@ class RoleSetup:
     checkpointing: bool = False
     dtypes: Dtypes = Dtypes()
     moments: int = 2
-    path: str = "full_tensors"
+    method: str = "full_tensors"
     extracted_bytes: int | None = None
     saved_whole: bool = False
 

@@ -198,7 +198,9 @@ def _list_device_moments(job: JobSetup, roles: tuple[RolePlan, ...]) -> Iterator
         )
         if extracted := role.find_peak("extracted"):
             engine_part = receiving if receiving and role is roles[0] else beside
-            yield make_moment(f"{name}: weights taken out ({role.setup.path})", *others, engine_part, {name: extracted})
+            yield make_moment(
+                f"{name}: weights taken out ({role.setup.method})", *others, engine_part, {name: extracted}
+            )
     if engine and engine.is_apart:
         loaded = roles[0].numel * BF16 // roles[0].setup.shard_ranks if engine.loads_model else 0
         yield make_moment(

@@ -152,7 +152,7 @@ def _replay_full_precision(timeline: Timeline, shards: RankShards, setup: RoleSe
 
 
 def _replay_nothing(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
-    """Paths that return shards as they are, or names and shapes, allocate nothing."""
+    """Methods that return shards as they are, or names and shapes, allocate nothing."""
 
 
 def _find_largest_unit(shards: RankShards, setup: RoleSetup) -> int:
@@ -218,15 +218,15 @@ class RankReplay:
         if scenario.staging.is_staged:
             self._stage()
             self._end_stage("staged")
-        if self._setup.path:
+        if self._setup.method:
             self._extract()
-            self._end_stage("extracted", self._setup.path)
+            self._end_stage("extracted", self._setup.method)
         self._offload()
-        self._end_stage("offloaded again", self._setup.path)
+        self._end_stage("offloaded again", self._setup.method)
         self._load()
-        self._end_stage("loaded", self._setup.path)
+        self._end_stage("loaded", self._setup.method)
         self._step()
-        self._end_stage("trained again", self._setup.path)
+        self._end_stage("trained again", self._setup.method)
         return self._ledgers
 
     def _build(self) -> None:
@@ -292,9 +292,9 @@ class RankReplay:
 
     def _extract(self) -> None:
         # Torch's own ways to unshard a unit of FSDP1 free the gradients that were kept.
-        if self._setup.path not in _READS_SHARDS:
+        if self._setup.method not in _READS_SHARDS:
             self._timeline.free("gradients")
-        replay = _REPLAYS.get(self._setup.path, _replay_tensor_by_tensor)
+        replay = _REPLAYS.get(self._setup.method, _replay_tensor_by_tensor)
         replay(self._timeline, self._shards, self._setup)
 
     def _load(self) -> None:
@@ -319,7 +319,7 @@ class RankReplay:
         device = self._timeline.end_stage()
         host = self._count_host_memory()
         self._ledgers.append(
-            StageMemory(job=self._setup.role, stage=stage, path=method, rank=self._rank, device=device, host=host)
+            StageMemory(job=self._setup.role, stage=stage, method=method, rank=self._rank, device=device, host=host)
         )
 
     def _count_host_memory(self) -> HostMemory:

@@ -69,7 +69,7 @@ def conduct(options: ProbeOptions) -> int:
     job = Job(
         device=device,
         cases=add_exact_checkpoints(options.cases),
-        user_paths=tuple(dict.fromkeys(case.method for case in options.cases if is_user_method(case.method))),
+        user_methods=tuple(dict.fromkeys(case.method for case in options.cases if is_user_method(case.method))),
         custom_model=options.model,
         scratch=scratch,
         training=options.training,

@@ -28,7 +28,7 @@ SCHEMA_VERSION = 1
 class CaseResult:
     """The result of one case; a bad verdict comes with the report of every rank.
 
-    id, scenario, path: of the case. seconds: the slowest rank's time inside the method.
+    id, scenario, method: of the case. seconds: the slowest rank's time inside the method.
     peak_extra_bytes: device memory of the rank that needed most. wall_seconds: the cost of the case, with building
         and checking.
     yielded: by rank, the number of entries of each form, dtype and kind of device; empty if the method did not finish.
@@ -39,7 +39,7 @@ class CaseResult:
 
     id: str
     scenario: dict[str, str]
-    path: str
+    method: str
     verdict: Verdict
     seconds: float | None = None
     peak_extra_bytes: int | None = None
@@ -53,7 +53,7 @@ class CaseResult:
     @functools.cached_property
     def case(self) -> AnyCase:
         """The case that ran. Raises KeyError or ValueError for a scenario that this version does not have."""
-        return make_any_case(self.scenario, self.path)
+        return make_any_case(self.scenario, self.method)
 
     @property
     def confirmed(self) -> bool | None:
@@ -144,7 +144,7 @@ def make_result(
 
 def make_case_fields(case: AnyCase) -> dict[str, Any]:
     """The fields of a result that say which case it is of."""
-    return {"id": case.id, "scenario": case.scenario.to_json(), "path": case.method}
+    return {"id": case.id, "scenario": case.scenario.to_json(), "method": case.method}
 
 
 def _remove_memory(report: RankReport) -> RankReport:

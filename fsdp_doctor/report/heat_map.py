@@ -109,7 +109,7 @@ def _make_blocks(report: Report) -> list[_Block]:
         direction = "extraction" if find_direction(case) == "out" else "loading"
         words = case.scenario.id.split("/")[1:]
         cells = blocks.setdefault(f"{read_leading_words(case)[0]}, {direction}", {})
-        cells[result.path, tuple(words)] = result
+        cells[result.method, tuple(words)] = result
     return [_arrange(title, cells) for title, cells in blocks.items()]
 
 

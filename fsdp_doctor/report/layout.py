@@ -40,7 +40,7 @@ def make_grids(report: Report) -> list[Grid]:
     grouped: dict[AnyScenario, dict[tuple[str, str], CaseResult]] = {}
     for result in report.results:
         scenario = result.case.scenario
-        grouped.setdefault(scenario.drop_offload(), {})[result.path, str(scenario.offload)] = result
+        grouped.setdefault(scenario.drop_offload(), {})[result.method, str(scenario.offload)] = result
     return [_make_grid(scenario, cells) for scenario, cells in grouped.items()]
 
 

@@ -132,7 +132,7 @@ class MergedCase:
     offload: str
     staging: str
     direction: Direction
-    path: str
+    method: str
     outcomes: tuple[int | None, ...]
     statements: tuple[Statement, ...]
 

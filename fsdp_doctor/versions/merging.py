@@ -166,7 +166,7 @@ def _make_row(case: AnyCase) -> MergedCase:
         staging=staging,
         # A method that only another version of the doctor has is shown with those that extract.
         direction=find_direction(case) if _has_method(case) else "out",
-        path=case.method,
+        method=case.method,
         outcomes=(),
         statements=(),
     )

@@ -26,7 +26,7 @@ def _complaint(stderr: str) -> str:
         (["--case", "fsdp2/policy/stagd/state_dict"], "'stagd' is not a value of any axis (did you mean staged"),
         (["--case", "fsdp2/policy/staged/state_dct"], "there is no method 'state_dct' (did you mean state_dict"),
         (["--case", "fsdp2/state_dict"], "has no value for offload and staging"),
-        (["--path", "nonsense"], "there is no method 'nonsense'"),
+        (["--method", "nonsense"], "there is no method 'nonsense'"),
         (["-k", "policy and and staged"], "has 'and' where a word is expected"),
         (["-k", "(policy"], "a parenthesis that is not closed"),
         (["--model", "no/such/directory"], "neither a built-in model (qwen3"),

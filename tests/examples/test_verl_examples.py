@@ -130,7 +130,7 @@ _KEPT_ON_GPU = ROOT / "examples" / "verl-4726"
 KEPT, GIVEN_BACK = "keep_on_gpu:kept", "keep_on_gpu:given_back"
 _JOB = (
     *("memory", "measure", "--device", "emulated", "--strategy", "fsdp1", "--offload", "param+optimizer"),
-    *("--staging", "unstaged", "--path", f"{KEPT},{GIVEN_BACK}"),
+    *("--staging", "unstaged", "--method", f"{KEPT},{GIVEN_BACK}"),
 )
 
 
@@ -150,11 +150,13 @@ def ledgers(done: Run, json_file: pathlib.Path) -> dict[tuple[str, str], DeviceM
     assert done.code == 1, done.stderr
     found = read_memory_file(json_file.read_text()).ledgers
     return {
-        (memory.stage, memory.path): memory.device for memory in found if memory.rank == 0 and memory.device is not None
+        (memory.stage, memory.method): memory.device
+        for memory in found
+        if memory.rank == 0 and memory.device is not None
     }
 
 
-def test_what_a_path_loads_and_does_not_offload_stays_on_the_device(
+def test_what_a_method_loads_and_does_not_offload_stays_on_the_device(
     ledgers: dict[tuple[str, str], DeviceMemory],
 ) -> None:
     shards = ledgers["trained", ""].held["parameters"]
@@ -165,7 +167,7 @@ def test_what_a_path_loads_and_does_not_offload_stays_on_the_device(
     assert ledgers["extracted", GIVEN_BACK].at_peak["parameters"] == shards
 
 
-def test_the_probe_says_that_the_path_changed_where_the_shards_are(done: Run) -> None:
+def test_the_probe_says_that_the_method_changed_where_the_shards_are(done: Run) -> None:
     (line,) = [line for line in done.stdout.splitlines() if KEPT in line and "poisoned" in line]
     assert "_flat_param" in line
 

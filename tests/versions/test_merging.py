@@ -230,9 +230,9 @@ _REPORT_TEXT = json.dumps(convert_report_to_dict(_of("2.11.0", "ok")))
         ("merged.json", _GOOD.replace(b'"schema_version": 1', b'"schema_version": 2'), "reads 1: upgrade it"),
         ("outcomes.json", _GOOD.replace(b'"outcomes": [0]', b'"outcomes": [7]'), "is a damaged merged report"),
         (
-            "path.json",
-            _GOOD.replace(b'"path"', b'"pat"'),
-            "damaged merged report: .*required field `path`",
+            "method.json",
+            _GOOD.replace(b'"method"', b'"meth"'),
+            "damaged merged report: .*required field `method`",
         ),
         ("log.json", b'{"schema": 1}', "its 'schema' is not 'fsdp-doctor/report'"),
         ("empty.json", b"", "it is not JSON"),

@@ -11,7 +11,7 @@ import signal
 import sys
 
 import pytest
-from program import Run, Started, doctor, user_paths
+from program import Run, Started, doctor, user_methods
 from support import inside
 from support.places import ROOT
 from support.reports import every_kind, report
@@ -103,8 +103,8 @@ def test_ctrl_c_keeps_what_ran_and_the_same_sweep_goes_on_with_it(swept: _Swept,
     fifo, reports = tmp_path / "fifo", tmp_path / "reports"
     os.mkfifo(fifo)
     variables = swept.variables | {"FSDP_DOCTOR_TEST_FIFO": str(fifo), "FSDP_DOCTOR_TEST_RANK": "0"}
-    selection = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--path", "state_dict")
-    options = ("--device", "cpu", *selection, *user_paths("processes:keeps_the_run_busy"), "--timeout", "8")
+    selection = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--method", "state_dict")
+    options = ("--device", "cpu", *selection, *user_methods("processes:keeps_the_run_busy"), "--timeout", "8")
     command = ("report", "sweep", "--torch", "2.98", "--directory", str(reports), "--", *options)
     started = Started(sys.executable, "-m", "fsdp_doctor", *command, env=variables)
     started.told(fifo)
