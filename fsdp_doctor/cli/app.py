@@ -57,7 +57,6 @@ _GROUPS: dict[str, dict[str, _Command]] = {
     "memory": {
         "measure": (memory.measure, memory.MEASURE_EXIT_CODES),
         "plan": (memory.plan, memory.PLAN_EXIT_CODES),
-        "rollout": (memory.rollout, memory.ROLLOUT_EXIT_CODES),
     },
     "report": {
         "show": (reports.show, reports.SHOW_EXIT_CODES),

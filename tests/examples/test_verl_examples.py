@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pathlib
 import re
+import sys
 from dataclasses import dataclass
 
 import pytest
-from program import Run, default_matrix, doctor as program_doctor, forked_doctor, probe, torchrun_script
+from program import Run, default_matrix, forked_doctor, probe, run, torchrun_script
 from support.emulation import needs_emulation
 from support.forked import run_script
 from support.inside import Done, doctor
@@ -224,8 +225,8 @@ def test_the_plan_has_the_model_on_the_device_at_the_engines_start() -> None:
 
 def test_the_two_processes_are_as_the_example_shows_them() -> None:
     needs_emulation()
-    (command,) = re.findall(r"`fsdp-doctor (memory rollout [^`]*)`", _rollout_text("README.md"))
-    done = program_doctor(*command.split())
+    (command,) = re.findall(r"\| `python (engine_beside_trainer[^`]*)`", _rollout_text("README.md"))
+    done = run(sys.executable, *command.split(), env={"PYTHONPATH": str(ROOT)}, cwd=_REDUNDANT_LOAD)
     assert (done.stdout, done.code) == (_rollout_text("rollout.txt"), 1), done.stderr
     loaded, _, alone = done.stdout.partition("FSDP model not loaded")
     assert "Free memory on device" in loaded
