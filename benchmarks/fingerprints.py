@@ -26,9 +26,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
+from bench import sharded_model
+from bench.measure import Clock
+
 import fsdp_doctor
-from fsdp_doctor.bench import sharded_model
-from fsdp_doctor.bench.measure import Clock
 from fsdp_doctor.fingerprints import keyed_sum
 from fsdp_doctor.matrix.cases import make_scenario
 from fsdp_doctor.plan.meta_model import build_on_meta

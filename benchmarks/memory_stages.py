@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench import sharded_model
 from torch import nn
 
-from fsdp_doctor.bench import sharded_model
 from fsdp_doctor.case import models, runtime
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Trainer

@@ -12,7 +12,6 @@ import typer
 
 from fsdp_doctor import __version__
 from fsdp_doctor.cli import (
-    bench,
     bundle,
     check,
     checkpoint,
@@ -47,8 +46,7 @@ _COMMANDS: dict[str, dict[str, _Command]] = {
         "repro": (probe.repro, probe.REPRO_EXIT_CODES),
         "bundle": (bundle.bundle, bundle.BUNDLE_EXIT_CODES),
     },
-    "Speed and facts": {
-        "bench": (bench.bench, bench.EXIT_CODES),
+    "Facts": {
         "list": (selection.list_cases, selection.LIST_EXIT_CODES),
         "env": (bundle.env, bundle.ENV_EXIT_CODES),
     },
@@ -135,7 +133,7 @@ def _run() -> None:
     """Runs the command. Under torchrun every rank comes here; in a probe, all but rank 0 follow rank 0."""
     words = sys.argv[1:]
     asks_for_help = bool({"-h", "--help"} & set(words))
-    if launch.is_rank_zero() or words[:1] == ["bench"]:
+    if launch.is_rank_zero():
         command = typer.main.get_command(app)
         defaults = project_defaults.read_defaults(command)
         try:

@@ -114,7 +114,6 @@ def test_a_users_function_is_given_the_scenarios_optimizer_and_device(tmp_path: 
     ("command", "method", "parameter"),
     [
         (("probe", "--device", "cpu", *_SCENARIO), "mine:asks_for_a_tokenizer", "tokenizer"),
-        (("bench", "--device", "cpu"), "mine:weights", "optimizer"),
     ],
 )
 def test_it_is_said_in_a_sentence_which_parameter_cannot_be_given(

@@ -6,7 +6,7 @@ from __future__ import annotations
 ROOMS = (
     *("errors", "machine", "matrix", "memory_use", "verdict", "known", "report", "versions", "page", "checkpoints"),
     *("fsdp", "names", "memory", "extract", "load", "fingerprints", "save", "engines", "examination", "case"),
-    *("frameworks", "probe", "plugin", "explain", "check", "repro", "bundle", "resume", "plan", "bench", "cli"),
+    *("frameworks", "probe", "plugin", "explain", "check", "repro", "bundle", "resume", "plan", "cli"),
 )
 # The command line imports them before it runs anything, so none of their modules imports torch at its top.
 WITHOUT_TORCH = (

@@ -11,8 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from bench.measure import Links, Timing
 from fsdp_doctor import __version__
-from fsdp_doctor.bench.measure import Links, Timing
 from fsdp_doctor.machine.environment import EnvironmentFacts
 from fsdp_doctor.matrix.cases import Scenario
 

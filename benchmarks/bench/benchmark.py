@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import assert_never
 
-from fsdp_doctor.bench.measure import Clock, Links, measure_links
-from fsdp_doctor.bench.request import FULL_STATE_DICT, LOADS, BenchOptions, BenchSource, list_extractions
-from fsdp_doctor.bench.results import BenchResult, Measured
-from fsdp_doctor.bench.sharded_model import DTYPE, fill, shard_bytes, shard_model
+from bench.measure import Clock, Links, measure_links
+from bench.request import FULL_STATE_DICT, LOADS, BenchOptions, BenchSource, list_extractions
+from bench.results import BenchResult, Measured
+from bench.sharded_model import DTYPE, fill, shard_bytes, shard_model
 from fsdp_doctor.case import offloading
 from fsdp_doctor.case.methods.lookup import MethodArguments, call_by_name, find_function, load_user_method
 from fsdp_doctor.errors import CannotRun
@@ -65,7 +65,7 @@ def run(options: BenchOptions) -> BenchResult:
         is_real = device.type not in ("cpu", "emulated")
         links = measure_links(clock, _LINK_BYTES if is_real else _SMALL_LINK_BYTES, options.direction)
         result = BenchResult(
-            command="fsdp-doctor " + " ".join(sys.argv[1:]),
+            command="benchmarks/weights.py " + " ".join(sys.argv[1:]),
             device=device.type,
             world_size=here.world_size,
             environment=collect(host_name=False),

@@ -1,4 +1,4 @@
-"""fsdp-doctor bench --direction in, on CPU ranks and on the emulated device."""
+"""benchmarks/weights.py --direction in, on CPU ranks and on the emulated device."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import pathlib
 from typing import Any
 
 import pytest
-from program import Run, forked_doctor
+from program import Run, forked_script
 from support.emulation import needs_emulation
+from support.places import ROOT
 
+_SCRIPT = ROOT / "benchmarks" / "weights.py"
 _LAYERS = ("--layers", "1", "--repeat", "1", "--direction", "in")
 
 
@@ -17,8 +19,9 @@ _LAYERS = ("--layers", "1", "--repeat", "1", "--direction", "in")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, Any]]:
     needs_emulation()
     directory = tmp_path_factory.mktemp("bench")
-    run = forked_doctor(
-        *("bench", "--device", "emulated", *_LAYERS, "--json", str(directory / "bench.json")),
+    run = forked_script(
+        _SCRIPT,
+        *("--device", "emulated", *_LAYERS, "--json", str(directory / "bench.json")),
         *("--strategy", "fsdp2,fsdp1", "--offload", "none,policy"),
         env={"TMPDIR": str(directory)},
     )
@@ -61,7 +64,7 @@ def test_a_rank_that_reads_its_own_rows_takes_no_device_memory(emulated: tuple[R
 def test_one_method_from_one_source_on_the_cpu(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "bench.json"
     options = ("--device", "cpu", "--source", "files", "--method", "load_full_tensors", "--json", str(file))
-    run = forked_doctor("bench", *_LAYERS, *options)
+    run = forked_script(_SCRIPT, *_LAYERS, *options)
     assert run.code == 0, run.stderr
     (row,) = json.loads(file.read_text())["measured"]
     assert (row["source"], row["method"], row["times_torch"]) == ("files", "load_full_tensors", None)

@@ -1,23 +1,27 @@
-"""fsdp-doctor bench: its rows and refusals, on CPU ranks and on the emulated device, but no number of seconds."""
+"""benchmarks/weights.py: its rows and refusals, on CPU ranks and on the emulated device, but no number of seconds."""
 
 from __future__ import annotations
 
 import json
 import pathlib
+import runpy
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from program import Run, forked_doctor
-from support import inside
+from program import Run, forked_script, run
 from support.emulation import needs_emulation
+from support.places import ROOT
 
-_CPU = ("bench", "--device", "cpu", "--repeat", "1")
+_SCRIPT = ROOT / "benchmarks" / "weights.py"
+_CPU = ("--device", "cpu", "--repeat", "1")
 
 
 def bench(tmp_path: pathlib.Path, *options: str, **how: Any) -> tuple[Run, dict[str, Any]]:
     file = tmp_path / "bench.json"
-    run = forked_doctor("bench", "--repeat", "1", "--json", str(file), *options, **how)
-    return run, json.loads(file.read_text()) if file.exists() else {}
+    done = forked_script(_SCRIPT, "--repeat", "1", "--json", str(file), *options, **how)
+    return done, json.loads(file.read_text()) if file.exists() else {}
 
 
 @pytest.fixture(scope="module")
@@ -102,66 +106,92 @@ def test_a_method_of_the_users_own_is_measured_and_one_that_raises_is_a_row_with
 
 
 def test_fsdp1_without_an_accelerator_is_refused_in_a_sentence() -> None:
-    run = forked_doctor("bench", "--device", "cpu", "--strategy", "fsdp1")
+    run = forked_script(_SCRIPT, "--device", "cpu", "--strategy", "fsdp1")
     assert run.code == 3
     assert "FSDP1" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs the program with options that it refuses, in this process, and returns what it says."""
+    monkeypatch.syspath_prepend(_SCRIPT.parent)
+    main = runpy.run_path(str(_SCRIPT))["main"]
+
+    def run(*options: str) -> str:
+        monkeypatch.setattr(sys, "argv", [str(_SCRIPT), *options])
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main()
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        return printed.err
+
+    return run
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         (("--model", "qwen9"), "--model qwen9: "),
-        (("--offload", "some"), "'--offload': 'some'"),
+        (("--offload", "some"), "--offload: 'some'"),
         (("--staging", "staged"), "--offload param"),
         (("--pinning", "unpinned"), "--offload policy"),
         (("--direction", "in", "--offload", "param", "--staging", "staged"), "--direction out"),
-        (("--dtype", "int8"), "'--dtype': 'int8'"),
-        (("--bucket-bytes", "0"), "'--bucket-bytes': "),
+        (("--dtype", "int8"), "--dtype: 'int8'"),
+        (("--bucket-bytes", "0"), "--bucket-bytes: '0'"),
         (("--method", "telepathy"), "'telepathy'"),
-        (("--repeat", "0"), "'--repeat'"),
-        (("--layers", "-1"), "'--layers'"),
-        (("--direction", "up"), "'--direction': 'up'"),
+        (("--repeat", "0"), "--repeat: '0'"),
+        (("--layers=-1",), "--layers: "),
+        (("--direction", "up"), "--direction: invalid choice: 'up'"),
         (("--source", "files"), "--direction in"),
-        (("--direction", "in", "--source", "tape"), "'--source': 'tape'"),
+        (("--direction", "in", "--source", "tape"), "--source: 'tape'"),
         (("--direction", "in", "--method", "full_tensors"), "'full_tensors'"),
-        (("--device", "tpu"), "'--device': 'tpu'"),
+        (("--device", "tpu"), "--device: invalid choice: 'tpu'"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options: tuple[str, ...], sentence: str) -> None:
-    run = inside.doctor("bench", *options)
-    assert run.code == 2
-    assert sentence in run.stderr
-    assert "Traceback" not in run.stderr
+def test_options_that_make_no_sense_are_refused(
+    refusal: Callable[..., str], options: tuple[str, ...], sentence: str
+) -> None:
+    assert sentence in refusal(*options)
 
 
 @pytest.mark.parametrize(
     ("strategy", "method", "has"),
     [("fsdp1", "unshard", "summon_full_params"), ("fsdp2", "summon_full_params", "unshard")],
 )
-def test_a_method_that_no_strategy_has_is_refused_with_those_that_it_has(strategy: str, method: str, has: str) -> None:
-    done = inside.doctor("bench", "--strategy", strategy, "--method", method)
-    assert (done.code, done.stdout) == (2, "")
-    assert f"{strategy} has no method '{method}' to measure; use one of full_tensors, " in done.stderr
-    assert has in done.stderr
+def test_a_method_that_no_strategy_has_is_refused_with_those_that_it_has(
+    refusal: Callable[..., str], strategy: str, method: str, has: str
+) -> None:
+    said = refusal("--strategy", strategy, "--method", method)
+    assert f"{strategy} has no method '{method}' to measure; use one of full_tensors, " in said
+    assert has in said
 
 
 def test_what_an_offload_is_known_to_break_is_named_and_the_rest_is_measured(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "bench.json"
-    done = forked_doctor(*_CPU, "--offload", "none,param", "--method", "unshard", "--json", str(file), ranks=1)
+    done = forked_script(_SCRIPT, *_CPU, "--offload", "none,param", "--method", "unshard", "--json", str(file), ranks=1)
     assert done.code == 0, done.stderr
     assert "fsdp2/param/unstaged/unshard" in done.stderr
     assert [row["offload"] for row in json.loads(file.read_text())["measured"]] == ["none"]
 
 
 def test_nothing_measured_is_exit_code_3() -> None:
-    done = forked_doctor(*_CPU, "--offload", "param", "--method", "unshard", ranks=1)
+    done = forked_script(_SCRIPT, *_CPU, "--offload", "param", "--method", "unshard", ranks=1)
     assert done.code == 3
     assert "fsdp2/param/unstaged/unshard" in done.stderr
 
 
 def test_nothing_but_errors_is_exit_code_3(tmp_path: pathlib.Path) -> None:
     (tmp_path / "broken_method.py").write_text("def broken(model):\n    raise KeyError('lm_head')\n")
-    done = forked_doctor(*_CPU, "--method", "broken_method:broken", env={"PYTHONPATH": str(tmp_path)}, ranks=1)
+    done = forked_script(_SCRIPT, *_CPU, "--method", "broken_method:broken", env={"PYTHONPATH": str(tmp_path)}, ranks=1)
     assert done.code == 3
     assert "KeyError: 'lm_head'" in done.stdout
+
+
+def test_alone_it_starts_its_ranks(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "bench.json"
+    options = ("--layers", "1", "--method", "full_tensors", "--ranks", "2", "--json", str(file))
+    done = run(sys.executable, str(_SCRIPT), *_CPU, *options)
+    assert done.code == 0, done.stderr
+    assert json.loads(file.read_text())["world_size"] == 2
+    assert done.left == []
