@@ -10,8 +10,7 @@ import pytest
 from msgspec import ValidationError
 from support.checked import CONFIGS, GOOD, cases_of_roles, checked, ids, loads, of_kind, said, use_of
 
-import fsdp_doctor.check
-from fsdp_doctor.check import CheckResult, check, list_cases, parse_version, set_ranks
+from fsdp_doctor.check import CheckResult, check, frameworks, list_cases, parse_version, set_ranks
 from fsdp_doctor.check.framework import (
     FrameworkFacts,
     FsdpFramework,
@@ -371,7 +370,7 @@ class _Toy(FsdpFramework[VersionRange]):
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsdp_doctor.check, "FRAMEWORKS", (*FRAMEWORKS, _Toy))
+    monkeypatch.setattr(frameworks, "FRAMEWORKS", (*FRAMEWORKS, _Toy))
 
 
 @pytest.mark.usefixtures("toy")

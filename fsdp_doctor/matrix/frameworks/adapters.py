@@ -15,8 +15,8 @@ from importlib.machinery import PathFinder
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.axes import describe_nearest
 
-# In the order of their users.
-BUILT_IN = ("accelerate", "trainer", "transformers", "verl", "trl", "lightning", "torchtitan", "skyrl")
+_ROOM = pathlib.Path(__file__).parents[2] / "frameworks"
+BUILT_IN = tuple(sorted(table.stem.removeprefix("on_") for table in _ROOM.glob("on_*.toml")))
 
 
 @dataclass(frozen=True)
