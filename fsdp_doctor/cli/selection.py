@@ -24,7 +24,7 @@ from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMethod, read
 from fsdp_doctor.matrix.frameworks.framework_scenarios import find_frameworks
 from fsdp_doctor.matrix.methods import METHODS, MatrixMethod
 from fsdp_doctor.matrix.selection import Selection, select
-from fsdp_doctor.report.layout import format_count
+from fsdp_doctor.text import format_count
 
 LIST_EXIT_CODES = "Exit codes: 0 printed; 2 usage; 3 no case is selected; 4 the doctor's own fault."
 _BUILT_IN_MODELS = tuple(str(model) for model in Model if not model.is_custom)

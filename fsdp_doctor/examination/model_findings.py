@@ -25,7 +25,7 @@ from fsdp_doctor.fsdp.names import unwrap_name
 from fsdp_doctor.fsdp.reader import ModelContents
 from fsdp_doctor.memory.snapshot import count_device_bytes, list_storages
 from fsdp_doctor.memory_use.records import round_to_power_of_two
-from fsdp_doctor.report.layout import format_bytes, format_count
+from fsdp_doctor.text import format_bytes, format_count
 
 # Memory that is too small to be mentioned.
 _LEAST_BYTES = 1 << 20

@@ -13,7 +13,6 @@ from fsdp_doctor.case import runtime
 from fsdp_doctor.case.recorder import Recorder, RecordSink
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Unsupported
-from fsdp_doctor.errors import read_first_line
 from fsdp_doctor.frameworks import framework_methods
 from fsdp_doctor.frameworks.adapter import FrameworkSession, NotInStandInError, PlainModel
 from fsdp_doctor.frameworks.built_session import find_mismatches
@@ -21,6 +20,7 @@ from fsdp_doctor.frameworks.framework_methods import MethodSteps
 from fsdp_doctor.frameworks.framework_worker import FrameworkWorker, describe_version, find_adapter
 from fsdp_doctor.matrix.frameworks.adapters import locate_adapter
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
+from fsdp_doctor.text import read_first_line
 
 _ROOM = pathlib.Path(__file__).parent
 

@@ -23,11 +23,11 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import assert_never
 
 from fsdp_doctor.checkpoints.hub_parts import HubPart
-from fsdp_doctor.errors import join_some, read_first_line
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.decorators import disable_autograd
 from fsdp_doctor.fsdp.names import strip_adapters
 from fsdp_doctor.names.views import NamesError, TensorView, check_one_to_one, find_box
+from fsdp_doctor.text import join_some, read_first_line
 
 NameChoice = Literal["auto", "model", "hub"]
 Names: TypeAlias = NameChoice | Mapping[str, TensorView]

@@ -22,7 +22,7 @@ from fsdp_doctor.check.use import CANNOT_BE_DETERMINED, Role, Use
 from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.matrix.axes import Sharding, Staging
 from fsdp_doctor.plan.job import BF16, FP32, MODEL_SHAPES, Dtypes, EngineSetup, JobSetup, Machines, RoleSetup
-from fsdp_doctor.report.layout import format_count
+from fsdp_doctor.text import format_count
 
 
 class SizeKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

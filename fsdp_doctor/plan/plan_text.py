@@ -19,7 +19,7 @@ from fsdp_doctor.plan.job_plan import (
     JobPlan,
     RolePlan,
 )
-from fsdp_doctor.report.layout import format_count
+from fsdp_doctor.text import format_count
 
 _GIB = 1 << 30
 

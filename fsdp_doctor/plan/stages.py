@@ -6,7 +6,7 @@ import collections
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
-from fsdp_doctor.errors import CannotRun, UsageError, read_first_line
+from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.extract.buckets import SMALL_BYTES, count_most_bytes
 from fsdp_doctor.extract.full import BUCKET_BYTES
 from fsdp_doctor.extract.loader import CAST_BYTES
@@ -31,6 +31,7 @@ from fsdp_doctor.plan.training_step import (
     replay_forward_and_backward,
     shard_units,
 )
+from fsdp_doctor.text import read_first_line
 
 
 def _replay_buckets(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:

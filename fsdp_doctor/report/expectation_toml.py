@@ -14,7 +14,7 @@ from fsdp_doctor.matrix.cases import AnyCase, read_leading_words
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.expected_failures import compile_pattern, make_comparable
 from fsdp_doctor.report.failure_groups import FailureGroup, group_failures
-from fsdp_doctor.report.layout import make_printable
+from fsdp_doctor.text import make_printable
 
 _LONGEST_REASON = 120
 _SHORTEST_REASON = 12

@@ -10,7 +10,8 @@ from typing_extensions import assert_never
 
 from fsdp_doctor.memory_use.records import MemoryFile, StageMemory, format_memory_file
 from fsdp_doctor.report.document import CaseResult, Report, convert_report_to_dict
-from fsdp_doctor.report.layout import find_fixes, format_bytes, format_seconds, make_printable
+from fsdp_doctor.report.layout import find_fixes
+from fsdp_doctor.text import format_bytes, format_seconds, make_printable
 
 Format: TypeAlias = Literal[
     "table",  # the matrix, for a terminal

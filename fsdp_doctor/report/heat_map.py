@@ -12,7 +12,8 @@ from fsdp_doctor.matrix.axes import AXIS
 from fsdp_doctor.matrix.cases import read_leading_words
 from fsdp_doctor.matrix.methods import METHOD_NAMES, find_direction
 from fsdp_doctor.report.document import CaseResult, Report
-from fsdp_doctor.report.layout import make_printable, sort_by_table, summarize
+from fsdp_doctor.report.layout import sort_by_table, summarize
+from fsdp_doctor.text import make_printable
 from fsdp_doctor.verdict.classification import MEANING, NOT_RUN, VerdictKind
 
 _CELL, _STEP, _GROUP_GAP, _MARGIN = 13, 15, 6, 16

@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 from typing_extensions import assert_never
 
 from fsdp_doctor.report.document import CaseResult, Report
-from fsdp_doctor.report.layout import make_printable, rerun_command
+from fsdp_doctor.report.layout import rerun_command
+from fsdp_doctor.text import make_printable
 
 _Outcome: TypeAlias = Literal["passed", "skipped", "error", "failure"]
 

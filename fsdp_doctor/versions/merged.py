@@ -22,8 +22,8 @@ from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.report.document import Report
 from fsdp_doctor.report.journal import read_document, read_json, read_report, replace_file, turn_write_errors
-from fsdp_doctor.report.layout import format_count
 from fsdp_doctor.report.schema import make_document_schema
+from fsdp_doctor.text import format_count
 from fsdp_doctor.verdict.classification import GOOD, NOT_RUN, VerdictKind
 
 MERGED_SCHEMA = "fsdp-doctor/merged"

@@ -19,7 +19,7 @@ from fsdp_doctor.matrix.cases import AnyCase, read_leading_words
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 from fsdp_doctor.matrix.methods import find_direction, is_user_method, list_methods
 from fsdp_doctor.report.document import CaseResult, Report, make_context, recognize_failure
-from fsdp_doctor.report.layout import format_count
+from fsdp_doctor.text import format_count
 from fsdp_doctor.versions.merged import (
     NOWHERE,
     SHORTENED,
