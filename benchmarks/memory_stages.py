@@ -36,10 +36,10 @@ from fsdp_doctor.machine.environment import collect
 from fsdp_doctor.machine.launch import read_place
 from fsdp_doctor.matrix.axes import Backend
 from fsdp_doctor.matrix.cases import Scenario, make_scenario
+from fsdp_doctor.matrix.model_shapes import MODEL_SHAPES
 from fsdp_doctor.matrix.training_size import TrainingSize
 from fsdp_doctor.memory.stage_watch import StageWatch
 from fsdp_doctor.memory_use.records import MemoryFile, StageMemory, format_memory_file, read_memory_file
-from fsdp_doctor.plan.job import MODEL_SHAPES
 from fsdp_doctor.plan.meta_model import build_on_meta
 from fsdp_doctor.probe.worker import import_what_cases_need
 

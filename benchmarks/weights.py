@@ -55,7 +55,7 @@ from fsdp_doctor.matrix.axes import AXIS, Staging
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.methods import is_user_method
-from fsdp_doctor.plan.job import MODEL_SHAPES
+from fsdp_doctor.matrix.model_shapes import MODEL_SHAPES
 
 if TYPE_CHECKING:
     from bench.results import BenchResult

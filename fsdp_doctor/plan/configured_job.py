@@ -21,7 +21,8 @@ from fsdp_doctor.check.settings import Settings, Unreadable
 from fsdp_doctor.check.use import CANNOT_BE_DETERMINED, Role, Use
 from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.matrix.axes import Sharding, Staging
-from fsdp_doctor.plan.job import BF16, FP32, MODEL_SHAPES, Dtypes, EngineSetup, JobSetup, Machines, RoleSetup
+from fsdp_doctor.matrix.model_shapes import MODEL_SHAPES
+from fsdp_doctor.plan.job import BF16, FP32, Dtypes, EngineSetup, JobSetup, Machines, RoleSetup
 from fsdp_doctor.text import format_count
 
 

@@ -1,22 +1,15 @@
-"""A job to plan as records: its models, its rollout engine and its machines; and shapes of models by name. No torch."""
+"""A job to plan as records: its models, its rollout engine and its machines. No torch."""
 
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
-
-import msgspec
+from typing import Literal, TypeAlias
 
 from fsdp_doctor.matrix.cases import Scenario
 
 # More would take too long: each layer is made, and its forward followed.
 MOST_LAYERS = 1000
-# By name, the arguments of a configuration of transformers; ``config`` is its class.
-MODEL_SHAPES: dict[str, dict[str, Any]] = msgspec.toml.decode(
-    pathlib.Path(__file__).with_name("model_shapes.toml").read_bytes()
-)
 BF16, FP32 = 2, 4
 # The head after the last layer: logits of the vocabulary, or one value for each token.
 ModelHead: TypeAlias = Literal["language", "value"]

@@ -37,8 +37,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-# What FSDP1, torch.compile and activation checkpointing put into names.
-_WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_orig_mod\.|_checkpoint_wrapped_module\.")
 # Names of classes that keep averages of weights.
 _AVERAGES = re.compile(r"EMA|Ema(?![a-z])|(?:^|_)ema(?:_|$)|ExponentialMoving|WeightAverag|ModelAverag")
 # Frameworks for which a remedy may differ, and what keeps state that is not seen.
@@ -127,7 +125,9 @@ def read_generators() -> dict[str, str]:
 
 
 def _unwrap(name: str) -> str:
-    return _WRAPPERS.sub("", name)
+    with _importable_package():
+        from fsdp_doctor.checkpoints.names import strip_wrappers
+    return strip_wrappers(name)
 
 
 def _digest_all(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
