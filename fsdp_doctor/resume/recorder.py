@@ -76,7 +76,8 @@ def digest(tensor: torch.Tensor) -> str:
 def _sum_on_device(flat: torch.Tensor) -> str:
     """The two lanes of a fingerprint: bytes of a device are not copied to the host."""
     with _importable_package():
-        from fsdp_doctor.fingerprints.keyed_sum import BlockSums, make_range_block
+        from fsdp_doctor.fingerprints.block_sums import BlockSums
+        from fsdp_doctor.fingerprints.keyed_sum import make_range_block
     lanes = torch.zeros(1, 2, dtype=torch.int64, device=flat.device)
     BlockSums([make_range_block(0, flat, 0)], flat.device).add(lanes)
     return "-".join(f"{lane & (2**64 - 1):016x}" for lane in lanes[0].tolist())
