@@ -12,7 +12,7 @@ if [ "$model" = small ]; then hidden=80; else hidden=2560; fi
 mkdir -p "$out"
 export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
 bench() { # name of the results, options
-    python -m fsdp_doctor bench --model "$model" --nproc "$ranks" --bucket-bytes default,128MiB --repeat 7 \
+    python "$here/weights.py" --model "$model" --ranks "$ranks" --bucket-bytes default,128MiB --repeat 7 \
         --json "$out/$1.json" "${@:2}" 2>"$out/$1.log" | tee "$out/$1.txt"
 }
 bench fp32-bf16 --offload policy --dtype fp32:bf16 --method full_tensors

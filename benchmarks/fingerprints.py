@@ -26,10 +26,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
+from bench import sharded_model
+from bench.measure import Clock
+
 import fsdp_doctor
-from fsdp_doctor.bench import sharded_model
-from fsdp_doctor.bench.measure import Clock
-from fsdp_doctor.fingerprints import keyed_sum
+from fsdp_doctor.fingerprints import block_sums, keyed_sum
 from fsdp_doctor.matrix.cases import make_scenario
 from fsdp_doctor.plan.meta_model import build_on_meta
 
@@ -93,9 +94,9 @@ def disagreements(device: torch.device) -> list[str]:
         for place, block in blocks.items():
             on_device = torch.zeros(1, 2, dtype=torch.int64, device=device)
             on_host = torch.zeros(1, 2, dtype=torch.int64)
-            keyed_sum.BlockSums([block], on_device.device).add(on_device)
+            block_sums.BlockSums([block], on_device.device).add(on_device)
             on_cpu = keyed_sum.IndexedBlock(0, block.tensor.cpu(), block.base, block.sizes, block.strides)
-            keyed_sum.BlockSums([on_cpu], on_host.device).add(on_host)
+            block_sums.BlockSums([on_cpu], on_host.device).add(on_host)
             if not torch.equal(on_device.cpu(), on_host):
                 found.append(f"{dtype} {place}: {on_device.tolist()}, not {on_host.tolist()}")
     return found
@@ -134,7 +135,7 @@ def bandwidth(clock: Clock, nbytes: int, repeat: int) -> dict[str, float]:
     }
     found = {}
     for name, block in blocks.items():
-        sums = keyed_sum.BlockSums([block], into.device)
+        sums = block_sums.BlockSums([block], into.device)
         found[name] = nbytes / 1e9 / median(clock, lambda sums=sums: sums.add(into), repeat)
     words = tensor[: len(tensor) // 16].view(torch.int32)
     seconds = median(clock, lambda: keyed_sum.sum_words(words, 0), 2)
@@ -166,7 +167,7 @@ def of_model(clock: Clock, options: argparse.Namespace, offload: str) -> dict[st
     }
     found = {name: 1e3 * median(clock, run, options.repeat) for name, run in runs.items()}
     found["proof_percent_of_sync"] = 100 * (found["sync_with_proof"] / found["sync"] - 1)
-    with mock.patch.object(keyed_sum.BlockSums, "add", autospec=True, side_effect=keyed_sum.BlockSums.add) as launch:
+    with mock.patch.object(block_sums.BlockSums, "add", autospec=True, side_effect=block_sums.BlockSums.add) as launch:
         sync(model, received, proofs)
     return {"bytes": nbytes, "launches_of_a_proof": launch.call_count} | {
         name: round(value, 2) for name, value in found.items()

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench import sharded_model
 from torch import nn
 
-from fsdp_doctor.bench import sharded_model
 from fsdp_doctor.case import models, runtime
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Trainer
@@ -36,16 +36,16 @@ from fsdp_doctor.machine.environment import collect
 from fsdp_doctor.machine.launch import read_place
 from fsdp_doctor.matrix.axes import Backend
 from fsdp_doctor.matrix.cases import Scenario, make_scenario
+from fsdp_doctor.matrix.model_shapes import MODEL_SHAPES
 from fsdp_doctor.matrix.training_size import TrainingSize
 from fsdp_doctor.memory.stage_watch import StageWatch
 from fsdp_doctor.memory_use.records import MemoryFile, StageMemory, format_memory_file, read_memory_file
-from fsdp_doctor.plan.job import MODEL_SHAPES
 from fsdp_doctor.plan.meta_model import build_on_meta
 from fsdp_doctor.probe.worker import import_what_cases_need
 
 # Of the mixture of experts, layers of 0.6 billion parameters each: as many as leave room for AdamW on two devices.
 _LAYERS = {"qwen3-4b": 36, "qwen3-30b-a3b": 4, "qwen3-0.6b": 28, "small": 4}
-_PATH = "full_tensors"
+_METHOD = "full_tensors"
 MOST_SECONDS = 60.0
 
 
@@ -121,15 +121,15 @@ def measured(
     if scenario.staging.is_staged:
         with watch.measure_stage("staged"):
             trainer.stage()
-    with watch.measure_stage("extracted", _PATH):
+    with watch.measure_stage("extracted", _METHOD):
         for _, tensor in watch.count_outputs(full_tensors(trainer.model, dtype=torch.bfloat16)):
             del tensor
-    with watch.measure_stage("offloaded again", _PATH):
+    with watch.measure_stage("offloaded again", _METHOD):
         trainer.unstage(undo_staging=True)
-    with watch.measure_stage("loaded", _PATH):
+    with watch.measure_stage("loaded", _METHOD):
         trainer.load()
     if scenario.param_offload:
-        with watch.measure_stage("trained again", _PATH):
+        with watch.measure_stage("trained again", _METHOD):
             trainer.step()
     return [*ledgers, *watch.take()], estimates
 

@@ -23,14 +23,14 @@ measure() { # seconds, name, command
 under_torchrun() { # script, its options
     echo python -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$here/$1" "${@:2}"
 }
-doctor_bench="python -m fsdp_doctor bench --model $model --nproc $ranks"
+weights="python $here/weights.py --model $model --ranks $ranks"
 
 measure 180 extraction bash "$here/extraction.sh" "$out" "$ranks" "$model"
-measure 90 loading-from-files $doctor_bench --direction in --source files --offload none,policy \
+measure 90 loading-from-files $weights --direction in --source files --offload none,policy \
     --method load_full_tensors --repeat 5 --json "$out/loading-from-files.json"
 measure 60 loading-chunks $(under_torchrun loading_from_files.py --device $device --hidden $hidden --directory /dev/shm)
 measure 150 fingerprints $(under_torchrun fingerprints.py --sum-gib $sum_gib --model "$model" --out "$out/fingerprints.json")
 measure 150 memory $(under_torchrun memory_stages.py --json "$out/memory.json" --shape "$model" --seconds 110)
 measure 60 plan python "$here/plan_accuracy.py" "$out/memory.json"
-measure 120 loading $doctor_bench --direction in --source rank0,ranks --offload none,policy --repeat 3 \
+measure 120 loading $weights --direction in --source rank0,ranks --offload none,policy --repeat 3 \
     --json "$out/loading.json"

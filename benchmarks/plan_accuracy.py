@@ -107,9 +107,9 @@ def compared(file: MemoryFile, options: argparse.Namespace) -> Iterator[Compared
             extracted_bytes=2 if job.of_benchmark else None,
         )
         predicted = {
-            (memory.stage, memory.path): memory
-            for path in dict.fromkeys(memory.path for memory in measured)
-            for memory in predictor(job.model, job.layers).predict_stages(replace(setup, path=path))
+            (memory.stage, memory.method): memory
+            for method in dict.fromkeys(memory.method for memory in measured)
+            for memory in predictor(job.model, job.layers).predict_stages(replace(setup, method=method))
         }
         yield from _of_stages(name, measured, predicted)
 
@@ -118,7 +118,7 @@ def _of_stages(
     name: str, measured: Sequence[StageMemory], predicted: Mapping[tuple[JobStage, str], StageMemory]
 ) -> Iterator[Compared]:
     for memory in measured:
-        ours = predicted[memory.stage, memory.path]
+        ours = predicted[memory.stage, memory.method]
         assert memory.device is not None
         assert ours.device is not None
         held = [sum(each.device.held.get(part, 0) for part in EXACT) for each in (ours, memory) if each.device]

@@ -31,7 +31,7 @@ _HEAD = (
 def trained(predictor: Predictor, ranks: int, offload: Offload) -> StageMemory:
     scenario = Scenario(strategy=Strategy.FSDP2, offload=offload, staging=Staging.UNSTAGED)
     setup = RoleSetup(
-        role="model", scenario=scenario, shard_ranks=ranks, sequences=1, length=4096, checkpointing=True, path=""
+        role="model", scenario=scenario, shard_ranks=ranks, sequences=1, length=4096, checkpointing=True, method=""
     )
     return next(memory for memory in predictor.predict_stages(setup) if memory.stage == "trained")
 

@@ -1,4 +1,4 @@
-"""The exceptions that end the program, as a tree, and parts of their sentences.
+"""The exceptions that end the program, as a tree.
 
     FsdpDoctorError
     +-- UsageError      exit 2    the command cannot mean anything: say it differently
@@ -13,22 +13,8 @@ sentence or two for the user: what is wrong, and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 EXIT_OK = 0
 EXIT_BAD_VERDICT = 1
-
-
-def join_some(names: Collection[str], most: int = 5) -> str:
-    """The first names, joined by commas, and how many more there are."""
-    first = ", ".join(list(names)[:most])
-    more = len(names) - most
-    return f"{first} and {more} more" if more > 0 else first
-
-
-def read_first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or the exception's type if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 class FsdpDoctorError(Exception):

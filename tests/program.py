@@ -152,6 +152,12 @@ def forked_doctor(*arguments: str, ranks: int = 2, env: dict[str, str] | None = 
     return Run(done.code, done.stdout, done.stderr, done.left)
 
 
+def forked_script(script: pathlib.Path, *arguments: str, ranks: int = 2, env: dict[str, str] | None = None) -> Run:
+    """``python SCRIPT ARGUMENTS`` on every rank, as torchrun starts it; forked, as :func:`forked_doctor`'s."""
+    done = run_doctor(arguments, ranks, env or {}, script)
+    return Run(done.code, done.stdout, done.stderr, done.left)
+
+
 def probe(directory: pathlib.Path, *arguments: str, device: str = "cpu", env: dict[str, str] | None = None) -> Run:
     """``fsdp-doctor probe`` on forked ranks, with its report read back.
 
@@ -207,8 +213,8 @@ def torchrun_script(script: pathlib.Path, directory: pathlib.Path) -> Run:
     return dataclasses.replace(done, stdout=stdout, stderr=stderr)
 
 
-def user_paths(*names: str) -> list[str]:
-    return [word for name in names for word in ("--path", f"faults.{name}")]
+def user_methods(*names: str) -> list[str]:
+    return [word for name in names for word in ("--method", f"faults.{name}")]
 
 
 def _command_line(process: psutil.Process) -> str:

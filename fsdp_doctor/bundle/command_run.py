@@ -31,7 +31,7 @@ import psutil
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine.versions import is_at_least, read_installed_versions
 from fsdp_doctor.probe.processes import adopt_orphans
-from fsdp_doctor.report.layout import find_main_thread
+from fsdp_doctor.text import find_main_thread
 
 # Frames of torch, of other packages and of Python itself.
 _OTHERS = re.compile(r"/torch/|-packages/|/lib/python|<frozen ")

@@ -145,7 +145,7 @@ class ExtractionCheck:
             time.sleep(0.001)
             kept, surplus = _measure_kept(alive), self._count_surplus(allocated)
         if surplus:
-            detail = f"{surplus} bytes of device memory not given back after the path's result was dropped"
+            detail = f"{surplus} bytes of device memory not given back after the method's result was dropped"
             self._recorder.note("leak", detail)
         elif kept:
             detail = f"{len(kept)} yielded tensors ({sum(kept)} bytes) still referenced after the result was dropped"

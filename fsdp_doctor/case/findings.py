@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import torch
 
-from fsdp_doctor.errors import join_some
+from fsdp_doctor.text import join_some
 from fsdp_doctor.verdict.records import Problem, ProblemKind
 
 _SHOWN = 3

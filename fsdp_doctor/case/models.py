@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from typing_extensions import assert_never
 
-from fsdp_doctor.errors import UsageError, read_first_line
+from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.axes import Dims, Model
+from fsdp_doctor.text import read_first_line
 
 NUM_LAYERS = 2
 _SMALL: dict[str, Any] = {

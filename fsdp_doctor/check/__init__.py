@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias, get_args
 
 from packaging.version import InvalidVersion, Version
 
-from fsdp_doctor.check import reading
+from fsdp_doctor.check import frameworks, reading
 from fsdp_doctor.check.findings import (
     ConfigFinding,
     ConfiguredModel,
@@ -30,7 +30,6 @@ from fsdp_doctor.check.findings import (
     report_unknown,
 )
 from fsdp_doctor.check.framework import Framework
-from fsdp_doctor.check.frameworks import FRAMEWORKS
 from fsdp_doctor.check.launch_commands import NOT_READ, count_launched_ranks
 from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.check.use import CANNOT_BE_DETERMINED, Role, Use, merge_equal
@@ -222,8 +221,7 @@ def set_ranks(result: CheckResult, world_size: int) -> CheckResult:
 
     Raises Unreadable.
     """
-    kind = next(kind for kind in FRAMEWORKS if kind.facts.name == result.framework)
-    framework = kind(result.settings, result.version.version, world_size)
+    framework = frameworks.find_framework(result.framework)(result.settings, result.version.version, world_size)
     readings = {role: framework.read(role) for role in framework.list_models()}
     return dataclasses.replace(
         result,
@@ -271,10 +269,10 @@ def _find_version(option: str, given: str | None, distributions: Sequence[str]) 
 
 
 def _recognize(settings: Settings, arguments: Sequence[str]) -> type[Framework]:
-    for kind in FRAMEWORKS:
+    for kind in frameworks.FRAMEWORKS:
         if kind.recognizes(settings):
             return kind
-    names = ", ".join(kind.facts.name for kind in FRAMEWORKS)
+    names = ", ".join(kind.facts.name for kind in frameworks.FRAMEWORKS)
     raise UsageError(
         f"{', '.join(arguments)}: not a configuration of a supported framework, or not enough of one to know it by; "
         f"these are supported: {names}"

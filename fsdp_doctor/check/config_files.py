@@ -18,8 +18,9 @@ from typing import Any
 import yaml
 
 from fsdp_doctor.check.settings import Setting
-from fsdp_doctor.errors import UsageError, read_first_line
+from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine.waited_input import read_parts
+from fsdp_doctor.text import read_first_line
 
 if sys.version_info >= (3, 11):
     import tomllib

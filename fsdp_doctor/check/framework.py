@@ -1,13 +1,12 @@
 """The base class of every framework whose configurations ``check`` understands.
 
-A framework is one class, and one table of ``frameworks.toml`` with its keys, its defaults and the versions that differ.
+A framework is one class, and beside it one table with its keys, its defaults and the versions that differ.
 """
 
 from __future__ import annotations
 
 import functools
 import pathlib
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,11 +21,6 @@ from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.check.use import Because, Chosen, ExtractionPoint, OffloadChoice, Role, Use, make_use
 from fsdp_doctor.matrix.axes import AxisName, Backend, Model, Sharding
 from fsdp_doctor.matrix.cases import Scenario
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 # Keys that mean the same in newer and older layouts: the first that is set counts.
 Keys: TypeAlias = tuple[str, ...]
@@ -66,12 +60,13 @@ M = TypeVar("M", bound=KeyTable)
 
 
 class FrameworkFacts(msgspec.Struct, Generic[V, M], frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A framework's table in ``frameworks.toml``.
+    """A framework's table, ``NAME.toml`` beside its class. Its own types of ranges and models have further keys.
 
     read_in: the versions of its source that it was read in. distributions: its packages; the version of the first that
     is installed is taken where none is given. section_keys: the words that a section of FSDP settings can have; empty
     where any can be there. cpu_collectives: whether it runs collectives over shards that the policy keeps on the CPU,
     as to clip gradients. versions: ranges that together hold every version. models: by role, or by name.
+    plan: what ``memory plan`` reads besides; ``PlanKeys`` in plan/configured_job.py has the keys.
     """
 
     name: str
@@ -81,13 +76,7 @@ class FrameworkFacts(msgspec.Struct, Generic[V, M], frozen=True, kw_only=True, f
     cpu_collectives: bool = True
     versions: tuple[V, ...] = ()
     models: Mapping[str, M] = {}
-
-
-@functools.cache
-def _read_tables() -> dict[str, Any]:
-    return tomllib.loads(
-        (pathlib.Path(__file__).with_name("frameworks") / "frameworks.toml").read_text(encoding="utf-8")
-    )
+    plan: Mapping[str, Any] = {}
 
 
 @overload
@@ -97,8 +86,9 @@ def load_facts(name: str, versions: type[V]) -> FrameworkFacts[V, KeyTable]: ...
 @overload
 def load_facts(name: str, versions: type[V], keys: type[M]) -> FrameworkFacts[V, M]: ...
 def load_facts(name: str, versions: Any = VersionRange, keys: Any = KeyTable) -> Any:
-    """A framework's table, with its ranges of versions and its models as those types."""
-    return msgspec.convert(_read_tables()[name], FrameworkFacts[versions, keys])
+    """Reads a framework's table, with its ranges of versions and its models as those types."""
+    table = pathlib.Path(__file__).with_name("frameworks") / f"{name}.toml"
+    return msgspec.toml.decode(table.read_bytes(), type=FrameworkFacts[versions, keys])
 
 
 @dataclass(frozen=True, kw_only=True)

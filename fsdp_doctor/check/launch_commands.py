@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -53,13 +54,12 @@ _MAX_COMMANDS = 200
 _MAX_VALUE = 20_000
 _MAX_EXPANDED = 4 << 20
 
-_WORD = re.compile(r"(?:'[^']*'|\"[^\"]*\"|\\.|[^\s'\"\\;|&]|(?<=[<>])&)+|[;|&]+")
-_QUOTING = re.compile(r"'([^']*)'|\"([^\"]*)\"|\\(.)")
 _QUOTED = re.compile(r"'([^'\n]*)'|\"([^\"\n]*)\"")
 _ASSIGNED_WORD = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _FLAG = re.compile(r"--?([A-Za-z][\w.-]{0,199})(?:=(.*))?", re.DOTALL)
 _OVERRIDE_WORD = re.compile(r"[~+]{0,2}[\w@/.]{1,200}=")
 _CONFIG_FILE = re.compile(r"[^=]+\.(?:ya?ml|json|toml)")
+_REDIRECTION = re.compile(r"(?<=\s)(?:\d?>>?&?|&>>?)[ \t]*[^\s'\";|&<>]+")
 _END = re.compile(r"[;|&]+|`+")
 _COMMENT = re.compile(r"^[ \t]*#.*$", re.MULTILINE)
 # A blank after the backslash would end the line in a shell; scripts that were copied often have one.
@@ -219,15 +219,28 @@ def _choose_command(script: _Script) -> list[Setting]:
 def _read_commands(script: _Script) -> list[_Command]:
     commands: list[_Command] = []
     for line, text in script.iterate_lines():
+        if len(commands) == _MAX_COMMANDS:
+            break
         if len(text) > _MAX_COMMAND or not any(name in (expanded := script.expand(text)) for name in _NAMES):
             continue
-        words = [_QUOTING.sub(lambda m: m[1] or m[2] or m[3] or "", match[0]) for match in _WORD.finditer(expanded)]
+        words = _split_words(expanded)
         while words and len(commands) < _MAX_COMMANDS:
             end = next((at for at, word in enumerate(words) if _END.fullmatch(word)), len(words))
             if command := _read_command(words[:end], f"{script.name}:{line}", line):
                 commands.append(command)
             words = words[end + 1 :]
     return commands
+
+
+def _split_words(line: str) -> list[str]:
+    """Splits a line as a shell does, without redirections of output; ``;``, ``|`` and ``&`` are words of their own."""
+    lexer = shlex.shlex(_REDIRECTION.sub(" ", line), posix=True, punctuation_chars=";|&")
+    lexer.whitespace_split, lexer.commenters = True, ""
+    try:
+        return list(lexer)
+    except ValueError:
+        # A quotation goes on in the next line, or an apostrophe stands for itself.
+        return re.findall(r"[;|&]+|[^\s;|&]+", re.sub(r"['\"\\]", "", line))
 
 
 def _read_command(words: Sequence[str], where: str, line: int) -> _Command | None:

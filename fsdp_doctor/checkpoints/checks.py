@@ -25,7 +25,7 @@ from fsdp_doctor.checkpoints.record import (
 from fsdp_doctor.checkpoints.scanning import PAGE_BYTES, Scans, SpanScan
 from fsdp_doctor.checkpoints.sums import shift_crc
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
-from fsdp_doctor.errors import join_some
+from fsdp_doctor.text import join_some
 
 # Pairs of boxes are compared one by one.
 _MOST_BOXES = 2000

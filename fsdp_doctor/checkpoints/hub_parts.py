@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fsdp_doctor.checkpoints.files import BadFile
 from fsdp_doctor.checkpoints.record import SavedPiece, SavedTensor, Shape
-from fsdp_doctor.errors import join_some
+from fsdp_doctor.text import join_some
 
 
 class HubPart(NamedTuple):

@@ -7,11 +7,14 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+# FSDP1, activation checkpointing and torch.compile put them into the names of what they wrap. FSDP_WRAPPED_MODULE and
+# _CHECKPOINT_WRAPPED_MODULE stand in private modules of torch, _orig_mod in none.
+WRAPPER_NAMES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+_WRAPPERS = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(map(re.escape, WRAPPER_NAMES))})")
 
 
 def strip_wrappers(name: str) -> str:
-    """Without the prefixes that torch.compile, FSDP1 and activation checkpointing put before the names of a module."""
+    """Strips the prefixes that FSDP1, activation checkpointing and torch.compile put before the names of a module."""
     return _WRAPPERS.sub("", name)
 
 

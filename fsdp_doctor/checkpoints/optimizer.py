@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 from fsdp_doctor.checkpoints.files import BadFile
 from fsdp_doctor.checkpoints.names import strip_wrappers
 from fsdp_doctor.checkpoints.record import Arrangement, SavedCheckpoint, SavedModel, SavedTensor
-from fsdp_doctor.errors import join_some
+from fsdp_doctor.text import join_some
 
 _FLAT = re.compile(r"(?:.+\.)?(?P<kind>state|param_groups)\.(?P<parameter>.+)\.(?P<slot>\w+)")
 _Leaf: TypeAlias = Any

@@ -10,7 +10,7 @@ from typing import IO, Any, NamedTuple
 
 from fsdp_doctor.checkpoints.dtypes import DTYPE_OF_STORAGE, DTYPES
 from fsdp_doctor.checkpoints.files import BadFile
-from fsdp_doctor.errors import read_first_line
+from fsdp_doctor.text import read_first_line
 
 # What is nested deeper, or has more values for each byte of its pickle, is no state dict but a bomb.
 _MOST_DEPTH = 64

@@ -30,7 +30,7 @@ from fsdp_doctor.checkpoints.record import (
 from fsdp_doctor.checkpoints.safetensors_files import Header, parse_json, read_header, read_weight_map
 from fsdp_doctor.checkpoints.torch_files import TorchTensors, find_tensors, read_torch_file
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
-from fsdp_doctor.errors import join_some
+from fsdp_doctor.text import join_some
 
 _T = TypeVar("_T")
 _MOST_DEPTH = 5

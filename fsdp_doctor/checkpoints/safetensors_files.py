@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from fsdp_doctor.checkpoints.dtypes import DTYPES, NAME_OF_CODE
 from fsdp_doctor.checkpoints.files import BadFile, OpenFile
-from fsdp_doctor.errors import join_some
+from fsdp_doctor.text import join_some
 
 # The limit of the safetensors package.
 _LONGEST_HEADER = 100_000_000

@@ -13,7 +13,7 @@ from fsdp_doctor.checkpoints.dtypes import DTYPES
 from fsdp_doctor.checkpoints.files import BadFile, NotRead, OpenFile
 from fsdp_doctor.checkpoints.pickles import Pickled, Storage, load_pickle, walk_leaves
 from fsdp_doctor.checkpoints.record import Member, PlainValue, SavedPiece, SavedTensor, Shape
-from fsdp_doctor.errors import read_first_line
+from fsdp_doctor.text import read_first_line
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LARGEST_PICKLE = 1 << 28

@@ -14,7 +14,7 @@ from fsdp_doctor.checkpoints.reading import read_checkpoint
 from fsdp_doctor.checkpoints.record import SavedCheckpoint, State
 from fsdp_doctor.checkpoints.scanning import Scans, Sink, scan
 from fsdp_doctor.checkpoints.troubles import Symptom, TroubleSeverity
-from fsdp_doctor.errors import join_some
+from fsdp_doctor.text import join_some
 
 SoundnessAnswer: TypeAlias = Literal["sound", "damaged", "cannot be judged"]
 EXIT_CODES: dict[SoundnessAnswer, int] = {"sound": 0, "damaged": 1, "cannot be judged": 2}

@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, TypeAlias
 
 import typer
 
 from fsdp_doctor import __version__
 from fsdp_doctor.cli import (
-    bench,
     bundle,
     check,
     checkpoint,
@@ -47,8 +46,7 @@ _COMMANDS: dict[str, dict[str, _Command]] = {
         "repro": (probe.repro, probe.REPRO_EXIT_CODES),
         "bundle": (bundle.bundle, bundle.BUNDLE_EXIT_CODES),
     },
-    "Speed and facts": {
-        "bench": (bench.bench, bench.EXIT_CODES),
+    "Facts": {
         "list": (selection.list_cases, selection.LIST_EXIT_CODES),
         "env": (bundle.env, bundle.ENV_EXIT_CODES),
     },
@@ -57,7 +55,6 @@ _GROUPS: dict[str, dict[str, _Command]] = {
     "memory": {
         "measure": (memory.measure, memory.MEASURE_EXIT_CODES),
         "plan": (memory.plan, memory.PLAN_EXIT_CODES),
-        "rollout": (memory.rollout, memory.ROLLOUT_EXIT_CODES),
     },
     "report": {
         "show": (reports.show, reports.SHOW_EXIT_CODES),
@@ -86,16 +83,6 @@ for _group, _commands in _GROUPS.items():
     for _name, (_function, _exit_codes) in _commands.items():
         _typer.command(_name, epilog=_exit_codes)(flatten(_function))
     app.add_typer(_typer, name=_group, help=_GROUP_HELP[_group], rich_help_panel="Memory, reports, checkpoints")
-# The new name of each command that has been renamed.
-_RENAMED = {
-    "plan": "memory plan",
-    "rollout": "memory rollout",
-    "diff": "report diff",
-    "expect": "report expect",
-    "merge": "report merge",
-    "sweep": "report sweep",
-    "fingerprint": "checkpoint fingerprint",
-}
 # click's UsageError, of the click that typer uses: newer versions of typer contain one.
 _WrongUsage: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -146,8 +133,7 @@ def _run() -> None:
     """Runs the command. Under torchrun every rank comes here; in a probe, all but rank 0 follow rank 0."""
     words = sys.argv[1:]
     asks_for_help = bool({"-h", "--help"} & set(words))
-    if launch.is_rank_zero() or words[:1] == ["bench"]:
-        _refuse_old_spelling(words)
+    if launch.is_rank_zero():
         command = typer.main.get_command(app)
         defaults = project_defaults.read_defaults(command)
         try:
@@ -160,22 +146,6 @@ def _run() -> None:
 
         check_versions()
         raise SystemExit(follow())
-
-
-def _refuse_old_spelling(words: Sequence[str]) -> None:
-    """Raises UsageError for a command that has another name now."""
-    match words:
-        case [old, *_] if old in _RENAMED:
-            raise UsageError(f"`fsdp-doctor {old}` is `fsdp-doctor {_RENAMED[old]}` now")
-        case ["memory", *rest] if rest[:1] not in (["-h"], ["--help"]) and (not rest or rest[0].startswith("-")):
-            raise UsageError("`fsdp-doctor memory` is `fsdp-doctor memory measure` now")
-        case ["report", word, *_] if word not in ("-h", "--help") and _names_file(word):
-            raise UsageError("`fsdp-doctor report FILE` is `fsdp-doctor report show FILE` now")
-
-
-def _names_file(word: str) -> bool:
-    """Whether the word after ``report`` is a file, or an option that went before one; a misspelt command is neither."""
-    return word.startswith("-") or "." in word or "/" in word
 
 
 def _print_error(error: FsdpDoctorError) -> None:

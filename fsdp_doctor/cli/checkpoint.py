@@ -16,9 +16,9 @@ import typer
 from fsdp_doctor.checkpoints.targets import ConversionTarget
 from fsdp_doctor.cli.options import declare_output_file
 from fsdp_doctor.cli.output import write
-from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError, join_some
+from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
 from fsdp_doctor.machine.terminal import measure_width, wrap_all
-from fsdp_doctor.report.layout import format_count
+from fsdp_doctor.text import format_count, join_some
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""``fsdp-doctor memory measure``, ``plan`` and ``rollout``: where the memory of a job goes."""
+"""``fsdp-doctor memory measure`` and ``plan``: where the memory of a job goes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from fsdp_doctor.bench.request import STRATEGIES
 from fsdp_doctor.cli import options, output, probe
 from fsdp_doctor.cli.options import (
     DeviceOptions,
@@ -22,14 +21,12 @@ from fsdp_doctor.cli.options import (
 )
 from fsdp_doctor.cli.selection import Selected, SelectionOptions, declare_axis
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
-from fsdp_doctor.machine import devices, imports
 from fsdp_doctor.machine.terminal import measure_width
-from fsdp_doctor.matrix.axes import Sharding, Strategy
 from fsdp_doctor.matrix.training_size import SMALL_STEP, TrainingSize
 from fsdp_doctor.plan.job import MOST_LAYERS
 
 if TYPE_CHECKING:
-    from fsdp_doctor.report.formats import Format
+    from fsdp_doctor.report.formats import AnyFormat
 
 MEASURE_EXIT_CODES = (
     "Exit codes: 0 measured; 1 measured, and a case broke; 2 usage; 3 cannot run here, or no stage could be measured; "
@@ -39,11 +36,7 @@ PLAN_EXIT_CODES = (
     "Exit codes: 0 it fits; 1 it does not; 2 usage; 3 it is not FSDP, or transformers is missing; "
     "4 the doctor's own fault."
 )
-ROLLOUT_EXIT_CODES = (
-    "Exit codes: 0 the engine started beside the loaded model; 1 it was refused; 2 usage; 3 cannot run here; "
-    "4 the doctor's own fault."
-)
-_FORMATS: dict[str, Format] = {"table": "memory", "json": "ledgers", "svg": "memory-svg"}
+_FORMATS: dict[str, AnyFormat] = {"table": "memory", "json": "memory-json", "svg": "memory-svg"}
 # Fewer bytes are a number without a unit, meant in GiB.
 _LEAST_MEMORY = 1 << 20
 
@@ -65,7 +58,6 @@ class JobOptions:
         list[str] | None,
         declare_words(
             "--method",
-            "--path",
             help="The method that extracts; module:function adds your own.  [default: full_tensors]",
         ),
     ] = None
@@ -119,7 +111,7 @@ def measure(
     from fsdp_doctor.probe.probe_options import ProbeOptions
 
     selected = job.select()
-    outputs: dict[Format, pathlib.Path | None] = {"ledgers": json_file, "memory-svg": svg}
+    outputs: dict[AnyFormat, pathlib.Path | None] = {"memory-json": json_file, "memory-svg": svg}
     probe.conduct(
         ProbeOptions(
             cases=selected.cases,
@@ -198,66 +190,3 @@ def plan(
     if svg is not None:
         output.write(svg, render_memory_svg(stage_memory for role in plan.roles for stage_memory in role.first))
     raise SystemExit(EXIT_OK if plan.fits else EXIT_BAD_VERDICT)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerOptions:
-    PANEL: ClassVar[str] = "Trainer"
-
-    model: Annotated[str, declare_model_shape()] = "small"
-    layers: Annotated[int | None, typer.Option(min=1, help="Number of decoder layers, instead of the model's own.")] = (
-        None
-    )
-    strategy: Annotated[str, declare_choice(STRATEGIES)] = "fsdp2"
-    sharding: Annotated[str, declare_choice(("size1", "full"))] = "size1"
-    dtype: Annotated[str, declare_choice(("bf16", "fp32"), help="Of the trainer's parameters:")] = "bf16"
-    nproc: Annotated[
-        int, typer.Option(min=1, help="Number of ranks of the trainer; the engine is on the first device.")
-    ] = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    PANEL: ClassVar[str] = "Engine"
-
-    gpu_memory_utilization: Annotated[
-        float,
-        typer.Option(min=0.001, max=1, help="The share of the device's memory that the engine wants."),
-    ] = 0.8
-    device: Annotated[str, declare_choice(devices.NAMES, help="One of")] = "auto"
-    device_memory: Annotated[int | None, declare_size(help="Memory that each device has, for example 24GiB.")] = None
-
-
-def rollout(
-    *,
-    trainer: TrainerOptions,
-    engine: EngineOptions,
-    json_file: Annotated[pathlib.Path | None, declare_output_file("--json", help="Write all ledgers.")] = None,
-) -> None:
-    """Start a rollout engine beside a trainer's worker: what each holds, and whether the engine's share is free.
-
-    The engine is a stand-in: it asks for its share of the device's memory as vLLM does, and holds weights and a cache.
-    It is started beside a worker that has loaded the FSDP model, and beside one that has not.
-    """
-    options.check_versions()
-    with imports.freeze_imports():
-        from fsdp_doctor.bench import rollout
-        from fsdp_doctor.plan.meta_model import build_on_meta
-
-    request = rollout.RolloutRequest(
-        model=trainer.model,
-        layers=trainer.layers,
-        strategy=Strategy(trainer.strategy),
-        sharding=Sharding(trainer.sharding),
-        dtype=trainer.dtype,
-        utilization=engine.gpu_memory_utilization,
-        device=devices.resolve(engine.device),
-        memory=engine.device_memory,
-        ranks=trainer.nproc,
-    )
-    weights = [parameter.numel() for parameter in build_on_meta(request.model, request.layers).parameters()]
-    attempts = rollout.start_engine_beside_trainer(request, weights)
-    sys.stdout.write(rollout.render_rollout_text(request, attempts))
-    if json_file is not None:
-        output.write(json_file, rollout.render_rollout_json(request, attempts))
-    raise SystemExit(EXIT_BAD_VERDICT if attempts[0].start.refusal else EXIT_OK)

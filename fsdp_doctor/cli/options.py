@@ -22,7 +22,7 @@ from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine import devices, launch, versions
 from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.matrix.axes import describe_nearest
-from fsdp_doctor.plan.job import MODEL_SHAPES
+from fsdp_doctor.matrix.model_shapes import MODEL_SHAPES
 from fsdp_doctor.report.formats import FORMATS
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from fsdp_doctor.matrix.selection import Selection, select
 
 if TYPE_CHECKING:
     from fsdp_doctor.probe.probe_options import ProbeOptions
-    from fsdp_doctor.report.formats import Format
+    from fsdp_doctor.report.formats import AnyFormat
 
 PROBE_EXIT_CODES = (
     "Exit codes: 0 every verdict is as expected; 1 one is not, or with --strict one is bad; 2 usage; "
@@ -77,7 +77,7 @@ class LimitOptions:
 class OutputOptions:
     PANEL: ClassVar[str] = "Output"
 
-    format: Annotated[str, declare_report_format("auto", help="memory, memory-svg and ledgers need --memory.")] = "auto"
+    format: Annotated[str, declare_report_format("auto", help="memory needs --memory.")] = "auto"
     json_file: Annotated[pathlib.Path | None, declare_output_file("--json", help="Write the whole report.")] = None
     markdown: Annotated[pathlib.Path | None, declare_output_file(help="Write the report for a GitHub issue.")] = None
     junit: Annotated[pathlib.Path | None, declare_output_file(help="Write JUnit XML.")] = None
@@ -92,9 +92,9 @@ class OutputOptions:
     )
 
     @property
-    def files(self) -> dict[Format, pathlib.Path]:
+    def files(self) -> dict[AnyFormat, pathlib.Path]:
         """The files that were asked for, by format."""
-        named: dict[Format, pathlib.Path | None] = {
+        named: dict[AnyFormat, pathlib.Path | None] = {
             "json": self.json_file,
             "markdown": self.markdown,
             "junit": self.junit,
@@ -149,7 +149,7 @@ def probe(
             saved_by=ranks.saved_by,
             confirm=confirm,
             with_ledgers=outputs.memory,
-            format=cast("Format | Literal['auto']", outputs.format),
+            format=cast("AnyFormat | Literal['auto']", outputs.format),
             outputs=outputs.files,
             page=outputs.html,
             expect=options.read_expectation(expect, strict=strict),

@@ -45,9 +45,7 @@ _WRITTEN_BY_SWEEP = ("json_file", "markdown", "junit", "svg")
 def show(
     *,
     file: Annotated[pathlib.Path, typer.Argument(help="A JSON report, complete or partial, also as .json.gz.")],
-    format: Annotated[
-        str, declare_report_format(help="memory, memory-svg and ledgers of a report made with --memory.")
-    ] = "table",
+    format: Annotated[str, declare_report_format(help="memory is for a report made with --memory.")] = "table",
     expect: Annotated[
         str | None,
         typer.Option(
@@ -205,9 +203,9 @@ def sweep(
 ) -> None:
     """Run the probe with several versions of torch and of other packages, each in an environment of its own.
 
-    Environments are made by uv, or else by venv and pip, one after the other, and removed after their run. A version
-    whose report is complete is not run again, a partial report is continued. Before torch 2.10, where there is no
-    emulated device, the CPU is used unless torch sees an accelerator.
+    Environments are made by uv, one after the other, and removed after their run (pip install 'fsdp-doctor[sweep]').
+    A version whose report is complete is not run again, a partial report is continued. Before torch 2.10, where there
+    is no emulated device, the CPU is used unless torch sees an accelerator.
     """
     from fsdp_doctor.versions import sweeping
 

@@ -24,7 +24,7 @@ from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMethod, read
 from fsdp_doctor.matrix.frameworks.framework_scenarios import find_frameworks
 from fsdp_doctor.matrix.methods import METHODS, MatrixMethod
 from fsdp_doctor.matrix.selection import Selection, select
-from fsdp_doctor.report.layout import format_count
+from fsdp_doctor.text import format_count
 
 LIST_EXIT_CODES = "Exit codes: 0 printed; 2 usage; 3 no case is selected; 4 the doctor's own fault."
 _BUILT_IN_MODELS = tuple(str(model) for model in Model if not model.is_custom)
@@ -72,7 +72,6 @@ class SelectionOptions:
         list[str] | None,
         declare_words(
             "--method",
-            "--path",
             help="Only this method (see `fsdp-doctor list --methods`); module:function adds a function of your own.",
         ),
     ] = None
@@ -145,7 +144,7 @@ def list_cases(
     selection: SelectionOptions,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     methods: Annotated[
-        bool, typer.Option("--methods", "--paths", help="Print the methods and what each promises, instead of cases.")
+        bool, typer.Option("--methods", help="Print the methods and what each promises, instead of cases.")
     ] = False,
     axes: Annotated[bool, typer.Option("--axes", help="Print the axes and their values, instead of cases.")] = False,
 ) -> None:
@@ -163,7 +162,7 @@ def list_cases(
         print(json.dumps({a.name: a.values for a in all_axes}, indent=1) if as_json else _render_axes(all_axes))
     else:
         cases = selection.select().cases
-        rows = [{"id": case.id, "path": case.method, **case.scenario.to_json()} for case in cases]
+        rows = [{"id": case.id, "method": case.method, **case.scenario.to_json()} for case in cases]
         print(json.dumps(rows, indent=1) if as_json else "\n".join(case.id for case in cases))
         scenarios = {case.scenario for case in cases}
         print(f"{format_count(len(cases), 'case')} in {format_count(len(scenarios), 'scenario')}", file=sys.stderr)

@@ -10,10 +10,10 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_doctor.errors import join_some
 from fsdp_doctor.examination.facts import Facts, FsdpUnit, NameFacts, OptimizerFacts, TensorFacts, TensorState
 from fsdp_doctor.examination.findings import Finding
 from fsdp_doctor.extract.sources import name_dtype
+from fsdp_doctor.text import join_some
 
 _WIDTH = 120
 _STYLE = {"bad": "bold red", "hazard": "yellow", "note": "dim"}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fsdp_doctor.examination.facts import Facts, TensorFacts, TensorState, count_left_by_copy, is_same_device
-from fsdp_doctor.report.layout import format_count
+from fsdp_doctor.text import format_count
 
 Severity = Literal["bad", "hazard", "note"]
 _SHOWN_NAMES = 3

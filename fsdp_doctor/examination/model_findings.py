@@ -28,7 +28,7 @@ from fsdp_doctor.fsdp.names import unwrap_name
 from fsdp_doctor.fsdp.reader import ModelContents
 from fsdp_doctor.memory.snapshot import count_device_bytes, list_storages
 from fsdp_doctor.memory_use.records import round_to_power_of_two
-from fsdp_doctor.report.layout import format_bytes, format_count
+from fsdp_doctor.text import format_bytes, format_count
 
 _CLOSE_STEP = (
     "model.zero_grad(), then model.reset_iter_state(), which leaves the gradients that were not reduced."

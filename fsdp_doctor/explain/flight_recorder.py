@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_doctor.errors import UsageError, read_first_line
+from fsdp_doctor.errors import UsageError
 from fsdp_doctor.explain.hangs import Waiting
+from fsdp_doctor.text import read_first_line
 
 _MAX_PICKLE = 32 << 20
 _MAX_JSON = 12 << 20

@@ -23,9 +23,9 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from fsdp_doctor.errors import read_first_line
 from fsdp_doctor.extract.rank_groups import Comparison
 from fsdp_doctor.fsdp import private
+from fsdp_doctor.text import read_first_line
 
 _GO, _LEFT, _DIFFERS = "go", "left", "differs"
 # With which all go on: to one bucket, to as many as were promised, or to what they compare before.

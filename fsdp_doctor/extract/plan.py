@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from typing_extensions import assert_never
 
-from fsdp_doctor.errors import join_some
 from fsdp_doctor.extract import lora as adapters
 from fsdp_doctor.extract.agreement import ComparedPlan
 from fsdp_doctor.extract.buckets import Bucket, Division
@@ -43,6 +42,7 @@ from fsdp_doctor.fsdp.given_tensors import GivenTensors, put_in_place
 from fsdp_doctor.fsdp.snapshot import Snapshot
 from fsdp_doctor.names.hub_names import NameChoice, Names, check_names, choose_names
 from fsdp_doctor.names.views import NamesError, TensorView
+from fsdp_doctor.text import join_some
 
 # Of one model: a trainer asks for its weights in a few forms.
 _MOST_PLANS = 4

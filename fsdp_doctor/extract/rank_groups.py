@@ -33,8 +33,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from typing_extensions import assert_never
 
-from fsdp_doctor.errors import join_some
 from fsdp_doctor.fsdp.reader import ModelContents
+from fsdp_doctor.text import join_some
 
 # Of so many tensors at most, spread over all, so many elements each.
 _COMPARED_TENSORS, _COMPARED_ELEMENTS = 256, 8

@@ -1,6 +1,7 @@
 """Fingerprints of weights: proof that a receiver holds what the trainer has, without gathering either side.
 
 keyed_sum            the sum, and what it detects; sum_kernels: the same on CUDA
+block_sums           the sums of blocks of memory, by the one or the other
 fingerprint_set      fingerprints as data: combined, written, read
 summing              of tensors and parts of tensors
 model_fingerprint    of a sharded model, and of the same model after the usual mistakes

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from fsdp_doctor.errors import join_some
 from fsdp_doctor.fingerprints.fingerprint_set import (
     FingerprintError,
     Fingerprints,
@@ -14,6 +13,7 @@ from fsdp_doctor.fingerprints.fingerprint_set import (
     TensorFingerprint,
     require_fingerprints,
 )
+from fsdp_doctor.text import join_some
 
 DifferenceKind: TypeAlias = Literal[
     "missing",

@@ -19,17 +19,14 @@ are odd numbers out of splitmix64. So:
 It is no cryptographic hash: the sum is linear and the keys are known, so two tensors with the same fingerprint can be
 made on purpose. The sums of a tensor and of the same values in another dtype have nothing in common.
 
-On CUDA the sum is a Triton kernel, for all blocks of memory at once (``sum_kernels``); elsewhere, and without Triton,
-it is made of torch operations. The result is the same, bit for bit.
+The sum here is made of torch operations; ``sum_kernels`` makes the same, bit for bit.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -80,61 +77,6 @@ def make_grid_block(number: int, tensor: torch.Tensor, offsets: Sequence[int], s
     """A part of the tensor that begins at ``offsets``. strides: the distance of neighbours along each dim."""
     base = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     return IndexedBlock(number, tensor, base, tuple(tensor.shape), tuple(strides))
-
-
-class BlockSums:
-    """The sums of blocks of memory on one device; ``add`` may be called again while they stay where they are."""
-
-    def __init__(self, blocks: Sequence[IndexedBlock], device: torch.device) -> None:
-        pieces = [piece for block in blocks for piece in divide_into_words(block)]
-        self._runs = [piece for piece in pieces if isinstance(piece, WordRun)]
-        self._grids = [piece for piece in pieces if isinstance(piece, IndexedBlock)]
-        self._device = device
-        self._table: Any = None
-        if device.type == "cuda" and _has_triton():
-            from fsdp_doctor.fingerprints import sum_kernels
-
-            self._table = sum_kernels.SumTable(self._runs, self._grids, device)
-
-    def reads_only(self, storages: Collection[int]) -> bool:
-        """Whether all that is read lies in the storages at these addresses, and nothing in a copy."""
-        read = [*(run.words for run in self._runs), *(grid.tensor for grid in self._grids)]
-        return all(tensor.untyped_storage().data_ptr() in storages for tensor in read)
-
-    def release_memory(self) -> bool:
-        """Lets go of the tensors. Returns whether what is in their places can be summed all the same, while it is."""
-        self._runs, self._grids = [], []
-        return self._table is not None
-
-    def move(self, before: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> bool:
-        """Sums the same of other memory from now on, after ``release_memory``. Returns whether it could.
-
-        before, now: of each tensor that the blocks are of, the address of its storage and its own.
-        """
-        moved = {old: new for (old, _), (new, _) in zip(before, now, strict=True)}
-        for (old, there), (new, here) in zip(before, now, strict=True):
-            # Words that lay at a multiple of 16 bytes must do so again.
-            if moved[old] != new or here - new != there - old or (new - old) % 16:
-                return False
-        self._table.move(moved)
-        return True
-
-    def add(self, into: torch.Tensor) -> None:
-        """Adds the sums to the rows of the blocks' numbers. into: (tensors, 2), int64, on the device."""
-        if self._table is not None:
-            # Triton launches on the current device, wherever the memory is.
-            with torch.cuda.device(self._device):
-                self._table.add(into)
-            return
-        for run in self._runs:
-            into[run.number] += sum_words(run.words, run.first)
-        for grid in self._grids:
-            into[grid.number] += _sum_elements(grid)
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def compute_keys(counters: torch.Tensor, family: int) -> torch.Tensor:
@@ -254,7 +196,7 @@ def _multiply(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return torch.mv(rows, columns) if rows.device.type == "cpu" else (rows * columns).sum(dim=1)
 
 
-def _sum_elements(grid: IndexedBlock) -> torch.Tensor:
+def sum_elements(grid: IndexedBlock) -> torch.Tensor:
     """Both lanes of elements in any places; ``grid.tensor`` is int8, int16 or int32, 1-D."""
     elements = grid.tensor
     total = torch.zeros(2, dtype=torch.int64, device=elements.device)

@@ -54,9 +54,10 @@ from fsdp_doctor.extract.sources import (
     name_dtype,
 )
 from fsdp_doctor.extract.transfers import TensorTransfer
+from fsdp_doctor.fingerprints.block_sums import BlockSums
 from fsdp_doctor.fingerprints.differences import FingerprintVariant
 from fsdp_doctor.fingerprints.fingerprint_set import FingerprintError, Fingerprints, TensorFingerprint, reduce_to_lanes
-from fsdp_doctor.fingerprints.keyed_sum import BlockSums, IndexedBlock
+from fsdp_doctor.fingerprints.keyed_sum import IndexedBlock
 from fsdp_doctor.fingerprints.summing import (
     FingerprintSums,
     divide_shard_into_blocks,

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_doctor.extract.shard_places import ShardPlace
 from fsdp_doctor.extract.sources import name_dtype
+from fsdp_doctor.fingerprints.block_sums import BlockSums
 from fsdp_doctor.fingerprints.fingerprint_set import (
     FingerprintError,
     Fingerprints,
@@ -18,7 +19,7 @@ from fsdp_doctor.fingerprints.fingerprint_set import (
     add_fingerprint,
     reduce_to_lanes,
 )
-from fsdp_doctor.fingerprints.keyed_sum import BlockSums, IndexedBlock, make_grid_block, make_range_block
+from fsdp_doctor.fingerprints.keyed_sum import IndexedBlock, make_grid_block, make_range_block
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.forms import describe_unless_dense
 from fsdp_doctor.fsdp.shards import compute_row_major_strides

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from fsdp_doctor.errors import join_some
-from fsdp_doctor.fingerprints.keyed_sum import BlockSums, make_range_block
+from fsdp_doctor.fingerprints.block_sums import BlockSums
+from fsdp_doctor.fingerprints.keyed_sum import make_range_block
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.decorators import disable_autograd
 from fsdp_doctor.fsdp.forms import describe_form, refuse
+from fsdp_doctor.text import join_some
 
 _MOST_CALLS = 6
 

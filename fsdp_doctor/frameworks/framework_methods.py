@@ -10,9 +10,9 @@ import copy
 import itertools
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 from typing_extensions import assert_never
 
-from fsdp_doctor.case import local_pieces, models, reference, yielded
+from fsdp_doctor.case import local_pieces, reference, yielded
 from fsdp_doctor.case.extraction import ExtractionCheck
 from fsdp_doctor.case.findings import Findings, compare, join_first_names
 from fsdp_doctor.case.loaded_state import count_optimized, find_optimizer_problems, read_options
@@ -30,30 +30,13 @@ from fsdp_doctor.case.lora_reference import compute_merged_weights
 from fsdp_doctor.case.reference import Reference
 from fsdp_doctor.case.training_state import StepOutcome, digest_outcome, find_differences, use_deterministic_algorithms
 from fsdp_doctor.frameworks.adapter import STEPS_BEFORE, FrameworkSession, SavedFiles
+from fsdp_doctor.frameworks.framework_run import FrameworkRun, MethodSteps
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMethodKind
-
-if TYPE_CHECKING:
-    from fsdp_doctor.frameworks.framework_runner import FrameworkRun
 
 _STEPS_AFTER = 2
 _ORDINAL = ("next", "second")
 _PATTERNS = ("*.bin", "*.pt", "*.pth")
-
-# Trains the session and examines it. The flag says whether a case before this one has trained it.
-Train: TypeAlias = "Callable[[FrameworkRun, FrameworkSession, bool], None]"
-
-
-@dataclass(frozen=True, kw_only=True)
-class MethodSteps:
-    """A kind of method. weights: of the plain model that its session is given.
-
-    takes_kept: whether it can use a session that was trained.
-    """
-
-    train: Train
-    weights: models.Weights = "own"
-    takes_kept: bool = True
 
 
 def choose_steps(kind: FrameworkMethodKind) -> MethodSteps:

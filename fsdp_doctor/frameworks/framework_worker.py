@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from fsdp_doctor.case import runtime
-from fsdp_doctor.errors import read_first_line
 from fsdp_doctor.frameworks.adapter import Adapter, Shims
 from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.machine.environment import USERS_HOME
@@ -23,6 +22,7 @@ from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.machine.versions import read_installed_versions
 from fsdp_doctor.matrix.frameworks.adapters import locate_adapter
 from fsdp_doctor.matrix.frameworks.framework_matrix import read_matrix
+from fsdp_doctor.text import read_first_line
 
 # Variables with addresses of a network, or credentials for it.
 _OF_NETWORK = ("hf_endpoint", "hf_token", "hugging_face_hub_token", "wandb_api_key", "http_proxy", "https_proxy")

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from fsdp_doctor.errors import join_some
 from fsdp_doctor.fsdp.private import ModuleTensors
+from fsdp_doctor.text import join_some
 
 _LAZY = (nn.UninitializedParameter, nn.UninitializedBuffer)
 # Read in bitsandbytes 0.50, whose other modules have plain weights.

@@ -9,11 +9,11 @@ from typing import TypeAlias
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_doctor.errors import join_some
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.forms import describe_form
 from fsdp_doctor.fsdp.names import unwrap_name
 from fsdp_doctor.fsdp.reader import ModelContents, ModelTensor
+from fsdp_doctor.text import join_some
 
 GivenTensors: TypeAlias = Mapping[str, torch.Tensor]
 """By a name that the model has: a DTensor of the shape of the model's tensor, or a plain tensor that is all of it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fsdp_doctor.fsdp.private import WRAPPER_NAMES
+from fsdp_doctor.checkpoints.names import WRAPPER_NAMES
 
 _PEFT_ROOT = "base_model.model."
 _BASE_LAYERS = re.compile(r"(\.base_layer)+\.")

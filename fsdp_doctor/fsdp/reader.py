@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_doctor.errors import join_some
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.forms import CodeFinder, describe_form, has_strides
 from fsdp_doctor.fsdp.names import unwrap_name
 from fsdp_doctor.fsdp.private import fsdp1, fsdp2
 from fsdp_doctor.fsdp.private.fsdp1 import FlatSlice as FlatSlice, Fsdp1Unit as Fsdp1Unit
 from fsdp_doctor.fsdp.private.fsdp2 import Fsdp2Unit as Fsdp2Unit, list_unsharded_parameters
+from fsdp_doctor.text import join_some
 
 
 # A model may have a hundred thousand: a frozen one would cost four times as much to make.

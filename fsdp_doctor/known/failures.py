@@ -39,7 +39,7 @@ class RankRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of the matrix, and the runs in which it fails.
 
-    values: the values that an axis may have, ``path`` among them, each also with ``*``; the other axes are free. With
+    values: the values that an axis may have, ``method`` among them, each also with ``*``; the other axes are free. With
         ``framework`` among them it is a part of that framework's matrix: its axes, and only device and ranks besides.
     device: the kinds of device. On the CPU offloading moves nothing, so a trigger for the CPU has to name it.
     ranks, shard_group: how many ranks there are, and over how many a parameter is sharded.
@@ -63,9 +63,9 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if isinstance(case, FrameworkCase):
             if not _match_versions(context.packages, self.versions):
                 return False
-            values = {**case.scenario.values, "framework": case.scenario.framework, "path": case.method}
+            values = {**case.scenario.values, "framework": case.scenario.framework, "method": case.method}
             return "framework" in self.values and all(_matches(values.get(a, ""), v) for a, v in self.values.items())
-        if "framework" in self.values or (case.method in FIXES and "path" not in self.values):
+        if "framework" in self.values or (case.method in FIXES and "method" not in self.values):
             return False
         # The cheapest conditions come first: a report asks this millions of times.
         return (
@@ -78,7 +78,7 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def narrowness(self) -> int:
         """How many axes it names, the method counting most: of two entries that show, the narrower one says more."""
-        return len(self.values) + 2 * ("path" in self.values)
+        return len(self.values) + 2 * ("method" in self.values)
 
 
 def _match_versions(packages: Mapping[str, str], versions: Mapping[str, SpecifierSet]) -> bool:
@@ -91,7 +91,7 @@ def _match_versions(packages: Mapping[str, str], versions: Mapping[str, Specifie
 
 
 def _read_value(case: Case, axis: str) -> str:
-    value: str = case.method if axis == "path" else case.scenario.values[axis]
+    value: str = case.method if axis == "method" else case.scenario.values[axis]
     return value
 
 

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_doctor.errors import join_some
 from fsdp_doctor.extract.host_copies import HostCopies
 from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.fsdp import private, reader
@@ -50,6 +49,7 @@ from fsdp_doctor.load.targets import (
     replace_memory,
 )
 from fsdp_doctor.names.hub_names import Names, check_names
+from fsdp_doctor.text import join_some
 
 # A small model's bucket is as large as the model. A bucket is divided among all ranks.
 LOAD_BUCKET_BYTES = 512 << 20

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from typing_extensions import assert_never
 
-from fsdp_doctor.errors import join_some
 from fsdp_doctor.extract.rank_groups import Conflict, describe_conflicts
 from fsdp_doctor.fsdp.forms import refuse
 from fsdp_doctor.load.agreement import Holders
@@ -18,6 +17,7 @@ from fsdp_doctor.load.outcome import LoadError
 from fsdp_doctor.load.portions import compute_checksum, make_portion
 from fsdp_doctor.load.source import Value
 from fsdp_doctor.load.targets import Target
+from fsdp_doctor.text import join_some
 
 DtypeRule = Literal["keep", "cast"]
 _WHOLE = Whole((0,))

@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import assert_never
 
-from fsdp_doctor.errors import join_some
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.reader import Fsdp1Unit, ModelContents
 from fsdp_doctor.fsdp.shards import Slices
@@ -24,6 +23,7 @@ from fsdp_doctor.load.layouts import InFlatParameter, Layout, Layouts, ShardsOfU
 from fsdp_doctor.load.outcome import LoadError
 from fsdp_doctor.load.source import check_value
 from fsdp_doctor.load.targets import ModelPlace, find_home
+from fsdp_doctor.text import join_some
 
 StateDtypeRule = Literal["keep", "cast", "source"]
 

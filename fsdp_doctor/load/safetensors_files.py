@@ -14,8 +14,8 @@ import torch
 
 from fsdp_doctor.checkpoints.files import BadFile, OpenFile
 from fsdp_doctor.checkpoints.safetensors_files import read_header, read_weight_map
-from fsdp_doctor.errors import join_some
 from fsdp_doctor.load.outcome import LoadError
+from fsdp_doctor.text import join_some
 
 
 class SafetensorsFile:

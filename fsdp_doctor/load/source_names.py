@@ -9,12 +9,12 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from fsdp_doctor.errors import join_some
 from fsdp_doctor.load.outcome import LoadError
 from fsdp_doctor.load.source import LoadSource
 from fsdp_doctor.load.targets import Target
 from fsdp_doctor.names.hub_names import HubNames, Names, NamesError, choose_names
 from fsdp_doctor.names.views import TensorView
+from fsdp_doctor.text import join_some
 
 _T = TypeVar("_T")
 _MOST_NAMES = 10

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_doctor.errors import join_some
 from fsdp_doctor.extract.rank_groups import Comparison, read_groups
 from fsdp_doctor.extract.sources import find_device, list_shards
 from fsdp_doctor.fsdp import private
@@ -31,6 +30,7 @@ from fsdp_doctor.load.layouts import (
 )
 from fsdp_doctor.load.outcome import LoadError
 from fsdp_doctor.load.source import check_value
+from fsdp_doctor.text import join_some
 
 # A group that is made for a load: all ranks come to its collectives at the same time.
 _GROUP_TIMEOUT = datetime.timedelta(minutes=5)

@@ -69,8 +69,8 @@ METHODS: tuple[MatrixMethod, ...] = tuple(
         msgspec.toml.decode(pathlib.Path(__file__).with_name("methods.toml").read_bytes())["method"], list[MatrixMethod]
     )
 )
-FIXES: frozenset[str] = frozenset(path.name for path in METHODS if path.is_fix)
-METHOD_NAMES: tuple[str, ...] = tuple(dict.fromkeys(path.name for path in METHODS))
+FIXES: frozenset[str] = frozenset(method.name for method in METHODS if method.is_fix)
+METHOD_NAMES: tuple[str, ...] = tuple(dict.fromkeys(method.name for method in METHODS))
 
 
 def is_user_method(name: str) -> bool:

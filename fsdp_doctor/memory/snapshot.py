@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_doctor.errors import CannotRun, read_first_line
+from fsdp_doctor.errors import CannotRun
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.decorators import defer_garbage_collection
 from fsdp_doctor.fsdp.reader import ModelContents
@@ -26,6 +26,7 @@ from fsdp_doctor.memory_use.records import (
     round_to_power_of_two,
     round_up,
 )
+from fsdp_doctor.text import read_first_line
 
 
 def is_wrapper(kind: type) -> bool:

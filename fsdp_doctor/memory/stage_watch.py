@@ -316,7 +316,7 @@ class StageWatch(Unwatched):
             at_peak=_add_workspaces(workspaces, self._tracker.at_peak()),
         )
         host = count_host_memory(owned, self._counters.read_pinned_reserved())
-        return StageMemory(job=self._job, stage=stage, path=method, rank=self._rank, device=device, host=host)
+        return StageMemory(job=self._job, stage=stage, method=method, rank=self._rank, device=device, host=host)
 
 
 def _add_workspaces(workspaces: int, by_class: Bytes) -> Bytes:

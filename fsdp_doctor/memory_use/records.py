@@ -86,7 +86,7 @@ class HostMemory:
 class StageMemory:
     """The memory of one rank at one stage.
 
-    job: a scenario's id, or a role of a job. path: the method of the extraction, of the stage "extracted" and those
+    job: a scenario's id, or a role of a job. method: the method of the extraction, of the stage "extracted" and those
     that follow it. device: None where there is no accelerator.
     """
 
@@ -95,7 +95,7 @@ class StageMemory:
     rank: int
     host: HostMemory
     device: DeviceMemory | None = None
-    path: str = ""
+    method: str = ""
 
     @property
     def peak(self) -> int:
@@ -105,7 +105,7 @@ class StageMemory:
     @property
     def name(self) -> str:
         """The stage, with the method of an extraction."""
-        return f"{self.stage}: {self.path}" if self.stage == "extracted" else self.stage
+        return f"{self.stage}: {self.method}" if self.stage == "extracted" else self.stage
 
 
 def sum_classes(by_class: Bytes) -> int:

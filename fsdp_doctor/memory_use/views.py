@@ -22,7 +22,7 @@ _UNITS = (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30))
 
 @dataclass(frozen=True)
 class JobMemory:
-    """The stages of one job in their order, each once for each path."""
+    """The stages of one job in their order, each once for each method."""
 
     job: str
     stages: tuple[StageMemory, ...]
@@ -51,9 +51,9 @@ def group_by_job(memories: Iterable[StageMemory]) -> list[JobMemory]:
     jobs: dict[str, dict[tuple[str, str], StageMemory]] = {}
     for memory in memories:
         stages = jobs.setdefault(memory.job, {})
-        known = stages.get((memory.stage, memory.path))
+        known = stages.get((memory.stage, memory.method))
         if known is None or memory.peak > known.peak:
-            stages[memory.stage, memory.path] = memory
+            stages[memory.stage, memory.method] = memory
     return [JobMemory(job, tuple(stages.values())) for job, stages in jobs.items()]
 
 

@@ -23,11 +23,12 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import assert_never
 
 from fsdp_doctor.checkpoints.hub_parts import HubPart
-from fsdp_doctor.errors import join_some, read_first_line
+from fsdp_doctor.checkpoints.names import WRAPPER_NAMES
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.decorators import disable_autograd
 from fsdp_doctor.fsdp.names import strip_adapters
 from fsdp_doctor.names.views import NamesError, TensorView, check_one_to_one, find_box
+from fsdp_doctor.text import join_some, read_first_line
 
 NameChoice = Literal["auto", "model", "hub"]
 Names: TypeAlias = NameChoice | Mapping[str, TensorView]
@@ -212,7 +213,7 @@ def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
     while True:
         model = reader.find_innermost(model)
         children = private.child_modules(model)
-        inner = [children[name] for key in private.WRAPPER_NAMES if (name := key[:-1]) in children]
+        inner = [children[name] for key in WRAPPER_NAMES if (name := key[:-1]) in children]
         get_base_model: Any = getattr(model, "get_base_model", None)  # of a PeftModel
         if not inner and get_base_model is not None:
             inner = [get_base_model()]

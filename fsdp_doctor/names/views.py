@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp_doctor.errors import join_some
 from fsdp_doctor.fsdp.shards import LocalPart, Slices, compute_row_major_strides
+from fsdp_doctor.text import join_some
 
 _MOST_NAMES = 10
 

@@ -12,20 +12,20 @@ const outcomes = data.outcomes.map(([kind, ...texts]) => {
   const [reason, message, also, known] = texts.map((number) => data.texts[number]);
   return { kind: data.kinds[kind], reason, message, also, known };
 });
-const cases = data.cases.map(([strategy, offload, staging, others, direction, path, shown, statements, changed]) => {
+const cases = data.cases.map(([strategy, offload, staging, others, direction, method, shown, statements, changed]) => {
   const one = {
     strategy: data.axes.strategy[strategy],
     offload: data.axes.offload[offload],
     staging: data.axes.staging[staging],
     direction: data.axes.direction[direction],
     others: data.texts[others],
-    path: data.paths[path],
+    method: data.methods[method],
     outcomes: shown.map((number) => (number < 0 ? null : outcomes[number])),
     statements: statements.map((number) => data.texts[number]),
     changed: Boolean(changed),
   };
   one.scenario = [one.strategy, one.offload, one.staging].filter(Boolean).join("/");
-  one.id = [one.scenario, one.others, one.path].filter(Boolean).join("/");
+  one.id = [one.scenario, one.others, one.method].filter(Boolean).join("/");
   one.bad = one.outcomes.some((outcome) => outcome && data.bad.includes(outcome.kind));
   return one;
 });

@@ -42,7 +42,7 @@ function sheet(one, column) {
   parts.push(element("div", { className: "actions" }, copying(command, "Copy the command"), copying(location.href, "Copy a link to this cell")));
   const close = element("button", { type: "button", className: "plain close" }, "Close");
   close.addEventListener("click", () => dialog.close());
-  return element("div", { className: "sheet" }, element("h2", { id: "cell-title" }, one.path), close, ...parts);
+  return element("div", { className: "sheet" }, element("h2", { id: "cell-title" }, one.method), close, ...parts);
 }
 
 const meanings = new Map([...document.querySelectorAll(".legend dt")].map((term) => [term.textContent, term.nextElementSibling.textContent]));

@@ -1,9 +1,9 @@
 """A merged report as one HTML file: the template filled in with the data, the style and the scripts beside it.
 
 The data hold every text once and everything else as numbers, as ``cases.js`` reads them: ``environments``, the columns;
-``axes`` and ``paths``, the words that cases are made of; ``outcomes``, rows of (verdict, reason, message, also, entry);
-and ``cases``, rows of (strategy, offload, staging, other axes, direction, path, outcome of each environment or -1,
-statements, whether it changed). A number in a row is a place in the list of such words, or in ``texts``.
+``axes`` and ``methods``, the words of which cases are made; ``outcomes``, rows of (verdict, reason, message, also,
+entry); and ``cases``, rows of (strategy, offload, staging, other axes, direction, method, outcome of each environment
+or -1, statements, whether it changed). A number in a row is a place in the list of such words, or in ``texts``.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def make_page_data(merged: MergedReport) -> dict[str, Any]:
         "good": [kind for kind in _KINDS if kind in GOOD],
         "bad": [kind for kind in _KINDS if kind not in GOOD | NO_ANSWER],
         "axes": {axis: numbers.texts for axis, numbers in words.items()} | {"direction": [*_DIRECTIONS]},
-        "paths": methods.texts,
+        "methods": methods.texts,
         "outcomes": [_make_outcome(outcome, texts) for outcome in merged.outcomes],
         "cases": cases,
         # With ``<device>`` for any device's name, as the catalogue's files have it.
@@ -157,12 +157,12 @@ def _make_column(environment: Environment) -> dict[str, str]:
 
 def _make_case(case: MergedCase, words: dict[str, _Numbers], methods: _Numbers, texts: _Numbers) -> list[Any]:
     begin = "".join(f"{word}/" for word in (case.strategy, case.offload, case.staging) if word)
-    others = case.id.removeprefix(begin).removesuffix(case.path).strip("/")
+    others = case.id.removeprefix(begin).removesuffix(case.method).strip("/")
     return [
         *(words[axis].find_number(getattr(case, axis)) for axis in _AXES),
         texts.find_number(others),
         _DIRECTIONS.index(case.direction),
-        methods.find_number(case.path),
+        methods.find_number(case.method),
         [_NO_RESULT if index is None else index for index in case.outcomes],
         [texts.find_number(f"{statement.where}: {statement.text}") for statement in case.statements],
         int(case.changes),

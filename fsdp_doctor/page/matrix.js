@@ -42,7 +42,7 @@ function breakable(name) {
 }
 
 function row(one, columns) {
-  const head = element("th", { scope: "row" }, element("code", {}, ...breakable(one.path)));
+  const head = element("th", { scope: "row" }, element("code", {}, ...breakable(one.method)));
   if (one.others) head.append(element("small", {}, one.others.replaceAll("/", ", ")));
   return element("tr", {}, head, ...columns.map((column) => cell(one, column)));
 }

@@ -1,7 +1,7 @@
 """``fsdp-doctor memory plan``: predicts the memory of a job on each device and host, before it runs.
 
-job             the records of a job, and the shapes of models by name
-configured_job  reads a job from a configuration; framework_keys.toml has the keys of each framework
+job             the records of a job
+configured_job  reads a job from a configuration
 meta_model      models without weights, by name or directory, and their parameters by FSDP unit
 activations     traces a forward and a backward on the meta device
 training_step   replays a training step of FSDP1 and FSDP2 in torch's order

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import pathlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,17 +14,19 @@ from typing_extensions import assert_never
 
 from fsdp_doctor.check import CheckResult, check, set_ranks
 from fsdp_doctor.check.framework import Keys
+from fsdp_doctor.check.frameworks import find_framework
+from fsdp_doctor.check.frameworks.fsdp_config import HfTrainer
 from fsdp_doctor.check.launch_commands import ENVIRONMENT, SECTION
 from fsdp_doctor.check.settings import Settings, Unreadable
 from fsdp_doctor.check.use import CANNOT_BE_DETERMINED, Role, Use
 from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.matrix.axes import Sharding, Staging
-from fsdp_doctor.plan.job import BF16, FP32, MODEL_SHAPES, Dtypes, EngineSetup, JobSetup, Machines, RoleSetup
-from fsdp_doctor.report.layout import format_count
+from fsdp_doctor.matrix.model_shapes import MODEL_SHAPES
+from fsdp_doctor.plan.job import BF16, FP32, Dtypes, EngineSetup, JobSetup, Machines, RoleSetup
+from fsdp_doctor.text import format_count
 
 
-@dataclass(frozen=True, kw_only=True)
-class SizeKeys:
+class SizeKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of one role's sizes in a configuration, and the framework's defaults.
 
     sequences: of a micro batch. lengths: keys whose values add up to the tokens of a sequence.
@@ -45,8 +46,7 @@ class SizeKeys:
     master_dtype: Keys = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineKeys:
+class EngineKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of a rollout engine.
 
     asked: keys of which one is set if there is an engine; empty if the framework always has one.
@@ -69,8 +69,7 @@ class EngineKeys:
     loads_model_before: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MachineKeys:
+class MachineKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of devices and nodes. ranks: of all nodes together. words: whether values can be other than numbers."""
 
     gpus: Keys = ()
@@ -79,23 +78,24 @@ class MachineKeys:
     words: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class FrameworkKeys:
-    """The keys of one framework. sizes: by role; ``any`` for every role."""
+class PlanKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The part ``plan`` of a framework's table in ``check/frameworks``: how much is computed at once, on how many
+    machines, beside which engine. sizes: by role; ``any`` for every role.
+    """
 
     machines: MachineKeys = MachineKeys()
     engine: EngineKeys | None = None
-    sizes: Mapping[str, SizeKeys] = dataclasses.field(default_factory=dict)
+    sizes: Mapping[str, SizeKeys] = {}
 
 
 @functools.cache
-def _read_keys(framework: str) -> FrameworkKeys:
-    table = pathlib.Path(__file__).with_name("framework_keys.toml").read_bytes()
-    return msgspec.toml.decode(table, type=dict[str, FrameworkKeys]).get(framework, FrameworkKeys())
+def _read_keys(framework: str) -> PlanKeys:
+    return msgspec.convert(find_framework(framework).facts.plan, PlanKeys)
 
 
 def _find_size_keys(framework: str, role: Role) -> SizeKeys:
-    sizes = _read_keys(framework).sizes or _read_keys("default").sizes
+    # A framework without sizes of its own has those of Hugging Face's trainers.
+    sizes = _read_keys(framework).sizes or _read_keys(HfTrainer.facts.name).sizes
     return sizes.get(role) or sizes["any"]
 
 
@@ -245,7 +245,7 @@ def _read_role(use: Use, result: CheckResult, machines: Machines, options: PlanO
         length=length,
         checkpointing=_read_checkpointing(keys, settings),
         dtypes=Dtypes(master=_read_master_bytes(keys, settings)),
-        path=method,
+        method=method,
         saved_whole=any(point.case.method in _SAVES_WHOLE for point in use.extractions),
     )
 

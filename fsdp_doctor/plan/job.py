@@ -1,22 +1,15 @@
-"""A job to plan as records: its models, its rollout engine and its machines; and shapes of models by name. No torch."""
+"""A job to plan as records: its models, its rollout engine and its machines. No torch."""
 
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
-
-import msgspec
+from typing import Literal, TypeAlias
 
 from fsdp_doctor.matrix.cases import Scenario
 
 # More would take too long: each layer is made, and its forward followed.
 MOST_LAYERS = 1000
-# By name, the arguments of a configuration of transformers; ``config`` is its class.
-MODEL_SHAPES: dict[str, dict[str, Any]] = msgspec.toml.decode(
-    pathlib.Path(__file__).with_name("model_shapes.toml").read_bytes()
-)
 BF16, FP32 = 2, 4
 # The head after the last layer: logits of the vocabulary, or one value for each token.
 ModelHead: TypeAlias = Literal["language", "value"]
@@ -38,7 +31,7 @@ class RoleSetup:
     scenario: its strategy and offload. shard_ranks: ranks of one shard group. replicas: number of shard groups.
     model: a named shape, or a directory with a config.json. layers: instead of the model's own number.
     trains: else it only runs forward. sequences, length: the batch of one forward. checkpointing: of activations.
-    moments: tensors of the parameters' size that the optimizer keeps. path: the method of the matrix with which its
+    moments: tensors of the parameters' size that the optimizer keeps. method: the method of the matrix with which its
     weights are extracted; empty if they are not. extracted_bytes: of an element as the method yields it, None for that
     of the shards. saved_whole: whether its checkpoint is gathered on rank 0's host.
     """
@@ -56,7 +49,7 @@ class RoleSetup:
     checkpointing: bool = False
     dtypes: Dtypes = Dtypes()
     moments: int = 2
-    path: str = "full_tensors"
+    method: str = "full_tensors"
     extracted_bytes: int | None = None
     saved_whole: bool = False
 

@@ -10,8 +10,8 @@ from fsdp_doctor.memory_use.records import JobStage, StageMemory
 from fsdp_doctor.plan.job import BF16, FP32, JobSetup, ModelHead, RoleSetup
 from fsdp_doctor.plan.stages import Predictor
 
-# Stated constants: memory of a device that torch's allocator does not count, for each process. On an H200 with torch
-# 2.11 `fsdp-doctor memory rollout` shows 0.51 GiB of a process without NCCL, and 1.15 GiB of one with it.
+# Stated constants: memory of a device that torch's allocator does not count, for each process. examples/verl-4229
+# measured 0.51 GiB of a process without NCCL, and 1.15 GiB of one with it, on an H200 with torch 2.11.
 CONTEXT_BYTES = 512 << 20
 NCCL_BYTES = 640 << 20
 # vLLM asleep at level 2: 1.19 GiB of Qwen3-4B in vLLM's issue 28714.
@@ -198,7 +198,9 @@ def _list_device_moments(job: JobSetup, roles: tuple[RolePlan, ...]) -> Iterator
         )
         if extracted := role.find_peak("extracted"):
             engine_part = receiving if receiving and role is roles[0] else beside
-            yield make_moment(f"{name}: weights taken out ({role.setup.path})", *others, engine_part, {name: extracted})
+            yield make_moment(
+                f"{name}: weights taken out ({role.setup.method})", *others, engine_part, {name: extracted}
+            )
     if engine and engine.is_apart:
         loaded = roles[0].numel * BF16 // roles[0].setup.shard_ranks if engine.loads_model else 0
         yield make_moment(

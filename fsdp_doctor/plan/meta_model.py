@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from fsdp_doctor.case import models
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.plan.job import MODEL_SHAPES, MOST_LAYERS, ModelHead
+from fsdp_doctor.matrix.model_shapes import MODEL_SHAPES
+from fsdp_doctor.plan.job import MOST_LAYERS, ModelHead
 
 
 @dataclass(frozen=True)

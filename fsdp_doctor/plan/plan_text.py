@@ -19,7 +19,7 @@ from fsdp_doctor.plan.job_plan import (
     JobPlan,
     RolePlan,
 )
-from fsdp_doctor.report.layout import format_count
+from fsdp_doctor.text import format_count
 
 _GIB = 1 << 30
 
@@ -128,7 +128,7 @@ def _describe_role(setup: RoleSetup) -> str:
     shards += ", bfloat16" if setup.dtypes.master == BF16 else ""
     batch = f"{setup.sequences} x {setup.length} tokens at once"
     kept = ", activation checkpointing" if setup.checkpointing and setup.trains else ""
-    extracted = f"; taken out by {setup.path}" if setup.path else ""
+    extracted = f"; taken out by {setup.method}" if setup.method else ""
     return f"{setup.scenario.strategy}, offload {setup.scenario.offload}, {shards}; {batch}{kept}{extracted}"
 
 

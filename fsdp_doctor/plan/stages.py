@@ -6,7 +6,7 @@ import collections
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
-from fsdp_doctor.errors import CannotRun, UsageError, read_first_line
+from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.extract.buckets import SMALL_BYTES, count_most_bytes
 from fsdp_doctor.extract.full import BUCKET_BYTES
 from fsdp_doctor.extract.loader import CAST_BYTES
@@ -31,6 +31,7 @@ from fsdp_doctor.plan.training_step import (
     replay_forward_and_backward,
     shard_units,
 )
+from fsdp_doctor.text import read_first_line
 
 
 def _replay_buckets(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
@@ -152,7 +153,7 @@ def _replay_full_precision(timeline: Timeline, shards: RankShards, setup: RoleSe
 
 
 def _replay_nothing(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
-    """Paths that return shards as they are, or names and shapes, allocate nothing."""
+    """Methods that return shards as they are, or names and shapes, allocate nothing."""
 
 
 def _find_largest_unit(shards: RankShards, setup: RoleSetup) -> int:
@@ -218,15 +219,15 @@ class RankReplay:
         if scenario.staging.is_staged:
             self._stage()
             self._end_stage("staged")
-        if self._setup.path:
+        if self._setup.method:
             self._extract()
-            self._end_stage("extracted", self._setup.path)
+            self._end_stage("extracted", self._setup.method)
         self._offload()
-        self._end_stage("offloaded again", self._setup.path)
+        self._end_stage("offloaded again", self._setup.method)
         self._load()
-        self._end_stage("loaded", self._setup.path)
+        self._end_stage("loaded", self._setup.method)
         self._step()
-        self._end_stage("trained again", self._setup.path)
+        self._end_stage("trained again", self._setup.method)
         return self._ledgers
 
     def _build(self) -> None:
@@ -292,9 +293,9 @@ class RankReplay:
 
     def _extract(self) -> None:
         # Torch's own ways to unshard a unit of FSDP1 free the gradients that were kept.
-        if self._setup.path not in _READS_SHARDS:
+        if self._setup.method not in _READS_SHARDS:
             self._timeline.free("gradients")
-        replay = _REPLAYS.get(self._setup.path, _replay_tensor_by_tensor)
+        replay = _REPLAYS.get(self._setup.method, _replay_tensor_by_tensor)
         replay(self._timeline, self._shards, self._setup)
 
     def _load(self) -> None:
@@ -319,7 +320,7 @@ class RankReplay:
         device = self._timeline.end_stage()
         host = self._count_host_memory()
         self._ledgers.append(
-            StageMemory(job=self._setup.role, stage=stage, path=method, rank=self._rank, device=device, host=host)
+            StageMemory(job=self._setup.role, stage=stage, method=method, rank=self._rank, device=device, host=host)
         )
 
     def _count_host_memory(self) -> HostMemory:

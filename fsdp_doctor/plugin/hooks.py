@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from fsdp_doctor.plugin import REGISTERED_AS
+
 if TYPE_CHECKING:
     from fsdp_doctor.plugin.fixtures import FsdpCase, ThisRank
 
-# The name of the plugin that asks ranks to run tests or, in a rank, of the one that runs them.
-REGISTERED_AS = "fsdp-doctor-ranks"
 _OLDEST = (8, 4)
 
 _FSDP = (

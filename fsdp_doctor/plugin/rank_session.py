@@ -20,8 +20,8 @@ from fsdp_doctor.machine.environment import collect_of_torch
 from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.matrix.axes import Backend
 from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.plugin import REGISTERED_AS
 from fsdp_doctor.plugin.frames import leave_out_libraries
-from fsdp_doctor.plugin.hooks import REGISTERED_AS
 from fsdp_doctor.plugin.marks import read_contract
 from fsdp_doctor.plugin.rank_host import PhaseCommand, Preparation
 from fsdp_doctor.probe.workers import WorkerEnds

@@ -18,7 +18,7 @@ from fsdp_doctor.matrix.cases import list_frameworks
 from fsdp_doctor.matrix.frameworks.framework_matrix import read_matrix
 from fsdp_doctor.report.document import CaseResult, Report, make_context
 from fsdp_doctor.report.expected_failures import ExpectedFailures, describe_difference, list_stale
-from fsdp_doctor.report.layout import format_count
+from fsdp_doctor.text import format_count
 from fsdp_doctor.verdict.classification import GOOD, NOT_RUN
 
 Baseline: TypeAlias = Report | ExpectedFailures | Literal["known", "nothing bad"]

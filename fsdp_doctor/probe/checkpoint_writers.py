@@ -28,7 +28,7 @@ from fsdp_doctor.probe.job import Job
 from fsdp_doctor.probe.messages import StartWorker
 from fsdp_doctor.probe.workers import WorkerGroup
 from fsdp_doctor.report.document import CaseResult, make_case_fields, make_result
-from fsdp_doctor.report.layout import format_count
+from fsdp_doctor.text import format_count
 from fsdp_doctor.verdict.classification import Verdict, classify
 from fsdp_doctor.verdict.records import RankReport
 

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from fsdp_doctor.errors import EXIT_OK, CannotRun, DoctorFault, FsdpDoctorError, UsageError, read_first_line
+from fsdp_doctor.errors import EXIT_OK, CannotRun, DoctorFault, FsdpDoctorError, UsageError
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.machine import devices, imports, launch
 from fsdp_doctor.machine.signals import Interruption, die_with_parent
@@ -30,8 +30,9 @@ from fsdp_doctor.probe.probe_options import ProbeOptions
 from fsdp_doctor.report import formats
 from fsdp_doctor.report.document import CaseResult, Report, make_context, recognize_failure
 from fsdp_doctor.report.github import write_step_summary
-from fsdp_doctor.report.layout import format_count, summarize
+from fsdp_doctor.report.layout import summarize
 from fsdp_doctor.report.writer import ReportWriter, print_progress
+from fsdp_doctor.text import format_count, read_first_line
 from fsdp_doctor.versions.merging import merge
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def conduct(options: ProbeOptions) -> int:
     job = Job(
         device=device,
         cases=add_cases_that_must_load(options.cases),
-        user_paths=tuple(dict.fromkeys(case.method for case in options.cases if is_user_method(case.method))),
+        user_methods=tuple(dict.fromkeys(case.method for case in options.cases if is_user_method(case.method))),
         custom_model=options.model,
         scratch=scratch,
         training=options.training,

@@ -134,7 +134,7 @@ def run_cases(
             wall_seconds = round(result.wall_seconds + again.wall_seconds, 4)
             result = dataclasses.replace(result, wall_seconds=wall_seconds, confirmation=again.verdict)
         if result.verdict.kind in ("crash", "hang") and _has_failed_before_the_method(result.ranks):
-            unbuildable[built] = f"its scenario failed before any path could run: see {case.id}"
+            unbuildable[built] = f"its scenario failed before any method could run: see {case.id}"
         yield result
 
 

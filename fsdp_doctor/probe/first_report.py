@@ -19,7 +19,7 @@ from fsdp_doctor.matrix.cases import Case, list_frameworks
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix, read_matrix
 from fsdp_doctor.probe.probe_options import ProbeOptions
 from fsdp_doctor.report.document import AppliedShim, Report, make_context
-from fsdp_doctor.report.layout import format_count
+from fsdp_doctor.text import format_count
 
 ON_THE_CPU = (
     "The device is the CPU: an offload from the CPU to the CPU moves nothing, so the failures that "

@@ -34,7 +34,7 @@ class Job:
     cases: tuple[AnyCase, ...]
     device: RunDevice
     scratch: pathlib.Path
-    user_paths: tuple[str, ...] = ()
+    user_methods: tuple[str, ...] = ()
     custom_model: pathlib.Path | None = None
     training: TrainingSize = SMALL_STEP
     with_ledgers: bool = False
@@ -51,7 +51,7 @@ def share_job(store: dist.Store, job: Job, limits: Limits) -> None:
         "cases": [[case.scenario.to_json(), case.method] for case in job.cases],
         "device": job.device,
         "scratch": str(job.scratch),
-        "user_paths": job.user_paths,
+        "user_methods": job.user_methods,
         "custom_model": str(job.custom_model) if job.custom_model else None,
         "training": job.training,
         "with_ledgers": job.with_ledgers,
@@ -70,10 +70,10 @@ def receive_job(store: dist.Store, check: Callable[[], None]) -> tuple[Job, Limi
         time.sleep(_POLL_SECONDS)
     shared = json.loads(store.get(_KEY))
     job = Job(
-        cases=tuple(make_any_case(scenario, path) for scenario, path in shared["cases"]),
+        cases=tuple(make_any_case(scenario, method) for scenario, method in shared["cases"]),
         device=msgspec.convert(shared["device"], RunDevice),
         scratch=pathlib.Path(shared["scratch"]),
-        user_paths=tuple(shared["user_paths"]),
+        user_methods=tuple(shared["user_methods"]),
         custom_model=pathlib.Path(shared["custom_model"]) if shared["custom_model"] else None,
         training=msgspec.convert(shared["training"], TrainingSize),
         with_ledgers=shared["with_ledgers"],

@@ -13,7 +13,7 @@ from fsdp_doctor.matrix.cases import AnyCase
 from fsdp_doctor.matrix.training_size import SMALL_STEP, TrainingSize
 from fsdp_doctor.probe.baseline import Baseline
 from fsdp_doctor.report.document import Report
-from fsdp_doctor.report.formats import Format
+from fsdp_doctor.report.formats import AnyFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,8 @@ class ProbeOptions:
     confirm: bool = False
     training: TrainingSize = SMALL_STEP
     with_ledgers: bool = False
-    format: Format | Literal["auto"] = "auto"
-    outputs: Mapping[Format, pathlib.Path] = dataclasses.field(default_factory=dict)
+    format: AnyFormat | Literal["auto"] = "auto"
+    outputs: Mapping[AnyFormat, pathlib.Path] = dataclasses.field(default_factory=dict)
     page: pathlib.Path | None = None
     expect: Baseline = "known"
     resume_from: Report | None = None

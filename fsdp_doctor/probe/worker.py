@@ -126,4 +126,4 @@ def _join(
         custom_model=job.custom_model,
     )
     joined.training, joined.with_ledgers = job.training, job.with_ledgers
-    return CaseRunner(joined, job.user_paths, report=send), ""
+    return CaseRunner(joined, job.user_methods, report=send), ""

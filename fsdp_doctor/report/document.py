@@ -1,7 +1,4 @@
-"""The report as typed records, and its JSON form. Every format is made from these records alone.
-
-A field with a default may be missing from a file: the versions that wrote the oldest reports did not have it.
-"""
+"""The report as typed records, and its JSON form. Every format is made from these records alone."""
 
 from __future__ import annotations
 
@@ -24,17 +21,14 @@ from fsdp_doctor.verdict.classification import Verdict, VerdictKind
 from fsdp_doctor.verdict.records import Failure, RankReport
 
 SCHEMA = "fsdp-doctor/report"
-# Version 2 added the verdict "refused".
-SCHEMA_VERSION = 2
-
-_REFUSED_IN_VERSION_1 = "refused on every rank: "
+SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaseResult:
     """The result of one case; a bad verdict comes with the report of every rank.
 
-    id, scenario, path: of the case. seconds: the slowest rank's time inside the method.
+    id, scenario, method: of the case. seconds: the slowest rank's time inside the method.
     peak_extra_bytes: device memory of the rank that needed most. wall_seconds: the cost of the case, with building
         and checking.
     yielded: by rank, the number of entries of each form, dtype and kind of device; empty if the method did not finish.
@@ -45,7 +39,7 @@ class CaseResult:
 
     id: str
     scenario: dict[str, str]
-    path: str
+    method: str
     verdict: Verdict
     seconds: float | None = None
     peak_extra_bytes: int | None = None
@@ -59,7 +53,7 @@ class CaseResult:
     @functools.cached_property
     def case(self) -> AnyCase:
         """The case that ran. Raises KeyError or ValueError for a scenario that this version does not have."""
-        return make_any_case(self.scenario, self.path)
+        return make_any_case(self.scenario, self.method)
 
     @property
     def confirmed(self) -> bool | None:
@@ -150,7 +144,7 @@ def make_result(
 
 def make_case_fields(case: AnyCase) -> dict[str, Any]:
     """The fields of a result that say which case it is of."""
-    return {"id": case.id, "scenario": case.scenario.to_json(), "path": case.method}
+    return {"id": case.id, "scenario": case.scenario.to_json(), "method": case.method}
 
 
 def _remove_memory(report: RankReport) -> RankReport:
@@ -192,29 +186,14 @@ def convert_report_to_dict(report: Report) -> dict[str, Any]:
 
 
 def read_report_dict(data: dict[str, Any]) -> Report:
-    """Reads a report of any version. Raises KeyError, TypeError or ValueError for anything else."""
-    late = {"late_completion": "--no-late-completion" not in data["rerun_options"]}
-    report = msgspec.convert({**late, **data, "results": ()}, Report)
+    """Reads a report. Raises KeyError, TypeError or ValueError for anything else."""
+    report = msgspec.convert({**data, "results": ()}, Report)
     return dataclasses.replace(report, results=tuple(map(read_result_dict, data["results"])))
 
 
 def read_result_dict(data: dict[str, Any]) -> CaseResult:
-    """Reads a result of any version. Raises as :func:`read_report_dict`."""
+    """Reads one result of a report. Raises as :func:`read_report_dict`."""
     result = msgspec.convert(data, CaseResult)
     # Reading the case checks the words of the scenario.
     assert result.case
-    return dataclasses.replace(
-        result,
-        verdict=convert_verdict_of_version_1(result.verdict),
-        confirmation=convert_verdict_of_version_1(result.confirmation) if result.confirmation else None,
-    )
-
-
-def convert_verdict_of_version_1(verdict: Verdict) -> Verdict:
-    """Converts the first version, where a refused checkpoint was an "ok" with a reason, without a case of the exact
-    checkpoint.
-    """
-    exception = verdict.reason.removeprefix(_REFUSED_IN_VERSION_1)
-    if verdict.kind != "ok" or exception == verdict.reason:
-        return verdict
-    return dataclasses.replace(verdict, kind="refused", reason=exception)
+    return result

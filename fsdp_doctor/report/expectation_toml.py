@@ -14,7 +14,7 @@ from fsdp_doctor.matrix.cases import AnyCase, read_leading_words
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.expected_failures import compile_pattern, make_comparable
 from fsdp_doctor.report.failure_groups import FailureGroup, group_failures
-from fsdp_doctor.report.layout import make_printable
+from fsdp_doctor.text import make_printable
 
 _LONGEST_REASON = 120
 _SHORTEST_REASON = 12
@@ -23,7 +23,7 @@ _LONGEST_PATTERN = 100
 _ISSUE = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)#(?P<number>\d+)")
 _RANKS = re.compile(r"^ranks? [\d, ]+: ")
 # Boxes are joined along them in this order: a list of offloads reads better than one of strategies.
-_DIMENSIONS = ("offload", "staging", "path", "strategy", "rest")
+_DIMENSIONS = ("offload", "staging", "method", "strategy", "rest")
 
 
 def render_expectation_toml(report: Report) -> str:
@@ -103,7 +103,7 @@ class _Box:
     def make_pattern(self, shortened: Mapping[str, str]) -> str:
         """The pattern of a box, in which some dimensions are shortened and the others lists."""
         words = {name: shortened.get(name) or _list_in_braces(self.values[name]) for name in _DIMENSIONS}
-        order = ("strategy", "offload", "staging", "rest", "path")
+        order = ("strategy", "offload", "staging", "rest", "method")
         return "/".join(words[name] for name in order if words[name])
 
 
@@ -118,7 +118,7 @@ def make_patterns(cases: Iterable[AnyCase], others: Collection[str]) -> list[str
 def _make_box(case: AnyCase) -> _Box:
     first = read_leading_words(case)
     rest = "/".join(case.scenario.id.split("/")[len([word for word in first if word]) :])
-    values = dict(zip(("strategy", "offload", "staging"), first, strict=True)) | {"rest": rest, "path": case.method}
+    values = dict(zip(("strategy", "offload", "staging"), first, strict=True)) | {"rest": rest, "method": case.method}
     return _Box({name: (value,) for name, value in values.items()})
 
 
@@ -137,11 +137,11 @@ def _join_along(boxes: list[_Box], dimension: str) -> list[_Box]:
 def _make_patterns_of_box(box: _Box, others: Collection[str]) -> list[str]:
     """One pattern, or several of at most 100 characters each if its list of methods is long."""
     pattern = _find_shortest_pattern(box, others)
-    methods = box.values["path"]
+    methods = box.values["method"]
     if len(pattern) <= _LONGEST_PATTERN or len(methods) == 1:
         return [pattern]
     halves = methods[: len(methods) // 2], methods[len(methods) // 2 :]
-    return [text for half in halves for text in _make_patterns_of_box(_Box({**box.values, "path": half}), others)]
+    return [text for half in halves for text in _make_patterns_of_box(_Box({**box.values, "method": half}), others)]
 
 
 def _find_shortest_pattern(box: _Box, others: Collection[str]) -> str:

@@ -14,7 +14,7 @@ from packaging.version import InvalidVersion, Version
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.report.document import CaseResult, Report
-from fsdp_doctor.report.layout import make_printable
+from fsdp_doctor.text import make_printable
 from fsdp_doctor.verdict.classification import GOOD, NOT_RUN, VerdictKind, fold, strip_seconds
 
 _DEVICE = re.compile(r"\b(?:cuda|xpu|hpu|npu|emulated|cpu)\b")

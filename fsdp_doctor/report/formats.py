@@ -10,7 +10,8 @@ from typing_extensions import assert_never
 
 from fsdp_doctor.memory_use.records import MemoryFile, StageMemory, format_memory_file
 from fsdp_doctor.report.document import CaseResult, Report, convert_report_to_dict
-from fsdp_doctor.report.layout import find_fixes, format_bytes, format_seconds, make_printable
+from fsdp_doctor.report.layout import find_fixes
+from fsdp_doctor.text import format_bytes, format_seconds, make_printable
 
 Format: TypeAlias = Literal[
     "table",  # the matrix, for a terminal
@@ -21,16 +22,16 @@ Format: TypeAlias = Literal[
     "svg",  # the matrix as a picture
     "github",  # annotations for GitHub Actions
     "memory",  # with --memory, the memory held at each stage, for a terminal
-    "memory-svg",  # the same as a picture
-    "ledgers",  # the same as JSON, of every rank
 ]
+# The other formats of `fsdp-doctor memory measure`: the same as a picture, and as JSON of every rank.
+AnyFormat: TypeAlias = Format | Literal["memory-svg", "memory-json"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 _NARROWEST = 60
 
 
 def render(
     report: Report,
-    name: Format,
+    name: AnyFormat,
     *,
     width: int = 132,
     color: bool = False,
@@ -67,7 +68,7 @@ def render(
             return render_memory_table(_list_memory(report), width, color) + lines
         case "memory-svg":
             return render_memory_svg(_list_memory(report))
-        case "ledgers":
+        case "memory-json":
             return format_memory_file(_make_memory_file(report))
         case _:
             assert_never(name)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from fsdp_doctor.errors import DoctorFault
 from fsdp_doctor.report import markdown
 from fsdp_doctor.report.document import Report
-from fsdp_doctor.report.layout import make_printable, summarize
+from fsdp_doctor.report.layout import summarize
+from fsdp_doctor.text import make_printable
 
 # GitHub shows ten errors of a step, and takes one mebibyte of summary from it.
 _MOST_ANNOTATIONS = 10

@@ -12,7 +12,8 @@ from fsdp_doctor.matrix.axes import AXIS
 from fsdp_doctor.matrix.cases import read_leading_words
 from fsdp_doctor.matrix.methods import METHOD_NAMES, find_direction
 from fsdp_doctor.report.document import CaseResult, Report
-from fsdp_doctor.report.layout import make_printable, sort_by_table, summarize
+from fsdp_doctor.report.layout import sort_by_table, summarize
+from fsdp_doctor.text import make_printable
 from fsdp_doctor.verdict.classification import MEANING, NOT_RUN, VerdictKind
 
 _CELL, _STEP, _GROUP_GAP, _MARGIN = 13, 15, 6, 16
@@ -109,7 +110,7 @@ def _make_blocks(report: Report) -> list[_Block]:
         direction = "extraction" if find_direction(case) == "out" else "loading"
         words = case.scenario.id.split("/")[1:]
         cells = blocks.setdefault(f"{read_leading_words(case)[0]}, {direction}", {})
-        cells[result.path, tuple(words)] = result
+        cells[result.method, tuple(words)] = result
     return [_arrange(title, cells) for title, cells in blocks.items()]
 
 

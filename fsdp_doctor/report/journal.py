@@ -104,8 +104,8 @@ def _choose_longer(results: list[Any], journal: pathlib.Path) -> list[Any]:
     return in_journal if len(in_journal) > len(results) else results
 
 
-def read_document(path: pathlib.Path, kind: str, schema: str, newest: int) -> dict[str, Any]:
-    """Reads a JSON document of fsdp-doctor, of any version of its schema up to ``newest``.
+def read_document(path: pathlib.Path, kind: str, schema: str, version: int) -> dict[str, Any]:
+    """Reads a JSON document of fsdp-doctor, of one version of its schema.
 
     kind: the name of such a document in a message. Raises UsageError for anything else.
     """
@@ -118,9 +118,9 @@ def read_document(path: pathlib.Path, kind: str, schema: str, newest: int) -> di
         raise UsageError(f"{path} is not a {kind} of fsdp-doctor: it is not JSON ({error})") from None
     if not isinstance(data, dict) or data.get("schema") != schema:
         raise UsageError(f"{path} is not a {kind} of fsdp-doctor: its 'schema' is not {schema!r}")
-    version = data.get("schema_version")
-    if type(version) is not int or not 1 <= version <= newest:
-        raise UsageError(f"{path} has schema version {version}, this fsdp-doctor reads up to {newest}: upgrade it")
+    found = data.get("schema_version")
+    if type(found) is not int or found != version:
+        raise UsageError(f"{path} has schema version {found}, and this fsdp-doctor reads {version}: upgrade it")
     return data
 
 

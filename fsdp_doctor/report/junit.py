@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 from typing_extensions import assert_never
 
 from fsdp_doctor.report.document import CaseResult, Report
-from fsdp_doctor.report.layout import make_printable, rerun_command
+from fsdp_doctor.report.layout import rerun_command
+from fsdp_doctor.text import make_printable
 
 _Outcome: TypeAlias = Literal["passed", "skipped", "error", "failure"]
 
@@ -65,7 +66,7 @@ def _choose_outcome(result: CaseResult, expected: Collection[str]) -> _Outcome:
 
 def _add_case(suite: ElementTree.Element, report: Report, result: CaseResult, outcome: _Outcome, preface: str) -> None:
     verdict, scenario = result.verdict, result.case.scenario
-    names = {"name": make_printable(result.path), "classname": scenario.id, "time": f"{result.wall_seconds:.3f}"}
+    names = {"name": make_printable(result.method), "classname": scenario.id, "time": f"{result.wall_seconds:.3f}"}
     case = ElementTree.SubElement(suite, "testcase", names)
     if outcome == "passed":
         if verdict.kind == "refused":

@@ -1,8 +1,7 @@
-"""The parts that the formats for people share: the matrix cut into grids, the summary, figures as text."""
+"""The parts that the formats for people share: the matrix cut into grids, the summary."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,10 +11,8 @@ from fsdp_doctor.matrix.cases import AnyScenario, Case
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkScenario
 from fsdp_doctor.matrix.methods import METHOD_NAMES, find_fix
 from fsdp_doctor.report.document import CaseResult, Report
+from fsdp_doctor.text import format_count
 from fsdp_doctor.verdict.classification import NOT_RUN
-
-# XML 1.0 has no way to write these, and a worker's exception or output can contain them.
-_NOT_PRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +37,7 @@ def make_grids(report: Report) -> list[Grid]:
     grouped: dict[AnyScenario, dict[tuple[str, str], CaseResult]] = {}
     for result in report.results:
         scenario = result.case.scenario
-        grouped.setdefault(scenario.drop_offload(), {})[result.path, str(scenario.offload)] = result
+        grouped.setdefault(scenario.drop_offload(), {})[result.method, str(scenario.offload)] = result
     return [_make_grid(scenario, cells) for scenario, cells in grouped.items()]
 
 
@@ -90,37 +87,3 @@ def rerun_command(report: Report, result: CaseResult) -> str:
     """The command that runs one case alone."""
     options = f" {report.rerun_options}" if report.rerun_options else ""
     return f"fsdp-doctor probe{options} --case '{result.id}'"
-
-
-def format_count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def format_seconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds:.4f} s"
-
-
-def format_bytes(number: int | None) -> str:
-    """A size in the unit that keeps it readable; a dash if it was not measured."""
-    if number is None:
-        return "-"
-    size = float(number)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
-
-
-def find_main_thread(stack: str) -> list[str]:
-    """The lines of the worker's main thread out of all threads' stacks, innermost frame first.
-
-    faulthandler calls it the current one, unless the signal came to a thread that has no Python; it lists it last.
-    """
-    *others, last = re.split(r"^(?=(?:Current thread|Thread) )", stack, flags=re.MULTILINE)
-    return next((thread for thread in others if thread.startswith("Current")), last).strip().splitlines()
-
-
-def make_printable(text: str) -> str:
-    """``text`` without the characters that XML and most terminals cannot show, lone surrogates among them."""
-    return _NOT_PRINTABLE.sub("?", text)

@@ -7,17 +7,8 @@ import re
 from fsdp_doctor.machine.environment import format_lines
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.failure_groups import FailureGroup, group_failures, number_failures
-from fsdp_doctor.report.layout import (
-    Grid,
-    find_fixes,
-    find_main_thread,
-    format_bytes,
-    format_count,
-    format_seconds,
-    make_grids,
-    rerun_command,
-    summarize,
-)
+from fsdp_doctor.report.layout import Grid, find_fixes, make_grids, rerun_command, summarize
+from fsdp_doctor.text import find_main_thread, format_bytes, format_count, format_seconds
 from fsdp_doctor.verdict.classification import GOOD
 
 # GitHub takes 65,536 characters in an issue.

@@ -14,41 +14,31 @@ from fsdp_doctor.matrix.axes import AXES
 from fsdp_doctor.report.document import SCHEMA, SCHEMA_VERSION, Report
 from fsdp_doctor.verdict.classification import MEANING
 
-# Keys that a report of an earlier version may lack.
-_ADDED_LATER = frozenset(
-    {"late_completion", "shims", "yielded", "known", "retire", "refusal", "ledgers", "call", "unavailable"}
-    | {"init", "checkpoint", "precision", "context", "consumer"}
-)
-
 
 def make_report_schema() -> dict[str, Any]:
-    """The schema of a report of any version."""
-    made = make_document_schema(
-        Report, SCHEMA, SCHEMA_VERSION, "The JSON report of fsdp-doctor", added_later=_ADDED_LATER
-    )
+    """The schema of a report."""
+    made = make_document_schema(Report, SCHEMA, SCHEMA_VERSION, "The JSON report of fsdp-doctor")
     made["$defs"]["CaseResult"]["properties"]["scenario"] = {
         "anyOf": [
-            _make_strict_object({axis.name: {"enum": list(axis.values)} for axis in AXES}, _ADDED_LATER),
+            _make_strict_object({axis.name: {"enum": list(axis.values)} for axis in AXES}),
             _make_strict_object({"framework": {"type": "string"}, "configuration": {"type": "string"}}),
         ]
     }
     return made
 
 
-def make_document_schema(
-    kind: type, name: str, newest: int, title: str, added_later: Collection[str] = frozenset()
-) -> dict[str, Any]:
-    """The schema of a document, in versions up to ``newest``: without unknown keys, with all but those added later."""
+def make_document_schema(kind: type, name: str, version: int, title: str) -> dict[str, Any]:
+    """The schema of a document: every key is required, and no other is allowed."""
     definitions = msgspec.json.schema(kind)["$defs"]
     for definition in definitions.values():
-        _make_strict(definition, added_later)
+        _make_strict(definition)
     document = definitions.pop(kind.__name__)
-    head = {"schema": {"const": name}, "schema_version": {"enum": list(range(1, newest + 1))}}
+    head = {"schema": {"const": name}, "schema_version": {"const": version}}
     verdicts = "\n".join(f"{verdict}: {meaning}" for verdict, meaning in MEANING.items())
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **document,
-        "title": f"{title}, schema version {newest}",
+        "title": f"{title}, schema version {version}",
         "description": f"{document['description']}\n\nThe kinds of verdict:\n{verdicts}",
         "properties": head | document["properties"],
         "required": [*head, *document["required"]],
@@ -56,9 +46,9 @@ def make_document_schema(
     }
 
 
-def _make_strict(definition: dict[str, Any], added_later: Collection[str]) -> None:
+def _make_strict(definition: dict[str, Any]) -> None:
     # An object of environment facts has those that are known.
-    optional = definition["properties"] if definition["title"] == "EnvironmentFacts" else added_later
+    optional = definition["properties"] if definition["title"] == "EnvironmentFacts" else ()
     definition |= _make_strict_object(definition["properties"], optional)
     definition["description"] = inspect.cleandoc(definition.get("description", ""))
     for value in definition["properties"].values():
@@ -66,7 +56,7 @@ def _make_strict(definition: dict[str, Any], added_later: Collection[str]) -> No
         _forbid_negative(value)
 
 
-def _make_strict_object(properties: dict[str, Any], optional: Collection[str] = frozenset()) -> dict[str, Any]:
+def _make_strict_object(properties: dict[str, Any], optional: Collection[str] = ()) -> dict[str, Any]:
     required = [name for name in properties if name not in optional]
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 

@@ -13,17 +13,8 @@ from rich.text import Text
 from fsdp_doctor.machine.terminal import wrap, wrap_all
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.failure_groups import FailureGroup, group_failures, number_failures
-from fsdp_doctor.report.layout import (
-    Grid,
-    find_fixes,
-    find_main_thread,
-    format_bytes,
-    format_count,
-    format_seconds,
-    make_grids,
-    make_printable,
-    rerun_command,
-)
+from fsdp_doctor.report.layout import Grid, find_fixes, make_grids, rerun_command
+from fsdp_doctor.text import find_main_thread, format_bytes, format_count, format_seconds, make_printable
 from fsdp_doctor.verdict.classification import VerdictKind
 
 _STYLE: dict[VerdictKind, str] = {

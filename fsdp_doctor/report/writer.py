@@ -17,7 +17,7 @@ from fsdp_doctor.machine.environment import EnvironmentFacts
 from fsdp_doctor.matrix.cases import AnyCase
 from fsdp_doctor.report import formats
 from fsdp_doctor.report.document import CaseResult, Report
-from fsdp_doctor.report.formats import Format
+from fsdp_doctor.report.formats import AnyFormat
 from fsdp_doctor.report.journal import Journal, turn_write_errors, write_report
 
 
@@ -28,7 +28,7 @@ class ReportWriter:
     cases: all cases of the run. outputs: files by format.
     """
 
-    def __init__(self, report: Report, cases: Sequence[AnyCase], outputs: Mapping[Format, pathlib.Path]) -> None:
+    def __init__(self, report: Report, cases: Sequence[AnyCase], outputs: Mapping[AnyFormat, pathlib.Path]) -> None:
         self._report = report
         self._cases = cases
         self._places = {case.id: place for place, case in enumerate(cases)}

@@ -1,4 +1,4 @@
-"""Fills in the template of a script: one case, its expected end, and the very code of its path."""
+"""Fills in the template of a script: one case, its expected end, and the very code of its method."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from fsdp_doctor.errors import join_some
 from fsdp_doctor.resume.records import Digests, RecordedValues, StepRecord
+from fsdp_doctor.text import join_some
 
 StateKind: TypeAlias = Literal[
     "run",

@@ -37,8 +37,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-# What FSDP1, torch.compile and activation checkpointing put into names.
-_WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_orig_mod\.|_checkpoint_wrapped_module\.")
 # Names of classes that keep averages of weights.
 _AVERAGES = re.compile(r"EMA|Ema(?![a-z])|(?:^|_)ema(?:_|$)|ExponentialMoving|WeightAverag|ModelAverag")
 # Frameworks for which a remedy may differ, and what keeps state that is not seen.
@@ -78,7 +76,8 @@ def digest(tensor: torch.Tensor) -> str:
 def _sum_on_device(flat: torch.Tensor) -> str:
     """The two lanes of a fingerprint: bytes of a device are not copied to the host."""
     with _importable_package():
-        from fsdp_doctor.fingerprints.keyed_sum import BlockSums, make_range_block
+        from fsdp_doctor.fingerprints.block_sums import BlockSums
+        from fsdp_doctor.fingerprints.keyed_sum import make_range_block
     lanes = torch.zeros(1, 2, dtype=torch.int64, device=flat.device)
     BlockSums([make_range_block(0, flat, 0)], flat.device).add(lanes)
     return "-".join(f"{lane & (2**64 - 1):016x}" for lane in lanes[0].tolist())
@@ -127,7 +126,9 @@ def read_generators() -> dict[str, str]:
 
 
 def _unwrap(name: str) -> str:
-    return _WRAPPERS.sub("", name)
+    with _importable_package():
+        from fsdp_doctor.checkpoints.names import strip_wrappers
+    return strip_wrappers(name)
 
 
 def _digest_all(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 
 from fsdp_doctor.checkpoints.files import sync_directory
 from fsdp_doctor.checkpoints.marker import LOCK, MARKER, PARTIAL
-from fsdp_doctor.errors import join_some
+from fsdp_doctor.text import join_some
 
 # What a load of the directory might take for a part of the new model.
 WEIGHTS = re.compile(r"fsdp-doctor\.json|.*\.safetensors|.*\.(safetensors|bin)\.index\.json|pytorch_model.*\.bin")

@@ -6,7 +6,6 @@ It keeps of each result what a user would act on. ``python -m fsdp_doctor.versio
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gzip
 import json
 import pathlib
@@ -21,15 +20,14 @@ import msgspec
 
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.contracts import Direction
-from fsdp_doctor.report.document import Report, convert_verdict_of_version_1
+from fsdp_doctor.report.document import Report
 from fsdp_doctor.report.journal import read_document, read_json, read_report, replace_file, turn_write_errors
-from fsdp_doctor.report.layout import format_count
 from fsdp_doctor.report.schema import make_document_schema
-from fsdp_doctor.verdict.classification import GOOD, NOT_RUN, Verdict, VerdictKind
+from fsdp_doctor.text import format_count
+from fsdp_doctor.verdict.classification import GOOD, NOT_RUN, VerdictKind
 
 MERGED_SCHEMA = "fsdp-doctor/merged"
-# Version 2 added the verdict "refused", version 3 "unmeasurable".
-MERGED_SCHEMA_VERSION = 3
+MERGED_SCHEMA_VERSION = 1
 
 # The end of a message that was cut.
 SHORTENED = " ..."
@@ -134,7 +132,7 @@ class MergedCase:
     offload: str
     staging: str
     direction: Direction
-    path: str
+    method: str
     outcomes: tuple[int | None, ...]
     statements: tuple[Statement, ...]
 
@@ -183,7 +181,7 @@ class MergedReport:
 
 
 def make_merged_schema() -> dict[str, Any]:
-    """The JSON schema of a merged report of any version."""
+    """The JSON schema of a merged report."""
     return make_document_schema(MergedReport, MERGED_SCHEMA, MERGED_SCHEMA_VERSION, "The merged report of fsdp-doctor")
 
 
@@ -192,29 +190,14 @@ def convert_merged_to_dict(merged: MergedReport) -> dict[str, Any]:
 
 
 def read_merged_dict(data: dict[str, Any]) -> MergedReport:
-    """Reads a merged report of any version. Raises KeyError or ValueError for anything else."""
+    """Reads a merged report. Raises KeyError or ValueError for anything else."""
     merged = msgspec.convert(data, MergedReport)
     for case in merged.cases:
         if len(case.outcomes) != len(merged.environments) or not all(
             index is None or 0 <= index < len(merged.outcomes) for index in case.outcomes
         ):
             raise ValueError(f"{case.id} has other outcomes or environments than the report")
-    return merged if data["schema_version"] == MERGED_SCHEMA_VERSION else _update(merged, data["schema_version"])
-
-
-def _update(merged: MergedReport, schema_version: int) -> MergedReport:
-    """The report of an older schema with today's verdicts, and the statements that follow from them."""
-    # It imports the records of this module.
-    from fsdp_doctor.versions.merging import merge
-
-    outcomes = list(merged.outcomes)
-    if schema_version == 1:
-        for number, outcome in enumerate(outcomes):
-            assert outcome.kind != "unmeasurable"
-            verdict = convert_verdict_of_version_1(Verdict(kind=outcome.kind, reason=outcome.reason))
-            outcomes[number] = dataclasses.replace(outcome, kind=verdict.kind, reason=verdict.reason)
-    today = merge({"": dataclasses.replace(merged, outcomes=tuple(outcomes))})
-    return dataclasses.replace(today, version=merged.version)
+    return merged
 
 
 def write_merged(path: pathlib.Path, merged: MergedReport) -> None:
@@ -237,7 +220,7 @@ def read_either(path: pathlib.Path) -> Report | MergedReport:
 
 
 def read_merged(path: pathlib.Path) -> MergedReport:
-    """Raises UsageError for anything but a merged report of this version of the schema or an older one."""
+    """Reads a merged report. Raises UsageError for anything else."""
     data = read_document(path, "merged report", MERGED_SCHEMA, MERGED_SCHEMA_VERSION)
     try:
         return read_merged_dict(data)

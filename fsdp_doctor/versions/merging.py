@@ -19,7 +19,7 @@ from fsdp_doctor.matrix.cases import AnyCase, read_leading_words
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 from fsdp_doctor.matrix.methods import find_direction, is_user_method, list_methods
 from fsdp_doctor.report.document import CaseResult, Report, make_context, recognize_failure
-from fsdp_doctor.report.layout import format_count
+from fsdp_doctor.text import format_count
 from fsdp_doctor.versions.merged import (
     NOWHERE,
     SHORTENED,
@@ -166,7 +166,7 @@ def _make_row(case: AnyCase) -> MergedCase:
         staging=staging,
         # A method that only another version of the doctor has is shown with those that extract.
         direction=find_direction(case) if _has_method(case) else "out",
-        path=case.method,
+        method=case.method,
         outcomes=(),
         statements=(),
     )

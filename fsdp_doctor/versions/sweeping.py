@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -104,7 +105,8 @@ class Swept:
 
 
 def check(sweep: Sweep) -> None:
-    """Raises UsageError if the sweep would replace a report that was made with other options."""
+    """Raises UsageError if the sweep would replace a report that was made with other options, or if there is no uv."""
+    find_uv()
     for packages in sweep.list_packages():
         earlier = _read_existing_report(sweep.name_file(packages))
         if earlier is not None and earlier.results and not _has_options(earlier, sweep.options):
@@ -306,20 +308,25 @@ def read_exact_versions(requirements: Sequence[str]) -> dict[str, str]:
 def make_environment(directory: pathlib.Path, requirements: Sequence[str], log: pathlib.Path) -> pathlib.Path:
     """Makes an environment in ``directory`` with the requirements and the doctor's own; returns its interpreter.
 
-    Raises CannotRun with the installer's reason if they do not install.
+    Raises CannotRun with uv's reason if they do not install, UsageError if there is no uv.
     """
-    wanted = [*requirements, *read_package_requirements()]
-    python = directory / "bin" / "python"
-    if uv := shutil.which("uv"):
-        make = [uv, "venv", "--quiet", "--python", sys.executable, str(directory)]
-        install = [uv, "pip", "install", "--quiet", "--python", str(python)]
-    else:
-        make = [sys.executable, "-m", "venv", str(directory)]
-        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    uv, python = find_uv(), directory / "bin" / "python"
     with open(log, "a", encoding="utf-8") as file:
-        _run_installer(make, file)
-        _run_installer([*install, *wanted], file)
+        _run_uv([uv, "venv", "--quiet", "--python", sys.executable, str(directory)], file)
+        install = [uv, "pip", "install", "--quiet", "--python", str(python)]
+        _run_uv([*install, *requirements, *read_package_requirements()], file)
     return python
+
+
+def find_uv() -> str:
+    """Finds the program ``uv`` beside this interpreter, else on PATH. Raises UsageError if there is none."""
+    scripts = sysconfig.get_path("scripts")
+    uv = shutil.which("uv", path=os.pathsep.join((scripts, os.environ.get("PATH", os.defpath))))
+    if uv is None:
+        raise UsageError(
+            "a sweep makes its environments with uv, and there is none here: pip install 'fsdp-doctor[sweep]'"
+        )
+    return uv
 
 
 def read_package_requirements() -> list[str]:
@@ -334,7 +341,7 @@ def read_package_requirements() -> list[str]:
     return [f"{each.name}{each.specifier}" for each in needed]
 
 
-def _run_installer(command: list[str], log: IO[str]) -> None:
+def _run_uv(command: list[str], log: IO[str]) -> None:
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     try:
         with _run_child(command, _kill_group, env=_make_child_environment(), **streams) as installer:
@@ -347,11 +354,8 @@ def _run_installer(command: list[str], log: IO[str]) -> None:
 
 
 def find_reason(output: str) -> str:
-    """The reason of an installer on one line: pip's last error, or everything that uv printed, without its drawing."""
-    lines = [line for line in output.splitlines() if line.strip()]
-    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
-    text = errors[-1] if errors else " ".join(lines)
-    return " ".join(re.sub(r"[^\x20-\x7e]", " ", text).split())[:_LONGEST_REASON]
+    """Joins what uv printed into one line, without its drawing."""
+    return " ".join(re.sub(r"[^\x20-\x7e]", " ", output).split())[:_LONGEST_REASON]
 
 
 def _make_child_environment(**more: str) -> dict[str, str]:

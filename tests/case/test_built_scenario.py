@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 import torch
-from program import probe, user_paths
+from program import probe, user_methods
 from support.ranks import Setting, on_ranks, this_device, this_rank, world_size
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -130,7 +130,7 @@ def test_an_offload_that_does_nothing_is_no_verdict_about_a_method(tmp_path: pat
     run = probe(
         tmp_path,
         *("--strategy", "fsdp2", "--offload", "param", "--staging", "unstaged", "--direction", "out"),
-        *user_paths("misbuilt:honest"),
+        *user_methods("misbuilt:honest"),
         *("-k", "misbuilt"),
         device="emulated",
     )

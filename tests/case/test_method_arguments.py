@@ -1,4 +1,4 @@
-"""What a path under test is called with: the model, and by name what its further parameters ask for."""
+"""What a method under test is called with: the model, and by name what its further parameters ask for."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ def weights(wrapped, optimizer, device, suffix=""):
 def asks_for_a_tokenizer(model, tokenizer):
     return {}
 """
-_SCENARIO = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--path", "state_dict")
+_SCENARIO = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--method", "state_dict")
 
 
 def test_the_model_comes_first_whatever_its_parameter_is_called() -> None:
-    def path(wrapped: Any) -> Any:
+    def method(wrapped: Any) -> Any:
         return wrapped
 
-    assert call_by_name(path)(_GIVEN) is _MODEL
+    assert call_by_name(method)(_GIVEN) is _MODEL
 
 
 def test_further_parameters_get_the_argument_of_their_name() -> None:
-    def path(model: Any, device: Any, *, optimizer: Any) -> Any:
+    def method(model: Any, device: Any, *, optimizer: Any) -> Any:
         return model, device, optimizer
 
-    assert call_by_name(path)(_GIVEN) == (_MODEL, _DEVICE, _OPTIMIZER)
+    assert call_by_name(method)(_GIVEN) == (_MODEL, _DEVICE, _OPTIMIZER)
 
 
 def test_a_parameter_with_a_default_keeps_it_even_if_its_name_is_an_arguments() -> None:
-    def path(model: Any, device: str = "meta", **others: Any) -> Any:
+    def method(model: Any, device: str = "meta", **others: Any) -> Any:
         return device, others
 
-    assert call_by_name(path)(_GIVEN) == ("meta", {})
+    assert call_by_name(method)(_GIVEN) == ("meta", {})
 
 
 def test_a_callable_without_a_signature_gets_the_model_alone() -> None:
@@ -64,7 +64,7 @@ def test_a_callable_without_a_signature_gets_the_model_alone() -> None:
 
 
 @pytest.mark.parametrize("row", [row for row in METHODS if "lora" not in row.function], ids=lambda row: row.name)
-def test_every_path_of_the_table_asks_for_what_there_is_alone(row: Any) -> None:
+def test_every_method_of_the_table_asks_for_what_there_is_alone(row: Any) -> None:
     of_loads = {"state", "buffers"} if row.direction == "in" else set()
     assert (
         set(list_requested_arguments(find_function(row)))
@@ -73,14 +73,14 @@ def test_every_path_of_the_table_asks_for_what_there_is_alone(row: Any) -> None:
 
 
 @pytest.mark.parametrize("row", [row for row in METHODS if row.direction == "in"], ids=lambda row: row.name)
-def test_every_path_that_loads_asks_for_its_checkpoint(row: Any) -> None:
+def test_every_method_that_loads_asks_for_its_checkpoint(row: Any) -> None:
     if "lora" in row.function:
         pytest.importorskip("peft")
     assert "state" in list_requested_arguments(find_function(row))
     assert ("optimizer" in list_requested_arguments(find_function(row))) is (row.contract.loads != "model")
 
 
-def test_the_modules_of_the_paths_import_nothing_of_ours() -> None:
+def test_the_modules_of_the_methods_import_nothing_of_ours() -> None:
     """A script of ``fsdp-doctor repro`` has their functions as they stand."""
     room = ROOT / "fsdp_doctor" / "case" / "methods"
     modules = [*room.glob("on_*.py"), *room.glob("into_*.py")]
@@ -106,36 +106,35 @@ def test_a_users_function_that_asks_for_what_there_is_not_is_refused_when_it_is_
 
 def test_a_users_function_is_given_the_scenarios_optimizer_and_device(tmp_path: pathlib.Path) -> None:
     (tmp_path / "mine.py").write_text(_MINE)
-    done = probe(tmp_path, *_SCENARIO, "--path", "mine:weights", env={"PYTHONPATH": str(tmp_path)})
+    done = probe(tmp_path, *_SCENARIO, "--method", "mine:weights", env={"PYTHONPATH": str(tmp_path)})
     assert done.kind("mine:weights") == "ok", done.stdout
 
 
 @pytest.mark.parametrize(
-    ("command", "path", "parameter"),
+    ("command", "method", "parameter"),
     [
         (("probe", "--device", "cpu", *_SCENARIO), "mine:asks_for_a_tokenizer", "tokenizer"),
-        (("bench", "--device", "cpu"), "mine:weights", "optimizer"),
     ],
 )
 def test_it_is_said_in_a_sentence_which_parameter_cannot_be_given(
-    tmp_path: pathlib.Path, command: tuple[str, ...], path: str, parameter: str
+    tmp_path: pathlib.Path, command: tuple[str, ...], method: str, parameter: str
 ) -> None:
     (tmp_path / "mine.py").write_text(_MINE)
-    done = forked_doctor(*command, "--path", path, env={"PYTHONPATH": str(tmp_path)})
+    done = forked_doctor(*command, "--method", method, env={"PYTHONPATH": str(tmp_path)})
     assert (done.code, done.stdout) == (2, "")
     assert f"a method has no argument {parameter!r}" in re.sub(r"\s+", " ", done.stderr)
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("path", "sentence"),
+    ("method", "sentence"),
     [
         ("no_such_module:function", "cannot import no_such_module: ModuleNotFoundError"),
         ("faults.values:no_such_function", "no_such_function in faults.values does not exist"),
         ("faults.values:not_a_function", "is a str, not a function"),
     ],
 )
-def test_what_is_no_function_of_the_users_is_a_usage_error(path: str, sentence: str) -> None:
+def test_what_is_no_function_of_the_users_is_a_usage_error(method: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence) as refusal:
-        load_user_method(path)
+        load_user_method(method)
     assert "\n" not in str(refusal.value)

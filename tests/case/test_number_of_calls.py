@@ -18,12 +18,12 @@ _SCENARIO = "fsdp2/param/unstaged"
 
 
 def _calls(case_id: str, *, with_ledgers: bool = False) -> int:
-    path = case_id.rpartition("/")[2]
+    method = case_id.rpartition("/")[2]
     told: list[Record] = []
     place = Place(rank=this_rank(), world_size=world_size(), local_rank=this_rank(), num_nodes=1)
     here = runtime.make_for_present_group(place, this_device(), pathlib.Path("/nowhere"))
     here.with_ledgers = with_ledgers
-    runner = CaseRunner(here, (path,) if ":" in path else (), report=told.append)
+    runner = CaseRunner(here, (method,) if ":" in method else (), report=told.append)
     record = runner.examine(parse_case_id(case_id, METHOD_NAMES))
     assert record.done
     assert told[-1] == record
@@ -31,7 +31,7 @@ def _calls(case_id: str, *, with_ledgers: bool = False) -> int:
 
 
 @_TWO_RANKS
-def test_a_function_of_the_users_is_called_twice_and_a_path_of_the_matrix_once() -> None:
+def test_a_function_of_the_users_is_called_twice_and_a_method_of_the_matrix_once() -> None:
     assert _calls(f"{_SCENARIO}/faults.values:honest") == 2
     assert _calls(f"{_SCENARIO}/state_dict") == 1
 

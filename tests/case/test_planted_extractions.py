@@ -5,11 +5,11 @@ from __future__ import annotations
 import pathlib
 
 import pytest
-from program import Run, probe, user_paths
+from program import Run, probe, user_methods
 
 from fsdp_doctor.verdict.records import Failure
 
-_SCENARIO = ("--strategy", "fsdp2", "--offload", "param", "--staging", "unstaged", "--path", "state_dict")
+_SCENARIO = ("--strategy", "fsdp2", "--offload", "param", "--staging", "unstaged", "--method", "state_dict")
 _NOT_FULL = "dtensor where a full tensor was promised"
 _UNREADABLE = "(its message cannot be read: {} was raised)"
 _FAULTS: dict[str, tuple[str, str]] = {
@@ -97,7 +97,7 @@ _EXCEPTIONS = [fault for fault in _FAULTS if fault.startswith("exceptions:")]
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Run:
     directory = tmp_path_factory.mktemp("planted")
-    return probe(directory, *_SCENARIO, *user_paths(*_FAULTS), "--markdown", str(directory / "report.md"))
+    return probe(directory, *_SCENARIO, *user_methods(*_FAULTS), "--markdown", str(directory / "report.md"))
 
 
 @pytest.mark.parametrize("fault", _FAULTS)
@@ -163,8 +163,8 @@ def test_faults_that_show_on_a_device_alone_are_found(tmp_path: pathlib.Path) ->
         "keeps_memory": ("leak", "bytes of device memory not given back"),
         "changes_a_weight_on_rank_1": ("poisoned", ""),
     }
-    scenario = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--path", "state_dict")
-    run = probe(tmp_path, *scenario, *user_paths(*(f"values:{name}" for name in expected)), device="emulated")
+    scenario = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--method", "state_dict")
+    run = probe(tmp_path, *scenario, *user_methods(*(f"values:{name}" for name in expected)), device="emulated")
     for name, (kind, reason) in expected.items():
         verdict = run.result(f":{name}").verdict
         assert verdict.kind == kind, verdict

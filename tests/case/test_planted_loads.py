@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 
 import pytest
-from program import Run, probe, user_paths
+from program import Run, probe, user_methods
 
 _LOADING = ("--direction", "in", "--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged")
 _FAULTS: dict[str, tuple[str, str]] = {
@@ -47,8 +47,8 @@ _FAULTS: dict[str, tuple[str, str]] = {
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Run:
     directory = tmp_path_factory.mktemp("planted")
-    selected = ("--init", "materialized", "--checkpoint", "exact", "--path", "load_state_dict.sharded")
-    return probe(directory, *_LOADING, *selected, *user_paths(*_FAULTS))
+    selected = ("--init", "materialized", "--checkpoint", "exact", "--method", "load_state_dict.sharded")
+    return probe(directory, *_LOADING, *selected, *user_methods(*_FAULTS))
 
 
 @pytest.mark.parametrize("fault", _FAULTS)
@@ -68,8 +68,8 @@ def test_a_faulty_loader_does_not_reach_the_case_after_it(planted: Run) -> None:
 def test_a_loader_of_one_of_two_memories_of_fsdp1_is_wrong_in_every_scenario(tmp_path: pathlib.Path) -> None:
     scenarios = ("--strategy", "fsdp1,fsdp1-orig", "--offload", "none,policy", "--staging", "staged")
     loader = "loaders:leaves_the_old_values_in_the_flat_parameter"
-    paths = (*user_paths(loader), "--path", "load_full_tensors")
-    run = probe(tmp_path, "--direction", "in", *scenarios, *paths, device="emulated")
+    methods = (*user_methods(loader), "--method", "load_full_tensors")
+    run = probe(tmp_path, "--direction", "in", *scenarios, *methods, device="emulated")
     assert run.report is not None
     found = {result.id: result.verdict.kind for result in run.report.results}
     planted = [kind for case, kind in found.items() if loader in case]
@@ -137,8 +137,8 @@ def test_a_refusal_is_kept_with_what_every_rank_raised_where_it_is_no_refusal(mi
 
 def test_both_names_of_a_tied_weight_are_a_checkpoint_that_fits(tmp_path: pathlib.Path) -> None:
     """The state dict of a tied model has both."""
-    paths = ("--path", "rank_files", *user_paths("loaders:refuses_every_checkpoint"))
-    run = probe(tmp_path, *_LOADING, "--checkpoint", "tied-twice", *paths)
+    methods = ("--method", "rank_files", *user_methods("loaders:refuses_every_checkpoint"))
+    run = probe(tmp_path, *_LOADING, "--checkpoint", "tied-twice", *methods)
     assert run.kind("qwen3-tied/fresh/tied-twice/rank_files") == "ok"
     verdict = run.result("qwen3-tied/fresh/tied-twice/faults.loaders:refuses_every_checkpoint").verdict
     assert (verdict.kind, verdict.also) == ("crash", ())
@@ -146,8 +146,8 @@ def test_both_names_of_a_tied_weight_are_a_checkpoint_that_fits(tmp_path: pathli
 
 def test_a_buffer_of_no_state_dict_that_a_load_leaves_on_the_host_is_misplaced(tmp_path: pathlib.Path) -> None:
     name = "moves_a_buffer_that_no_state_dict_has_to_the_host"
-    options = ("--init", "materialized", "--checkpoint", "exact", "--path", "load_full_tensors")
-    run = probe(tmp_path, *_LOADING, *options, *user_paths(f"loaders:{name}"), device="emulated")
+    options = ("--init", "materialized", "--checkpoint", "exact", "--method", "load_full_tensors")
+    run = probe(tmp_path, *_LOADING, *options, *user_methods(f"loaders:{name}"), device="emulated")
     verdict = run.result(f":{name}").verdict
     assert verdict.kind == "misplaced"
     assert "model.rotary_emb.inv_freq" in verdict.reason

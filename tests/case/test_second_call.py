@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from program import Run, probe, user_paths
+from program import Run, probe, user_methods
 
 _SCENARIOS = ("--strategy", "fsdp2,fsdp1", "--offload", "param", "--staging", "unstaged")
 _STRATEGIES = ("fsdp2", "fsdp1")
@@ -20,8 +20,8 @@ _EXPECTED: dict[str, tuple[str, str]] = {
 @pytest.fixture(scope="module")
 def called(tmp_path_factory: pytest.TempPathFactory) -> Run:
     names = ("keeps_in_a_global", *_EXPECTED)
-    paths = user_paths(*(f"caches:{name}" for name in names))
-    return probe(tmp_path_factory.mktemp("called"), *_SCENARIOS, *paths, "-k", "caches", device="emulated")
+    methods = user_methods(*(f"caches:{name}" for name in names))
+    return probe(tmp_path_factory.mktemp("called"), *_SCENARIOS, *methods, "-k", "caches", device="emulated")
 
 
 @pytest.mark.parametrize("strategy", _STRATEGIES)

@@ -1,4 +1,4 @@
-"""What a path left in the process is put back; what cannot be is named."""
+"""What a method left in the process is put back; what cannot be is named."""
 
 import contextlib
 import os
@@ -17,11 +17,11 @@ def side_effects():
     return found
 
 
-def test_a_path_that_leaves_nothing_gives_no_reason_to_retire(side_effects):
+def test_a_method_that_leaves_nothing_gives_no_reason_to_retire(side_effects):
     assert side_effects.undo() == ""
 
 
-def test_a_case_that_did_not_come_to_its_path_has_nothing_to_undo():
+def test_a_case_that_did_not_come_to_its_method_has_nothing_to_undo():
     assert SideEffects(torch.device("cpu")).undo() == ""
 
 
@@ -49,9 +49,9 @@ def test_a_thread_that_ends_by_itself_is_waited_for(side_effects):
 
 def test_a_thread_that_goes_on_is_named(side_effects):
     going_on = threading.Event()
-    thread = threading.Thread(target=going_on.wait, name="the-paths-own")
+    thread = threading.Thread(target=going_on.wait, name="the-methods-own")
     thread.start()
-    assert side_effects.undo() == "the thread the-paths-own"
+    assert side_effects.undo() == "the thread the-methods-own"
     going_on.set()
     thread.join()
 

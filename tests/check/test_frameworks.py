@@ -10,8 +10,7 @@ import pytest
 from msgspec import ValidationError
 from support.checked import CONFIGS, GOOD, cases_of_roles, checked, ids, loads, of_kind, said, use_of
 
-import fsdp_doctor.check
-from fsdp_doctor.check import CheckResult, check, list_cases, parse_version, set_ranks
+from fsdp_doctor.check import CheckResult, check, frameworks, list_cases, parse_version, set_ranks
 from fsdp_doctor.check.framework import (
     FrameworkFacts,
     FsdpFramework,
@@ -371,7 +370,7 @@ class _Toy(FsdpFramework[VersionRange]):
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsdp_doctor.check, "FRAMEWORKS", (*FRAMEWORKS, _Toy))
+    monkeypatch.setattr(frameworks, "FRAMEWORKS", (*FRAMEWORKS, _Toy))
 
 
 @pytest.mark.usefixtures("toy")
@@ -487,10 +486,10 @@ def test_the_old_sft_trainer_has_fsdp2_by_default_since_v0_4_and_hands_it_the_of
     assert [len(of_kind(result, "conflict")) for result in (before, since)] == [0, 1]
 
 
-@pytest.mark.parametrize(("version", "path"), [("0.4.0", "get_model_state_dict.full+cpu"), ("0.5.0", "state_dict")])
-def test_the_old_sft_trainer_saves_the_whole_model_before_v0_5_and_shards_since(version: str, path: str) -> None:
+@pytest.mark.parametrize(("version", "method"), [("0.4.0", "get_model_state_dict.full+cpu"), ("0.5.0", "state_dict")])
+def test_the_old_sft_trainer_saves_the_whole_model_before_v0_5_and_shards_since(version: str, method: str) -> None:
     result = checked("model.partial_pretrain=x", "model.strategy=fsdp2", version=version)
-    assert cases_of_roles(result)["model"] == [f"fsdp2/none/unstaged/device-only/{path}"]
+    assert cases_of_roles(result)["model"] == [f"fsdp2/none/unstaged/device-only/{method}"]
 
 
 def test_a_version_that_does_not_know_what_is_asked_for_is_never_a_pass() -> None:

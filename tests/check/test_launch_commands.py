@@ -52,6 +52,21 @@ def test_a_line_goes_on_after_a_backslash_and_keeps_its_number() -> None:
     assert {row.key: row.value for row in rows}["fsdp"] == "x"
 
 
+@pytest.mark.parametrize(
+    ("line", "fsdp"),
+    [
+        ("torchrun t.py --fsdp 'full_shard offload' 2>&1 | tee log", "full_shard offload"),
+        ("torchrun t.py &> log --fsdp full_shard; echo --fsdp offload", "full_shard"),
+        (r"torchrun t.py --fsdp full_shard\ offload&", "full_shard offload"),
+        ('torchrun t.py --name "it\'s" --fsdp full_shard', "full_shard"),
+        ("torchrun t.py --fsdp full_shard --name it's", "full_shard"),
+        ("torchrun t.py --fsdp full_shard --code 'a", "full_shard"),
+    ],
+)
+def test_words_are_split_as_a_shell_splits_them(line: str, fsdp: str) -> None:
+    assert _read(line)["fsdp"] == fsdp
+
+
 def test_of_several_commands_the_one_that_names_fsdp_is_the_training() -> None:
     text = "torchrun a.py --fsdp full_shard --seed 1\ntorchrun evaluate.py --seed 2\npython plot.py --seed 3\n"
     assert _read(text)["seed"] == 1

@@ -26,7 +26,7 @@ def _complaint(stderr: str) -> str:
         (["--case", "fsdp2/policy/stagd/state_dict"], "'stagd' is not a value of any axis (did you mean staged"),
         (["--case", "fsdp2/policy/staged/state_dct"], "there is no method 'state_dct' (did you mean state_dict"),
         (["--case", "fsdp2/state_dict"], "has no value for offload and staging"),
-        (["--path", "nonsense"], "there is no method 'nonsense'"),
+        (["--method", "nonsense"], "there is no method 'nonsense'"),
         (["-k", "policy and and staged"], "has 'and' where a word is expected"),
         (["-k", "(policy"], "a parenthesis that is not closed"),
         (["--model", "no/such/directory"], "neither a built-in model (qwen3"),
@@ -125,27 +125,6 @@ def test_the_default_matrix_has_at_least_250_cases_and_every_verl_combination() 
     assert len({row["offload"] for row in rows}) == 8
     assert {row["strategy"] for row in rows} == {"fsdp1", "fsdp2"}
     assert {row["staging"] for row in rows} == {"staged", "unstaged"}
-
-
-@pytest.mark.parametrize(
-    ("words", "new"),
-    [
-        (("memory",), "memory measure"),
-        (("memory", "--strategy", "fsdp2"), "memory measure"),
-        (("plan", "--config", "verl.yaml"), "memory plan"),
-        (("rollout",), "memory rollout"),
-        (("report", "report.json"), "report show FILE"),
-        (("diff", "a.json", "b.json"), "report diff"),
-        (("merge",), "report merge"),
-        (("expect",), "report expect"),
-        (("sweep",), "report sweep"),
-        (("fingerprint",), "checkpoint fingerprint"),
-    ],
-)
-def test_an_old_spelling_of_a_command_is_refused_with_the_new_one(words: tuple[str, ...], new: str) -> None:
-    done = doctor(*words)
-    assert (done.code, done.stdout) == (2, "")
-    assert f"`fsdp-doctor {new}`" in _complaint(done.stderr)
 
 
 def test_a_misspelt_command_of_a_group_is_answered_with_the_one_that_is_meant() -> None:

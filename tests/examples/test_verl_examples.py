@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pathlib
 import re
+import sys
 from dataclasses import dataclass
 
 import pytest
-from program import Run, default_matrix, doctor as program_doctor, forked_doctor, probe, torchrun_script
+from program import Run, default_matrix, forked_doctor, probe, run, torchrun_script
 from support.emulation import needs_emulation
 from support.forked import run_script
 from support.inside import Done, doctor
@@ -130,7 +131,7 @@ _KEPT_ON_GPU = ROOT / "examples" / "verl-4726"
 KEPT, GIVEN_BACK = "keep_on_gpu:kept", "keep_on_gpu:given_back"
 _JOB = (
     *("memory", "measure", "--device", "emulated", "--strategy", "fsdp1", "--offload", "param+optimizer"),
-    *("--staging", "unstaged", "--path", f"{KEPT},{GIVEN_BACK}"),
+    *("--staging", "unstaged", "--method", f"{KEPT},{GIVEN_BACK}"),
 )
 
 
@@ -150,11 +151,13 @@ def ledgers(done: Run, json_file: pathlib.Path) -> dict[tuple[str, str], DeviceM
     assert done.code == 1, done.stderr
     found = read_memory_file(json_file.read_text()).ledgers
     return {
-        (memory.stage, memory.path): memory.device for memory in found if memory.rank == 0 and memory.device is not None
+        (memory.stage, memory.method): memory.device
+        for memory in found
+        if memory.rank == 0 and memory.device is not None
     }
 
 
-def test_what_a_path_loads_and_does_not_offload_stays_on_the_device(
+def test_what_a_method_loads_and_does_not_offload_stays_on_the_device(
     ledgers: dict[tuple[str, str], DeviceMemory],
 ) -> None:
     shards = ledgers["trained", ""].held["parameters"]
@@ -165,7 +168,7 @@ def test_what_a_path_loads_and_does_not_offload_stays_on_the_device(
     assert ledgers["extracted", GIVEN_BACK].at_peak["parameters"] == shards
 
 
-def test_the_probe_says_that_the_path_changed_where_the_shards_are(done: Run) -> None:
+def test_the_probe_says_that_the_method_changed_where_the_shards_are(done: Run) -> None:
     (line,) = [line for line in done.stdout.splitlines() if KEPT in line and "poisoned" in line]
     assert "_flat_param" in line
 
@@ -222,8 +225,8 @@ def test_the_plan_has_the_model_on_the_device_at_the_engines_start() -> None:
 
 def test_the_two_processes_are_as_the_example_shows_them() -> None:
     needs_emulation()
-    (command,) = re.findall(r"`fsdp-doctor (memory rollout [^`]*)`", _rollout_text("README.md"))
-    done = program_doctor(*command.split())
+    (command,) = re.findall(r"\| `python (engine_beside_trainer[^`]*)`", _rollout_text("README.md"))
+    done = run(sys.executable, *command.split(), env={"PYTHONPATH": str(ROOT)}, cwd=_REDUNDANT_LOAD)
     assert (done.stdout, done.code) == (_rollout_text("rollout.txt"), 1), done.stderr
     loaded, _, alone = done.stdout.partition("FSDP model not loaded")
     assert "Free memory on device" in loaded

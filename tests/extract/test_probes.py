@@ -10,7 +10,7 @@ from program import probe
 
 from fsdp_doctor.fsdp import private
 
-_BOTH = ("--strategy", "fsdp2", "--path", "full_tensors,local_shards")
+_BOTH = ("--strategy", "fsdp2", "--method", "full_tensors,local_shards")
 _needs_training_on_a_cpu = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="torch 2.6's FSDP2 cannot train on a CPU"
 )
@@ -26,7 +26,7 @@ def _kinds(directory: pathlib.Path, *options: str) -> list[str]:
 def test_full_tensors_are_ok_for_every_model_even_and_uneven_fresh_and_trained(tmp_path: pathlib.Path) -> None:
     models = "qwen3,qwen3-tied,qwen3-buffers,qwen2,qwen3-moe,qwen3.5"
     axes = ("--model", models, "--dims", "even,uneven", "--phase", "trained,fresh", "--offload", "policy")
-    options = ("--strategy", "fsdp2", "--path", "full_tensors", *axes, "--staging", "staged", "--nproc", "3")
+    options = ("--strategy", "fsdp2", "--method", "full_tensors", *axes, "--staging", "staged", "--nproc", "3")
     assert _kinds(tmp_path, *options) == ["ok"] * 24
 
 

@@ -1,1 +1,1 @@
-"""Extraction functions that fail in one way each, for `--path faults.<module>:<function>`."""
+"""Extraction functions that fail in one way each, for `--method faults.<module>:<function>`."""

@@ -1,4 +1,4 @@
-"""Paths that raise what is hard to tell of, on every rank."""
+"""Methods that raise what is hard to tell of, on every rank."""
 
 from __future__ import annotations
 

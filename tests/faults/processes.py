@@ -21,7 +21,7 @@ MEBIBYTE = 1 << 20
 
 
 def healthy(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """A path that works, to stand between those that do not."""
+    """A method that works, to stand between those that do not."""
     for name, parameter in model.named_parameters():
         yield name, parameter.full_tensor()
 

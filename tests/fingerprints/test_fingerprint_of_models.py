@@ -51,7 +51,7 @@ from fsdp_doctor import (
     fingerprint_variants,
     full_tensors,
 )
-from fsdp_doctor.fingerprints.keyed_sum import BlockSums
+from fsdp_doctor.fingerprints.block_sums import BlockSums
 
 BF16 = {"dtype": torch.bfloat16, "keep_dtype": INTEGERS}
 

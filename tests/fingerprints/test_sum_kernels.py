@@ -17,7 +17,8 @@ import torch
 from program import ROOT
 
 from fsdp_doctor.fingerprints import summing
-from fsdp_doctor.fingerprints.keyed_sum import BlockSums, IndexedBlock, make_grid_block, make_range_block
+from fsdp_doctor.fingerprints.block_sums import BlockSums
+from fsdp_doctor.fingerprints.keyed_sum import IndexedBlock, make_grid_block, make_range_block
 from fsdp_doctor.fingerprints.summing import TensorPart
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.float8_e4m3fn, torch.complex64, torch.bool)
@@ -117,7 +118,8 @@ def test_copies_of_what_is_not_contiguous_are_not_all_held_until_one_launch(
 _INTERPRETED = """
 import torch
 from fsdp_doctor.fingerprints import sum_kernels
-from fsdp_doctor.fingerprints.keyed_sum import BlockSums, WordRun, divide_into_words, make_range_block
+from fsdp_doctor.fingerprints.block_sums import BlockSums
+from fsdp_doctor.fingerprints.keyed_sum import WordRun, divide_into_words, make_range_block
 from test_sum_kernels import DTYPES, divisions, large_blocks
 
 # The interpreter's time goes by the number of tiles.

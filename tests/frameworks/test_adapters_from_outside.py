@@ -7,7 +7,7 @@ import pathlib
 import re
 
 import pytest
-from program import Run, doctor, start_probe
+from program import Run, start_probe
 from support.emulation import needs_emulation
 from support.places import ROOT, TESTS
 
@@ -71,18 +71,6 @@ def test_an_adapter_that_cannot_be_imported_is_found_once_for_all_configurations
     assert len(run.report.results) == 8
     assert {result.verdict.kind for result in run.report.results} == {"unsupported"}, run
     assert "SyntaxError" in run.report.results[0].verdict.reason
-
-
-def test_an_entry_point_gives_it_a_name(tmp_path: pathlib.Path) -> None:
-    env = _write(tmp_path)
-    information = tmp_path / "tiny-1.0.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
-    section = _FILES["pyproject.toml"].partition("\n\n")[0].replace('project.entry-points."', "").replace('"', "")
-    (information / "entry_points.txt").write_text(section)
-    listed = doctor("list", "--framework", "tiny", "--level", "quick", env=env)
-    assert len(listed.stdout.splitlines()) == 4, listed
-    assert "tiny:none/load.fresh" in listed.stdout.splitlines()
 
 
 def test_a_script_of_its_case_has_the_calls_of_its_template(found_anew: pathlib.Path) -> None:

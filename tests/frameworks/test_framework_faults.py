@@ -28,8 +28,8 @@ def _probe(directory: pathlib.Path, overlay: str, *arguments: str, **variables: 
 @pytest.fixture(scope="module")
 def unlike(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One run of an accelerate that lacks a method, exits in another, and so on."""
-    paths = ("get_state_dict", "save_model", "save_state.merge_fsdp_weights", "load_state", "load_state.fresh")
-    cases = [word for path in paths for word in ("--case", f"{_SCENARIO}/{path}")] + ["--case", _LACKING]
+    methods = ("get_state_dict", "save_model", "save_state.merge_fsdp_weights", "load_state", "load_state.fresh")
+    cases = [word for method in methods for word in ("--case", f"{_SCENARIO}/{method}")] + ["--case", _LACKING]
     directory = tmp_path_factory.mktemp("unlike")
     return _probe(directory, "unlike_accelerate", *cases, "--timeout", "5", https_proxy="http://127.0.0.1:9")
 

@@ -54,12 +54,12 @@ def _context(entry: KnownFailure, torch: str) -> RunContext:
     return RunContext(torch=torch, device=entry.evidence_device or "emulated", packages=packages)
 
 
-_VALUES = {"path": METHOD_NAMES} | {axis.name: tuple(axis.values) for axis in AXES}
+_VALUES = {"method": METHOD_NAMES} | {axis.name: tuple(axis.values) for axis in AXES}
 
 
 def _values_of(matrix: FrameworkMatrix) -> dict[str, tuple[str, ...]]:
     axes = {axis.name: tuple(axis.values) for axis in matrix.axes}
-    return axes | {"framework": (matrix.name,), "path": tuple(method.name for method in matrix.methods)}
+    return axes | {"framework": (matrix.name,), "method": tuple(method.name for method in matrix.methods)}
 
 
 def test_there_are_at_least_45_entries_each_under_its_own_id() -> None:

@@ -18,7 +18,7 @@ from fsdp_doctor.report.document import make_context, recognize_failure
 from fsdp_doctor.report.journal import read_report
 
 _REPORTS = sorted((ROOT / "examples" / "reports").rglob("*.json*"))
-# Buffers that a path moves and moves back counted as a change when these reports were made; see their README.
+# Buffers that a method moves and moves back counted as a change when these reports were made; see their README.
 _SINCE_THEN = {
     "fsdp2/param/staged/qwen3-buffers/state_dict.held",
     "fsdp2/param+optimizer/staged/qwen3-buffers/state_dict.held",
@@ -39,7 +39,7 @@ def _ids(case_id: str, **context: object) -> list[str]:
 
 @pytest.mark.parametrize("file", _REPORTS, ids=lambda file: str(file.relative_to(ROOT)))
 def test_every_verdict_of_a_committed_report_is_expected(file: pathlib.Path) -> None:
-    """But for refusals: those of schema version 1 were not judged by what the path makes of the exact checkpoint."""
+    """Refusals are left out: no committed report judged them by what the method makes of the exact checkpoint."""
     report = read_report(file)
     context = make_context(report)
     judged = [one for one in report.results if one.id not in _SINCE_THEN and one.verdict.kind != "refused"]
@@ -88,7 +88,7 @@ def test_every_verdict_of_a_committed_report_is_expected(file: pathlib.Path) -> 
             {"world_size": 1, "device": "cuda"},
             ["nonblocking-offload-optimizer-state-unsharded", "fsdp1-size1-optimizer-state-on-cpu"],
         ),
-        # What a path of the user's own does is not known for certain.
+        # What a method of the user's own does is not known for certain.
         ("fsdp1/policy/unstaged/module:function", {"world_size": 1}, ["fsdp1-size1-policy-keeps-the-model", "ok"]),
         # Loads.
         # The device: on the CPU an offload moves nothing, and gloo does not wait for bytes that do not come.
@@ -157,9 +157,9 @@ def test_every_entry_of_a_race_waits_for_a_non_blocking_copy() -> None:
     assert len(races) > 3
     for entry in races:
         for trigger in entry.triggers:
-            in_the_path = trigger.values["path"] == ("to_empty.broadcast",)  # It offloads after the load.
-            in_the_path |= "framework" in trigger.values  # It offloads as it does.
-            assert in_the_path or trigger.values["transfer"] == ("nonblocking",), entry.id
+            in_the_method = trigger.values["method"] == ("to_empty.broadcast",)  # It offloads after the load.
+            in_the_method |= "framework" in trigger.values  # It offloads as it does.
+            assert in_the_method or trigger.values["transfer"] == ("nonblocking",), entry.id
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

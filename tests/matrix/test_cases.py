@@ -1,4 +1,4 @@
-"""Axes, scenarios, the ids of cases, and the table of paths."""
+"""Axes, scenarios, the ids of cases, and the table of methods."""
 
 import dataclasses
 import itertools
@@ -130,7 +130,7 @@ def test_an_axis_takes_its_own_values_and_no_others(axis):
 
 
 @pytest.mark.parametrize("fsdp", [1, 2])
-def test_a_path_name_is_one_row_in_each_version(fsdp):
+def test_a_method_name_is_one_row_in_each_version(fsdp):
     rows = [method for method in METHODS if fsdp in method.fsdp]
     names = [method.name for method in rows]
     assert sorted(names) == sorted(set(names))
@@ -148,12 +148,12 @@ def test_a_row_that_is_for_some_values_of_an_axis_names_values_that_there_are():
             assert set(values) <= set(AXIS[axis].values)
 
 
-def test_no_path_of_the_table_is_taken_for_one_of_the_user():
+def test_no_method_of_the_table_is_taken_for_one_of_the_user():
     assert not [name for name in METHOD_NAMES if is_user_method(name)]
 
 
 @pytest.mark.parametrize("fsdp", [1, 2])
-def test_a_path_of_the_user_is_found_in_both_versions_with_the_default_contract(fsdp):
+def test_a_method_of_the_user_is_found_in_both_versions_with_the_default_contract(fsdp):
     assert find_method("mod:fn", fsdp).contract == Contract()
 
 

@@ -33,7 +33,7 @@ def test_a_filter_beside_quick_leaves_cases_out_and_adds_none() -> None:
         select(Selection(level="quick", axes={"dims": ("uneven",)}))
 
 
-def test_a_path_that_is_named_is_tried_in_the_scenarios_of_quick() -> None:
+def test_a_method_that_is_named_is_tried_in_the_scenarios_of_quick() -> None:
     cases: list[Case] = select(Selection(level="quick", methods=("dcp", "my.module:function")))
     assert {case.method for case in cases} == {"dcp", "my.module:function"}
     assert {case.scenario.id for case in cases} == {"fsdp2/policy/staged", "fsdp1/param/unstaged"}

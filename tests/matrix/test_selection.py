@@ -25,7 +25,7 @@ def is_plain(case):
     return ordinary and not scenario.model.has_experts
 
 
-def test_the_default_matrix_of_extraction_is_both_strategies_all_offloads_and_stagings_and_every_path():
+def test_the_default_matrix_of_extraction_is_both_strategies_all_offloads_and_stagings_and_every_method():
     cases = [
         case for case in select(Selection(directions=("out",))) if is_plain(case) and not case.scenario.phase.raised
     ]
@@ -87,7 +87,7 @@ def test_the_default_matrix_has_some_scenarios_without_mixed_precision_in_infere
     assert all(find_method(case.method, case.scenario.version).used_by for case in sampled)
 
 
-def test_where_values_are_asked_for_every_path_is_tried_and_no_other_precision_or_context():
+def test_where_values_are_asked_for_every_method_is_tried_and_no_other_precision_or_context():
     asked = {"strategy": ("fsdp1",), "offload": ("policy",), "staging": ("staged",)}
     assert all(map(is_plain, select(Selection(axes=asked))))
     cases = select(Selection(axes={**asked, "precision": ("fp32-compute",)}, directions=("in",)))
@@ -104,7 +104,7 @@ def test_the_directions_together_are_the_default_matrix():
     assert {find_method(c.method, c.scenario.version).direction for c in into} == {"in"}
 
 
-def test_a_path_that_extracts_is_in_no_scenario_that_only_a_load_has():
+def test_a_method_that_extracts_is_in_no_scenario_that_only_a_load_has():
     only_loading = [
         c for c in select(Selection(level="full")) if c.scenario.init == "meta" or c.scenario.checkpoint != "exact"
     ]
@@ -117,7 +117,7 @@ def test_full_has_every_value_of_every_axis_but_the_custom_model():
         assert values(cases, axis.name) == set(axis.values) - {"custom"}
 
 
-def test_the_paths_of_adapters_are_selected_for_the_model_that_has_some_and_for_no_other():
+def test_the_methods_of_adapters_are_selected_for_the_model_that_has_some_and_for_no_other():
     cases = select(Selection(level="full"))
     assert {case.scenario.model for case in cases if case.method.startswith("lora.")} == {"qwen3-lora"}
 
@@ -193,9 +193,9 @@ def test_fix_adds_the_fix_once_to_each_scenario():
     fixes = {(c.scenario, find_fix(c.method, c.scenario.version)) for c in without}
     others = {
         (s, name)
-        for s, path in fixes
+        for s, method in fixes
         for name in ("local_shards", "save_full_tensors")
-        if path == FIX and not s.consumer.needs_sender
+        if method == FIX and not s.consumer.needs_sender
     }
     assert fixes | others == {(c.scenario, c.method) for c in added}
 
@@ -206,7 +206,7 @@ def test_fix_joins_cases_given_by_id():
     assert found == [f"fsdp2/none/staged/{name}" for name in ("dcp", "unshard", *fixes)]
 
 
-def test_the_fix_can_be_named_as_a_path():
+def test_the_fix_can_be_named_as_a_method():
     assert {case.method for case in select(Selection(methods=(FIX,)))} == {FIX}
 
 
@@ -232,12 +232,12 @@ def test_an_expression_also_applies_to_cases_given_by_id():
     assert ids(case_ids=asked, expression="unstaged") == ["fsdp2/none/unstaged/dcp"]
 
 
-def test_named_paths_are_the_only_ones():
+def test_named_methods_are_the_only_ones():
     cases = select(Selection(methods=("dcp", "full_state_dict")))
     assert {(case.scenario.strategy, case.method) for case in cases} == {("fsdp2", "dcp"), ("fsdp1", "full_state_dict")}
 
 
-def test_a_path_of_the_user_joins_the_table():
+def test_a_method_of_the_user_joins_the_table():
     extra = set(select(Selection(methods=("mod:fn",)))) - set(select(Selection()))
     assert {case.method for case in extra} == {"mod:fn"}
     assert {case.scenario for case in extra} == {case.scenario for case in select(Selection(directions=("out",)))}
@@ -281,11 +281,11 @@ def test_what_selects_nothing_or_does_not_exist_is_a_usage_error(options, compla
 @pytest.mark.parametrize(
     "case_id", ["fsdp2/none/staged/full_state_dict", "fsdp1/none/staged/unshard", "fsdp1-orig/none/staged/dcp"]
 )
-def test_an_id_whose_strategy_does_not_have_the_path_is_a_usage_error(case_id):
+def test_an_id_whose_strategy_does_not_have_the_method_is_a_usage_error(case_id):
     with pytest.raises(UsageError):
         select(Selection(case_ids=(case_id,)))
 
 
-def test_a_named_path_of_one_direction_brings_no_fix_of_the_other():
+def test_a_named_method_of_one_direction_brings_no_fix_of_the_other():
     cases = select(Selection(methods=("unshard",), fix=True))
     assert {case.method for case in cases} == {"unshard", FIX, "local_shards", "save_full_tensors"}

@@ -40,7 +40,7 @@ def done(directory: pathlib.Path) -> Run:
     needs_emulation()
     return forked_doctor(
         *("memory", "measure", "--strategy", "fsdp2,fsdp1", "--offload", "none,param+optimizer,policy"),
-        *("--path", "full_tensors,get_model_state_dict.full", "--device", "emulated", "--device-memory", "64MiB"),
+        *("--method", "full_tensors,get_model_state_dict.full", "--device", "emulated", "--device-memory", "64MiB"),
         *("--json", str(directory / "ledgers.json"), "--svg", str(directory / "ledgers.svg")),
     )
 
@@ -61,8 +61,8 @@ def _stages(measured: MemoryFile, job: str) -> Iterator[StageMemory]:
     return (memory for memory in measured.ledgers if memory.job == job and memory.rank == 0)
 
 
-def _one(measured: MemoryFile, job: str, stage: str, path: str = "") -> StageMemory:
-    return next(memory for memory in _stages(measured, job) if memory.stage == stage and path in ("", memory.path))
+def _one(measured: MemoryFile, job: str, stage: str, method: str = "") -> StageMemory:
+    return next(memory for memory in _stages(measured, job) if memory.stage == stage and method in ("", memory.method))
 
 
 def test_every_rank_has_a_ledger_of_every_stage_of_every_job(measured: MemoryFile) -> None:
@@ -73,8 +73,8 @@ def test_every_rank_has_a_ledger_of_every_stage_of_every_job(measured: MemoryFil
             assert {memory.stage for memory in measured.ledgers if (memory.job, memory.rank) == (job, rank)} == set(
                 STAGES
             )
-    paths = {memory.path for memory in measured.ledgers if memory.stage == "extracted"}
-    assert paths == {"full_tensors", "get_model_state_dict.full"}
+    methods = {memory.method for memory in measured.ledgers if memory.stage == "extracted"}
+    assert methods == {"full_tensors", "get_model_state_dict.full"}
 
 
 def test_classes_add_up_to_what_the_allocator_counts_with_1_percent_unexplained(measured: MemoryFile) -> None:
@@ -133,7 +133,7 @@ def test_a_step_has_gathered_parameters_activations_gradients_and_buffers_of_col
     assert expected <= {name for name, nbytes in at_peak.items() if nbytes}
 
 
-def test_a_path_that_returns_a_state_dict_holds_it_whole(measured: MemoryFile) -> None:
+def test_a_method_that_returns_a_state_dict_holds_it_whole(measured: MemoryFile) -> None:
     job = "fsdp2/none/staged"
     extracted = _device(_one(measured, job, "extracted", "get_model_state_dict.full"))
     shards = _device(_one(measured, job, "trained")).held["parameters"]
@@ -182,8 +182,7 @@ def test_a_probe_with_memory_has_ledgers_in_its_report_its_formats_and_its_page(
     jsonschema.validate(json.loads(file.read_text()), make_report_schema(), cls=jsonschema.Draft202012Validator)
     assert done.report is not None
     assert "extracted: state_dict" in render(done.report, "memory")
-    assert len(json.loads(render(done.report, "ledgers"))["ledgers"]) == len(result.ledgers)
-    for part in ('"paths":["state_dict"]', "data:image/svg+xml"):
+    for part in ('"methods":["state_dict"]', "data:image/svg+xml"):
         assert part in page.read_text()
 
 
@@ -194,7 +193,7 @@ def test_a_probe_with_memory_has_ledgers_in_its_report_its_formats_and_its_page(
         (("--batch", "0"), 2, "'--batch'"),
         (("--sequence", "-1"), 2, "'--sequence'"),
         (("--format", "xml"), 2, "'xml'"),
-        (("--path", "nowhere"), 2, "'nowhere'"),
+        (("--method", "nowhere"), 2, "'nowhere'"),
         (("--offload", "some"), 2, "'some'"),
         (("--device", "emulated", "--device-memory", "0"), 2, "'--device-memory': '0'"),
         (("--svg", "same", "--json", "same"), 2, "--json"),
@@ -216,7 +215,7 @@ def test_a_process_that_ends_while_it_is_looked_at_is_a_verdict(tmp_path: pathli
     needs_emulation()
     (tmp_path / "ending.py").write_text("import os\ndef extract(model):\n    os.kill(os.getpid(), 9)\n")
     done = forked_doctor(
-        *("memory", "measure", "--device", "emulated", "--offload", "none", "--path", "ending:extract"),
+        *("memory", "measure", "--device", "emulated", "--offload", "none", "--method", "ending:extract"),
         env={"PYTHONPATH": str(tmp_path)},
     )
     assert done.code == 1, done.stderr

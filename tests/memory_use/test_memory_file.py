@@ -19,7 +19,7 @@ from fsdp_doctor.memory_use.records import (
 LEDGER = StageMemory(
     job="fsdp2/param/staged",
     stage="extracted",
-    path="full_tensors",
+    method="full_tensors",
     rank=1,
     host=HostMemory(held={"parameters": 512}, pinned=512, pinned_reserved=512, pageable=0),
     device=DeviceMemory(

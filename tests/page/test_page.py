@@ -102,9 +102,9 @@ def test_every_case_and_outcome_comes_back_out_of_the_numbers() -> None:
     merged = pages.merged_devices()
     data = json.loads(json.dumps(make_page_data(merged)))
     for row, case in zip(data["cases"], merged.cases, strict=True):
-        others, direction, path, outcomes, statements, changed = row[3:]
+        others, direction, method, outcomes, statements, changed = row[3:]
         words = [data["axes"][axis][at] for axis, at in zip(("strategy", "offload", "staging"), row, strict=False)]
-        assert "/".join(filter(None, [*words, data["texts"][others], data["paths"][path]])) == case.id
+        assert "/".join(filter(None, [*words, data["texts"][others], data["methods"][method]])) == case.id
         assert data["axes"]["direction"][direction] == case.direction
         assert [None if at < 0 else at for at in outcomes] == list(case.outcomes)
         assert [data["texts"][at] for at in statements] == [f"{one.where}: {one.text}" for one in case.statements]

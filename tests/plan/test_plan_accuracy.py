@@ -39,12 +39,15 @@ _RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
             *("--batch", "2", "--sequence", "64"),
         ),
     ),
-    "4 ranks, checkpointing, five paths": (
+    "4 ranks, checkpointing, five methods": (
         4,
         (
             *("--strategy", "fsdp2,fsdp1,fsdp1-orig", "--offload", "none,policy"),
             *("--batch", "1", "--sequence", "128", "--activation-checkpointing"),
-            *("--path", "full_tensors,get_model_state_dict.full,unshard,state_dict.to.full_tensor,summon_full_params"),
+            *(
+                "--method",
+                "full_tensors,get_model_state_dict.full,unshard,state_dict.to.full_tensor,summon_full_params",
+            ),
         ),
     ),
     # With hardly an activation, so that the parameters decide.
@@ -111,7 +114,7 @@ def test_parameters_gradients_and_optimizer_are_within_five_percent_in_every_sta
     assert off == []
 
 
-def test_what_a_path_gathers_is_within_five_percent(stages: list[Any]) -> None:
+def test_what_a_method_gathers_is_within_five_percent(stages: list[Any]) -> None:
     extracted = [row for row in stages if row.stage.startswith("extracted")]
     off = [f"{row.job} {row.stage}: {row.peak}" for row in extracted if abs(row.deviations[1]) > 0.05]
     assert extracted

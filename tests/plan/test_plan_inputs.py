@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pathlib
 
+import msgspec
 import pytest
 from program import python_prints
 from support.places import TESTS
-from support.tables import unread_keys
 
+from fsdp_doctor.check.framework import Framework
+from fsdp_doctor.check.frameworks import FRAMEWORKS
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.plan.configured_job import FrameworkKeys, PlanOptions, read_job
+from fsdp_doctor.plan.configured_job import PlanKeys, PlanOptions, read_job
 from fsdp_doctor.plan.job import JobSetup
 
 _CONFIGS = TESTS / "check" / "configs"
@@ -149,8 +151,9 @@ def test_a_critic_that_is_filled_up_has_twice_the_tokens_of_an_actor_by_default_
     assert critic.sequences * critic.length == 2 * actor.sequences * actor.length == 32768
 
 
-def test_every_key_of_the_table_is_read() -> None:
-    assert unread_keys("plan/framework_keys.toml", dict[str, FrameworkKeys]) == []
+@pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda framework: framework.facts.name)
+def test_the_plans_part_of_a_table_has_no_other_keys(framework: type[Framework]) -> None:
+    msgspec.convert(framework.facts.plan, PlanKeys)
 
 
 def test_the_configuration_is_read_without_torch() -> None:

@@ -37,12 +37,12 @@ _NCCL_RUNS_ON = {
 def test_it_agrees_with_two_h200s() -> None:
     """In verdict, exception, message, what was yielded, and what training did next, over the cases that both have.
 
-    A path or an axis value that is newer than the committed report is listed and not compared, so adding one
+    A method or an axis value that is newer than the committed report is listed and not compared, so adding one
     needs no GPU.
     """
     committed = read_report(_TWO_H200S)
     found = list_differences(default_matrix(), committed, frozenset({"device"}))
-    # The committed report is of schema version 1, in which no refusal was judged.
+    # When the committed report was made, no refusal was judged.
     not_judged = [d for d in found if (d.what, d.left, d.right) == ("verdict", "crash", "refused")]
     elsewhere = [d for d in found if d.case_id in _NCCL_RUNS_ON and d.what in ("reason", "ranks")]
     # What our own methods say is ours to change.

@@ -200,7 +200,7 @@ def test_without_an_accelerator_the_emulated_device_is_the_default_and_without_l
     assert any("Late completion is off" in note for note in run.report.notes)
 
 
-def test_a_path_that_does_not_fit_is_out_of_memory(tmp_path: pathlib.Path) -> None:
+def test_a_method_that_does_not_fit_is_out_of_memory(tmp_path: pathlib.Path) -> None:
     """600 KiB hold the shards of the small model, and not its full tensors beside them."""
     run = _probe_cases(
         tmp_path, "fsdp2/none/unstaged/fresh/get_model_state_dict.full", options=("--device-memory", "600KiB")

@@ -7,10 +7,10 @@ import os
 import pathlib
 
 import pytest
-from program import Run, probe, start_probe, user_paths
+from program import Run, probe, start_probe, user_methods
 
 _SCENARIOS = ("--direction", "in", "--strategy", "fsdp2", "--offload", "none,policy", "--staging", "unstaged")
-_SELECTED = (*_SCENARIOS, "--checkpoint", "other-run", *user_paths("saving:loads_all"), "-k", "faults")
+_SELECTED = (*_SCENARIOS, "--checkpoint", "other-run", *user_methods("saving:loads_all"), "-k", "faults")
 _LOADS = "fresh/other-run/faults.saving:loads_all"
 # By the id of the scenario whose run is saved.
 _FAULTS = {"fsdp2/none/unstaged": "raise", "fsdp2/policy/unstaged": "die", "fsdp2/none/unstaged/uneven": "hang"}

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from program import Run, probe, user_paths
+from program import Run, probe, user_methods
 from support.forked import fork_server
 
 from fsdp_doctor.probe.processes import Activity
@@ -32,8 +32,8 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """A run for each hang, side by side: both wait for most of their time."""
 
     def run(name: str) -> Run:
-        paths = user_paths(*(f"processes:{each}" for each in ("healthy", name, f"{name}_1", "healthy_1")))
-        return probe(tmp_path_factory.mktemp(name), *_ONE_SCENARIO, *paths)
+        methods = user_methods(*(f"processes:{each}" for each in ("healthy", name, f"{name}_1", "healthy_1")))
+        return probe(tmp_path_factory.mktemp(name), *_ONE_SCENARIO, *methods)
 
     fork_server()
     with ThreadPoolExecutor() as pool:
@@ -77,8 +77,8 @@ def busy_machine() -> Iterator[None]:
         process.wait()
 
 
-def test_a_path_that_works_for_long_on_a_busy_machine_is_no_hang(tmp_path: pathlib.Path, busy_machine: None) -> None:
-    run = probe(tmp_path, *_ONE_SCENARIO, *user_paths("processes:healthy", "processes:works_for_8_seconds"))
+def test_a_method_that_works_for_long_on_a_busy_machine_is_no_hang(tmp_path: pathlib.Path, busy_machine: None) -> None:
+    run = probe(tmp_path, *_ONE_SCENARIO, *user_methods("processes:healthy", "processes:works_for_8_seconds"))
     result = run.result(":works_for_8_seconds")
     assert result.verdict.kind == "ok", result.verdict
     assert result.wall_seconds > 8

@@ -8,9 +8,9 @@ import shutil
 import signal
 
 import pytest
-from program import Run, Started, probe, start_probe, user_paths
+from program import Run, Started, probe, start_probe, user_methods
 
-_SCENARIO = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--path", "state_dict,weights_info")
+_SCENARIO = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--method", "state_dict,weights_info")
 
 
 def _busy_probe(directory: pathlib.Path, rank: int) -> tuple[Started, int]:
@@ -18,7 +18,7 @@ def _busy_probe(directory: pathlib.Path, rank: int) -> tuple[Started, int]:
     fifo = directory / "fifo"
     os.mkfifo(fifo)
     env = {"FSDP_DOCTOR_TEST_FIFO": str(fifo), "FSDP_DOCTOR_TEST_RANK": str(rank)}
-    busy = user_paths("processes:keeps_the_run_busy", "processes:healthy")
+    busy = user_methods("processes:keeps_the_run_busy", "processes:healthy")
     started = start_probe(directory / "report.json", *_SCENARIO, *busy, "--timeout", "300", env=env)
     return started, int(started.told(fifo))
 
@@ -75,7 +75,7 @@ def test_a_partial_report_is_continued(interrupted: tuple[Run, pathlib.Path], tm
     for file in directory.glob("report.json*"):
         shutil.copy(file, tmp_path)
     assert first.report is not None
-    run = probe(tmp_path, *_SCENARIO, *user_paths("processes:healthy"), "--resume")
+    run = probe(tmp_path, *_SCENARIO, *user_methods("processes:healthy"), "--resume")
     assert run.report is not None
     assert run.report.complete
     assert _finished_ids(run) == ["state_dict", "weights_info", "faults.processes:healthy"]
@@ -90,7 +90,7 @@ def test_ctrl_c_before_anything_ran_does_not_leave_the_last_report_as_this_ones(
     shutil.copy(interrupted[1] / "report.json", tmp_path)
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    slow = ("--path", "faults.slow_import:healthy", "-k", "slow_import")
+    slow = ("--method", "faults.slow_import:healthy", "-k", "slow_import")
     env = {"FSDP_DOCTOR_TEST_FIFO": str(fifo)}
     started = start_probe(tmp_path / "report.json", *_SCENARIO, *slow, env=env)
     started.told(fifo)

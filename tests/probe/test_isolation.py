@@ -5,9 +5,9 @@ from __future__ import annotations
 import pathlib
 
 import pytest
-from program import Run, probe, user_paths
+from program import Run, probe, user_methods
 
-_ONE_SCENARIO = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--path", "state_dict")
+_ONE_SCENARIO = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--method", "state_dict")
 _FAULTS = (
     "rank_1_raises_while_rank_0_waits",
     "rank_0_raises_while_rank_1_waits",
@@ -23,9 +23,9 @@ _HANGS = ("endless_loop", "collective_of_one_rank", "stopped", "ignores_sigterm_
 
 
 def _run(directory: pathlib.Path, faults: tuple[str, ...], *limits: str) -> Run:
-    """A healthy path after each fault."""
-    paths = [name for number, fault in enumerate(faults, 1) for name in (fault, f"healthy_{number}")]
-    return probe(directory, *_ONE_SCENARIO, *user_paths(*(f"processes:{name}" for name in paths)), *limits)
+    """A healthy method after each fault."""
+    methods = [name for number, fault in enumerate(faults, 1) for name in (fault, f"healthy_{number}")]
+    return probe(directory, *_ONE_SCENARIO, *user_methods(*(f"processes:{name}" for name in methods)), *limits)
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +114,8 @@ def test_what_a_case_prints_does_not_reach_stdout(faulty: Run) -> None:
 
 
 def test_half_a_record_is_lost_and_the_doctors_own_fault(tmp_path: pathlib.Path) -> None:
-    paths = user_paths("processes:writes_half_a_record", "processes:healthy")
-    run = probe(tmp_path, *_ONE_SCENARIO, *paths)
+    methods = user_methods("processes:writes_half_a_record", "processes:healthy")
+    run = probe(tmp_path, *_ONE_SCENARIO, *methods)
     verdict = run.result(":writes_half_a_record").verdict
     assert (verdict.kind, verdict.ranks) == ("lost", (1,))
     assert "half a record" in verdict.reason
@@ -125,8 +125,8 @@ def test_half_a_record_is_lost_and_the_doctors_own_fault(tmp_path: pathlib.Path)
     assert run.left == []
 
 
-def test_a_path_that_waits_for_something_else_than_the_other_ranks_is_no_hang(tmp_path: pathlib.Path) -> None:
-    run = probe(tmp_path, *_ONE_SCENARIO, *user_paths("processes:healthy", "processes:waits_8_seconds_for_a_service"))
+def test_a_method_that_waits_for_something_else_than_the_other_ranks_is_no_hang(tmp_path: pathlib.Path) -> None:
+    run = probe(tmp_path, *_ONE_SCENARIO, *user_methods("processes:healthy", "processes:waits_8_seconds_for_a_service"))
     result = run.result(":waits_8_seconds_for_a_service")
     assert result.verdict.kind == "ok", result.verdict
     assert result.wall_seconds > 8

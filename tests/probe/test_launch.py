@@ -18,8 +18,8 @@ from fsdp_doctor.matrix.methods import FIXES
 from fsdp_doctor.report.journal import read_report
 
 _SCENARIOS = ("--strategy", "fsdp2", "--offload", "none,policy", "--staging", "staged")
-_TWO_CASES = ("--device", "cpu", *_SCENARIOS, "--path", "unshard")
-_HALF_BAD = (*_SCENARIOS, "--path", "summon_full_params,unshard")
+_TWO_CASES = ("--device", "cpu", *_SCENARIOS, "--method", "unshard")
+_HALF_BAD = (*_SCENARIOS, "--method", "summon_full_params,unshard")
 _IDS = ["fsdp2/none/staged/unshard", "fsdp2/policy/staged/unshard"]
 
 
@@ -38,8 +38,8 @@ def test_torchrun_with_the_launcher_file_of_a_checkout(tmp_path: pathlib.Path) -
 
 
 def test_torchrun_with_the_module_tells_a_bad_verdict_in_its_summary() -> None:
-    paths = ("unshard,summon_full_params",)
-    done = torchrun("--nproc-per-node=2", "-m", "fsdp_doctor", "probe", "--strict", *_TWO_CASES[:-1], *paths)
+    methods = ("unshard,summon_full_params",)
+    done = torchrun("--nproc-per-node=2", "-m", "fsdp_doctor", "probe", "--strict", *_TWO_CASES[:-1], *methods)
     assert done.code == 1
     assert set(_IDS) < set(_ids(done))
     assert "fsdp-doctor: exit code 1: a verdict is not the expected one" in done.stderr
@@ -141,7 +141,7 @@ def test_a_configuration_and_a_checkpoint_of_the_users_own_are_what_is_built(tmp
     torch.manual_seed(7)
     transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path / "checkpoint")
     for directory in ("config", "checkpoint"):
-        selected = ("--strategy", "fsdp2", "--offload", "policy", "--path", "state_dict", "--fix")
+        selected = ("--strategy", "fsdp2", "--offload", "policy", "--method", "state_dict", "--fix")
         done = probe(tmp_path, "--model", str(tmp_path / directory), *selected)
         assert done.code == 0, done.stderr
         assert done.report is not None

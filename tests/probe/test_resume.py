@@ -30,7 +30,7 @@ def test_a_run_under_the_same_conditions_goes_on(tmp_path: pathlib.Path, partial
     done = _resumed(tmp_path, partial)
     assert done.code == 0, done.stderr
     data = json.loads((tmp_path / "report.json").read_text())
-    assert [result["path"] for result in data["results"]] == ["unshard", "dcp"]
+    assert [result["method"] for result in data["results"]] == ["unshard", "dcp"]
     assert data["results"][0] == json.loads(partial)["results"][0]
     assert data["complete"]
 

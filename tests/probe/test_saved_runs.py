@@ -6,7 +6,7 @@ import pathlib
 from typing import cast
 
 import pytest
-from program import Run, probe, user_paths
+from program import Run, probe, user_methods
 
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine import devices
@@ -19,20 +19,20 @@ from fsdp_doctor.probe.deadlines import Limits
 from fsdp_doctor.probe.job import Job
 
 _ONE_STATE = ("--direction", "in", "--offload", "none", "--staging", "unstaged")
-_PATHS = ("--path", "dcp.load.model+optimizer,rank_files.model+optimizer")
+_METHODS = ("--method", "dcp.load.model+optimizer,rank_files.model+optimizer")
 _STRATEGIES = ("fsdp2", "fsdp1")
 
 
-def _result(run: Run, strategy: str, checkpoint: str, path: str) -> tuple[str, str]:
+def _result(run: Run, strategy: str, checkpoint: str, method: str) -> tuple[str, str]:
     """The verdict and its reason."""
-    verdict = run.result(f"{strategy}/none/unstaged/fresh/{checkpoint}/{path}").verdict
+    verdict = run.result(f"{strategy}/none/unstaged/fresh/{checkpoint}/{method}").verdict
     return verdict.kind, verdict.reason
 
 
 @pytest.fixture(scope="module")
 def of_as_many(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return probe(
-        tmp_path_factory.mktemp("of_as_many"), *_ONE_STATE, *_PATHS, "--checkpoint", "other-run", device="emulated"
+        tmp_path_factory.mktemp("of_as_many"), *_ONE_STATE, *_METHODS, "--checkpoint", "other-run", device="emulated"
     )
 
 
@@ -41,13 +41,13 @@ def of_others(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     saved_by, ranks = request.param
     numbers = ("--nproc", str(ranks), "--saved-by", str(saved_by))
     directory = tmp_path_factory.mktemp("of_others")
-    return probe(directory, *_ONE_STATE, *_PATHS, "--checkpoint", "other-world", *numbers, device="emulated")
+    return probe(directory, *_ONE_STATE, *_METHODS, "--checkpoint", "other-world", *numbers, device="emulated")
 
 
-@pytest.mark.parametrize("path", ["dcp.load.model+optimizer", "rank_files.model+optimizer"])
+@pytest.mark.parametrize("method", ["dcp.load.model+optimizer", "rank_files.model+optimizer"])
 @pytest.mark.parametrize("strategy", _STRATEGIES)
-def test_as_many_ranks_go_on_as_the_run_that_was_saved(of_as_many: Run, strategy: str, path: str) -> None:
-    assert _result(of_as_many, strategy, "other-run", path) == ("ok", "")
+def test_as_many_ranks_go_on_as_the_run_that_was_saved(of_as_many: Run, strategy: str, method: str) -> None:
+    assert _result(of_as_many, strategy, "other-run", method) == ("ok", "")
 
 
 @pytest.mark.parametrize("strategy", _STRATEGIES)
@@ -72,7 +72,7 @@ def test_nothing_is_left_of_a_saved_run(of_as_many: Run, of_others: Run) -> None
 def by_own_loaders(tmp_path_factory: pytest.TempPathFactory) -> Run:
     names = ("loads_all", "loads_another_moment", "loads_all_and_trains_otherwise")
     selected = (*_ONE_STATE, "--strategy", "fsdp2", "--checkpoint", "other-run,other-world", "-k", "faults")
-    return probe(tmp_path_factory.mktemp("own"), *selected, *user_paths(*(f"saving:{name}" for name in names)))
+    return probe(tmp_path_factory.mktemp("own"), *selected, *user_methods(*(f"saving:{name}" for name in names)))
 
 
 @pytest.mark.parametrize("checkpoint", ["other-run", "other-world"])
@@ -95,7 +95,7 @@ def test_the_report_tells_how_many_ranks_saved(of_as_many: Run, by_own_loaders: 
 
 
 def test_the_number_that_loads_is_no_other_number(tmp_path: pathlib.Path) -> None:
-    run = probe(tmp_path, *_ONE_STATE, *_PATHS, "--checkpoint", "other-world", "--saved-by", "2")
+    run = probe(tmp_path, *_ONE_STATE, *_METHODS, "--checkpoint", "other-world", "--saved-by", "2")
     assert run.code == 2
     assert "--saved-by 2 is this run's own number of ranks, for which there is --checkpoint other-run" in run.stderr
 
@@ -122,7 +122,7 @@ def test_one_device_has_no_other_number_of_ranks(
     job = Job(
         device=RunDevice(type="cpu"),
         cases=(Case(scenario, "dcp.load"),),
-        user_paths=(),
+        user_methods=(),
         custom_model=None,
         scratch=tmp_path,
     )

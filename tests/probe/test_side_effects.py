@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 
 import pytest
-from program import Run, probe, user_paths
+from program import Run, probe, user_methods
 
 # Every case of a scenario before its first training step builds it again, and then trains.
 _ONE_SCENARIO = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--phase", "fresh")
@@ -50,8 +50,8 @@ _HARMLESS = (
 
 def _probe(directory: pathlib.Path, names: tuple[str, ...], device: str) -> Run:
     """Each of them looks for what the one before it has left, and ``looks`` for what the last one has."""
-    paths = user_paths(*(f"side_effects:{name}" for name in (*names, "looks")))
-    return probe(directory, *_ONE_SCENARIO, *paths, "-k", "side_effects", device=device)
+    methods = user_methods(*(f"side_effects:{name}" for name in (*names, "looks")))
+    return probe(directory, *_ONE_SCENARIO, *methods, "-k", "side_effects", device=device)
 
 
 @pytest.fixture(scope="module")
@@ -85,16 +85,16 @@ def test_a_side_effect_that_breaks_the_next_training_step_still_does(on_the_cpu:
 
 
 def test_a_scenario_that_no_fresh_worker_builds_is_skipped_after_its_first_case(tmp_path: pathlib.Path) -> None:
-    paths = user_paths(*(f"side_effects:{name}" for name in ("looks", "stream", "device")))
-    run = probe(tmp_path, *_ONE_SCENARIO, *paths, "-k", "side_effects", env={"FSDP_DOCTOR_TEST_NOTHING_BUILDS": "1"})
+    methods = user_methods(*(f"side_effects:{name}" for name in ("looks", "stream", "device")))
+    run = probe(tmp_path, *_ONE_SCENARIO, *methods, "-k", "side_effects", env={"FSDP_DOCTOR_TEST_NOTHING_BUILDS": "1"})
     assert run.report is not None
     assert [result.verdict.kind for result in run.report.results] == ["crash", "skipped", "skipped"]
     assert "build: RuntimeError: left by another case" in run.report.results[0].verdict.reason
 
 
 def test_a_load_that_one_rank_alone_began_is_not_answered_to_the_next_method(tmp_path: pathlib.Path) -> None:
-    paths = user_paths("loaders:loads_on_one_rank", "loaders:loads_with_the_others")
+    methods = user_methods("loaders:loads_on_one_rank", "loaders:loads_with_the_others")
     scenario = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--checkpoint", "exact")
-    run = probe(tmp_path, "--direction", "in", "--init", "meta", *scenario, *paths, "-k", "faults")
+    run = probe(tmp_path, "--direction", "in", "--init", "meta", *scenario, *methods, "-k", "faults")
     assert run.kind("faults.loaders:loads_on_one_rank") == "crash"
     assert run.kind("faults.loaders:loads_with_the_others") == "ok", run.stderr

@@ -13,7 +13,7 @@ from support.places import ROOT
 
 pytestmark = pytest.mark.processes
 
-_SELECTED = ("--strategy", "fsdp2", "--offload", "none", "--path", "unshard,summon_full_params")
+_SELECTED = ("--strategy", "fsdp2", "--offload", "none", "--method", "unshard,summon_full_params")
 
 
 def _probe_on_a_terminal() -> str:

@@ -55,8 +55,8 @@ def test_full_tensors_over_two_hosts(hosts: tuple[Host, Host], tmp_path: pathlib
 
 
 def test_the_probe_over_two_hosts(hosts: tuple[Host, Host]) -> None:
-    paths = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--path", "unshard,state_dict")
-    runs = torchrun_on(hosts, "-m", "fsdp_doctor", "probe", "--device", "cpu", *paths, "--fix")
+    methods = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--method", "unshard,state_dict")
+    runs = torchrun_on(hosts, "-m", "fsdp_doctor", "probe", "--device", "cpu", *methods, "--fix")
     assert [done.code for done in runs] == [0, 0], "\n".join(map(str, runs))
     lines = sorted((done.stdout.splitlines() for done in runs), key=len)
     assert lines[0] == [], "one host speaks for both"

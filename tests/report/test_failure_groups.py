@@ -9,7 +9,8 @@ from support.reports import CASES, report, result
 
 from fsdp_doctor.report.document import make_result
 from fsdp_doctor.report.failure_groups import group_failures, number_failures
-from fsdp_doctor.report.layout import format_bytes, summarize
+from fsdp_doctor.report.layout import summarize
+from fsdp_doctor.text import format_bytes
 from fsdp_doctor.verdict.classification import MEANING, Verdict, VerdictKind
 from fsdp_doctor.verdict.records import Failure, RankReport, Record
 

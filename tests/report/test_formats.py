@@ -161,7 +161,7 @@ def test_junit_has_each_case_under_its_scenario_and_counts_them():
     ]
     root = junit(report(*results))
     named = [(suite.get("name"), case.get("classname"), case.get("name")) for suite in root for case in suite]
-    assert named == [(each.case.scenario.id, each.case.scenario.id, each.path) for each in results]
+    assert named == [(each.case.scenario.id, each.case.scenario.id, each.method) for each in results]
     for suite in root:
         tags = Counter(child.tag for case in suite for child in case)
         assert int(suite.get("tests")) == len(suite)

@@ -18,11 +18,11 @@ from fsdp_doctor.report.writer import ReportWriter
 from fsdp_doctor.verdict.classification import Verdict
 from fsdp_doctor.verdict.records import Failure, Problem, RankReport, Record
 
-PATHS = ("state_dict", "dcp", "unshard", "from_local")
+METHODS = ("state_dict", "dcp", "unshard", "from_local")
 
 
-def result(path, kind="crash"):
-    case = Case(make_scenario({"strategy": "fsdp2", "offload": "policy", "staging": "staged"}), path)
+def result(method, kind="crash"):
+    case = Case(make_scenario({"strategy": "fsdp2", "offload": "policy", "staging": "staged"}), method)
     failure = Failure(type="RuntimeError", message="it\nbroke \u2028 é \x00", traceback="Traceback\n", time=1.5)
     record = Record(
         case_id=case.id, stage="extract", failure=failure, problems=(Problem(kind="wrong", detail="w"),), done=True
@@ -36,7 +36,7 @@ def result(path, kind="crash"):
     )
 
 
-RESULTS = tuple(result(path) for path in PATHS)
+RESULTS = tuple(result(method) for method in METHODS)
 
 
 def report(*results, **fields):
@@ -47,7 +47,7 @@ def report(*results, **fields):
             "command": "fsdp-doctor probe",
             "device": "cpu",
             "world_size": 2,
-            "num_selected": len(PATHS),
+            "num_selected": len(METHODS),
             "environment": {"torch": "2.9.0"},
             "results": results,
             **fields,
@@ -80,7 +80,7 @@ def journal_file(tmp_path):
     return tmp_path / "report.json.journal"
 
 
-@pytest.mark.parametrize("finished", range(len(PATHS) + 1))
+@pytest.mark.parametrize("finished", range(len(METHODS) + 1))
 def test_a_run_that_ends_at_any_time_leaves_every_finished_result(start, file, finished):
     journal = start(file, report())
     for one in RESULTS[:finished]:
@@ -97,7 +97,7 @@ def test_a_result_is_on_disk_as_soon_as_it_was_added(start, file, journal_file):
         assert journal_file.read_text().count("\n") == number
 
 
-@pytest.mark.parametrize("kept", range(len(PATHS)))
+@pytest.mark.parametrize("kept", range(len(METHODS)))
 def test_a_resumed_run_keeps_the_results_from_before(start, file, kept):
     journal = start(file, report(*RESULTS[:kept]))
     assert read_report(file).results == RESULTS[:kept]

@@ -12,15 +12,12 @@ from support.places import ROOT
 from support.reports import SCHEMA, every_kind, everything, report
 
 from fsdp_doctor.matrix.axes import AXES
-from fsdp_doctor.report.document import Report, convert_report_to_dict, make_context, read_report_dict
+from fsdp_doctor.report.document import Report, convert_report_to_dict, read_report_dict
 from fsdp_doctor.report.formats import render
 from fsdp_doctor.verdict.classification import MEANING
 from fsdp_doctor.verdict.records import ProblemKind, RankReport, Stage, Stop
 
 _REPORTS = sorted((ROOT / "examples" / "reports").rglob("*.json.gz"))
-# Written since the first version of the schema.
-_ADDED_LATER = {"shims", "yielded", "known", "retire", "refusal", "ledgers", "call", "late_completion"}
-_ADDED_LATER |= {"init", "checkpoint", "precision", "context", "consumer", "unavailable"}
 _VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 
 
@@ -34,25 +31,6 @@ def test_a_report_comes_back_from_its_json_which_is_valid_by_the_schema(made):
     data = json.loads(render(made, "json"))
     assert read_report_dict(data) == made
     _VALIDATOR.validate(data)
-
-
-def test_a_refusal_in_a_report_of_the_first_version_is_read_as_one():
-    data = json.loads(render(report(*every_kind()), "json"))
-    data["schema_version"] = 1
-    data["results"][0]["verdict"] |= {"kind": "ok", "reason": "refused on every rank: KeyError: 'extra'"}
-    _VALIDATOR.validate(data)
-    first, second, *_ = read_report_dict(data).results
-    assert (first.verdict.kind, first.verdict.reason) == ("refused", "KeyError: 'extra'")
-    assert (second.verdict.kind, second.verdict.reason) == ("refused", "reason of refused")
-
-
-@pytest.mark.parametrize(("options", "late"), [("--nproc 2 --no-late-completion", False), ("--nproc 2", True)])
-def test_whether_copies_finished_late_is_known_of_a_report_that_does_not_say_it(options, late):
-    data = json.loads(render(report(rerun_options=options), "json"))
-    assert make_context(read_report_dict(data)).late_completion
-    del data["late_completion"]
-    _VALIDATOR.validate(data)
-    assert make_context(read_report_dict(data)).late_completion is late
 
 
 @pytest.mark.parametrize("file", _REPORTS, ids=lambda file: str(file.relative_to(ROOT)))
@@ -103,7 +81,7 @@ def test_the_schema_refuses_unknown_keys_other_types_and_missing_keys(place):
     assert refused(changed(lambda at_place: at_place.update(zebra=1)))
     for key in keys:
         assert refused(changed(lambda at_place, key=key: at_place.update({key: [[]]}))), key
-        if key not in _ADDED_LATER and "environment" not in place:
+        if "environment" not in place:
             assert refused(changed(lambda at_place, key=key: at_place.pop(key))), key
 
 

@@ -27,7 +27,7 @@ def _case(case_id: str) -> Case:
 
 
 def test_scripts_of_the_whole_matrix_import_torch_transformers_and_peft_alone() -> None:
-    """Every thirteenth case: there are thousands, and thirteen is prime to the numbers of paths."""
+    """Every thirteenth case: there are thousands, and thirteen is prime to the numbers of methods."""
     allowed = {"torch", "transformers", "peft"} | sys.stdlib_module_names
     refusals = set()
     for case in select(Selection(level="full"))[::13]:

@@ -1,6 +1,6 @@
 """The scripts that ``fsdp-doctor repro`` writes end as the case did, on the device that the matrix runs on.
 
-A covering selection runs: each line that a script can have, each path of a bad case, each verdict of either FSDP.
+A covering selection runs: each line that a script can have, each method of a bad case, each verdict of either FSDP.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def _reported_features() -> dict[str, frozenset[str]]:
     """By case, the facts and the lines in which the scripts of the default matrix differ."""
     features = {}
     for result in _committed().results:
-        path = find_method(result.path, result.case.scenario.version)
-        if not path.is_fix and (result.verdict.bad or path.direction == "in"):
+        method = find_method(result.method, result.case.scenario.version)
+        if not method.is_fix and (result.verdict.bad or method.direction == "in"):
             text = render_script(result.case, read_reported(result.case, _committed()))
             facts = {f"{result.verdict.kind} of {result.case.scenario.version}", result.case.scenario.strategy}
             features[result.id] = _lines(text) | facts
@@ -69,7 +69,7 @@ def _evidence_features() -> dict[str, frozenset[str]]:
 
 
 def _lines(text: str) -> frozenset[str]:
-    """The lines of a script, but those of the path itself, of its message and of its imports."""
+    """The lines of a script, but those of the method itself, of its message and of its imports."""
     body = (line.strip() for line in text.split('"""', 2)[2].splitlines())
     return frozenset(
         line for line in body if line not in _path_lines() and not line.startswith(("MESSAGE", "r", "import", "from"))

@@ -103,12 +103,14 @@ class DoctorRun:
     left: list[str]
 
 
-def run_doctor(arguments: Sequence[str], ranks: int, env: dict[str, str]) -> DoctorRun:
-    """Runs ``fsdp-doctor ARGUMENTS`` on every rank, as torchrun does."""
+def run_doctor(
+    arguments: Sequence[str], ranks: int, env: dict[str, str], script: pathlib.Path | None = None
+) -> DoctorRun:
+    """Runs ``fsdp-doctor ARGUMENTS``, or a script with these arguments, on every rank, as torchrun does."""
     # The write end stays open in the ranks and in the processes that they fork.
     alive, write_end = multiprocessing.Pipe(duplex=False)
     pipe = os.readlink(f"/proc/self/fd/{write_end.fileno()}")
-    with job(_run_the_doctor, [(list(arguments), env, write_end)] * ranks) as started:
+    with job(_run_the_doctor, [(list(arguments), env, script, write_end)] * ranks) as started:
         write_end.close()
         first, *others = started.ranks
         first.join(_SECONDS_OF_A_PROBE)
@@ -166,8 +168,8 @@ def _rank(
     target: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    for number, method in enumerate(files, start=1):
-        os.dup2(os.open(method, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
+    for number, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
     for name in ("COLUMNS", "LINES"):
         # What readline, which pytest imports, has put into the environment behind Python's back.
@@ -184,8 +186,11 @@ def _run_as_main(command: list[str], device: str) -> None:
     runpy.run_path(command[0], run_name="__main__")
 
 
-def _run_the_doctor(arguments: list[str], env: dict[str, str], write_end: Any) -> None:
+def _run_the_doctor(arguments: list[str], env: dict[str, str], script: pathlib.Path | None, write_end: Any) -> None:
     os.environ |= env
     sys.path[:0] = env.get("PYTHONPATH", "").split(os.pathsep)
-    sys.argv = ["fsdp-doctor", *arguments]
-    runpy.run_module("fsdp_doctor", run_name="__main__")
+    if script is None:
+        sys.argv = ["fsdp-doctor", *arguments]
+        runpy.run_module("fsdp_doctor", run_name="__main__")
+    else:
+        _run_as_main([str(script), *arguments], "cpu")

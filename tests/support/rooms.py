@@ -4,13 +4,14 @@ from __future__ import annotations
 
 # A room may import from the rooms before it, and from itself.
 ROOMS = (
-    *("errors", "machine", "matrix", "memory_use", "verdict", "known", "report", "versions", "page", "checkpoints"),
+    *("errors", "text", "machine", "matrix", "memory_use", "verdict", "known", "report", "versions", "page"),
+    "checkpoints",
     *("fsdp", "names", "memory", "extract", "load", "fingerprints", "save", "engines", "examination", "case"),
-    *("frameworks", "probe", "plugin", "explain", "check", "repro", "bundle", "resume", "plan", "bench", "cli"),
+    *("frameworks", "probe", "plugin", "explain", "check", "repro", "bundle", "resume", "plan", "cli"),
 )
 # The command line imports them before it runs anything, so none of their modules imports torch at its top.
 WITHOUT_TORCH = (
-    *("errors", "machine", "matrix", "memory_use", "verdict", "known", "report", "versions", "page"),
+    *("errors", "text", "machine", "matrix", "memory_use", "verdict", "known", "report", "versions", "page"),
     *("checkpoints", "explain", "check", "repro", "bundle", "cli"),
 )
 # It stands alone: it imports nothing of ours.

@@ -16,7 +16,7 @@ def index_with_torch(directory: pathlib.Path, *versions: str) -> dict[str, str]:
     """Makes wheels of torch in these versions, and of what the doctor needs beside it.
 
     Each torch leads to the packages of this interpreter and to the tests' own, so that what is installed runs. Returns
-    the variables that make pip and uv install from there alone.
+    the variables that make uv install from there alone, and keep nothing elsewhere.
     """
     directory.mkdir(exist_ok=True)
     for version in versions:
@@ -28,13 +28,11 @@ def index_with_torch(directory: pathlib.Path, *versions: str) -> dict[str, str]:
         if name != "torch":
             _wheel(directory, name, "99.0.0", {})
     return {
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(directory),
-        "PIP_CONFIG_FILE": "/dev/null",
         "UV_NO_INDEX": "1",
         "UV_FIND_LINKS": str(directory),
         "UV_NO_CONFIG": "1",
         "UV_OFFLINE": "1",
+        "UV_CACHE_DIR": str(directory / "cache"),
     }
 
 

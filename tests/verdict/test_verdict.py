@@ -134,7 +134,7 @@ def test_it_is_no_refusal_where_one_rank_did_something_else(other, kind):
 
 
 @pytest.mark.parametrize("kind", get_args(VerdictKind))
-def test_a_refusal_is_worth_what_the_path_makes_of_the_exact_checkpoint(kind):
+def test_a_refusal_is_worth_what_the_method_makes_of_the_exact_checkpoint(kind):
     refusal = Verdict(kind="refused", reason="KeyError: 'extra'")
     verdict = judge_refusal(refusal, Verdict(kind=kind, reason="of the exact one"), 2)
     if kind in {"ok", "refused"}:
@@ -164,7 +164,7 @@ def test_a_rank_that_ends_by_itself_died_and_the_reason_says_how(exit):
         (RankReport(rank=0, exit="SIGKILL"), "before the case began"),
     ],
 )
-def test_a_death_outside_the_path_says_where(report, where):
+def test_a_death_outside_the_method_says_where(report, where):
     assert classify([report], 1).reason == f"ended with SIGKILL {where}"
 
 

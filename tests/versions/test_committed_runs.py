@@ -82,8 +82,8 @@ def test_no_failure_of_it_is_unknown_to_the_catalogue() -> None:
 
 
 def test_a_case_that_changed_between_two_versions_is_explained() -> None:
-    changed = [case.path for case in _MERGED.cases if any(statement.changes for statement in case.statements)]
-    assert [path for path in changed if f"`{path}`" not in _PAGE] == []
+    changed = [case.method for case in _MERGED.cases if any(statement.changes for statement in case.statements)]
+    assert [method for method in changed if f"`{method}`" not in _PAGE] == []
 
 
 _ENTRY = "summon-full-params-noop-on-fsdp2"

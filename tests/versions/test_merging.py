@@ -25,7 +25,6 @@ from fsdp_doctor.versions.merged import (
     convert_merged_to_dict,
     make_merged_schema,
     read_merged,
-    read_merged_dict,
     render_incomplete,
     summarize_merged,
     write_merged,
@@ -199,17 +198,6 @@ def test_a_link_to_a_report_says_nothing_of_what_is_outside_the_working_director
     assert choose_names(files, None) == ["a.json", "b.json", "c.json"]
 
 
-def test_a_merged_report_of_the_first_version_says_refused_in_its_outcomes_and_its_statements() -> None:
-    merged = _merged(_of("2.10.0", "ok"), _of("2.11.0", "ok"))
-    data = json.loads(json.dumps(convert_merged_to_dict(merged)))
-    data["schema_version"] = 1
-    for outcome in data["outcomes"]:
-        outcome["reason"] = "refused on every rank: KeyError: 'extra'"
-    (case,) = read_merged_dict(data).cases
-    assert {period.kind for statement in case.statements for period in statement.periods} == {"refused"}
-    assert [outcome.reason for outcome in read_merged_dict(data).outcomes] == ["KeyError: 'extra'"]
-
-
 _GOOD = json.dumps(convert_merged_to_dict(_merged(_of("2.10.0", "ok")))).encode()
 
 
@@ -235,16 +223,16 @@ _REPORT_TEXT = json.dumps(convert_report_to_dict(_of("2.11.0", "ok")))
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("newer.json", _REPORT_TEXT.replace('"schema_version": 2', '"schema_version": 3').encode(), "upgrade it"),
+        ("newer.json", _REPORT_TEXT.replace('"schema_version": 1', '"schema_version": 2').encode(), "upgrade it"),
         ("cut.json", _REPORT_TEXT[:-50].encode(), "it is not JSON"),
         ("cut.json.gz", gzip.compress(_REPORT_TEXT.encode())[:-20], "cannot read the report"),
         ("plain.json.gz", _REPORT_TEXT.encode(), "cannot read the report .*Not a gzipped file"),
-        ("merged.json", _GOOD.replace(b'"schema_version": 3', b'"schema_version": 4'), "reads up to 3: upgrade it"),
+        ("merged.json", _GOOD.replace(b'"schema_version": 1', b'"schema_version": 2'), "reads 1: upgrade it"),
         ("outcomes.json", _GOOD.replace(b'"outcomes": [0]', b'"outcomes": [7]'), "is a damaged merged report"),
         (
-            "path.json",
-            _GOOD.replace(b'"path"', b'"pat"'),
-            "damaged merged report: .*required field `path`",
+            "method.json",
+            _GOOD.replace(b'"method"', b'"meth"'),
+            "damaged merged report: .*required field `method`",
         ),
         ("log.json", b'{"schema": 1}', "its 'schema' is not 'fsdp-doctor/report'"),
         ("empty.json", b"", "it is not JSON"),

@@ -6,12 +6,12 @@ import dataclasses
 import json
 import os
 import pathlib
-import shutil
 import signal
 import sys
+import sysconfig
 
 import pytest
-from program import Run, Started, doctor, user_paths
+from program import Run, Started, doctor, user_methods
 from support import inside
 from support.places import ROOT
 from support.reports import every_kind, report
@@ -103,8 +103,8 @@ def test_ctrl_c_keeps_what_ran_and_the_same_sweep_goes_on_with_it(swept: _Swept,
     fifo, reports = tmp_path / "fifo", tmp_path / "reports"
     os.mkfifo(fifo)
     variables = swept.variables | {"FSDP_DOCTOR_TEST_FIFO": str(fifo), "FSDP_DOCTOR_TEST_RANK": "0"}
-    selection = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--path", "state_dict")
-    options = ("--device", "cpu", *selection, *user_paths("processes:keeps_the_run_busy"), "--timeout", "8")
+    selection = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--method", "state_dict")
+    options = ("--device", "cpu", *selection, *user_methods("processes:keeps_the_run_busy"), "--timeout", "8")
     command = ("report", "sweep", "--torch", "2.98", "--directory", str(reports), "--", *options)
     started = Started(sys.executable, "-m", "fsdp_doctor", *command, env=variables)
     started.told(fifo)
@@ -217,33 +217,20 @@ def test_how_the_device_is_given_does_not_make_it_another_request(tmp_path: path
             sweeping.check(sweep)
 
 
-@pytest.mark.parametrize(
-    ("printed", "reason"),
-    [
-        (
-            "WARNING: old\nERROR: Could not find (from versions: 1)\nERROR: No matching distribution found for torch\n",
-            "No matching distribution found for torch",
-        ),
-        (
-            "  \u00d7 No solution found:\n  \u2570\u2500\u25b6 Because there is no torch==2.99,\n      it is bad.\n",
-            "No solution found: Because there is no torch==2.99, it is bad.",
-        ),
-        ("ERROR: [Errno 28] No space left on device\n", "[Errno 28] No space left on device"),
-        ("", ""),
-    ],
-)
-def test_the_installers_reason_is_one_line(printed: str, reason: str) -> None:
-    assert find_reason(printed) == reason
+def test_uvs_reason_is_one_line() -> None:
+    printed = "  \u00d7 No solution found:\n  \u2570\u2500\u25b6 Because there is no torch==2.99,\n      it is bad.\n"
+    assert find_reason(printed) == "No solution found: Because there is no torch==2.99, it is bad."
+
+
+def test_a_sweep_without_uv_is_refused_before_it_installs(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    done = inside.doctor("report", "sweep", "--torch", "2.98", "--directory", "sweep", cwd=tmp_path, env={"PATH": ""})
+    assert (done.code, done.stdout) == (2, "")
+    assert "'fsdp-doctor[sweep]'" in done.stderr
+    assert list(tmp_path.glob("sweep/*")) == []
 
 
 def test_the_oldest_torch_with_an_emulated_device_is_what_the_device_says() -> None:
     assert sweeping.OLDEST_EMULATED_TORCH == build.OLDEST_TORCH
-
-
-@pytest.mark.skipif(shutil.which("uv") is None, reason="there is no uv here")
-def test_uv_makes_the_environment_where_there_is_one(tmp_path: pathlib.Path) -> None:
-    variables = index_with_torch(tmp_path / "wheels", "2.98.1")
-    done = doctor(
-        "report", "sweep", "--torch", "2.98", "--directory", str(tmp_path / "reports"), *_OPTIONS, env=variables
-    )
-    assert done.code == 0, done.stderr

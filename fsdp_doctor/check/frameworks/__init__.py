@@ -1,10 +1,10 @@
-"""The frameworks whose configurations ``check`` understands, each one class and one table of ``frameworks.toml``."""
+"""The frameworks whose configurations ``check`` understands, each one class and one table beside it."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from fsdp_doctor.check.framework import Framework, ModelReading, load_facts, report_not_under_fsdp
+from fsdp_doctor.check.framework import Framework, FrameworkFacts, ModelReading, report_not_under_fsdp
 from fsdp_doctor.check.frameworks.areal import Areal
 from fsdp_doctor.check.frameworks.fsdp_config import Accelerate, Axolotl, HfTrainer, MsSwift
 from fsdp_doctor.check.frameworks.lightning import Lightning
@@ -19,7 +19,7 @@ from fsdp_doctor.check.use import Role
 
 
 class _OtherEngine(Framework):
-    """A framework that never trains with FSDP."""
+    """A framework that never trains with FSDP. In OpenRLHF v0.11.2 every trainer makes a DeepspeedStrategy."""
 
     why: ClassVar[str]
 
@@ -28,7 +28,7 @@ class _OtherEngine(Framework):
 
 
 class _OpenRlhf(_OtherEngine):
-    facts = load_facts("open_rlhf")
+    facts = FrameworkFacts(name="OpenRLHF", read_in="every version")
     why = "OpenRLHF trains with DeepSpeed"
 
     @staticmethod
@@ -38,7 +38,7 @@ class _OpenRlhf(_OtherEngine):
 
 
 class _DeepSpeed(_OtherEngine):
-    facts = load_facts("deepspeed")
+    facts = FrameworkFacts(name="DeepSpeed", read_in="every version")
     why = "DeepSpeed trains"
 
     @staticmethod
@@ -49,7 +49,7 @@ class _DeepSpeed(_OtherEngine):
 
 
 class _Megatron(_OtherEngine):
-    facts = load_facts("megatron")
+    facts = FrameworkFacts(name="Megatron-LM", read_in="every version")
     why = "Megatron-LM trains"
 
     @staticmethod
@@ -62,3 +62,8 @@ FRAMEWORKS: tuple[type[Framework], ...] = (
     *(_OpenRlhf, Verl, SkyRl, Areal, NemoRl, PrimeRl, Torchtitan, Axolotl, MsSwift, Lightning),
     *(Accelerate, HfTrainer, _DeepSpeed, _Megatron),
 )
+
+
+def find_framework(name: str) -> type[Framework]:
+    """Finds a framework by its name, which a CheckResult has."""
+    return next(kind for kind in FRAMEWORKS if kind.facts.name == name)

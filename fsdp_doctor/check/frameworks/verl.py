@@ -390,7 +390,7 @@ class Verl(FsdpFramework[VerlVersions]):
         sentence = (
             f"{model.role}: a worker that only generates loads this FSDP model, too, and with fsdp_size=1 all of it: "
             f"it is beside the engine's own weights when the engine asks for {memory} (issue 4229); "
-            "`fsdp-doctor memory rollout` shows it"
+            "`fsdp-doctor memory plan` shows how much"
         )
         yield dataclasses.replace(
             report_conflict(sentence, settings.find_first(*size), share, rows[0]), holds_for=legacy

@@ -44,11 +44,6 @@ def get(owner: Any, name: str) -> Any:
 
 OpenStep: TypeAlias = Literal["forward", "backward"]
 """The part of a training step that has begun and has not ended."""
-WRAPPER_NAMES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-"""What FSDP1, activation checkpointing and torch.compile put into the names of what they wrap.
-
-``FSDP_WRAPPED_MODULE`` and ``_CHECKPOINT_WRAPPED_MODULE`` stand in private modules, ``_orig_mod`` in none.
-"""
 OperatorMode = TorchDispatchMode
 """``torch.utils._python_dispatch``: what sees every operator, the backward's too, has no public name."""
 ITEM = torch.ops.aten._local_scalar_dense.default

@@ -1,5 +1,4 @@
-"""Where the adapters are: this package's, those of the entry point group ``fsdp_doctor.adapters``, and any other that
-is named as ``module:ATTRIBUTE``.
+"""Where the adapters are: those of this package, and any other that is named as ``module:ATTRIBUTE``.
 
 An adapter's table is beside its module, with the same stem. Nothing here imports an adapter.
 """
@@ -10,16 +9,14 @@ import functools
 import importlib.util
 import os
 import pathlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.axes import describe_nearest
 
-ENTRY_POINTS = "fsdp_doctor.adapters"
-# In the order of their users.
-BUILT_IN = ("accelerate", "trainer", "transformers", "verl", "trl", "lightning", "torchtitan", "skyrl")
+_ROOM = pathlib.Path(__file__).parents[2] / "frameworks"
+BUILT_IN = tuple(sorted(table.stem.removeprefix("on_") for table in _ROOM.glob("on_*.toml")))
 
 
 @dataclass(frozen=True)
@@ -41,34 +38,19 @@ class AdapterPlace:
 
 
 @functools.cache
-def list_adapters() -> Mapping[str, str]:
-    """Maps the names of the adapters that are installed to ``module:ATTRIBUTE``, this package's first."""
-    # Imported here: `fsdp-doctor --help` needs none of it.
-    from importlib.metadata import entry_points
-
-    built_in = {name: _name_built_in(name) for name in BUILT_IN}
-    return {**{entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}, **built_in}
-
-
-@functools.cache
 def locate_adapter(name: str) -> AdapterPlace:
     """Finds the adapter of a framework by its name, or by ``module:ATTRIBUTE``. Raises UsageError if there is none."""
-    spelled = _name_built_in(name) if name in BUILT_IN else name if ":" in name else list_adapters().get(name)
-    if spelled is None:
-        known = list_adapters()
+    if name not in BUILT_IN and ":" not in name:
         raise UsageError(
-            f"there is no framework {name!r}{describe_nearest(name, known)}; use {', '.join(known)}, "
+            f"there is no framework {name!r}{describe_nearest(name, BUILT_IN)}; use {', '.join(BUILT_IN)}, "
             "or module:ADAPTER for an adapter of your own"
         )
+    spelled = f"fsdp_doctor.frameworks.on_{name}:ADAPTER" if name in BUILT_IN else name
     module, _, attribute = spelled.partition(":")
     file = _find_file(module)
     if file is None:
         raise UsageError(f"framework {name!r}: there is no module {module!r} here; set PYTHONPATH to where it is")
     return AdapterPlace(module, attribute, file)
-
-
-def _name_built_in(name: str) -> str:
-    return f"fsdp_doctor.frameworks.on_{name}:ADAPTER"
 
 
 def _find_file(module: str) -> pathlib.Path | None:

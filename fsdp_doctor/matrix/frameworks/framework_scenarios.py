@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.machine.versions import read_installed_versions
 from fsdp_doctor.matrix.axes import describe_nearest
-from fsdp_doctor.matrix.frameworks.adapters import list_adapters
+from fsdp_doctor.matrix.frameworks.adapters import BUILT_IN
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix, FrameworkMethod, read_matrix
 
 ALL = "all"
@@ -115,9 +115,9 @@ def find_frameworks(words: Sequence[str]) -> list[str]:
         if word != ALL:
             names.append(read_matrix(word).name)
             continue
-        names += [name for name in list_adapters() if read_installed_versions(read_matrix(name).distributions[:1])]
+        names += [name for name in BUILT_IN if read_installed_versions(read_matrix(name).distributions[:1])]
         if not names:
-            raise CannotRun(f"--framework {ALL}: none of {', '.join(list_adapters())} is installed")
+            raise CannotRun(f"--framework {ALL}: none of {', '.join(BUILT_IN)} is installed")
     return list(dict.fromkeys(names))
 
 

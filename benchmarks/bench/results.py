@@ -11,8 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from bench.measure import Links, Timing
 from fsdp_doctor import __version__
-from fsdp_doctor.bench.measure import Links, Timing
 from fsdp_doctor.machine.environment import EnvironmentFacts
 from fsdp_doctor.matrix.cases import Scenario
 
@@ -29,7 +29,7 @@ class Measured:
 
     scenario: Scenario
     dtypes: str
-    path: str
+    method: str
     timing: Timing
     full_bytes: int = 0
     ratio: float | None = None
@@ -86,11 +86,11 @@ def _format_cells(row: Measured, is_load: bool) -> list[str]:
     words += [] if scenario.pinning.is_pinned else ["unpinned"]
     first = [" ".join([*words, row.dtypes]), *([row.source] if is_load else [])]
     if timing.error:
-        return [*first, f"{row.path}: {timing.error[:60]}"]
+        return [*first, f"{row.method}: {timing.error[:60]}"]
     bucket = "" if row.bucket_bytes is None else f" {row.bucket_bytes / 2**20:g} MiB"
     return [
         *first,
-        row.path + bucket,
+        row.method + bucket,
         f"{timing.first_seconds * 1e3:.1f}",
         f"{timing.seconds * 1e3:.1f}",
         f"{row.full_bytes / timing.seconds / 1e9:.1f}",

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import assert_never
 
-from fsdp_doctor.bench.measure import Clock, Links, measure_links
-from fsdp_doctor.bench.request import FULL_STATE_DICT, LOADS, BenchOptions, BenchSource, list_extractions
-from fsdp_doctor.bench.results import BenchResult, Measured
-from fsdp_doctor.bench.sharded_model import DTYPE, fill, shard_bytes, shard_model
+from bench.measure import Clock, Links, measure_links
+from bench.request import FULL_STATE_DICT, LOADS, BenchOptions, BenchSource, list_extractions
+from bench.results import BenchResult, Measured
+from bench.sharded_model import DTYPE, fill, shard_bytes, shard_model
 from fsdp_doctor.case import offloading
 from fsdp_doctor.case.methods.lookup import MethodArguments, call_by_name, find_function, load_user_method
 from fsdp_doctor.errors import CannotRun
@@ -65,7 +65,7 @@ def run(options: BenchOptions) -> BenchResult:
         is_real = device.type not in ("cpu", "emulated")
         links = measure_links(clock, _LINK_BYTES if is_real else _SMALL_LINK_BYTES, options.direction)
         result = BenchResult(
-            command="fsdp-doctor " + " ".join(sys.argv[1:]),
+            command="benchmarks/weights.py " + " ".join(sys.argv[1:]),
             device=device.type,
             world_size=here.world_size,
             environment=collect(host_name=False),
@@ -162,7 +162,7 @@ def _measure_extractions(sharded: _Model, options: BenchOptions, links: Links) -
             yield Measured(
                 scenario=scenario,
                 dtypes=sharded.dtypes,
-                path=name,
+                method=name,
                 full_bytes=sharded.full_bytes,
                 timing=timing,
                 ratio=(least or 0.0) / timing.seconds if has_ceiling else None,
@@ -224,7 +224,7 @@ def _measure_loads(sharded: _Model, options: BenchOptions, links: Links) -> Iter
                     Measured(
                         scenario=scenario,
                         dtypes=sharded.shard_dtype,
-                        path=name,
+                        method=name,
                         source=source.value,
                         timing=timing,
                         full_bytes=full_bytes,
@@ -235,7 +235,7 @@ def _measure_loads(sharded: _Model, options: BenchOptions, links: Links) -> Iter
 
 
 def _compare_with_broadcast(rows: list[Measured]) -> Iterator[Measured]:
-    broadcast = next((row.timing for row in rows if row.path == _BROADCAST and not row.timing.error), None)
+    broadcast = next((row.timing for row in rows if row.method == _BROADCAST and not row.timing.error), None)
     for row in rows:
         times = broadcast.seconds / row.timing.seconds if broadcast and not row.timing.error else None
         yield replace(row, times_torch=times)

@@ -1,4 +1,4 @@
-"""fsdp-doctor bench --direction in, on CPU ranks and on the emulated device."""
+"""benchmarks/weights.py --direction in, on CPU ranks and on the emulated device."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import pathlib
 from typing import Any
 
 import pytest
-from program import Run, forked_doctor
+from program import Run, forked_script
 from support.emulation import needs_emulation
+from support.places import ROOT
 
+_SCRIPT = ROOT / "benchmarks" / "weights.py"
 _LAYERS = ("--layers", "1", "--repeat", "1", "--direction", "in")
 
 
@@ -17,8 +19,9 @@ _LAYERS = ("--layers", "1", "--repeat", "1", "--direction", "in")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, Any]]:
     needs_emulation()
     directory = tmp_path_factory.mktemp("bench")
-    run = forked_doctor(
-        *("bench", "--device", "emulated", *_LAYERS, "--json", str(directory / "bench.json")),
+    run = forked_script(
+        _SCRIPT,
+        *("--device", "emulated", *_LAYERS, "--json", str(directory / "bench.json")),
         *("--strategy", "fsdp2,fsdp1", "--offload", "none,policy"),
         env={"TMPDIR": str(directory)},
     )
@@ -27,12 +30,12 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, A
     return run, json.loads((directory / "bench.json").read_text())
 
 
-def test_every_path_is_measured_from_every_source_that_it_has(emulated: tuple[Run, dict[str, Any]]) -> None:
+def test_every_method_is_measured_from_every_source_that_it_has(emulated: tuple[Run, dict[str, Any]]) -> None:
     _, report = emulated
-    rows = {(row["strategy"], row["offload"], row["source"], row["path"]) for row in report["measured"]}
-    for path in ("load_full_tensors", "set_model_state_dict.broadcast"):
+    rows = {(row["strategy"], row["offload"], row["source"], row["method"]) for row in report["measured"]}
+    for method in ("load_full_tensors", "set_model_state_dict.broadcast"):
         for row in (("fsdp2", "none", "rank0"), ("fsdp2", "policy", "ranks"), ("fsdp1", "none", "files")):
-            assert (*row, path) in rows
+            assert (*row, method) in rows
     assert ("fsdp2", "none", "ranks", "set_model_state_dict.full") in rows
     assert ("fsdp2", "none", "rank0", "set_model_state_dict.full") not in rows
     assert not [row["error"] for row in report["measured"] if row["error"]]
@@ -44,7 +47,7 @@ def test_each_row_has_its_time_its_ratios_and_its_memory(emulated: tuple[Run, di
     for row in report["measured"]:
         assert row["seconds"] > 0
         assert row["ratio"] > 0
-        if row["path"] == "set_model_state_dict.broadcast":
+        if row["method"] == "set_model_state_dict.broadcast":
             assert row["times_torch"] == 1
         assert row["source"] in run.stdout
     assert "x torch" in run.stdout
@@ -52,16 +55,16 @@ def test_each_row_has_its_time_its_ratios_and_its_memory(emulated: tuple[Run, di
 
 def test_a_rank_that_reads_its_own_rows_takes_no_device_memory(emulated: tuple[Run, dict[str, Any]]) -> None:
     _, report = emulated
-    ours = [row for row in report["measured"] if row["path"] == "load_full_tensors"]
+    ours = [row for row in report["measured"] if row["method"] == "load_full_tensors"]
     assert {row["peak_extra_bytes"] for row in ours if row["source"] != "rank0"} == {0}
     (whole,) = {row["full_bytes"] for row in ours if row["strategy"] == "fsdp2"}
     assert all(0 < row["peak_extra_bytes"] < 2 * whole for row in ours if row["source"] == "rank0")
 
 
-def test_one_path_from_one_source_on_the_cpu(tmp_path: pathlib.Path) -> None:
+def test_one_method_from_one_source_on_the_cpu(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "bench.json"
-    options = ("--device", "cpu", "--source", "files", "--path", "load_full_tensors", "--json", str(file))
-    run = forked_doctor("bench", *_LAYERS, *options)
+    options = ("--device", "cpu", "--source", "files", "--method", "load_full_tensors", "--json", str(file))
+    run = forked_script(_SCRIPT, *_LAYERS, *options)
     assert run.code == 0, run.stderr
     (row,) = json.loads(file.read_text())["measured"]
-    assert (row["source"], row["path"], row["times_torch"]) == ("files", "load_full_tensors", None)
+    assert (row["source"], row["method"], row["times_torch"]) == ("files", "load_full_tensors", None)

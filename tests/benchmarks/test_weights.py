@@ -1,23 +1,27 @@
-"""fsdp-doctor bench: its rows and refusals, on CPU ranks and on the emulated device, but no number of seconds."""
+"""benchmarks/weights.py: its rows and refusals, on CPU ranks and on the emulated device, but no number of seconds."""
 
 from __future__ import annotations
 
 import json
 import pathlib
+import runpy
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from program import Run, forked_doctor
-from support import inside
+from program import Run, forked_script, run
 from support.emulation import needs_emulation
+from support.places import ROOT
 
-_CPU = ("bench", "--device", "cpu", "--repeat", "1")
+_SCRIPT = ROOT / "benchmarks" / "weights.py"
+_CPU = ("--device", "cpu", "--repeat", "1")
 
 
 def bench(tmp_path: pathlib.Path, *options: str, **how: Any) -> tuple[Run, dict[str, Any]]:
     file = tmp_path / "bench.json"
-    run = forked_doctor("bench", "--repeat", "1", "--json", str(file), *options, **how)
-    return run, json.loads(file.read_text()) if file.exists() else {}
+    done = forked_script(_SCRIPT, "--repeat", "1", "--json", str(file), *options, **how)
+    return done, json.loads(file.read_text()) if file.exists() else {}
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +34,13 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, A
     )
 
 
-def test_every_path_is_measured_over_every_offload_under_which_it_makes_sense(
+def test_every_method_is_measured_over_every_offload_under_which_it_makes_sense(
     emulated: tuple[Run, dict[str, Any]],
 ) -> None:
     run, report = emulated
     assert run.code == 0, run.stderr
     rows, staged = (
-        {(row["strategy"], row["offload"], row["path"]) for row in report["measured"] if row["staging"] == staging}
+        {(row["strategy"], row["offload"], row["method"]) for row in report["measured"] if row["staging"] == staging}
         for staging in ("unstaged", "staged")
     )
     for offload in ("none", "policy", "param"):
@@ -57,7 +61,7 @@ def test_each_row_has_its_time_its_bytes_its_ratio_and_its_memory(emulated: tupl
         assert row["seconds"] > 0
         assert row["peak_extra_bytes"] > 0
         assert (row["ratio"] is None) == (
-            row["path"] in ("fsdp_doctor:full_state_dict", "get_model_state_dict.full+cpu")
+            row["method"] in ("fsdp_doctor:full_state_dict", "get_model_state_dict.full+cpu")
         )
     # The small shape's parameters in bf16, the tied one once.
     assert whole == 2 * (4096 * 256 + (3 * 256 * 768 + 2 * 256 * 256 + 2 * 256 * 128 + 2 * 256 + 2 * 32) + 256)
@@ -69,14 +73,14 @@ def test_the_table_has_a_line_for_each_row(emulated: tuple[Run, dict[str, Any]])
     for row in report["measured"]:
         staged = "staged " if row["staging"] == "staged" else ""
         model = f"{row['strategy']} {row['offload']} {staged}{row['dtypes']}"
-        assert [line for line in run.stdout.splitlines() if model in line and row["path"] in line]
+        assert [line for line in run.stdout.splitlines() if model in line and row["method"] in line]
     assert "2 ranks of emulated" in run.stdout
 
 
 def test_a_smaller_bucket_takes_less_memory(tmp_path: pathlib.Path) -> None:
     needs_emulation()
     run, report = bench(
-        tmp_path, "--device", "emulated", "--dtype", "bf16", "--path", "full_tensors", "--bucket-bytes", "256KiB"
+        tmp_path, "--device", "emulated", "--dtype", "bf16", "--method", "full_tensors", "--bucket-bytes", "256KiB"
     )
     assert run.code == 0, run.stderr
     (row,) = report["measured"]
@@ -84,7 +88,7 @@ def test_a_smaller_bucket_takes_less_memory(tmp_path: pathlib.Path) -> None:
     assert row["peak_extra_bytes"] <= 2 * (256 << 10) + largest
 
 
-def test_a_path_of_the_users_own_is_measured_and_one_that_raises_is_a_row_with_its_error(
+def test_a_method_of_the_users_own_is_measured_and_one_that_raises_is_a_row_with_its_error(
     tmp_path: pathlib.Path,
 ) -> None:
     (tmp_path / "mine.py").write_text(
@@ -93,7 +97,7 @@ def test_a_path_of_the_users_own_is_measured_and_one_that_raises_is_a_row_with_i
         "def broken(model):\n    raise KeyError('lm_head')\n",
     )
     run, report = bench(
-        tmp_path, "--device", "cpu", "--path", "mine:good,mine:broken", env={"PYTHONPATH": str(tmp_path)}
+        tmp_path, "--device", "cpu", "--method", "mine:good,mine:broken", env={"PYTHONPATH": str(tmp_path)}
     )
     assert run.code == 0, run.stderr
     good, bad = report["measured"]
@@ -102,66 +106,92 @@ def test_a_path_of_the_users_own_is_measured_and_one_that_raises_is_a_row_with_i
 
 
 def test_fsdp1_without_an_accelerator_is_refused_in_a_sentence() -> None:
-    run = forked_doctor("bench", "--device", "cpu", "--strategy", "fsdp1")
+    run = forked_script(_SCRIPT, "--device", "cpu", "--strategy", "fsdp1")
     assert run.code == 3
     assert "FSDP1" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs the program with options that it refuses, in this process, and returns what it says."""
+    monkeypatch.syspath_prepend(_SCRIPT.parent)
+    main = runpy.run_path(str(_SCRIPT))["main"]
+
+    def run(*options: str) -> str:
+        monkeypatch.setattr(sys, "argv", [str(_SCRIPT), *options])
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main()
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        return printed.err
+
+    return run
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         (("--model", "qwen9"), "--model qwen9: "),
-        (("--offload", "some"), "'--offload': 'some'"),
+        (("--offload", "some"), "--offload: 'some'"),
         (("--staging", "staged"), "--offload param"),
         (("--pinning", "unpinned"), "--offload policy"),
         (("--direction", "in", "--offload", "param", "--staging", "staged"), "--direction out"),
-        (("--dtype", "int8"), "'--dtype': 'int8'"),
-        (("--bucket-bytes", "0"), "'--bucket-bytes': "),
-        (("--path", "telepathy"), "'telepathy'"),
-        (("--repeat", "0"), "'--repeat'"),
-        (("--layers", "-1"), "'--layers'"),
-        (("--direction", "up"), "'--direction': 'up'"),
+        (("--dtype", "int8"), "--dtype: 'int8'"),
+        (("--bucket-bytes", "0"), "--bucket-bytes: '0'"),
+        (("--method", "telepathy"), "'telepathy'"),
+        (("--repeat", "0"), "--repeat: '0'"),
+        (("--layers=-1",), "--layers: "),
+        (("--direction", "up"), "--direction: invalid choice: 'up'"),
         (("--source", "files"), "--direction in"),
-        (("--direction", "in", "--source", "tape"), "'--source': 'tape'"),
-        (("--direction", "in", "--path", "full_tensors"), "'full_tensors'"),
-        (("--device", "tpu"), "'--device': 'tpu'"),
+        (("--direction", "in", "--source", "tape"), "--source: 'tape'"),
+        (("--direction", "in", "--method", "full_tensors"), "'full_tensors'"),
+        (("--device", "tpu"), "--device: invalid choice: 'tpu'"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options: tuple[str, ...], sentence: str) -> None:
-    run = inside.doctor("bench", *options)
-    assert run.code == 2
-    assert sentence in run.stderr
-    assert "Traceback" not in run.stderr
+def test_options_that_make_no_sense_are_refused(
+    refusal: Callable[..., str], options: tuple[str, ...], sentence: str
+) -> None:
+    assert sentence in refusal(*options)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "path", "has"),
+    ("strategy", "method", "has"),
     [("fsdp1", "unshard", "summon_full_params"), ("fsdp2", "summon_full_params", "unshard")],
 )
-def test_a_path_that_no_strategy_has_is_refused_with_those_that_it_has(strategy: str, path: str, has: str) -> None:
-    done = inside.doctor("bench", "--strategy", strategy, "--path", path)
-    assert (done.code, done.stdout) == (2, "")
-    assert f"{strategy} has no method '{path}' to measure; use one of full_tensors, " in done.stderr
-    assert has in done.stderr
+def test_a_method_that_no_strategy_has_is_refused_with_those_that_it_has(
+    refusal: Callable[..., str], strategy: str, method: str, has: str
+) -> None:
+    said = refusal("--strategy", strategy, "--method", method)
+    assert f"{strategy} has no method '{method}' to measure; use one of full_tensors, " in said
+    assert has in said
 
 
 def test_what_an_offload_is_known_to_break_is_named_and_the_rest_is_measured(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "bench.json"
-    done = forked_doctor(*_CPU, "--offload", "none,param", "--path", "unshard", "--json", str(file), ranks=1)
+    done = forked_script(_SCRIPT, *_CPU, "--offload", "none,param", "--method", "unshard", "--json", str(file), ranks=1)
     assert done.code == 0, done.stderr
     assert "fsdp2/param/unstaged/unshard" in done.stderr
     assert [row["offload"] for row in json.loads(file.read_text())["measured"]] == ["none"]
 
 
 def test_nothing_measured_is_exit_code_3() -> None:
-    done = forked_doctor(*_CPU, "--offload", "param", "--path", "unshard", ranks=1)
+    done = forked_script(_SCRIPT, *_CPU, "--offload", "param", "--method", "unshard", ranks=1)
     assert done.code == 3
     assert "fsdp2/param/unstaged/unshard" in done.stderr
 
 
 def test_nothing_but_errors_is_exit_code_3(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "broken_path.py").write_text("def broken(model):\n    raise KeyError('lm_head')\n")
-    done = forked_doctor(*_CPU, "--path", "broken_path:broken", env={"PYTHONPATH": str(tmp_path)}, ranks=1)
+    (tmp_path / "broken_method.py").write_text("def broken(model):\n    raise KeyError('lm_head')\n")
+    done = forked_script(_SCRIPT, *_CPU, "--method", "broken_method:broken", env={"PYTHONPATH": str(tmp_path)}, ranks=1)
     assert done.code == 3
     assert "KeyError: 'lm_head'" in done.stdout
+
+
+def test_alone_it_starts_its_ranks(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "bench.json"
+    options = ("--layers", "1", "--method", "full_tensors", "--ranks", "2", "--json", str(file))
+    done = run(sys.executable, str(_SCRIPT), *_CPU, *options)
+    assert done.code == 0, done.stderr
+    assert json.loads(file.read_text())["world_size"] == 2
+    assert done.left == []

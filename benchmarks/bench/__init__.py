@@ -1,0 +1,1 @@
+"""How fast weights are extracted or loaded, against the bandwidth of the links: what ``benchmarks/weights.py`` runs."""
