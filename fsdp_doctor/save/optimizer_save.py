@@ -98,8 +98,7 @@ def save_optimizer_state(
         torch.save(_outline(optimizer, parameters), saving.partial / f"rank-{place.rank}.outline")
         agreement.proceed()
         agreement.watch = saving.find_dead_rank
-        if place.is_first:
-            _make_file(saving, optimizer, parameters, place)
+        singles = _make_file(saving, optimizer, parameters, place) if place.is_first else {}
         agreement.proceed()
         wait_for_device(model_place.device)
         file = saving.partial / _FILE
@@ -111,8 +110,11 @@ def save_optimizer_state(
         }
         with contextlib.closing(Writer([file], model_place.device)) as writer:
             for part, key, value in _list_values(optimizer, parameters):
-                if (target := targets.get(("state", part.names[0], key))) is not None:
+                target = targets.get(("state", part.names[0], key))
+                if target is not None and target.shape:
                     writer.write(target, *_find_place(part, value, target.shape, place))
+            for in_file, single in singles.items():
+                writer.write(targets[in_file], single, ShardPlace(numel=1, offset=0, stride=()), Turn(0, 1))
             writer.finish()
         leave_sums(saving, place.rank, writer)
         agreement.proceed()
@@ -146,7 +148,11 @@ def _outline(optimizer: torch.optim.Optimizer, parameters: list[OptimizerParamet
 
 def _make_file(
     saving: SaveDirectory, optimizer: torch.optim.Optimizer, parameters: list[OptimizerParameter], place: RankPlace
-) -> None:
+) -> dict[tuple[str, ...], torch.Tensor]:
+    """Returns the tensors with one value by their paths in the file.
+
+    The first rank writes them, although it may have no state of a parameter itself.
+    """
     outline: dict[str, dict[str, Any]] = {}
     for rank in place.ranks:
         # FSDP1's optimizer has no state of a parameter of which the rank has nothing.
@@ -172,6 +178,12 @@ def _make_file(
     with torch.serialization.skip_data():
         torch.save({"state": state, "param_groups": groups}, saving.partial / _FILE)
     saving.allocate(_FILE, (saving.partial / _FILE).stat().st_size)
+    return {
+        ("state", name, key): entry
+        for name in state
+        for key, entry in outline[name].items()
+        if isinstance(entry, torch.Tensor)
+    }
 
 
 def _to_number(value: Any) -> Any:
@@ -182,8 +194,6 @@ def _find_place(
     part: ParameterPart, value: torch.Tensor, shape: tuple[int, ...], place: RankPlace
 ) -> tuple[torch.Tensor, ShardPlace, Turn]:
     """(this rank's elements, where they are in the whole, and whether this rank or another one writes them)."""
-    if not value.ndim:
-        return value, ShardPlace(numel=1, offset=0, stride=()), Turn(place.index, 1)
     layout, of_rank = part.layout, part.layout.compute_part(part.shape, place.rank)
     if isinstance(layout, InFlatParameter):
         ((run,),) = of_rank.runs
