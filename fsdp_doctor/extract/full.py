@@ -592,7 +592,8 @@ def full_state_dict(
     Every rank must call it, as :func:`full_tensors`, whose arguments, names, bounds and errors it
     shares. Host memory: the model on each rank that collects, and 256 MiB that are pinned.
 
-    ranks: ``rank0`` the first rank of the default group, the others get an empty dict; ``all``.
+    ranks: ``rank0`` the first rank of the model's mesh, of all replicas, or of DDP's group; of the default group where
+        nothing shards the model; the others get an empty dict. ``all``: each of them.
 
     Raises ValueError for another word.
     """
@@ -600,7 +601,9 @@ def full_state_dict(
         if ranks not in get_args(CollectingRanks):
             raise ValueError(f"ranks must be one of {', '.join(get_args(CollectingRanks))}, not {ranks!r}")
         arguments = Arguments.check(None, dtype, keep_dtype, bucket_bytes, lora, names, experts)
-    collects = ranks == "all" or not dist.is_initialized() or dist.get_rank() == 0
+        # Of a model that nothing shards or wraps, the first of the default group.
+        first = (reader.read(model).ranks or (0,))[0]
+    collects = ranks == "all" or not dist.is_initialized() or dist.get_rank() == first
     state: dict[str, torch.Tensor] = {}
     with _ToHost() as copies, contextlib.closing(extract(model, arguments)) as tensors:
         for spec, tensor in tensors:

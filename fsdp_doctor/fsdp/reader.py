@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_doctor.errors import join_some
@@ -50,6 +52,7 @@ class ModelContents:
     parameters; buffers: those that a state dict has; transient_buffers: the others.
     stray_pieces: names of parameters that are pieces of an FSDP1 unit's flat parameter in a module of another unit, as
     a parameter is that was tied across units with ``use_orig_params``: torch gathers them for their own unit alone.
+    ddp_ranks: those of DDP around it, if any.
     """
 
     fsdp1_units: tuple[Fsdp1Unit, ...]
@@ -58,6 +61,19 @@ class ModelContents:
     buffers: tuple[ModelTensor, ...]
     transient_buffers: tuple[ModelTensor, ...]
     stray_pieces: tuple[str, ...] = ()
+    ddp_ranks: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the largest part of the model, replicas included; empty where nothing says which they are."""
+        return max(self.list_ranks_of_parts(), key=len, default=self.ddp_ranks)
+
+    def list_ranks_of_parts(self) -> list[tuple[int, ...]]:
+        """The ranks of each mesh and of each FSDP1 unit, in their order there."""
+        placed = (parameter.placed for parameter in self.parameters)
+        meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in placed if isinstance(tensor, DTensor)}
+        on_meshes = [tuple(mesh.mesh.flatten().tolist()) for mesh in meshes.values()]
+        return [*on_meshes, *(unit.ranks for unit in self.fsdp1_units)]
 
     @property
     def stray_sentence(self) -> str:
@@ -117,9 +133,18 @@ def read(model: nn.Module) -> ModelContents:
         fsdp2_units=tuple(fsdp2_units.values()),
         parameters=parameters,
         stray_pieces=tuple(name for parameter in stray for name in parameter.names),
+        ddp_ranks=_find_ddp_ranks(model),
         buffers=_read_buffers(modules, fsdp2_units, persistent=True),
         transient_buffers=_read_buffers(modules, fsdp2_units, persistent=False),
     )
+
+
+def _find_ddp_ranks(model: nn.Module) -> tuple[int, ...]:
+    while not isinstance(model, DistributedDataParallel):
+        if (compiled := private.find_compiled_module(model)) is None:
+            return ()
+        model = compiled
+    return tuple(dist.get_process_group_ranks(model.process_group))
 
 
 def find_innermost(model: nn.Module) -> nn.Module:

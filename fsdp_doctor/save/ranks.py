@@ -18,7 +18,7 @@ from fsdp_doctor.extract.agreement import Agreement, PlanMismatch, RankLeft
 from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, Source, list_specs
 from fsdp_doctor.fsdp.expert_groups import extend_mesh
 from fsdp_doctor.fsdp.reader import ModelContents
-from fsdp_doctor.load.targets import list_meshes, list_ranks
+from fsdp_doctor.load.targets import list_meshes
 from fsdp_doctor.save.directory import SaveDirectory, SaveError
 from fsdp_doctor.save.writing import Turn, Writer
 
@@ -58,7 +58,7 @@ class RankPlace:
     def find(cls, contents: ModelContents) -> RankPlace:
         if not dist.is_initialized():
             return cls(contents, (0,), 0)
-        return cls(contents, list_ranks(contents) or tuple(range(dist.get_world_size())), dist.get_rank())
+        return cls(contents, contents.ranks or tuple(range(dist.get_world_size())), dist.get_rank())
 
     @property
     def index(self) -> int:
