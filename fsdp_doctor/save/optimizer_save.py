@@ -81,7 +81,8 @@ def save_optimizer_state(
     alike. Options of the param groups that are tensors, such as a learning rate or betas, are saved as numbers.
 
     model, optimizer, experts: as of :func:`load_optimizer_state`; any optimizer. Tensors keep their dtypes.
-    overwrite: an ``optimizer.pt`` that is there is replaced.
+    overwrite: an ``optimizer.pt`` that is there is replaced, unless other ranks of this job have saved it, as of
+        :func:`save_full_tensors`.
 
     Raises SaveError as :func:`save_full_tensors`; also for a model that is not sharded, for an optimizer of parameters
     that are not the model's, for ranks whose state differs in more than its shards, and, by its name, for state that is
@@ -146,11 +147,15 @@ def save_optimizer_state(
             writer.finish()
         leave_sums(saving, place.rank, writer)
         agreement.proceed()
+        saving.complete()
         if place.is_first:
             num_bytes = {target.name: target.nbytes for target in targets.values()}
             sums = collect_sums(saving, place.ranks, num_bytes)
             _write_checksums(file, {t.begin: sums[t.name] for t in targets.values() if t.nbytes})
             saving.commit([_FILE], [])
+        agreement.proceed()
+        if place.is_first:
+            saving.clear()
         agreement.proceed()
 
 
