@@ -601,11 +601,11 @@ def full_state_dict(
         if ranks not in get_args(CollectingRanks):
             raise ValueError(f"ranks must be one of {', '.join(get_args(CollectingRanks))}, not {ranks!r}")
         arguments = Arguments.check(None, dtype, keep_dtype, bucket_bytes, lora, names, experts)
-        # Of a model that nothing shards or wraps, the first of the default group.
-        first = (reader.read(model).ranks or (0,))[0]
-    collects = ranks == "all" or not dist.is_initialized() or dist.get_rank() == first
     state: dict[str, torch.Tensor] = {}
     with _ToHost() as copies, contextlib.closing(extract(model, arguments)) as tensors:
+        # Of a model that nothing shards or wraps, the first of the default group.
+        first = (reader.read(model).ranks or (0,))[0]
+        collects = ranks == "all" or not dist.is_initialized() or dist.get_rank() == first
         for spec, tensor in tensors:
             if collects:
                 state |= dict.fromkeys(spec.names, copies.start(tensor))
