@@ -69,7 +69,11 @@ class Trouble(Enum):
     STEPS_VARY = Kind("warning", "Adam's bias correction differs between parameters", _LOOK + ": experts skip steps")
     PICKLED_SHARDS = Kind("damage", "from_pretrained cannot use shards", "merge the ranks' files first")
     DTYPES = Kind("warning", "a load returns it", _LOOK + ": norms and routers are often float32")
-    UNFINISHED = Kind("warning", "nothing reads it", "wait for the save that is under way, or remove what it left")
+    UNFINISHED = Kind(
+        "warning",
+        "nothing reads it",
+        "wait for the save that is under way, or save again: a save removes, or moves back, what another one left",
+    )
     SETTINGS = Kind("warning", "from_pretrained does not load without it", "copy it from the model")
     STEP_NAME = Kind("warning", "a resume counts from the step inside", _LOOK)
     SETTINGS_DAMAGED = Kind("damage", "the load that needs this file fails", _RESTORE)

@@ -112,7 +112,7 @@ class Agreement:
         self._key = f"fsdp_doctor/{hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}/{self._number}"
         self._rank = dist.get_rank()
         with self._store_is_there():
-            self._store = _connection(private.find_default_store())
+            self._store = connect(private.find_default_store())
 
     def expect(self, plan: Callable[[], ComparedPlan], comparison: Comparison | None = None) -> None:
         """Sets what is compared before the first bucket: the plan, which is asked for while shards are being loaded.
@@ -305,7 +305,7 @@ class Agreement:
             self._interrupt = interrupt
             # In place of the connection over which a thread is still waiting.
             _connections.store = None
-            self._store = _connection(private.find_default_store())
+            self._store = connect(private.find_default_store())
             return self._answer_with(self._make_leaving_answer(type(interrupt).__name__))
 
     def _await_watchfully(self, watch: Callable[[], str]) -> bytes:
@@ -393,7 +393,7 @@ def describe_first_difference(name: str, plan: Sequence[str], other_name: str, o
 _connections = threading.local()
 
 
-def _connection(store: dist.Store) -> dist.Store:
+def connect(store: dist.Store) -> dist.Store:
     """This thread's connection to it: while one waits, other threads, torch's too, must be able to use theirs.
 
     Not every kind of store can be cloned, and before torch 2.7 none can: then it is the store itself.

@@ -614,7 +614,8 @@ def full_state_dict(
     shares. Host memory: the model on each rank that collects, and 256 MiB that are pinned. BuffersDiffer is warned of
     at each call.
 
-    ranks: ``rank0`` the first rank of the default group, the others get an empty dict; ``all``.
+    ranks: ``rank0`` the first rank of the model's mesh, of all replicas, or of DDP's group; of the default group where
+        nothing shards the model; the others get an empty dict. ``all``: each of them.
 
     Raises ValueError for another word.
     """
@@ -622,10 +623,12 @@ def full_state_dict(
         if ranks not in get_args(CollectingRanks):
             raise ValueError(f"ranks must be one of {', '.join(get_args(CollectingRanks))}, not {ranks!r}")
         arguments = Arguments.check(None, dtype, keep_dtype, bucket_bytes, lora, names, experts)
-    collects = ranks == "all" or not dist.is_initialized() or dist.get_rank() == 0
     state: dict[str, torch.Tensor] = {}
+    # Of a model that nothing shards or wraps, the first of the default group.
     stream = extract(model, arguments, tensors, compares_anew=True)
     with _ToHost() as copies, contextlib.closing(stream):
+        first = (reader.read(model).ranks or (0,))[0]
+        collects = ranks == "all" or not dist.is_initialized() or dist.get_rank() == first
         for spec, tensor in stream:
             if collects:
                 state |= dict.fromkeys(spec.names, copies.start(tensor))

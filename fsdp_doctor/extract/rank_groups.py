@@ -105,12 +105,7 @@ def read_groups(contents: ModelContents) -> RankGroups:
         if isinstance(parameter.placed, DTensor) and id(parameter.placed.device_mesh) not in on_meshes:
             mesh = parameter.placed.device_mesh
             on_meshes[id(mesh)] = mesh, tuple(mesh.mesh.flatten().tolist())
-    of_units = [
-        tuple(range(dist.get_world_size()))
-        if unit.replica_group is not None
-        else tuple(dist.get_process_group_ranks(unit.group))
-        for unit in contents.fsdp1_units
-    ]
+    of_units = [unit.ranks for unit in contents.fsdp1_units]
     everyone = max([*(ranks for _, ranks in on_meshes.values()), *of_units], key=len, default=())
     if len(everyone) < 2:
         return RankGroups(())

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_doctor.fsdp import private
@@ -57,6 +59,7 @@ class ModelContents:
     a parameter is that was tied across units with ``use_orig_params``: torch gathers them for their own unit alone.
     ambiguous: names that several tensors have when what wrappers put into them is taken off.
     extra_states: names in a state dict of what ``get_extra_state`` returns, which may be anything.
+    ddp_ranks: those of DDP around it, if any.
     """
 
     fsdp1_units: tuple[Fsdp1Unit, ...]
@@ -67,6 +70,19 @@ class ModelContents:
     stray_pieces: tuple[str, ...] = ()
     ambiguous: tuple[str, ...] = ()
     extra_states: tuple[str, ...] = ()
+    ddp_ranks: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the largest part of the model, replicas included; empty where nothing says which they are."""
+        return max(self.list_ranks_of_parts(), key=len, default=self.ddp_ranks)
+
+    def list_ranks_of_parts(self) -> list[tuple[int, ...]]:
+        """The ranks of each mesh and of each FSDP1 unit, in their order there."""
+        placed = (parameter.placed for parameter in self.parameters)
+        meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in placed if isinstance(tensor, DTensor)}
+        on_meshes = [tuple(mesh.mesh.flatten().tolist()) for mesh in meshes.values()]
+        return [*on_meshes, *(unit.ranks for unit in self.fsdp1_units)]
 
     @property
     def refusal(self) -> str:
@@ -185,6 +201,7 @@ def read(model: nn.Module) -> ModelContents:
         stray_pieces=tuple(name for parameter in stray for name in parameter.names),
         ambiguous=_find_ambiguous(modules, fsdp1_units) if is_wrapped else (),
         extra_states=tuple(f"{m.prefix}_extra_state" for m in modules if _has_extra_state(m.module)),
+        ddp_ranks=_find_ddp_ranks(model),
         buffers=_read_buffers(modules, fsdp2_units, codes, persistent=True),
         transient_buffers=_read_buffers(modules, fsdp2_units, codes, persistent=False),
     )
@@ -211,6 +228,14 @@ def _find_ambiguous(modules: list[private.ModuleTensors], fsdp1_units: tuple[Fsd
 
 def _has_extra_state(module: nn.Module) -> bool:
     return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def _find_ddp_ranks(model: nn.Module) -> tuple[int, ...]:
+    while not isinstance(model, DistributedDataParallel):
+        if (compiled := private.find_compiled_module(model)) is None:
+            return ()
+        model = compiled
+    return tuple(dist.get_process_group_ranks(model.process_group))
 
 
 def find_innermost(model: nn.Module) -> nn.Module:

@@ -16,7 +16,6 @@ from fsdp_doctor.extract.rank_groups import Comparison, Conflict
 from fsdp_doctor.fsdp import reader
 from fsdp_doctor.load.outcome import LoadError
 from fsdp_doctor.load.source import LoadSource, SourceKind
-from fsdp_doctor.load.targets import list_ranks
 
 Holders = Literal["first", "all"]
 _KINDS: dict[SourceKind, str] = {"mapping": "a mapping", "iterator": "an iterable", "files": "files"}
@@ -112,7 +111,8 @@ def announce_early_errors(model: nn.Module) -> Iterator[None]:
         yield
     except BaseException as error:
         with contextlib.suppress(Exception):
-            Agreement(_guess_ranks(model), "load", speaker=0).leave(_describe_error(error))
+            ranks = _guess_ranks(model)
+            Agreement(ranks, "load", speaker=ranks[0]).leave(_describe_error(error))
         raise
 
 
@@ -123,6 +123,6 @@ def _describe_error(error: BaseException) -> str:
 def _guess_ranks(model: nn.Module) -> tuple[int, ...]:
     """The ranks of the model, or all ranks if it cannot be read."""
     with contextlib.suppress(Exception):
-        if ranks := list_ranks(reader.read(model)):
+        if ranks := reader.read(model).ranks:
             return ranks
     return tuple(range(dist.get_world_size()))

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import base64
 import collections
+import enum
 import numbers
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import assert_never
 
 from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.reader import Fsdp1Unit, ModelContents
 from fsdp_doctor.fsdp.shards import Slices
-from fsdp_doctor.load.layouts import InFlatParameter, Layout, Layouts, ShardsOfUnit
+from fsdp_doctor.load.layouts import InFlatParameter, Layout, Layouts, ShardsOfUnit, Whole
 from fsdp_doctor.load.outcome import LoadError
-from fsdp_doctor.load.source import check_value
+from fsdp_doctor.load.source import check_value, describe_unless_dense
 from fsdp_doctor.load.targets import ModelPlace, find_home
 from fsdp_doctor.text import join_some
 
 StateDtypeRule = Literal["keep", "cast", "source"]
 
 # Types of a single value in a parameter's state; torch's own optimizers have numbers only.
-_SINGLE = (numbers.Number, str, NoneType)
+SINGLE_TYPES = (numbers.Number, str, NoneType)
 _FORMAT = "the source must be what get_optimizer_state_dict(..., full_state_dict=True) returns"
 # Options that say how an optimizer computes: they belong to the run, and not to what the optimizer has learned.
 _IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -110,7 +111,7 @@ def read_outline(source: Any) -> tuple[StateOutline, dict[str, torch.Tensor]]:
                     entries[key] = TensorEntry(value.shape, value.dtype)
                 else:
                     entries[key] = ScalarEntry(value.item(), value.dtype)
-            elif isinstance(value, _SINGLE):
+            elif isinstance(value, SINGLE_TYPES):
                 entries[key] = ScalarEntry(value, None)
             else:
                 raise LoadError(
@@ -119,7 +120,7 @@ def read_outline(source: Any) -> tuple[StateOutline, dict[str, torch.Tensor]]:
     for group in groups:
         if not all(isinstance(name, str) for name in group["params"]):
             raise LoadError(f"{_FORMAT}: its param_groups have indices where parameters' names are expected")
-        outline.groups.append({k: v.detach().cpu() if isinstance(v, torch.Tensor) else v for k, v in group.items()})
+        outline.groups.append({key: read_option(value) for key, value in group.items()})
     listed = collections.Counter(name for group in outline.groups for name in group["params"])
     if twice := [name for name, count in listed.items() if count > 1]:
         raise LoadError(f"the source has {join_some(twice)} in two param groups")
@@ -128,6 +129,31 @@ def read_outline(source: Any) -> tuple[StateOutline, dict[str, torch.Tensor]]:
 
 def name_entry(key: str, name: str) -> str:
     return f"{key} of {name}"
+
+
+def read_option(option: Any) -> Any:
+    """Returns an option of a param group without tensors of one value, such as a learning rate or betas on a device:
+    numbers are in their place. Other tensors are on the host.
+    """
+    match option:
+        case torch.Tensor():
+            return option.item() if option.numel() == 1 else option.detach().cpu()
+        case tuple() | list():
+            return type(option)(map(read_option, option)) if type(option) in (tuple, list) else option
+        case _:
+            return option
+
+
+class StateForm(enum.Enum):
+    """Whose elements a tensor in a parameter's state has, as its shape on this rank tells.
+
+    EITHER: this rank's shard has the shape of the whole parameter.
+    """
+
+    SINGLE = "a single value"
+    SHARD = "this rank's shard"
+    WHOLE = "the whole tensor"
+    EITHER = "the whole tensor, or this rank's shard"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -173,6 +199,45 @@ class OptimizerParameter:
     def has_state(self) -> bool:
         """Whether the optimizer makes state for it on this rank: FSDP1's makes none for an empty part."""
         return isinstance(self.parameter, DTensor) or self.parameter.numel() > 0
+
+    @property
+    def whole_shape(self) -> torch.Size | None:
+        """The shape of the parameter before it was divided; None for a flat parameter of several."""
+        return None if self.parts[0].slices is not None else self.parts[0].shape
+
+    def find_form(self, key: str, value: torch.Tensor) -> StateForm:
+        """Raises LoadError for a tensor that is neither divided like the parameter, nor whole, nor a single value."""
+        local, own = private.read_local_tensor(value), private.read_local_tensor(self.parameter)
+        if form := describe_unless_dense(local):
+            raise LoadError(f"{name_entry(key, self.names[0])} is {form}, and not a tensor with a value per element")
+        if (
+            isinstance(value, DTensor)
+            and value.shape == self.parameter.shape
+            and _is_placed_like(value, self.parameter)
+        ):
+            return StateForm.SHARD
+        if not isinstance(value, DTensor) or all(isinstance(placement, Replicate) for placement in value.placements):
+            is_shard, is_whole = local.shape == own.shape, local.shape == self.whole_shape
+            if not local.ndim:
+                return StateForm.SINGLE
+            if is_whole:
+                return StateForm.EITHER if is_shard and not isinstance(value, DTensor) else StateForm.WHOLE
+            if is_shard and not isinstance(value, DTensor):
+                return StateForm.SHARD
+        placed = f", placed as {list(value.placements)}" if isinstance(value, DTensor) else ""
+        raise LoadError(
+            f"{name_entry(key, self.names[0])} has the shape {list(value.shape)}{placed}: that is neither the shape of "
+            f"the parameter, {list(self.whole_shape or own.shape)}, nor that of this rank's shard of it, "
+            f"{list(own.shape)}, nor a single value, so that nothing says which elements this rank has"
+        )
+
+
+def _is_placed_like(value: DTensor, parameter: torch.Tensor) -> bool:
+    return (
+        isinstance(parameter, DTensor)
+        and value.device_mesh == parameter.device_mesh
+        and value.placements == parameter.placements
+    )
 
 
 def list_parameters(
@@ -228,6 +293,68 @@ def _list_trainable_of_unit(
     )
     for original, (names, shape, layout) in zip(unit.originals, pieces, strict=False):
         yield original, (ParameterPart(names=names, shape=shape, layout=layout),)
+
+
+class StateForms:
+    """How an optimizer keeps the tensors of its state: divided like their parameter, or whole on each rank.
+
+    What it has tells. Of a key that it has of no parameter, ``whole`` says it; where that is None, torch's own
+    optimizers divide them, and of others nothing is known.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[OptimizerParameter],
+        whole: Collection[str] | None,
+    ) -> None:
+        """Raises LoadError for a tensor that is neither divided like its parameter, nor whole, nor a single value."""
+        self._optimizer, self._whole = optimizer, whole
+        self._forms = {
+            (id(parameter), key): parameter.find_form(key, value)
+            for parameter in parameters
+            for key, value in optimizer.state.get(parameter.parameter, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+        self._by_key: dict[str, set[StateForm]] = collections.defaultdict(set)
+        for (_, key), form in self._forms.items():
+            if form in (StateForm.SHARD, StateForm.WHOLE):
+                self._by_key[key].add(form)
+
+    def is_whole(self, parameter: OptimizerParameter, key: str) -> bool:
+        """Raises LoadError where nothing tells."""
+        form = self._forms.get((id(parameter), key))
+        if form in (StateForm.SHARD, StateForm.WHOLE):
+            return form is StateForm.WHOLE
+        if known := self._by_key.get(key):
+            # Of a parameter whose shard is all of it, or that has had no gradient.
+            return known == {StateForm.WHOLE}
+        if form is StateForm.EITHER or isinstance(parameter.parts[0].layout, Whole):
+            return False
+        if self._whole is not None:
+            if key in self._whole and parameter.whole_shape is None:
+                raise LoadError(
+                    f"whole: {join_some(parameter.names)} lie in one flat parameter, whose state FSDP1 divides"
+                )
+            return key in self._whole
+        if not _steps_as_torch_does(self._optimizer):
+            kind = type(self._optimizer).__name__
+            raise LoadError(
+                f"{kind} has no {key} yet, and nothing says whether it divides it like the parameters, or keeps it "
+                f"whole on each rank: pass whole=() in the first case, whole=({key!r},) in the second, or let it make "
+                "a step before the load"
+            )
+        return False
+
+    def describe(self, parameter: OptimizerParameter) -> str:
+        """Which keys are whole of those that it has: what all ranks must have alike."""
+        keys = [key for at, key in self._forms if at == id(parameter) and self.is_whole(parameter, key)]
+        return f" with {join_some(sorted(keys))} whole on each rank" if keys else ""
+
+
+def _steps_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
+    step = next(vars(kind)["step"] for kind in type(optimizer).__mro__ if "step" in vars(kind))
+    return str(getattr(step, "__module__", "")).startswith("torch.optim.")
 
 
 def check_kind(outline: StateOutline, optimizer: torch.optim.Optimizer) -> None:
@@ -293,7 +420,7 @@ class StateMatching:
             kinds = {key: _describe_kind_of_value(value, parameter) for key, value in state.items()}
             group = optimizer.param_groups[parameter.group]
             options = self.options.get(parameter.group, {})
-            if kinds and all(group.get(key, v) == v for key, v in options.items() if key not in _SCHEDULED):
+            if kinds and all(_is_same_option(group.get(k, v), v) for k, v in options.items() if k not in _SCHEDULED):
                 _check_kinds(parameter, entries, kinds, "and the optimizer has")
 
     def _match(self, parameter: OptimizerParameter) -> None:
@@ -387,6 +514,14 @@ class StateMatching:
                 raise LoadError(
                     f"{parameter.names[0]} has an empty state in the source, unlike other parameters of its group"
                 )
+
+
+def _is_same_option(ours: Any, theirs: Any) -> bool:
+    """theirs: as ``read_option`` returns it."""
+    ours = read_option(ours)
+    if isinstance(ours, torch.Tensor) or isinstance(theirs, torch.Tensor):
+        return isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor) and torch.equal(ours, theirs)
+    return bool(ours == theirs)
 
 
 def _describe_kind(entry: TensorEntry | ScalarEntry, parameter: OptimizerParameter) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import numbers
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 import torch
@@ -18,11 +19,13 @@ from fsdp_doctor.fsdp.decorators import disable_autograd
 from fsdp_doctor.fsdp.expert_groups import Experts, list_expert_meshes, place_experts
 from fsdp_doctor.load.agreement import LoadAgreement, announce_early_errors
 from fsdp_doctor.load.full_load import LOAD_BUCKET_BYTES, check_arguments, check_between_steps, fill_targets, settle
+from fsdp_doctor.load.layouts import Whole
 from fsdp_doctor.load.matching import Matching
 from fsdp_doctor.load.optimizer_matching import (
     OptimizerParameter,
     ScalarEntry,
     StateDtypeRule,
+    StateForms,
     StateMatching,
     StateOutline,
     TensorEntry,
@@ -44,6 +47,7 @@ def load_optimizer_state(
     *,
     strict: bool = True,
     dtype: StateDtypeRule = "keep",
+    whole: Collection[str] | None = None,
     experts: Experts | None = None,
     bucket_bytes: int = LOAD_BUCKET_BYTES,
 ) -> LoadReport:
@@ -63,17 +67,21 @@ def load_optimizer_state(
     strict: False to leave as it is what the source lacks, and to skip what the optimizer does not have.
     dtype: of a floating-point tensor of another dtype than its parameter's, with which torch's optimizers cannot
         compute: ``keep``: it is an error; ``cast``: it is cast to the parameter's; ``source``: it is loaded as it is.
+    whole: keys of the state whose tensors the optimizer keeps whole, the same on each rank, as a Muon does that gathers
+        its gradients. The optimizer's own state tells, and torch's optimizers have none; it is asked for where another
+        optimizer has made no step yet. ``()``: all are divided like their parameters.
     experts: as :func:`load_full_tensors`.
     bucket_bytes: of device memory of one bucket, where rank 0 alone has the source.
 
     Afterwards each parameter's state has the keys and values of the checkpoint. Tensors are sharded like their
-    parameter; they lie where the state lay before, else where a training step needs them: on the CPU under an offload
-    policy, otherwise on the compute device, also while a framework has moved the parameters to the CPU. A step is a
-    host tensor, or a device tensor if its group is ``capturable`` or ``fused``, and stays where it was if there was one
-    before; a number becomes what the optimizer has. The options of the param groups are the checkpoint's, except for
-    how the optimizer computes (``foreach``, ``fused``, ``capturable``, ``differentiable``). A parameter that the
-    checkpoint lists without any state, because it never had a gradient, has none afterwards; the report names these as
-    ``without_state``.
+    parameter, or whole on each rank where the optimizer keeps them so; they lie where the state lay before, else where
+    a training step needs them: on the CPU under an offload policy, otherwise on the compute device, also while a
+    framework has moved the parameters to the CPU. A step is a host tensor, or a device tensor if its group is
+    ``capturable`` or ``fused``, and stays where it was if there was one before; a number becomes what the optimizer
+    has. The options of the param groups are the checkpoint's, except for how the optimizer computes (``foreach``,
+    ``fused``, ``capturable``, ``differentiable``); one that is a tensor, such as a learning rate or a beta, is filled
+    where it lies. A parameter that the checkpoint lists without any state, because it never had a gradient, has none
+    afterwards; the report names these as ``without_state``.
 
     Raises LoadError on every rank, before anything is written, for parameters that are missing or superfluous, other
     shapes and dtypes, the state of another optimizer as the options of its param groups tell (AdamW's in SGD; not if
@@ -81,12 +89,16 @@ def load_optimizer_state(
     the values of their tensors, parameters that are different ones under one name on groups of ranks, an optimizer of
     parameters that are not the model's, and state with which the optimizer cannot step: a parameter whose keys, or the
     kinds of whose values, differ from those of most parameters of its group, or from what the optimizer has with the
-    same options. Raises TypeError for a source of another format, ValueError for an unknown ``dtype``.
+    same options. Also for an optimizer whose own state has tensors that are neither divided like the parameter nor
+    whole, such as factored or 8-bit moments, for ranks that keep one tensor in different ways, and where nothing tells
+    in which way it is kept. Raises TypeError for a source of another format, ValueError for an unknown ``dtype``.
     """
     with announce_early_errors(model):
         if dtype not in get_args(StateDtypeRule):
             raise ValueError(f"dtype must be one of {', '.join(get_args(StateDtypeRule))}, not {dtype!r}")
         check_arguments(model, bucket_bytes)
+        if isinstance(whole, str):
+            raise TypeError(f"whole must be a collection of keys, as in whole=({whole!r},), not a string")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"the optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
         contents = place_experts(reader.read(model), list_expert_meshes(experts))
@@ -96,10 +108,12 @@ def load_optimizer_state(
     with agreement.announce_errors():
         discarded = settle(model, contents, place.device)
         parameters = list_parameters(contents, place, optimizer)
+        forms = StateForms(optimizer, parameters, whole)
         outline, tensors = read_outline(source) if source else (StateOutline(), {})
         opened = LoadSource(kind="mapping" if source else None, tensors=tensors)
-        lines = [f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes}"] + [
+        lines = [f"strict={strict} dtype={dtype} whole={whole and sorted(whole)} bucket_bytes={bucket_bytes}"] + [
             f"{' = '.join(part.names)}: {list(part.shape)} {part.layout} in group {parameter.group}"
+            f"{forms.describe(parameter)}"
             for parameter in parameters
             for part in parameter.parts
         ]
@@ -113,7 +127,7 @@ def load_optimizer_state(
         if conflicts:
             raise LoadError(describe_conflicts(conflicts))
         states.check_against(optimizer)
-        new_state = _NewState(optimizer, states)
+        new_state = _NewState(optimizer, states, forms, Whole(place.ranks))
         names = {name for target in new_state.targets for name in target.names}
         opened.tensors = {name: tensor for name, tensor in tensors.items() if name in names}
         matching = Matching(new_state.targets, strict=True, dtype="cast", holders=holders, conflicts={})
@@ -141,13 +155,18 @@ class _NewState:
     A tensor that the optimizer has already in the right shape and dtype is filled where it lies.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, matching: StateMatching) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, matching: StateMatching, forms: StateForms, whole: Whole
+    ) -> None:
+        """whole: the layout of what is whole on each rank."""
         self._optimizer = optimizer
         self._matching = matching
+        self._forms, self._whole = forms, whole
         self._state: dict[torch.Tensor, dict[str, Any]] = {}
         self.targets: list[Target] = []
         for parameter, entries in matching.entries:
-            if parameter.has_state:
+            is_whole = any(forms.is_whole(parameter, k) for k, e in entries.items() if isinstance(e, TensorEntry))
+            if parameter.has_state or is_whole:
                 self._state[parameter.parameter] = {
                     key: self._make_value(parameter, key, entry) for key, entry in entries.items()
                 }
@@ -190,19 +209,18 @@ class _NewState:
         for index, options in self._matching.options.items():
             group = self._optimizer.param_groups[index]
             for key, value in options.items():
-                if isinstance(before := group.get(key), torch.Tensor):
-                    # Such as a learning rate that other code refers to.
-                    before.fill_(value)
-                else:
-                    group[key] = value.item() if isinstance(value, torch.Tensor) else value
+                group[key] = _fill_option(group.get(key), value)
 
     def _make_value(self, parameter: OptimizerParameter, key: str, entry: TensorEntry | ScalarEntry) -> Any:
         tensor = parameter.parameter
         before = self._optimizer.state.get(tensor, {}).get(key)
         if isinstance(entry, TensorEntry):
-            if isinstance(before, torch.Tensor) and before.shape == tensor.shape and before.dtype == entry.dtype:
-                return before
-            device = private.read_local_tensor(before).device if isinstance(before, torch.Tensor) else parameter.home
+            is_whole = self._forms.is_whole(parameter, key)
+            if isinstance(before, torch.Tensor) and before.ndim:
+                return before if before.dtype == entry.dtype else torch.zeros_like(before, dtype=entry.dtype)
+            device = before.device if isinstance(before, torch.Tensor) else parameter.home
+            if is_whole:
+                return torch.zeros(entry.shape, dtype=entry.dtype, device=device)
             # Zeros, because nothing is loaded into the padding of a flat parameter.
             return torch.zeros_like(tensor, dtype=entry.dtype, device=device, requires_grad=False)
         is_number = isinstance(entry.value, numbers.Number)
@@ -225,14 +243,28 @@ class _NewState:
     def _make_target(self, parameter: OptimizerParameter, index: int, key: str, entry: TensorEntry) -> Target:
         part = parameter.parts[index]
         state = self._state.get(parameter.parameter, {}).get(key)
+        is_whole = self._forms.is_whole(parameter, key)
 
         def shard() -> torch.Tensor:
-            return torch.empty(0, dtype=entry.dtype, device="cpu") if state is None else part.view_part(state).detach()
+            if state is None:
+                return torch.empty(0, dtype=entry.dtype, device="cpu")
+            return (private.read_local_tensor(state) if is_whole else part.view_part(state)).detach()
 
         return Target(
             names=tuple(name_entry(key, name) for name in part.names),
             shape=part.shape,
             dtype=entry.dtype,
-            layout=part.layout,
+            layout=self._whole if is_whole else part.layout,
             shard=shard,
         )
+
+
+def _fill_option(before: Any, value: Any) -> Any:
+    """Fills a tensor, such as a learning rate that other code refers to, where it lies."""
+    match before:
+        case torch.Tensor():
+            return before.copy_(value) if isinstance(value, torch.Tensor) else before.fill_(value)
+        case tuple() | list() if type(value) in (tuple, list) and len(before) == len(value):
+            return type(before)(itertools.starmap(_fill_option, zip(before, value, strict=True)))
+        case _:
+            return value

@@ -77,11 +77,6 @@ class ModelPlace:
         return self.known_group or _make_group(self.ranks, _find_world())
 
 
-def list_ranks(contents: ModelContents) -> tuple[int, ...]:
-    """The ranks of the largest part of the model; empty if nothing is sharded."""
-    return max(_list_ranks_of_parts(contents), key=len, default=())
-
-
 def find_place(contents: ModelContents) -> ModelPlace:
     """Raises LoadError for a model that is not sharded, or whose ranks are not known."""
     if not contents.fsdp1_units and not list_meshes(contents):
@@ -90,8 +85,8 @@ def find_place(contents: ModelContents) -> ModelPlace:
         raise LoadError(contents.refusal)
     if not dist.is_initialized():
         raise LoadError("the model is sharded, and torch.distributed is not initialized, or not any more")
-    ranks = list_ranks(contents)
-    if others := [part for part in _list_ranks_of_parts(contents) if not set(part) <= set(ranks)]:
+    ranks = contents.ranks
+    if others := [part for part in contents.list_ranks_of_parts() if not set(part) <= set(ranks)]:
         raise LoadError(f"the model is on ranks {list(ranks)}, and a part of it on {list(others[0])}: load them apart")
     meshes = tuple(
         mesh for mesh in list_meshes(contents) if mesh.size() == len(ranks) and list_mesh_ranks(mesh)[0] == ranks[0]
@@ -200,17 +195,7 @@ def _find_partial(contents: ModelContents, ranks: tuple[int, ...], meshes: tuple
     }
     tensors = ((parameter.names[0], parameter.placed) for parameter in contents.parameters)
     names = [name for name, t in tensors if isinstance(t, DTensor) and not is_over_all[id(t.device_mesh)]]
-    return (*names, *(unit.flat_name for unit in contents.fsdp1_units if _list_ranks_of_unit(unit) != ranks))
-
-
-def _list_ranks_of_parts(contents: ModelContents) -> list[tuple[int, ...]]:
-    return [*map(list_mesh_ranks, list_meshes(contents)), *map(_list_ranks_of_unit, contents.fsdp1_units)]
-
-
-def _list_ranks_of_unit(unit: Fsdp1Unit) -> tuple[int, ...]:
-    if unit.replica_group is not None:
-        return tuple(range(dist.get_world_size()))
-    return tuple(dist.get_process_group_ranks(unit.group))
+    return (*names, *(unit.flat_name for unit in contents.fsdp1_units if unit.ranks != ranks))
 
 
 def _find_known_group(contents: ModelContents, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:

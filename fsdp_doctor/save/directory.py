@@ -2,18 +2,27 @@
 
 The folder lies in the same file system, is hidden, and nothing that loads models looks into it. A rank that takes part
 holds a lock on a file in it, which the system lets go of when the process ends, however it ends.
+
+While files get their names, whatever stops the save, one checkpoint is complete in one folder: the new one in the
+hidden folder until the former one is complete in another, beside it; that one until the new one is complete in the
+directory. A file in the hidden folder says what is under way; the next save moves back what one left that was killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import pathlib
 import re
 import shutil
 import uuid
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch.distributed as dist
 
 from fsdp_doctor.checkpoints.files import sync_directory
 from fsdp_doctor.checkpoints.marker import LOCK, MARKER, PARTIAL
@@ -23,39 +32,99 @@ from fsdp_doctor.text import join_some
 WEIGHTS = re.compile(r"fsdp-doctor\.json|.*\.safetensors|.*\.(safetensors|bin)\.index\.json|pytorch_model.*\.bin")
 
 
+# Lies among new files that are complete, while they get their names.
+_COMMIT = "rank-all.commit"
+# The end of the name of the folder with what was there before.
+_ASIDE = "-former"
+
+
 class SaveError(RuntimeError):
-    """Nothing was saved; the message says why, and on which rank. What was in the directory before is as it was."""
+    """Nothing was saved; the message says why, and on which rank. What was in the directory before is as it was, unless
+    the message says where it is.
+    """
 
 
 class SaveDirectory:
-    """One rank's view of it. ranks: that take part; the first prepares, and gives the files their names."""
+    """One rank's view of it.
 
-    def __init__(self, path: pathlib.Path, ranks: Sequence[int], rank: int) -> None:
+    ranks: that take part; the first prepares, and gives the files their names. store: of the job, in which the first
+    ranks of several models see one another; None where there is no process group.
+    """
+
+    def __init__(self, path: pathlib.Path, ranks: Sequence[int], rank: int, store: dist.Store | None) -> None:
         self.path, self.partial = path, path / f"{PARTIAL}-{uuid.uuid4().hex[:12]}"
-        self._ranks, self._rank = ranks, rank
+        self._ranks, self._rank, self._store = ranks, rank, store
+        self._record = ""
+        self._has_lock_file = False
         self._locks = contextlib.ExitStack()
         self._replaced: list[str] = []
+        self._superseded: list[_Commit] = []
+        # Ranks that may remove the new files: any, the first, none.
+        self._removed_by: Literal["any", "first", "none"] = "any"
 
     def prepare(self, replaced: re.Pattern[str], *, overwrite: bool) -> None:
         """Makes the hidden folder; on the first rank alone.
 
-        Raises SaveError for a directory in use, and for one that has what is to be saved already.
+        Raises SaveError for a directory in use, for one that has what is to be saved already, and for one in which
+        other ranks of this job have saved that.
 
-        Removes what a save left whose ranks were killed.
+        Removes what a save left whose ranks were killed, and moves back what one did that gave files their names. Its
+        new files, which are complete, are removed when those of this one have their names.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         if not self._lock(self.path / LOCK):
             raise SaveError(f"another save is writing to {self.path}: wait for it, or name another directory")
-        self._locks.callback((self.path / LOCK).unlink, missing_ok=True)
+        self._has_lock_file = True
+        self._locks.callback(self._remove_lock)
+        self._record = f"fsdp_doctor/saved/{self.path.resolve()}/{replaced.pattern}"
+        self._refuse_others_under_way()
+        left_over = sorted(self.path.glob(f"{PARTIAL}-*"))
+        broken_off = [_Commit.read(partial) for partial in left_over if (partial / _COMMIT).exists()]
+        for commit in broken_off:
+            try:
+                commit.break_off()
+            except OSError as error:
+                raise SaveError(
+                    f"what a save to {self.path} left cannot be moved back ({error}): {commit.describe()}"
+                ) from error
         there = sorted(filter(replaced.fullmatch, os.listdir(self.path)))
         if there and not overwrite:
             raise SaveError(
                 f"{self.path} has {join_some(there, 3)} already: name another directory, or say overwrite=True"
             )
+        if there:
+            self._refuse_files_of_others()
         self._replaced = there
-        for left in self.path.glob(f"{PARTIAL}-*"):
-            shutil.rmtree(left, ignore_errors=True)
+        for commit in broken_off:
+            # What is complete stays until something else is.
+            if commit.is_done or commit.replaces:
+                commit.finish()
+            else:
+                self._superseded.append(commit)
+        kept = {folder for commit in self._superseded for folder in (commit.partial, commit.aside)}
+        for partial in left_over:
+            if partial not in kept and not partial.name.endswith(_ASIDE):
+                shutil.rmtree(partial, ignore_errors=True)
         self.partial.mkdir()
+
+    def _refuse_others_under_way(self) -> None:
+        """Where the file system has no locks the job's store has one."""
+        if self._store is None:
+            return
+        key, own = f"{self._record}/under way", str(list(self._ranks))
+        if (ranks := self._store.compare_set(key, "", own).decode()) != own:
+            raise SaveError(f"ranks {ranks} of this job are saving to {self.path}: name a directory for each model")
+        self._locks.callback(self._store.delete_key, key)
+
+    def _refuse_files_of_others(self) -> None:
+        if self._store is None or not self._store.check([self._record]):
+            return
+        ranks, own = self._store.get(self._record).decode(), str(list(self._ranks))
+        if ranks != own:
+            raise SaveError(
+                f"ranks {ranks} of this job have saved to {self.path}, and these are ranks {own}: what another model, "
+                "or another stage of one, has saved would be lost. Name a directory for each, or remove the files first"
+            )
 
     def join(self, partial: str) -> None:
         """Joins the save, on each rank. partial: the name of the folder that the first rank made."""
@@ -65,7 +134,8 @@ class SaveDirectory:
                 f"rank {self._rank} does not see what rank {self._ranks[0]} made in {self.path}: save to a file system "
                 "that all ranks share"
             )
-        self._lock(self._get_lock(self._rank))
+        if self._rank != self._ranks[0]:
+            self._lock(self._get_lock(self._rank))
 
     def find_dead_rank(self) -> str:
         """A sentence about a rank whose process has ended; empty if all live, or the file system has no locks."""
@@ -73,7 +143,8 @@ class SaveDirectory:
             with contextlib.suppress(OSError), open(self._get_lock(rank), "rb") as file:
                 if rank != self._rank:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                    return f"the process of rank {rank} has ended in the middle of the save"
+                    where = _Commit.describe_in(self.partial)
+                    return f"the process of rank {rank} has ended in the middle of the save{where and f': {where}'}"
         return ""
 
     def allocate(self, name: str, nbytes: int, header: bytes = b"") -> None:
@@ -100,35 +171,61 @@ class SaveDirectory:
             file.flush()
             os.fsync(file.fileno())
 
+    def complete(self) -> None:
+        """Notes that all ranks have written all: from here on the first rank alone moves and removes files."""
+        self._removed_by = "first"
+
     def commit(self, files: Collection[str], last: Sequence[str]) -> None:
-        """Gives files their names; on the first rank alone. last: those without which nothing looks whole, in order."""
-        others = [path.name for path in self.partial.iterdir() if path.name not in (*files, *last)]
-        names = [*files, *(name for name in others if not name.startswith("rank-"))]
-        for name in self._replaced:
-            if name == MARKER or name.endswith(".index.json"):
-                (self.path / name).unlink()
-        sync_directory(self.path)
-        for name in self._replaced:
-            if name not in names:
-                (self.path / name).unlink(missing_ok=True)
-        for name in names:
-            (self.partial / name).rename(self.path / name)
-        for name in last:
-            sync_directory(self.path)
-            (self.partial / name).rename(self.path / name)
-        sync_directory(self.path)
-        self.close()
+        """Gives files their names; on the first rank alone. last: those without which nothing looks whole, in order.
+
+        Raises SaveError for an error of the file system; what was there before is moved back, or the message says where
+        it is. New files are not removed.
+        """
+        self._removed_by = "none"
+        commit = _Commit(self.path, self.partial, (), (*files, *last), bool(self._replaced), len(last))
+        try:
+            others = [name for name in os.listdir(self.partial) if name not in commit.new]
+            names = (*files, *(name for name in others if not name.startswith("rank-")), *last)
+            former = dict.fromkeys([*self._replaced, *(name for name in names if _is_there(self.path / name))])
+            commit = replace(commit, former=tuple(sorted(former, key=_get_order)), new=names)
+            self.add(f"{_COMMIT}.part", commit.to_json())
+            os.rename(self.partial / f"{_COMMIT}.part", self.partial / _COMMIT)
+            commit.run()
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                commit.break_off()
+            if isinstance(error, OSError):
+                raise SaveError(f"the new files did not get their names ({error}): {commit.describe()}") from error
+            raise
+        self._superseded.append(commit)
+        if self._store is not None:
+            self._store.set(self._record, str(list(self._ranks)))
+
+    def clear(self) -> None:
+        """Removes what was there before, when all ranks know that the new files have their names."""
+        for commit in self._superseded:
+            commit.finish()
+        self._remove_lock()
 
     def close(self) -> None:
         """Removes what has no name yet; other ranks may still be writing to it, and find all of it gone at once."""
-        gone = self.partial.with_name(f"{self.partial.name}-{self._rank}")
-        with contextlib.suppress(OSError):
-            self.partial.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+        if self._removed_by == "any" or (self._removed_by == "first" and self._rank == self._ranks[0]):
+            gone = self.partial.with_name(f"{self.partial.name}-{self._rank}")
+            with contextlib.suppress(OSError):
+                self.partial.rename(gone)
+                shutil.rmtree(gone, ignore_errors=True)
         self._locks.close()
 
+    def _remove_lock(self) -> None:
+        """Removes the lock's file, once, for another save may have made one since; a file that stays is free."""
+        if self._has_lock_file:
+            self._has_lock_file = False
+            with contextlib.suppress(OSError):
+                (self.path / LOCK).unlink()
+
     def _get_lock(self, rank: int) -> pathlib.Path:
-        return self.partial / f"rank-{rank}.lock"
+        """The first rank's is that of the directory, which it has until all know how the save has ended."""
+        return self.path / LOCK if rank == self._ranks[0] else self.partial / f"rank-{rank}.lock"
 
     def _lock(self, path: pathlib.Path) -> bool:
         """Whether this process has the lock now, or the file system has none."""
@@ -141,3 +238,120 @@ class SaveDirectory:
             return False
         except OSError:
             return True
+
+
+def _get_order(name: str) -> tuple[bool, str]:
+    """The order in which a former checkpoint is moved: first what makes the rest look whole."""
+    return name != MARKER and not name.endswith(".index.json"), name
+
+
+@dataclass(frozen=True)
+class _Commit:
+    """The moves by which new files get their names.
+
+    former: the names of what is there before, in the order in which it is moved into the folder ``aside``. new: in
+    order; the last ones, ``num_last``, when all names before them are on the disk. replaces: whether what is there
+    before is a checkpoint.
+    """
+
+    path: pathlib.Path
+    partial: pathlib.Path
+    former: tuple[str, ...]
+    new: tuple[str, ...]
+    replaces: bool
+    num_last: int = 0
+
+    def to_json(self) -> bytes:
+        return json.dumps({"former": self.former, "new": self.new, "replaces": self.replaces}).encode()
+
+    @classmethod
+    def read(cls, partial: pathlib.Path) -> _Commit:
+        """What a save left whose first rank was killed; raises SaveError where that cannot be read."""
+        try:
+            stated = json.loads((partial / _COMMIT).read_bytes())
+            former, new, replaces = tuple(stated["former"]), tuple(stated["new"]), bool(stated["replaces"])
+        except (OSError, ValueError, KeyError) as error:
+            raise SaveError(f"{partial} is what a save left, and cannot be read ({error}): move it away") from error
+        return cls(partial.parent, partial, former, new, replaces)
+
+    @classmethod
+    def describe_in(cls, partial: pathlib.Path) -> str:
+        """The sentence of ``describe``; empty where no file is getting its name."""
+        with contextlib.suppress(SaveError):
+            return cls.read(partial).describe() if (partial / _COMMIT).exists() else ""
+        return ""
+
+    @property
+    def aside(self) -> pathlib.Path:
+        return self.partial.with_name(f"{self.partial.name}{_ASIDE}")
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last of the new files has its name."""
+        return not _is_there(self.partial / self.new[-1])
+
+    def run(self) -> None:
+        sync_directory(self.partial)
+        if self.former:
+            os.mkdir(self.aside)
+        for name in self.former:
+            os.rename(self.path / name, self.aside / name)
+        if self.former:
+            sync_directory(self.aside)
+        sync_directory(self.path)
+        for index, name in enumerate(self.new):
+            if index >= len(self.new) - self.num_last:
+                sync_directory(self.path)
+            os.rename(self.partial / name, self.path / name)
+        sync_directory(self.path)
+
+    def break_off(self) -> None:
+        """Moves back what was moved, unless all was; as often as it is called."""
+        if self.is_done:
+            return
+        for name in reversed(self.new):
+            if not _is_there(self.partial / name):
+                os.rename(self.path / name, self.partial / name)
+        for name in reversed(self.former):
+            if _is_there(self.aside / name):
+                os.rename(self.aside / name, self.path / name)
+        with contextlib.suppress(OSError):
+            os.rmdir(self.aside)
+
+    def finish(self) -> None:
+        """Removes what was there before, or the new files where they were moved back."""
+        shutil.rmtree(self.aside, ignore_errors=True)
+        if not self.aside.exists():
+            shutil.rmtree(self.partial, ignore_errors=True)
+
+    def describe(self) -> str:
+        """A sentence about where each of the two is."""
+        try:
+            in_partial = [_is_there(self.partial / name) for name in self.new]
+            in_aside = [_is_there(self.aside / name) for name in self.former]
+        except OSError as error:
+            return f"the new checkpoint and the former one are in {self.path} and hidden folders of it ({error})"
+        if not in_partial[-1]:
+            new = f"the new checkpoint is complete in {self.path}"
+        elif all(in_partial):
+            new = f"the new checkpoint is complete in {self.partial}"
+        else:
+            new = f"the new checkpoint is partly in {self.path} and in {self.partial}"
+        if not self.replaces:
+            former = "there was none before"
+        elif not any(in_aside):
+            former = f"the former one is as it was in {self.path}"
+        elif all(in_aside):
+            former = f"the former one is complete in {self.aside}"
+        else:
+            former = f"the former one is partly in {self.path} and in {self.aside}"
+        return f"{new}, and {former}"
+
+
+def _is_there(path: pathlib.Path) -> bool:
+    """Whether there is a file, a folder or a link; unlike ``lexists`` it raises what a file system raises."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True

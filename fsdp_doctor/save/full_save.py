@@ -100,7 +100,9 @@ def save_full_tensors(
     All or nothing: the files lie in a hidden folder of the directory until the last byte of the last rank is on the
     disk, then they get their names, the index after them, and last ``fsdp-doctor.json``, the marker, with checksums of
     what each rank had in its memory; ``fsdp-doctor checkpoint verify`` compares the files with it. An error or the
-    death of a rank is an error on all, and leaves the directory as it was.
+    death of a rank is an error on all, and leaves the directory as it was. While files get their names, the former
+    checkpoint is in a second hidden folder; an error moves it back and leaves the new files, which are complete, in
+    theirs, and the message says where each is. After a death at that moment, the next save moves it back.
 
     Device memory: 16 MiB where shards on the device are cast; where adapters are merged, two buckets of 64 MiB, or one
     and the largest shard, and all adapters; a copy of a part of a tensor under a name of the Hub whose elements do not
@@ -112,12 +114,16 @@ def save_full_tensors(
     step: of training; stands in the marker.
     largest_file: bytes of one file; only a tensor that is larger gets a file of more. There are more files than that
         asks for where ranks that write to one file would wait for one another.
-    overwrite: weights that are in the directory are replaced once all new files are complete; other files stay.
+    overwrite: weights that are in the directory are replaced once all new files are complete, and removed when those
+        have their names; other files stay. Refused where other ranks of this job (a critic, a pipeline stage) have
+        saved there, since the process group was made, and the files are still there. Two models on the same ranks, and
+        other jobs, are not told apart from one model that is saved again: a directory for each is the caller's.
 
-    Raises SaveError on every rank for a directory that has weights, is in use by another save, is not the same one for
-    all ranks, or has no room, which is found before anything is written; for what safetensors cannot have; and where
-    another rank fails, which it names. OSError on the rank that gets one. Warns BuffersDiffer at each save in which
-    buffers differ between the ranks. Else as :func:`full_tensors`.
+    Raises SaveError on every rank for a directory that has weights, or those of other ranks of the job, is in use by
+    another save, is not the same one for all ranks, or has no room, which is found before anything is written; for what
+    safetensors cannot have; where files do not get their names; and where another rank fails, which it names. OSError
+    on the rank that gets one before that. Warns BuffersDiffer at each save in which buffers differ between the ranks.
+    Else as :func:`full_tensors`.
     """
     path = pathlib.Path(directory)
     with announce_early_errors(model):
@@ -149,6 +155,7 @@ def save_full_tensors(
             writer.finish()
         leave_sums(saving, place.rank, writer)
         agreement.proceed()
+        saving.complete()
         if place.is_first:
             marker = _make_marker(saving, plan, place.ranks, step)
             _write_config(model, plan, saving.partial)
@@ -158,6 +165,9 @@ def save_full_tensors(
                 last = [_INDEX, MARKER]
             saving.add(MARKER, marker.to_json())
             saving.commit([file.name for file in plan.files], last)
+        agreement.proceed()
+        if place.is_first:
+            saving.clear()
         agreement.proceed()
         num_bytes = sum(file.nbytes for file in plan.files)
         files = tuple(file.name for file in plan.files)

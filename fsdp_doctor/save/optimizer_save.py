@@ -1,6 +1,7 @@
 """``save_optimizer_state``: a file of torch.save with full tensors, into which each rank writes its own rows.
 
-1. each rank says what state it has; the first makes the file of all that, without a byte of a tensor, and gives it room
+1. each rank says what state it has; the first compares that, makes the file of all, without a byte of a tensor, and
+   gives it room
 2. every rank reads from the file where each tensor lies, and writes its rows there
 3. the first writes the checksums where torch has left them out, and gives the file its name
 """
@@ -10,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import pickle
 import re
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,20 +29,30 @@ from fsdp_doctor.extract.agreement import ComparedPlan
 from fsdp_doctor.extract.local import ShardPlace
 from fsdp_doctor.extract.rank_groups import describe_conflicts
 from fsdp_doctor.extract.streams import wait_for_device
-from fsdp_doctor.fsdp import reader
+from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.fsdp.decorators import disable_autograd
 from fsdp_doctor.fsdp.expert_groups import Experts, list_expert_meshes, place_experts
 from fsdp_doctor.fsdp.shards import compute_row_major_strides
 from fsdp_doctor.load.agreement import announce_early_errors
 from fsdp_doctor.load.layouts import InFlatParameter, Whole
-from fsdp_doctor.load.optimizer_matching import OptimizerParameter, ParameterPart, list_parameters
+from fsdp_doctor.load.optimizer_matching import OptimizerParameter, ParameterPart, StateForm, list_parameters
 from fsdp_doctor.load.outcome import LoadError
 from fsdp_doctor.load.targets import compare_groups, find_place
 from fsdp_doctor.save.directory import SaveDirectory, SaveError
+from fsdp_doctor.save.optimizer_outline import (
+    REMEDY,
+    SavedEntries,
+    SavedEntry,
+    list_values,
+    make_outline,
+    merge_outlines,
+    read_options,
+)
 from fsdp_doctor.save.ranks import RankPlace, collect_sums, leave_sums, open_save
 from fsdp_doctor.save.writing import TensorInFile, Turn, Writer
 
 _FILE = "optimizer.pt"
+_MERGED = "rank-all.outline"
 _CENTRAL, _DESCRIPTOR = b"PK\x01\x02", b"PK\x07\x08"
 _CENTRAL_BYTES = 46
 
@@ -64,11 +76,17 @@ def save_optimizer_state(
     for torch's ``set_optimizer_state_dict``. The checksums in it are those of what the ranks had in memory, and
     ``fsdp-doctor checkpoint verify`` compares them.
 
-    model, optimizer, experts: as of :func:`load_optimizer_state`. Tensors keep their dtypes.
-    overwrite: an ``optimizer.pt`` that is there is replaced.
+    Whose a tensor is follows from its shape, and is compared between the ranks before any is written: this rank's
+    shard; the whole tensor, the same on each rank that has it, which is saved once; or a single value, which all have
+    alike. Options of the param groups that are tensors, such as a learning rate or betas, are saved as numbers.
 
-    Raises SaveError as :func:`save_full_tensors`; also for a model that is not sharded, and for an optimizer of
-    parameters that are not the model's.
+    model, optimizer, experts: as of :func:`load_optimizer_state`; any optimizer. Tensors keep their dtypes.
+    overwrite: an ``optimizer.pt`` that is there is replaced, unless other ranks of this job have saved it, as of
+        :func:`save_full_tensors`.
+
+    Raises SaveError as :func:`save_full_tensors`; also for a model that is not sharded, for an optimizer of parameters
+    that are not the model's, for ranks whose state differs in more than its shards, and, by its name, for state that is
+    none of these: factored moments, 8-bit codes and their scales, lists, what belongs to no parameter.
     """
     path = pathlib.Path(directory)
     with announce_early_errors(model):
@@ -92,16 +110,27 @@ def save_optimizer_state(
         agreement.proceed()
         if comparison.conflicts:
             raise SaveError(describe_conflicts(comparison.conflicts))
+        wait_for_device(model_place.device)
+        try:
+            options = read_options(optimizer)
+            outline = make_outline(optimizer, parameters, is_alone=len(place.ranks) == 1)
+        except LoadError as error:
+            raise SaveError(f"{error}; {REMEDY}") from None
+        agreement.proceed()
         if place.is_first:
             saving.prepare(re.compile(re.escape(_FILE)), overwrite=overwrite)
         saving.join(agreement.proceed(saving.partial.name))
-        torch.save(_outline(optimizer, parameters), saving.partial / f"rank-{place.rank}.outline")
+        saving.add(f"rank-{place.rank}.outline", pickle.dumps(outline))
         agreement.proceed()
         agreement.watch = saving.find_dead_rank
         if place.is_first:
-            _make_file(saving, optimizer, parameters, place)
+            # Of ranks of this process group.
+            outlines = {r: pickle.loads((saving.partial / f"rank-{r}.outline").read_bytes()) for r in place.ranks}
+            merged = merge_outlines(outlines)
+            _make_file(saving, merged, options, parameters)
+            saving.add(_MERGED, pickle.dumps(merged))
         agreement.proceed()
-        wait_for_device(model_place.device)
+        entries: SavedEntries = pickle.loads((saving.partial / _MERGED).read_bytes())
         file = saving.partial / _FILE
         with OpenFile(file) as opened:
             found = {tensor.path: tensor for tensor in find_tensors(_FILE, read_torch_file(opened), None).tensors}
@@ -110,91 +139,73 @@ def save_optimizer_state(
             for path, tensor in found.items()
         }
         with contextlib.closing(Writer([file], model_place.device)) as writer:
-            for part, key, value in _list_values(optimizer, parameters):
-                if (target := targets.get(("state", part.names[0], key))) is not None:
-                    writer.write(target, *_find_place(part, value, target.shape, place))
+            for part, key, value in list_values(optimizer, parameters):
+                entry = entries[part.names[0]][key]
+                if isinstance(value, torch.Tensor):
+                    target = targets["state", part.names[0], key]
+                    writer.write(target, *_find_place(part, value, entry, place))
             writer.finish()
         leave_sums(saving, place.rank, writer)
         agreement.proceed()
+        saving.complete()
         if place.is_first:
             num_bytes = {target.name: target.nbytes for target in targets.values()}
             sums = collect_sums(saving, place.ranks, num_bytes)
             _write_checksums(file, {t.begin: sums[t.name] for t in targets.values() if t.nbytes})
             saving.commit([_FILE], [])
         agreement.proceed()
-
-
-def _list_values(
-    optimizer: torch.optim.Optimizer, parameters: list[OptimizerParameter]
-) -> Iterator[tuple[ParameterPart, str, Any]]:
-    """(parameter, key, this rank's part or the single value) of all that this rank has."""
-    for parameter in parameters:
-        for key, value in optimizer.state.get(parameter.parameter, {}).items():
-            for part in parameter.parts:
-                is_divided = isinstance(value, torch.Tensor) and value.ndim
-                yield part, key, part.view_part(value) if is_divided else value
-
-
-def _outline(optimizer: torch.optim.Optimizer, parameters: list[OptimizerParameter]) -> dict[str, dict[str, Any]]:
-    """Describes this rank's state by parameter and key: the dtype of a tensor like the parameter, or the value."""
-    outline: dict[str, dict[str, Any]] = {}
-    for part, key, value in _list_values(optimizer, parameters):
-        single = value.cpu() if isinstance(value, torch.Tensor) and not value.ndim else value
-        outline.setdefault(part.names[0], {})[key] = value.dtype if getattr(value, "ndim", 0) else single
-    return outline
+        if place.is_first:
+            saving.clear()
+        agreement.proceed()
 
 
 def _make_file(
-    saving: SaveDirectory, optimizer: torch.optim.Optimizer, parameters: list[OptimizerParameter], place: RankPlace
+    saving: SaveDirectory,
+    entries: SavedEntries,
+    options: Sequence[Mapping[str, Any]],
+    parameters: Sequence[OptimizerParameter],
 ) -> None:
-    outline: dict[str, dict[str, Any]] = {}
-    for rank in place.ranks:
-        # FSDP1's optimizer has no state of a parameter of which the rank has nothing.
-        of_rank = torch.load(saving.partial / f"rank-{rank}.outline", weights_only=True)
-        for name, entries in of_rank.items():
-            outline.setdefault(name, entries)
     shapes = {part.names[0]: part.shape for parameter in parameters for part in parameter.parts}
+
+    def make_value(name: str, entry: SavedEntry) -> Any:
+        if entry.form is StateForm.SINGLE:
+            return entry.value
+        return torch.empty(shapes[name], dtype=entry.dtype, device="cpu")
+
     state = {
-        name: {
-            key: torch.empty(shapes[name], dtype=entry, device="cpu") if isinstance(entry, torch.dtype) else entry
-            for key, entry in outline[name].items()
-        }
+        name: {key: make_value(name, entry) for key, entry in entries[name].items()}
         for name in shapes
-        if name in outline
+        if name in entries
     }
-    groups: list[dict[str, Any]] = [
-        {
-            "params": [p.names[0] for parameter in parameters if parameter.group == number for p in parameter.parts],
-            **{key: _to_number(value) for key, value in group.items() if key != "params"},
-        }
-        for number, group in enumerate(optimizer.param_groups)
+    groups = [
+        {"params": [p.names[0] for each in parameters if each.group == number for p in each.parts], **group}
+        for number, group in enumerate(options)
     ]
     with torch.serialization.skip_data():
         torch.save({"state": state, "param_groups": groups}, saving.partial / _FILE)
     saving.allocate(_FILE, (saving.partial / _FILE).stat().st_size)
 
 
-def _to_number(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else value
-
-
 def _find_place(
-    part: ParameterPart, value: torch.Tensor, shape: tuple[int, ...], place: RankPlace
+    part: ParameterPart, value: torch.Tensor, entry: SavedEntry, place: RankPlace
 ) -> tuple[torch.Tensor, ShardPlace, Turn]:
     """(this rank's elements, where they are in the whole, and whether this rank or another one writes them)."""
-    if not value.ndim:
-        return value, ShardPlace(numel=1, offset=0, stride=()), Turn(place.index, 1)
-    layout, of_rank = part.layout, part.layout.compute_part(part.shape, place.rank)
+    if entry.form is not StateForm.SHARD:
+        local = private.read_local_tensor(value)
+        whole = ShardPlace(numel=local.numel(), offset=0, stride=compute_row_major_strides(local.shape))
+        return local, whole, Turn(int(entry.writer != place.rank), 1)
+    local, layout, of_rank = part.view_part(value), part.layout, part.layout.compute_part(part.shape, place.rank)
     if isinstance(layout, InFlatParameter):
         ((run,),) = of_rank.runs
         in_flat = ShardPlace(numel=len(run), offset=run.start, stride=layout.stride)
         # Of replicas the first one writes.
-        return value, in_flat, Turn(max((dist.get_rank(each.group) for each in layout.replicas), default=0), 1)
-    in_blocks = ShardPlace(numel=value.numel(), offset=None, stride=compute_row_major_strides(shape), part=of_rank)
+        return local, in_flat, Turn(max((dist.get_rank(each.group) for each in layout.replicas), default=0), 1)
+    stride = compute_row_major_strides(part.shape)
+    in_blocks = ShardPlace(numel=local.numel(), offset=None, stride=stride, part=of_rank)
     if isinstance(layout, Whole):
-        return value, in_blocks, Turn(place.index, 1)
+        return local, in_blocks, Turn(place.index, 1)
     alike = [rank for rank in place.ranks if layout.compute_part(part.shape, rank) == of_rank]
-    return value, in_blocks, Turn(alike.index(place.rank), len(alike))
+    return local, in_blocks, Turn(alike.index(place.rank), len(alike))
 
 
 def _write_checksums(path: pathlib.Path, sums: Mapping[int, int]) -> None:

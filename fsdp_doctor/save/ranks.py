@@ -14,11 +14,12 @@ from torch.distributed.tensor import Placement, Replicate
 from typing_extensions import assert_never
 
 from fsdp_doctor.checkpoints.sums import LinearCrc, finish_crc
-from fsdp_doctor.extract.agreement import Agreement, PlanMismatch, RankLeft
+from fsdp_doctor.extract.agreement import Agreement, PlanMismatch, RankLeft, connect
 from fsdp_doctor.extract.sources import FlatUnit, Placed, Plain, Rows, Source, list_specs
+from fsdp_doctor.fsdp import private
 from fsdp_doctor.fsdp.expert_groups import extend_mesh
 from fsdp_doctor.fsdp.reader import ModelContents
-from fsdp_doctor.load.targets import list_meshes, list_ranks
+from fsdp_doctor.load.targets import list_meshes
 from fsdp_doctor.save.directory import SaveDirectory, SaveError
 from fsdp_doctor.save.writing import Turn, Writer
 
@@ -29,9 +30,10 @@ def open_save(path: pathlib.Path, place: RankPlace) -> Iterator[tuple[Agreement,
     rank fails.
     """
     agreement = Agreement(place.ranks, "save", speaker=place.ranks[0])
+    store = connect(private.find_default_store()) if dist.is_initialized() else None
     try:
         with (
-            contextlib.closing(SaveDirectory(path, place.ranks, place.rank)) as saving,
+            contextlib.closing(SaveDirectory(path, place.ranks, place.rank, store)) as saving,
             agreement.announce_leaving(),
         ):
             try:
@@ -58,7 +60,7 @@ class RankPlace:
     def find(cls, contents: ModelContents) -> RankPlace:
         if not dist.is_initialized():
             return cls(contents, (0,), 0)
-        return cls(contents, list_ranks(contents) or tuple(range(dist.get_world_size())), dist.get_rank())
+        return cls(contents, contents.ranks or tuple(range(dist.get_world_size())), dist.get_rank())
 
     @property
     def index(self) -> int:

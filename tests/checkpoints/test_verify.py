@@ -122,10 +122,12 @@ def link_to_blobs(directory: pathlib.Path) -> None:
 
 def save_sparse_moments(directory: pathlib.Path) -> None:
     """And a counter of a trainer's own, which is no step of a parameter."""
-    moment = torch.randn(4096, 48)
-    moment[100:3000] = 0
-    state = {"state": {0: {"exp_avg": moment, "step": torch.tensor(2.0)}}, "param_groups": [{"params": [0]}]}
-    torch.save({"optimizer": state, "trainer_state": {"step": 7}}, directory / "last.pt")
+    embed = torch.nn.Embedding(4096, 48)
+    optimizer = torch.optim.AdamW(embed.parameters())
+    for _ in range(2):
+        embed(torch.cat([torch.arange(100), torch.arange(3000, 4096)])).square().sum().backward()
+        optimizer.step()
+    torch.save({"optimizer": optimizer.state_dict(), "trainer_state": {"step": 7}}, directory / "last.pt")
 
 
 def save_two_layers(directory: pathlib.Path) -> None:

@@ -32,8 +32,9 @@ from support.loading import (
     other_tensors,
     reusing,
 )
-from support.ranks import Setting, device_type, of_all_ranks, on_ranks, this_device, this_rank
+from support.ranks import Setting, device_type, on_ranks, this_device, this_rank
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -277,23 +278,19 @@ def test_rank_0_fills_what_tensor_parallelism_does_not_divide_on_every_rank() ->
 
 @on_ranks(Setting("cpu", 4))
 def test_rank_0_fills_the_optimizer_of_what_tensor_parallelism_does_not_divide() -> None:
-    model = _mixed()
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    names = dict(model.named_parameters())
-    entries = {
-        name: {
-            "step": torch.tensor(5.0),
-            **{key: torch.randn(parameter.shape) for key in ("exp_avg", "exp_avg_sq")},
-        }
-        for name, parameter in names.items()
-    }
-    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    state = of_all_ranks({"state": entries, "param_groups": [{**options, "params": list(names)}]})[0]
+    trained = []
+    for tokens in (torch.arange(10), torch.arange(5, 20)):
+        model = _mixed()
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        for _ in range(2):
+            model(tokens).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append((model, optimizer))
+    state = get_optimizer_state_dict(*trained[0], options=StateDictOptions(full_state_dict=True))
+    model, optimizer = trained[1]
     load_optimizer_state(model, optimizer, on_first(state))
-    for name, parameter in names.items():
+    for name, parameter in model.named_parameters():
         for key in ("exp_avg", "exp_avg_sq"):
             wanted = _own_part(state["state"][name][key], parameter.device_mesh.mesh, parameter.placements)
             assert torch.equal(local_of(optimizer.state[parameter][key]), wanted), (name, key)

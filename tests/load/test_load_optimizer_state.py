@@ -11,12 +11,14 @@ import pytest
 import torch
 from support.extraction import all_trainable, fsdp1, fsdp2, mesh_over, new_net, on_the_device, raises_soon
 from support.loading import BUCKET_BYTES, everywhere, local_of, on_first, on_four
+from support.optimizers import Gathering, Local
 from support.ranks import Setting, device_type, on_ranks, this_device, this_rank
+from support.saving import new_directory
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 
-from fsdp_doctor import LoadError, full_state_dict, load_full_tensors, load_optimizer_state
+from fsdp_doctor import LoadError, full_state_dict, load_full_tensors, load_optimizer_state, save_optimizer_state
 
 _FULL = StateDictOptions(full_state_dict=True)
 _DIMS = {"empty": False}
@@ -307,6 +309,46 @@ def test_an_optimizer_that_counts_in_numbers_goes_on_with_numbers() -> None:
         step(other, used, 9)
         load_optimizer_state(other, used, on_first(state))
         assert_same_state(used, optimizer)
+
+
+@everywhere
+def test_an_optimizer_that_keeps_its_state_in_another_way_goes_on_or_is_asked_how() -> None:
+    for kind, whole in ((Gathering, ("momentum",)), (Local, ())):
+        model = _sharded2()
+        optimizer = kind(p for p in model.parameters() if p.requires_grad)
+        for seed in range(2):
+            step(model, optimizer, seed)
+        weights = full_state_dict(model, ranks="all")
+        with new_directory() as directory:
+            save_optimizer_state(model, optimizer, directory)
+            state = torch.load(directory / "optimizer.pt", weights_only=True)
+        for source, used in itertools.product((on_first, _whole), (False, True)):
+            other = _sharded2()
+            one = kind(p for p in other.parameters() if p.requires_grad)
+            if used:
+                step(other, one, 9)
+            else:
+                with raises_soon(LoadError, "momentum", "whole=", "written nothing"):
+                    load_optimizer_state(other, one, source(state))
+            load_full_tensors(other, source(weights))
+            if used or whole:
+                load_optimizer_state(other, one, source(state), whole=None if used else whole)
+                assert_same_state(one, optimizer)
+                assert step(other, one, 5) == step(model, optimizer, 5)
+                assert_same_state(one, optimizer)
+                load_full_tensors(model, weights)
+                load_optimizer_state(model, optimizer, state)
+
+
+@everywhere
+def test_ranks_that_keep_a_tensor_in_different_ways_are_refused() -> None:
+    model = _sharded2()
+    optimizer = Gathering((p for p in model.parameters() if p.requires_grad), owners=True)
+    step(model, optimizer, 0)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    full = {name: {"momentum": torch.zeros(dict(model.named_parameters())[name].shape)} for name in names}
+    with raises_soon(LoadError, "the ranks do not load the same", "whole on each rank", "written nothing"):
+        load_optimizer_state(model, optimizer, {"state": full, "param_groups": [{"lr": 0.1, "params": names}]})
 
 
 @everywhere

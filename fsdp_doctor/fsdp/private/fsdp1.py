@@ -149,6 +149,19 @@ class Fsdp1Unit:
         return getattr(self.module, "_inter_node_pg", None)
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """All that have a part of it, or a copy of one: of the mesh that it was given, else of its groups.
+
+        ``FullyShardedDataParallel._device_mesh``. Without one, each rank's two groups are a row and a column of a grid.
+        """
+        if self.replica_group is None:
+            return tuple(dist.get_process_group_ranks(self.group))
+        if (mesh := getattr(self.module, "_device_mesh", None)) is not None:
+            return tuple(mesh.mesh.flatten().tolist())
+        row, column = map(dist.get_process_group_ranks, (self.group, self.replica_group))
+        return tuple(sorted({rank + other - dist.get_rank() for rank in row for other in column}))
+
+    @property
     def switches(self) -> GradientSwitches:
         """``FullyShardedDataParallel._sync_gradients``, which ``no_sync()`` switches off until it ends."""
         return GradientSwitches(synchronizes=get(self.module, "_sync_gradients"))
