@@ -17,14 +17,16 @@ from torch import nn
 from fsdp_doctor.case import reference, training_state, yielded
 from fsdp_doctor.case.findings import join_first_names
 from fsdp_doctor.case.lora_reference import compute_merged_weights, compute_rank_parts
+from fsdp_doctor.case.next_steps import NextSteps
 from fsdp_doctor.case.recorder import Recorder
 from fsdp_doctor.case.reference import Reference
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Trainer, compute_dtype
+from fsdp_doctor.case.training_state import train_one_step
 from fsdp_doctor.case.yielded import ExpectedYield, Verifier, YieldedEntry
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.matrix.cases import Scenario
-from fsdp_doctor.matrix.methods import MatrixMethod
+from fsdp_doctor.matrix.methods import MatrixMethod, is_user_method
 from fsdp_doctor.memory.stage_watch import StageWatch, Unwatched
 from fsdp_doctor.report.layout import format_count
 from fsdp_doctor.verdict.records import ProblemKind
@@ -195,11 +197,14 @@ class ExtractionSteps:
 
     state: Any = None
 
-    def __init__(self, scenario: Scenario, method: MatrixMethod, runtime: Runtime, recorder: Recorder) -> None:
+    def __init__(
+        self, scenario: Scenario, method: MatrixMethod, runtime: Runtime, recorder: Recorder, next_steps: NextSteps
+    ) -> None:
         self._scenario = scenario
         self._method = method
         self._runtime = runtime
         self._recorder = recorder
+        self._next_steps = next_steps
         self._expected: ExpectedYield | None = None
         self.buffers: dict[str, torch.Tensor] = {}
 
@@ -226,6 +231,18 @@ class ExtractionSteps:
         fresh.
         """
         return self._scenario.phase.is_trained
+
+    def look_ahead(self, trainer: Trainer) -> None:
+        """Rehearses the steps that follow the calls of the method, before the first. A case whose memory is measured
+        has no rehearsal.
+        """
+        if self._recorder.record.call == 1 and not self._runtime.with_ledgers:
+            self._next_steps.rehearse(trainer, 2 if self._calls_again else 1)
+
+    def take_back(self, trainer: Trainer) -> None:
+        """Takes the trainer back to where the case found it."""
+        if not self._runtime.with_ledgers:
+            self._next_steps.take_back(trainer)
 
     def take_reference(self, trainer: Trainer) -> None:
         self._recorder.enter("reference")
@@ -277,13 +294,25 @@ class ExtractionSteps:
         self._check.check_weights("the next training step would start from other weights")
 
     def train_step(self, trainer: Trainer) -> None:
-        trainer.step()
-        self._runtime.synchronize()
+        self._unsharded = train_one_step(trainer)
 
     def check_trained(self, trainer: Trainer) -> None:
         shards = (*self.truth.flat.values(), *self.truth.local.values())
         if any(shard.numel() for shard in shards) and not training_state.find_lost_weights(trainer.model, self.truth):
             self._recorder.note("poisoned", "the next training step changes no weight")
+        if self._runtime.with_ledgers:
+            return
+        outcome = training_state.digest_step(trainer, self._unsharded)
+        if different := training_state.find_differences(outcome, self._next_steps.find_outcome(trainer)):
+            what = "the next training step ends otherwise than that of a run without the extraction"
+            if not any(problem.kind == "poisoned" for problem in self._recorder.record.problems):
+                # It may be something in the process: a function that was replaced, a hook of all modules.
+                self._recorder.add(retire="what changes a training step")
+            self._recorder.note("poisoned", f"{what}: {join_first_names(different)}")
+
+    @property
+    def _calls_again(self) -> bool:
+        return self._scenario.phase.is_trained and is_user_method(self._method.name)
 
 
 class _Timed:

@@ -6,7 +6,7 @@ the method under test; the manual offload again; load; the next training step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,12 +106,16 @@ class Trainer:
         """Goes on with the batches of the run whose :meth:`data_position` this is."""
         self._generator.set_state(position)
 
-    def step(self) -> None:
-        """Forward, backward, AdamW: parameters and optimizer state must be loaded."""
+    def step(self, after_forward: Callable[[], object] = lambda: None) -> None:
+        """Forward, backward, AdamW: parameters and optimizer state must be loaded.
+
+        after_forward: called between forward and backward.
+        """
         size = (self.runtime.training.batch, self.runtime.training.sequence)
         tokens = torch.randint(self._tokens.start, self._tokens.stop, size, generator=self._generator)
         tokens = tokens.to(self.runtime.device)
         loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        after_forward()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
