@@ -182,7 +182,7 @@ class _Setting:
             return _UNREADABLE
 
     def is_changed(self, before: Any) -> bool:
-        """Whether it is not what :meth:`read_value` returned before."""
+        """Returns whether the value differs from ``before``, which :meth:`read_value` returned."""
         now = self.read_value()
         return before is not _UNREADABLE and (now is _UNREADABLE or not self.same(now, before))
 

@@ -92,7 +92,7 @@ class YieldedEntry:
 
 
 def read(name: str, value: Any) -> YieldedEntry:
-    """Reads one entry. Its data is on the host once the device has been waited for. An exception that the read raises
+    """Reads one entry, whose data is on the host once the device has been waited for. An exception that the read raises
     counts as one of the method.
     """
     if isinstance(value, LocalShard):
@@ -164,7 +164,7 @@ def _read_sharded_tensor(name: str, value: Any) -> YieldedEntry:
 
 
 def _is_freed(tensor: torch.Tensor) -> bool:
-    """Whether its storage was resized to nothing, as FSDP frees what it has unsharded."""
+    """Returns whether the tensor's storage was resized to nothing, as FSDP frees what it has unsharded."""
     return bool(tensor.numel()) and not tensor.is_meta and not tensor.untyped_storage().nbytes()
 
 

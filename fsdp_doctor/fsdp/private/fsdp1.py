@@ -150,7 +150,7 @@ class Fsdp1Unit:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether the parameters are there unsharded: ``FlatParamHandle.needs_unshard``."""
+        """True while the unit has its parameters unsharded: ``FlatParamHandle.needs_unshard``."""
         return self.is_sharded and self.is_initialized and not get(self._handle, "needs_unshard")()
 
     def reshard(self) -> None:
