@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import pytest
 from program import Run, probe, user_paths
 
@@ -99,7 +101,7 @@ def test_nothing_left_behind_reaches_the_next_case(planted: Run) -> None:
     assert planted.left == []
 
 
-def test_the_next_step_is_compared_in_every_kind_of_scenario(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_next_step_is_compared_in_every_kind_of_scenario(tmp_path: pathlib.Path) -> None:
     scenarios = (
         "--strategy",
         "fsdp2,fsdp1,fsdp1-orig",
@@ -109,9 +111,15 @@ def test_the_next_step_is_compared_in_every_kind_of_scenario(tmp_path_factory: p
         "trained,fresh",
     )
     paths = user_paths(*(f"next_step:{name}" for name in _EVERYWHERE))
-    run = probe(
-        tmp_path_factory.mktemp("everywhere"), *scenarios, *paths, "-k", "next_step and not staged", device="emulated"
-    )
+    run = probe(tmp_path, *scenarios, *paths, "-k", "next_step and not staged", device="emulated")
     assert run.report is not None, run.stderr
     found = {result.id: result.verdict.kind for result in run.report.results}
     assert found == {case: "ok" if case.endswith("honest") else "poisoned" for case in found}
+
+
+def test_a_hook_of_a_gradient_counts_where_fsdp_calls_it(tmp_path: pathlib.Path) -> None:
+    """FSDP2 writes the gradient of a shard without autograd, so a hook of the shard never runs."""
+    scenarios = ("--strategy", "fsdp2,fsdp1", "--offload", "none", "--staging", "unstaged")
+    run = probe(tmp_path, *scenarios, *user_paths("next_step:doubles_a_gradient"), "-k", "next_step", device="emulated")
+    assert run.kind("fsdp2/none/unstaged/faults.next_step:doubles_a_gradient") == "ok"
+    assert run.kind("fsdp1/none/unstaged/faults.next_step:doubles_a_gradient") == "poisoned"
