@@ -22,6 +22,7 @@ from fsdp_doctor.case.methods.lookup import (
     load_user_method,
     run_in_context,
 )
+from fsdp_doctor.case.next_steps import NextSteps
 from fsdp_doctor.case.recorder import Recorder, RecordSink, SharedOutcome
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.sharding import find_experts_mesh
@@ -56,6 +57,7 @@ class CaseRun:
         runtime: Runtime,
         side_effects: SideEffects,
         saved: checkpoints.SavedCheckpoints,
+        next_steps: NextSteps,
         report: RecordSink,
     ) -> None:
         self._scenario = case.scenario
@@ -68,7 +70,7 @@ class CaseRun:
         self._steps: ExtractionSteps | LoadingSteps
         match method.direction:
             case "out":
-                self._steps = ExtractionSteps(case.scenario, method, runtime, self._recorder)
+                self._steps = ExtractionSteps(case.scenario, method, runtime, self._recorder, next_steps)
             case "in":
                 self._steps = LoadingSteps(case.scenario, method, runtime, self._recorder, saved)
             case _:
@@ -91,6 +93,8 @@ class CaseRun:
             self._recorder.add(call=2)
             trainer = self._run_cycle(trainer)
             self._recorder.add(seconds=first.seconds, peak_extra_bytes=first.peak_extra_bytes)
+        if trainer is not None:
+            self.take_back(trainer)
         if self._runtime.with_ledgers and trainer is None and not self.record.retire:
             # torch lets go of all of an FSDP1 model but its parameters: they would be in the next one's ledgers.
             self._recorder.add(retire="a model that would be counted with the next")
@@ -104,6 +108,8 @@ class CaseRun:
         if trainer is not None:
             self._side_effects.look_before()
             self.exercise(trainer, self._call_method, owned=True)
+            if self.direction == "out" and (changed := self._side_effects.list_changed()):
+                self._recorder.note("poisoned", f"the extraction changed settings of the process: {', '.join(changed)}")
         reusable = self.go_on(trainer)
         self._recorder.clean_up(self._side_effects)
         return reusable
@@ -119,6 +125,7 @@ class CaseRun:
                 raise Unsupported(reason)
             prepare_consumer(scenario.consumer)
             trainer = kept or self._build()
+            self._steps.look_ahead(trainer)
             self._steps.take_reference(trainer)
             trainer.interrupt_step()
             recorder.enter("offload")
@@ -131,9 +138,7 @@ class CaseRun:
             self._steps.note_state(trainer)
             recorder.enter("fingerprint")
             runtime = self._runtime
-            built_scenario.check(
-                trainer.model, trainer.optimizer, scenario, device=runtime.device.type, ranks=runtime.world_size
-            )
+            self._check_as_named(trainer)
             self.given = MethodArguments(
                 model=trainer.model,
                 device=runtime.device,
@@ -146,6 +151,21 @@ class CaseRun:
             )
             return trainer
         return None
+
+    def _check_as_named(self, trainer: Trainer) -> None:
+        """Raises NotAsNamed if the model was built otherwise than the id of its scenario says.
+
+        Before a second call, it was the first that has changed the model.
+        """
+        runtime = self._runtime
+        try:
+            built_scenario.check(
+                trainer.model, trainer.optimizer, self._scenario, device=runtime.device.type, ranks=runtime.world_size
+            )
+        except built_scenario.NotAsNamed as difference:
+            if self.record.call == 1:
+                raise
+            self._recorder.note("poisoned", str(difference))
 
     def train_and_prepare(self, trainer: Trainer) -> Trainer | None:
         """Trains a prepared model a step and prepares it again, with its new weights as the reference."""
@@ -160,6 +180,11 @@ class CaseRun:
         """Prepares the model, which has trained on, for another call of the same method; None where that failed."""
         self._recorder.add(call=2)
         return self.prepare(trainer)
+
+    def take_back(self, trainer: Trainer) -> None:
+        """Takes a trainer that the next case may use back to where this one found it."""
+        with self._recorder.record_exceptions():
+            self._steps.take_back(trainer)
 
     def exercise(self, trainer: Trainer, call: Callable[[], Any], *, owned: bool) -> None:
         """Has ``call`` run the method, and verifies its effects. owned: whether nobody but ``call`` holds the method's
@@ -224,6 +249,7 @@ class CaseRunner:
         self._side_effects = SideEffects(runtime.device)
         self._trainer: Trainer | None = None
         self._saved = checkpoints.SavedCheckpoints(runtime)
+        self._next_steps = NextSteps()
 
     def examine(self, case: Case) -> Record:
         """Runs one case. Every rank must call it with the same case; of exceptions it raises SystemExit alone."""
@@ -264,6 +290,7 @@ class CaseRunner:
             runtime=self._runtime,
             side_effects=self._side_effects,
             saved=self._saved,
+            next_steps=self._next_steps,
             report=self._report,
         )
 

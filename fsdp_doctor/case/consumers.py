@@ -175,11 +175,10 @@ def _send_packed(
         return
     delivery = _Delivery(note)
     wire = _Wire(functools.partial(send, delivery))
-    with _note_races(given.device, note):
-        before()
-        entries = wire.watch(delivery.watch(iterate_entries(pull())))
-        _find_packed_sender(given.device)(entries, wire, 0, operator.itemgetter(1), _BUFFER_BYTES)
-        wire.finish()
+    before()
+    entries = wire.watch(delivery.watch(iterate_entries(pull())))
+    _find_packed_sender(given.device)(entries, wire, 0, operator.itemgetter(1), _BUFFER_BYTES)
+    wire.finish()
     yield from delivery.take()
 
 
@@ -285,22 +284,6 @@ def _enter_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
         torch.get_device_module(stream.device).stream(stream) if stream is not None else contextlib.nullcontext()
     )
     return context
-
-
-@contextlib.contextmanager
-def _note_races(device: torch.device, note: _Note) -> Iterator[None]:
-    """The emulated device alone detects races."""
-    if device.type != "emulated":
-        yield
-        return
-    emulated = torch.get_device_module(device)
-    races: list[str] = []
-    with emulated.race_detection():
-        yield
-        emulated.synchronize()
-        races = emulated.data_races()
-    if races:
-        note("race", f"{len(races)} races, the first: {races[0]}")
 
 
 @torch.no_grad()

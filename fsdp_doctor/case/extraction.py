@@ -17,15 +17,19 @@ from torch import nn
 from fsdp_doctor.case import reference, training_state, yielded
 from fsdp_doctor.case.findings import join_first_names
 from fsdp_doctor.case.lora_reference import compute_merged_weights, compute_rank_parts
+from fsdp_doctor.case.next_steps import NextSteps
 from fsdp_doctor.case.recorder import Recorder
 from fsdp_doctor.case.reference import Reference
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Trainer, compute_dtype
-from fsdp_doctor.case.yielded import ExpectedYield, Verifier
+from fsdp_doctor.case.training_state import train_one_step
+from fsdp_doctor.case.yielded import ExpectedYield, Verifier, YieldedEntry
 from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.matrix.cases import Scenario
-from fsdp_doctor.matrix.methods import MatrixMethod
+from fsdp_doctor.matrix.methods import MatrixMethod, is_user_method
 from fsdp_doctor.memory.stage_watch import StageWatch, Unwatched
+from fsdp_doctor.text import format_count
+from fsdp_doctor.verdict.records import ProblemKind
 
 # A method that has yielded twice as many entries as it promised is taken to go on for ever.
 _TIMES_OVER = 2
@@ -75,18 +79,20 @@ class ExtractionCheck:
         live_tensors: Collection[int],
         offloaded_bytes: int = 0,
         owned: bool = True,
+        keeps: bool = False,
         measured: contextlib.AbstractContextManager[None] | None = None,
     ) -> None:
         """Has ``call`` run the method, and verifies its result. live_tensors: ids of the tensors that stay alive, so
         that yielding one of them keeps nothing alive.
         offloaded_bytes: of the shards that the method promises to move off the device before it yields.
         owned: whether nobody but ``call`` holds the result, so that its memory can be measured.
+        keeps: whether all entries are kept, and read once more at the end.
         measured: entered while the method runs.
         """
         verifier = Verifier(expected)
         self._recorder.enter("extract")
         with measured or contextlib.nullcontext():
-            self._drain(call, verifier, live_tensors, offloaded_bytes, owned)
+            self._drain(call, verifier, live_tensors, offloaded_bytes, owned, keeps)
         self._recorder.enter("fingerprint")
         self._recorder.add(problems=verifier.list_problems())
         if self._watches_state:
@@ -100,40 +106,58 @@ class ExtractionCheck:
         live_tensors: Collection[int],
         offloaded_bytes: int,
         owned: bool,
+        keeps: bool,
     ) -> None:
-        """Runs the method, verifies each entry when it comes, then looks for memory that was not released."""
-        recorder = self._recorder
-        allocated = self._runtime.read_allocated_bytes() if self._watches_state and owned else None
-        self._runtime.reset_peak()
-        timed = _Timed(self._runtime, self._watches_state)
+        """Runs the method, reads each entry when it comes, verifies them, then looks for memory that was not released.
+
+        Nothing waits for the device before the method has ended, as nothing does where entries are sent on: a wait
+        would order what the method leaves unordered.
+        """
+        recorder, runtime = self._recorder, self._runtime
+        allocated = runtime.read_allocated_bytes() if self._watches_state and owned else None
+        runtime.reset_peak()
+        timed = _Timed(runtime)
         alive: list[Callable[[], torch.Tensor | None]] = []
-        kinds: Counter[str] = Counter()
-        items = timed.iterate(call)
-        for name, value in items:
-            if offloaded_bytes and not kinds:
-                self._check_shards_are_gone(allocated, offloaded_bytes, value)
-            recorder.restore_torch()
-            entry = yielded.read(name, value)
-            kinds[entry.kind] += 1
-            if owned and isinstance(value, torch.Tensor) and id(value) not in live_tensors:
-                alive.append(private.make_weak_reference(value))
-            del value
-            recorder.switch("verify")
-            verifier.check(entry)
-            recorder.switch("extract")
-            recorder.show_progress(kinds.total())
-            if kinds.total() > _TIMES_OVER * max(verifier.num_promised, 1):
-                promised = f"where {verifier.num_promised} were promised"
-                recorder.note("wrong", f"goes on after {kinds.total()} entries, {promised}")
-                break
-        peak = self._runtime.read_peak_bytes()
-        del items
+        entries: list[YieldedEntry] = []
+        kept: list[Any] = []
+        with detect_races(runtime.device, recorder.note):
+            items = timed.iterate(call)
+            for name, value in items:
+                if offloaded_bytes and not entries:
+                    self._check_shards_are_gone(allocated, offloaded_bytes, value)
+                recorder.restore_torch()
+                entries.append(yielded.read(name, value))
+                if owned and isinstance(value, torch.Tensor) and id(value) not in live_tensors:
+                    alive.append(private.make_weak_reference(value))
+                if keeps:
+                    kept.append(value)
+                del value
+                recorder.switch("extract")
+                recorder.show_progress(len(entries))
+                if len(entries) > _TIMES_OVER * max(verifier.num_promised, 1):
+                    promised = f"where {verifier.num_promised} were promised"
+                    recorder.note("wrong", f"goes on after {len(entries)} entries, {promised}")
+                    break
+            peak = runtime.read_peak_bytes()
+            del items
+            timed.wait()
         recorder.add(
             seconds=timed.seconds,
-            num_tensors=kinds.total(),
-            yielded=dict(kinds),
+            num_tensors=len(entries),
+            yielded=dict(Counter(entry.kind for entry in entries)),
             peak_extra_bytes=peak - allocated if peak is not None and allocated is not None else None,
         )
+        recorder.restore_torch()
+        again = [yielded.read(entry.name, value) for entry, value in zip(entries, kept, strict=True)] if keeps else []
+        kept.clear()
+        runtime.synchronize()
+        recorder.switch("verify")
+        for entry in entries:
+            verifier.check(entry)
+            recorder.show_progress(len(entries))
+        for entry, last in zip(entries, again, strict=False):
+            verifier.check_kept(entry, last)
+        recorder.switch("extract")
         self._check_memory_is_released(allocated, alive)
 
     def _check_memory_is_released(self, allocated: int | None, alive: list[Callable[[], torch.Tensor | None]]) -> None:
@@ -173,11 +197,14 @@ class ExtractionSteps:
 
     state: Any = None
 
-    def __init__(self, scenario: Scenario, method: MatrixMethod, runtime: Runtime, recorder: Recorder) -> None:
+    def __init__(
+        self, scenario: Scenario, method: MatrixMethod, runtime: Runtime, recorder: Recorder, next_steps: NextSteps
+    ) -> None:
         self._scenario = scenario
         self._method = method
         self._runtime = runtime
         self._recorder = recorder
+        self._next_steps = next_steps
         self._expected: ExpectedYield | None = None
         self._goes_on = True
         self.buffers: dict[str, torch.Tensor] = {}
@@ -205,6 +232,18 @@ class ExtractionSteps:
         fresh, and one that could not go on after a step that raised stays as it is.
         """
         return self._scenario.phase.is_trained and self._goes_on
+
+    def look_ahead(self, trainer: Trainer) -> None:
+        """Rehearses the steps that follow the calls of the method, before the first. A case whose memory is measured
+        has no rehearsal.
+        """
+        if self._recorder.record.call == 1 and not self._runtime.with_ledgers:
+            self._next_steps.rehearse(trainer, 2 if self._calls_again else 1)
+
+    def take_back(self, trainer: Trainer) -> None:
+        """Takes the trainer back to where the case found it."""
+        if not self._runtime.with_ledgers:
+            self._next_steps.take_back(trainer)
 
     def take_reference(self, trainer: Trainer) -> None:
         self._recorder.enter("reference")
@@ -244,6 +283,8 @@ class ExtractionSteps:
             live_tensors=trainer.list_tensor_ids(),
             offloaded_bytes=_shard_bytes(trainer.model, self._runtime.device) if self._method.offloads else 0,
             owned=owned,
+            # The second call of a user's function is made for what it keeps, and for what may be kept of it.
+            keeps=self._recorder.record.call == 2 and self._method.contract.keeps,
             measured=self._recorder.measure_memory(trainer.watch, "extracted", self._method.name),
         )
 
@@ -260,21 +301,32 @@ class ExtractionSteps:
         self._check.check_weights("the next training step would start from other weights")
 
     def train_step(self, trainer: Trainer) -> None:
-        trainer.step()
-        self._runtime.synchronize()
+        self._unsharded = train_one_step(trainer)
 
     def check_trained(self, trainer: Trainer) -> None:
         shards = (*self.truth.flat.values(), *self.truth.local.values())
         if any(shard.numel() for shard in shards) and not training_state.find_lost_weights(trainer.model, self.truth):
             self._recorder.note("poisoned", "the next training step changes no weight")
+        if self._runtime.with_ledgers:
+            return
+        outcome = training_state.digest_step(trainer, self._unsharded)
+        if different := training_state.find_differences(outcome, self._next_steps.find_outcome(trainer)):
+            what = "the next training step ends otherwise than that of a run without the extraction"
+            if not any(problem.kind == "poisoned" for problem in self._recorder.record.problems):
+                # It may be something in the process: a function that was replaced, a hook of all modules.
+                self._recorder.add(retire="what changes a training step")
+            self._recorder.note("poisoned", f"{what}: {join_first_names(different)}")
+
+    @property
+    def _calls_again(self) -> bool:
+        return self._scenario.phase.is_trained and is_user_method(self._method.name)
 
 
 class _Timed:
     """Measures the seconds inside the method itself: its call and each of its steps, not our checks between."""
 
-    def __init__(self, runtime: Runtime, synchronize: bool) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._synchronize = synchronize
         self.seconds = 0.0
 
     def iterate(self, call: Callable[[], Any]) -> Iterator[tuple[str, Any]]:
@@ -283,19 +335,43 @@ class _Timed:
         while True:
             with self._measure():
                 entry = next(entries, None)
-                # What is yielded on the host must be there: a wait for the device would let its copy arrive.
-                if self._synchronize and not (entry and yielded.is_on_host(entry[1])):
+                if self._runtime.with_ledgers:
+                    # What is measured is the memory of one entry after the other.
                     self._runtime.synchronize()
             if entry is None:
                 return
             yield entry
             del entry
 
+    def wait(self) -> None:
+        """Waits for the device."""
+        with self._measure():
+            self._runtime.synchronize()
+
     @contextlib.contextmanager
     def _measure(self) -> Iterator[None]:
         start = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def detect_races(device: torch.device, note: Callable[[ProblemKind, str], None]) -> Iterator[None]:
+    """Context that notes the data races of its block, which has waited for the device at its end.
+
+    The emulated device alone detects them.
+    """
+    if device.type != "emulated":
+        yield
+        return
+    emulated = torch.get_device_module(device)
+    races: list[str] = []
+    with emulated.race_detection():
+        yield
+        emulated.synchronize()
+        races = emulated.data_races()
+    if races:
+        note("race", f"{format_count(len(races), 'race')}, the first: {races[0]}")
 
 
 def _measure_kept(alive: list[Callable[[], torch.Tensor | None]]) -> list[int]:

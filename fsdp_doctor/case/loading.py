@@ -70,6 +70,12 @@ class LoadingSteps:
         """Whether a trainer can be used for the next case: no, because each load needs one with other weights."""
         return False
 
+    def look_ahead(self, trainer: Trainer) -> None:
+        """Does nothing: the checkpoint comes with the outcome of its run's next step."""
+
+    def take_back(self, trainer: Trainer) -> None:
+        """Does nothing: the trainer is not used again."""
+
     def take_reference(self, trainer: Trainer) -> None:
         self._recorder.enter("checkpoint")
         directory = self._runtime.name_directory(self._recorder.record)

@@ -129,7 +129,8 @@ class Recorder:
     def clean_up(self, side_effects: SideEffects) -> None:
         """Undoes the method's side effects on the process; the process is retired if one cannot be undone."""
         self._torch_functions.reapply()
-        self.add(retire=side_effects.undo())
+        left = side_effects.undo()
+        self.add(retire=", ".join(filter(None, (self.record.retire, left))))
 
     def agree(self, runtime: Runtime) -> SharedOutcome:
         """Tells the other ranks how this one ended, and tries their process group. Every rank must call it.

@@ -1,6 +1,7 @@
 """Undoes what a method changes in the process beside its model, or says that no other case may run in the process.
 
-It decides no verdict: a case is judged with all that its method left in place.
+Of a method that extracts, the settings that a training step depends on decide a verdict: they are those of the whole
+job, whatever the small models here use of them. A case is judged with all that its method left in place.
 """
 
 from __future__ import annotations
@@ -132,6 +133,14 @@ class SideEffects:
         self._threads = set(threading.enumerate())
         self._num_descriptors = _count_open_descriptors()
 
+    def list_changed(self) -> list[str]:
+        """The settings that a training step depends on and that are not as :meth:`look_before` found them."""
+        return [
+            setting.name
+            for setting, before in zip(self._settings, self._before, strict=True)
+            if setting.trains and setting.is_changed(before)
+        ]
+
     def undo(self) -> str:
         """Undoes what changed since :meth:`look_before`. Returns what cannot be undone, in words; empty if all is.
 
@@ -155,18 +164,27 @@ class SideEffects:
 
 @dataclass(frozen=True)
 class _Setting:
-    """A setting of the process. ``write`` is None where it cannot be set back."""
+    """A setting of the process.
+
+    write: None where it cannot be set back. trains: whether a training step depends on it.
+    """
 
     name: str
     read: Callable[[], Any]
     write: Callable[[Any], object] | None
     same: Callable[[Any, Any], bool] = operator.eq
+    trains: bool = False
 
     def read_value(self) -> Any:
         try:
             return self.read()
         except Exception:
             return _UNREADABLE
+
+    def is_changed(self, before: Any) -> bool:
+        """Returns whether the value differs from ``before``, which :meth:`read_value` returned."""
+        now = self.read_value()
+        return before is not _UNREADABLE and (now is _UNREADABLE or not self.same(now, before))
 
     def put_back(self, before: Any) -> bool:
         """Whether the value is ``before``, at the latest after it was written."""
@@ -191,22 +209,25 @@ def _list_settings(device: torch.device) -> Iterator[_Setting]:
         lambda _, before: next(_find_differing(before), None) is None,
     )
     yield _Setting("the default process group", lambda: dist.group.WORLD, None, operator.is_)
-    yield _Setting("inference mode", torch.is_inference_mode_enabled, None)
-    yield _Setting("grad mode", torch.is_grad_enabled, torch.set_grad_enabled)
+    yield _Setting("inference mode", torch.is_inference_mode_enabled, None, trains=True)
+    yield _Setting("grad mode", torch.is_grad_enabled, torch.set_grad_enabled, trains=True)
     yield _Setting("anomaly detection", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly)
-    yield _Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype)
+    yield _Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype, trains=True)
     yield _Setting(
         "the default device",
         torch.get_default_device,
         # None and not "cpu", which would put a mode that every factory function goes through in place of none.
         lambda before: torch.set_default_device(None if before.type == "cpu" else before),
+        trains=True,
     )
-    yield _Setting("deterministic mode", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode)
+    yield _Setting(
+        "deterministic mode", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, trains=True
+    )
     for device_type in dict.fromkeys(("cpu", device.type)):
         yield _read_autocast(device_type)
-    yield _Setting("autocast", _read_autocast_nesting, _set_autocast_nesting)
+    yield _Setting("autocast", _read_autocast_nesting, _set_autocast_nesting, trains=True)
     yield _Setting("the number of threads", torch.get_num_threads, torch.set_num_threads)
-    yield _Setting("torch's random numbers", torch.get_rng_state, torch.set_rng_state, torch.equal)
+    yield _Setting("torch's random numbers", torch.get_rng_state, torch.set_rng_state, torch.equal, trains=True)
     yield _Setting("Python's random numbers", random.getstate, random.setstate)
     if "numpy" in sys.modules:
         numbers = sys.modules["numpy"].random
@@ -222,9 +243,10 @@ def _list_settings(device: torch.device) -> Iterator[_Setting]:
             lambda: module.get_rng_state(device),
             lambda state: module.set_rng_state(state, device),
             torch.equal,
+            trains=True,
         )
-        yield _Setting("the current stream", lambda: module.current_stream(device), module.set_stream)
-        yield _Setting("the current device", module.current_device, module.set_device)
+        yield _Setting("the current stream", lambda: module.current_stream(device), module.set_stream, trains=True)
+        yield _Setting("the current device", module.current_device, module.set_device, trains=True)
     yield _Setting("the working directory", os.getcwd, os.chdir)
     yield _Setting("the environment", lambda: dict(os.environ), _set_environment)
     yield _Setting("signal handlers", _read_signal_handlers, _set_signal_handlers)
@@ -251,7 +273,7 @@ def _read_autocast(device_type: str) -> _Setting:
         torch.set_autocast_enabled(device_type, enabled)
         torch.set_autocast_dtype(device_type, dtype)
 
-    return _Setting(f"autocast of {device_type}", read, write)
+    return _Setting(f"autocast of {device_type}", read, write, trains=True)
 
 
 def _read_autocast_nesting() -> tuple[int, bool]:

@@ -7,7 +7,7 @@ any; the method under test; the manual offload again; load; the next training st
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,9 +112,13 @@ class Trainer:
         """Goes on with the batches of the run whose :meth:`data_position` this is."""
         self._generator.set_state(position)
 
-    def step(self) -> None:
-        """Forward, backward, AdamW: parameters and optimizer state must be loaded."""
+    def step(self, after_forward: Callable[[], object] = lambda: None) -> None:
+        """Forward, backward, AdamW: parameters and optimizer state must be loaded.
+
+        after_forward: called between forward and backward.
+        """
         loss = self._compute_loss()
+        after_forward()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -48,12 +48,13 @@ def digest_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDig
     """Digests the training state of this rank.
 
     Shards, buffers and their placements; which parameters train and have gradients; the optimizer's state, options and
-    parameters; train or eval; how gradients are reduced; the hooks, and forwards that replace those of the classes.
+    parameters; train or eval; how gradients are reduced; the mixed precision and the offload policy; the hooks, and
+    forwards that replace those of the classes.
     """
     contents = reader.read(model)
     states = [
         _StateTensor(f"optimizer state {index}.{key}", value, private.read_local_tensor(value))
-        for index, key, value in _list_optimizer_states(optimizer)
+        for index, key, value in list_optimizer_states(optimizer)
     ]
     tensors = [*_list_state_tensors(contents), *states]
     state: dict[str, tuple[str, ...]] = {}
@@ -72,6 +73,10 @@ def digest_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDig
     state["hooks and forwards"] = (str([_list_step_hooks(module) for module in model.modules()]),)
     switches = [*(unit.switches for unit in contents.fsdp1_units), *(unit.switches for unit in contents.fsdp2_units)]
     state["reduction of the gradients"] = tuple(str(unit.effects) for unit in switches)
+    modules: list[Any] = [unit.module for unit in contents.fsdp1_units]
+    precisions = [module.mixed_precision for module in modules] + [u.mixed_precision for u in contents.fsdp2_units]
+    state["mixed precision"] = tuple(map(str, precisions))
+    state["offload policy"] = tuple(str(unit.policy) for unit in contents.fsdp2_units)
     # Between a forward and the next an unsharded parameter stands beside its shard: memory, and nothing else.
     unsharded = frozenset(
         name
@@ -80,6 +85,13 @@ def digest_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDig
         for name in model_tensor.names
     )
     return StateDigest(parts=state, unsharded=unsharded)
+
+
+def _list_unsharded(model: nn.Module) -> list[str]:
+    """The first names of the parameters, and the names of the flat parameters, that are whole on this rank now."""
+    contents = reader.read(model)
+    shown = [tensor.names[0] for tensor in contents.parameters if tensor.shown is not tensor.tensor]
+    return shown + [unit.flat_name for unit in contents.fsdp1_units if unit.is_unsharded]
 
 
 def find_changes(before: StateDigest, after: StateDigest) -> tuple[Problem, ...]:
@@ -137,7 +149,7 @@ def _list_step_hooks(module: nn.Module) -> tuple[Any, ...]:
     return (own_forward, *map(tuple, private.list_step_hooks(module)))
 
 
-def _list_optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, str, Any]]:
+def list_optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, str, Any]]:
     """Yields (number of the parameter, name of the state, its value)."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
@@ -161,11 +173,28 @@ def _digest_tensors(tensors: list[torch.Tensor]) -> list[str]:
 StepOutcome = dict[str, str]
 
 
-def train_one_step(trainer: Trainer) -> None:
-    """Trains one deterministic step, and waits for it. Every rank must call it."""
-    with use_deterministic_algorithms():
-        trainer.step()
+def train_one_step(trainer: Trainer) -> list[str]:
+    """Trains one deterministic step, with the same random numbers in each run, and waits for it.
+
+    Returns the names of the parameters that were unsharded between forward and backward. Every rank must call it.
+    """
+    unsharded: list[str] = []
+    device = trainer.runtime.device
+    # Without an index fork_rng() saves the generators of all devices.
+    devices = [] if device.type == "cpu" else [device.index]
+    with use_deterministic_algorithms(), torch.random.fork_rng(devices, device_type=device.type):
+        torch.manual_seed(trainer.num_steps)
+        trainer.step(after_forward=lambda: unsharded.extend(_list_unsharded(trainer.model)))
         trainer.runtime.synchronize()
+    return unsharded
+
+
+def digest_step(trainer: Trainer, unsharded: list[str]) -> StepOutcome:
+    """The outcome of a step with what FSDP kept unsharded. unsharded: what :func:`train_one_step` has returned."""
+    return digest_outcome(trainer.model, trainer.optimizer) | {
+        "what is unsharded between forward and backward": ", ".join(unsharded),
+        "what is unsharded after the backward": ", ".join(_list_unsharded(trainer.model)),
+    }
 
 
 @contextlib.contextmanager
@@ -185,7 +214,7 @@ def use_deterministic_algorithms() -> Iterator[None]:
 def digest_outcome(model: nn.Module, optimizer: torch.optim.Optimizer) -> StepOutcome:
     """The digest of each shard on this rank and of each of its moments, by name. The device must be synchronized."""
     values = {piece.name: _unify_nans(piece.held) for piece in local_pieces.list_model_pieces(model, {})}
-    for index, key, state in _list_optimizer_states(optimizer):
+    for index, key, state in list_optimizer_states(optimizer):
         values[f"{key} of parameter {index}"] = _unify_nans(private.read_local_tensor(state).detach())
     return dict(zip(values, _digest_tensors(list(values.values())), strict=True))
 

@@ -33,6 +33,7 @@ class YieldedEntry:
     shape: of the whole tensor. data: of a sharded entry, this rank's part; None of what is no tensor.
     type_name: of what is neither a tensor nor its shape and dtype.
     local_device, mesh, placements: of a DTensor: where its local part lies, the ranks of its mesh, its placements.
+    is_freed: whether the memory of its data was freed, so that there is nothing to read.
     rank_part, num_elements: of a ShardedTensor, which part this rank's shard is, and the elements of all shards.
     place: of a local shard.
     """
@@ -43,6 +44,7 @@ class YieldedEntry:
     dtype: torch.dtype
     device: torch.device
     data: torch.Tensor | None = None
+    is_freed: bool = False
     type_name: str = ""
     local_device: torch.device | None = None
     mesh: torch.Tensor | None = None
@@ -90,8 +92,8 @@ class YieldedEntry:
 
 
 def read(name: str, value: Any) -> YieldedEntry:
-    """Reads one entry and brings its data to the host. An exception that the read raises counts as one of the
-    method.
+    """Reads one entry, whose data is on the host once the device has been waited for. An exception that the read raises
+    counts as one of the method.
     """
     if isinstance(value, LocalShard):
         shard = value.tensor
@@ -102,6 +104,7 @@ def read(name: str, value: Any) -> YieldedEntry:
             dtype=shard.dtype,
             device=shard.device,
             data=_copy_to_host(shard),
+            is_freed=_is_freed(shard),
             place=value.place,
         )
     if isinstance(value, tuple):
@@ -116,6 +119,7 @@ def read(name: str, value: Any) -> YieldedEntry:
             dtype=value.dtype,
             device=value.device,
             data=_copy_to_host(local),
+            is_freed=_is_freed(local),
             local_device=local.device,
             mesh=value.device_mesh.mesh,
             placements=tuple(value.placements),
@@ -130,6 +134,7 @@ def read(name: str, value: Any) -> YieldedEntry:
             dtype=value.dtype,
             device=value.device,
             data=_copy_to_host(value),
+            is_freed=_is_freed(value),
         )
     nowhere = torch.device("meta")
     type_name = type(value).__name__
@@ -158,14 +163,24 @@ def _read_sharded_tensor(name: str, value: Any) -> YieldedEntry:
     )
 
 
+def _is_freed(tensor: torch.Tensor) -> bool:
+    """Returns whether the tensor's storage was resized to nothing, as FSDP frees what it has unsharded."""
+    return bool(tensor.numel()) and not tensor.is_meta and not tensor.untyped_storage().nbytes()
+
+
 def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor's data; None on the meta device, where there is none."""
-    return None if tensor.is_meta else tensor.detach().cpu()
+    """A copy of the tensor's data, which is there once the device has been waited for; None on the meta device, and
+    where the memory was freed.
 
-
-def is_on_host(value: Any) -> bool:
-    """Whether it is a tensor whose data, or this rank's part of it, lies in host memory."""
-    return isinstance(value, torch.Tensor) and private.read_local_tensor(value).device.type == "cpu"
+    The copy is issued on the current stream, and waits for nothing else: a host that waits would order whatever
+    follows on other streams.
+    """
+    if tensor.is_meta or _is_freed(tensor):
+        return None
+    if tensor.device.type == "cpu":
+        return tensor.detach().clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return host.copy_(tensor.detach(), non_blocking=True)
 
 
 def iterate_entries(result: Any) -> Iterator[tuple[str, Any]]:
@@ -247,6 +262,15 @@ class Verifier:
             difference = "stale, the values of before the last training step"
         if difference:
             self._findings.note("wrong", difference, entry.name)
+
+    def check_kept(self, entry: YieldedEntry, at_the_end: YieldedEntry) -> None:
+        """Compares an entry with what the kept tensor holds once the method has ended."""
+        if entry.data is None:
+            return
+        if at_the_end.data is None or compare(at_the_end.data, entry.data):
+            since = "freed" if at_the_end.is_freed else "overwritten"
+            what = f"kept to the end, and {since} since it was yielded, where the method promises keeps=True"
+            self._findings.note("wrong", what, entry.name)
 
     def list_problems(self) -> tuple[Problem, ...]:
         """One problem for each kind of finding, with the first few names of each."""
@@ -338,6 +362,8 @@ class Verifier:
         """How the value differs; empty if it does not."""
         if tuple(entry.shape) != tuple(expected.shape) and self._contract.form != "flat":
             return f"shape {tuple(entry.shape)}, not {tuple(expected.shape)}"
+        if entry.is_freed:
+            return "its memory was freed before it was read"
         if entry.data is None:
             return ""
         if entry.is_sharded and self._contract.form == "sharded":

@@ -180,6 +180,7 @@ class FsdpCase:
             self._raise_if_bad()
             trained_on = self._check_call(result)
         if trained_on is not None:
+            self._run.take_back(trained_on)
             self._scenarios.keep(trained_on)
 
     def _check_call(self, result: Any) -> Trainer | None:

@@ -234,6 +234,19 @@ def test_two_streams_that_wait_for_each_other_do_not_stand_still() -> None:
     assert emulated.copies_in_flight() == 0
 
 
+def test_late_copies_between_waits_in_turn_all_arrive() -> None:
+    """Each wait stands for two earlier ones: to look through all of them once for each would never end."""
+    home, side = emulated.current_stream(), emulated.Stream()
+    targets = [pinned(0, 0) for _ in range(64)]
+    for number, target in enumerate(targets):
+        side.wait_stream(home)
+        in_stream(side, lambda number=number: on_device(number, number) + 1)
+        home.wait_stream(side)
+        target.copy_(on_device(number, number), non_blocking=True)
+    home.synchronize()
+    assert [target[0].item() for target in targets] == list(range(64))
+
+
 # What is never late
 
 

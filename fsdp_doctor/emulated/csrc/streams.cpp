@@ -70,15 +70,15 @@ void complete(Queue& queue, uint64_t through) {
   }
 }
 
-// The number of the last item, up to `through`, that the device itself must see; 0 if there is none.
+// The number of the last item, up to `through`, that the device itself must see; 0 if there is none. What a wait is for
+// has been seen by the device before the wait was issued.
 uint64_t last_for_device(const Queue& queue, uint64_t through) {
   uint64_t last = 0;
   for (const auto& item : queue.items) {
     if (item.number > through) {
       break;
     }
-    if (item.kind == Kind::to_device ||
-        (item.kind == Kind::wait && last_for_device(queues[item.other], item.through) > 0)) {
+    if (item.kind == Kind::to_device) {
       last = item.number;
     }
   }

@@ -182,14 +182,19 @@ class Fsdp1Unit:
             return "backward"
         return "forward" if stage == "FORWARD" else None
 
+    @property
+    def is_unsharded(self) -> bool:
+        """True while the unit has its parameters unsharded: ``FlatParamHandle.needs_unshard``."""
+        return self.is_sharded and self.is_initialized and not get(self._handle, "needs_unshard")()
+
     def reshard(self) -> None:
         """Frees the unsharded parameters, which the root keeps after a forward without a backward.
 
-        As ``_runtime_utils._reshard`` does: ``FlatParamHandle.needs_unshard``, ``.reshard``, ``.post_reshard``, and
-        ``_prefetched``, which says that they are there already.
+        As ``_runtime_utils._reshard`` does: ``FlatParamHandle.reshard``, ``.post_reshard``, and ``_prefetched``, which
+        says that they are there already.
         """
         handle = self._handle
-        if self.is_sharded and self.is_initialized and not get(handle, "needs_unshard")():
+        if self.is_unsharded:
             get(handle, "reshard")(True)
             get(handle, "post_reshard")()
             handle._prefetched = False
