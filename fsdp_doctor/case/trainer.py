@@ -156,6 +156,8 @@ class Trainer:
             self.step()
             raise AssertionError(f"a step whose {raised} raises came to its end")
         hook.remove()
+        # While the modules show what they computed with: a state dict would reshard them, and its gradients would stay.
+        self.model.zero_grad()
         self.optimizer.zero_grad()
         self.seek(position)
 
@@ -168,7 +170,6 @@ class Trainer:
         if raised is None:
             return True
         if isinstance(self.model, FSDPModule) and hasattr(self.model, "reset_iter_state"):
-            self.model.zero_grad()
             self.model.reset_iter_state()
             return True
         if raised == "backward":
