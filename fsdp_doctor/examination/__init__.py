@@ -33,7 +33,7 @@ from fsdp_doctor.examination.model_findings import (
     find_unreadable,
 )
 from fsdp_doctor.fsdp import reader
-from fsdp_doctor.fsdp.decorators import defer_garbage_collection
+from fsdp_doctor.fsdp.decorators import defer_garbage_collection, run_for_model
 
 __all__ = [
     "Examination",
@@ -97,6 +97,7 @@ class ModelIsBad(RuntimeError):
         self.examination = examination
 
 
+@run_for_model
 def examine(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, raise_on_bad: bool = False
 ) -> Examination:

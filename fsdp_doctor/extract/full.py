@@ -39,7 +39,7 @@ from fsdp_doctor.extract.transfers import (
     take_results,
 )
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.decorators import defer_garbage_collection, disable_autograd
+from fsdp_doctor.fsdp.decorators import defer_garbage_collection, disable_autograd, run_for_model
 from fsdp_doctor.fsdp.expert_groups import Experts
 from fsdp_doctor.fsdp.given_tensors import GivenTensors
 from fsdp_doctor.names.hub_names import Names
@@ -63,6 +63,7 @@ class WeightInfo:
     dtype: torch.dtype
 
 
+@run_for_model
 def full_tensors(
     model: nn.Module,
     *,
@@ -146,6 +147,7 @@ def full_tensors(
     return ClosingIterator(yield_each_name(extract(model, arguments, tensors)))
 
 
+@run_for_model
 def weights_info(
     model: nn.Module,
     *,
@@ -233,6 +235,7 @@ class ClosingIterator(Iterator[_T]):
     def __init__(self, items: Generator[_T]) -> None:
         self._items = items
 
+    @private.leave_uncompiled
     def __next__(self) -> _T:
         return next(self._items)
 
@@ -595,6 +598,7 @@ _HOST_CHUNK_BYTES = 32 << 20
 _MOST_HOST_THREADS = 8
 
 
+@run_for_model
 @disable_autograd
 def full_state_dict(
     model: nn.Module,

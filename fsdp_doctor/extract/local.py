@@ -38,7 +38,7 @@ from fsdp_doctor.extract.shard_places import ShardPlace, SourceShard, read_own_s
 from fsdp_doctor.extract.sources import OutputDtypes, Source, TensorSpec
 from fsdp_doctor.extract.streams import HomeStream, Streams
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.decorators import defer_garbage_collection, disable_autograd
+from fsdp_doctor.fsdp.decorators import defer_garbage_collection, disable_autograd, run_for_model
 from fsdp_doctor.fsdp.expert_groups import Experts
 from fsdp_doctor.fsdp.given_tensors import GivenTensors
 from fsdp_doctor.fsdp.shards import compute_row_major_strides
@@ -60,6 +60,7 @@ class LocalShard(NamedTuple):
     place: ShardPlace
 
 
+@run_for_model
 def local_shards(
     model: nn.Module,
     *,

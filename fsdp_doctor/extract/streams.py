@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from fsdp_doctor.fsdp.decorators import enter_device
+
 _T = TypeVar("_T")
 
 
@@ -56,10 +58,11 @@ class HomeStream:
         return self._module is not None and self._module.current_stream(self._device) != self._stream
 
     def _enter_current(self) -> contextlib.AbstractContextManager[Any]:
-        context: contextlib.AbstractContextManager[Any] = (
-            self._module.stream(self._stream) if self._is_away() else contextlib.nullcontext()
-        )
-        return context
+        """Enters the stream, on its device: another thread may take the next tensor."""
+        if self._is_away():
+            context: contextlib.AbstractContextManager[Any] = self._module.stream(self._stream)
+            return context
+        return enter_device(self._device)
 
 
 class Streams:

@@ -65,7 +65,7 @@ from fsdp_doctor.fingerprints.summing import (
     make_unsummed,
     swap_halves,
 )
-from fsdp_doctor.fsdp.decorators import disable_autograd
+from fsdp_doctor.fsdp.decorators import disable_autograd, run_for_model
 from fsdp_doctor.fsdp.expert_groups import Experts
 from fsdp_doctor.fsdp.given_tensors import GivenTensors
 from fsdp_doctor.fsdp.shards import compute_row_major_strides
@@ -76,6 +76,7 @@ _INTERMEDIATE_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torc
 _BlocksOf: TypeAlias = Callable[[LoadedShard], list[IndexedBlock]]
 
 
+@run_for_model
 @disable_autograd
 def fingerprint(
     model: nn.Module,
@@ -228,6 +229,7 @@ def _by_all_names(every: Sequence[TensorSpec], by_first_name: Mapping[str, Tenso
     return Fingerprints(tensors, tuple(spec.names for spec in every if len(spec.names) > 1))
 
 
+@run_for_model
 def fingerprint_variants(
     model: nn.Module,
     names: Collection[str],

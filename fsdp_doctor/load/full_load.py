@@ -25,7 +25,7 @@ from torch import nn
 from fsdp_doctor.extract.host_copies import HostCopies
 from fsdp_doctor.extract.streams import Streams
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.decorators import disable_autograd, keep_present_modes
+from fsdp_doctor.fsdp.decorators import disable_autograd, keep_present_modes, run_for_model
 from fsdp_doctor.fsdp.expert_groups import Experts, list_expert_meshes, place_experts
 from fsdp_doctor.fsdp.forms import refuse
 from fsdp_doctor.fsdp.given_tensors import GivenTensors, put_in_place
@@ -56,6 +56,7 @@ LOAD_BUCKET_BYTES = 512 << 20
 _LEAST_BUCKET_BYTES = 1 << 20
 
 
+@run_for_model
 def load_full_tensors(
     model: nn.Module,
     source: TensorSource,

@@ -15,7 +15,7 @@ from torch import nn
 from fsdp_doctor.extract.agreement import describe_first_difference
 from fsdp_doctor.extract.rank_groups import describe_conflicts
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.decorators import disable_autograd
+from fsdp_doctor.fsdp.decorators import disable_autograd, run_for_model
 from fsdp_doctor.fsdp.expert_groups import Experts, list_expert_meshes, place_experts
 from fsdp_doctor.load.agreement import LoadAgreement, announce_early_errors
 from fsdp_doctor.load.full_load import LOAD_BUCKET_BYTES, check_arguments, check_between_steps, fill_targets, settle
@@ -39,6 +39,7 @@ from fsdp_doctor.load.source import LoadSource
 from fsdp_doctor.load.targets import Target, compare_groups, find_place
 
 
+@run_for_model
 @disable_autograd
 def load_optimizer_state(
     model: nn.Module,

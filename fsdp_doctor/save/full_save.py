@@ -40,7 +40,7 @@ from fsdp_doctor.extract.plan import describe_plan
 from fsdp_doctor.extract.sources import Source, TensorSpec, list_specs, name_dtype
 from fsdp_doctor.extract.streams import wait_for_device
 from fsdp_doctor.fsdp import reader
-from fsdp_doctor.fsdp.decorators import disable_autograd
+from fsdp_doctor.fsdp.decorators import disable_autograd, run_for_model
 from fsdp_doctor.fsdp.expert_groups import Experts, list_expert_meshes, place_experts
 from fsdp_doctor.fsdp.given_tensors import GivenTensors
 from fsdp_doctor.load.agreement import announce_early_errors
@@ -75,6 +75,7 @@ class SaveReport:
     extra_states: tuple[str, ...] = ()
 
 
+@run_for_model
 @disable_autograd
 def save_full_tensors(
     model: nn.Module,

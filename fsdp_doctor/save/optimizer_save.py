@@ -30,7 +30,7 @@ from fsdp_doctor.extract.local import ShardPlace
 from fsdp_doctor.extract.rank_groups import describe_conflicts
 from fsdp_doctor.extract.streams import wait_for_device
 from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.decorators import disable_autograd
+from fsdp_doctor.fsdp.decorators import disable_autograd, run_for_model
 from fsdp_doctor.fsdp.expert_groups import Experts, list_expert_meshes, place_experts
 from fsdp_doctor.fsdp.shards import compute_row_major_strides
 from fsdp_doctor.load.agreement import announce_early_errors
@@ -57,6 +57,7 @@ _CENTRAL, _DESCRIPTOR = b"PK\x01\x02", b"PK\x07\x08"
 _CENTRAL_BYTES = 46
 
 
+@run_for_model
 @disable_autograd
 def save_optimizer_state(
     model: nn.Module,

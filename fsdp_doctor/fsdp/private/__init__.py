@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Placement, Shard, placement_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 # On CPU ranks; 2.11.0 on two H200s.
 CHECKED = ("2.6.0", "2.7.0", "2.11.0", "2.13.0", "2.15.0")
 
@@ -182,6 +184,26 @@ def find_running_step(modules: Collection[nn.Module]) -> OpenStep | None:
             return "forward"
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def leave_uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Has a function run as it is where it is called in what ``torch.compile`` compiles.
+
+    ``torch.compiler.disable`` imports the compiler, which takes a second, so it is used once a program has compiled
+    something. ``_torchdynamo_disable``: where the compiler reads that it must not follow a call.
+    """
+    uncompiled: list[Callable[_P, _T]] = []
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not uncompiled:
+            uncompiled.append(torch.compiler.disable(function))
+        return uncompiled[0](*args, **kwargs)
+
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return run
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -152,6 +152,12 @@ def list_states(model: nn.Module) -> list[Any]:
     return list({id(state): state for module in modules if (state := get(module, "_get_fsdp_state")())}.values())
 
 
+def find_compute_device(module: FSDPModule) -> torch.device | None:
+    """Returns where an FSDP2 module gathers: ``FSDPParamGroup.device``; None if it owns no parameter."""
+    groups = _list_groups(get(module, "_get_fsdp_state")())
+    return get(groups[0], "device") if groups else None
+
+
 def find_open_step(states: Sequence[Any]) -> OpenStep | None:
     """Returns the part of a training step that has begun and has not ended; None between two steps.
 
