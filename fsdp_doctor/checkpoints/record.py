@@ -202,6 +202,10 @@ class SavedCheckpoint:
     unchecked: list[str] = field(default_factory=list)
     unread: dict[str, tuple[str, str]] = field(default_factory=dict)
 
+    def list_paths(self) -> list[pathlib.Path]:
+        """Those of all files that were read."""
+        return [self.root / path for path in (*self.files, *self.settings)]
+
     def find_setting(self, directory: str, name: str) -> dict[str, Any]:
         """A JSON object beside a state, in its ``huggingface`` folder or a directory above; empty if none."""
         here = pathlib.PurePath(directory)
