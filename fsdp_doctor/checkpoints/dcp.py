@@ -107,12 +107,16 @@ def _read_chunks(entry: Pickled) -> Iterator[tuple[Shape | None, Shape]]:
 
 
 class ItemContents(NamedTuple):
-    """members: what the item's file stores, with checksums where it has any. values: of an object, by their keys."""
+    """members: what the item's file stores, with checksums where it has any.
+
+    values, unread: of an object, by their keys; what of it is no plain value, and of which kind it is.
+    """
 
     members: list[Member]
     piece: SavedPiece | None = None
     values: Mapping[tuple[str, ...], PlainValue] = MappingProxyType({})
     has_checksums: bool = False
+    unread: Mapping[tuple[str, ...], str] = MappingProxyType({})
 
 
 def parse_rank(file: str) -> int | None:
@@ -146,7 +150,10 @@ def read_item(file: OpenFile, path: str, item: Item, header: Header | None) -> I
     contents = ItemContents(read.members, has_checksums=read.has_checksums)
     found = find_tensors(path, read, rank)
     if item.dtype is None:
-        return contents._replace(values=found.values)
+        tensors = {tensor.path: "a tensor in an object that DCP saved whole" for tensor in found.tensors}
+        return contents._replace(values=found.values, unread=found.unread | tensors)
+    if found.unread:
+        return contents._replace(unread=found.unread)
     if len(found.tensors) != 1 or found.tensors[0].path:
         raise BadFile("is no tensor in the file", item.name)
     (tensor,) = found.tensors

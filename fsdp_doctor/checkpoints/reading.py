@@ -67,7 +67,8 @@ def read_checkpoint(path: pathlib.Path) -> SavedCheckpoint:
     if is_one_file:
         found.unchecked.append("the files beside it")
     for state in found.states:
-        state.has_model_key = any(map(is_under_model_key, state.tensors))
+        state.has_model_key = any(map(is_under_model_key, (*state.tensors, *state.unread)))
+        reading.note_unread(state)
     has_read = any(file.members for file in found.files.values()) or any(state.values for state in found.states)
     if not has_read and all(symptom.trouble.value.severity == "warning" for symptom in found.symptoms):
         reading.note(Trouble.UNKNOWN, f"no file of a known format lies in {path}")
@@ -83,6 +84,18 @@ class _Reading:
     def note(self, trouble: Trouble, what: str, file: str = "", tensor: str = "", rank: int | None = None) -> None:
         if not (self.checkpoint.is_one_file and trouble in _OF_SEVERAL_FILES):
             self.checkpoint.symptoms.append(Symptom(trouble, what, file, tensor, rank=rank))
+
+    def note_unread(self, state: State) -> None:
+        """What is not read of a model or an optimizer keeps it from being judged; of anything else it is mentioned."""
+        beside = {path[:-1] for path in state.tensors}
+        for path, (file, kind) in state.unread.items():
+            name = ".".join(path)
+            # Arrays of numpy are weights only where other weights are.
+            is_array = kind.endswith("of numpy") and path[:-1] not in beside
+            if state.find_role(path) == "other" or is_array:
+                self.checkpoint.unchecked.append(f"{file}: {name} is {kind}, which is not read")
+            else:
+                self.note(Trouble.NOT_READ, f"it is {kind}, which is not read", file, name)
 
     def walk(self) -> Iterator[tuple[str, set[str]]]:
         """Links to directories are not followed, since they may lead anywhere and in a circle."""
@@ -196,9 +209,6 @@ class _Reading:
                 raise contents.refusal
             found = find_tensors(path, contents, rank)
             saved.ranks, saved.world_sizes = found.ranks or saved.ranks, found.world_sizes
-            for name, kind in found.unread.items():
-                self.checkpoint.unchecked.append(f"{path}: {name} is {kind}, which is not read")
-                self.checkpoint.unread[name] = path, kind
             return found
 
         if path not in self._torch_files:
@@ -266,6 +276,9 @@ class _Reading:
                 contents = dcp.read_item(file, path, item, header)
             except RefusedPickle as error:
                 self.note(Trouble.PICKLE, error.what, path, item.name)
+            except NotRead as error:
+                state.unread[item.path] = path, error.what
+                continue
             except BadFile as error:
                 self.note(Trouble.SIZE, error.what, path, item.name, dcp.parse_rank(path))
             if contents is not None:
@@ -273,7 +286,10 @@ class _Reading:
                 saved.has_checksums |= contents.has_checksums
                 for keys, value in contents.values.items():
                     state.values[(*item.path, *keys), dcp.parse_rank(path)] = value
-            _add_item(state, item, contents.piece if contents is not None else None)
+                for keys, kind in contents.unread.items():
+                    state.unread[(*item.path, *keys)] = path, kind
+            if contents is None or not contents.unread:
+                _add_item(state, item, contents.piece if contents is not None else None)
 
     # A file of each rank
 
@@ -322,6 +338,8 @@ class _Reading:
                 self._merge(state, tensor, chosen[name])
             for path, plain in found.values.items() if found else ():
                 state.values[path, chosen[name]] = plain
+            for path, kind in found.unread.items() if found else ():
+                state.unread[path] = _join(directory, name), kind
         return True
 
     def _merge(self, state: State, tensor: SavedTensor, rank: int) -> None:
@@ -372,6 +390,8 @@ class _Reading:
                     self._add_whole(state, tensor, path)
                 for keys, plain in value.values.items() if value else ():
                     state.values[keys, None] = plain
+                for keys, kind in value.unread.items() if value else ():
+                    state.unread[keys] = path, kind
             self._compare_with_index(state, "bin", indexes.get(stem), names)
 
     def _read_safetensors(self, directory: str, names: set[str]) -> None:

@@ -139,6 +139,7 @@ class SavedFile:
 class State:
     """Tensors that were saved together. values: numbers, texts and None beside them, by their path and rank.
 
+    unread: what is neither, by its path, each with its file and its kind: a quantized tensor, say.
     has_model_key: the model is one entry of a dict among others, such as of ``{"model", "optimizer", "rng"}``.
     """
 
@@ -147,6 +148,7 @@ class State:
     label: str
     tensors: dict[tuple[str, ...], SavedTensor] = field(default_factory=dict)
     values: dict[tuple[tuple[str, ...], int | None], PlainValue] = field(default_factory=dict)
+    unread: dict[tuple[str, ...], tuple[str, str]] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     has_model_key: bool = False
 
@@ -189,7 +191,7 @@ class SavedCheckpoint:
     """What lies in a directory, or a file alone.
 
     settings: the JSON files beside the states, by their path. symptoms: what was found wrong while it was read.
-    unchecked: what was not looked at, and why. unread: tensors that are not dense, with their file and their kind.
+    unchecked: what was not looked at, and why.
     is_one_file: whether only one file of a directory was asked about, which has perhaps others that belong to it.
     """
 
@@ -200,7 +202,6 @@ class SavedCheckpoint:
     settings: dict[str, Any] = field(default_factory=dict)
     symptoms: list[Symptom] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
-    unread: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def list_paths(self) -> list[pathlib.Path]:
         """Those of all files that were read."""

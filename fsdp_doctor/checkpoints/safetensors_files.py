@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fsdp_doctor.checkpoints.dtypes import DTYPES, NAME_OF_CODE
-from fsdp_doctor.checkpoints.files import BadFile, OpenFile
+from fsdp_doctor.checkpoints.files import BadFile, NotRead, OpenFile
 from fsdp_doctor.errors import join_some
 
 # The limit of the safetensors package.
@@ -36,7 +36,8 @@ class Header(NamedTuple):
 
 
 def read_header(file: OpenFile) -> Header:
-    """Raises BadFile for another kind of file, and for tensors that do not lie in the file or in each other's bytes."""
+    """Raises BadFile for another kind of file, and for tensors that do not lie in the file or in each other's bytes;
+    NotRead for a dtype that is not known."""
     size = file.size
     if size < _LENGTH_BYTES:
         raise BadFile(f"is no safetensors file: it has {size} bytes")
@@ -66,7 +67,7 @@ def _read_entry(name: str, entry: Any, begin: int, size: int) -> HeaderEntry:
     entry = entry if isinstance(entry, dict) else {}
     code, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(code, str) or code not in NAME_OF_CODE:
-        raise BadFile(f"has the unknown dtype {code!r}; known are {', '.join(NAME_OF_CODE)}", name)
+        raise NotRead(f"has the unknown dtype {code!r}; known are {', '.join(NAME_OF_CODE)}", name)
     if not _are_counts(shape):
         raise BadFile(f"has the shape {shape!r}, which is not a list of lengths", name)
     if not _are_counts(offsets) or len(offsets) != 2:

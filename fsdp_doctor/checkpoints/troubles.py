@@ -79,6 +79,7 @@ class Trouble(Enum):
     UNCOMPARED = Kind("refused", "unknown", "repair what is damaged, or name another reference")
     PICKLE = Kind("refused", "a load without weights_only runs code", "open it only if you trust who wrote it")
     UNREAD = Kind("refused", "unknown", "make it readable, and run this again")
+    NOT_READ = Kind("refused", "unknown", "let the program that saved it save whole, plain tensors")
     CHANGED = Kind("refused", "a load may mix two saves", "run this again when nothing writes to it")
     UNKNOWN = Kind("refused", "unknown", "name a directory or file of a known format")
 

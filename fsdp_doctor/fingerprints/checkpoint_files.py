@@ -257,9 +257,6 @@ class _Weights:
                 where = self.path if symptom.file in ("", ".") else checkpoint.root / symptom.file
                 what = f"{symptom.tensor}: {symptom.what}" if symptom.tensor else symptom.what
                 raise FingerprintError(f"{where}: {what} (fsdp-doctor checkpoint verify {self.path} says more)")
-        for name, (file, kind) in checkpoint.unread.items():
-            if file in places:
-                raise FingerprintError(f"{checkpoint.root / file}: {name} is {kind}, and has no fingerprint")
 
     def take_hub_names(self, parts: Mapping[str, HubPart]) -> None:
         with self._raise_errors_of(""):
