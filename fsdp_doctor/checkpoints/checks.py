@@ -19,7 +19,6 @@ from fsdp_doctor.checkpoints.record import (
     SavedPiece,
     SavedTensor,
     State,
-    get_parameter_name,
     parse_optimizer_slot,
 )
 from fsdp_doctor.checkpoints.scanning import PAGE_BYTES, Scans, SpanScan
@@ -92,8 +91,12 @@ def run_checks(evidence: CheckpointEvidence) -> list[Symptom]:
 
 def find_gaps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Elements that no piece has, or several have. Replicas are equal blocks."""
-    lost = {s.file for s in evidence.checkpoint.symptoms if s.trouble is Trouble.MISSING_RANK} & set(state.files)
-    if state.arrangement is Arrangement.WHOLE or lost or evidence.checkpoint.is_one_file:
+    is_of_ranks = state.arrangement in (Arrangement.RANK_FILES, Arrangement.SHARDED_SAFETENSORS)
+    if (
+        state.arrangement is Arrangement.WHOLE
+        or (is_of_ranks and state.is_incomplete)
+        or evidence.checkpoint.is_one_file
+    ):
         return
     for tensor in state.tensors.values():
         boxes = sorted({(p.offsets, p.shape) for p in tensor.pieces if p.numel})
@@ -149,7 +152,7 @@ def compare_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
     for tensor in state.tensors.values():
         slot = parse_optimizer_slot(tensor)
         # Of FSDP1's flat parameters each rank has another part, which nothing in the file says.
-        if state.find_role(tensor.path) == "other" or (slot and slot[1] == "step") or "flat_param" in tensor.name:
+        if state.roles[tensor.path] == "other" or (slot and slot[1] == "step") or "flat_param" in tensor.name:
             continue
         here = {piece.rank for piece in tensor.pieces}
         if state.arrangement is Arrangement.RANK_FILES and here != ranks:
@@ -179,7 +182,7 @@ def compare_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
             numbers = sorted({f"{number:g}" for number in by_rank.values()})
             file = next((file for file, _ in by_rank if file), state.directory)
             yield Symptom(Trouble.STEPS, f"the ranks have {join_some(numbers)}", file, ".".join(path))
-    of_parameters = (numbers for path, numbers in values.items() if state.find_role(path) == "optimizer")
+    of_parameters = (numbers for path, numbers in values.items() if state.judge_keys(path) == "optimizer")
     steps = {number for numbers in of_parameters for number in numbers.values()}
     if len(steps) > 1:
         what = f"the parameters' steps are between {min(steps):g} and {max(steps):g}"
@@ -204,7 +207,7 @@ def find_nonfinite(evidence: CheckpointEvidence, state: State) -> Iterator[Sympt
                 continue
             parts = {"NaN": scan.num_nan, "inf": scan.num_inf, "-inf": scan.num_minus_inf}
             what = "it holds " + ", ".join(f"{count} {kind}" for kind, count in parts.items() if count)
-            may_be_mask = tensor.last_name != "weight" and state.find_role(tensor.path) != "optimizer"
+            may_be_mask = tensor.last_name != "weight" and state.roles[tensor.path] != "optimizer"
             is_bad = scan.num_nan or scan.num_inf or not may_be_mask
             row = _locate_row(piece, scan.first_bad) if piece.is_contiguous else None
             yield Symptom(
@@ -222,7 +225,7 @@ def _locate_row(piece: SavedPiece, element: int) -> tuple[int, int] | None:
 def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Matrices, ranks' rows and blocks of the file that are zero where others like them are not."""
     matrices = (tensor for tensor in state.select("model") if len(tensor.shape) > 1 and tensor.numel)
-    for members in _group_families(each for each in matrices if not _LORA.match(get_parameter_name(each))):
+    for members in _group_families(each for each in matrices if not _LORA.match(each.parameter)):
         zero = [tensor for tensor in members if evidence.is_zero(tensor)]
         for tensor in zero if len(zero) < len(members) else ():
             what = f"it is zero, and of {len(members)} tensors like it {len(members) - len(zero)} are not"
@@ -231,7 +234,7 @@ def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
         scans = evidence.find_scans(tensor)
         if all(scan.is_zero for _, scan in scans):
             continue
-        is_matrix = len(tensor.shape) > 1 and state.find_role(tensor.path) == "model"
+        is_matrix = len(tensor.shape) > 1 and state.roles[tensor.path] == "model"
         for piece, scan in scans:
             if scan.is_zero and is_matrix and state.arrangement is not Arrangement.WHOLE:
                 is_last = piece.offsets[0] + piece.shape[0] == tensor.shape[0]
@@ -285,7 +288,7 @@ def find_experts(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom
     said = next((config[key] for key in keys if isinstance(config.get(key), int)), None)
     experts: dict[tuple[str, str], dict[int, SavedTensor]] = defaultdict(dict)
     for tensor in state.select("model"):
-        if found := _EXPERT.match(get_parameter_name(tensor)):
+        if found := _EXPERT.match(tensor.parameter):
             experts[found["layer"], found["rest"]][int(found["number"])] = tensor
     for (layer, rest), by_number in experts.items():
         name, file = f"{layer}.*.{rest}", next(iter(by_number.values())).file
@@ -304,7 +307,7 @@ def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Halves without the other, a rank that adapter_config.json denies, and B that never moved from zero."""
     halves: dict[str, dict[str, SavedTensor]] = defaultdict(dict)
     for tensor in state.select("model"):
-        if found := _LORA.match(get_parameter_name(tensor)):
+        if found := _LORA.match(tensor.parameter):
             halves[found["module"]][found["half"]] = tensor
     config = evidence.checkpoint.find_setting(state.directory, "adapter_config.json")
     for module, by_half in halves.items():
@@ -331,12 +334,11 @@ def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
 
 
 def find_wrapped_names(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    names = [get_parameter_name(tensor) for tensor in state.select("model")]
-    wrapped = [name for name in names if strip_wrappers(name) != name]
-    if not wrapped and names and all(name.startswith("module.") for name in names):
-        wrapped = names
+    names = {state.get_saved_name(tensor): tensor.parameter for tensor in state.select("model")}
+    wrapped = [name for name, parameter in names.items() if parameter != name or strip_wrappers(name) != name]
     if wrapped:
         is_hub = evidence.checkpoint.find_setting(state.directory, "config.json") or ".safetensors" in state.files[0]
+        is_hub = is_hub and state.arrangement is Arrangement.WHOLE
         trouble = Trouble.PREFIX if is_hub else Trouble.WRAPPED
         what = f"{len(wrapped)} of {len(names)} names have a wrapper's prefix, such as {wrapped[0]}"
         yield Symptom(trouble, what, state.files[0])
@@ -348,7 +350,7 @@ def find_flat_shards(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
         return
     of_matrices = {_name_family(tensor) for tensor in state.select("model") if len(tensor.shape) > 1}
     for tensor in state.select("model"):
-        name = get_parameter_name(tensor)
+        name = tensor.parameter
         is_like_matrices = _name_family(tensor) in of_matrices or _MATRIX.search(name)
         if "flat_param" in name:
             yield Symptom(Trouble.FLAT, "it is the flat parameter of FSDP1, and no weight", state.files[0], name)
@@ -364,7 +366,7 @@ def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[
     vocabulary, hidden = config.get("vocab_size"), config.get("hidden_size", config.get("n_embd"))
     has_projection = _PROJECTIONS & config.keys()
     for tensor in state.select("model"):
-        name, file = get_parameter_name(tensor), tensor.file
+        name, file = tensor.parameter, tensor.file
         if len(tensor.shape) == 2 and _EMBEDDING.search(name):
             rows, columns = tensor.shape
             if isinstance(hidden, int) and columns != hidden and not has_projection:
@@ -382,8 +384,8 @@ def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[
 def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Layers, tensors of one layer, and heads that a model of this kind has."""
     config = evidence.find_model_config(state)
-    names = {get_parameter_name(tensor): tensor for tensor in state.select("model")}
-    if any(_LORA.match(name) for name in names) or not state.files:
+    names = {tensor.parameter: tensor for tensor in state.select("model")}
+    if any(_LORA.match(name) for name in names) or not state.files or state.is_incomplete:
         return
     stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in names:
@@ -417,7 +419,7 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
     if ties is True and head is not None and embedding is not None:
         sums = evidence.find_checksum(head), evidence.find_checksum(embedding)
         if None not in sums and sums[0] != sums[1]:
-            what = f"it differs from {get_parameter_name(embedding)}, to which config.json ties it"
+            what = f"it differs from {embedding.parameter}, to which config.json ties it"
             yield Symptom(Trouble.TIED, what, head.file, "lm_head.weight")
 
 
@@ -456,12 +458,7 @@ def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
         if lacking := sorted(ids - {name for name, _ in slots}) if slots else []:
             what = f"of {len(ids)} parameters {len(lacking)} have no state: {join_some(lacking)}"
             yield Symptom(Trouble.NO_OPTIMIZER, what, state.directory)
-    model = {
-        get_parameter_name(tensor): tensor
-        for state in states
-        for tensor in state.select("model")
-        if len(tensor.shape) > 0
-    }
+    model = {tensor.parameter: tensor for state in states for tensor in state.select("model") if len(tensor.shape) > 0}
     has_training_state = any(state.label == "extra_state" for state in states) or any(
         pathlib.PurePath(path).name == "trainer_state.json" for path in evidence.checkpoint.settings
     )

@@ -16,6 +16,7 @@ import msgspec
 from fsdp_doctor.checkpoints import dcp
 from fsdp_doctor.checkpoints.files import BadFile, NotRead, OpenFile
 from fsdp_doctor.checkpoints.marker import MARKER, PARTIAL, MarkedFile, Marker
+from fsdp_doctor.checkpoints.parts import assign_roles
 from fsdp_doctor.checkpoints.pickles import RefusedPickle
 from fsdp_doctor.checkpoints.record import (
     Arrangement,
@@ -25,7 +26,6 @@ from fsdp_doctor.checkpoints.record import (
     SavedPiece,
     SavedTensor,
     State,
-    is_under_model_key,
 )
 from fsdp_doctor.checkpoints.safetensors_files import Header, parse_json, read_header, read_weight_map
 from fsdp_doctor.checkpoints.torch_files import TorchTensors, find_tensors, read_torch_file
@@ -48,16 +48,18 @@ _ANY_CLASSES = re.compile(
     r"(training_args|scheduler.*|rng_state.*|scaler|meta|.*dataloader.*)\.(bin|pt|pth)|random_states_\d+\.pkl"
 )
 # What a file by itself is not blamed for.
-_OF_SEVERAL_FILES = (Trouble.MISSING_FILE, Trouble.MISSING_RANK, Trouble.INDEX)
+_OF_SEVERAL_FILES = (Trouble.MISSING_FILE, Trouble.MISSING_RANK, Trouble.INDEX, Trouble.LOST_TENSOR)
 
 
-def read_checkpoint(path: pathlib.Path) -> SavedCheckpoint:
+def read_checkpoint(path: pathlib.Path, part: str | None = None) -> SavedCheckpoint:
     """Reads the metadata of all states in a directory and in those below it, or of a file alone.
 
-    No tensor is read. What is wrong is noted, not raised.
+    No tensor is read. What is wrong is noted, not raised. part: that is to be taken for the model, by the keys that
+    lead to it or the last of them, such as ``ema``.
     """
     is_one_file = not path.is_dir() and not dcp.METADATA.fullmatch(path.name)
     found = SavedCheckpoint(path if path.is_dir() else path.parent, is_one_file)
+    found.part = part
     reading = _Reading(found)
     if path.is_dir():
         for directory, names in reading.walk():
@@ -67,8 +69,11 @@ def read_checkpoint(path: pathlib.Path) -> SavedCheckpoint:
     if is_one_file:
         found.unchecked.append("the files beside it")
     for state in found.states:
-        state.has_model_key = any(map(is_under_model_key, (*state.tensors, *state.unread)))
+        assign_roles(state, found.find_setting(state.directory, "config.json"), part)
         reading.note_unread(state)
+        if state.candidates:
+            what = f"whether the model is sound: it may be {' or '.join(state.candidates)}; say which with --part"
+            found.unchecked.append(f"{pathlib.PurePath(state.directory, state.label)}: {what}")
     has_read = any(file.members for file in found.files.values()) or any(state.values for state in found.states)
     if not has_read and all(symptom.trouble.value.severity == "warning" for symptom in found.symptoms):
         reading.note(Trouble.UNKNOWN, f"no file of a known format lies in {path}")
@@ -92,7 +97,7 @@ class _Reading:
             name = ".".join(path)
             # Arrays of numpy are weights only where other weights are.
             is_array = kind.endswith("of numpy") and path[:-1] not in beside
-            if state.find_role(path) == "other" or is_array:
+            if state.roles[path] == "other" or is_array:
                 self.checkpoint.unchecked.append(f"{file}: {name} is {kind}, which is not read")
             else:
                 self.note(Trouble.NOT_READ, f"it is {kind}, which is not read", file, name)
@@ -239,6 +244,7 @@ class _Reading:
             if ".." in pathlib.PurePath(name).parts or pathlib.PurePath(name).is_absolute():
                 self.note(Trouble.METADATA, f"the metadata names a file outside of the directory: {name}", directory)
             elif not (self.checkpoint.root / path).exists():
+                state.is_incomplete = True
                 what = f"the metadata names it, and it is not there; of {len(of_file)} items in it: "
                 self.note(
                     Trouble.MISSING_FILE,
@@ -265,7 +271,7 @@ class _Reading:
             self._note_trailing_bytes(header, file)
         if packed := [item for item in items if item.packing]:
             packing = ", ".join(packed[0].packing)
-            self.note(Trouble.UNREAD, f"{len(packed)} items of it are packed ({packing}), which is not read", path)
+            self.note(Trouble.NOT_READ, f"{len(packed)} items of it are packed ({packing}), which is not read", path)
         end = 0
         for item in sorted(items, key=lambda item: item.begin):
             contents = None
@@ -279,8 +285,10 @@ class _Reading:
             except NotRead as error:
                 state.unread[item.path] = path, error.what
                 continue
-            except BadFile as error:
+            except dcp.FormError as error:
                 self.note(Trouble.SIZE, error.what, path, item.name, dcp.parse_rank(path))
+            except BadFile as error:
+                self.note(Trouble.FILE, error.what, path, item.name, dcp.parse_rank(path))
             if contents is not None:
                 saved.members += contents.members
                 saved.has_checksums |= contents.has_checksums
@@ -327,12 +335,10 @@ class _Reading:
             )
         expected = world or inside or max(chosen.values()) + 1
         for rank in sorted(set(range(expected)) - set(chosen.values())):
-            self.note(
-                Trouble.MISSING_RANK,
-                f"of {expected} ranks' files that of rank {rank} is not there",
-                state.files[0],
-                rank=rank,
-            )
+            state.is_incomplete = True
+            like = next(iter(chosen))
+            lost = _join(directory, like[: like.rindex(str(chosen[like]))] + f"{rank}{pathlib.PurePath(like).suffix}")
+            self.note(Trouble.MISSING_RANK, f"of {expected} ranks' files it is not there", lost, rank=rank)
         for name, found in read.items():
             for tensor in found.tensors if found else ():
                 self._merge(state, tensor, chosen[name])
@@ -346,7 +352,7 @@ class _Reading:
         known = state.tensors.setdefault(tensor.path, SavedTensor(tensor.path, tensor.dtype, tensor.shape))
         if (known.dtype, known.shape) == (tensor.dtype, tensor.shape):
             known.pieces += tensor.pieces
-        elif state.find_role(tensor.path) != "other":
+        elif state.judge_keys(tensor.path) != "other":
             other = f"{known.dtype} {list(known.shape)}"
             what = f"it is {tensor.dtype} {list(tensor.shape)} here, and {other} on another rank"
             self.note(Trouble.RANKS_DISAGREE, what, tensor.file, tensor.name, rank)
@@ -434,7 +440,7 @@ class _Reading:
             saved.members.append(Member("the header", 0, begin, marked.header))
             saved.has_checksums = sums.keys() == header.tensors.keys()
             for name in sorted(sums.keys() - header.tensors.keys()):
-                self.note(Trouble.INDEX, "the save wrote it, and the file does not have it", saved.path, name)
+                self.note(Trouble.LOST_TENSOR, "the save wrote it, and the file does not have it", saved.path, name)
         self._note_trailing_bytes(header, file)
         return header
 
@@ -466,6 +472,7 @@ class _Reading:
             expected = [f"{state.label}-{number:05}-of-{count:05}.{suffix}" for number in range(1, count + 1)]
             for name in expected if any(name in names for name in expected) else ():
                 if name not in names:
+                    state.is_incomplete = True
                     self.note(Trouble.MISSING_FILE, f"of {count} files it is not there", _join(state.directory, name))
         if weight_map is None and max(counts, default=1) > 1:
             what = f"{len(files)} files are there, and no {state.label}.{suffix}.index.json says what is in them"
@@ -474,11 +481,18 @@ class _Reading:
             return
         path = _join(state.directory, f"{state.label}.{suffix}.index.json")
         where = {tensor.name: tensor.pieces[0].file for tensor in state.tensors.values() if tensor.pieces}
-        for name in sorted(set(weight_map.values()) - set(names)):
-            self.note(Trouble.INDEX, f"it names {name}, which is not there", path)
+        for file in sorted(set(weight_map.values()) - set(names)):
+            lost = [name for name, of in weight_map.items() if of == file and name not in where]
+            place = _join(state.directory, file)
+            if not lost:
+                self.note(Trouble.INDEX, f"it names {file}, which is not there, and others have its tensors", path)
+            elif not any(s.trouble is Trouble.MISSING_FILE and s.file == place for s in self.checkpoint.symptoms):
+                what = f"the index says that it has {len(lost)} tensors, which no file has: {join_some(lost, 3)}"
+                self.note(Trouble.MISSING_FILE, what, place)
+                state.is_incomplete = True
         for name, file in weight_map.items():
             if file in names and _join(state.directory, file) in self.checkpoint.files and name not in where:
-                self.note(Trouble.INDEX, f"it says that {file} has it, and no file has", path, name)
+                self.note(Trouble.LOST_TENSOR, f"the index says that {file} has it, and no file has", path, name)
             elif name in where and pathlib.PurePath(where[name]).name != file and file in names:
                 self.note(Trouble.INDEX, f"it says that {file} has it, and {where[name]} has", path, name)
         for name in where.keys() - weight_map.keys():
@@ -489,7 +503,7 @@ class _Reading:
         metadata = parse_json((self.checkpoint.root / path).read_bytes()).get("metadata")
         said = metadata.get("total_size") if isinstance(metadata, dict) else None
         actual = sum(piece.numel * t.itemsize for t in state.tensors.values() for piece in t.pieces)
-        if isinstance(said, int) and said != actual:
+        if isinstance(said, int) and said != actual and not state.is_incomplete:
             self.note(Trouble.TOTAL_SIZE, f"total_size is {said}, and the tensors have {actual} bytes", path)
 
     def _read_shards(self, directory: str, shards: Mapping[str, int | None], headers: Mapping[str, Header]) -> None:
@@ -501,14 +515,17 @@ class _Reading:
         )
         numbers = {number for number in shards.values() if number is not None}
         for number in sorted(set(range(1, max(numbers, default=0))) - numbers):
-            self.note(Trouble.MISSING_RANK, f"no file of shard {number} is there", directory, rank=number - 1)
+            state.is_incomplete = True
+            lost = _join(directory, re.sub(r"^shard-\d+", f"shard-{number:05}", next(iter(shards))))
+            self.note(Trouble.MISSING_RANK, f"no file of shard {number} is there", lost, rank=number - 1)
         for ending in {name.partition("-model-")[2] for name in shards}:
             of_file = {name: number for name, number in shards.items() if name.endswith(f"-model-{ending}")}
             shapes = [entry.shape for name in of_file.keys() & headers for entry in headers[name].tensors.values()]
             has_rows_for_all = max((shape[0] for shape in shapes if shape), default=0) >= len(numbers)
             for number in sorted(numbers - set(of_file.values())) if has_rows_for_all else ():
-                what = f"of shard {number} there is no file of model-{ending}, as there is of others"
-                self.note(Trouble.MISSING_RANK, what, directory, rank=number - 1)
+                lost = _join(directory, f"shard-{number:05}-model-{ending}")
+                self.note(Trouble.MISSING_RANK, "it is not there, and that of another shard is", lost, rank=number - 1)
+                state.is_incomplete = True
         for name, shard in shards.items():
             path, header = _join(directory, name), headers.get(name)
             if header is None:

@@ -36,6 +36,9 @@ _CONFIG: Any = typer.Option(
     metavar="DIR|NAME", help="Whose config.json says the model's class; by default, that beside a checkpoint."
 )
 _KEEP_NAMES: Any = typer.Option("--keep-names", help="Do not ask transformers for the Hub's names, or the model's.")
+_PART: Any = typer.Option(
+    metavar="KEY", help="The part that is the model, by the keys that lead to it or the last of them, as in ema."
+)
 VERIFY_EXIT_CODES = "Exit codes: 0 sound; 1 damaged; 2 it cannot be judged, or usage; 4 the output cannot be written."
 
 
@@ -48,6 +51,7 @@ def verify(
     against: Annotated[
         pathlib.Path | None, typer.Option(metavar="DIR", help="A checkpoint of any format that has the same weights.")
     ] = None,
+    part: Annotated[str | None, _PART] = None,
     json_file: Annotated[
         pathlib.Path | None, declare_output_file("--json", help="Write the findings there as JSON.")
     ] = None,
@@ -61,8 +65,9 @@ def verify(
     try:
         found = verify_checkpoint(
             directory,
-            compare=functools.partial(_compare_with, directory, base, against) if base or against else None,
+            compare=functools.partial(_compare_with, directory, base, against, part) if base or against else None,
             progress=_choose_progress(),
+            part=part,
         )
     except OSError as error:
         raise UsageError(f"cannot read {error.filename or directory}: {error.strerror or error}") from None
@@ -78,7 +83,9 @@ def _print_text(text: str) -> None:
     write(None, wrap_all(text.splitlines(), measure_width()))
 
 
-def _compare_with(directory: pathlib.Path, base: pathlib.Path | None, against: pathlib.Path | None) -> list[Symptom]:
+def _compare_with(
+    directory: pathlib.Path, base: pathlib.Path | None, against: pathlib.Path | None, part: str | None
+) -> list[Symptom]:
     """What differs from ``against``, and what is the same as in ``base``."""
     from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
     from fsdp_doctor.fingerprints import FingerprintError
@@ -87,7 +94,7 @@ def _compare_with(directory: pathlib.Path, base: pathlib.Path | None, against: p
     symptoms = []
     for reference in filter(None, (against, base)):
         try:
-            found = compare_checkpoints(reference, directory)
+            found = compare_checkpoints(reference, directory, part=part)
         except FingerprintError as error:
             symptoms.append(Symptom(Trouble.UNCOMPARED, str(error)))
             continue
@@ -120,6 +127,7 @@ def diff(
     ] = None,
     strip: Annotated[list[str] | None, typer.Option(metavar="PREFIX", help="Take it from the names of both.")] = None,
     config: Annotated[str | None, _CONFIG] = None,
+    part: Annotated[str | None, _PART] = None,
     keep_names: Annotated[bool, _KEEP_NAMES] = False,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     output: Annotated[pathlib.Path | None, declare_output_file(help="Write there, not to stdout.")] = None,
@@ -140,6 +148,7 @@ def diff(
             base=base,
             strip=strip or (),
             config=config,
+            part=part,
             find_parts=None if keep_names else functools.partial(_ask_for_parts, must_know=config is not None),
         )
     different = len(found.differences)
@@ -184,6 +193,7 @@ def convert(
         int, typer.Option(metavar="BYTES", help="The most that a file of hf gets.")
     ] = 5_000_000_000,
     config: Annotated[str | None, _CONFIG] = None,
+    part: Annotated[str | None, _PART] = None,
     keep_names: Annotated[bool, _KEEP_NAMES] = False,
 ) -> None:
     """Write the model and the optimizer of a checkpoint in another format, bit by bit, without running a pickle.
@@ -207,6 +217,7 @@ def convert(
             buffers=buffer or (),
             largest_file=largest_file,
             config=config,
+            part=part,
             find_parts=None if keep_names else functools.partial(_find_parts, must_know=config is not None),
             progress=_choose_progress(),
         )
@@ -221,6 +232,8 @@ def convert(
     what = "the model and the optimizer" if found.has_optimizer else "the model"
     size = f"{found.num_bytes} bytes in {format_count(len(found.files), 'file')}"
     print(f"written: {what} to {target} ({size})", file=sys.stderr)
+    for name, count in found.left_out.items():
+        print(f"left out: {name or 'other tensors'} ({format_count(count, 'tensor')})", file=sys.stderr)
     for old, new in found.names[:_MOST_NAMES]:
         print(f"{old} is {new}", file=sys.stderr)
     if len(found.names) > _MOST_NAMES:
@@ -253,6 +266,7 @@ def fingerprint(
     *,
     checkpoint: Annotated[pathlib.Path, typer.Argument(help="A checkpoint of any format.")],
     dtype: Annotated[str | None, _DTYPE] = None,
+    part: Annotated[str | None, _PART] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     output: Annotated[pathlib.Path | None, declare_output_file(help="Write there, not to stdout.")] = None,
 ) -> None:
@@ -262,7 +276,7 @@ def fingerprint(
 
     cast_to = _parse_dtype(dtype)
     with _raise_usage_errors(checkpoint):
-        write(output, _render_list(read_fingerprints(checkpoint, cast_to), as_json))
+        write(output, _render_list(read_fingerprints(checkpoint, cast_to, part), as_json))
     raise SystemExit(EXIT_OK)
 
 

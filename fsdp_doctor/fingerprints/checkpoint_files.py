@@ -57,18 +57,21 @@ class CheckpointComparison:
     equal: list[str]
 
 
-def fingerprint_checkpoint(path: pathlib.Path | str, *, dtype: torch.dtype | None = None) -> Fingerprints:
+def fingerprint_checkpoint(
+    path: pathlib.Path | str, *, dtype: torch.dtype | None = None, part: str | None = None
+) -> Fingerprints:
     """Fingerprints the model in a checkpoint of any format that ``fsdp-doctor checkpoint verify`` reads.
 
     The names are those of the model, without the keys of the dicts around it (``model``, ``state_dict``). An optimizer
     is left out, unless there is nothing else. Of a model that is there in several forms, one is read: safetensors,
     else the whole tensors, else the shards. Host memory: 16 MiB or the longest row, and a cast of it; no pickle is run.
 
-    dtype: floating-point tensors are cast to it, as :func:`fingerprint` does with the same argument.
+    dtype: floating-point tensors are cast to it, as :func:`fingerprint` does with the same argument. part: that is
+    taken for the model, by the keys that lead to it or the last of them, such as ``ema``.
 
     Raises FingerprintError if it is no checkpoint, is damaged, or changes while it is read; OSError.
     """
-    return _fingerprint(_Weights(pathlib.Path(path)), dtype)
+    return _fingerprint(_Weights(pathlib.Path(path), part), dtype)
 
 
 def _fingerprint(weights: _Weights, dtype: torch.dtype | None) -> Fingerprints:
@@ -91,6 +94,7 @@ def compare_checkpoints(
     base: pathlib.Path | None = None,
     strip: Iterable[str] = (),
     config: str | None = None,
+    part: str | None = None,
     find_parts: Callable[[str], Mapping[str, HubPart]] | None = None,
 ) -> CheckpointComparison:
     """Compares the models in two checkpoints of any formats: which tensors of ``right`` differ, and how.
@@ -101,7 +105,7 @@ def compare_checkpoints(
 
     Raises as :func:`fingerprint_checkpoint`, and FingerprintError for models that have nothing in common.
     """
-    opened = {path: _open(path) for path in (left, right)}
+    opened = {path: _open(path, part) for path in (left, right)}
     parts = _find_hub_parts(list(opened.values()), strip, config, find_parts) if find_parts is not None else {}
     read = {path: _read(path, weights, dtype, parts) for path, weights in opened.items()}
     names = match_names(read[left].tensors, read[right].tensors, strip, (str(left), str(right)))
@@ -141,14 +145,14 @@ def _find_hub_parts(
     return find_parts(config) if config is not None else {}
 
 
-def read_fingerprints(path: pathlib.Path, dtype: torch.dtype | None = None) -> Fingerprints:
+def read_fingerprints(path: pathlib.Path, dtype: torch.dtype | None = None, part: str | None = None) -> Fingerprints:
     """Reads those of a JSON file, or of a checkpoint. Raises as :func:`fingerprint_checkpoint`."""
-    return _read(path, _open(path), dtype, {})
+    return _read(path, _open(path, part), dtype, {})
 
 
-def _open(path: pathlib.Path) -> _Weights | None:
+def _open(path: pathlib.Path, part: str | None = None) -> _Weights | None:
     """Opens a checkpoint; None for a JSON of fingerprints."""
-    return None if path.suffix == ".json" and path.is_file() else _Weights(path)
+    return None if path.suffix == ".json" and path.is_file() else _Weights(path, part)
 
 
 def _read(
@@ -237,10 +241,10 @@ class _Weights:
     Raises FingerprintError if there are none, and for a damage that was found while their places were read.
     """
 
-    def __init__(self, path: pathlib.Path) -> None:
+    def __init__(self, path: pathlib.Path, part: str | None = None) -> None:
         if not path.exists():
             raise FingerprintError(f"{path} does not exist")
-        self.path, self.checkpoint = path, read_checkpoint(path)
+        self.path, self.checkpoint = path, read_checkpoint(path, part)
         with self._raise_errors_of(""):
             self._model = choose_model(self.checkpoint)
         self.tensors: Mapping[str, SavedTensor] = self._model.tensors

@@ -53,7 +53,6 @@ def test_any_value_that_torch_saves_is_read(tmp_path: pathlib.Path, value: Any) 
 
 def test_the_model_s_tensors_are_found_in_every_format(originals: pathlib.Path) -> None:
     from fsdp_doctor.checkpoints.reading import read_checkpoint
-    from fsdp_doctor.checkpoints.record import get_parameter_name
 
     expected = {
         name: tuple(tensor.shape) for name, tensor in torch.load(originals / "legacy/pytorch_model.bin").items()
@@ -77,7 +76,7 @@ def test_the_model_s_tensors_are_found_in_every_format(originals: pathlib.Path) 
     ):
         states = read_checkpoint(originals / name).states
         for state in states:
-            if weights := {get_parameter_name(t): t.shape for t in state.select("model")}:
+            if weights := {t.parameter: t.shape for t in state.select("model")}:
                 assert weights == expected, (name, state.label)
 
 
