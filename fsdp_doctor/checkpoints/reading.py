@@ -15,6 +15,7 @@ import msgspec
 
 from fsdp_doctor.checkpoints import dcp
 from fsdp_doctor.checkpoints.files import BadFile, NotRead, OpenFile
+from fsdp_doctor.checkpoints.formats import KNOWN_FORMATS, OTHER_FORMATS, OTHER_WRITERS, find_other_format
 from fsdp_doctor.checkpoints.marker import MARKER, PARTIAL, MarkedFile, Marker
 from fsdp_doctor.checkpoints.parts import assign_roles
 from fsdp_doctor.checkpoints.pickles import RefusedPickle
@@ -74,9 +75,11 @@ def read_checkpoint(path: pathlib.Path, part: str | None = None) -> SavedCheckpo
         if state.candidates:
             what = f"whether the model is sound: it may be {' or '.join(state.candidates)}; say which with --part"
             found.unchecked.append(f"{pathlib.PurePath(state.directory, state.label)}: {what}")
+    reading.note_copies()
     has_read = any(file.members for file in found.files.values()) or any(state.values for state in found.states)
     if not has_read and all(symptom.trouble.value.severity == "warning" for symptom in found.symptoms):
-        reading.note(Trouble.UNKNOWN, f"no file of a known format lies in {path}")
+        what = f"no file of a known format lies in {path}; looked for: {KNOWN_FORMATS}, and those that are not read"
+        reading.note(Trouble.UNKNOWN, f"{what} ({', '.join(each.name for each in OTHER_FORMATS)})")
     return found
 
 
@@ -85,6 +88,7 @@ class _Reading:
         self.checkpoint = checkpoint
         self._torch_files: dict[str, TorchTensors | None] = {}
         self._marked: dict[str, MarkedFile] = {}
+        self._copies: list[tuple[str, str]] = []
 
     def note(self, trouble: Trouble, what: str, file: str = "", tensor: str = "", rank: int | None = None) -> None:
         if not (self.checkpoint.is_one_file and trouble in _OF_SEVERAL_FILES):
@@ -133,6 +137,8 @@ class _Reading:
         for name in sorted(names):
             if name.endswith(".json") and not name.endswith(".index.json"):
                 self._read_settings(_join(directory, name))
+        if self._pass_over_other_format(directory, names):
+            return
         self._read_marker(directory, names)
         if any(dcp.METADATA.fullmatch(name) or name.endswith(".distcp") for name in names):
             self._read_dcp(directory, names)
@@ -144,6 +150,31 @@ class _Reading:
         others = sorted(name for name in names if _join(directory, name) not in known and not name.endswith(".json"))
         if others and any(state.directory == directory for state in self.checkpoint.states):
             self.checkpoint.unchecked.append(f"{_join(directory, join_some(others))}: of no known format")
+
+    def _pass_over_other_format(self, directory: str, names: set[str]) -> bool:
+        """Whether the directory is of a program whose format is not read; files of such beside others are noted."""
+        settings = self.checkpoint.settings.get(_join(directory, "metadata.json"))
+        here = pathlib.PurePath(os.path.abspath(self.checkpoint.root / directory)).name
+        found = find_other_format(here, names, settings if isinstance(settings, dict) else {})
+        if found is None:
+            return False
+        others = sorted(name for name in names if re.fullmatch(found.files or "(?!)", name))
+        file = _join(directory, join_some(others, 2)) if others else directory
+        if found.is_copy:
+            self._copies.append((f"these are files of {found.name}, which are not read: {found.tool}", file))
+            names.difference_update(others)
+            return self._pass_over_other_format(directory, names)
+        self.note(Trouble.OTHER_FORMAT, f"it is a checkpoint of {found.name}, which is not read: {found.tool}", file)
+        return True
+
+    def note_copies(self) -> None:
+        """Models in forms that are not read are copies, if one in another form is there; else they are all there is."""
+        has_model = any(state.tensors for state in self.checkpoint.states)
+        for what, file in self._copies:
+            if has_model:
+                self.checkpoint.unchecked.append(f"{file}: {what}")
+            else:
+                self.note(Trouble.OTHER_FORMAT, what, file)
 
     # One file
 
@@ -176,7 +207,7 @@ class _Reading:
                 raise BadFile("is no JSON") from None
 
         self.checkpoint.settings[path] = self._read(path, read, Trouble.SETTINGS_DAMAGED)
-        del self.checkpoint.files[path]
+        self.checkpoint.files.pop(path, None)  # which is not there if it could not be opened
 
     def _read_marker(self, directory: str, names: set[str]) -> None:
         """Reads the marker of a save, which was written last and has the checksums of its files."""
@@ -409,7 +440,8 @@ class _Reading:
             path = _join(directory, name)
             header = self._read(path, self._read_header)
             is_shard = _SHARD.fullmatch(name)
-            if is_shard or (header is not None and "DCP_SHARDING_INFO" in header.metadata):
+            # Without save_distributed the writer says it, too, of whole tensors.
+            if is_shard or (header is not None and any(map(any, _read_offsets(header).values()))):
                 shards[name] = int(is_shard["rank"]) if is_shard else None
             if header is not None:
                 headers[name] = header
@@ -432,6 +464,9 @@ class _Reading:
 
     def _read_header(self, file: OpenFile, saved: SavedFile) -> Header:
         header = read_header(file)
+        if (writer := OTHER_WRITERS.get(str(header.metadata.get("format")))) is not None:
+            raise NotRead(f"was written by {writer}, whose layout of the weights is another one")
+        _read_offsets(header)
         marked = self._marked.get(saved.path)
         sums = marked.sums if marked is not None else {}
         saved.members = [Member(name, e.begin, e.nbytes, sums.get(name)) for name, e in header.tensors.items()]
@@ -531,10 +566,13 @@ class _Reading:
             if header is None:
                 continue
             try:
-                places = parse_json(str(header.metadata.get("DCP_SHARDING_INFO")).encode())
-                offsets = {key: tuple(map(int, places[key]["saved_offsets"])) for key in header.tensors}
-            except (ValueError, KeyError, TypeError) as error:
-                self.note(Trouble.SIZE, f"it does not say where its rows belong ({type(error).__name__})", path)
+                offsets = _read_offsets(header)
+                if offsets.keys() < header.tensors.keys():
+                    raise BadFile(f"lacks {min(header.tensors.keys() - offsets.keys())}")
+            except BadFile as error:
+                self.note(
+                    Trouble.FILE, f"it does not say where its rows belong: its DCP_SHARDING_INFO {error.what}", path
+                )
                 continue
             copied = ""
             for key, entry in header.tensors.items():
@@ -550,6 +588,17 @@ class _Reading:
                 tensor.pieces.append(piece)
             if copied:
                 self.note(Trouble.COPIED_RANK, f"{copied} has the same rows, and DCP writes none twice", path)
+
+
+def _read_offsets(header: Header) -> dict[str, tuple[int, ...]]:
+    """Where the rows of each tensor belong, as HuggingFaceStorageWriter says; raises BadFile for what says nothing."""
+    if "DCP_SHARDING_INFO" not in header.metadata:
+        return {}
+    try:
+        places = parse_json(str(header.metadata["DCP_SHARDING_INFO"]).encode())
+        return {key: tuple(map(int, places[key]["saved_offsets"])) for key in header.tensors if key in places}
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadFile(f"is damaged ({type(error).__name__})") from None
 
 
 def _group_by_stem(files: Iterable[str], indexes: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum, unique
 from typing import Literal, NamedTuple, TypeAlias
 
+PAGE = "https://fsdp-doctor.github.io/fsdp-doctor/commands/checkpoint-verify/#formats"
 TroubleSeverity: TypeAlias = Literal["damage", "warning", "refused"]
 
 
@@ -34,7 +35,8 @@ class Remedy(Enum):
     DISTRUST = "open it only if you trust who wrote it; this restores nothing"
     READABLE = "make it readable, and run this again"
     WAIT = "run this again when nothing writes to it"
-    NAME_ANOTHER = "name a directory or file of a known format"
+    NAME_ANOTHER = f"name a directory or file of a known format: {PAGE}"
+    ITS_TOOL = "run the tool that is named, and name what it writes"
 
 
 class Kind(NamedTuple):
@@ -116,6 +118,7 @@ class Trouble(Enum):
     UNREAD = Kind("refused", "unknown", Remedy.READABLE)
     NOT_READ = Kind("refused", "unknown", Remedy.SAVE_PLAIN)
     CHANGED = Kind("refused", "a load may mix two saves", Remedy.WAIT)
+    OTHER_FORMAT = Kind("refused", "torch and transformers do not load it", Remedy.ITS_TOOL)
     UNKNOWN = Kind("refused", "unknown", Remedy.NAME_ANOTHER)
 
 

@@ -128,7 +128,15 @@ CURES: dict[Remedy, Cure] = {
 }
 
 # What restores nothing, and what is done to the command and not to the files, each with a test of its own below.
-OF_THE_COMMAND = {Remedy.COMPARE, Remedy.REFERENCE, Remedy.DISTRUST, Remedy.READABLE, Remedy.WAIT, Remedy.NAME_ANOTHER}
+OF_THE_COMMAND = {
+    Remedy.COMPARE,
+    Remedy.REFERENCE,
+    Remedy.DISTRUST,
+    Remedy.READABLE,
+    Remedy.WAIT,
+    Remedy.NAME_ANOTHER,
+    Remedy.ITS_TOOL,
+}
 WARNINGS: dict[str, tuple[str, Damage]] = {
     "files of another number of ranks": ("verl", lambda d: shutil.copy(d / RANK_0, d / RANK_0.replace("_2_", "_4_"))),
     "a wrong total_size": (
