@@ -80,8 +80,15 @@ class Trouble(Enum):
     INFINITE = Kind("warning", "a load returns it, too", Remedy.LOOK, "masks are of -inf, weights are not")
     ZERO_MATRIX = Kind("damage", "a load returns zeros, and this layer computes nothing", Remedy.SAVE_AGAIN)
     ZERO_RANK = Kind("damage", "a load returns zeros for what one rank held", Remedy.SAVE_AGAIN)
-    ZERO_ROWS = Kind("warning", "a load returns zeros", Remedy.LOOK, "padding of a vocabulary is zero")
+    ZERO_ROWS = Kind("warning", "a load returns zeros", Remedy.LOOK, "padding of a vocabulary and pruned rows are zero")
     ZERO_BLOCK = Kind("damage", "a load returns zeros where bytes were never written", Remedy.RESTORE)
+    HUGE = Kind("damage", "a load returns it, and the model's outputs become infinite", Remedy.SAVE_AGAIN)
+    MAGNITUDE = Kind("damage", "a load returns values of another order than all like it have", Remedy.SAVE_AGAIN)
+    OTHER_BITS = Kind("damage", "a load returns two values of bfloat16 as one of float32", Remedy.SAVE_AGAIN)
+    MOMENTS = Kind("damage", "Adam's next step with it is NaN, or many times too large", Remedy.SAVE_AGAIN)
+    EQUAL_LAYERS = Kind(
+        "warning", "a load returns the same weights for them", Remedy.LOOK, "after a model was deepened"
+    )
     EQUAL_EXPERTS = Kind("warning", "a load returns the same weights for all experts", Remedy.LOOK, "after upcycling")
     EXPERTS = Kind(
         "damage", "the other experts stay as they were initialized", Remedy.SAVE_AGAIN, "with those of all ranks"
@@ -95,6 +102,9 @@ class Trouble(Enum):
     WRAPPED = Kind("warning", "only a model that is wrapped in the same way finds the names", Remedy.CONVERT)
     FLAT = Kind("damage", "a load fails, or leaves the weights out", Remedy.SAVE_FULL)
     SHAPE = Kind("damage", "from_pretrained fails, or initializes the tensor", Remedy.CONFIG)
+    PRUNED = Kind("warning", "from_pretrained fails with this config.json", Remedy.CONFIG, "all layers are alike")
+    UNUSUAL = Kind("warning", "the class, which is none of transformers, may name it otherwise", Remedy.LOOK)
+    EXTRA_LAYERS = Kind("damage", "from_pretrained leaves these layers out, with a warning only", Remedy.CONFIG)
     PADDED = Kind("warning", "from_pretrained needs ignore_mismatched_sizes, or the padding removed", Remedy.LOOK)
     MISSING_TENSOR = Kind("damage", "from_pretrained initializes it at random, with a warning only", Remedy.SAVE_AGAIN)
     TIED = Kind("damage", "from_pretrained ties the two, and drops the values of one", Remedy.TIE)

@@ -15,7 +15,7 @@ from fsdp_doctor.checkpoints.reading import read_checkpoint
 from fsdp_doctor.checkpoints.record import SavedCheckpoint, State
 from fsdp_doctor.checkpoints.scanning import Scans, Sink, scan
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble, TroubleSeverity
-from fsdp_doctor.errors import join_some
+from fsdp_doctor.errors import escape_controls, join_some
 
 SoundnessAnswer: TypeAlias = Literal["sound", "damaged", "cannot be judged"]
 EXIT_CODES: dict[SoundnessAnswer, int] = {"sound": 0, "damaged": 1, "cannot be judged": 2}
@@ -67,7 +67,7 @@ class Verification(msgspec.Struct):
         lines += [f"not checked: {each}" for each in self.unchecked[-_MOST_LISTED:]]
         if len(self.unchecked) > _MOST_LISTED:
             lines.append(f"not checked: {len(self.unchecked) - _MOST_LISTED} more, which --json lists")
-        return "\n".join(lines) + "\n"
+        return "".join(f"{escape_controls(line)}\n" for line in lines)
 
     def _write_headline(self) -> str:
         counts = {kind: sum(f.severity == kind for f in self.findings) for kind in ("damage", "refused", "warning")}

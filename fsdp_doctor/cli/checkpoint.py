@@ -16,7 +16,7 @@ import typer
 from fsdp_doctor.checkpoints.targets import ConversionTarget
 from fsdp_doctor.cli.options import declare_output_file
 from fsdp_doctor.cli.output import write
-from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError, join_some
+from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError, escape_controls, join_some
 from fsdp_doctor.machine.terminal import measure_width, wrap_all
 from fsdp_doctor.report.layout import format_count
 
@@ -70,7 +70,9 @@ def verify(
             part=part,
         )
     except OSError as error:
-        raise UsageError(f"cannot read {error.filename or directory}: {error.strerror or error}") from None
+        raise UsageError(
+            escape_controls(f"cannot read {error.filename or directory}: {error.strerror or error}")
+        ) from None
     if sys.stderr.isatty():
         print(file=sys.stderr)
     if json_file is not None:
@@ -158,11 +160,11 @@ def diff(
         file=sys.stderr,
     )
     for note in found.notes:
-        print(note, file=sys.stderr)
+        print(escape_controls(note), file=sys.stderr)
     if as_json:
         write(output, json.dumps([dataclasses.asdict(each) for each in found.differences], indent=1) + "\n")
     else:
-        write(output, "".join(f"{difference}\n" for difference in found.differences))
+        write(output, "".join(f"{escape_controls(str(difference))}\n" for difference in found.differences))
     raise SystemExit(EXIT_BAD_VERDICT if found.differences else EXIT_OK)
 
 
@@ -222,9 +224,9 @@ def convert(
             progress=_choose_progress(),
         )
     except ConversionError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(escape_controls(str(error))) from None
     except OSError as error:
-        raise UsageError(f"{error.filename or target}: {error.strerror or error}") from None
+        raise UsageError(escape_controls(f"{error.filename or target}: {error.strerror or error}")) from None
     if not found.files:
         _print_text(found.verification.to_text())
         print(f"nothing was written to {target}", file=sys.stderr)
@@ -233,9 +235,10 @@ def convert(
     size = f"{found.num_bytes} bytes in {format_count(len(found.files), 'file')}"
     print(f"written: {what} to {target} ({size})", file=sys.stderr)
     for name, count in found.left_out.items():
-        print(f"left out: {name or 'other tensors'} ({format_count(count, 'tensor')})", file=sys.stderr)
+        what = f"left out: {name or 'other tensors'} ({format_count(count, 'tensor')})"
+        print(escape_controls(what), file=sys.stderr)
     for old, new in found.names[:_MOST_NAMES]:
-        print(f"{old} is {new}", file=sys.stderr)
+        print(escape_controls(f"{old} is {new}"), file=sys.stderr)
     if len(found.names) > _MOST_NAMES:
         print(f"and {len(found.names) - _MOST_NAMES} more names", file=sys.stderr)
     raise SystemExit(EXIT_OK)
@@ -294,9 +297,9 @@ def _raise_usage_errors(path: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except FingerprintError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(escape_controls(str(error))) from None
     except OSError as error:
-        raise UsageError(f"cannot read {error.filename or path}: {error.strerror or error}") from None
+        raise UsageError(escape_controls(f"cannot read {error.filename or path}: {error.strerror or error}")) from None
 
 
 def _parse_dtype(name: str | None) -> torch.dtype | None:
@@ -315,6 +318,6 @@ def _render_list(fingerprints: Fingerprints, as_json: bool) -> str:
     if as_json:
         return fingerprints.to_json() + "\n"
     return "".join(
-        f"{tensor.hex}  {tensor.dtype:<9} {'x'.join(map(str, tensor.shape)) or 'scalar':<16} {name}\n"
+        f"{tensor.hex}  {tensor.dtype:<9} {'x'.join(map(str, tensor.shape)) or 'scalar':<16} {escape_controls(name)}\n"
         for name, tensor in fingerprints.tensors.items()
     )

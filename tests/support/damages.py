@@ -18,7 +18,7 @@ from support import saved_checkpoints as saved
 Damage = Callable[[pathlib.Path], Any]
 EMBED, HEAD, DOWN = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.down_proj.weight"
 RANK_0, RANK_1 = "model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"
-HUB, TIED = "model-00001-of-00003.safetensors", "model.safetensors"
+HUB, TIED, BIN = "model-00001-of-00003.safetensors", "model.safetensors", "pytorch_model.bin"
 
 
 def swap(one: str, other: str) -> Damage:
@@ -150,6 +150,60 @@ def save_dcp(state: dict[str, Any]) -> Damage:
             dcp.save(state, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
 
     return damage
+
+
+def raw(entries: dict[str, Any], body: bytes) -> Damage:
+    """A safetensors file of that header."""
+
+    def write(directory: pathlib.Path) -> None:
+        text = json.dumps(entries).encode()
+        (directory / TIED).write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+    return write
+
+
+def entry(begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [(end - begin) // 4], "data_offsets": [begin, end]}
+
+
+def moments(edit: Callable[[dict[str, Any]], Any]) -> Damage:
+    """Changes what Adam keeps of a matrix."""
+
+    def change(state: dict[str, Any]) -> None:
+        kept = state["optimizer"]["state"]
+        edit(next(each for each in kept.values() if each["exp_avg"].ndim == 2 and each["exp_avg"].any()))
+
+    return tensors("last.pt", change)
+
+
+def two_layers(edit: Callable[[dict[str, Any]], Any]) -> Damage:
+    """A model of two layers, changed."""
+
+    def save(directory: pathlib.Path) -> None:
+        config = saved.LlamaConfig(**saved.SIZES | {"num_hidden_layers": 2}, tie_word_embeddings=True)
+        saved.LlamaForCausalLM(config).save_pretrained(directory)
+        tensors(TIED, edit)(directory)
+
+    return save
+
+
+def to_bits(state: dict[str, Any]) -> None:
+    """As a program that took the buffer of bfloat16 for one of float32."""
+    for name, tensor in state.items():
+        if name != EMBED and tensor.ndim == 2:
+            state[name] = torch.cat([tensor, tensor.flip(1)], 1).bfloat16().view(torch.float32)
+
+
+def widen(state: dict[str, Any]) -> None:
+    """All layers alike, wider than config.json says."""
+    for name in state:
+        if "_proj" in name and ".mlp." in name:
+            tensor = state[name]
+            state[name] = torch.cat([tensor, tensor[:, :8]], 1) if "down" in name else torch.cat([tensor, tensor[:8]])
+
+
+def zero_rows_of(name: str, first: int, after: int) -> Damage:
+    return tensors(TIED, lambda t: t[name][first:after].zero_())
 
 
 # Of what is saved, a damage and the kind of trouble that it is; the numbers are those of the kinds that users report.
@@ -355,4 +409,66 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "Lightning's DCP without meta.pt": ("dcp", save_dcp({"state_dict": {"a": torch.ones(3)}}), "missing_file"),
     "flat parameters swapped": ("legacy", swap_flat_parameters, "foreign_rank"),
     "a config.json that is no JSON": ("hub", lambda d: saved.truncate(d / "config.json", 9), "settings_damaged"),
+    "a hole between two tensors": ("legacy", raw({"a": entry(0, 16), "b": entry(24, 40)}, bytes(range(40))), "file"),
+    "a hole before the first tensor": ("legacy", raw({"a": entry(8, 16)}, bytes(range(16))), "file"),
+    "one of two layers lacks a projection": (
+        "tied",
+        two_layers(lambda t: t.pop("model.layers.1.mlp.down_proj.weight")),
+        "missing_tensor",
+    ),
+    "one of two layers lacks a norm": (
+        "tied",
+        two_layers(lambda t: t.pop("model.layers.0.input_layernorm.weight")),
+        "missing_tensor",
+    ),
+    "a negative mean of squares": ("full", moments(lambda m: m["exp_avg_sq"][1, 2].fill_(-1e-4)), "moments"),
+    "a mean of squares of zeros": ("full", moments(lambda m: m["exp_avg_sq"].zero_()), "moments"),
+    "moments at step 0": ("full", moments(lambda m: m["step"].zero_()), "moments"),
+    "a scheduler lost on one rank": (
+        "verl",
+        tensors("extra_state_world_size_2_rank_1.pt", lambda t: t.pop("lr_scheduler")),
+        "ranks_disagree",
+    ),
+    "other kv heads in config.json": (
+        "tied",
+        lambda d: saved.edit_json(d / "config.json", num_key_value_heads=1),
+        "shape",
+    ),
+    "a larger intermediate size in config.json": (
+        "tied",
+        lambda d: (saved.edit_json(d / "config.json", intermediate_size=97), tensors(TIED, widen)(d)),
+        "shape",
+    ),
+    "one layer of another width": ("tied", tensors(TIED, lambda t: t.update({DOWN: t[DOWN][:, :90]})), "shape"),
+    "more layers than config.json has": (
+        "tied",
+        lambda d: saved.edit_json(d / "config.json", num_hidden_layers=2),
+        "extra_layers",
+    ),
+    "a head of another width than the embedding": (
+        "legacy",
+        tensors(BIN, lambda t: t.update({HEAD: t[HEAD][:, :60]})),
+        "shape",
+    ),
+    "bits of bfloat16 as float32": ("tied", tensors(TIED, to_bits), "other_bits"),
+    "one value of 3e38": ("tied", tensors(TIED, lambda t: t[DOWN][7, 3].fill_(3e38)), "huge"),
+    "a matrix a million times too large": ("tied", tensors(TIED, lambda t: t[DOWN].mul_(1e6)), "magnitude"),
+    "half of a projection's rows zero": (
+        "tied",
+        zero_rows_of("model.layers.1.self_attn.q_proj.weight", 0, 31),
+        "zero_rank",
+    ),
+    "the last shard missing, and no vocabulary in it": (
+        "shards",
+        lambda d: (
+            next(d.glob("shard-00002*")).unlink(),
+            saved.LlamaConfig(**saved.SIZES).save_pretrained(d),
+        ),
+        "missing_rank",
+    ),
+    "a control character's name": (
+        "legacy",
+        raw({"a\n\x1b[2Jsound: fine": entry(0, 4)}, b"\0\0\xc0\x7f"),
+        "nonfinite",
+    ),
 }
