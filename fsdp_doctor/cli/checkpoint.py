@@ -101,7 +101,9 @@ def _compare_with(
             symptoms.append(Symptom(Trouble.UNCOMPARED, str(error)))
             continue
         if reference is against:
-            symptoms += [Symptom(Trouble.DIFFERS, each.detail, tensor=each.name) for each in found.differences]
+            for each in found.differences:
+                file, rows = found.places.get(each.name, ("", None))
+                symptoms.append(Symptom(Trouble.DIFFERS, each.detail, file, each.name, rows))
         elif found.equal:
             trouble = Trouble.UNTRAINED if len(found.equal) == found.compared else Trouble.PARTLY_UNTRAINED
             what = f"{len(found.equal)} of {found.compared} tensors are those of {base}: {join_some(found.equal)}"
@@ -220,7 +222,9 @@ def convert(
             largest_file=largest_file,
             config=config,
             part=part,
-            find_parts=None if keep_names else functools.partial(_find_parts, must_know=config is not None),
+            find_parts=None
+            if keep_names
+            else functools.partial(_find_parts, must_know=config is not None, needs_class=to is ConversionTarget.HF),
             progress=_choose_progress(),
         )
     except ConversionError as error:
@@ -231,6 +235,8 @@ def convert(
         _print_text(found.verification.to_text())
         print(f"nothing was written to {target}", file=sys.stderr)
         raise SystemExit(EXIT_CODES[found.verification.answer])
+    if to is ConversionTarget.HF and not (target / "config.json").is_file():
+        print("there is no config.json: no from_pretrained reads it until one is put there", file=sys.stderr)
     what = "the model and the optimizer" if found.has_optimizer else "the model"
     size = f"{found.num_bytes} bytes in {format_count(len(found.files), 'file')}"
     print(f"written: {what} to {target} ({size})", file=sys.stderr)
@@ -244,22 +250,24 @@ def convert(
     raise SystemExit(EXIT_OK)
 
 
-def _find_parts(config: str, *, must_know: bool) -> Mapping[str, HubPart]:
+def _find_parts(config: str, *, must_know: bool, needs_class: bool) -> Mapping[str, HubPart]:
     """Asks transformers in a process of its own, so that this one stays small."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_ask_for_parts, config, must_know).result()
+        return pool.submit(_ask_for_parts, config, must_know, needs_class).result()
 
 
-def _ask_for_parts(config: str, must_know: bool) -> Mapping[str, HubPart]:
-    from fsdp_doctor.names import HubNamesUnknown, NamesError, read_hub_parts
+def _ask_for_parts(config: str, must_know: bool, needs_class: bool = False) -> Mapping[str, HubPart]:
+    """needs_class: whether the Hub's names are promised, so that those of the model will not do."""
+    from fsdp_doctor.names import HubNamesUnknown, ModelClassUnknown, NamesError, read_hub_parts
 
     try:
         return read_hub_parts(config)
     except NamesError as error:
-        if must_know or not isinstance(error, HubNamesUnknown):
+        is_needed = must_know or (needs_class and isinstance(error, ModelClassUnknown))
+        if is_needed or not isinstance(error, HubNamesUnknown):
             raise UsageError(f"{error}; --keep-names keeps the names as they are") from None
         print(f"the names are as they were saved: {error}", file=sys.stderr)
         return {}

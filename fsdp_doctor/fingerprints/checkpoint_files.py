@@ -8,14 +8,14 @@ import math
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
 
 from fsdp_doctor.checkpoints.files import BadFile, OpenFile, get_version
 from fsdp_doctor.checkpoints.hub_parts import HubPart, split_for_hub
-from fsdp_doctor.checkpoints.names import match_names
+from fsdp_doctor.checkpoints.names import MatchedNames, match_names
 from fsdp_doctor.checkpoints.reading import read_checkpoint
 from fsdp_doctor.checkpoints.record import (
     SavedCheckpoint,
@@ -24,6 +24,7 @@ from fsdp_doctor.checkpoints.record import (
     choose_model,
     list_settings_places,
 )
+from fsdp_doctor.checkpoints.sums import crc32
 from fsdp_doctor.checkpoints.troubles import Trouble
 from fsdp_doctor.extract.sources import name_dtype
 from fsdp_doctor.fingerprints.differences import (
@@ -38,6 +39,8 @@ from fsdp_doctor.fingerprints.summing import FingerprintSums, make_unsummed, swa
 from fsdp_doctor.fsdp.shards import compute_row_major_strides
 
 _CHUNK_BYTES = 16 << 20
+# Of so many tensors that differ the rows are looked for, which reads both again.
+_MOST_LOCATED = 20
 # They say nothing of the weights.
 _HARMLESS = (Trouble.SETTINGS_DAMAGED, Trouble.TRAILING_BYTES, Trouble.WORLD_SIZE)
 _BlocksOf: TypeAlias = Callable[[torch.Tensor, tuple[int, ...]], list[IndexedBlock]]
@@ -48,13 +51,15 @@ _ROUNDED_TO = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_
 class CheckpointComparison:
     """differences: of the second checkpoint from the first. notes: how their names were brought together.
 
-    compared: the number of tensors of the first. equal: names whose tensors are the same, bit by bit.
+    compared: the number of tensors of the first. equal: names whose tensors are the same, bit by bit. places: of what
+    differs, the file in the second checkpoint and the rows from the first that differs to the last, if they are known.
     """
 
     differences: list[FingerprintDifference]
     notes: list[str]
     compared: int
     equal: list[str]
+    places: Mapping[str, tuple[str, tuple[int, int] | None]] = field(default_factory=dict)
 
 
 def fingerprint_checkpoint(
@@ -124,7 +129,42 @@ def compare_checkpoints(
         variants = {names.left[name]: of_name for name, of_name in found.items()}
     differences = compare_fingerprints(one, two, base=of_base, variants=variants, called=(str(left), str(right)))
     equal = [name for name, tensor in one.tensors.items() if two.tensors.get(name) == tensor]
-    return CheckpointComparison(differences, names.notes, len(one.tensors), equal)
+    places = _locate(opened[left], opened[right], names, differing)
+    return CheckpointComparison(differences, names.notes, len(one.tensors), equal, places)
+
+
+def _locate(
+    left: _Weights | None, right: _Weights | None, names: MatchedNames, differing: Sequence[str]
+) -> dict[str, tuple[str, tuple[int, int] | None]]:
+    """The file of the right side, and the rows, of each tensor that differs."""
+    if right is None:
+        return {}
+    of_left = {form: left.tensors[name] for name, form in names.left.items()} if left is not None else {}
+    of_right = {form: right.tensors[name] for name, form in names.right.items()}
+    places: dict[str, tuple[str, tuple[int, int] | None]] = {}
+    for at, name in enumerate(differing):
+        one, two = of_left.get(name), of_right[name]
+        rows = None
+        if left is not None and one is not None and at < _MOST_LOCATED:
+            rows = _find_rows(left, one, right, two) if (one.dtype, one.shape) == (two.dtype, two.shape) else None
+        places[name] = two.file, rows
+    return places
+
+
+def _find_rows(left: _Weights, one: SavedTensor, right: _Weights, two: SavedTensor) -> tuple[int, int] | None:
+    """The rows from the first that differs to the last; None for tensors that are not in blocks of whole rows."""
+    sums = _sum_rows(left, one), _sum_rows(right, two)
+    wrong = [at for at, (a, b) in enumerate(zip(*sums, strict=True)) if a != b]
+    return (wrong[0], wrong[-1] + 1) if wrong else None
+
+
+def _sum_rows(weights: _Weights, tensor: SavedTensor) -> list[int]:
+    sums = [0] * (tensor.shape[0] if tensor.shape else 0)
+    for part, offsets in weights.read_parts(tensor):
+        if part.dim() and part.shape[1:] == tensor.shape[1:]:
+            for at, row in enumerate(part.reshape(part.shape[0], -1).view(torch.uint8)):
+                sums[offsets[0] + at] = crc32(memoryview(row.numpy()))
+    return sums
 
 
 def _find_hub_parts(

@@ -146,6 +146,25 @@ def test_names_are_refused_that_the_configuration_does_not_explain(tmp_path: pat
         convert(tmp_path / "out", tmp_path / "again", DCP, find_parts=read_hub_parts)
 
 
+def test_the_class_comes_from_the_model_type_or_nothing_is_written(tmp_path: pathlib.Path) -> None:
+    """As config.save_pretrained writes it, without architectures; and a type that transformers does not have."""
+    model = pytest.importorskip("support.families").new_family("qwen3-moe")
+    model.config.architectures = None
+    model.config.save_pretrained(tmp_path / "job")
+    torch.save(model.state_dict(), tmp_path / "job" / "model.pt")
+    command = ("checkpoint", "convert", str(tmp_path / "job"), str(tmp_path / "out"), "--to", "hf")
+    assert (done := doctor(*command)).code == 0, done.stderr
+    model.save_pretrained(tmp_path / "hub")
+    assert are_equal(tensors_in(tmp_path / "out"), tensors_in(tmp_path / "hub"))
+    shutil.rmtree(tmp_path / "out")
+    saved.edit_json(tmp_path / "job" / "config.json", model_type="ours")
+    done = doctor(*command)
+    assert (done.code, "--keep-names" in done.stderr, (tmp_path / "out").exists()) == (2, True, False), done.stderr
+    (tmp_path / "job" / "config.json").unlink()
+    done = doctor(*command)
+    assert (done.code, "no config.json" in done.stderr) == (0, True), done.stderr
+
+
 def test_of_a_damaged_checkpoint_nothing_is_written(originals: pathlib.Path, tmp_path: pathlib.Path) -> None:
     shutil.copytree(originals / "dcp", tmp_path / "dcp")
     saved.flip(tmp_path / "dcp" / "__1_0.distcp", 100_000)
