@@ -175,7 +175,10 @@ class State:
         name, first = ".".join(path), "".join(path[:1])
         is_flat = len(path) == 1 and _FLAT_OPTIMIZER.match(name)
         is_of_alone = first == "state" and len(path) > 2 and self.has_groups
-        if self.label.startswith("optim") or is_flat or is_of_alone or any(map(_OPTIMIZER_KEY.fullmatch, path[:-1])):
+        at = next((at for at, key in enumerate(path[:-1]) if _OPTIMIZER_KEY.fullmatch(key)), None)
+        # Loops and schedulers count the steps of an optimizer under such a key, too.
+        is_below = at is not None and (not at or any(re.match(r"state\b|param_groups\b", key) for key in path[at:]))
+        if self.label.startswith("optim") or is_flat or is_of_alone or is_below:
             return "optimizer"
         if first == "param_groups":
             return "optimizer"

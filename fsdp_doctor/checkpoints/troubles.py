@@ -10,7 +10,7 @@ TroubleSeverity: TypeAlias = Literal["damage", "warning", "refused"]
 
 
 @unique
-class Remedy(Enum):
+class TroubleRemedy(Enum):
     """What to do, as it is printed; PATH stands for what was judged."""
 
     RESTORE = "restore the file from a copy, or take an older checkpoint"
@@ -44,7 +44,7 @@ class Kind(NamedTuple):
 
     severity: TroubleSeverity
     load: str
-    remedy: Remedy
+    remedy: TroubleRemedy
     hint: str = ""
 
 
@@ -52,84 +52,105 @@ class Kind(NamedTuple):
 class Trouble(Enum):
     """The values are unique, since each names its member in JSON by the member's name."""
 
-    FILE = Kind("damage", "a load of this file fails", Remedy.RESTORE)
-    CHECKSUM = Kind("damage", "torch.load never compares the checksum and returns the wrong bytes", Remedy.RESTORE)
-    NO_DATA = Kind("damage", "a load returns zeros: the file was saved under skip_data()", Remedy.SAVE_AGAIN)
-    TRAILING_BYTES = Kind("damage", "safetensors refuses the file", Remedy.CUT_OFF)
-    MISSING_FILE = Kind("damage", "a load fails, or leaves these tensors as they were initialized", Remedy.RESTORE)
-    MISSING_RANK = Kind("damage", "a load of this rank fails; a merge leaves its rows out", Remedy.RESTORE)
-    FOREIGN_RANK = Kind("damage", "a load puts another rank's rows there, without a message", Remedy.RENAME)
-    COPIED_RANK = Kind("damage", "a load has one rank's rows twice, without a message", Remedy.RESTORE)
-    WORLD_SIZE = Kind("damage", "a merge reads too few or too many files", Remedy.ONE_SAVE)
-    LEFTOVER = Kind("warning", "nothing that reads by name takes it", Remedy.REMOVE)
+    FILE = Kind("damage", "a load of this file fails", TroubleRemedy.RESTORE)
+    CHECKSUM = Kind(
+        "damage", "torch.load never compares the checksum and returns the wrong bytes", TroubleRemedy.RESTORE
+    )
+    NO_DATA = Kind("damage", "a load returns zeros: the file was saved under skip_data()", TroubleRemedy.SAVE_AGAIN)
+    TRAILING_BYTES = Kind("damage", "safetensors refuses the file", TroubleRemedy.CUT_OFF)
+    MISSING_FILE = Kind(
+        "damage", "a load fails, or leaves these tensors as they were initialized", TroubleRemedy.RESTORE
+    )
+    MISSING_RANK = Kind("damage", "a load of this rank fails; a merge leaves its rows out", TroubleRemedy.RESTORE)
+    FOREIGN_RANK = Kind("damage", "a load puts another rank's rows there, without a message", TroubleRemedy.RENAME)
+    COPIED_RANK = Kind("damage", "a load has one rank's rows twice, without a message", TroubleRemedy.RESTORE)
+    WORLD_SIZE = Kind("damage", "a merge reads too few or too many files", TroubleRemedy.ONE_SAVE)
+    LEFTOVER = Kind("warning", "nothing that reads by name takes it", TroubleRemedy.REMOVE)
     METADATA = Kind(
-        "damage", "DCP does not find the checkpoint", Remedy.RESTORE, "the other files do not say what is in them"
+        "damage",
+        "DCP does not find the checkpoint",
+        TroubleRemedy.RESTORE,
+        "the other files do not say what is in them",
     )
-    GAP = Kind("damage", "the elements keep whatever the memory held before", Remedy.SAVE_AGAIN)
-    OVERLAP = Kind("damage", "the order of reading decides which values the elements get", Remedy.SAVE_AGAIN)
-    SIZE = Kind("damage", "a load reads these bytes as another dtype or shape, or fails", Remedy.ONE_SAVE)
-    RANKS_DISAGREE = Kind("damage", "a merge takes what the first rank says", Remedy.ONE_SAVE)
+    GAP = Kind("damage", "the elements keep whatever the memory held before", TroubleRemedy.SAVE_AGAIN)
+    OVERLAP = Kind("damage", "the order of reading decides which values the elements get", TroubleRemedy.SAVE_AGAIN)
+    SIZE = Kind("damage", "a load reads these bytes as another dtype or shape, or fails", TroubleRemedy.ONE_SAVE)
+    RANKS_DISAGREE = Kind("damage", "a merge takes what the first rank says", TroubleRemedy.ONE_SAVE)
     REPLICAS_DIFFER = Kind(
-        "warning", "a merge takes one rank's values", Remedy.LOOK, "BatchNorm's statistics may differ"
+        "warning", "a merge takes one rank's values", TroubleRemedy.LOOK, "BatchNorm's statistics may differ"
     )
-    INDEX = Kind("damage", "from_pretrained fails, or leaves tensors out without a message", Remedy.WRITE_INDEX)
-    LOST_TENSOR = Kind("damage", "from_pretrained initializes it at random", Remedy.RESTORE_LOST)
-    TOTAL_SIZE = Kind("warning", "nothing reads it", Remedy.WRITE_INDEX)
-    TWICE = Kind("damage", "the file that is read last decides", Remedy.REMOVE_OLDER)
-    NONFINITE = Kind("damage", "a load returns it, and the model's outputs become NaN", Remedy.SAVE_AGAIN)
-    INFINITE = Kind("warning", "a load returns it, too", Remedy.LOOK, "masks are of -inf, weights are not")
-    ZERO_MATRIX = Kind("damage", "a load returns zeros, and this layer computes nothing", Remedy.SAVE_AGAIN)
-    ZERO_RANK = Kind("damage", "a load returns zeros for what one rank held", Remedy.SAVE_AGAIN)
-    ZERO_ROWS = Kind("warning", "a load returns zeros", Remedy.LOOK, "padding of a vocabulary and pruned rows are zero")
-    ZERO_BLOCK = Kind("damage", "a load returns zeros where bytes were never written", Remedy.RESTORE)
-    HUGE = Kind("damage", "a load returns it, and the model's outputs become infinite", Remedy.SAVE_AGAIN)
-    MAGNITUDE = Kind("damage", "a load returns values of another order than all like it have", Remedy.SAVE_AGAIN)
-    OTHER_BITS = Kind("damage", "a load returns two values of bfloat16 as one of float32", Remedy.SAVE_AGAIN)
-    MOMENTS = Kind("damage", "Adam's next step with it is NaN, or many times too large", Remedy.SAVE_AGAIN)
+    INDEX = Kind("damage", "from_pretrained fails, or leaves tensors out without a message", TroubleRemedy.WRITE_INDEX)
+    LOST_TENSOR = Kind("damage", "from_pretrained initializes it at random", TroubleRemedy.RESTORE_LOST)
+    TOTAL_SIZE = Kind("warning", "nothing reads it", TroubleRemedy.WRITE_INDEX)
+    TWICE = Kind("damage", "the file that is read last decides", TroubleRemedy.REMOVE_OLDER)
+    NONFINITE = Kind("damage", "a load returns it, and the model's outputs become NaN", TroubleRemedy.SAVE_AGAIN)
+    INFINITE = Kind("warning", "a load returns it, too", TroubleRemedy.LOOK, "masks are of -inf, weights are not")
+    ZERO_MATRIX = Kind("damage", "a load returns zeros, and this layer computes nothing", TroubleRemedy.SAVE_AGAIN)
+    ZERO_RANK = Kind("damage", "a load returns zeros for what one rank held", TroubleRemedy.SAVE_AGAIN)
+    ZERO_ROWS = Kind(
+        "warning", "a load returns zeros", TroubleRemedy.LOOK, "padding of a vocabulary and pruned rows are zero"
+    )
+    ZERO_BLOCK = Kind("damage", "a load returns zeros where bytes were never written", TroubleRemedy.RESTORE)
+    HUGE = Kind("damage", "a load returns it, and the model's outputs become infinite", TroubleRemedy.SAVE_AGAIN)
+    MAGNITUDE = Kind("damage", "a load returns values of another order than all like it have", TroubleRemedy.SAVE_AGAIN)
+    OTHER_BITS = Kind("damage", "a load returns two values of bfloat16 as one of float32", TroubleRemedy.SAVE_AGAIN)
+    MOMENTS = Kind("damage", "Adam's next step with it is NaN, or many times too large", TroubleRemedy.SAVE_AGAIN)
     EQUAL_LAYERS = Kind(
-        "warning", "a load returns the same weights for them", Remedy.LOOK, "after a model was deepened"
+        "warning", "a load returns the same weights for them", TroubleRemedy.LOOK, "after a model was deepened"
     )
-    EQUAL_EXPERTS = Kind("warning", "a load returns the same weights for all experts", Remedy.LOOK, "after upcycling")
+    EQUAL_EXPERTS = Kind(
+        "warning", "a load returns the same weights for all experts", TroubleRemedy.LOOK, "after upcycling"
+    )
     EXPERTS = Kind(
-        "damage", "the other experts stay as they were initialized", Remedy.SAVE_AGAIN, "with those of all ranks"
+        "damage", "the other experts stay as they were initialized", TroubleRemedy.SAVE_AGAIN, "with those of all ranks"
     )
-    LORA_ZERO = Kind("damage", "the adapter changes nothing there", Remedy.SAVE_AGAIN)
+    LORA_ZERO = Kind("damage", "the adapter changes nothing there", TroubleRemedy.SAVE_AGAIN)
     LORA_START = Kind(
-        "warning", "the adapter changes nothing", Remedy.LOOK, "an adapter is like this before the first step"
+        "warning", "the adapter changes nothing", TroubleRemedy.LOOK, "an adapter is like this before the first step"
     )
-    LORA_PAIR = Kind("damage", "peft leaves the other half as it was initialized", Remedy.SAVE_AGAIN)
-    PREFIX = Kind("damage", "from_pretrained finds none of these names and initializes the weights", Remedy.CONVERT)
-    WRAPPED = Kind("warning", "only a model that is wrapped in the same way finds the names", Remedy.CONVERT)
-    FLAT = Kind("damage", "a load fails, or leaves the weights out", Remedy.SAVE_FULL)
-    SHAPE = Kind("damage", "from_pretrained fails, or initializes the tensor", Remedy.CONFIG)
-    PRUNED = Kind("warning", "from_pretrained fails with this config.json", Remedy.CONFIG, "all layers are alike")
-    UNUSUAL = Kind("warning", "the class, which is none of transformers, may name it otherwise", Remedy.LOOK)
-    EXTRA_LAYERS = Kind("damage", "from_pretrained leaves these layers out, with a warning only", Remedy.CONFIG)
-    PADDED = Kind("warning", "from_pretrained needs ignore_mismatched_sizes, or the padding removed", Remedy.LOOK)
-    MISSING_TENSOR = Kind("damage", "from_pretrained initializes it at random, with a warning only", Remedy.SAVE_AGAIN)
-    TIED = Kind("damage", "from_pretrained ties the two, and drops the values of one", Remedy.TIE)
-    OPTIMIZER = Kind("damage", "the optimizer starts anew for these parameters", Remedy.SAVE_AGAIN)
-    NO_OPTIMIZER = Kind("warning", "the optimizer starts anew", Remedy.LOOK)
-    STEPS = Kind("damage", "the ranks go on from different steps", Remedy.ONE_SAVE)
-    STEPS_VARY = Kind("warning", "Adam's bias correction differs between parameters", Remedy.LOOK, "experts skip steps")
-    PICKLED_SHARDS = Kind("damage", "from_pretrained cannot use shards", Remedy.CONVERT_RANKS)
-    DTYPES = Kind("warning", "a load returns it as it is", Remedy.LOOK, "norms and routers are often float32")
-    UNFINISHED = Kind("warning", "no load takes it", Remedy.REMOVE)
-    SETTINGS = Kind("warning", "from_pretrained does not load without it", Remedy.COPY)
-    STEP_NAME = Kind("warning", "a resume counts from the step inside", Remedy.LOOK)
-    SETTINGS_DAMAGED = Kind("damage", "the load that needs this file fails", Remedy.RESTORE)
-    DIFFERS = Kind("damage", "a load returns other weights than the reference has", Remedy.COMPARE)
-    UNTRAINED = Kind("damage", "a load returns the base model", Remedy.SAVE_AGAIN, "with adapters merged")
+    LORA_PAIR = Kind("damage", "peft leaves the other half as it was initialized", TroubleRemedy.SAVE_AGAIN)
+    PREFIX = Kind(
+        "damage", "from_pretrained finds none of these names and initializes the weights", TroubleRemedy.CONVERT
+    )
+    WRAPPED = Kind("warning", "only a model that is wrapped in the same way finds the names", TroubleRemedy.CONVERT)
+    FLAT = Kind("damage", "a load fails, or leaves the weights out", TroubleRemedy.SAVE_FULL)
+    SHAPE = Kind("damage", "from_pretrained fails, or initializes the tensor", TroubleRemedy.CONFIG)
+    PRUNED = Kind(
+        "warning", "from_pretrained fails with this config.json", TroubleRemedy.CONFIG, "all layers are alike"
+    )
+    UNUSUAL = Kind("warning", "the class, which is none of transformers, may name it otherwise", TroubleRemedy.LOOK)
+    EXTRA_LAYERS = Kind("damage", "from_pretrained leaves these layers out, with a warning only", TroubleRemedy.CONFIG)
+    PADDED = Kind(
+        "warning", "from_pretrained needs ignore_mismatched_sizes, or the padding removed", TroubleRemedy.LOOK
+    )
+    MISSING_TENSOR = Kind(
+        "damage", "from_pretrained initializes it at random, with a warning only", TroubleRemedy.SAVE_AGAIN
+    )
+    TIED = Kind("damage", "from_pretrained ties the two, and drops the values of one", TroubleRemedy.TIE)
+    OPTIMIZER = Kind("damage", "the optimizer starts anew for these parameters", TroubleRemedy.SAVE_AGAIN)
+    NO_OPTIMIZER = Kind("warning", "the optimizer starts anew", TroubleRemedy.LOOK)
+    STEPS = Kind("damage", "the ranks go on from different steps", TroubleRemedy.ONE_SAVE)
+    STEPS_VARY = Kind(
+        "warning", "Adam's bias correction differs between parameters", TroubleRemedy.LOOK, "experts skip steps"
+    )
+    PICKLED_SHARDS = Kind("damage", "from_pretrained cannot use shards", TroubleRemedy.CONVERT_RANKS)
+    DTYPES = Kind("warning", "a load returns it as it is", TroubleRemedy.LOOK, "norms and routers are often float32")
+    UNFINISHED = Kind("warning", "no load takes it", TroubleRemedy.REMOVE)
+    SETTINGS = Kind("warning", "from_pretrained does not load without it", TroubleRemedy.COPY)
+    STEP_NAME = Kind("warning", "a resume counts from the step inside", TroubleRemedy.LOOK)
+    SETTINGS_DAMAGED = Kind("damage", "the load that needs this file fails", TroubleRemedy.RESTORE)
+    DIFFERS = Kind("damage", "a load returns other weights than the reference has", TroubleRemedy.COMPARE)
+    UNTRAINED = Kind("damage", "a load returns the base model", TroubleRemedy.SAVE_AGAIN, "with adapters merged")
     PARTLY_UNTRAINED = Kind(
-        "warning", "a load returns the base's weights there", Remedy.LOOK, "frozen layers are equal"
+        "warning", "a load returns the base's weights there", TroubleRemedy.LOOK, "frozen layers are equal"
     )
-    UNCOMPARED = Kind("refused", "unknown", Remedy.REFERENCE)
-    PICKLE = Kind("refused", "a load without weights_only runs code", Remedy.DISTRUST)
-    UNREAD = Kind("refused", "unknown", Remedy.READABLE)
-    NOT_READ = Kind("refused", "unknown", Remedy.SAVE_PLAIN)
-    CHANGED = Kind("refused", "a load may mix two saves", Remedy.WAIT)
-    OTHER_FORMAT = Kind("refused", "torch and transformers do not load it", Remedy.ITS_TOOL)
-    UNKNOWN = Kind("refused", "unknown", Remedy.NAME_ANOTHER)
+    UNCOMPARED = Kind("refused", "unknown", TroubleRemedy.REFERENCE)
+    PICKLE = Kind("refused", "a load without weights_only runs code", TroubleRemedy.DISTRUST)
+    UNREAD = Kind("refused", "unknown", TroubleRemedy.READABLE)
+    NOT_READ = Kind("refused", "unknown", TroubleRemedy.SAVE_PLAIN)
+    CHANGED = Kind("refused", "a load may mix two saves", TroubleRemedy.WAIT)
+    OTHER_FORMAT = Kind("refused", "torch and transformers do not load it", TroubleRemedy.ITS_TOOL)
+    UNKNOWN = Kind("refused", "unknown", TroubleRemedy.NAME_ANOTHER)
 
 
 class Symptom(NamedTuple):

@@ -26,7 +26,18 @@ from fsdp_doctor.checkpoints.verification import verify
 from fsdp_doctor.names import read_hub_parts
 
 HF, DCP, FSDP2 = ConversionTarget.HF, ConversionTarget.DCP, ConversionTarget.FSDP2
-BY_RANKS = ("verl", "dcp", "torchtitan", "threads", "files", "alone", "accelerate", "dcp_safetensors", "shards")
+BY_RANKS = (
+    "verl",
+    "dcp",
+    "async",
+    "torchtitan",
+    "threads",
+    "files",
+    "alone",
+    "accelerate",
+    "dcp_safetensors",
+    "shards",
+)
 
 
 def tensors_in(directory: pathlib.Path) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from support import saved_checkpoints as saved
 from support.damages import DAMAGES, RANK_0, Damage, to_shards
 
-from fsdp_doctor.checkpoints.troubles import Remedy, Trouble
+from fsdp_doctor.checkpoints.troubles import Trouble, TroubleRemedy
 from fsdp_doctor.checkpoints.verification import CheckpointFinding, verify
 
 # The damaged directory, what was saved, and the finding; returns where the good end lies.
@@ -107,35 +107,35 @@ def do_nothing(directory: pathlib.Path, _: pathlib.Path, __: CheckpointFinding) 
     return directory
 
 
-CURES: dict[Remedy, Cure] = {
-    Remedy.RESTORE: restore,
-    Remedy.RESTORE_LOST: restore,
-    Remedy.SAVE_AGAIN: save_again,
-    Remedy.SAVE_FULL: save_again,
-    Remedy.SAVE_PLAIN: save_again,
-    Remedy.ONE_SAVE: save_again,
-    Remedy.CUT_OFF: cut_off,
-    Remedy.RENAME: rename,
-    Remedy.REMOVE: remove,
-    Remedy.REMOVE_OLDER: remove,
-    Remedy.WRITE_INDEX: write_index,
-    Remedy.CONVERT: convert,
-    Remedy.CONVERT_RANKS: convert_ranks,
-    Remedy.CONFIG: save_again,
-    Remedy.TIE: set_tied,
-    Remedy.COPY: restore,
-    Remedy.LOOK: do_nothing,
+CURES: dict[TroubleRemedy, Cure] = {
+    TroubleRemedy.RESTORE: restore,
+    TroubleRemedy.RESTORE_LOST: restore,
+    TroubleRemedy.SAVE_AGAIN: save_again,
+    TroubleRemedy.SAVE_FULL: save_again,
+    TroubleRemedy.SAVE_PLAIN: save_again,
+    TroubleRemedy.ONE_SAVE: save_again,
+    TroubleRemedy.CUT_OFF: cut_off,
+    TroubleRemedy.RENAME: rename,
+    TroubleRemedy.REMOVE: remove,
+    TroubleRemedy.REMOVE_OLDER: remove,
+    TroubleRemedy.WRITE_INDEX: write_index,
+    TroubleRemedy.CONVERT: convert,
+    TroubleRemedy.CONVERT_RANKS: convert_ranks,
+    TroubleRemedy.CONFIG: save_again,
+    TroubleRemedy.TIE: set_tied,
+    TroubleRemedy.COPY: restore,
+    TroubleRemedy.LOOK: do_nothing,
 }
 
 # What restores nothing, and what is done to the command and not to the files, each with a test of its own below.
 OF_THE_COMMAND = {
-    Remedy.COMPARE,
-    Remedy.REFERENCE,
-    Remedy.DISTRUST,
-    Remedy.READABLE,
-    Remedy.WAIT,
-    Remedy.NAME_ANOTHER,
-    Remedy.ITS_TOOL,
+    TroubleRemedy.COMPARE,
+    TroubleRemedy.REFERENCE,
+    TroubleRemedy.DISTRUST,
+    TroubleRemedy.READABLE,
+    TroubleRemedy.WAIT,
+    TroubleRemedy.NAME_ANOTHER,
+    TroubleRemedy.ITS_TOOL,
 }
 WARNINGS: dict[str, tuple[str, Damage]] = {
     "files of another number of ranks": ("verl", lambda d: shutil.copy(d / RANK_0, d / RANK_0.replace("_2_", "_4_"))),
@@ -167,10 +167,10 @@ def test_doing_what_is_said_leads_to_a_sound_checkpoint(
         of_damage = [finding for finding in found.findings if finding.severity == "damage"]
         for finding in of_damage or found.findings:
             remedy = Trouble[finding.trouble.upper()].value.remedy
-            if remedy is Remedy.COMPARE:
+            if remedy is TroubleRemedy.COMPARE:
                 return  # it says that it restores nothing
             end = CURES[remedy](directory, originals / source, finding)
-            if end != directory or remedy in (Remedy.RENAME, Remedy.CUT_OFF):
+            if end != directory or remedy in (TroubleRemedy.RENAME, TroubleRemedy.CUT_OFF):
                 break
         found = verify(end) if found.findings else found
         if found.answer == "sound":
@@ -179,9 +179,9 @@ def test_doing_what_is_said_leads_to_a_sound_checkpoint(
 
 
 def test_every_remedy_is_executed() -> None:
-    assert CURES.keys() | OF_THE_COMMAND == set(Remedy)
-    assert {Remedy.LOOK, Remedy.COMPARE, Remedy.DISTRUST} == {
-        remedy for remedy in Remedy if re.search("nothing( to restore|$)", remedy.value)
+    assert CURES.keys() | OF_THE_COMMAND == set(TroubleRemedy)
+    assert {TroubleRemedy.LOOK, TroubleRemedy.COMPARE, TroubleRemedy.DISTRUST} == {
+        remedy for remedy in TroubleRemedy if re.search("nothing( to restore|$)", remedy.value)
     }
 
 
