@@ -21,6 +21,11 @@ def read_first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def escape_controls(text: str) -> str:
+    """The text with what a terminal obeys, or takes for the end of a line, as escapes: a name may have anything."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 def format_count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 

@@ -6,12 +6,14 @@ import itertools
 import math
 import pathlib
 import re
+import statistics
 import struct
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from fsdp_doctor.checkpoints.model_types import knows_model
 from fsdp_doctor.checkpoints.names import strip_wrappers
 from fsdp_doctor.checkpoints.record import (
     Arrangement,
@@ -19,7 +21,6 @@ from fsdp_doctor.checkpoints.record import (
     SavedPiece,
     SavedTensor,
     State,
-    get_parameter_name,
     parse_optimizer_slot,
 )
 from fsdp_doctor.checkpoints.scanning import PAGE_BYTES, Scans, SpanScan
@@ -37,11 +38,31 @@ _EMBEDDING = re.compile(
     r"(?:^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|lm_head|embed_out)\.weight$"
 )
 _MATRIX = re.compile(r"(?:^|\.)((q|k|v|o|gate|up|down)_proj|embed_tokens|lm_head|wte)\.weight$")
+# What every layer of a class has if one has it.
+_OF_EVERY_LAYER = re.compile(
+    r"(^|\.)((q|k|v|o|out|gate|up|down)_proj|fc[12]|c_(attn|proj|fc)|query|key|value|dense|\w*norm|ln_\d)\.(weight|bias)$"
+)
 # A vocabulary is padded by less than this part of its rows.
 _MOST_PADDING = 1 / 8
 # Of a config.json: the embedding is narrower than the layers.
 _PROJECTIONS = frozenset({"embedding_size", "word_embed_proj_dim"})
+# How many matrices say what is usual, and by which factor one is of another order.
+_FEWEST_LIKE, _OTHER_ORDER, _SAME_ORDER = 3, 1000.0, 16.0
+_PROJECTION = re.compile(
+    r"(model\.|model\.language_model\.|language_model\.model\.)?layers\.\d+\.(self_attn|mlp)\."
+    r"(?P<kind>(q|k|v|o|gate|up|down)_proj)\.weight"
+)
+# Of a config.json: its projections have other shapes, or not the same in all layers.
+_OTHER_SHAPES = frozenset(
+    {
+        *("kv_lora_rank", "attn_output_gate", "global_head_dim", "num_global_key_value_heads", "layer_config"),
+        *("intermediate_size_mlp", "block_configs", "hybrid_override_pattern", "swa_num_key_value_heads"),
+        *("swa_head_dim", "num_kv_shared_layers", "linear_num_key_heads", "first_k_dense_replace"),
+    }
+)
 _MASK = re.compile(r"mask|inv_freq")
+# Its square is zero in float32.
+_SQUARE_IS_ZERO = 1e-18
 _COUNTERS = frozenset({"step", "last_epoch", "_step_count", "global_step"})
 _STEP_FOLDER = re.compile(r"(?:checkpoint|global_step|step)[-_](\d+)")
 
@@ -92,8 +113,12 @@ def run_checks(evidence: CheckpointEvidence) -> list[Symptom]:
 
 def find_gaps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Elements that no piece has, or several have. Replicas are equal blocks."""
-    lost = {s.file for s in evidence.checkpoint.symptoms if s.trouble is Trouble.MISSING_RANK} & set(state.files)
-    if state.arrangement is Arrangement.WHOLE or lost or evidence.checkpoint.is_one_file:
+    is_of_ranks = state.arrangement in (Arrangement.RANK_FILES, Arrangement.SHARDED_SAFETENSORS)
+    if (
+        state.arrangement is Arrangement.WHOLE
+        or (is_of_ranks and state.is_incomplete)
+        or evidence.checkpoint.is_one_file
+    ):
         return
     for tensor in state.tensors.values():
         boxes = sorted({(p.offsets, p.shape) for p in tensor.pieces if p.numel})
@@ -146,21 +171,52 @@ def find_foreign_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[S
 def compare_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Tensors that some ranks lack, and copies of a tensor that differ between ranks."""
     ranks = {piece.rank for tensor in state.tensors.values() for piece in tensor.pieces}
+    yield from _compare_keys(state)
     for tensor in state.tensors.values():
         slot = parse_optimizer_slot(tensor)
         # Of FSDP1's flat parameters each rank has another part, which nothing in the file says.
-        if state.find_role(tensor.path) == "other" or (slot and slot[1] == "step") or "flat_param" in tensor.name:
+        if state.roles[tensor.path] == "other" or (slot and slot[1] == "step") or "flat_param" in tensor.name:
             continue
         here = {piece.rank for piece in tensor.pieces}
         if state.arrangement is Arrangement.RANK_FILES and here != ranks:
-            what = f"rank {join_some(sorted(map(str, here)))} alone has it, of {len(ranks)} ranks"
-            yield Symptom(Trouble.RANKS_DISAGREE, what, tensor.file, tensor.name)
+            others = ranks - here
+            if len(others) < len(here):
+                what = f"it is not there, and {len(here)} of {len(ranks)} ranks have it"
+                for rank in sorted(others, key=str):
+                    yield Symptom(Trouble.RANKS_DISAGREE, what, _find_file(state, rank), tensor.name, rank=rank)
+            else:
+                what = f"rank {join_some(sorted(map(str, here)))} alone has it, of {len(ranks)} ranks"
+                yield Symptom(Trouble.RANKS_DISAGREE, what, tensor.file, tensor.name)
         values: dict[Any, tuple[SavedPiece, int | None]] = {}
         for piece, scan in evidence.find_scans(tensor) if state.arrangement is not Arrangement.WHOLE else ():
             first, crc = values.setdefault((piece.offsets, piece.shape, piece.strides), (piece, scan.crc))
             if crc != scan.crc and piece.is_contiguous:
                 what = f"it differs from the copy in {first.file}"
                 yield Symptom(Trouble.REPLICAS_DIFFER, what, piece.file, tensor.name, rank=piece.rank)
+
+
+def _compare_keys(state: State) -> Iterator[Symptom]:
+    """What only some ranks have of the counters, schedulers and settings beside the tensors."""
+    if state.arrangement is not Arrangement.RANK_FILES or state.is_incomplete:
+        return
+    by_key: dict[str, set[int | None]] = defaultdict(set)
+    for path, rank in state.values:
+        if len(path) > 1:
+            by_key[path[0]].add(rank)
+    for tensor in state.tensors.values():
+        if len(tensor.path) > 1:
+            by_key[tensor.path[0]] |= {piece.rank for piece in tensor.pieces}
+    ranks = {int(found[1]): path for path in state.files if (found := re.search(r"(\d+)\.\w+$", path))}
+    for key, here in by_key.items():
+        # A rank may keep what belongs to it alone: several have what belongs to all.
+        for rank in sorted(ranks.keys() - here) if len(here) * 2 >= len(ranks) else ():
+            what = f"{key} is not there, and {len(here)} of {len(ranks)} ranks have it"
+            yield Symptom(Trouble.RANKS_DISAGREE, what, ranks[rank], key, rank=rank)
+
+
+def _find_file(state: State, rank: int | None) -> str:
+    """That of a rank; the directory if its name does not say."""
+    return next((path for path in state.files if re.search(rf"(?<!\d)0*{rank}\.\w+$", path)), state.directory)
 
 
 def compare_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
@@ -176,10 +232,15 @@ def compare_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
                     values[tensor.path][piece.file, piece.rank] = value
     for path, by_rank in values.items():
         if len(set(by_rank.values())) > 1:
+            counts = Counter(by_rank.values())
+            common, most = counts.most_common(1)[0]
             numbers = sorted({f"{number:g}" for number in by_rank.values()})
-            file = next((file for file, _ in by_rank if file), state.directory)
-            yield Symptom(Trouble.STEPS, f"the ranks have {join_some(numbers)}", file, ".".join(path))
-    of_parameters = (numbers for path, numbers in values.items() if state.find_role(path) == "optimizer")
+            what = f"the ranks have {join_some(numbers)}"
+            (file, rank), number = next(item for item in by_rank.items() if item[1] != common)
+            if 2 * most > len(by_rank):
+                what = f"it is {number:g}, and {most} of {len(by_rank)} ranks have {common:g}"
+            yield Symptom(Trouble.STEPS, what, file or _find_file(state, rank), ".".join(path), rank=rank)
+    of_parameters = (numbers for path, numbers in values.items() if state.judge_keys(path) == "optimizer")
     steps = {number for numbers in of_parameters for number in numbers.values()}
     if len(steps) > 1:
         what = f"the parameters' steps are between {min(steps):g} and {max(steps):g}"
@@ -200,11 +261,15 @@ def find_nonfinite(evidence: CheckpointEvidence, state: State) -> Iterator[Sympt
         if _MASK.search(tensor.last_name):
             continue
         for piece, scan in evidence.find_scans(tensor):
-            if scan.first_bad is None:
+            if scan.num_huge:
+                row = _locate_row(piece, scan.first_bad or 0) if piece.is_contiguous else None
+                what = f"{scan.num_huge} values are beyond 1e38"
+                yield Symptom(Trouble.HUGE, what, piece.file, tensor.name, row, piece.rank)
+            if not scan.num_nan + scan.num_inf + scan.num_minus_inf or scan.first_bad is None:
                 continue
             parts = {"NaN": scan.num_nan, "inf": scan.num_inf, "-inf": scan.num_minus_inf}
             what = "it holds " + ", ".join(f"{count} {kind}" for kind, count in parts.items() if count)
-            may_be_mask = tensor.last_name != "weight" and state.find_role(tensor.path) != "optimizer"
+            may_be_mask = tensor.last_name != "weight" and state.roles[tensor.path] != "optimizer"
             is_bad = scan.num_nan or scan.num_inf or not may_be_mask
             row = _locate_row(piece, scan.first_bad) if piece.is_contiguous else None
             yield Symptom(
@@ -219,10 +284,54 @@ def _locate_row(piece: SavedPiece, element: int) -> tuple[int, int] | None:
     return row, row + 1
 
 
+def find_other_sizes(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Matrices whose values are of another order than those like it, and those whose bits are of another dtype."""
+    matrices = [tensor for tensor in state.select("model") if len(tensor.shape) > 1 and tensor.numel]
+    for tensor in matrices:
+        for piece, scan in evidence.find_scans(tensor):
+            if scan.looks_split:
+                what = "its bytes are those of bfloat16, two values for each of float32"
+                yield Symptom(Trouble.OTHER_BITS, what, piece.file, tensor.name, piece.rows, piece.rank)
+    for members in _group_families(each for each in matrices if not _LORA.match(each.parameter)):
+        sizes = [(tensor, size) for tensor in members if (size := _measure(evidence, tensor))]
+        if len(sizes) < _FEWEST_LIKE:
+            continue
+        median = statistics.median(size for _, size in sizes)
+        far = [(tensor, size) for tensor, size in sizes if not 1 / _OTHER_ORDER < size / median < _OTHER_ORDER]
+        near = [size for _, size in sizes if 1 / _SAME_ORDER < size / median < _SAME_ORDER]
+        if len(far) + len(near) < len(sizes) or len(far) * 3 > len(sizes):
+            continue  # they differ anyway
+        for tensor, size in far:
+            what = f"its values are of the size {size:.2g}, and those of {len(near)} like it of {median:.2g}"
+            yield Symptom(Trouble.MAGNITUDE, what, tensor.file, tensor.name)
+
+
+def _measure(evidence: CheckpointEvidence, tensor: SavedTensor) -> float:
+    sizes = [scan.size for _, scan in evidence.find_scans(tensor) if scan.size is not None]
+    return sum(sizes) / len(sizes) if sizes else 0.0
+
+
+def find_equal_layers(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Layers all of whose matrices are the same, bit by bit."""
+    layers: dict[tuple[str, int], dict[str, SavedTensor]] = defaultdict(dict)
+    for tensor in state.select("model"):
+        if (found := _LAYER.match(tensor.parameter)) and len(tensor.shape) > 1 and tensor.numel:
+            layers[found["stack"], int(found["number"])][found["rest"]] = tensor
+    seen: dict[tuple[Any, ...], int] = {}
+    for (stack, number), tensors in sorted(layers.items()):
+        sums = [(rest, evidence.find_checksum(tensor)) for rest, tensor in sorted(tensors.items())]
+        if len(sums) < 2 or any(crc is None for _, crc in sums) or all(map(evidence.is_zero, tensors.values())):
+            continue
+        other = seen.setdefault((stack, *sums), number)
+        if other != number:
+            what = f"its {len(sums)} matrices are those of layer {other}, bit by bit"
+            yield Symptom(Trouble.EQUAL_LAYERS, what, next(iter(tensors.values())).file, f"{stack}.{number}")
+
+
 def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Matrices, ranks' rows and blocks of the file that are zero where others like them are not."""
     matrices = (tensor for tensor in state.select("model") if len(tensor.shape) > 1 and tensor.numel)
-    for members in _group_families(each for each in matrices if not _LORA.match(get_parameter_name(each))):
+    for members in _group_families(each for each in matrices if not _LORA.match(each.parameter)):
         zero = [tensor for tensor in members if evidence.is_zero(tensor)]
         for tensor in zero if len(zero) < len(members) else ():
             what = f"it is zero, and of {len(members)} tensors like it {len(members) - len(zero)} are not"
@@ -231,7 +340,7 @@ def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
         scans = evidence.find_scans(tensor)
         if all(scan.is_zero for _, scan in scans):
             continue
-        is_matrix = len(tensor.shape) > 1 and state.find_role(tensor.path) == "model"
+        is_matrix = len(tensor.shape) > 1 and state.roles[tensor.path] == "model"
         for piece, scan in scans:
             if scan.is_zero and is_matrix and state.arrangement is not Arrangement.WHOLE:
                 is_last = piece.offsets[0] + piece.shape[0] == tensor.shape[0]
@@ -255,6 +364,8 @@ def _judge_zero_runs(
         if begin > first * row_bytes - slack and end - after * row_bytes < slack:
             may_be_padding = _EMBEDDING.search(tensor.name) and after == piece.shape[0]
             whose = "" if may_be_padding else _describe_share(piece.shape[0], first, after)
+            if not whose and not _EMBEDDING.search(tensor.name) and (after - first) * 8 >= piece.shape[0]:
+                whose = f", {after - first} of {piece.shape[0]} that follow one another"
             trouble = Trouble.ZERO_RANK if whose else Trouble.ZERO_ROWS
             yield Symptom(trouble, f"these rows are zero{whose}", piece.file, tensor.name, rows, piece.rank)
             continue
@@ -285,7 +396,7 @@ def find_experts(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom
     said = next((config[key] for key in keys if isinstance(config.get(key), int)), None)
     experts: dict[tuple[str, str], dict[int, SavedTensor]] = defaultdict(dict)
     for tensor in state.select("model"):
-        if found := _EXPERT.match(get_parameter_name(tensor)):
+        if found := _EXPERT.match(tensor.parameter):
             experts[found["layer"], found["rest"]][int(found["number"])] = tensor
     for (layer, rest), by_number in experts.items():
         name, file = f"{layer}.*.{rest}", next(iter(by_number.values())).file
@@ -304,7 +415,7 @@ def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Halves without the other, a rank that adapter_config.json denies, and B that never moved from zero."""
     halves: dict[str, dict[str, SavedTensor]] = defaultdict(dict)
     for tensor in state.select("model"):
-        if found := _LORA.match(get_parameter_name(tensor)):
+        if found := _LORA.match(tensor.parameter):
             halves[found["module"]][found["half"]] = tensor
     config = evidence.checkpoint.find_setting(state.directory, "adapter_config.json")
     for module, by_half in halves.items():
@@ -331,12 +442,11 @@ def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
 
 
 def find_wrapped_names(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    names = [get_parameter_name(tensor) for tensor in state.select("model")]
-    wrapped = [name for name in names if strip_wrappers(name) != name]
-    if not wrapped and names and all(name.startswith("module.") for name in names):
-        wrapped = names
+    names = {state.get_saved_name(tensor): tensor.parameter for tensor in state.select("model")}
+    wrapped = [name for name, parameter in names.items() if parameter != name or strip_wrappers(name) != name]
     if wrapped:
         is_hub = evidence.checkpoint.find_setting(state.directory, "config.json") or ".safetensors" in state.files[0]
+        is_hub = is_hub and state.arrangement is Arrangement.WHOLE
         trouble = Trouble.PREFIX if is_hub else Trouble.WRAPPED
         what = f"{len(wrapped)} of {len(names)} names have a wrapper's prefix, such as {wrapped[0]}"
         yield Symptom(trouble, what, state.files[0])
@@ -348,7 +458,7 @@ def find_flat_shards(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
         return
     of_matrices = {_name_family(tensor) for tensor in state.select("model") if len(tensor.shape) > 1}
     for tensor in state.select("model"):
-        name = get_parameter_name(tensor)
+        name = tensor.parameter
         is_like_matrices = _name_family(tensor) in of_matrices or _MATRIX.search(name)
         if "flat_param" in name:
             yield Symptom(Trouble.FLAT, "it is the flat parameter of FSDP1, and no weight", state.files[0], name)
@@ -364,7 +474,7 @@ def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[
     vocabulary, hidden = config.get("vocab_size"), config.get("hidden_size", config.get("n_embd"))
     has_projection = _PROJECTIONS & config.keys()
     for tensor in state.select("model"):
-        name, file = get_parameter_name(tensor), tensor.file
+        name, file = tensor.parameter, tensor.file
         if len(tensor.shape) == 2 and _EMBEDDING.search(name):
             rows, columns = tensor.shape
             if isinstance(hidden, int) and columns != hidden and not has_projection:
@@ -372,18 +482,56 @@ def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[
             if isinstance(vocabulary, int) and rows != vocabulary:
                 trouble = Trouble.PADDED if rows > vocabulary and rows % 8 == 0 else Trouble.SHAPE
                 yield Symptom(trouble, f"it has {rows} rows, and vocab_size is {vocabulary}", file, name)
-        elif re.search(r"\.(gate|up)_proj\.weight$", name) and "expert" not in name and tensor.shape[1:] == (hidden,):
-            inner = 0 if config.get("moe_intermediate_size") else config.get("intermediate_size")
-            if isinstance(inner, int) and tensor.shape[0] < inner:
-                what = f"it has {tensor.shape[0]} rows, and intermediate_size is {inner}"
-                yield Symptom(Trouble.SHAPE, what, file, name)
+    embedding = next(
+        (t for t in state.select("model") if re.search(r"(?:^|\.)(embed_tokens|wte)\.weight$", t.parameter)), None
+    )
+    head = next((t for t in state.select("model") if t.parameter == "lm_head.weight"), None)
+    if not isinstance(vocabulary, int) and head and embedding and not has_projection and head.shape != embedding.shape:
+        what = f"it is {list(head.shape)}, and {embedding.parameter} is {list(embedding.shape)}"
+        is_padded = head.shape[1:] == embedding.shape[1:] and abs(head.shape[0] - embedding.shape[0]) < 1024
+        yield Symptom(Trouble.PADDED if is_padded else Trouble.SHAPE, what, head.file, head.parameter)
+    yield from _compare_projections(state, config)
+
+
+def _compare_projections(state: State, config: dict[str, Any]) -> Iterator[Symptom]:
+    """The projections of the text model's layers, of which config.json says how many rows and columns they have."""
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if not isinstance(hidden, int) or not isinstance(heads, int) or config.keys() & _OTHER_SHAPES:
+        return
+    groups = config.get("num_key_value_heads") or heads
+    width = config.get("head_dim") or hidden // heads
+    expected: dict[str, tuple[int, int]] = {}
+    if isinstance(groups, int) and isinstance(width, int):
+        of_queries, of_keys = heads * width, groups * width
+        expected |= {"q_proj": (of_queries, hidden), "k_proj": (of_keys, hidden), "v_proj": (of_keys, hidden)}
+        expected["o_proj"] = hidden, of_queries
+    if isinstance(inner := config.get("intermediate_size"), int) and not config.get("moe_intermediate_size"):
+        expected |= {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    found: dict[str, list[SavedTensor]] = defaultdict(list)
+    for tensor in state.select("model"):
+        if (match := _PROJECTION.fullmatch(tensor.parameter)) and match["kind"] in expected and len(tensor.shape) == 2:
+            found[match["kind"]].append(tensor)
+    of_mlp = {kind: {tensor.shape for tensor in found[kind]} for kind in ("gate_proj", "up_proj", "down_proj")}
+    is_pruned = all(len(shapes) == 1 for shapes in of_mlp.values()) and (
+        of_mlp["gate_proj"] == of_mlp["up_proj"] == {shape[::-1] for shape in of_mlp["down_proj"]}
+    )
+    for kind, tensors in found.items():
+        for tensor in tensors:
+            if tensor.shape == expected[kind]:
+                continue
+            what = f"it is {list(tensor.shape)}, and by config.json it would be {list(expected[kind])}"
+            is_smaller = kind in of_mlp and is_pruned and math.prod(tensor.shape) < math.prod(expected[kind])
+            trouble = Trouble.PRUNED if is_smaller and hidden in tensor.shape else Trouble.SHAPE
+            if state.arrangement is Arrangement.SHARDED_SAFETENSORS and tensor.shape[0] < expected[kind][0]:
+                trouble, what = Trouble.MISSING_RANK, f"{what}: the last shards are missing"
+            yield Symptom(trouble, what, tensor.file, tensor.parameter)
 
 
 def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Layers, tensors of one layer, and heads that a model of this kind has."""
     config = evidence.find_model_config(state)
-    names = {get_parameter_name(tensor): tensor for tensor in state.select("model")}
-    if any(_LORA.match(name) for name in names) or not state.files:
+    names = {tensor.parameter: tensor for tensor in state.select("model")}
+    if any(_LORA.match(name) for name in names) or not state.files or state.is_incomplete:
         return
     stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in names:
@@ -392,12 +540,17 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
     for stack, layers in stacks.items():
         said = config.get("num_hidden_layers", config.get("n_layer")) if len(stacks) == 1 else None
         expected = max(said if isinstance(said, int) else 0, max(layers) + 1)
+        beyond = sorted(number for number in layers if isinstance(said, int) and number >= said)
+        if beyond and not config.keys() & {"num_nextn_predict_layers", "mtp_num_hidden_layers"}:
+            what = f"layer {join_some(list(map(str, beyond)))} is there, and num_hidden_layers is {said}"
+            yield Symptom(Trouble.EXTRA_LAYERS, what, state.files[0], stack)
         if missing := sorted(set(range(expected)) - layers.keys()):
-            what = f"of {expected} layers {join_some(list(map(str, missing)))} are missing"
+            what = f"of {expected} layers {len(missing)} are missing: number {join_some(list(map(str, missing)))}"
             yield Symptom(Trouble.MISSING_TENSOR, what, state.files[0], stack)
         forms = Counter(frozenset(rests) for rests in layers.values())
         small, *more = sorted(forms, key=len)
-        if len(more) == 1 and small < more[0] and forms[small] == 1 < forms[more[0]]:
+        is_of_all = len(layers) == 2 and bool(config) and all(map(_OF_EVERY_LAYER.search, [*more, small][0] - small))
+        if len(more) == 1 and small < more[0] and forms[small] == 1 and (forms[more[0]] > 1 or is_of_all):
             (number,) = (number for number, rests in layers.items() if rests == small)
             for rest in sorted(more[0] - small):
                 name = f"{stack}.{number}.{rest}"
@@ -413,11 +566,12 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
     parts = {"embedding": any(re.search(r"emb|wte", name) for name in outside), "norm behind the layers": has_norm}
     for part, is_there in parts.items() if is_causal and stacks and not _PROJECTIONS & config.keys() else ():
         if not is_there:
-            yield Symptom(Trouble.MISSING_TENSOR, f"no tensor is named as the {part}", state.files[0])
+            trouble = Trouble.MISSING_TENSOR if knows_model(config) else Trouble.UNUSUAL
+            yield Symptom(trouble, f"no tensor is named as the {part}", state.files[0])
     if ties is True and head is not None and embedding is not None:
         sums = evidence.find_checksum(head), evidence.find_checksum(embedding)
         if None not in sums and sums[0] != sums[1]:
-            what = f"it differs from {get_parameter_name(embedding)}, to which config.json ties it"
+            what = f"it differs from {embedding.parameter}, to which config.json ties it"
             yield Symptom(Trouble.TIED, what, head.file, "lm_head.weight")
 
 
@@ -450,18 +604,13 @@ def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
     with_state: set[str] = set()
     for state in states:
         slots = [slot for tensor in state.select("optimizer") if (slot := parse_optimizer_slot(tensor))]
-        yield from _compare_moments(state)
+        yield from _compare_moments(evidence, state)
         ids = {f"{key}" for (path, _), key in state.values.items() if path[-2:-1] == ("params",)}
         with_state |= {name for name, _ in slots}
         if lacking := sorted(ids - {name for name, _ in slots}) if slots else []:
             what = f"of {len(ids)} parameters {len(lacking)} have no state: {join_some(lacking)}"
             yield Symptom(Trouble.NO_OPTIMIZER, what, state.directory)
-    model = {
-        get_parameter_name(tensor): tensor
-        for state in states
-        for tensor in state.select("model")
-        if len(tensor.shape) > 0
-    }
+    model = {tensor.parameter: tensor for state in states for tensor in state.select("model") if len(tensor.shape) > 0}
     has_training_state = any(state.label == "extra_state" for state in states) or any(
         pathlib.PurePath(path).name == "trainer_state.json" for path in evidence.checkpoint.settings
     )
@@ -477,12 +626,28 @@ def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
             yield Symptom(Trouble.OPTIMIZER, what, tensor.file, name)
 
 
-def _compare_moments(state: State) -> Iterator[Symptom]:
+def _judge_moments(evidence: CheckpointEvidence, by_kind: dict[str, SavedTensor], step: float | None) -> str:
+    """What is wrong with those of Adam, of which the second is a mean of squares; empty if nothing is."""
+    first, second = by_kind.get("exp_avg"), by_kind.get("exp_avg_sq")
+    if first is None or second is None:
+        return ""
+    if negative := sum(scan.num_negative for _, scan in evidence.find_scans(second)):
+        return f"{negative} values of a mean of squares are negative"
+    has_first = bool(evidence.find_scans(first)) and not evidence.is_zero(first)
+    if has_first and evidence.is_zero(second) and (_measure(evidence, first) or 1.0) > _SQUARE_IS_ZERO:
+        return "it is zero, and exp_avg is not"
+    if step == 0 and has_first:
+        return "the step is 0, and there are moments"
+    return ""
+
+
+def _compare_moments(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Parameters that lack one of the two moments that Adam keeps of others, or have them in different shapes."""
     moments: dict[str, dict[str, SavedTensor]] = defaultdict(dict)
     for tensor in state.select("optimizer"):
         if slot := parse_optimizer_slot(tensor):
             moments[slot[0]][slot[1]] = tensor
+    steps = _read_steps(evidence, state, moments)
     has_both = [name for name, by_kind in moments.items() if by_kind.keys() >= _MOMENTS]
     for name, by_kind in moments.items():
         present = _MOMENTS & by_kind.keys()
@@ -490,9 +655,27 @@ def _compare_moments(state: State) -> Iterator[Symptom]:
         if has_both and len(present) == 1 and by_kind.keys() <= {*_MOMENTS, "step"}:
             what = f"it has no {min(_MOMENTS - present)}, which {len(has_both)} of {len(moments)} have"
             yield Symptom(Trouble.OPTIMIZER, what, tensors[0].file, name)
+        elif (what := _judge_moments(evidence, by_kind, steps.get(name))) and len(tensors) == 2:
+            yield Symptom(Trouble.MOMENTS, what, by_kind["exp_avg_sq"].file, by_kind["exp_avg_sq"].name)
         elif len(tensors) == 2 and tensors[0].shape != tensors[1].shape:
             what = f"its moments are {list(tensors[0].shape)} and {list(tensors[1].shape)}"
             yield Symptom(Trouble.OPTIMIZER, what, tensors[0].file, name)
+
+
+def _read_steps(
+    evidence: CheckpointEvidence, state: State, moments: dict[str, dict[str, SavedTensor]]
+) -> dict[str, float]:
+    steps: dict[str, float] = {}
+    for name, by_kind in moments.items():
+        tensor = by_kind.get("step")
+        if tensor is not None and tensor.numel == 1:
+            for _, scan in evidence.find_scans(tensor):
+                if (value := _parse_number(tensor.dtype, scan.head)) is not None:
+                    steps[name] = value
+    for (path, _), plain in state.values.items():
+        if path[-1:] == ("step",) and len(path) > 2 and isinstance(plain, int | float):
+            steps.setdefault(path[-2], plain)
+    return steps
 
 
 def compare_trainer_step(evidence: CheckpointEvidence) -> Iterator[Symptom]:
@@ -539,7 +722,9 @@ CHECKS: tuple[_Check, ...] = (
     compare_ranks,
     compare_steps,
     find_nonfinite,
+    find_other_sizes,
     find_zeros,
+    find_equal_layers,
     find_experts,
     find_lora,
     find_wrapped_names,

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
-import os
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from fsdp_doctor.checkpoints.copying import ConversionError, Copy
+from fsdp_doctor.checkpoints.copying import Copy
 from fsdp_doctor.checkpoints.dtypes import is_floating_point
-from fsdp_doctor.checkpoints.files import BadFile, sync_directory
+from fsdp_doctor.checkpoints.files import BadFile
 from fsdp_doctor.checkpoints.hub_parts import HubPart, join_from_hub, split_for_hub
-from fsdp_doctor.checkpoints.names import strip_wrappers
+from fsdp_doctor.checkpoints.names import strip_prefixes, strip_wrappers
 from fsdp_doctor.checkpoints.optimizer import SavedOptimizer, choose_optimizer
 from fsdp_doctor.checkpoints.reading import read_checkpoint
 from fsdp_doctor.checkpoints.record import (
@@ -30,11 +28,20 @@ from fsdp_doctor.checkpoints.record import (
     list_settings_places,
 )
 from fsdp_doctor.checkpoints.scanning import Scans
+from fsdp_doctor.checkpoints.target_directory import (
+    ConversionError,
+    check_target,
+    give_name,
+    make_partial_directory,
+)
 from fsdp_doctor.checkpoints.targets import ConversionTarget, StatesToWrite, TensorToWrite, lay_out
+from fsdp_doctor.checkpoints.troubles import Trouble
 from fsdp_doctor.checkpoints.verification import Verification, judge
 
 _Pairs: TypeAlias = list[tuple[SavedPiece, SavedPiece, int]]
 LARGEST_FILE = 5_000_000_000
+# What is wrong with names that are changed as they are written.
+_MENDED = (Trouble.PREFIX, Trouble.WRAPPED)
 # What else a directory of the Hub has; copied from the checkpoint where it is there.
 _BESIDE = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -44,13 +51,17 @@ _BESIDE = (
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """verification: of the source; nothing was written unless it is sound. names: that were changed, old and new."""
+    """verification: of the source; nothing was written unless it is sound. names: that were changed, old and new.
+
+    left_out: parts of the source that are neither the model nor its optimizer, with their numbers of tensors.
+    """
 
     verification: Verification
     files: list[str]
     num_bytes: int
     names: list[tuple[str, str]]
     has_optimizer: bool = False
+    left_out: dict[str, int] = field(default_factory=dict)
 
 
 def convert(
@@ -66,6 +77,7 @@ def convert(
     buffers: Collection[str] = (),
     largest_file: int = LARGEST_FILE,
     config: str | None = None,
+    part: str | None = None,
     find_parts: Callable[[str], Mapping[str, HubPart]] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
@@ -75,21 +87,23 @@ def convert(
     compared. The directory gets its name at the end, so that an interruption leaves none of that name; what it leaves
     is removed by the next conversion. Host memory: a few MiB. Runs no pickle, and needs no torch but for a cast.
 
-    overwrite: a directory of this name is replaced. dtype: to which the model's floating-point tensors are cast; the
-    optimizer is not. world_size: the ranks that are to read it; by default as many as wrote it. device: the type of
-    the devices of FSDP2's mesh. buffers: names, or their last parts, of tensors that FSDP does not divide, where the
-    files do not say which these are. largest_file: bytes, of Hugging Face files. config: as of ``read_hub_parts``; by
-    default what lies beside the source. find_parts: that function, by which Hugging Face files get the Hub's names, and
-    what is made of such files the model's; without it all names are kept. progress: as of ``verify``.
+    overwrite: a directory of this name is replaced, if a conversion wrote all that is in it. dtype: to which the
+    model's floating-point tensors are cast; the optimizer is not. world_size: the ranks that are to read it; by default
+    as many as wrote it. device: the type of the devices of FSDP2's mesh. buffers: names, or their last parts, of
+    tensors that FSDP does not divide, where the files do not say which these are. largest_file: bytes, of Hugging Face
+    files. config: as of ``read_hub_parts``; by default what lies beside the source. part: as of ``read_checkpoint``.
+    find_parts: ``read_hub_parts``, by which Hugging Face files get the Hub's names, and what is made of such files the
+    model's; without it all names are kept. progress: as of ``verify``.
 
     Raises ConversionError for what cannot be converted, OSError.
     """
-    _check_absent(target, overwrite=overwrite)
     source.stat()
-    checkpoint = read_checkpoint(source)
+    check_target(target, source, (), overwrite=overwrite)
+    checkpoint = read_checkpoint(source, part)
+    check_target(target, source, checkpoint.list_paths(), overwrite=overwrite)
     if any(symptom.trouble.value.severity != "warning" for symptom in checkpoint.symptoms):
         return Conversion(judge(checkpoint, source, progress=progress)[0], [], 0, [])
-    with _make_partial_directory(target, overwrite=overwrite) as directory:
+    with make_partial_directory(target, overwrite=overwrite) as directory:
         try:
             model, renamed = _strip_wrappers(choose_model(checkpoint))
             if not model.tensors:
@@ -109,28 +123,28 @@ def convert(
             states = _choose_states(model, optimizer, parameters, dtype)
             layout = lay_out(to, states, ranks or 1, largest_file, device)
             with contextlib.closing(Copy(directory, layout, _cast)) as copy:
-                found, scans = judge(checkpoint, source, progress=progress, sink=copy.write)
+                found, scans = judge(checkpoint, source, progress=progress, sink=copy.write, mended=_MENDED)
                 if found.answer != "sound":
                     return Conversion(found, [], 0, [])
                 _check_tied(tied, scans)
                 copy.finish()
             is_of_ranks = to in (ConversionTarget.FSDP1, ConversionTarget.FSDP2)
             _copy_settings(beside, directory / "huggingface" if is_of_ranks else directory)
-            sync_directory(directory)
-            _rename(directory, target)
+            give_name(directory, target)
         except BadFile as error:
             raise ConversionError(error.describe(source)) from None
     files = [file.name for file in layout.files]
-    return Conversion(found, files, layout.num_bytes, renamed, states.optimizer is not None)
+    left_out = {part: count for state in checkpoint.states for part, count in state.left_out.items()}
+    return Conversion(found, files, layout.num_bytes, renamed, states.optimizer is not None, left_out)
 
 
 def _strip_wrappers(model: SavedModel) -> tuple[SavedModel, list[tuple[str, str]]]:
     """The model without the prefixes of wrappers, and the names that had them, old and new."""
-    tensors = {strip_wrappers(name): tensor for name, tensor in model.tensors.items()}
-    if len(tensors) < len(model.tensors):
+    names = strip_prefixes(model.tensors)
+    if len({strip_wrappers(name) for name in names}) < len(names):
         raise BadFile("has names that differ in a wrapper's prefix alone")
-    renamed = [(old, new) for old, new in zip(model.tensors, tensors, strict=True) if old != new]
-    return SavedModel(tensors, model.states), renamed
+    tensors = {names[name]: tensor for name, tensor in model.tensors.items()}
+    return SavedModel(tensors, model.states), [(old, new) for old, new in names.items() if old != new]
 
 
 def _rename_tensors(
@@ -223,50 +237,3 @@ def _copy_settings(places: Iterable[pathlib.Path], directory: pathlib.Path) -> N
         if file is not None:
             directory.mkdir(exist_ok=True)
             shutil.copyfile(file, directory / name)
-
-
-def _check_absent(target: pathlib.Path, *, overwrite: bool) -> None:
-    if target.exists() and not overwrite:
-        raise ConversionError(f"{target} exists; name another directory, or say --overwrite")
-
-
-@contextlib.contextmanager
-def _make_partial_directory(target: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path]:
-    """A new directory beside the target; removed at the end, unless it was renamed.
-
-    What a conversion that was killed has left is removed, and an older target that it had put aside is put back.
-    """
-    directory, old = target.parent / f".{target.name}.partial", target.parent / f".{target.name}.old"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with open(target.parent / f".{target.name}.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConversionError(f"another conversion is writing {target}") from None
-        try:
-            if old.exists() and not target.exists():
-                old.rename(target)
-            _remove(old)
-            _remove(directory)
-            _check_absent(target, overwrite=overwrite)
-            directory.mkdir()
-            yield directory
-        finally:
-            _remove(directory)
-            os.unlink(lock.name)
-
-
-def _rename(directory: pathlib.Path, target: pathlib.Path) -> None:
-    old = target.parent / f".{target.name}.old"
-    if target.exists():
-        target.rename(old)
-    directory.rename(target)
-    sync_directory(target.parent)
-    _remove(old)
-
-
-def _remove(path: pathlib.Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -17,12 +17,9 @@ from fsdp_doctor.checkpoints.dtypes import DTYPES
 from fsdp_doctor.checkpoints.files import CHUNK_BYTES, BadFile
 from fsdp_doctor.checkpoints.record import SavedPiece
 from fsdp_doctor.checkpoints.sums import crc32, shift_crc
+from fsdp_doctor.checkpoints.target_directory import ConversionError
 from fsdp_doctor.checkpoints.targets import FilePlan, Slot, TensorToWrite
 from fsdp_doctor.errors import DoctorFault
-
-
-class ConversionError(Exception):
-    """Nothing was converted; the message is one sentence that says why."""
 
 
 @dataclass(slots=True)

@@ -20,6 +20,10 @@ METADATA = re.compile(r"(__\d+)?\.metadata")
 _RANK = re.compile(r"__(\d+)_\d+\.distcp")
 
 
+class FormError(BadFile):
+    """A tensor that is another one than the metadata says."""
+
+
 class Item(NamedTuple):
     """What the metadata says of a range of a data file.
 
@@ -107,12 +111,16 @@ def _read_chunks(entry: Pickled) -> Iterator[tuple[Shape | None, Shape]]:
 
 
 class ItemContents(NamedTuple):
-    """members: what the item's file stores, with checksums where it has any. values: of an object, by their keys."""
+    """members: what the item's file stores, with checksums where it has any.
+
+    values, unread: of an object, by their keys; what of it is no plain value, and of which kind it is.
+    """
 
     members: list[Member]
     piece: SavedPiece | None = None
     values: Mapping[tuple[str, ...], PlainValue] = MappingProxyType({})
     has_checksums: bool = False
+    unread: Mapping[tuple[str, ...], str] = MappingProxyType({})
 
 
 def parse_rank(file: str) -> int | None:
@@ -133,7 +141,7 @@ def read_item(file: OpenFile, path: str, item: Item, header: Header | None) -> I
     if header is not None:
         entry = header.tensors.get(item.name)
         if entry is None:
-            raise BadFile("is not in the file", item.name)
+            raise FormError("is not in the file", item.name)
         if (entry.dtype, entry.shape) != (item.dtype, item.lengths):
             raise _refuse_form(item, entry.dtype, entry.shape)
         piece = SavedPiece(path, entry.begin, entry.shape, item.offsets, compute_strides(entry.shape), rank)
@@ -146,17 +154,20 @@ def read_item(file: OpenFile, path: str, item: Item, header: Header | None) -> I
     contents = ItemContents(read.members, has_checksums=read.has_checksums)
     found = find_tensors(path, read, rank)
     if item.dtype is None:
-        return contents._replace(values=found.values)
+        tensors = {tensor.path: "a tensor in an object that DCP saved whole" for tensor in found.tensors}
+        return contents._replace(values=found.values, unread=found.unread | tensors)
+    if found.unread:
+        return contents._replace(unread=found.unread)
     if len(found.tensors) != 1 or found.tensors[0].path:
-        raise BadFile("is no tensor in the file", item.name)
+        raise FormError("is no tensor in the file", item.name)
     (tensor,) = found.tensors
     if (tensor.dtype, tensor.shape) != (item.dtype, item.lengths):
         raise _refuse_form(item, tensor.dtype, tensor.shape)
     return contents._replace(piece=tensor.pieces[0]._replace(offsets=item.offsets))
 
 
-def _refuse_form(item: Item, dtype: str, shape: Shape) -> BadFile:
-    return BadFile(
+def _refuse_form(item: Item, dtype: str, shape: Shape) -> FormError:
+    return FormError(
         f"is {dtype} {list(shape)} in the file, and {item.dtype} {list(item.lengths)} in the metadata", item.name
     )
 

@@ -41,7 +41,7 @@ class Extent(NamedTuple):
 class OpenFile:
     """A regular file that is open for reading.
 
-    Raises OSError if it cannot be opened, BadFile if it is no regular file: a pipe might make a reader wait forever.
+    Raises OSError if it cannot be opened, NotRead if it is no regular file: a pipe might make a reader wait forever.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -53,7 +53,7 @@ class OpenFile:
         self._may_have_holes = status.st_blocks * 512 < status.st_size
         if not stat.S_ISREG(status.st_mode):
             self.close()
-            raise BadFile("is no file")
+            raise NotRead("is no file")
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -18,6 +18,17 @@ def strip_wrappers(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
+def strip_prefixes(names: Collection[str]) -> dict[str, str]:
+    """Each name without the prefixes of wrappers, and without ``module.`` where all have it.
+
+    The names are as they were if two of them would become one.
+    """
+    bare = {name: strip_wrappers(name) for name in names}
+    if bare and all(name.startswith("module.") for name in bare.values()):
+        bare = {name: stripped.removeprefix("module.") for name, stripped in bare.items()}
+    return bare if len(set(bare.values())) == len(bare) else {name: name for name in names}
+
+
 class MatchedNames(NamedTuple):
     """left, right: the common form of each name. notes: what was stripped, and from which side."""
 

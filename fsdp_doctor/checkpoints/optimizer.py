@@ -64,7 +64,7 @@ def _walk_leaves(checkpoint: SavedCheckpoint) -> Iterator[tuple[str, tuple[str, 
     for state in checkpoint.states:
         leaves: dict[tuple[str, ...], _Leaf] = {tensor.path: tensor for tensor in state.select("optimizer")}
         for (path, _), value in state.values.items():
-            if state.find_role(path) == "optimizer":
+            if path and state.judge_keys(path) == "optimizer":
                 leaves.setdefault(path, value)
         yield from ((f"{state.directory}/{state.label}", path, leaf) for path, leaf in leaves.items())
 

@@ -15,7 +15,9 @@ import msgspec
 
 from fsdp_doctor.checkpoints import dcp
 from fsdp_doctor.checkpoints.files import BadFile, NotRead, OpenFile
+from fsdp_doctor.checkpoints.formats import KNOWN_FORMATS, OTHER_FORMATS, OTHER_WRITERS, find_other_format
 from fsdp_doctor.checkpoints.marker import MARKER, PARTIAL, MarkedFile, Marker
+from fsdp_doctor.checkpoints.parts import assign_roles
 from fsdp_doctor.checkpoints.pickles import RefusedPickle
 from fsdp_doctor.checkpoints.record import (
     Arrangement,
@@ -25,7 +27,6 @@ from fsdp_doctor.checkpoints.record import (
     SavedPiece,
     SavedTensor,
     State,
-    is_under_model_key,
 )
 from fsdp_doctor.checkpoints.safetensors_files import Header, parse_json, read_header, read_weight_map
 from fsdp_doctor.checkpoints.torch_files import TorchTensors, find_tensors, read_torch_file
@@ -48,16 +49,18 @@ _ANY_CLASSES = re.compile(
     r"(training_args|scheduler.*|rng_state.*|scaler|meta|.*dataloader.*)\.(bin|pt|pth)|random_states_\d+\.pkl"
 )
 # What a file by itself is not blamed for.
-_OF_SEVERAL_FILES = (Trouble.MISSING_FILE, Trouble.MISSING_RANK, Trouble.INDEX)
+_OF_SEVERAL_FILES = (Trouble.MISSING_FILE, Trouble.MISSING_RANK, Trouble.INDEX, Trouble.LOST_TENSOR)
 
 
-def read_checkpoint(path: pathlib.Path) -> SavedCheckpoint:
+def read_checkpoint(path: pathlib.Path, part: str | None = None) -> SavedCheckpoint:
     """Reads the metadata of all states in a directory and in those below it, or of a file alone.
 
-    No tensor is read. What is wrong is noted, not raised.
+    No tensor is read. What is wrong is noted, not raised. part: that is to be taken for the model, by the keys that
+    lead to it or the last of them, such as ``ema``.
     """
     is_one_file = not path.is_dir() and not dcp.METADATA.fullmatch(path.name)
     found = SavedCheckpoint(path if path.is_dir() else path.parent, is_one_file)
+    found.part = part
     reading = _Reading(found)
     if path.is_dir():
         for directory, names in reading.walk():
@@ -67,10 +70,16 @@ def read_checkpoint(path: pathlib.Path) -> SavedCheckpoint:
     if is_one_file:
         found.unchecked.append("the files beside it")
     for state in found.states:
-        state.has_model_key = any(map(is_under_model_key, state.tensors))
+        assign_roles(state, found.find_setting(state.directory, "config.json"), part)
+        reading.note_unread(state)
+        if state.candidates:
+            what = f"whether the model is sound: it may be {' or '.join(state.candidates)}; say which with --part"
+            found.unchecked.append(f"{pathlib.PurePath(state.directory, state.label)}: {what}")
+    reading.note_copies()
     has_read = any(file.members for file in found.files.values()) or any(state.values for state in found.states)
     if not has_read and all(symptom.trouble.value.severity == "warning" for symptom in found.symptoms):
-        reading.note(Trouble.UNKNOWN, f"no file of a known format lies in {path}")
+        what = f"no file of a known format lies in {path}; looked for: {KNOWN_FORMATS}, and those that are not read"
+        reading.note(Trouble.UNKNOWN, f"{what} ({', '.join(each.name for each in OTHER_FORMATS)})")
     return found
 
 
@@ -79,10 +88,23 @@ class _Reading:
         self.checkpoint = checkpoint
         self._torch_files: dict[str, TorchTensors | None] = {}
         self._marked: dict[str, MarkedFile] = {}
+        self._copies: list[tuple[str, str]] = []
 
     def note(self, trouble: Trouble, what: str, file: str = "", tensor: str = "", rank: int | None = None) -> None:
         if not (self.checkpoint.is_one_file and trouble in _OF_SEVERAL_FILES):
             self.checkpoint.symptoms.append(Symptom(trouble, what, file, tensor, rank=rank))
+
+    def note_unread(self, state: State) -> None:
+        """What is not read of a model or an optimizer keeps it from being judged; of anything else it is mentioned."""
+        beside = {path[:-1] for path in state.tensors}
+        for path, (file, kind) in state.unread.items():
+            name = ".".join(path)
+            # Arrays of numpy are weights only where other weights are.
+            is_array = kind.endswith("of numpy") and path[:-1] not in beside
+            if state.roles[path] == "other" or is_array:
+                self.checkpoint.unchecked.append(f"{file}: {name} is {kind}, which is not read")
+            else:
+                self.note(Trouble.NOT_READ, f"it is {kind}, which is not read", file, name)
 
     def walk(self) -> Iterator[tuple[str, set[str]]]:
         """Links to directories are not followed, since they may lead anywhere and in a circle."""
@@ -115,6 +137,8 @@ class _Reading:
         for name in sorted(names):
             if name.endswith(".json") and not name.endswith(".index.json"):
                 self._read_settings(_join(directory, name))
+        if self._pass_over_other_format(directory, names):
+            return
         self._read_marker(directory, names)
         if any(dcp.METADATA.fullmatch(name) or name.endswith(".distcp") for name in names):
             self._read_dcp(directory, names)
@@ -126,6 +150,31 @@ class _Reading:
         others = sorted(name for name in names if _join(directory, name) not in known and not name.endswith(".json"))
         if others and any(state.directory == directory for state in self.checkpoint.states):
             self.checkpoint.unchecked.append(f"{_join(directory, join_some(others))}: of no known format")
+
+    def _pass_over_other_format(self, directory: str, names: set[str]) -> bool:
+        """Whether the directory is of a program whose format is not read; files of such beside others are noted."""
+        settings = self.checkpoint.settings.get(_join(directory, "metadata.json"))
+        here = pathlib.PurePath(os.path.abspath(self.checkpoint.root / directory)).name
+        found = find_other_format(here, names, settings if isinstance(settings, dict) else {})
+        if found is None:
+            return False
+        others = sorted(name for name in names if re.fullmatch(found.files or "(?!)", name))
+        file = _join(directory, join_some(others, 2)) if others else directory
+        if found.is_copy:
+            self._copies.append((f"these are files of {found.name}, which are not read: {found.tool}", file))
+            names.difference_update(others)
+            return self._pass_over_other_format(directory, names)
+        self.note(Trouble.OTHER_FORMAT, f"it is a checkpoint of {found.name}, which is not read: {found.tool}", file)
+        return True
+
+    def note_copies(self) -> None:
+        """Models in forms that are not read are copies, if one in another form is there; else they are all there is."""
+        has_model = any(state.tensors for state in self.checkpoint.states)
+        for what, file in self._copies:
+            if has_model:
+                self.checkpoint.unchecked.append(f"{file}: {what}")
+            else:
+                self.note(Trouble.OTHER_FORMAT, what, file)
 
     # One file
 
@@ -158,7 +207,7 @@ class _Reading:
                 raise BadFile("is no JSON") from None
 
         self.checkpoint.settings[path] = self._read(path, read, Trouble.SETTINGS_DAMAGED)
-        del self.checkpoint.files[path]
+        self.checkpoint.files.pop(path, None)  # which is not there if it could not be opened
 
     def _read_marker(self, directory: str, names: set[str]) -> None:
         """Reads the marker of a save, which was written last and has the checksums of its files."""
@@ -196,9 +245,6 @@ class _Reading:
                 raise contents.refusal
             found = find_tensors(path, contents, rank)
             saved.ranks, saved.world_sizes = found.ranks or saved.ranks, found.world_sizes
-            for name, kind in found.unread.items():
-                self.checkpoint.unchecked.append(f"{path}: {name} is {kind}, which is not read")
-                self.checkpoint.unread[name] = path, kind
             return found
 
         if path not in self._torch_files:
@@ -229,6 +275,7 @@ class _Reading:
             if ".." in pathlib.PurePath(name).parts or pathlib.PurePath(name).is_absolute():
                 self.note(Trouble.METADATA, f"the metadata names a file outside of the directory: {name}", directory)
             elif not (self.checkpoint.root / path).exists():
+                state.is_incomplete = True
                 what = f"the metadata names it, and it is not there; of {len(of_file)} items in it: "
                 self.note(
                     Trouble.MISSING_FILE,
@@ -255,7 +302,7 @@ class _Reading:
             self._note_trailing_bytes(header, file)
         if packed := [item for item in items if item.packing]:
             packing = ", ".join(packed[0].packing)
-            self.note(Trouble.UNREAD, f"{len(packed)} items of it are packed ({packing}), which is not read", path)
+            self.note(Trouble.NOT_READ, f"{len(packed)} items of it are packed ({packing}), which is not read", path)
         end = 0
         for item in sorted(items, key=lambda item: item.begin):
             contents = None
@@ -266,14 +313,22 @@ class _Reading:
                 contents = dcp.read_item(file, path, item, header)
             except RefusedPickle as error:
                 self.note(Trouble.PICKLE, error.what, path, item.name)
-            except BadFile as error:
+            except NotRead as error:
+                state.unread[item.path] = path, error.what
+                continue
+            except dcp.FormError as error:
                 self.note(Trouble.SIZE, error.what, path, item.name, dcp.parse_rank(path))
+            except BadFile as error:
+                self.note(Trouble.FILE, error.what, path, item.name, dcp.parse_rank(path))
             if contents is not None:
                 saved.members += contents.members
                 saved.has_checksums |= contents.has_checksums
                 for keys, value in contents.values.items():
                     state.values[(*item.path, *keys), dcp.parse_rank(path)] = value
-            _add_item(state, item, contents.piece if contents is not None else None)
+                for keys, kind in contents.unread.items():
+                    state.unread[(*item.path, *keys)] = path, kind
+            if contents is None or not contents.unread:
+                _add_item(state, item, contents.piece if contents is not None else None)
 
     # A file of each rank
 
@@ -311,24 +366,24 @@ class _Reading:
             )
         expected = world or inside or max(chosen.values()) + 1
         for rank in sorted(set(range(expected)) - set(chosen.values())):
-            self.note(
-                Trouble.MISSING_RANK,
-                f"of {expected} ranks' files that of rank {rank} is not there",
-                state.files[0],
-                rank=rank,
-            )
+            state.is_incomplete = True
+            like = next(iter(chosen))
+            lost = _join(directory, like[: like.rindex(str(chosen[like]))] + f"{rank}{pathlib.PurePath(like).suffix}")
+            self.note(Trouble.MISSING_RANK, f"of {expected} ranks' files it is not there", lost, rank=rank)
         for name, found in read.items():
             for tensor in found.tensors if found else ():
                 self._merge(state, tensor, chosen[name])
             for path, plain in found.values.items() if found else ():
                 state.values[path, chosen[name]] = plain
+            for path, kind in found.unread.items() if found else ():
+                state.unread[path] = _join(directory, name), kind
         return True
 
     def _merge(self, state: State, tensor: SavedTensor, rank: int) -> None:
         known = state.tensors.setdefault(tensor.path, SavedTensor(tensor.path, tensor.dtype, tensor.shape))
         if (known.dtype, known.shape) == (tensor.dtype, tensor.shape):
             known.pieces += tensor.pieces
-        elif state.find_role(tensor.path) != "other":
+        elif state.judge_keys(tensor.path) != "other":
             other = f"{known.dtype} {list(known.shape)}"
             what = f"it is {tensor.dtype} {list(tensor.shape)} here, and {other} on another rank"
             self.note(Trouble.RANKS_DISAGREE, what, tensor.file, tensor.name, rank)
@@ -372,6 +427,8 @@ class _Reading:
                     self._add_whole(state, tensor, path)
                 for keys, plain in value.values.items() if value else ():
                     state.values[keys, None] = plain
+                for keys, kind in value.unread.items() if value else ():
+                    state.unread[keys] = path, kind
             self._compare_with_index(state, "bin", indexes.get(stem), names)
 
     def _read_safetensors(self, directory: str, names: set[str]) -> None:
@@ -383,7 +440,8 @@ class _Reading:
             path = _join(directory, name)
             header = self._read(path, self._read_header)
             is_shard = _SHARD.fullmatch(name)
-            if is_shard or (header is not None and "DCP_SHARDING_INFO" in header.metadata):
+            # Without save_distributed the writer says it, too, of whole tensors.
+            if is_shard or (header is not None and any(map(any, _read_offsets(header).values()))):
                 shards[name] = int(is_shard["rank"]) if is_shard else None
             if header is not None:
                 headers[name] = header
@@ -406,6 +464,9 @@ class _Reading:
 
     def _read_header(self, file: OpenFile, saved: SavedFile) -> Header:
         header = read_header(file)
+        if (writer := OTHER_WRITERS.get(str(header.metadata.get("format")))) is not None:
+            raise NotRead(f"was written by {writer}, whose layout of the weights is another one")
+        _read_offsets(header)
         marked = self._marked.get(saved.path)
         sums = marked.sums if marked is not None else {}
         saved.members = [Member(name, e.begin, e.nbytes, sums.get(name)) for name, e in header.tensors.items()]
@@ -414,7 +475,7 @@ class _Reading:
             saved.members.append(Member("the header", 0, begin, marked.header))
             saved.has_checksums = sums.keys() == header.tensors.keys()
             for name in sorted(sums.keys() - header.tensors.keys()):
-                self.note(Trouble.INDEX, "the save wrote it, and the file does not have it", saved.path, name)
+                self.note(Trouble.LOST_TENSOR, "the save wrote it, and the file does not have it", saved.path, name)
         self._note_trailing_bytes(header, file)
         return header
 
@@ -446,6 +507,7 @@ class _Reading:
             expected = [f"{state.label}-{number:05}-of-{count:05}.{suffix}" for number in range(1, count + 1)]
             for name in expected if any(name in names for name in expected) else ():
                 if name not in names:
+                    state.is_incomplete = True
                     self.note(Trouble.MISSING_FILE, f"of {count} files it is not there", _join(state.directory, name))
         if weight_map is None and max(counts, default=1) > 1:
             what = f"{len(files)} files are there, and no {state.label}.{suffix}.index.json says what is in them"
@@ -454,11 +516,18 @@ class _Reading:
             return
         path = _join(state.directory, f"{state.label}.{suffix}.index.json")
         where = {tensor.name: tensor.pieces[0].file for tensor in state.tensors.values() if tensor.pieces}
-        for name in sorted(set(weight_map.values()) - set(names)):
-            self.note(Trouble.INDEX, f"it names {name}, which is not there", path)
+        for file in sorted(set(weight_map.values()) - set(names)):
+            lost = [name for name, of in weight_map.items() if of == file and name not in where]
+            place = _join(state.directory, file)
+            if not lost:
+                self.note(Trouble.INDEX, f"it names {file}, which is not there, and others have its tensors", path)
+            elif not any(s.trouble is Trouble.MISSING_FILE and s.file == place for s in self.checkpoint.symptoms):
+                what = f"the index says that it has {len(lost)} tensors, which no file has: {join_some(lost, 3)}"
+                self.note(Trouble.MISSING_FILE, what, place)
+                state.is_incomplete = True
         for name, file in weight_map.items():
             if file in names and _join(state.directory, file) in self.checkpoint.files and name not in where:
-                self.note(Trouble.INDEX, f"it says that {file} has it, and no file has", path, name)
+                self.note(Trouble.LOST_TENSOR, f"the index says that {file} has it, and no file has", path, name)
             elif name in where and pathlib.PurePath(where[name]).name != file and file in names:
                 self.note(Trouble.INDEX, f"it says that {file} has it, and {where[name]} has", path, name)
         for name in where.keys() - weight_map.keys():
@@ -469,7 +538,7 @@ class _Reading:
         metadata = parse_json((self.checkpoint.root / path).read_bytes()).get("metadata")
         said = metadata.get("total_size") if isinstance(metadata, dict) else None
         actual = sum(piece.numel * t.itemsize for t in state.tensors.values() for piece in t.pieces)
-        if isinstance(said, int) and said != actual:
+        if isinstance(said, int) and said != actual and not state.is_incomplete:
             self.note(Trouble.TOTAL_SIZE, f"total_size is {said}, and the tensors have {actual} bytes", path)
 
     def _read_shards(self, directory: str, shards: Mapping[str, int | None], headers: Mapping[str, Header]) -> None:
@@ -481,23 +550,29 @@ class _Reading:
         )
         numbers = {number for number in shards.values() if number is not None}
         for number in sorted(set(range(1, max(numbers, default=0))) - numbers):
-            self.note(Trouble.MISSING_RANK, f"no file of shard {number} is there", directory, rank=number - 1)
+            state.is_incomplete = True
+            lost = _join(directory, re.sub(r"^shard-\d+", f"shard-{number:05}", next(iter(shards))))
+            self.note(Trouble.MISSING_RANK, f"no file of shard {number} is there", lost, rank=number - 1)
         for ending in {name.partition("-model-")[2] for name in shards}:
             of_file = {name: number for name, number in shards.items() if name.endswith(f"-model-{ending}")}
             shapes = [entry.shape for name in of_file.keys() & headers for entry in headers[name].tensors.values()]
             has_rows_for_all = max((shape[0] for shape in shapes if shape), default=0) >= len(numbers)
             for number in sorted(numbers - set(of_file.values())) if has_rows_for_all else ():
-                what = f"of shard {number} there is no file of model-{ending}, as there is of others"
-                self.note(Trouble.MISSING_RANK, what, directory, rank=number - 1)
+                lost = _join(directory, f"shard-{number:05}-model-{ending}")
+                self.note(Trouble.MISSING_RANK, "it is not there, and that of another shard is", lost, rank=number - 1)
+                state.is_incomplete = True
         for name, shard in shards.items():
             path, header = _join(directory, name), headers.get(name)
             if header is None:
                 continue
             try:
-                places = parse_json(str(header.metadata.get("DCP_SHARDING_INFO")).encode())
-                offsets = {key: tuple(map(int, places[key]["saved_offsets"])) for key in header.tensors}
-            except (ValueError, KeyError, TypeError) as error:
-                self.note(Trouble.SIZE, f"it does not say where its rows belong ({type(error).__name__})", path)
+                offsets = _read_offsets(header)
+                if offsets.keys() < header.tensors.keys():
+                    raise BadFile(f"lacks {min(header.tensors.keys() - offsets.keys())}")
+            except BadFile as error:
+                self.note(
+                    Trouble.FILE, f"it does not say where its rows belong: its DCP_SHARDING_INFO {error.what}", path
+                )
                 continue
             copied = ""
             for key, entry in header.tensors.items():
@@ -513,6 +588,17 @@ class _Reading:
                 tensor.pieces.append(piece)
             if copied:
                 self.note(Trouble.COPIED_RANK, f"{copied} has the same rows, and DCP writes none twice", path)
+
+
+def _read_offsets(header: Header) -> dict[str, tuple[int, ...]]:
+    """Where the rows of each tensor belong, as HuggingFaceStorageWriter says; raises BadFile for what says nothing."""
+    if "DCP_SHARDING_INFO" not in header.metadata:
+        return {}
+    try:
+        places = parse_json(str(header.metadata["DCP_SHARDING_INFO"]).encode())
+        return {key: tuple(map(int, places[key]["saved_offsets"])) for key in header.tensors if key in places}
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadFile(f"is damaged ({type(error).__name__})") from None
 
 
 def _group_by_stem(files: Iterable[str], indexes: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:

@@ -13,14 +13,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from fsdp_doctor.checkpoints.dtypes import DTYPES, is_floating_point
 from fsdp_doctor.checkpoints.files import BadFile
 from fsdp_doctor.checkpoints.troubles import Symptom
+from fsdp_doctor.text import join_some
 
 Shape: TypeAlias = tuple[int, ...]
 PlainValue: TypeAlias = float | str | None
 StateRole: TypeAlias = Literal["model", "optimizer", "other"]
 
-# The keys under which programs put a model's or an optimizer's state.
-_MODEL_KEYS = frozenset({"model", "module", "state_dict", "app"})
-_OPTIMIZER_KEY = re.compile(r"optim|optimizers?|optimizer_\d+|optimizer_states?|optimizer_state_dict")
+_OPTIMIZER_KEY = re.compile(r"optim(izers?)?(_\w+)?")
+_FLAT_OPTIMIZER = re.compile(r"(optim|optimizer|optimizer_\d+)\.|state\..+\.|param_groups\.")
 # Those under which torchtitan puts its counters, beside the names of the model.
 _OTHER_KEYS = frozenset({"train_state", "dataloader", "lr_scheduler"})
 _BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked", "inv_freq"})
@@ -84,12 +84,16 @@ class SavedPiece(NamedTuple):
 
 @dataclass(slots=True)
 class SavedTensor:
-    """A tensor of a state. path: the keys of the nested dicts that lead to it. shape: of the whole tensor."""
+    """A tensor of a state. path: the keys of the nested dicts that lead to it. shape: of the whole tensor.
+
+    parameter: its name in the model, without those keys and the prefixes of wrappers; empty if it is of none.
+    """
 
     path: tuple[str, ...]
     dtype: str
     shape: Shape
     pieces: list[SavedPiece] = field(default_factory=list)
+    parameter: str = ""
 
     @property
     def name(self) -> str:
@@ -139,7 +143,11 @@ class SavedFile:
 class State:
     """Tensors that were saved together. values: numbers, texts and None beside them, by their path and rank.
 
-    has_model_key: the model is one entry of a dict among others, such as of ``{"model", "optimizer", "rng"}``.
+    is_incomplete: whether files of it are not there. unread: what is neither a tensor nor a value, by its path, each
+    with its file and its kind: a quantized tensor, say.
+
+    Set once all is read: roles, of each tensor and of what was not read. head: the keys that lead to the model; None if
+    there is none. candidates: parts of which each may be the model. left_out: other parts, with their tensors.
     """
 
     arrangement: Arrangement
@@ -147,35 +155,39 @@ class State:
     label: str
     tensors: dict[tuple[str, ...], SavedTensor] = field(default_factory=dict)
     values: dict[tuple[tuple[str, ...], int | None], PlainValue] = field(default_factory=dict)
+    unread: dict[tuple[str, ...], tuple[str, str]] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
-    has_model_key: bool = False
-
-    def find_role(self, path: tuple[str, ...]) -> StateRole:
-        if (
-            self.label.startswith("optim")
-            or (len(path) > 1 and _OPTIMIZER_KEY.fullmatch(path[0]))
-            or re.match(r"(optim|optimizer|optimizer_\d+)\.|state\..+\.|param_groups\.", ".".join(path))
-        ):
-            return "optimizer"
-        is_beside_model = self.has_model_key and not is_under_model_key(path)
-        if self.label.startswith("extra_state") or _OTHER_KEYS & set(path[:1]) or is_beside_model:
-            return "other"
-        return "model"
+    roles: dict[tuple[str, ...], StateRole] = field(default_factory=dict)
+    head: tuple[str, ...] | None = None
+    candidates: list[str] = field(default_factory=list)
+    is_incomplete: bool = False
+    left_out: dict[str, int] = field(default_factory=dict)
 
     def select(self, role: StateRole) -> Iterator[SavedTensor]:
-        return (tensor for path, tensor in self.tensors.items() if self.find_role(path) == role)
+        return (tensor for path, tensor in self.tensors.items() if self.roles[path] == role)
 
+    def get_saved_name(self, tensor: SavedTensor) -> str:
+        """The name of a tensor of the model as it was saved, without the keys that lead to the model."""
+        return ".".join(tensor.path[len(self.head or ()) :])
 
-def is_under_model_key(path: tuple[str, ...]) -> bool:
-    return len(path) > 1 and path[0] in _MODEL_KEYS
+    def judge_keys(self, path: tuple[str, ...]) -> StateRole:
+        """What the keys say alone: ``model`` for what may be one."""
+        name, first = ".".join(path), "".join(path[:1])
+        is_flat = len(path) == 1 and _FLAT_OPTIMIZER.match(name)
+        is_of_alone = first == "state" and len(path) > 2 and self.has_groups
+        at = next((at for at, key in enumerate(path[:-1]) if _OPTIMIZER_KEY.fullmatch(key)), None)
+        # Loops and schedulers count the steps of an optimizer under such a key, too.
+        is_below = at is not None and (not at or any(re.match(r"state\b|param_groups\b", key) for key in path[at:]))
+        if self.label.startswith("optim") or is_flat or is_of_alone or is_below:
+            return "optimizer"
+        if first == "param_groups":
+            return "optimizer"
+        return "other" if self.label.startswith("extra_state") or _OTHER_KEYS & set(path[:1]) else "model"
 
-
-def get_parameter_name(tensor: SavedTensor) -> str:
-    """The name of a tensor of a model, without the keys of the dicts around the model's state."""
-    path = tensor.path
-    while is_under_model_key(path):
-        path = path[1:]
-    return ".".join(path)
+    @property
+    def has_groups(self) -> bool:
+        """Whether it is an optimizer's by itself."""
+        return any(path[0] == "param_groups" for path, _ in self.values if path)
 
 
 def parse_optimizer_slot(tensor: SavedTensor) -> tuple[str, str] | None:
@@ -189,7 +201,7 @@ class SavedCheckpoint:
     """What lies in a directory, or a file alone.
 
     settings: the JSON files beside the states, by their path. symptoms: what was found wrong while it was read.
-    unchecked: what was not looked at, and why. unread: tensors that are not dense, with their file and their kind.
+    unchecked: what was not looked at, and why. part: that was asked for.
     is_one_file: whether only one file of a directory was asked about, which has perhaps others that belong to it.
     """
 
@@ -200,7 +212,11 @@ class SavedCheckpoint:
     settings: dict[str, Any] = field(default_factory=dict)
     symptoms: list[Symptom] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
-    unread: dict[str, tuple[str, str]] = field(default_factory=dict)
+    part: str | None = None
+
+    def list_paths(self) -> list[pathlib.Path]:
+        """Those of all files that were read."""
+        return [self.root / path for path in (*self.files, *self.settings)]
 
     def find_setting(self, directory: str, name: str) -> dict[str, Any]:
         """A JSON object beside a state, in its ``huggingface`` folder or a directory above; empty if none."""
@@ -245,7 +261,11 @@ def choose_model(checkpoint: SavedCheckpoint) -> SavedModel:
     """
     model = SavedModel({}, [])
     for state in sorted(checkpoint.states, key=_order_state):
-        of_model = {get_parameter_name(tensor): tensor for tensor in state.select("model")}
+        if state.candidates:
+            raise BadFile(
+                f"has several parts that may be the model; say with --part which: {join_some(state.candidates)}"
+            )
+        of_model = {state.get_saved_name(tensor): tensor for tensor in state.select("model")}
         if both := of_model.keys() & model.tensors.keys():
             name, other = min(both), model.tensors[min(both)].file
             if any(_order_state(state) == _order_state(chosen) for chosen in model.states):
@@ -255,6 +275,8 @@ def choose_model(checkpoint: SavedCheckpoint) -> SavedModel:
             model.states.append(state)
     if model.tensors:
         return model
+    if checkpoint.part is not None:
+        raise BadFile(f"has no part {checkpoint.part}")
     every = {tensor.name: tensor for state in checkpoint.states for tensor in state.tensors.values()}
     return SavedModel(every, checkpoint.states)
 

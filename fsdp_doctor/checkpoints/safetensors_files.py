@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import pathlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fsdp_doctor.checkpoints.dtypes import DTYPES, NAME_OF_CODE
-from fsdp_doctor.checkpoints.files import BadFile, OpenFile
-from fsdp_doctor.text import join_some
+from fsdp_doctor.checkpoints.files import BadFile, NotRead, OpenFile
+from fsdp_doctor.text import join_some, read_first_line
 
 # The limit of the safetensors package.
 _LONGEST_HEADER = 100_000_000
 _LENGTH_BYTES = 8
+# Each takes about two kilobytes of memory; files of models have some thousands.
+_MOST_TENSORS = 200_000
 
 
 class HeaderEntry(NamedTuple):
@@ -36,7 +38,8 @@ class Header(NamedTuple):
 
 
 def read_header(file: OpenFile) -> Header:
-    """Raises BadFile for another kind of file, and for tensors that do not lie in the file or in each other's bytes."""
+    """Raises BadFile for another kind of file, and for tensors that do not lie in the file or in each other's bytes;
+    NotRead for a dtype that is not known."""
     size = file.size
     if size < _LENGTH_BYTES:
         raise BadFile(f"is no safetensors file: it has {size} bytes")
@@ -46,8 +49,11 @@ def read_header(file: OpenFile) -> Header:
     begin = _LENGTH_BYTES + length
     if begin > size:
         raise BadFile(f"is truncated, or no safetensors file: {size} bytes, and a header of {length}")
+    text = file.read(_LENGTH_BYTES, length)
+    if (count := text.count(b'"data_offsets"')) > _MOST_TENSORS:
+        raise NotRead(f"has {count} tensors, and a file of more than {_MOST_TENSORS} is not read")
     try:
-        header = parse_json(file.read(_LENGTH_BYTES, length))
+        header = parse_json(text)
     except ValueError as error:
         raise BadFile(f"is no safetensors file: its header is no JSON ({error})") from None
     if not isinstance(header, dict):
@@ -55,9 +61,13 @@ def read_header(file: OpenFile) -> Header:
     metadata = header.pop("__metadata__", None)
     entries = {name: _read_entry(name, entry, begin, size) for name, entry in header.items()}
     tensors = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].nbytes, item[0])))
-    for (name, one), (other, two) in itertools.pairwise(tensors.items()):
-        if two.begin < one.begin + one.nbytes:
-            raise BadFile(f"and {other} lie in the same bytes", name)
+    at, before = begin, ""
+    for name, entry in tensors.items():
+        if entry.begin < at:
+            raise BadFile(f"and {name} lie in the same bytes", before)
+        if entry.begin > at:
+            raise BadFile(f"begins {entry.begin - at} bytes behind what is before it, which safetensors refuses", name)
+        at, before = entry.begin + entry.nbytes, name
     end = max((entry.begin + entry.nbytes for entry in tensors.values()), default=begin)
     return Header(tensors, metadata if isinstance(metadata, dict) else {}, end)
 
@@ -66,7 +76,7 @@ def _read_entry(name: str, entry: Any, begin: int, size: int) -> HeaderEntry:
     entry = entry if isinstance(entry, dict) else {}
     code, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(code, str) or code not in NAME_OF_CODE:
-        raise BadFile(f"has the unknown dtype {code!r}; known are {', '.join(NAME_OF_CODE)}", name)
+        raise NotRead(f"has the unknown dtype {code!r}; known are {', '.join(NAME_OF_CODE)}", name)
     if not _are_counts(shape):
         raise BadFile(f"has the shape {shape!r}, which is not a list of lengths", name)
     if not _are_counts(offsets) or len(offsets) != 2:
@@ -156,8 +166,10 @@ def read_weight_map(index: pathlib.Path) -> dict[str, str]:
         text = file.read(0, file.size)
     try:
         weight_map = parse_json(text)["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadFile(f"is no index of a checkpoint: {error!r}") from None
+    except KeyError:
+        raise BadFile("is no index of a checkpoint: it has no weight_map") from None
+    except (ValueError, TypeError) as error:
+        raise BadFile(f"is no index of a checkpoint: {read_first_line(error)}") from None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise BadFile("is no index of a checkpoint: its weight_map does not map names to files")
     outside = {name for name in weight_map.values() if name in ("", "..") or pathlib.PurePath(name).name != name}
@@ -179,7 +191,8 @@ def parse_json(text: bytes) -> Any:
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
-        raise ValueError("it has a name twice")
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the name {twice} stands twice")
     return entries
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pathlib
 import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -29,6 +29,12 @@ _LONGEST_HOLE = 64 << 20
 _MOST_CANDIDATES = 1000
 _MOST_RUNS = 1000
 _HEAD_BYTES = 8
+_HUGE = 1e38
+_SIGNS = bytes(byte >= 0x80 for byte in range(256))
+# Of the first chunks of a span some elements are looked at for their size; a smaller span says too little.
+_SAMPLED_CHUNKS, _SAMPLE, _SMALLEST_SAMPLE = 4, 64, 1024
+# In two values of bfloat16 the exponent of either is one of few bytes; what is cut off from float32 is random.
+_FEW_EXPONENTS = 12
 # One is read while another is summed; more do not pay on the machines that were tried.
 _READERS = 2
 
@@ -41,6 +47,7 @@ class _FloatFormat(NamedTuple):
     prefix: bytes = b""
 
 
+_SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
 _FLOATS = {
     "float64": _FloatFormat(0x7F, "<d"),
     "float32": _FloatFormat(0x7F, "<f"),
@@ -59,7 +66,9 @@ class SpanScan:
     """What the bytes of a tensor's piece are.
 
     crc: None where a hole was not read. first_bad: the number of the first element that is NaN or infinite.
-    zero_runs: ranges of bytes in the span that are zero and contain a page of the file; at most 1000.
+    num_huge: finite, and beyond what any training reaches. num_negative: of what cannot be, a moment of squares.
+    size: the mean of the magnitudes of a sample. looks_split: whether a sample looks like two values of bfloat16 in
+    each of float32. zero_runs: ranges of bytes in the span that are zero and contain a page of the file; at most 1000.
     """
 
     nbytes: int
@@ -68,6 +77,10 @@ class SpanScan:
     num_nan: int = 0
     num_inf: int = 0
     num_minus_inf: int = 0
+    num_huge: int = 0
+    num_negative: int = 0
+    size: float | None = None
+    looks_split: bool = False
     first_bad: int | None = None
     zero_runs: list[tuple[int, int]] = field(default_factory=list)
     head: bytes = b""
@@ -145,7 +158,10 @@ def _scan_member(
     progress: Callable[[int], None] | None,
     sink: Sink | None,
 ) -> None:
-    scanners = [_SpanScanner(begin, nbytes, place.tensor.dtype) for (begin, nbytes), place in pieces]
+    scanners = [
+        _SpanScanner(begin, nbytes, place.tensor.dtype, is_square=place.tensor.last_name in _SQUARES)
+        for (begin, nbytes), place in pieces
+    ]
     crc: int | None = 0
     for begin, end, is_hole in file.find_extents(member.begin, member.begin + member.nbytes):
         if is_hole and end - begin > _LONGEST_HOLE:
@@ -197,7 +213,7 @@ class _Place(NamedTuple):
 class _SpanScanner:
     """Takes the bytes of a file in order, and looks at those of one span."""
 
-    def __init__(self, begin: int, nbytes: int, dtype: str) -> None:
+    def __init__(self, begin: int, nbytes: int, dtype: str, *, is_square: bool = False) -> None:
         self.begin, self.end = begin, begin + nbytes
         self.scan = SpanScan(nbytes)
         self._float = _FLOATS.get(dtype)
@@ -205,6 +221,10 @@ class _SpanScanner:
         self._tail = b""
         self._num_candidates = 0
         self._zeros_before = 0
+        self._is_square = is_square and self._float is not None
+        self._dtype = dtype
+        self._sizes: list[float] = []
+        self._sampled = 0
 
     def skip(self, begin: int, end: int) -> None:
         if max(begin, self.begin) < min(end, self.end):
@@ -226,6 +246,25 @@ class _SpanScanner:
         self._find_zeros(place, chunk)
         if self._float is not None:
             self._find_nonfinite(self._float, place, chunk)
+            if self._is_square:
+                signs = chunk[(self._itemsize - 1 - place) % self._itemsize :: self._itemsize].translate(_SIGNS)
+                scan.num_negative += signs.count(1)
+            if self._sampled < _SAMPLED_CHUNKS and place % self._itemsize == 0 and len(chunk) >= _SMALLEST_SAMPLE:
+                self._sample(self._float, chunk)
+
+    def _sample(self, form: _FloatFormat, chunk: bytes) -> None:
+        self._sampled += 1
+        size = self._itemsize
+        step = max(len(chunk) // size // _SAMPLE, 1) * size
+        parts = (chunk[at : at + size] for at in range(0, len(chunk) - size + 1, step))
+        values = [abs(struct.unpack(form.code, form.prefix + part)[0]) for part in parts]
+        self._sizes += [value for value in values if math.isfinite(value)]
+        self.scan.size = sum(self._sizes) / len(self._sizes) if self._sizes else None
+        if self._dtype == "float32" and self._sampled == 1:
+            middle = Counter(byte & 0x7F for byte in chunk[1 : 4 * 1024 : 4])
+            is_spread = len(set(chunk[0 : 4 * 1024 : 4])) > 16
+            few = sum(count for _, count in middle.most_common(_FEW_EXPONENTS))
+            self.scan.looks_split = is_spread and few > 0.98 * middle.total()
 
     def _find_nonfinite(self, form: _FloatFormat, place: int, chunk: bytes) -> None:
         start = (self._itemsize - 1 - place) % self._itemsize
@@ -243,9 +282,13 @@ class _SpanScanner:
         self._tail = chunk[-self._itemsize :]
 
     def _count(self, value: float, index: int) -> None:
-        if math.isfinite(value):
-            return
         scan = self.scan
+        if math.isfinite(value):
+            if abs(value) > _HUGE:
+                scan.num_huge += 1
+                self._num_candidates += 1
+                scan.first_bad = index if scan.first_bad is None else scan.first_bad
+            return
         self._num_candidates += 1
         scan.num_nan += math.isnan(value)
         scan.num_inf += value == math.inf

@@ -18,14 +18,26 @@ from fsdp_doctor.text import read_first_line
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LARGEST_PICKLE = 1 << 28
 _LOCAL_HEADER = 30
-_NOT_DENSE = {
+_KINDS = {
     "_rebuild_sparse_tensor": "sparse",
     "_rebuild_qtensor": "quantized",
     "_rebuild_meta_tensor_no_storage": "on the meta device",
     "_rebuild_nested_tensor": "a NestedTensor",
     "_rebuild_njt": "a NestedTensor",
     "_rebuild_device_tensor_from_numpy": "of another device",
+    "_reconstruct": "an array of numpy",
+    "scalar": "a number of numpy",
+    "encode": "bytes",
+    "bytearray": "bytes",
 }
+# What stands beside tensors and holds no elements of any.
+_PLAIN = frozenset(
+    {
+        *("device", "Size", "Namespace", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"),
+        *("set", "frozenset", "slice", "complex", "_get_layout", "_remote_device", "per_tensor_affine"),
+        *("per_channel_affine", "dtype"),
+    }
+)
 _STRIDED = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
 
 
@@ -50,14 +62,14 @@ class TorchFile:
 class TorchTensors:
     """What is in the value of a file. ranks, world_sizes: what its sharded tensors say of who saved it.
 
-    unread: tensors of which nothing else is known than that they are sparse, say, by path.
+    unread: what is neither a value nor a tensor whose bytes are known, and of which kind it is, by path.
     """
 
     tensors: list[SavedTensor] = field(default_factory=list)
     values: dict[tuple[str, ...], PlainValue] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)
     world_sizes: set[int] = field(default_factory=set)
-    unread: dict[str, str] = field(default_factory=dict)
+    unread: dict[tuple[str, ...], str] = field(default_factory=dict)
 
 
 class _Window(io.RawIOBase):
@@ -189,6 +201,10 @@ def find_tensors(file: str, read: TorchFile, rank: int | None = None) -> TorchTe
                 found.values[path] = leaf
             case Pickled():
                 _Reader(file, read.storages, rank, found).add(path, leaf)
+            case complex() | type() | slice() | set() | frozenset():
+                pass
+            case _:
+                found.unread[path] = "bytes" if isinstance(leaf, bytes) else f"of the class {type(leaf).__name__}"
     return found
 
 
@@ -201,16 +217,16 @@ class _Reader:
 
     def add(self, path: tuple[str, ...], value: Pickled) -> None:
         try:
-            if (tensor := self._read_tensor(path, value)) is not None:
-                self.found.tensors.append(tensor)
+            if value.name not in _PLAIN:
+                self.found.tensors.append(self._read_tensor(path, value))
         except NotRead as error:
-            self.found.unread[".".join(path)] = error.what
+            self.found.unread[path] = error.what
         except BadFile as error:
             raise BadFile(error.what, ".".join(path)) from None
         except (TypeError, ValueError, IndexError, KeyError, AttributeError, OverflowError) as error:
             raise BadFile(f"is pickled in an unknown form ({type(error).__name__})", ".".join(path)) from None
 
-    def _read_tensor(self, path: tuple[str, ...], value: Pickled) -> SavedTensor | None:
+    def _read_tensor(self, path: tuple[str, ...], value: Pickled) -> SavedTensor:
         match value.name, value.args:
             case name, _ if name in _STRIDED:
                 dtype, piece = self._read_strided(value)
@@ -223,12 +239,13 @@ class _Reader:
                         return self._read_dtensor(path, arguments, state)
                     case "ShardedTensor":
                         return self._read_sharded(path, arguments, state)
-                inner = function(*arguments)
-                if isinstance(inner, Pickled):
-                    return self._read_tensor(path, inner)
-            case name, _ if name in _NOT_DENSE:
-                self.found.unread[".".join(path)] = _NOT_DENSE[name]
-        return None
+                    case "Parameter" | "Tensor":
+                        inner = function(*arguments)
+                        if isinstance(inner, Pickled):
+                            return self._read_tensor(path, inner)
+                    case name:
+                        raise NotRead(f"of the class {name or kind!r}")
+        raise NotRead(_KINDS.get(value.name, f"of the class {value.name}"))
 
     def _read_strided(self, value: Pickled) -> tuple[str, SavedPiece]:
         storage, first, shape, strides, *rest = value.args
@@ -255,7 +272,8 @@ class _Reader:
             self.found.ranks.add(rank)
         if not sizes or coordinate is None:
             raise NotRead("a DTensor whose mesh does not say where the rank stands")
-        offsets, held = compute_local_block(shape, sizes, _check_counts(coordinate), placements)
+        shards = order_shards(sizes, placements, facts["_spec"].get("shard_order"))
+        offsets, held = compute_local_block(shape, sizes, _check_counts(coordinate), shards)
         if held != piece.shape or dtype != local_dtype:
             raise BadFile(
                 f"has {local_dtype} {list(piece.shape)} on the rank at {list(coordinate)} of the mesh {list(sizes)}, "
@@ -294,21 +312,54 @@ def read_mesh_shape(mesh: Pickled) -> Shape:
     return _check_counts(ranks.args[2]) if isinstance(ranks, Pickled) and len(ranks.args) > 2 else ()
 
 
-def compute_local_block(shape: Shape, mesh: Shape, coordinate: Shape, placements: Sequence[Any]) -> tuple[Shape, Shape]:
-    """Offsets and lengths of what DTensor's placements give to a coordinate. Raises NotRead for an unknown one."""
-    offsets, lengths = [0] * len(shape), list(shape)
-    for size, at, placement in zip(mesh, coordinate, placements, strict=True):
-        match getattr(placement, "name", ""):
-            case "Shard":
-                dim = placement.get("dim")
-                rows = -(-lengths[dim] // size)
-                first = min(at * rows, lengths[dim])
-                offsets[dim] += first
-                lengths[dim] = min(rows, lengths[dim] - first)
+def order_shards(mesh: Shape, placements: Sequence[Any], said: Any = None) -> list[tuple[int, int]]:
+    """The dims of the tensor that are divided, each with the dim of the mesh over which, in the order of the division.
+
+    That is the order of the mesh's dims. A strided shard says that some of the dims behind it came first, as those of
+    tensor parallelism do before FSDP's: the product of their sizes is its split factor.
+
+    said: the order as torch 2.10 and newer write it, too; None if the file has none. Raises NotRead for a placement
+    that is none of these, and for an order that is not known.
+    """
+    if len(placements) != len(mesh):
+        raise NotRead(f"placed by {len(placements)} placements on a mesh of {len(mesh)} dims")
+    orders: dict[int, list[int]] = {}
+    for at in reversed(range(len(mesh))):
+        placement = placements[at]
+        match name := getattr(placement, "name", ""):
             case "Replicate":
-                pass
-            case name:
+                continue
+            case "Shard" | "_StridedShard":
+                order = orders.setdefault(placement.get("dim"), [])
+                factor = placement.get("split_factor") if name == "_StridedShard" else 1
+                products = (math.prod(mesh[dim] for dim in order[:count]) for count in range(len(order) + 1))
+                place = next((count for count, product in enumerate(products) if product == factor), None)
+                if place is None:
+                    raise NotRead(f"placed as _StridedShard with the split factor {factor} on a mesh of {list(mesh)}")
+                order.insert(place, at)
+            case _:
                 raise NotRead(f"placed as {name or placement!r}")
+    if said is not None:
+        written = {entry.args[0]: list(entry.args[1]) for entry in said}
+        is_strided = any(getattr(placement, "name", "") == "_StridedShard" for placement in placements)
+        if {dim: sorted(dims) for dim, dims in written.items()} != {dim: sorted(dims) for dim, dims in orders.items()}:
+            raise NotRead(f"divided in the order {written}, and its placements say {orders}")
+        if is_strided and written != orders:
+            raise NotRead(f"placed as _StridedShard, of which the order {written} makes something else")
+        orders = written
+    return [(dim, at) for dim, order in orders.items() for at in order]
+
+
+def compute_local_block(
+    shape: Shape, mesh: Shape, coordinate: Shape, shards: Sequence[tuple[int, int]]
+) -> tuple[Shape, Shape]:
+    """Offsets and lengths of what a coordinate of the mesh has, by torch.chunk's division. shards: as ordered."""
+    offsets, lengths = [0] * len(shape), list(shape)
+    for dim, at in shards:
+        rows = -(-lengths[dim] // mesh[at])
+        first = min(coordinate[at] * rows, lengths[dim])
+        offsets[dim] += first
+        lengths[dim] = min(rows, lengths[dim] - first)
     return tuple(offsets), tuple(lengths)
 
 

@@ -5,86 +5,153 @@ from __future__ import annotations
 from enum import Enum, unique
 from typing import Literal, NamedTuple, TypeAlias
 
+PAGE = "https://fsdp-doctor.github.io/fsdp-doctor/commands/checkpoint-verify/#formats"
 TroubleSeverity: TypeAlias = Literal["damage", "warning", "refused"]
 
-_RESTORE = "restore the file from a copy, or take an older checkpoint"
-_SAVE_AGAIN = "save again from the job, or take an older checkpoint"
-_LOOK = "look whether this is meant"
+
+@unique
+class TroubleRemedy(Enum):
+    """What to do, as it is printed; PATH stands for what was judged."""
+
+    RESTORE = "restore the file from a copy, or take an older checkpoint"
+    RESTORE_LOST = "restore the file that had it, and the index: an index without it would hide the loss"
+    SAVE_AGAIN = "save again from the job, or take an older checkpoint"
+    SAVE_FULL = "save again from the job, with a full state dict and not local shards"
+    SAVE_PLAIN = "let the program that saved it save whole, plain tensors"
+    ONE_SAVE = "take all files of the directory from one save"
+    CUT_OFF = "save the file again, or cut off what follows"
+    RENAME = "give each file the name of the rank whose tensors it holds"
+    REMOVE = "remove it, if nothing needs it and no save is under way"
+    SAVE_ENDS = "wait for the save that is under way, or save again: a save removes or moves back what another left"
+    REMOVE_OLDER = "remove the files of the older save"
+    WRITE_INDEX = "write the index anew from the headers of the files, which have all that it should name"
+    CONVERT = "fsdp-doctor checkpoint convert PATH NEW --to hf writes it without the prefix"
+    CONVERT_RANKS = "fsdp-doctor checkpoint convert of the directory with the files of all ranks merges them"
+    CONFIG = "use the config.json of this model; if it is this one, the weights are not whole: save them again"
+    TIE = "set tie_word_embeddings to false in config.json, if the two are meant to differ; else save again"
+    COPY = "copy it from the model"
+    LOOK = "look whether this is meant; there is nothing to restore"
+    COMPARE = "find out which of them is right; this restores nothing"
+    REFERENCE = "repair what is damaged, or name another reference"
+    DISTRUST = "open it only if you trust who wrote it; this restores nothing"
+    READABLE = "make it readable, and run this again"
+    WAIT = "run this again when nothing writes to it"
+    NAME_ANOTHER = f"name a directory or file of a known format: {PAGE}"
+    ITS_TOOL = "run the tool that is named, and name what it writes"
 
 
 class Kind(NamedTuple):
-    """severity: ``refused`` is what keeps the checkpoint from being judged."""
+    """severity: ``refused`` is what keeps the checkpoint from being judged. hint: what speaks for its being meant."""
 
     severity: TroubleSeverity
     load: str
-    remedy: str
+    remedy: TroubleRemedy
+    hint: str = ""
 
 
 @unique
 class Trouble(Enum):
     """The values are unique, since each names its member in JSON by the member's name."""
 
-    FILE = Kind("damage", "a load of this file fails", _RESTORE)
-    CHECKSUM = Kind("damage", "torch.load never compares the checksum and returns the wrong bytes", _RESTORE)
-    NO_DATA = Kind("damage", "a load returns zeros: the file was saved under skip_data()", _SAVE_AGAIN)
-    TRAILING_BYTES = Kind("damage", "safetensors refuses the file", "save the file again, or cut off what follows")
-    MISSING_FILE = Kind("damage", "a load fails, or leaves these tensors as they were initialized", _RESTORE)
-    MISSING_RANK = Kind("damage", "a load of this rank fails; a merge leaves its rows out", _RESTORE)
-    FOREIGN_RANK = Kind("damage", "a load puts another rank's rows there, without a message", "give each file its name")
-    COPIED_RANK = Kind("damage", "a load has one rank's rows twice, without a message", _RESTORE)
-    WORLD_SIZE = Kind("damage", "a merge reads too few or too many files", "keep the files of one save only")
-    LEFTOVER = Kind("warning", "nothing that reads by name takes it", "remove it, if nothing needs it")
-    METADATA = Kind("damage", "DCP does not find the checkpoint", "take an older checkpoint: this save never ended")
-    GAP = Kind("damage", "the elements keep whatever the memory held before", _SAVE_AGAIN)
-    OVERLAP = Kind("damage", "the order of reading decides which values the elements get", _SAVE_AGAIN)
-    SIZE = Kind("damage", "a load reads these bytes as another dtype or shape", _RESTORE)
-    RANKS_DISAGREE = Kind("damage", "a merge takes what the first rank says", "use files of one save only")
-    REPLICAS_DIFFER = Kind("warning", "a merge takes one rank's values", _LOOK + ": BatchNorm's statistics may differ")
-    INDEX = Kind("damage", "from_pretrained fails, or leaves tensors out without a message", "write the index anew")
-    TOTAL_SIZE = Kind("warning", "nothing reads it", "write the index anew")
-    TWICE = Kind("damage", "the file that is read last decides", "remove the files of the older save")
-    NONFINITE = Kind("damage", "a load returns it, and the model's outputs become NaN", "take an older checkpoint")
-    INFINITE = Kind("warning", "a load returns it", _LOOK + ": masks are of -inf, weights are not")
-    ZERO_MATRIX = Kind("damage", "a load returns zeros, and this layer computes nothing", _SAVE_AGAIN)
-    ZERO_RANK = Kind("damage", "a load returns zeros for what one rank held", _SAVE_AGAIN)
-    ZERO_ROWS = Kind("warning", "a load returns zeros", _LOOK + ": padding of a vocabulary is zero")
-    ZERO_BLOCK = Kind("damage", "a load returns zeros where bytes were never written", _RESTORE)
-    EQUAL_EXPERTS = Kind("warning", "a load returns the same weights for all experts", _LOOK + ": after upcycling")
-    EXPERTS = Kind("damage", "the other experts stay as they were initialized", "save the experts of all ranks")
-    LORA_ZERO = Kind("damage", "the adapter changes nothing there", "save the adapter again from the job")
+    FILE = Kind("damage", "a load of this file fails", TroubleRemedy.RESTORE)
+    CHECKSUM = Kind(
+        "damage", "torch.load never compares the checksum and returns the wrong bytes", TroubleRemedy.RESTORE
+    )
+    NO_DATA = Kind("damage", "a load returns zeros: the file was saved under skip_data()", TroubleRemedy.SAVE_AGAIN)
+    TRAILING_BYTES = Kind("damage", "safetensors refuses the file", TroubleRemedy.CUT_OFF)
+    MISSING_FILE = Kind(
+        "damage", "a load fails, or leaves these tensors as they were initialized", TroubleRemedy.RESTORE
+    )
+    MISSING_RANK = Kind("damage", "a load of this rank fails; a merge leaves its rows out", TroubleRemedy.RESTORE)
+    FOREIGN_RANK = Kind("damage", "a load puts another rank's rows there, without a message", TroubleRemedy.RENAME)
+    COPIED_RANK = Kind("damage", "a load has one rank's rows twice, without a message", TroubleRemedy.RESTORE)
+    WORLD_SIZE = Kind("damage", "a merge reads too few or too many files", TroubleRemedy.ONE_SAVE)
+    LEFTOVER = Kind("warning", "nothing that reads by name takes it", TroubleRemedy.REMOVE)
+    METADATA = Kind(
+        "damage",
+        "DCP does not find the checkpoint",
+        TroubleRemedy.RESTORE,
+        "the other files do not say what is in them",
+    )
+    GAP = Kind("damage", "the elements keep whatever the memory held before", TroubleRemedy.SAVE_AGAIN)
+    OVERLAP = Kind("damage", "the order of reading decides which values the elements get", TroubleRemedy.SAVE_AGAIN)
+    SIZE = Kind("damage", "a load reads these bytes as another dtype or shape, or fails", TroubleRemedy.ONE_SAVE)
+    RANKS_DISAGREE = Kind("damage", "a merge takes what the first rank says", TroubleRemedy.ONE_SAVE)
+    REPLICAS_DIFFER = Kind(
+        "warning", "a merge takes one rank's values", TroubleRemedy.LOOK, "BatchNorm's statistics may differ"
+    )
+    INDEX = Kind("damage", "from_pretrained fails, or leaves tensors out without a message", TroubleRemedy.WRITE_INDEX)
+    LOST_TENSOR = Kind("damage", "from_pretrained initializes it at random", TroubleRemedy.RESTORE_LOST)
+    TOTAL_SIZE = Kind("warning", "nothing reads it", TroubleRemedy.WRITE_INDEX)
+    TWICE = Kind("damage", "the file that is read last decides", TroubleRemedy.REMOVE_OLDER)
+    NONFINITE = Kind("damage", "a load returns it, and the model's outputs become NaN", TroubleRemedy.SAVE_AGAIN)
+    INFINITE = Kind("warning", "a load returns it, too", TroubleRemedy.LOOK, "masks are of -inf, weights are not")
+    ZERO_MATRIX = Kind("damage", "a load returns zeros, and this layer computes nothing", TroubleRemedy.SAVE_AGAIN)
+    ZERO_RANK = Kind("damage", "a load returns zeros for what one rank held", TroubleRemedy.SAVE_AGAIN)
+    ZERO_ROWS = Kind(
+        "warning", "a load returns zeros", TroubleRemedy.LOOK, "padding of a vocabulary and pruned rows are zero"
+    )
+    ZERO_BLOCK = Kind("damage", "a load returns zeros where bytes were never written", TroubleRemedy.RESTORE)
+    HUGE = Kind("damage", "a load returns it, and the model's outputs become infinite", TroubleRemedy.SAVE_AGAIN)
+    MAGNITUDE = Kind("damage", "a load returns values of another order than all like it have", TroubleRemedy.SAVE_AGAIN)
+    OTHER_BITS = Kind("damage", "a load returns two values of bfloat16 as one of float32", TroubleRemedy.SAVE_AGAIN)
+    MOMENTS = Kind("damage", "Adam's next step with it is NaN, or many times too large", TroubleRemedy.SAVE_AGAIN)
+    EQUAL_LAYERS = Kind(
+        "warning", "a load returns the same weights for them", TroubleRemedy.LOOK, "after a model was deepened"
+    )
+    EQUAL_EXPERTS = Kind(
+        "warning", "a load returns the same weights for all experts", TroubleRemedy.LOOK, "after upcycling"
+    )
+    EXPERTS = Kind(
+        "damage", "the other experts stay as they were initialized", TroubleRemedy.SAVE_AGAIN, "with those of all ranks"
+    )
+    LORA_ZERO = Kind("damage", "the adapter changes nothing there", TroubleRemedy.SAVE_AGAIN)
     LORA_START = Kind(
-        "warning", "the adapter changes nothing", _LOOK + ": an adapter is like this before the first step"
+        "warning", "the adapter changes nothing", TroubleRemedy.LOOK, "an adapter is like this before the first step"
     )
-    LORA_PAIR = Kind("damage", "peft leaves the other half as it was initialized", "save the adapter again")
-    PREFIX = Kind("damage", "from_pretrained finds none of these names and initializes the weights", "rename them")
-    WRAPPED = Kind("warning", "only a model that is wrapped in the same way finds the names", "strip the prefix")
-    FLAT = Kind("damage", "a load fails, or leaves the weights out", "save with a full state dict, not local shards")
-    SHAPE = Kind("damage", "from_pretrained fails, or initializes the tensor", "use the config.json of this model")
-    PADDED = Kind("warning", "from_pretrained needs ignore_mismatched_sizes, or the padding removed", _LOOK)
-    MISSING_TENSOR = Kind("damage", "from_pretrained initializes it at random, with a warning only", _SAVE_AGAIN)
-    TIED = Kind("damage", "from_pretrained ties the two, and drops the values of one", "set tie_word_embeddings right")
-    OPTIMIZER = Kind("damage", "the optimizer starts anew for these parameters", _SAVE_AGAIN)
-    NO_OPTIMIZER = Kind("warning", "the optimizer starts anew", _LOOK)
-    STEPS = Kind("damage", "the ranks go on from different steps", "use files of one save only")
-    STEPS_VARY = Kind("warning", "Adam's bias correction differs between parameters", _LOOK + ": experts skip steps")
-    PICKLED_SHARDS = Kind("damage", "from_pretrained cannot use shards", "merge the ranks' files first")
-    DTYPES = Kind("warning", "a load returns it", _LOOK + ": norms and routers are often float32")
-    UNFINISHED = Kind(
-        "warning",
-        "nothing reads it",
-        "wait for the save that is under way, or save again: a save removes, or moves back, what another one left",
+    LORA_PAIR = Kind("damage", "peft leaves the other half as it was initialized", TroubleRemedy.SAVE_AGAIN)
+    PREFIX = Kind(
+        "damage", "from_pretrained finds none of these names and initializes the weights", TroubleRemedy.CONVERT
     )
-    SETTINGS = Kind("warning", "from_pretrained does not load without it", "copy it from the model")
-    STEP_NAME = Kind("warning", "a resume counts from the step inside", _LOOK)
-    SETTINGS_DAMAGED = Kind("damage", "the load that needs this file fails", _RESTORE)
-    DIFFERS = Kind("damage", "a load returns other weights than the reference has", "find out which of them is right")
-    UNTRAINED = Kind("damage", "a load returns the base model", "save the trained weights, with adapters merged")
-    PARTLY_UNTRAINED = Kind("warning", "a load returns the base's weights there", _LOOK + ": frozen layers are equal")
-    UNCOMPARED = Kind("refused", "unknown", "repair what is damaged, or name another reference")
-    PICKLE = Kind("refused", "a load without weights_only runs code", "open it only if you trust who wrote it")
-    UNREAD = Kind("refused", "unknown", "make it readable, and run this again")
-    CHANGED = Kind("refused", "a load may mix two saves", "run this again when nothing writes to it")
-    UNKNOWN = Kind("refused", "unknown", "name a directory or file of a known format")
+    WRAPPED = Kind("warning", "only a model that is wrapped in the same way finds the names", TroubleRemedy.CONVERT)
+    FLAT = Kind("damage", "a load fails, or leaves the weights out", TroubleRemedy.SAVE_FULL)
+    SHAPE = Kind("damage", "from_pretrained fails, or initializes the tensor", TroubleRemedy.CONFIG)
+    PRUNED = Kind(
+        "warning", "from_pretrained fails with this config.json", TroubleRemedy.CONFIG, "all layers are alike"
+    )
+    UNUSUAL = Kind("warning", "the class, which is none of transformers, may name it otherwise", TroubleRemedy.LOOK)
+    EXTRA_LAYERS = Kind("damage", "from_pretrained leaves these layers out, with a warning only", TroubleRemedy.CONFIG)
+    PADDED = Kind(
+        "warning", "from_pretrained needs ignore_mismatched_sizes, or the padding removed", TroubleRemedy.LOOK
+    )
+    MISSING_TENSOR = Kind(
+        "damage", "from_pretrained initializes it at random, with a warning only", TroubleRemedy.SAVE_AGAIN
+    )
+    TIED = Kind("damage", "from_pretrained ties the two, and drops the values of one", TroubleRemedy.TIE)
+    OPTIMIZER = Kind("damage", "the optimizer starts anew for these parameters", TroubleRemedy.SAVE_AGAIN)
+    NO_OPTIMIZER = Kind("warning", "the optimizer starts anew", TroubleRemedy.LOOK)
+    STEPS = Kind("damage", "the ranks go on from different steps", TroubleRemedy.ONE_SAVE)
+    STEPS_VARY = Kind(
+        "warning", "Adam's bias correction differs between parameters", TroubleRemedy.LOOK, "experts skip steps"
+    )
+    PICKLED_SHARDS = Kind("damage", "from_pretrained cannot use shards", TroubleRemedy.CONVERT_RANKS)
+    DTYPES = Kind("warning", "a load returns it as it is", TroubleRemedy.LOOK, "norms and routers are often float32")
+    UNFINISHED = Kind("warning", "no load takes it", TroubleRemedy.SAVE_ENDS)
+    SETTINGS = Kind("warning", "from_pretrained does not load without it", TroubleRemedy.COPY)
+    STEP_NAME = Kind("warning", "a resume counts from the step inside", TroubleRemedy.LOOK)
+    SETTINGS_DAMAGED = Kind("damage", "the load that needs this file fails", TroubleRemedy.RESTORE)
+    DIFFERS = Kind("damage", "a load returns other weights than the reference has", TroubleRemedy.COMPARE)
+    UNTRAINED = Kind("damage", "a load returns the base model", TroubleRemedy.SAVE_AGAIN, "with adapters merged")
+    PARTLY_UNTRAINED = Kind(
+        "warning", "a load returns the base's weights there", TroubleRemedy.LOOK, "frozen layers are equal"
+    )
+    UNCOMPARED = Kind("refused", "unknown", TroubleRemedy.REFERENCE)
+    PICKLE = Kind("refused", "a load without weights_only runs code", TroubleRemedy.DISTRUST)
+    UNREAD = Kind("refused", "unknown", TroubleRemedy.READABLE)
+    NOT_READ = Kind("refused", "unknown", TroubleRemedy.SAVE_PLAIN)
+    CHANGED = Kind("refused", "a load may mix two saves", TroubleRemedy.WAIT)
+    OTHER_FORMAT = Kind("refused", "torch and transformers do not load it", TroubleRemedy.ITS_TOOL)
+    UNKNOWN = Kind("refused", "unknown", TroubleRemedy.NAME_ANOTHER)
 
 
 class Symptom(NamedTuple):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pathlib
+import shlex
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -13,8 +14,8 @@ from fsdp_doctor.checkpoints.checks import CheckpointEvidence, run_checks
 from fsdp_doctor.checkpoints.reading import read_checkpoint
 from fsdp_doctor.checkpoints.record import SavedCheckpoint, State
 from fsdp_doctor.checkpoints.scanning import Scans, Sink, scan
-from fsdp_doctor.checkpoints.troubles import Symptom, TroubleSeverity
-from fsdp_doctor.text import join_some
+from fsdp_doctor.checkpoints.troubles import Symptom, Trouble, TroubleSeverity
+from fsdp_doctor.text import escape_controls, join_some
 
 SoundnessAnswer: TypeAlias = Literal["sound", "damaged", "cannot be judged"]
 EXIT_CODES: dict[SoundnessAnswer, int] = {"sound": 0, "damaged": 1, "cannot be judged": 2}
@@ -66,7 +67,7 @@ class Verification(msgspec.Struct):
         lines += [f"not checked: {each}" for each in self.unchecked[-_MOST_LISTED:]]
         if len(self.unchecked) > _MOST_LISTED:
             lines.append(f"not checked: {len(self.unchecked) - _MOST_LISTED} more, which --json lists")
-        return "\n".join(lines) + "\n"
+        return "".join(f"{escape_controls(line)}\n" for line in lines)
 
     def _write_headline(self) -> str:
         counts = {kind: sum(f.severity == kind for f in self.findings) for kind in ("damage", "refused", "warning")}
@@ -81,14 +82,15 @@ def verify(
     *,
     compare: Callable[[], Sequence[Symptom]] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    part: str | None = None,
 ) -> Verification:
     """Reads all that is below a directory, or a file, once.
 
     compare: finds what differs from a reference. progress: called with the bytes that were read, and with those that
-    there are, by one thread at a time. Raises FileNotFoundError.
+    there are, by one thread at a time. part: as of ``read_checkpoint``. Raises FileNotFoundError.
     """
     path.stat()
-    return judge(read_checkpoint(path), path, compare=compare, progress=progress)[0]
+    return judge(read_checkpoint(path, part), path, compare=compare, progress=progress)[0]
 
 
 def judge(
@@ -98,8 +100,12 @@ def judge(
     compare: Callable[[], Sequence[Symptom]] | None = None,
     progress: Callable[[int, int], None] | None = None,
     sink: Sink | None = None,
+    mended: Collection[Trouble] = (),
 ) -> tuple[Verification, Scans]:
-    """The verdict on a checkpoint that was read, and what its bytes are. sink: is given all bytes as they are read."""
+    """The verdict on a checkpoint that was read, and what its bytes are.
+
+    sink: is given all bytes as they are read. mended: troubles of no account, since whoever asks mends them.
+    """
     num_bytes = sum(member.nbytes for file in checkpoint.files.values() for member in file.members)
     done, lock = 0, threading.Lock()
 
@@ -114,7 +120,10 @@ def judge(
     symptoms = run_checks(CheckpointEvidence(checkpoint, scans))
     symptoms = [*checkpoint.symptoms, *scans.symptoms, *symptoms, *(compare() if compare else ())]
     order: dict[TroubleSeverity, int] = {"damage": 0, "refused": 1, "warning": 2}
-    findings = sorted(map(_make_finding, symptoms), key=lambda finding: order[finding.severity])
+    findings = sorted(
+        (_make_finding(symptom, path) for symptom in symptoms if symptom.trouble not in mended),
+        key=lambda finding: order[finding.severity],
+    )
     kinds = {finding.severity for finding in findings}
     found = Verification(
         path=str(path),
@@ -135,13 +144,22 @@ def judge(
 
 def _describe(state: State) -> str:
     where = pathlib.PurePath(state.directory, state.label)
-    return f"{where} ({state.arrangement.value}; {len(state.tensors)} tensors)"
+    left_out = "".join(
+        f"; {part or 'others'}: {count} that are not the model's" for part, count in state.left_out.items()
+    )
+    return f"{where} ({state.arrangement.value}; {len(state.tensors)} tensors{left_out})"
 
 
-def _make_finding(symptom: Symptom) -> CheckpointFinding:
+def _make_finding(symptom: Symptom, path: pathlib.Path) -> CheckpointFinding:
     kind = symptom.trouble.value
+    remedy = kind.remedy.value.replace("PATH", shlex.quote(str(path)))
     return CheckpointFinding(
-        symptom.trouble.name.lower(), kind.severity, symptom.what, kind.load, kind.remedy, *symptom[2:]
+        symptom.trouble.name.lower(),
+        kind.severity,
+        symptom.what,
+        kind.load,
+        f"{remedy}: {kind.hint}" if kind.hint else remedy,
+        *symptom[2:],
     )
 
 

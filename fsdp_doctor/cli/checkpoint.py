@@ -18,7 +18,7 @@ from fsdp_doctor.cli.options import declare_output_file
 from fsdp_doctor.cli.output import write
 from fsdp_doctor.errors import EXIT_BAD_VERDICT, EXIT_OK, UsageError
 from fsdp_doctor.machine.terminal import measure_width, wrap_all
-from fsdp_doctor.text import format_count, join_some
+from fsdp_doctor.text import escape_controls, format_count, join_some
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,9 @@ _CONFIG: Any = typer.Option(
     metavar="DIR|NAME", help="Whose config.json says the model's class; by default, that beside a checkpoint."
 )
 _KEEP_NAMES: Any = typer.Option("--keep-names", help="Do not ask transformers for the Hub's names, or the model's.")
+_PART: Any = typer.Option(
+    metavar="KEY", help="The part that is the model, by the keys that lead to it or the last of them, as in ema."
+)
 VERIFY_EXIT_CODES = "Exit codes: 0 sound; 1 damaged; 2 it cannot be judged, or usage; 4 the output cannot be written."
 
 
@@ -48,6 +51,7 @@ def verify(
     against: Annotated[
         pathlib.Path | None, typer.Option(metavar="DIR", help="A checkpoint of any format that has the same weights.")
     ] = None,
+    part: Annotated[str | None, _PART] = None,
     json_file: Annotated[
         pathlib.Path | None, declare_output_file("--json", help="Write the findings there as JSON.")
     ] = None,
@@ -61,11 +65,14 @@ def verify(
     try:
         found = verify_checkpoint(
             directory,
-            compare=functools.partial(_compare_with, directory, base, against) if base or against else None,
+            compare=functools.partial(_compare_with, directory, base, against, part) if base or against else None,
             progress=_choose_progress(),
+            part=part,
         )
     except OSError as error:
-        raise UsageError(f"cannot read {error.filename or directory}: {error.strerror or error}") from None
+        raise UsageError(
+            escape_controls(f"cannot read {error.filename or directory}: {error.strerror or error}")
+        ) from None
     if sys.stderr.isatty():
         print(file=sys.stderr)
     if json_file is not None:
@@ -78,7 +85,9 @@ def _print_text(text: str) -> None:
     write(None, wrap_all(text.splitlines(), measure_width()))
 
 
-def _compare_with(directory: pathlib.Path, base: pathlib.Path | None, against: pathlib.Path | None) -> list[Symptom]:
+def _compare_with(
+    directory: pathlib.Path, base: pathlib.Path | None, against: pathlib.Path | None, part: str | None
+) -> list[Symptom]:
     """What differs from ``against``, and what is the same as in ``base``."""
     from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
     from fsdp_doctor.fingerprints import FingerprintError
@@ -87,12 +96,14 @@ def _compare_with(directory: pathlib.Path, base: pathlib.Path | None, against: p
     symptoms = []
     for reference in filter(None, (against, base)):
         try:
-            found = compare_checkpoints(reference, directory)
+            found = compare_checkpoints(reference, directory, part=part)
         except FingerprintError as error:
             symptoms.append(Symptom(Trouble.UNCOMPARED, str(error)))
             continue
         if reference is against:
-            symptoms += [Symptom(Trouble.DIFFERS, each.detail, tensor=each.name) for each in found.differences]
+            for each in found.differences:
+                file, rows = found.places.get(each.name, ("", None))
+                symptoms.append(Symptom(Trouble.DIFFERS, each.detail, file, each.name, rows))
         elif found.equal:
             trouble = Trouble.UNTRAINED if len(found.equal) == found.compared else Trouble.PARTLY_UNTRAINED
             what = f"{len(found.equal)} of {found.compared} tensors are those of {base}: {join_some(found.equal)}"
@@ -120,6 +131,7 @@ def diff(
     ] = None,
     strip: Annotated[list[str] | None, typer.Option(metavar="PREFIX", help="Take it from the names of both.")] = None,
     config: Annotated[str | None, _CONFIG] = None,
+    part: Annotated[str | None, _PART] = None,
     keep_names: Annotated[bool, _KEEP_NAMES] = False,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     output: Annotated[pathlib.Path | None, declare_output_file(help="Write there, not to stdout.")] = None,
@@ -140,6 +152,7 @@ def diff(
             base=base,
             strip=strip or (),
             config=config,
+            part=part,
             find_parts=None if keep_names else functools.partial(_ask_for_parts, must_know=config is not None),
         )
     different = len(found.differences)
@@ -149,11 +162,11 @@ def diff(
         file=sys.stderr,
     )
     for note in found.notes:
-        print(note, file=sys.stderr)
+        print(escape_controls(note), file=sys.stderr)
     if as_json:
         write(output, json.dumps([dataclasses.asdict(each) for each in found.differences], indent=1) + "\n")
     else:
-        write(output, "".join(f"{difference}\n" for difference in found.differences))
+        write(output, "".join(f"{escape_controls(str(difference))}\n" for difference in found.differences))
     raise SystemExit(EXIT_BAD_VERDICT if found.differences else EXIT_OK)
 
 
@@ -184,6 +197,7 @@ def convert(
         int, typer.Option(metavar="BYTES", help="The most that a file of hf gets.")
     ] = 5_000_000_000,
     config: Annotated[str | None, _CONFIG] = None,
+    part: Annotated[str | None, _PART] = None,
     keep_names: Annotated[bool, _KEEP_NAMES] = False,
 ) -> None:
     """Write the model and the optimizer of a checkpoint in another format, bit by bit, without running a pickle.
@@ -207,43 +221,53 @@ def convert(
             buffers=buffer or (),
             largest_file=largest_file,
             config=config,
-            find_parts=None if keep_names else functools.partial(_find_parts, must_know=config is not None),
+            part=part,
+            find_parts=None
+            if keep_names
+            else functools.partial(_find_parts, must_know=config is not None, needs_class=to is ConversionTarget.HF),
             progress=_choose_progress(),
         )
     except ConversionError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(escape_controls(str(error))) from None
     except OSError as error:
-        raise UsageError(f"{error.filename or target}: {error.strerror or error}") from None
+        raise UsageError(escape_controls(f"{error.filename or target}: {error.strerror or error}")) from None
     if not found.files:
         _print_text(found.verification.to_text())
         print(f"nothing was written to {target}", file=sys.stderr)
         raise SystemExit(EXIT_CODES[found.verification.answer])
+    if to is ConversionTarget.HF and not (target / "config.json").is_file():
+        print("there is no config.json: no from_pretrained reads it until one is put there", file=sys.stderr)
     what = "the model and the optimizer" if found.has_optimizer else "the model"
     size = f"{found.num_bytes} bytes in {format_count(len(found.files), 'file')}"
     print(f"written: {what} to {target} ({size})", file=sys.stderr)
+    for name, count in found.left_out.items():
+        what = f"left out: {name or 'other tensors'} ({format_count(count, 'tensor')})"
+        print(escape_controls(what), file=sys.stderr)
     for old, new in found.names[:_MOST_NAMES]:
-        print(f"{old} is {new}", file=sys.stderr)
+        print(escape_controls(f"{old} is {new}"), file=sys.stderr)
     if len(found.names) > _MOST_NAMES:
         print(f"and {len(found.names) - _MOST_NAMES} more names", file=sys.stderr)
     raise SystemExit(EXIT_OK)
 
 
-def _find_parts(config: str, *, must_know: bool) -> Mapping[str, HubPart]:
+def _find_parts(config: str, *, must_know: bool, needs_class: bool) -> Mapping[str, HubPart]:
     """Asks transformers in a process of its own, so that this one stays small."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_ask_for_parts, config, must_know).result()
+        return pool.submit(_ask_for_parts, config, must_know, needs_class).result()
 
 
-def _ask_for_parts(config: str, must_know: bool) -> Mapping[str, HubPart]:
-    from fsdp_doctor.names import HubNamesUnknown, NamesError, read_hub_parts
+def _ask_for_parts(config: str, must_know: bool, needs_class: bool = False) -> Mapping[str, HubPart]:
+    """needs_class: whether the Hub's names are promised, so that those of the model will not do."""
+    from fsdp_doctor.names import HubNamesUnknown, ModelClassUnknown, NamesError, read_hub_parts
 
     try:
         return read_hub_parts(config)
     except NamesError as error:
-        if must_know or not isinstance(error, HubNamesUnknown):
+        is_needed = must_know or (needs_class and isinstance(error, ModelClassUnknown))
+        if is_needed or not isinstance(error, HubNamesUnknown):
             raise UsageError(f"{error}; --keep-names keeps the names as they are") from None
         print(f"the names are as they were saved: {error}", file=sys.stderr)
         return {}
@@ -253,6 +277,7 @@ def fingerprint(
     *,
     checkpoint: Annotated[pathlib.Path, typer.Argument(help="A checkpoint of any format.")],
     dtype: Annotated[str | None, _DTYPE] = None,
+    part: Annotated[str | None, _PART] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     output: Annotated[pathlib.Path | None, declare_output_file(help="Write there, not to stdout.")] = None,
 ) -> None:
@@ -262,7 +287,7 @@ def fingerprint(
 
     cast_to = _parse_dtype(dtype)
     with _raise_usage_errors(checkpoint):
-        write(output, _render_list(read_fingerprints(checkpoint, cast_to), as_json))
+        write(output, _render_list(read_fingerprints(checkpoint, cast_to, part), as_json))
     raise SystemExit(EXIT_OK)
 
 
@@ -280,9 +305,9 @@ def _raise_usage_errors(path: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except FingerprintError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(escape_controls(str(error))) from None
     except OSError as error:
-        raise UsageError(f"cannot read {error.filename or path}: {error.strerror or error}") from None
+        raise UsageError(escape_controls(f"cannot read {error.filename or path}: {error.strerror or error}")) from None
 
 
 def _parse_dtype(name: str | None) -> torch.dtype | None:
@@ -301,6 +326,6 @@ def _render_list(fingerprints: Fingerprints, as_json: bool) -> str:
     if as_json:
         return fingerprints.to_json() + "\n"
     return "".join(
-        f"{tensor.hex}  {tensor.dtype:<9} {'x'.join(map(str, tensor.shape)) or 'scalar':<16} {name}\n"
+        f"{tensor.hex}  {tensor.dtype:<9} {'x'.join(map(str, tensor.shape)) or 'scalar':<16} {escape_controls(name)}\n"
         for name, tensor in fingerprints.tensors.items()
     )

@@ -6,16 +6,16 @@ import pathlib
 import shlex
 import sys
 import tempfile
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fsdp_doctor.cli.options import declare_choice, declare_output_file
 from fsdp_doctor.cli.output import write
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.resume.answer import render_json, render_markdown, render_text
-from fsdp_doctor.resume.diagnosis import diagnose
-from fsdp_doctor.resume.runs import RUNS, RunName, UserJob, UserJobRun, run_job
+
+if TYPE_CHECKING:
+    from fsdp_doctor.resume.runs import RunName, UserJob, UserJobRun
 
 EXIT_CODES = (
     "Exit codes: 0 the same run; 1 another run; 2 usage, or no answer (a run failed, or was not seen); "
@@ -65,6 +65,10 @@ def resume(
         raise UsageError("the command must have {dir}, the directory that the job saves into: it is run several times")
     if twice and steps >= at:
         raise UsageError("--twice needs fewer --steps than --at: a job that resumes by itself takes its newest save")
+    from fsdp_doctor.resume.answer import render_json, render_markdown, render_text
+    from fsdp_doctor.resume.diagnosis import diagnose
+    from fsdp_doctor.resume.runs import UserJob
+
     job = UserJob(
         command=tuple(command),
         resume=tuple(shlex.split(resume)),
@@ -85,6 +89,8 @@ def resume(
 
 
 def _start(job: UserJob, name: RunName, **where: Any) -> UserJobRun:
+    from fsdp_doctor.resume.runs import RUNS, run_job
+
     print(f"fsdp-doctor: {RUNS[name]}", file=sys.stderr, flush=True)
     return run_job(job, name, **where)
 

@@ -8,14 +8,14 @@ import math
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
 
 from fsdp_doctor.checkpoints.files import BadFile, OpenFile, get_version
 from fsdp_doctor.checkpoints.hub_parts import HubPart, split_for_hub
-from fsdp_doctor.checkpoints.names import match_names
+from fsdp_doctor.checkpoints.names import MatchedNames, match_names
 from fsdp_doctor.checkpoints.reading import read_checkpoint
 from fsdp_doctor.checkpoints.record import (
     SavedCheckpoint,
@@ -24,6 +24,7 @@ from fsdp_doctor.checkpoints.record import (
     choose_model,
     list_settings_places,
 )
+from fsdp_doctor.checkpoints.sums import crc32
 from fsdp_doctor.checkpoints.troubles import Trouble
 from fsdp_doctor.extract.sources import name_dtype
 from fsdp_doctor.fingerprints.differences import (
@@ -38,6 +39,8 @@ from fsdp_doctor.fingerprints.summing import FingerprintSums, make_unsummed, swa
 from fsdp_doctor.fsdp.shards import compute_row_major_strides
 
 _CHUNK_BYTES = 16 << 20
+# Of so many tensors that differ the rows are looked for, which reads both again.
+_MOST_LOCATED = 20
 # They say nothing of the weights.
 _HARMLESS = (Trouble.SETTINGS_DAMAGED, Trouble.TRAILING_BYTES, Trouble.WORLD_SIZE)
 _BlocksOf: TypeAlias = Callable[[torch.Tensor, tuple[int, ...]], list[IndexedBlock]]
@@ -48,27 +51,32 @@ _ROUNDED_TO = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_
 class CheckpointComparison:
     """differences: of the second checkpoint from the first. notes: how their names were brought together.
 
-    compared: the number of tensors of the first. equal: names whose tensors are the same, bit by bit.
+    compared: the number of tensors of the first. equal: names whose tensors are the same, bit by bit. places: of what
+    differs, the file in the second checkpoint and the rows from the first that differs to the last, if they are known.
     """
 
     differences: list[FingerprintDifference]
     notes: list[str]
     compared: int
     equal: list[str]
+    places: Mapping[str, tuple[str, tuple[int, int] | None]] = field(default_factory=dict)
 
 
-def fingerprint_checkpoint(path: pathlib.Path | str, *, dtype: torch.dtype | None = None) -> Fingerprints:
+def fingerprint_checkpoint(
+    path: pathlib.Path | str, *, dtype: torch.dtype | None = None, part: str | None = None
+) -> Fingerprints:
     """Fingerprints the model in a checkpoint of any format that ``fsdp-doctor checkpoint verify`` reads.
 
     The names are those of the model, without the keys of the dicts around it (``model``, ``state_dict``). An optimizer
     is left out, unless there is nothing else. Of a model that is there in several forms, one is read: safetensors,
     else the whole tensors, else the shards. Host memory: 16 MiB or the longest row, and a cast of it; no pickle is run.
 
-    dtype: floating-point tensors are cast to it, as :func:`fingerprint` does with the same argument.
+    dtype: floating-point tensors are cast to it, as :func:`fingerprint` does with the same argument. part: that is
+    taken for the model, by the keys that lead to it or the last of them, such as ``ema``.
 
     Raises FingerprintError if it is no checkpoint, is damaged, or changes while it is read; OSError.
     """
-    return _fingerprint(_Weights(pathlib.Path(path)), dtype)
+    return _fingerprint(_Weights(pathlib.Path(path), part), dtype)
 
 
 def _fingerprint(weights: _Weights, dtype: torch.dtype | None) -> Fingerprints:
@@ -91,6 +99,7 @@ def compare_checkpoints(
     base: pathlib.Path | None = None,
     strip: Iterable[str] = (),
     config: str | None = None,
+    part: str | None = None,
     find_parts: Callable[[str], Mapping[str, HubPart]] | None = None,
 ) -> CheckpointComparison:
     """Compares the models in two checkpoints of any formats: which tensors of ``right`` differ, and how.
@@ -101,7 +110,7 @@ def compare_checkpoints(
 
     Raises as :func:`fingerprint_checkpoint`, and FingerprintError for models that have nothing in common.
     """
-    opened = {path: _open(path) for path in (left, right)}
+    opened = {path: _open(path, part) for path in (left, right)}
     parts = _find_hub_parts(list(opened.values()), strip, config, find_parts) if find_parts is not None else {}
     read = {path: _read(path, weights, dtype, parts) for path, weights in opened.items()}
     names = match_names(read[left].tensors, read[right].tensors, strip, (str(left), str(right)))
@@ -120,7 +129,42 @@ def compare_checkpoints(
         variants = {names.left[name]: of_name for name, of_name in found.items()}
     differences = compare_fingerprints(one, two, base=of_base, variants=variants, called=(str(left), str(right)))
     equal = [name for name, tensor in one.tensors.items() if two.tensors.get(name) == tensor]
-    return CheckpointComparison(differences, names.notes, len(one.tensors), equal)
+    places = _locate(opened[left], opened[right], names, differing)
+    return CheckpointComparison(differences, names.notes, len(one.tensors), equal, places)
+
+
+def _locate(
+    left: _Weights | None, right: _Weights | None, names: MatchedNames, differing: Sequence[str]
+) -> dict[str, tuple[str, tuple[int, int] | None]]:
+    """The file of the right side, and the rows, of each tensor that differs."""
+    if right is None:
+        return {}
+    of_left = {form: left.tensors[name] for name, form in names.left.items()} if left is not None else {}
+    of_right = {form: right.tensors[name] for name, form in names.right.items()}
+    places: dict[str, tuple[str, tuple[int, int] | None]] = {}
+    for at, name in enumerate(differing):
+        one, two = of_left.get(name), of_right[name]
+        rows = None
+        if left is not None and one is not None and at < _MOST_LOCATED:
+            rows = _find_rows(left, one, right, two) if (one.dtype, one.shape) == (two.dtype, two.shape) else None
+        places[name] = two.file, rows
+    return places
+
+
+def _find_rows(left: _Weights, one: SavedTensor, right: _Weights, two: SavedTensor) -> tuple[int, int] | None:
+    """The rows from the first that differs to the last; None for tensors that are not in blocks of whole rows."""
+    sums = _sum_rows(left, one), _sum_rows(right, two)
+    wrong = [at for at, (a, b) in enumerate(zip(*sums, strict=True)) if a != b]
+    return (wrong[0], wrong[-1] + 1) if wrong else None
+
+
+def _sum_rows(weights: _Weights, tensor: SavedTensor) -> list[int]:
+    sums = [0] * (tensor.shape[0] if tensor.shape else 0)
+    for part, offsets in weights.read_parts(tensor):
+        if part.dim() and part.shape[1:] == tensor.shape[1:]:
+            for at, row in enumerate(part.reshape(part.shape[0], -1).view(torch.uint8)):
+                sums[offsets[0] + at] = crc32(memoryview(row.numpy()))
+    return sums
 
 
 def _find_hub_parts(
@@ -141,14 +185,14 @@ def _find_hub_parts(
     return find_parts(config) if config is not None else {}
 
 
-def read_fingerprints(path: pathlib.Path, dtype: torch.dtype | None = None) -> Fingerprints:
+def read_fingerprints(path: pathlib.Path, dtype: torch.dtype | None = None, part: str | None = None) -> Fingerprints:
     """Reads those of a JSON file, or of a checkpoint. Raises as :func:`fingerprint_checkpoint`."""
-    return _read(path, _open(path), dtype, {})
+    return _read(path, _open(path, part), dtype, {})
 
 
-def _open(path: pathlib.Path) -> _Weights | None:
+def _open(path: pathlib.Path, part: str | None = None) -> _Weights | None:
     """Opens a checkpoint; None for a JSON of fingerprints."""
-    return None if path.suffix == ".json" and path.is_file() else _Weights(path)
+    return None if path.suffix == ".json" and path.is_file() else _Weights(path, part)
 
 
 def _read(
@@ -237,10 +281,10 @@ class _Weights:
     Raises FingerprintError if there are none, and for a damage that was found while their places were read.
     """
 
-    def __init__(self, path: pathlib.Path) -> None:
+    def __init__(self, path: pathlib.Path, part: str | None = None) -> None:
         if not path.exists():
             raise FingerprintError(f"{path} does not exist")
-        self.path, self.checkpoint = path, read_checkpoint(path)
+        self.path, self.checkpoint = path, read_checkpoint(path, part)
         with self._raise_errors_of(""):
             self._model = choose_model(self.checkpoint)
         self.tensors: Mapping[str, SavedTensor] = self._model.tensors
@@ -257,9 +301,6 @@ class _Weights:
                 where = self.path if symptom.file in ("", ".") else checkpoint.root / symptom.file
                 what = f"{symptom.tensor}: {symptom.what}" if symptom.tensor else symptom.what
                 raise FingerprintError(f"{where}: {what} (fsdp-doctor checkpoint verify {self.path} says more)")
-        for name, (file, kind) in checkpoint.unread.items():
-            if file in places:
-                raise FingerprintError(f"{checkpoint.root / file}: {name} is {kind}, and has no fingerprint")
 
     def take_hub_names(self, parts: Mapping[str, HubPart]) -> None:
         with self._raise_errors_of(""):

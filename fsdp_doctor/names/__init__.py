@@ -4,7 +4,15 @@ views       a tensor as a part of another: where it lies, and what of it is in a
 hub_names   asked of transformers, or given by the caller
 """
 
-from fsdp_doctor.names.hub_names import HubNamesUnknown, Names, read_hub_parts, read_hub_view
+from fsdp_doctor.names.hub_names import HubNamesUnknown, ModelClassUnknown, Names, read_hub_parts, read_hub_view
 from fsdp_doctor.names.views import NamesError, TensorView
 
-__all__ = ["HubNamesUnknown", "Names", "NamesError", "TensorView", "read_hub_parts", "read_hub_view"]
+__all__ = [
+    "HubNamesUnknown",
+    "ModelClassUnknown",
+    "Names",
+    "NamesError",
+    "TensorView",
+    "read_hub_parts",
+    "read_hub_view",
+]

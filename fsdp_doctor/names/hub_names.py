@@ -42,6 +42,10 @@ class HubNamesUnknown(NamesError):
     """Nothing says which names the Hub would have."""
 
 
+class ModelClassUnknown(HubNamesUnknown):
+    """Nothing says which class of transformers has the weights."""
+
+
 @dataclass(frozen=True, eq=False)
 class HubNames:
     """Names other than the model's. views: by name, which part of which of the model's tensors it is."""
@@ -88,18 +92,21 @@ def read_hub_parts(config: str) -> dict[str, HubPart]:
 
     config: a directory with a ``config.json``, or the name of a model on the Hub. It is built on the meta device.
 
-    Raises HubNamesUnknown if it is none of the classes of transformers, and what :func:`read_hub_view` raises.
+    Without ``architectures`` it is the class that ``AutoModelForCausalLM`` makes of it. Raises ModelClassUnknown
+    (HubNamesUnknown) if it is none of transformers, and what :func:`read_hub_view` raises.
     """
     try:
         import transformers
 
         settings = transformers.AutoConfig.from_pretrained(config, attn_implementation="eager")
-        (architecture,) = settings.architectures or [f"{settings.model_type} without architectures"]
-        kind = getattr(transformers, architecture)
         with torch.device("meta"):
-            model = kind(settings)
+            if settings.architectures:
+                (architecture,) = settings.architectures
+                model = getattr(transformers, architecture)(settings)
+            else:
+                model = transformers.AutoModelForCausalLM.from_config(settings)
     except Exception as error:  # transformers may raise anything
-        raise HubNamesUnknown(f"transformers cannot build the model of {config}: {read_first_line(error)}") from error
+        raise ModelClassUnknown(f"transformers cannot build the model of {config}: {read_first_line(error)}") from error
     if getattr(settings, "quantization_config", None) is not None:
         raise HubNamesUnknown(f"the model of {config} is quantized: what the Hub has of it are no parts of its tensors")
     shapes = list_shapes(reader.read(model))

@@ -40,6 +40,7 @@ ResumeSymptom: TypeAlias = Literal[
     "weights-not-loaded",
     "weights-of-another-step",
     "weights-partly-of-another-step",
+    "weights-of-another-parameter",
     "weights-rounded",
     "weights-are-the-average",
     "masters-not-loaded",
@@ -49,8 +50,10 @@ ResumeSymptom: TypeAlias = Literal[
     "state-of-a-dummy-step",
     "step-counters",
     "state-of-another-step",
+    "state-of-another-parameter",
     "moments",
     "options",
+    "parameter-in-another-group",
     "rate-initial",
     "rate-ahead",
     "rate-behind",
@@ -170,6 +173,9 @@ class RankComparison:
             yield _make("weights", symptom, wrong, text)
         elif average := self._find_average(wrong):
             yield _make("weights", "weights-are-the-average", wrong, f"{count} are those of {average}")
+        elif owners := self._find_weights(wrong):
+            pairs = join_some([f"{name} is {other}" for name, other in owners.items()], 3)
+            yield _make("weights", "weights-of-another-parameter", wrong, f"{count} are another parameter's: {pairs}")
         elif part is not None:
             step = self._expected.step
             text = f"{count} are those before step {part.step}, not before step {step}: {join_some(wrong, 3)}"
@@ -177,6 +183,12 @@ class RankComparison:
         else:
             text = f"{count} are of no step of the straight run: {join_some(wrong, 3)}"
             yield _make("weights", "weights-of-no-step", wrong, text)
+
+    def _find_weights(self, wrong: Sequence[str]) -> dict[str, str]:
+        """Which weight each of the wrong ones is; empty unless all of them are another one."""
+        names = {digest: name for name, digest in self._expected.weights.items() if digest != "empty"}
+        owners = {name: names.get(self._begun.weights.get(name, ""), name) for name in wrong}
+        return owners if all(name != other for name, other in owners.items()) else {}
 
     def _find_step(self, matches: Any) -> StepRecord | None:
         return next((record for record in self._straight if matches(record)), None)
@@ -222,15 +234,37 @@ class RankComparison:
         elif moments and all(begun[name].get(key) in ("zeros", "empty", 0) for name in wrong for key in moments):
             made = f", and their {counters[0]} is {now[0]}, not {was[0]}" if counters else ""
             yield _make("optimizer", "state-of-a-dummy-step", wrong, f"{', '.join(moments)} of {text} are zero{made}")
+        elif moments and (whose := self._find_owners(wrong, moments)):
+            pairs = join_some([f"that of {name} is that of {other}" for name, other in whose.items()], 3)
+            text = f"the optimizer's state of {text} is another parameter's: {pairs}"
+            yield _make("optimizer", "state-of-another-parameter", wrong, text)
         elif moments:
             yield _make("optimizer", "moments", wrong, f"{', '.join(moments)} of {text} differ: {join_some(wrong, 3)}")
         else:
             yield _make("optimizer", "step-counters", wrong, f"{counters[0]} of {text} is {now[0]}, not {was[0]}")
 
+    def _find_owners(self, wrong: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
+        """Whose state each of the wrong parameters has; empty unless all of them have another's."""
+        expected, begun = self._expected.state, self._begun.state
+        owners = {}
+        for name in wrong:
+            mine = [begun[name].get(key) for key in keys]
+            others = (each for each in expected if each != name)
+            owner = next((each for each in others if [expected[each].get(key) for key in keys] == mine), None)
+            if owner is None:
+                return {}
+            owners[name] = owner
+        return owners
+
     def _compare_options(self) -> Iterator[RunDifference]:
+        """By parameter: the number of a group is no state, and groups may come in another order."""
         schedules = find_unlike(*self._read_schedules())
-        for group in sorted({*self._expected.options} & {*self._begun.options}):
-            was, now = self._expected.options[group], self._begun.options[group]
+        members: dict[tuple[str, str], list[str]] = {}
+        for name, group in self._expected.groups.items():
+            if (other := self._begun.groups.get(name)) is not None:
+                members.setdefault((group, other), []).append(name)
+        for (group, other), names in sorted(members.items()):
+            was, now = self._expected.options[group], self._begun.options[other]
             wrong = find_unlike(was, now)
             if "lr" in wrong and not schedules:
                 yield self._describe_rate(group, was["lr"], now.get("lr"))
@@ -239,7 +273,10 @@ class RankComparison:
             rest = [key for key in wrong if key not in scheduled]
             if rest:
                 values = ", ".join(f"{key} is {now.get(key)}, not {was.get(key)}" for key in rest)
-                yield _make("options", "options", [f"{group} {key}" for key in rest], f"{group}: {values}")
+                is_moved = group != other and self._expected.options.get(other) == now
+                symptom: ResumeSymptom = "parameter-in-another-group" if is_moved else "options"
+                where = group if group == other else f"{join_some(names, 3)}, of {group}, now of {other}"
+                yield _make("options", symptom, [f"{group} {key}" for key in rest], f"{where}: {values}")
 
     def _describe_rate(self, group: str, was: Any, now: Any) -> RunDifference:
         steps = [each.step for each in self._straight if each.options.get(group, {}).get("lr") == now]
@@ -371,7 +408,7 @@ class RankComparison:
     def _compare_later(self) -> Iterator[RunDifference]:
         """The first thing that differs after the first step."""
         for was, now in zip(self._straight[self._at + 1 :], self._resumed[1:], strict=False):
-            for name in ("weights", "state", "batches", "options", "schedulers", "scalers", "averages", "gradients"):
+            for name in ("weights", "state", "batches", "options_of", "schedulers", "scalers", "averages", "gradients"):
                 if (was.ended and name != "weights") or (now.ended and name != "weights"):
                     continue
                 if getattr(was, name) == getattr(now, name):
@@ -381,7 +418,7 @@ class RankComparison:
                     text = f"step {was.step - 1} makes other weights of equal weights, gradients and optimizer state"
                     yield _make("later", "step-differs", wrong, f"{text}: {join_some(wrong, 3)}")
                 else:
-                    yield _make("later", "later", (), f"{name} first differ at step {was.step}")
+                    yield _make("later", "later", (), f"{name.partition('_')[0]} first differ at step {was.step}")
                 return
 
 

@@ -345,8 +345,9 @@ class StepRecorder:
         which = len(line.setdefault("optimizers", []))
         line["optimizers"].append(type(optimizer).__name__)
         labels = {id(p): names.get(id(p), f"optimizer {which} parameter {at}") for at, (_, p) in enumerate(trained)}
-        for _, p in trained:
+        for number, p in trained:
             label = labels[id(p)]
+            line.setdefault("groups", {})[label] = f"optimizer {which} group {number}"
             line.get("others", {}).pop(label, None)
             line.setdefault("weights", {})[label] = digest(p)
             line.setdefault("rounded", {})[label] = digest(p.detach().bfloat16().to(p.dtype))

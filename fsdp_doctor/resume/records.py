@@ -30,7 +30,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a step starts from, on one rank; digests are of this rank's shards.
 
     step: from 1, in this process. weights: of the optimizers' parameters; rounded: the same, rounded to bfloat16.
-    others: parameters of the model that no optimizer has. options: of each parameter group.
+    others: parameters of the model that no optimizer has. options: of each parameter group. groups: that of each
+    parameter.
     averages: of classes that keep averages of weights, and of other models in the process.
     batches: of each forward since the last step, the tensors that entered the model. generators: at its first forward.
     epochs: the lengths of the loaders, in batches. written: files that have changed since the last step.
@@ -44,6 +45,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     gradients: Digests = {}
     state: RecordedValues = {}
     options: RecordedValues = {}
+    groups: dict[str, str] = {}
     schedulers: RecordedValues = {}
     scalers: RecordedValues = {}
     averages: RecordedValues = {}
@@ -55,6 +57,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     written: list[str] = []
     seconds: float = 0.0
     ended: bool = False
+
+    @property
+    def options_of(self) -> RecordedValues:
+        """Those of each parameter: the order of groups is no state."""
+        return {name: self.options[group] for name, group in self.groups.items()}
 
 
 class RankRecord(msgspec.Struct, frozen=True, kw_only=True):

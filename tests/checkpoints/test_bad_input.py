@@ -19,9 +19,9 @@ from support import saved_checkpoints as saved
 
 from fsdp_doctor.checkpoints import targets
 from fsdp_doctor.checkpoints.conversion import convert
-from fsdp_doctor.checkpoints.copying import ConversionError
 from fsdp_doctor.checkpoints.files import OpenFile
 from fsdp_doctor.checkpoints.record import SavedPiece, SavedTensor
+from fsdp_doctor.checkpoints.target_directory import ConversionError
 from fsdp_doctor.checkpoints.targets import ConversionTarget, StatesToWrite, TensorToWrite
 from fsdp_doctor.checkpoints.torch_files import find_tensors, read_torch_file
 from fsdp_doctor.checkpoints.verification import verify
@@ -136,10 +136,11 @@ def test_a_link_to_a_directory_is_not_followed(originals: pathlib.Path, tmp_path
 
 
 def test_a_hundred_thousand_files_are_passed_over(tmp_path: pathlib.Path) -> None:
-    save_file({"a": torch.ones(3, 3)}, tmp_path / "model.safetensors")
+    (tmp_path / "many").mkdir()
+    save_file({"a": torch.ones(3, 3)}, tmp_path / "many" / "model.safetensors")
     for number in range(100_000):
-        os.mknod(tmp_path / f"{number}.log")
-    assert convert(tmp_path, tmp_path / "out", ConversionTarget.TORCH).verification.num_tensors == 1
+        os.mknod(tmp_path / "many" / f"{number}.log")
+    assert convert(tmp_path / "many", tmp_path / "out", ConversionTarget.TORCH).verification.num_tensors == 1
 
 
 def test_an_index_of_fifty_megabytes_is_read(tmp_path: pathlib.Path) -> None:

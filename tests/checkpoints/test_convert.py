@@ -20,13 +20,24 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from fsdp_doctor.checkpoints.conversion import convert
-from fsdp_doctor.checkpoints.copying import ConversionError
+from fsdp_doctor.checkpoints.target_directory import RECORD, ConversionError
 from fsdp_doctor.checkpoints.targets import ConversionTarget
 from fsdp_doctor.checkpoints.verification import verify
 from fsdp_doctor.names import read_hub_parts
 
 HF, DCP, FSDP2 = ConversionTarget.HF, ConversionTarget.DCP, ConversionTarget.FSDP2
-BY_RANKS = ("verl", "dcp", "torchtitan", "threads", "files", "alone", "accelerate", "dcp_safetensors", "shards")
+BY_RANKS = (
+    "verl",
+    "dcp",
+    "async",
+    "torchtitan",
+    "threads",
+    "files",
+    "alone",
+    "accelerate",
+    "dcp_safetensors",
+    "shards",
+)
 
 
 def tensors_in(directory: pathlib.Path) -> dict[str, torch.Tensor]:
@@ -146,6 +157,25 @@ def test_names_are_refused_that_the_configuration_does_not_explain(tmp_path: pat
         convert(tmp_path / "out", tmp_path / "again", DCP, find_parts=read_hub_parts)
 
 
+def test_the_class_comes_from_the_model_type_or_nothing_is_written(tmp_path: pathlib.Path) -> None:
+    """As config.save_pretrained writes it, without architectures; and a type that transformers does not have."""
+    model = pytest.importorskip("support.families").new_family("qwen3-moe")
+    model.config.architectures = None
+    model.config.save_pretrained(tmp_path / "job")
+    torch.save(model.state_dict(), tmp_path / "job" / "model.pt")
+    command = ("checkpoint", "convert", str(tmp_path / "job"), str(tmp_path / "out"), "--to", "hf")
+    assert (done := doctor(*command)).code == 0, done.stderr
+    model.save_pretrained(tmp_path / "hub")
+    assert are_equal(tensors_in(tmp_path / "out"), tensors_in(tmp_path / "hub"))
+    shutil.rmtree(tmp_path / "out")
+    saved.edit_json(tmp_path / "job" / "config.json", model_type="ours")
+    done = doctor(*command)
+    assert (done.code, "--keep-names" in done.stderr, (tmp_path / "out").exists()) == (2, True, False), done.stderr
+    (tmp_path / "job" / "config.json").unlink()
+    done = doctor(*command)
+    assert (done.code, "no config.json" in done.stderr) == (0, True), done.stderr
+
+
 def test_of_a_damaged_checkpoint_nothing_is_written(originals: pathlib.Path, tmp_path: pathlib.Path) -> None:
     shutil.copytree(originals / "dcp", tmp_path / "dcp")
     saved.flip(tmp_path / "dcp" / "__1_0.distcp", 100_000)
@@ -157,13 +187,100 @@ def test_of_a_damaged_checkpoint_nothing_is_written(originals: pathlib.Path, tmp
 
 
 def test_a_directory_that_exists_is_replaced_only_when_asked(originals: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine.txt").write_text("mine")
+    convert(originals / "columns", tmp_path / "out", DCP)
     with pytest.raises(ConversionError, match="exists"):
         convert(originals / "columns", tmp_path / "out", HF)
-    assert (tmp_path / "out" / "mine.txt").exists()
+    assert (tmp_path / "out" / ".metadata").exists()
     convert(originals / "columns", tmp_path / "out", HF, overwrite=True)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors", RECORD}
+    (tmp_path / "empty").mkdir()
+    convert(originals / "columns", tmp_path / "empty", HF, overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "empty"}
+
+
+def list_all(directory: pathlib.Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def make_run(directory: pathlib.Path) -> pathlib.Path:
+    """Two steps, of which the first has links to files elsewhere and the second a file alone; and notes."""
+    for name in ("run/step-1", "run/step-2", "blobs", "other"):
+        (directory / name).mkdir(parents=True)
+    torch.save({"a.weight": torch.ones(4, 4)}, directory / "blobs" / "0")
+    (directory / "run/step-1/pytorch_model.bin").symlink_to(directory / "blobs" / "0")
+    torch.save({"a.weight": torch.ones(4, 4)}, directory / "run/step-2/model.pt")
+    (directory / "run" / "notes.txt").write_text("mine")
+    (directory / "linked").symlink_to("run")
+    return directory
+
+
+# SOURCE and TARGET, of a conversion that would remove or change what it reads.
+OVER_ITSELF = {
+    "itself": ("run/step-1", "run/step-1"),
+    "the directory above": ("run/step-1", "run"),
+    "the directory above, by dots": ("run/step-1", "run/step-2/.."),
+    "the directory above, through a link": ("run/step-1", "linked"),
+    "itself, through a link": ("linked/step-1", "run/step-1"),
+    "a directory in it": ("run/step-1", "run/step-1/out"),
+    "a directory in it, through a link": ("linked", "run/out"),
+    "the directory of a file": ("run/step-2/model.pt", "run/step-2"),
+    "the file": ("run/step-2/model.pt", "run/step-2/model.pt"),
+    "the directory of the links' files": ("run/step-1", "blobs"),
+}
+
+
+@pytest.mark.parametrize("case", OVER_ITSELF)
+@pytest.mark.parametrize("options", [(), ("--overwrite",)])
+def test_nothing_that_is_read_is_replaced(tmp_path: pathlib.Path, case: str, options: tuple[str, ...]) -> None:
+    source, target = OVER_ITSELF[case]
+    before = list_all(make_run(tmp_path))
+    done = doctor("checkpoint", "convert", f"{tmp_path}/{source}", f"{tmp_path}/{target}", "--to", "torch", *options)
+    assert done.code == 2, done.stderr
+    assert list_all(tmp_path) == before
+    assert not list(tmp_path.rglob("*.lock"))
+
+
+def test_only_what_a_conversion_wrote_is_replaced(originals: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """A file of the user's, one that was changed, a link, a file for a directory, what another program left aside."""
+    out = tmp_path / "out"
+
+    def change() -> None:
+        stale = out / "model.safetensors"
+        data = stale.read_bytes()
+        stale.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+    ways = {
+        "new": lambda: (out / "notes.txt").write_text("mine"),
+        "below": lambda: ((out / "logs").mkdir(), (out / "logs" / "0").write_text("mine")),
+        "link": lambda: (out / "linked").symlink_to(originals),
+        "changed": change,
+        "no record": lambda: (out / RECORD).unlink(),
+        "file": lambda: (shutil.rmtree(out), out.write_text("mine")),
+        "other": lambda: (shutil.rmtree(out), (tmp_path / ".out.old").mkdir(), (tmp_path / ".out.old" / "a").touch()),
+        "partial": lambda: ((tmp_path / ".out.partial").mkdir(), (tmp_path / ".out.partial" / "a").touch()),
+    }
+    for name, use in ways.items():
+        convert(originals / "columns", out, HF)
+        use()
+        before = list_all(tmp_path)
+        with pytest.raises(ConversionError):
+            convert(originals / "columns", out, HF, overwrite=True)
+        assert list_all(tmp_path) == before, name
+        for path in tmp_path.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def test_a_file_that_comes_meanwhile_is_not_removed(originals: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    convert(originals / "columns", tmp_path / "out", HF)
+    with pytest.raises(ConversionError, match="mine"):
+        convert(
+            originals / "dcp",
+            tmp_path / "out",
+            HF,
+            overwrite=True,
+            progress=lambda *_: (tmp_path / "out" / "mine").touch(),
+        )
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors", RECORD, "mine"}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

@@ -113,7 +113,18 @@ def test_a_damaged_checkpoint_is_not_compared(originals: pathlib.Path, tmp_path:
     (tmp_path / "verl" / "model_world_size_2_rank_1.pt").unlink()
     done = doctor("checkpoint", "diff", str(tmp_path / "verl"), str(originals / "whole"))
     assert (done.code, done.stdout) == (2, "")
-    assert "rank 1 is not there" in done.stderr
+    assert "model_world_size_2_rank_1.pt" in done.stderr
+
+
+def test_what_differs_from_a_reference_is_told_with_its_file_and_rows(
+    originals: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    shutil.copytree(originals / "tied", tmp_path / "tied")
+    changed = "model.layers.1.mlp.down_proj.weight"
+    saved.edit_tensors(tmp_path / "tied" / "model.safetensors", lambda t: t[changed][7:9].add_(1))
+    done = doctor("checkpoint", "verify", str(tmp_path / "tied"), "--against", str(originals / "tied"))
+    line = next(line for line in " ".join(done.stdout.split()).split("damage: ") if changed in line)
+    assert (done.code, line.startswith(f"model.safetensors, {changed}, rows 7 to 8:")) == (1, True), done.stdout
 
 
 def answers(*arguments: object, **options: object) -> tuple[int, str]:

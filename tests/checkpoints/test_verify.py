@@ -53,7 +53,6 @@ def test_any_value_that_torch_saves_is_read(tmp_path: pathlib.Path, value: Any) 
 
 def test_the_model_s_tensors_are_found_in_every_format(originals: pathlib.Path) -> None:
     from fsdp_doctor.checkpoints.reading import read_checkpoint
-    from fsdp_doctor.checkpoints.record import get_parameter_name
 
     expected = {
         name: tuple(tensor.shape) for name, tensor in torch.load(originals / "legacy/pytorch_model.bin").items()
@@ -77,7 +76,7 @@ def test_the_model_s_tensors_are_found_in_every_format(originals: pathlib.Path) 
     ):
         states = read_checkpoint(originals / name).states
         for state in states:
-            if weights := {get_parameter_name(t): t.shape for t in state.select("model")}:
+            if weights := {t.parameter: t.shape for t in state.select("model")}:
                 assert weights == expected, (name, state.label)
 
 
@@ -136,6 +135,38 @@ def save_two_layers(directory: pathlib.Path) -> None:
     save_file(layers | {"decoder.block.0.bias.weight": torch.randn(8, 4)}, directory / TIED)
 
 
+def prune(state: dict[str, Any]) -> None:
+    """As structured pruning, alike in all layers; config.json is that of the model before."""
+    for name in state:
+        if ".mlp." in name and "_proj" in name:
+            state[name] = state[name][:, :64] if "down" in name else state[name][:64]
+
+
+def rename_norm(directory: pathlib.Path) -> None:
+    """The files of a class that transformers does not have."""
+    saved.edit_json(directory / "config.json", model_type="ours", architectures=["OursForCausalLM"])
+    saved.edit_tensors(directory / TIED, lambda t: t.update({"model.final.weight": t.pop("model.norm.weight")}))
+
+
+def deepen(state: dict[str, Any]) -> None:
+    for name in [name for name in state if ".layers.1." in name]:
+        state[name.replace(".1.", ".2.")] = state[name].clone()
+
+
+def keep_small_moments(directory: pathlib.Path) -> None:
+    """Squares that float32 does not hold, and a parameter that got no gradient."""
+    state = {
+        number: {"exp_avg": torch.full((40, 40), size), "exp_avg_sq": torch.zeros(40, 40), "step": torch.tensor(3.0)}
+        for number, size in enumerate((1e-25, 0.0))
+    }
+    torch.save({"optimizer": {"state": state, "param_groups": [{"params": [0, 1]}]}}, directory / "last.pt")
+
+
+def cast_and_back(state: dict[str, Any]) -> None:
+    for name in state:
+        state[name] = state[name].bfloat16().float()
+
+
 MORE_LAWFUL: dict[str, tuple[str, Damage, set[str]]] = {
     "a file that was renamed": ("legacy", rename_root, set()),
     "a vocabulary padded with zeros": ("tied", pad_vocabulary, {"padded", "zero_rows"}),
@@ -158,6 +189,28 @@ MORE_LAWFUL: dict[str, tuple[str, Damage, set[str]]] = {
         set(),
     ),
     "a table that one of two layers has": ("legacy", save_two_layers, set()),
+    "structured pruning": ("tied", lambda d: saved.edit_tensors(d / TIED, prune), {"pruned"}),
+    "a class of which transformers knows nothing": ("tied", rename_norm, {"unusual"}),
+    "layers that are copies": ("tied", lambda d: saved.edit_tensors(d / TIED, deepen), {"equal_layers"}),
+    "moments that are too small": ("legacy", keep_small_moments, set()),
+    "float32 that was bfloat16": ("tied", lambda d: saved.edit_tensors(d / TIED, cast_and_back), set()),
+    "layers that grow": (
+        "tied",
+        lambda d: saved.edit_tensors(
+            d / TIED, lambda t: [t[n].mul_(10 ** (3 * int(n.split(".")[2]))) for n in t if ".layers." in n]
+        ),
+        set(),
+    ),
+    "layers for the prediction of more tokens": (
+        "tied",
+        lambda d: saved.edit_json(d / "config.json", num_hidden_layers=2, num_nextn_predict_layers=1),
+        set(),
+    ),
+    "a norm with small weights": (
+        "tied",
+        lambda d: saved.edit_tensors(d / TIED, lambda t: t["model.layers.1.input_layernorm.weight"].mul_(1e-5)),
+        set(),
+    ),
     "links to blobs": ("hub", link_to_blobs, set()),
     "a wrong total_size": (
         "hub",
@@ -222,6 +275,27 @@ def test_a_finding_names_the_file_the_tensor_the_rows_and_the_rank(
     assert (finding["file"], finding["tensor"], finding["rows"], finding["rank"]) == (RANK_1, EMBED, [257, 513], 1)
     assert finding["load"] in " ".join(done.stdout.split())
     assert finding["remedy"] in " ".join(done.stdout.split())
+
+
+def test_names_with_control_characters_are_escaped(tmp_path: pathlib.Path) -> None:
+    """Neither a line of ours is forged nor the terminal cleared, whichever command prints the name."""
+    name = "a\n\x1b[2Jsound: fine"
+    save_file({name: torch.tensor([torch.nan])}, tmp_path / "model.safetensors")
+    save_file({name: torch.tensor([1.0])}, tmp_path / "other.safetensors")
+    files = str(tmp_path / "model.safetensors"), str(tmp_path / "other.safetensors")
+    for command in (("verify", files[0]), ("diff", *files), ("fingerprint", files[0])):
+        done = doctor("checkpoint", *command)
+        assert "\x1b" not in done.stdout + done.stderr
+        assert not any(line.startswith("sound") for line in (done.stdout + done.stderr).splitlines())
+        assert r"\x1b[2J" in done.stdout + done.stderr
+
+
+def test_a_million_tensors_are_refused_in_seconds(tmp_path: pathlib.Path) -> None:
+    one = b'"t%07d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    text = b"{" + b",".join(one % number for number in range(1_500_000)) + b"}"
+    (tmp_path / TIED).write_bytes(struct.pack("<Q", len(text)) + text)
+    found = verification.verify(tmp_path)
+    assert (found.answer, "1500000 tensors" in found.findings[0].what) == ("cannot be judged", True)
 
 
 # Hostile

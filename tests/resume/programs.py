@@ -11,6 +11,7 @@ import copy
 import itertools
 import os
 import random
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -245,6 +246,50 @@ class TwoOptimizers(Right):
         self.scaler.step(self.second)
         super().update()
         self.second.zero_grad()
+
+
+class Grouped(Right):
+    """Two matrices of one shape, in groups of other decays that come in another order after a resume."""
+
+    order_of_groups = (2, 0, 1)
+
+    def make_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 8), nn.Linear(8, 3))
+
+    def list_trained(self) -> list[Any]:
+        first, second, *rest = sorted(self.model.parameters(), key=lambda p: -p.numel())
+        groups = [
+            {"params": [first], "weight_decay": 0.5},
+            {"params": [second], "weight_decay": 0.0},
+            {"params": rest, "weight_decay": 0.1},
+        ]
+        return self.arrange(groups) if "--resume" in sys.argv else groups
+
+    def arrange(self, groups: list[Any]) -> list[Any]:
+        return [groups[at] for at in self.order_of_groups]
+
+    def collect(self) -> dict[str, Any]:
+        names = {p: name for name, p in self.model.named_parameters()}
+        return super().collect() | {"by_name": {names[p]: state for p, state in self.optimizer.state.items()}}
+
+    def load_optimizer(self, saved: dict[str, Any]) -> None:
+        named = dict(self.model.named_parameters())
+        for name, state in copy.deepcopy(saved["by_name"]).items():
+            self.optimizer.state[named[name]] = state
+        for group in self.optimizer.param_groups:
+            group["lr"] = saved["optimizer"]["param_groups"][0]["lr"]
+            group["initial_lr"] = saved["optimizer"]["param_groups"][0]["initial_lr"]
+
+
+class GroupsByNumber(Grouped):
+    """The first two groups have each other's matrix after a resume, and the state is loaded by numbers."""
+
+    def arrange(self, groups: list[Any]) -> list[Any]:
+        groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
+        return groups
+
+    def load_optimizer(self, saved: dict[str, Any]) -> None:
+        Right.load_optimizer(self, saved)
 
 
 class SecondOptimizerNotLoaded(TwoOptimizers):

@@ -55,7 +55,7 @@ WRONG = {
 INDISTINCT = ("GeneratorNotLoaded", "SeededAgain")
 RIGHT = (
     *("Right", "Sharded", "EndOfEpoch", "SecondEpoch", "Twice", "Accumulated", "TimeSeed", "Closure", "TwoOptimizers"),
-    *("Augmented", "Masters", "Scratch"),
+    *("Augmented", "Masters", "Scratch", "Grouped"),
     "StepLabel",  # wrong in what it logs alone, which no record has
 )
 
@@ -78,6 +78,15 @@ def test_a_published_cause_is_named(name: str, tmp_path: pathlib.Path) -> None:
 def test_a_right_program_is_the_same_run(name: str, tmp_path: pathlib.Path) -> None:
     answer = _judge(name, tmp_path)
     assert (answer.exit_code, answer.findings) == (0, [])
+
+
+def test_state_of_another_parameter_is_told_and_no_published_cause_is_claimed(tmp_path: pathlib.Path) -> None:
+    answer = _judge("GroupsByNumber", tmp_path)
+    assert answer.exit_code == 1
+    state, options = answer.findings[:2]
+    assert (state.symptom, options.symptom) == ("state-of-another-parameter", "parameter-in-another-group"), answer
+    assert all(name in state.text for name in ("0.weight", "2.weight")), state.text
+    assert [finding.causes for finding in answer.findings[:2]] == [[], []]
 
 
 def test_a_program_that_does_not_repeat_itself_is_not_called_wrong(tmp_path: pathlib.Path) -> None:

@@ -59,6 +59,7 @@ def main(directory: pathlib.Path) -> None:
     weights, of_optimizer = get_state_dict(model, optimizer)
     nested = {"model": weights, "optim": of_optimizer, "step": 1}
     dcp.save(nested, checkpoint_id=directory / "dcp")
+    dcp.async_save(nested, checkpoint_id=directory / "async").result()
     _, flat = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     counters = {"train_state": {"step": torch.tensor(1), "ntokens_seen": torch.tensor(512)}}
     dcp.save(weights | flat | counters, checkpoint_id=directory / "torchtitan" / "step-1")

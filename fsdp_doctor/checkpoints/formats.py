@@ -1,0 +1,120 @@
+"""Formats of other programs that are not read: each is known by its files, and named with what reads it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+
+class OtherFormat(NamedTuple):
+    """A format that is not read.
+
+    files: names of files, or of the directory, of which one is enough. tool: what reads it. beside: names of which one
+    must be there, too. setting: a key and a value of a ``metadata.json`` in the directory, where this says it.
+    is_copy: whether it may lie beside a model in another form, which is then judged by itself.
+    """
+
+    name: str
+    files: str
+    tool: str
+    beside: str = ""
+    setting: tuple[str, str] | None = None
+    is_copy: bool = False
+
+    def describes(self, directory: str, names: Collection[str], settings: Mapping[str, Any]) -> bool:
+        if self.setting is not None and settings.get(self.setting[0]) == self.setting[1]:
+            return True
+        if self.beside and not any(re.fullmatch(self.beside, name) for name in names):
+            return False
+        return any(re.fullmatch(self.files, name) for name in (*names, directory) if self.files)
+
+
+OTHER_FORMATS = (
+    OtherFormat(
+        "DeepSpeed ZeRO",
+        r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+(_\d+)?_(model|optim)_states\.pt|mp_rank_\d+(_\d+)?_model_states\.pt"
+        r"|layer_\d+-model(_\d+)?-model_states\.pt",
+        "python zero_to_fp32.py, which DeepSpeed puts beside it, writes whole weights",
+    ),
+    OtherFormat(
+        "DeepSpeed's universal checkpoint",
+        r"universal_checkpoint_info|latest_universal",
+        "DeepSpeed reads it with load_universal",
+    ),
+    OtherFormat(
+        "Megatron-FSDP",
+        "",
+        "Megatron-Bridge's AutoBridge.export_ckpt writes Hugging Face files",
+        setting=("sharded_backend", "fsdp_dtensor"),
+    ),
+    OtherFormat(
+        "Megatron (torch_dist)",
+        r"common\.pt",
+        "Megatron-Bridge's AutoBridge.export_ckpt, or tools/checkpoint/convert.py of Megatron-LM, writes other files",
+        beside=r"metadata\.json",
+        setting=("sharded_backend", "torch_dist"),
+    ),
+    OtherFormat(
+        "Megatron",
+        r"mp_rank_\d\d(_\d{3}){0,2}|model_optim_rng\.pt|distrib_optim\.pt",
+        "tools/checkpoint/convert.py of Megatron-LM writes other files",
+    ),
+    OtherFormat(
+        "NeMo", r".*\.nemo|model_weights\.ckpt|nemo_model_config\.yaml", "NeMo's export_ckpt writes Hugging Face files"
+    ),
+    OtherFormat(
+        "Orbax (JAX)",
+        r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|ocdbt\.process_\d+|_sharding",
+        "orbax.checkpoint reads it",
+    ),
+    OtherFormat(
+        "TensorRT-LLM",
+        r"rank\d+\.(safetensors|engine)",
+        "trtllm-build and TensorRT-LLM read it; it is divided for that engine",
+    ),
+    OtherFormat(
+        "vLLM's sharded_state",
+        r"model-rank-\d+-part-\d+\.safetensors",
+        "vLLM reads it with load_format=sharded_state; it is divided for tensor parallelism",
+    ),
+    OtherFormat(
+        "the original Llama",
+        r"consolidated\.\d\d\.pth",
+        "convert_llama_weights_to_hf.py of transformers writes Hugging Face files",
+        is_copy=True,
+    ),
+    OtherFormat("GGUF", r".*\.gguf", "llama.cpp reads it", is_copy=True),
+    OtherFormat("ONNX", r".*\.onnx(_data|\.data)?", "onnxruntime reads it", is_copy=True),
+    OtherFormat(
+        "TensorFlow",
+        r"tf_model(-\d+-of-\d+)?\.h5|saved_model\.pb|.*\.ckpt\.index|.*\.data-\d{5}-of-\d{5}|.*\.(keras|h5)",
+        "from_pretrained(from_tf=True) of transformers 4 reads it",
+        is_copy=True,
+    ),
+    OtherFormat(
+        "Flax",
+        r"flax_model(-\d+-of-\d+)?\.msgpack|.*\.msgpack",
+        "from_pretrained(from_flax=True) of transformers 4 reads it",
+        is_copy=True,
+    ),
+    OtherFormat("MLX", r"weights(\.\d+)?\.npz|.*\.npz", "mlx_lm reads it", is_copy=True),
+    OtherFormat("Core ML", r".*\.mlmodel|.*\.mlpackage", "coremltools reads it", is_copy=True),
+    OtherFormat(
+        "a packed file",
+        r".*\.(pt|pth|bin|ckpt|safetensors|distcp)\.(zst|gz|xz|bz2|lz4)|.*\.(tar|tar\.\w+|tgz|zip)",
+        "unpack it, and name what was in it",
+        is_copy=True,
+    ),
+)
+# What the header of a safetensors file says of who wrote it, where this is not torch: the shapes are those of it.
+OTHER_WRITERS = {"mlx": "MLX (mlx_lm reads it)", "tf": "TensorFlow", "flax": "Flax"}
+KNOWN_FORMATS = "DCP, a file of each rank, Hugging Face files, files of torch.save"
+
+
+def find_other_format(directory: str, names: Collection[str], settings: Mapping[str, Any]) -> OtherFormat | None:
+    """The format of the files in a directory; None if it is none that is known and not read.
+
+    directory: its name. settings: what its ``metadata.json`` says.
+    """
+    return next((each for each in OTHER_FORMATS if each.describes(directory, names, settings)), None)

@@ -1,0 +1,91 @@
+"""Which tensors of a state are the model's: by the keys that lead to them, and by what the configuration says."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+from fsdp_doctor.checkpoints.names import strip_prefixes
+from fsdp_doctor.checkpoints.record import State
+
+_Path: TypeAlias = tuple[str, ...]
+# The keys under which programs put a model's state.
+_MODEL_KEYS = frozenset({"model", "module", "state_dict", "app", "model_state", "model_state_dict", "model_weights"})
+
+
+def assign_roles(state: State, config: Mapping[str, Any], part: str | None) -> None:
+    """Sets what each tensor of a state belongs to, and the names of the model's.
+
+    The model is what lies under a key that programs use for one, wherever that is; else, what is the only part of its
+    kind. Of several parts with the same names it is the one that the configuration describes. If that leaves more than
+    one, none of them is the model, and ``state.candidates`` has them.
+
+    config: the facts of config.json. part: the part that was asked for, such as ``ema`` or ``state.ema``.
+    """
+    roles = {path: state.judge_keys(path) for path in (*state.tensors, *state.unread)}
+    of_model = [path for path, role in roles.items() if role == "model"]
+    heads = _find_heads(of_model)
+    if part is not None:
+        asked = {path[:at] for path in roles for at in range(1, len(path)) if _is_called(path[:at], part)}
+        heads = [min(asked, key=len)] if asked else []
+        roles |= dict.fromkeys([path for path in roles if asked and path[: len(heads[0])] == heads[0]], "model")
+    elif len(heads) > 1:
+        fitting = [head for head in heads if _fits(state, head, config)]
+        heads = fitting if len(fitting) == 1 else heads
+    state.candidates = [".".join(head) for head in heads] if len(heads) > 1 else []
+    state.head = heads[0] if len(heads) == 1 else None
+    left_out: dict[str, int] = defaultdict(int)
+    for path, role in roles.items():
+        if role == "model" and not (state.head is not None and path[: len(state.head)] == state.head):
+            roles[path] = "other"
+            left_out[".".join(path[:-1])] += 1
+    state.left_out = dict(left_out)
+    state.roles = roles
+    model = [tensor for path, tensor in state.tensors.items() if roles[path] == "model"]
+    names = strip_prefixes([state.get_saved_name(tensor) for tensor in model])
+    for tensor in model:
+        tensor.parameter = names[state.get_saved_name(tensor)]
+
+
+def _is_called(head: _Path, part: str) -> bool:
+    return ".".join(head) == part or head[-1] == part
+
+
+def _find_heads(paths: Iterable[_Path]) -> list[_Path]:
+    """The keys that lead to each part that may be the model; the parts of one model have no name in common."""
+    by_key: dict[_Path, None] = {}
+    groups: dict[_Path, set[str]] = defaultdict(set)
+    for path in paths:
+        begin = next((at for at, key in enumerate(path[:-1]) if key in _MODEL_KEYS), None)
+        if begin is not None:
+            end = next((at for at in range(begin, len(path) - 1) if path[at] not in _MODEL_KEYS), len(path) - 1)
+            by_key[path[:end]] = None
+        groups[path[:1] if len(path) > 1 else ()].add(".".join(path[1:] if len(path) > 1 else path))
+    if by_key:
+        # What is below another one is of it.
+        return [head for head in by_key if not any(head != other and head[: len(other)] == other for other in by_key)]
+    if len(groups) == 1 and () not in groups:
+        return [_find_common([path[:-1] for path in paths])]
+    names: set[str] = set()
+    for of_group in groups.values():
+        if of_group & names:
+            return list(groups)
+        names |= of_group
+    return [()]
+
+
+def _find_common(paths: list[_Path]) -> _Path:
+    first, last = min(paths), max(paths)
+    count = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[:count]
+
+
+def _fits(state: State, head: _Path, config: Mapping[str, Any]) -> bool:
+    """Whether the part has as many layers as config.json says, and its vocabulary."""
+    tensors = [tensor for path, tensor in state.tensors.items() if path[: len(head)] == head]
+    numbers = {int(found[1]) for each in tensors if (found := re.search(r"\b(?:layers|h|blocks?)\.(\d+)\.", each.name))}
+    layers, vocabulary = config.get("num_hidden_layers", config.get("n_layer")), config.get("vocab_size")
+    has_vocabulary = any(len(tensor.shape) == 2 and tensor.shape[0] == vocabulary for tensor in tensors)
+    return bool(config) and (layers is None or len(numbers) == layers) and (vocabulary is None or has_vocabulary)

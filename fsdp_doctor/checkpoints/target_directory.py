@@ -1,0 +1,191 @@
+"""The directory that a conversion writes: made under another name, and given its own at the end.
+
+What is removed to make room for it was written by a conversion, every file of it: a record in the directory lists them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import shutil
+from collections.abc import Iterable, Iterator
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from fsdp_doctor.checkpoints.files import BadFile, OpenFile, sync_directory
+from fsdp_doctor.text import join_some
+
+RECORD = "fsdp-doctor-conversion.json"
+_LONGEST_RECORD = 100_000_000
+_Identity: TypeAlias = tuple[int, int]
+
+
+class ConversionError(Exception):
+    """Nothing was converted; the message is one sentence that says why."""
+
+
+class ConversionRecord(msgspec.Struct):
+    """files: the size in bytes and the time of the last change, in ns, by the path in the directory.
+
+    It is written first, without files, so that a directory that a killed conversion left is known as one.
+    """
+
+    files: dict[str, tuple[int, int]]
+    format: Literal["fsdp-doctor conversion"] = "fsdp-doctor conversion"
+
+
+def check_target(target: pathlib.Path, source: pathlib.Path, files: Iterable[pathlib.Path], *, overwrite: bool) -> None:
+    """Raises ConversionError for a target that exists, unless it is to be overwritten and a conversion wrote all of it;
+    and for one that is, contains or lies in what is read.
+
+    files: of the source, some of which may be links to elsewhere.
+    """
+    for place in (target, _name_partial(target), _name_old(target)):
+        if any(_lies_in(each, place) for each in (source, *_list_directories(files))):
+            raise ConversionError(f"{place} is or contains {source}, and would be removed; name another directory")
+        if _lies_in(place, source):
+            raise ConversionError(f"{place} lies in {source}, which is to be read; name a directory outside of it")
+    if _is_there(target):
+        if not overwrite:
+            raise ConversionError(f"{target} exists; name another directory, or say --overwrite")
+        _check_written_by_conversion(target)
+
+
+@contextlib.contextmanager
+def make_partial_directory(target: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path]:
+    """A new directory beside the target; removed at the end, unless it was given the target's name.
+
+    What a conversion that was killed has left is removed, and an older target that it had put aside is put back.
+    """
+    directory, old = _name_partial(target), _name_old(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target.parent / f".{target.name}.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConversionError(f"another conversion is writing {target}") from None
+        try:
+            _remove_leftover(directory, is_partial=True)
+            if _is_there(old) and not _is_there(target):
+                _check_written_by_conversion(old)
+                old.rename(target)
+                if not overwrite:
+                    raise ConversionError(f"{target} exists, put back from what a killed conversion had put aside")
+            _remove_leftover(old)
+            directory.mkdir()
+            _write_record(directory, ConversionRecord({}))
+            yield directory
+        finally:
+            if (directory / RECORD).is_file():
+                shutil.rmtree(directory)
+            os.unlink(lock.name)
+
+
+def give_name(directory: pathlib.Path, target: pathlib.Path) -> None:
+    """Puts the complete directory in the place of the target. Raises ConversionError if files came to the target."""
+    files = {str(path.relative_to(directory)): _get_version(path) for path in _list_files(directory)}
+    _write_record(directory, ConversionRecord({path: version for path, version in files.items() if path != RECORD}))
+    sync_directory(directory)
+    old = _name_old(target)
+    if _is_there(target):
+        _check_written_by_conversion(target)
+        target.rename(old)
+    directory.rename(target)
+    sync_directory(target.parent)
+    _remove_leftover(old)
+
+
+def _name_partial(target: pathlib.Path) -> pathlib.Path:
+    return target.parent / f".{target.name}.partial"
+
+
+def _name_old(target: pathlib.Path) -> pathlib.Path:
+    return target.parent / f".{target.name}.old"
+
+
+def _is_there(path: pathlib.Path) -> bool:
+    """Whether anything has this name, a link that leads nowhere too. Raises OSError where that cannot be seen."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _identify(path: str | pathlib.Path) -> _Identity | None:
+    """The file, whatever its names are; None if there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _lies_in(inner: pathlib.Path, outer: pathlib.Path) -> bool:
+    """Whether it is the outer one or below it, through links too."""
+    if (whose := _identify(outer)) is None:
+        return False
+    real = pathlib.Path(os.path.realpath(inner))
+    return any(_identify(each) == whose for each in (real, *real.parents))
+
+
+def _list_directories(files: Iterable[pathlib.Path]) -> set[pathlib.Path]:
+    """Those in which the files are, behind their links."""
+    return {pathlib.Path(os.path.realpath(file)).parent for file in files}
+
+
+def _list_files(directory: pathlib.Path) -> Iterator[pathlib.Path]:
+    """All that is below a directory and is none itself, links too."""
+    for here, below, names in os.walk(directory):
+        links = [name for name in below if os.path.islink(os.path.join(here, name))]
+        yield from (pathlib.Path(here, name) for name in (*names, *links))
+
+
+def _get_version(path: pathlib.Path) -> tuple[int, int]:
+    status = os.lstat(path)
+    return status.st_size, status.st_mtime_ns
+
+
+def _write_record(directory: pathlib.Path, record: ConversionRecord) -> None:
+    with open(directory / RECORD, "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_record(directory: pathlib.Path) -> ConversionRecord | None:
+    try:
+        with OpenFile(directory / RECORD) as file:
+            return msgspec.json.decode(file.read(0, min(file.size, _LONGEST_RECORD)), type=ConversionRecord)
+    except (OSError, BadFile, msgspec.MsgspecError):
+        return None
+
+
+def _check_written_by_conversion(target: pathlib.Path) -> None:
+    """Raises ConversionError for anything but a directory that is empty, or as a conversion left it."""
+    if target.is_symlink() or not target.is_dir():
+        raise ConversionError(f"{target} is no directory, and is not replaced; name another one")
+    record = _read_record(target)
+    known = record.files if record is not None else {}
+    others = sorted(
+        str(path.relative_to(target))
+        for path in _list_files(target)
+        if path != target / RECORD and known.get(str(path.relative_to(target))) != _get_version(path)
+    )
+    if others:
+        raise ConversionError(
+            f"{target} holds what no conversion wrote, or what was changed since, and is not replaced: "
+            f"{join_some(others)}; remove it yourself, or name another directory"
+        )
+
+
+def _remove_leftover(path: pathlib.Path, *, is_partial: bool = False) -> None:
+    """Removes what a conversion left. Raises ConversionError if it is not certain that it did."""
+    if not _is_there(path):
+        return
+    if not is_partial or path.is_symlink() or not path.is_dir() or _read_record(path) is None:
+        _check_written_by_conversion(path)
+    shutil.rmtree(path)

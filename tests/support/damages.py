@@ -1,0 +1,474 @@
+"""Damages of checkpoints, each with the kind of trouble that it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import shutil
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from support import saved_checkpoints as saved
+
+Damage = Callable[[pathlib.Path], Any]
+EMBED, HEAD, DOWN = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.down_proj.weight"
+RANK_0, RANK_1 = "model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"
+HUB, TIED, BIN = "model-00001-of-00003.safetensors", "model.safetensors", "pytorch_model.bin"
+
+
+def swap(one: str, other: str) -> Damage:
+    def damage(directory: pathlib.Path) -> None:
+        (directory / one).rename(directory / "x")
+        (directory / other).rename(directory / one)
+        (directory / "x").rename(directory / other)
+
+    return damage
+
+
+def tensors(file: str, edit: Callable[[dict[str, Any]], Any]) -> Damage:
+    return lambda directory: saved.edit_tensors(directory / file, edit)
+
+
+def zero_tail(directory: pathlib.Path) -> None:
+    file = directory / "model.safetensors"
+    size = file.stat().st_size
+    begin = (size - 40_000) // 4096 * 4096
+    saved.overwrite(file, begin, bytes(size - begin))
+
+
+def punch_page(directory: pathlib.Path) -> None:
+    saved.overwrite(directory / "model.safetensors", 20 * 4096, bytes(3 * 4096))
+
+
+def skip_data(directory: pathlib.Path) -> None:
+    state = torch.load(directory / "pytorch_model.bin")
+    with torch.serialization.skip_data():
+        torch.save(state, directory / "pytorch_model.bin")
+
+
+def edit_chunk(name: str, **changes: Any) -> Damage:
+    def edit(metadata: Any) -> None:
+        entry = metadata.state_dict_metadata[name]
+        entry.chunks[1] = dataclasses.replace(entry.chunks[1], **changes)
+        for index in [index for index in metadata.storage_data if index.fqn == name and index.offset[0]]:
+            moved = dataclasses.replace(index, offset=entry.chunks[1].offsets)
+            metadata.storage_data[moved] = metadata.storage_data.pop(index)
+
+    return lambda directory: saved.edit_metadata(directory, edit)
+
+
+def change_dtype(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.lm_head.weight"].properties.dtype = torch.float16
+
+
+def shift_offsets(directory: pathlib.Path) -> None:
+    """The second shard's rows one too far, as a rounding of an offset does."""
+    (file,) = directory.glob("shard-00002*")
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    places = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+    places["lm_head.weight"]["saved_offsets"][0] += 1
+    header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(places)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def index(edit: Callable[[dict[str, str]], Any]) -> Damage:
+    def damage(directory: pathlib.Path) -> None:
+        (file,) = directory.glob("*.index.json")
+        value = json.loads(file.read_text())
+        edit(value["weight_map"])
+        file.write_text(json.dumps(value))
+
+    return damage
+
+
+def replace_text(file: str, old: str, new: str) -> Damage:
+    return lambda d: (d / file).write_text((d / file).read_text().replace(old, new, 1))
+
+
+def scale_step(state: dict[str, Any]) -> None:
+    for of_parameter in state["state"].values():
+        of_parameter["step"] += 1
+
+
+def same_experts(state: dict[str, Any]) -> None:
+    for name in [name for name in state if ".experts." in name]:
+        if state[name].ndim == 2:
+            state[name] = torch.zeros_like(state[name]) if ".experts.0." not in name else state[name]
+
+
+def to_shards(directory: pathlib.Path) -> None:
+    (directory / "pytorch_model.bin").write_bytes(
+        (directory.parent / "verl" / "model_world_size_2_rank_0.pt").read_bytes()
+    )
+
+
+def rename_in(state: dict[str, Any], old: str, new: str) -> None:
+    for name in list(state):
+        state[name.replace(old, new)] = state.pop(name)
+
+
+def flatten_all(state: dict[str, Any]) -> None:
+    for name in list(state):
+        state[name] = state[name].flatten()[::2].clone()
+
+
+def pack_and_truncate(directory: pathlib.Path) -> None:
+    saved.say_packed(directory)
+    saved.truncate(directory / "__1_0.distcp", 100)
+
+
+def swap_flat_parameters(directory: pathlib.Path) -> None:
+    saved.save_flat_parameters(directory)
+    swap("pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_rank1.bin")(directory)
+
+
+def save_random_states(directory: pathlib.Path) -> None:
+    file = directory / "random_states_0.pkl"
+    torch.save({"torch_manual_seed": torch.get_rng_state()}, file)
+    saved.flip(file, saved.member_offset(file, "data/0") + 9)
+
+
+def divide_shard(directory: pathlib.Path) -> None:
+    """A file more of the first rank, of which the other rank has none."""
+    (first,) = directory.glob("shard-00001*")
+    shutil.copy(first, directory / "shard-00001-model-00002-of-00002.safetensors")
+
+
+def save_dcp(state: dict[str, Any]) -> Damage:
+    def damage(directory: pathlib.Path) -> None:
+        shutil.rmtree(directory)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no process group is there
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
+
+    return damage
+
+
+def raw(entries: dict[str, Any], body: bytes) -> Damage:
+    """A safetensors file of that header."""
+
+    def write(directory: pathlib.Path) -> None:
+        text = json.dumps(entries).encode()
+        (directory / TIED).write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+    return write
+
+
+def entry(begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [(end - begin) // 4], "data_offsets": [begin, end]}
+
+
+def moments(edit: Callable[[dict[str, Any]], Any]) -> Damage:
+    """Changes what Adam keeps of a matrix."""
+
+    def change(state: dict[str, Any]) -> None:
+        kept = state["optimizer"]["state"]
+        edit(next(each for each in kept.values() if each["exp_avg"].ndim == 2 and each["exp_avg"].any()))
+
+    return tensors("last.pt", change)
+
+
+def two_layers(edit: Callable[[dict[str, Any]], Any]) -> Damage:
+    """A model of two layers, changed."""
+
+    def save(directory: pathlib.Path) -> None:
+        config = saved.LlamaConfig(**saved.SIZES | {"num_hidden_layers": 2}, tie_word_embeddings=True)
+        saved.LlamaForCausalLM(config).save_pretrained(directory)
+        tensors(TIED, edit)(directory)
+
+    return save
+
+
+def to_bits(state: dict[str, Any]) -> None:
+    """As a program that took the buffer of bfloat16 for one of float32."""
+    for name, tensor in state.items():
+        if name != EMBED and tensor.ndim == 2:
+            state[name] = torch.cat([tensor, tensor.flip(1)], 1).bfloat16().view(torch.float32)
+
+
+def widen(state: dict[str, Any]) -> None:
+    """All layers alike, wider than config.json says."""
+    for name in state:
+        if "_proj" in name and ".mlp." in name:
+            tensor = state[name]
+            state[name] = torch.cat([tensor, tensor[:, :8]], 1) if "down" in name else torch.cat([tensor, tensor[:8]])
+
+
+def zero_rows_of(name: str, first: int, after: int) -> Damage:
+    return tensors(TIED, lambda t: t[name][first:after].zero_())
+
+
+# Of what is saved, a damage and the kind of trouble that it is; the numbers are those of the kinds that users report.
+DAMAGES: dict[str, tuple[str, Damage, str]] = {
+    "a flipped bit in DCP": ("dcp", lambda d: saved.flip(d / "__1_0.distcp", 100_000), "checksum"),
+    "a flipped bit in a rank's file": (
+        "verl",
+        lambda d: saved.flip(d / RANK_1, saved.member_offset(d / RANK_1, "data/4") + 99),
+        "checksum",
+    ),
+    "a flipped bit in .bin": (
+        "whole",
+        lambda d: saved.flip(
+            d / "pytorch_model_fsdp.bin", saved.member_offset(d / "pytorch_model_fsdp.bin", "data/3") + 5
+        ),
+        "checksum",
+    ),
+    "a flipped bit in .ckpt": (
+        "lightning",
+        lambda d: saved.flip(d / "last.ckpt", saved.member_offset(d / "last.ckpt", "data/0") + 5),
+        "checksum",
+    ),
+    "a block of zeros in a rank's file": (
+        "verl",
+        lambda d: saved.overwrite(d / RANK_1, 20 * 4096, bytes(4096)),
+        "checksum",
+    ),
+    "a truncated DCP file": ("dcp", lambda d: saved.truncate(d / "__1_0.distcp", 50_000), "file"),
+    "a truncated rank's file": ("verl", lambda d: saved.truncate(d / RANK_1, 5000), "file"),
+    "a truncated safetensors file": ("hub", lambda d: saved.truncate(d / HUB, 5), "file"),
+    "a truncated legacy file": ("legacy", lambda d: saved.truncate(d / "pytorch_model.bin", 5), "file"),
+    "an empty file": ("verl", lambda d: (d / RANK_1).write_bytes(b""), "file"),
+    "first bytes that are zero": ("hub", lambda d: saved.overwrite(d / HUB, 0, bytes(8)), "file"),
+    "a zero tail": ("tied", zero_tail, "zero_block"),
+    "pages of zeros": ("tied", punch_page, "zero_block"),
+    "bytes behind the last tensor": ("tied", lambda d: saved.overwrite(d / TIED, 10**9, b"more"), "trailing_bytes"),
+    "a rank's file missing": ("verl", lambda d: (d / RANK_1).unlink(), "missing_rank"),
+    "a DCP file missing": ("dcp", lambda d: (d / "__1_0.distcp").unlink(), "missing_file"),
+    "a Hub file missing": ("hub", lambda d: (d / HUB).unlink(), "missing_file"),
+    "a shard in the middle missing": ("shards", lambda d: next(d.glob("shard-00001*")).unlink(), "missing_rank"),
+    "the last shard missing, beside a config.json": (
+        "shards",
+        lambda d: (next(d.glob("shard-00002*")).unlink(), saved.LlamaConfig(**saved.SIZES).save_pretrained(d)),
+        "shape",
+    ),
+    "no .metadata": ("dcp", lambda d: (d / ".metadata").unlink(), "metadata"),
+    "half a .metadata": ("dcp", lambda d: saved.truncate(d / ".metadata", 999), "metadata"),
+    ".metadata.tmp alone": ("dcp", lambda d: (d / ".metadata").rename(d / ".metadata.tmp"), "metadata"),
+    "ranks' files swapped": ("verl", swap(RANK_0, RANK_1), "foreign_rank"),
+    "ranks' files of FSDP1 swapped": ("sharded_tensor", swap(RANK_0, RANK_1), "foreign_rank"),
+    "DCP files swapped": ("dcp", swap("__0_0.distcp", "__1_0.distcp"), "size"),
+    "a rank's file copied": ("verl", lambda d: shutil.copy(d / RANK_0, d / RANK_1), "copied_rank"),
+    "a rank's optimizer of another step": ("verl", tensors("optim_world_size_2_rank_1.pt", scale_step), "steps"),
+    "another world size in fsdp_config.json": (
+        "verl",
+        lambda d: saved.edit_json(d / "fsdp_config.json", world_size=4),
+        "world_size",
+    ),
+    "another world size in the names": (
+        "verl",
+        lambda d: [f.rename(d / f.name.replace("size_2", "size_3")) for f in d.glob("model*")],
+        "world_size",
+    ),
+    "a gap between chunks": (
+        "dcp",
+        edit_chunk(f"model.{HEAD}", offsets=torch.Size([258, 0]), sizes=torch.Size([255, 66])),
+        "gap",
+    ),
+    "chunks that overlap": (
+        "dcp",
+        edit_chunk(f"model.{HEAD}", offsets=torch.Size([256, 0]), sizes=torch.Size([256, 66])),
+        "overlap",
+    ),
+    "offsets one row too far": ("shards", shift_offsets, "gap"),
+    "another dtype in the metadata": ("dcp", lambda d: saved.edit_metadata(d, change_dtype), "size"),
+    "another dtype on one rank": (
+        "hsdp",
+        tensors(RANK_1, lambda t: t.update({"weight": t["weight"].to(torch.float16)})),
+        "ranks_disagree",
+    ),
+    "a name on one rank only": (
+        "buffers",
+        tensors(RANK_1, lambda t: t.update(extra=torch.ones(3, 3))),
+        "ranks_disagree",
+    ),
+    "half an index": ("hub", lambda d: saved.truncate(d / "model.safetensors.index.json", 20), "index"),
+    "an index that names a ghost": ("hub", index(lambda m: m.update(ghost=HUB)), "lost_tensor"),
+    "an index that names a lost file": ("hub", index(lambda m: m.update({HEAD: "lost.safetensors"})), "index"),
+    "an index that lacks a tensor": ("hub", index(lambda m: m.pop(HEAD)), "index"),
+    "an index of .bin that lacks a tensor": ("bin", index(lambda m: m.pop(HEAD)), "index"),
+    "an index with a name twice": (
+        "hub",
+        replace_text("model.safetensors.index.json", '"lm_head', '"a": "b", "a": "b", "lm_head'),
+        "index",
+    ),
+    "an index that leaves the directory": ("hub", index(lambda m: m.update({HEAD: "../x.safetensors"})), "index"),
+    "an old file beside new ones": ("hub", lambda d: shutil.copy(d.parent / "tied" / TIED, d / TIED), "twice"),
+    "NaN": ("tied", tensors(TIED, lambda t: t[DOWN][7, 3].fill_(torch.nan)), "nonfinite"),
+    "NaN in bfloat16": (
+        "tied",
+        tensors(TIED, lambda t: (t.update({n: v.bfloat16() for n, v in t.items()}), t[DOWN][7, 3].fill_(torch.nan))),
+        "nonfinite",
+    ),
+    "inf in float16": (
+        "tied",
+        tensors(TIED, lambda t: (t.update({n: v.half() for n, v in t.items()}), t[DOWN][7, 3].fill_(torch.inf))),
+        "nonfinite",
+    ),
+    "a matrix of zeros": ("tied", tensors(TIED, lambda t: t[DOWN].zero_()), "zero_matrix"),
+    "a rank's rows of zeros": ("tied", tensors(TIED, lambda t: t[EMBED][258:387].zero_()), "zero_rank"),
+    "a rank's rows of zeros in its file": (
+        "verl",
+        tensors(RANK_1, lambda t: t[DOWN].to_local().zero_()),
+        "zero_rank",
+    ),
+    "an expert missing": (
+        "experts",
+        tensors(TIED, lambda t: [t.pop(n) for n in list(t) if ".experts.3." in n]),
+        "experts",
+    ),
+    "all experts but one zero": ("experts", tensors(TIED, same_experts), "zero_matrix"),
+    "one lora_B zero": (
+        "adapter",
+        tensors("adapter_model.safetensors", lambda t: next(v for n, v in t.items() if "lora_B" in n).zero_()),
+        "lora_zero",
+    ),
+    "a lora_A without its lora_B": (
+        "adapter",
+        tensors("adapter_model.safetensors", lambda t: t.pop(next(n for n in t if "lora_B" in n))),
+        "lora_pair",
+    ),
+    "another rank of an adapter": ("adapter", lambda d: saved.edit_json(d / "adapter_config.json", r=8), "shape"),
+    "wrapper prefixes": ("tied", tensors(TIED, lambda t: rename_in(t, "self_attn", "_orig_mod.self_attn")), "prefix"),
+    "module. before all names": ("tied", tensors(TIED, lambda t: rename_in(t, "model.", "module.model.")), "prefix"),
+    "flat shards": ("tied", tensors(TIED, flatten_all), "flat"),
+    "one flat tensor": ("tied", tensors(TIED, lambda t: t.update({DOWN: t[DOWN].flatten()})), "flat"),
+    "a tensor without elements": ("tied", tensors(TIED, lambda t: t.update({DOWN: torch.empty(0)})), "flat"),
+    "one rank's rows as the whole": (
+        "tied",
+        tensors(TIED, lambda t: t.update({n: v[: -(-len(v) // 2)] for n, v in t.items()})),
+        "shape",
+    ),
+    "another vocabulary in config.json": (
+        "tied",
+        lambda d: saved.edit_json(d / "config.json", vocab_size=600),
+        "shape",
+    ),
+    "no lm_head": (
+        "hub",
+        lambda d: [tensors(f.name, lambda t: t.pop(HEAD, 0))(d) for f in d.glob("*.safetensors")],
+        "missing_tensor",
+    ),
+    "tied, and different": ("tied", tensors(TIED, lambda t: t.update({HEAD: t[EMBED] + 1})), "tied"),
+    "a layer missing": (
+        "tied",
+        tensors(TIED, lambda t: [t.pop(n) for n in list(t) if ".layers.2." in n]),
+        "missing_tensor",
+    ),
+    "a tensor of one layer missing": ("tied", tensors(TIED, lambda t: t.pop(DOWN)), "missing_tensor"),
+    "a parameter without optimizer state": (
+        "torchtitan",
+        lambda d: saved.edit_metadata(
+            d / "step-1",
+            lambda m: [m.state_dict_metadata.pop(f"state.{DOWN}.{kind}") for kind in ("exp_avg", "exp_avg_sq", "step")],
+        ),
+        "optimizer",
+    ),
+    "a moment missing": (
+        "torchtitan",
+        lambda d: saved.edit_metadata(d / "step-1", lambda m: m.state_dict_metadata.pop(f"state.{DOWN}.exp_avg_sq")),
+        "optimizer",
+    ),
+    "shards in a converted file": ("legacy", to_shards, "pickled_shards"),
+    "saved without data": ("legacy", skip_data, "no_data"),
+    "packed items, truncated": ("columns", pack_and_truncate, "file"),
+    "a flipped bit in a random state": ("whole", save_random_states, "checksum"),
+    "more behind a DCP file of safetensors": (
+        "dcp_safetensors",
+        lambda d: saved.overwrite(d / "__1_0.distcp", 10**6, b"more"),
+        "trailing_bytes",
+    ),
+    "no index": ("hub", lambda d: (d / "model.safetensors.index.json").unlink(), "index"),
+    "a shard's file missing": ("shards", divide_shard, "missing_rank"),
+    "a shard copied": (
+        "shards",
+        lambda d: shutil.copy(next(d.glob("shard-00001*")), next(d.glob("shard-00002*"))),
+        "copied_rank",
+    ),
+    "a flipped bit in a consolidated file": (
+        "consolidated",
+        lambda d: saved.flip(next(d.glob("model-*")), 300_000),
+        "differs",
+    ),
+    "-inf in a weight": ("tied", tensors(TIED, lambda t: t[DOWN][7, 3].fill_(-torch.inf)), "nonfinite"),
+    "no embedding": ("tied", tensors(TIED, lambda t: t.pop(EMBED)), "missing_tensor"),
+    "no norm behind the layers": ("tied", tensors(TIED, lambda t: t.pop("model.norm.weight")), "missing_tensor"),
+    "half of a vocabulary zero": ("verl", tensors(RANK_1, lambda t: t[HEAD].to_local().zero_()), "zero_rank"),
+    "a flat tensor in DCP": (
+        "dcp",
+        save_dcp({f"layers.{i}.up_proj.weight": torch.randn(9 - i) for i in range(2)}),
+        "flat",
+    ),
+    "Lightning's DCP without meta.pt": ("dcp", save_dcp({"state_dict": {"a": torch.ones(3)}}), "missing_file"),
+    "flat parameters swapped": ("legacy", swap_flat_parameters, "foreign_rank"),
+    "a config.json that is no JSON": ("hub", lambda d: saved.truncate(d / "config.json", 9), "settings_damaged"),
+    "a hole between two tensors": ("legacy", raw({"a": entry(0, 16), "b": entry(24, 40)}, bytes(range(40))), "file"),
+    "a hole before the first tensor": ("legacy", raw({"a": entry(8, 16)}, bytes(range(16))), "file"),
+    "one of two layers lacks a projection": (
+        "tied",
+        two_layers(lambda t: t.pop("model.layers.1.mlp.down_proj.weight")),
+        "missing_tensor",
+    ),
+    "one of two layers lacks a norm": (
+        "tied",
+        two_layers(lambda t: t.pop("model.layers.0.input_layernorm.weight")),
+        "missing_tensor",
+    ),
+    "a negative mean of squares": ("full", moments(lambda m: m["exp_avg_sq"][1, 2].fill_(-1e-4)), "moments"),
+    "a mean of squares of zeros": ("full", moments(lambda m: m["exp_avg_sq"].zero_()), "moments"),
+    "moments at step 0": ("full", moments(lambda m: m["step"].zero_()), "moments"),
+    "a scheduler lost on one rank": (
+        "verl",
+        tensors("extra_state_world_size_2_rank_1.pt", lambda t: t.pop("lr_scheduler")),
+        "ranks_disagree",
+    ),
+    "other kv heads in config.json": (
+        "tied",
+        lambda d: saved.edit_json(d / "config.json", num_key_value_heads=1),
+        "shape",
+    ),
+    "a larger intermediate size in config.json": (
+        "tied",
+        lambda d: (saved.edit_json(d / "config.json", intermediate_size=97), tensors(TIED, widen)(d)),
+        "shape",
+    ),
+    "one layer of another width": ("tied", tensors(TIED, lambda t: t.update({DOWN: t[DOWN][:, :90]})), "shape"),
+    "more layers than config.json has": (
+        "tied",
+        lambda d: saved.edit_json(d / "config.json", num_hidden_layers=2),
+        "extra_layers",
+    ),
+    "a head of another width than the embedding": (
+        "legacy",
+        tensors(BIN, lambda t: t.update({HEAD: t[HEAD][:, :60]})),
+        "shape",
+    ),
+    "bits of bfloat16 as float32": ("tied", tensors(TIED, to_bits), "other_bits"),
+    "one value of 3e38": ("tied", tensors(TIED, lambda t: t[DOWN][7, 3].fill_(3e38)), "huge"),
+    "a matrix a million times too large": ("tied", tensors(TIED, lambda t: t[DOWN].mul_(1e6)), "magnitude"),
+    "half of a projection's rows zero": (
+        "tied",
+        zero_rows_of("model.layers.1.self_attn.q_proj.weight", 0, 31),
+        "zero_rank",
+    ),
+    "the last shard missing, and no vocabulary in it": (
+        "shards",
+        lambda d: (
+            next(d.glob("shard-00002*")).unlink(),
+            saved.LlamaConfig(**saved.SIZES).save_pretrained(d),
+        ),
+        "missing_rank",
+    ),
+    "a control character's name": (
+        "legacy",
+        raw({"a\n\x1b[2Jsound: fine": entry(0, 4)}, b"\0\0\xc0\x7f"),
+        "nonfinite",
+    ),
+}
