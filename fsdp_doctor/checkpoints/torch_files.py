@@ -244,7 +244,7 @@ class _Reader:
                         if isinstance(inner, Pickled):
                             return self._read_tensor(path, inner)
                     case name:
-                        raise NotRead(f"of the class {name or kind!r}")
+                        raise NotRead(_KINDS.get(getattr(function, "name", ""), f"of the class {name or kind!r}"))
         raise NotRead(_KINDS.get(value.name, f"of the class {value.name}"))
 
     def _read_strided(self, value: Pickled) -> tuple[str, SavedPiece]:

@@ -95,9 +95,11 @@ def read_hub_parts(config: str) -> dict[str, HubPart]:
     Without ``architectures`` it is the class that ``AutoModelForCausalLM`` makes of it. Raises ModelClassUnknown
     (HubNamesUnknown) if it is none of transformers, and what :func:`read_hub_view` raises.
     """
+    named: list[str] = []
     try:
         import transformers
 
+        named = transformers.PretrainedConfig.get_config_dict(config)[0].get("architectures") or []
         settings = transformers.AutoConfig.from_pretrained(config, attn_implementation="eager")
         with torch.device("meta"):
             if settings.architectures:
@@ -106,7 +108,10 @@ def read_hub_parts(config: str) -> dict[str, HubPart]:
             else:
                 model = transformers.AutoModelForCausalLM.from_config(settings)
     except Exception as error:  # transformers may raise anything
-        raise ModelClassUnknown(f"transformers cannot build the model of {config}: {read_first_line(error)}") from error
+        # Of a class that it has, the settings alone are wrong.
+        has_class = bool(named) and all(hasattr(transformers, each) for each in named)
+        unknown = HubNamesUnknown if has_class else ModelClassUnknown
+        raise unknown(f"transformers cannot build the model of {config}: {read_first_line(error)}") from error
     if getattr(settings, "quantization_config", None) is not None:
         raise HubNamesUnknown(f"the model of {config} is quantized: what the Hub has of it are no parts of its tensors")
     shapes = list_shapes(reader.read(model))

@@ -160,7 +160,7 @@ def test_a_tensor_that_is_not_dense_in_memory_is_refused_by_name(tmp_path: pathl
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the storage of quantized ones is deprecated
         torch.save(tensors, tmp_path / "odd.pt")
-    with pytest.raises(UsageError, match=f"odd.pt: odd is .*{form.removesuffix('_coo')}"):
+    with pytest.raises(UsageError, match=f"odd.pt: odd: it is .*{form.removesuffix('_coo')}"):
         fingerprint_command(checkpoint=tmp_path / "odd.pt")
 
 

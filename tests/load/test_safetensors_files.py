@@ -60,7 +60,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "one offset": (_header(_entry(data_offsets=[16])) + bytes(16), "w has the offsets [16]"),
     "two in the same bytes": (_header(_entry() | {"v": _entry()["w"]}) + bytes(16), "v and w lie in the same bytes"),
     "data that ends early": (_header(_entry()) + bytes(15), "is truncated"),
-    "a name twice": (struct.pack("<Q", 14) + b'{"w":1,"w":2} ', "has a name twice"),
+    "a name twice": (struct.pack("<Q", 14) + b'{"w":1,"w":2} ', "stands twice"),
 }
 
 
