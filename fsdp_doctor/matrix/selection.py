@@ -146,7 +146,12 @@ def _list_scenarios(selection: Selection, direction: Direction) -> Iterable[Scen
         matching = dict.fromkeys(scenario for scenario in list_full_matrix(direction, model) if _has(scenario, asked))
         if matching:
             return matching
-    variants = (scenario for scenario in list_default_variants(direction) if not (asked and is_sampled(scenario)))
+    variants = (
+        scenario
+        for scenario in list_default_variants(direction)
+        # A step that raised, too, is tried beside other values where its phase is asked for.
+        if not (asked and (is_sampled(scenario) or scenario.phase.raised))
+    )
     return dict.fromkeys(
         [*list_product(direction, asked), *(scenario for scenario in variants if _has(scenario, asked))]
     )

@@ -111,7 +111,13 @@ def read_reported(case: AnyCase, report: Report) -> Expectation:
 
 
 def _check_that_a_script_sees(case: AnyCase, kind: VerdictKind) -> None:
-    """Raises UsageError for wrong values of an extracted optimizer state: a script has nothing to compare them with."""
+    """Raises UsageError where a script has nothing to compare with.
+
+    Those are the values of an extracted optimizer state, and what a load after a step that raised leaves to the next.
+    """
+    if isinstance(case, Case) and kind in ("poisoned", "misplaced"):
+        if case.scenario.phase.raised and _find_contract(case).direction == "in":
+            raise UsageError(f"case {case.id!r}: what the load leaves to the next step, the doctor alone can see")
     if isinstance(case, Case) and kind == "wrong" and _find_contract(case).form == "optimizer":
         raise UsageError(f"case {case.id!r}: that the optimizer's state has other values, the doctor alone can see")
 

@@ -118,6 +118,7 @@ CURES: dict[TroubleRemedy, Cure] = {
     TroubleRemedy.RENAME: rename,
     TroubleRemedy.REMOVE: remove,
     TroubleRemedy.REMOVE_OLDER: remove,
+    TroubleRemedy.SAVE_ENDS: remove,
     TroubleRemedy.WRITE_INDEX: write_index,
     TroubleRemedy.CONVERT: convert,
     TroubleRemedy.CONVERT_RANKS: convert_ranks,

@@ -197,7 +197,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_is_told() -> None:
 
 
 def _impatiently_extracted(model: nn.Module) -> None:
-    store = agreement._connection(private.find_default_store())
+    store = agreement.connect(private.find_default_store())
     usual = store.timeout
     store.set_timeout(datetime.timedelta(seconds=1))
     try:
@@ -382,13 +382,13 @@ def test_a_call_asks_the_store_a_few_times_however_many_buckets_there_are() -> N
     extracted(model, bucket_bytes=TINY_BYTES)
     buckets = num_buckets(model)
     requests = []
-    store = agreement._connection(agreement.private.find_default_store())
+    store = agreement.connect(agreement.private.find_default_store())
 
     class Counting:
         def __getattr__(self, name: str) -> Any:
             return lambda *arguments: (requests.append(name), getattr(store, name)(*arguments))[1]
 
-    with mock.patch.object(agreement, "_connection", return_value=Counting()):
+    with mock.patch.object(agreement, "connect", return_value=Counting()):
         extracted(model, bucket_bytes=TINY_BYTES)
     # Two for each window and for the end, what the rank that comes first deletes, and the asking before a thread waits.
     assert len(requests) <= 8 * (buckets.bit_length() + 1) + 4, requests
@@ -429,7 +429,7 @@ def test_without_its_store_a_call_ends_in_a_sentence() -> None:
     client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
     del server
     with (
-        mock.patch.object(agreement, "_connection", return_value=client),
+        mock.patch.object(agreement, "connect", return_value=client),
         raises_soon(RankLeft, "the process that has the process group's store has ended, or cannot be reached"),
     ):
         extracted(model)

@@ -91,7 +91,9 @@ class Fsdp1Unit:
 
         A manual offload makes the flat parameter the local shard, and while the unit is unsharded that is the whole.
         """
-        return self.is_sharded and self.shard.numel() != get(self.flat_parameter, "_sharded_size").numel()
+        shard = self.shard
+        is_short = shard.numel() != get(self.flat_parameter, "_sharded_size").numel()
+        return self.is_sharded and not shard.is_meta and is_short
 
     @property
     def is_recast(self) -> bool:
