@@ -153,11 +153,11 @@ _AFTER_END_SECONDS = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class CommandRun:
-    """How a command went.
+    """Outcome of a command.
 
-    exit_code: negative for a signal; None where it was ended from here. seconds: that it ran. silent: how long it had
-    written nothing at the end. rank_exit_codes: by rank, as torchrun prints them.
-    output: the file with its output. dumps: of torch's flight recorder.
+    exit_code: negative for a signal; None if this process ended the command. seconds: duration of the run. silent:
+    seconds without output at the end. rank_exit_codes: by rank, as torchrun prints them.
+    output: the file with the output. dumps: files of torch's flight recorder.
     """
 
     command: tuple[str, ...]

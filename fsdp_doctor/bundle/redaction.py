@@ -38,7 +38,7 @@ class Rule:
         return filter(self.is_random, _matches([self.pattern], text))
 
     def is_random(self, value: str) -> bool:
-        """Whether its characters are mixed enough to be private."""
+        """Returns whether the characters are mixed enough to be private."""
         shares = [count / len(value) for count in Counter(value).values()]
         return -sum(share * math.log2(share) for share in shares) >= self.entropy
 

@@ -34,7 +34,7 @@ _DEVICE_BYTES_OF_A_GROUP = 4 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """This process's place in the job, as torchrun's environment variables say it."""
+    """Place of this process in the job, as torchrun's environment variables say it."""
 
     rank: int
     world_size: int
@@ -58,7 +58,7 @@ class RankGroup:
 
     @classmethod
     def read(cls) -> RankGroup | None:
-        """This process's group; None where there are no others."""
+        """Reads this process's group; None if there is no other process."""
         number, _, port = os.environ.get(_GROUP, "").partition(":")
         return cls(number=int(number), store_port=int(port)) if port else None
 
@@ -77,7 +77,7 @@ def is_rank_zero() -> bool:
 
 
 def read_place() -> Place:
-    """This process's place. Raises CannotRun if torchrun's variables are missing or do not fit together."""
+    """Reads this process's place. Raises CannotRun if torchrun's variables are missing or do not fit together."""
     names = (*_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     if missing:

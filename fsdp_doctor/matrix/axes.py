@@ -52,7 +52,7 @@ class AxisValue(str, Enum):
 
 
 class Strategy(AxisValue):
-    """Which of torch's two FSDPs shards the model."""
+    """Selects which of torch's two FSDPs shards the model."""
 
     FSDP2 = "fsdp2", "fully_shard"
     FSDP1 = "fsdp1", "FullyShardedDataParallel(use_orig_params=False), verl's default"
@@ -71,7 +71,7 @@ class Strategy(AxisValue):
 
     @property
     def uses_original_parameters(self) -> bool:
-        """Whether FSDP1 shows the parameters of the wrapped model rather than one flat parameter per unit."""
+        """Returns whether FSDP1 shows the parameters of the wrapped model rather than one flat parameter per unit."""
         match self:
             case Strategy.FSDP1_ORIG:
                 return True
@@ -90,7 +90,7 @@ class OffloadFlag(AxisValue):
 
     @property
     def moves(self) -> str:
-        """What goes to the host."""
+        """Names the memory that goes to the host."""
         match self:
             case OffloadFlag.POLICY | OffloadFlag.PARAM:
                 return "shards"
@@ -102,9 +102,9 @@ class OffloadFlag(AxisValue):
 
 @dataclass(frozen=True, order=True)
 class Offload:
-    """Which of verl's three offload flags are set, in the order of :class:`OffloadFlag`.
+    """Combination of verl's three offload flags, in the order of :class:`OffloadFlag`.
 
-    The policy takes precedence, as in verl: beside it, the two manual flags have no effect.
+    The policy takes precedence, as in verl: with it, the two manual flags have no effect.
     """
 
     flags: tuple[OffloadFlag, ...] = ()
@@ -130,7 +130,7 @@ class Offload:
 
     @property
     def policy(self) -> bool:
-        """Whether torch owns the placement of the shards."""
+        """Returns whether torch owns the placement of the shards."""
         return OffloadFlag.POLICY in self.flags
 
     @property
@@ -157,7 +157,7 @@ OFFLOADS: tuple[Offload, ...] = tuple(
 
 
 class Staging(AxisValue):
-    """Whether the shards are moved to the device before the method is called."""
+    """Selects whether the shards are moved to the device before the method is called."""
 
     UNSTAGED = "unstaged", "the method reads the shards where the offload left them"
     STAGED = "staged", "verl's load_fsdp_model_to_gpu first: model.to(device), or flat_param_to"
@@ -174,7 +174,7 @@ class Staging(AxisValue):
 
 
 class Model(AxisValue):
-    """Which model is built."""
+    """Selects the model."""
 
     QWEN3 = "qwen3", "a dense Qwen3 with two layers"
     QWEN3_TIED = "qwen3-tied", "Qwen3 with lm_head tied to the embedding"
@@ -203,12 +203,12 @@ class Model(AxisValue):
 
     @property
     def is_custom(self) -> bool:
-        """Whether the user gives the model, so that nothing but its configuration is known of it."""
+        """Returns whether the model is the user's, of which nothing but the configuration is known."""
         return self is Model.CUSTOM
 
 
 class Dims(AxisValue):
-    """Whether the ranks get shards of one size."""
+    """Selects whether all ranks get shards of one size."""
 
     EVEN = "even", "every sharded dimension is divisible by 2 and 4"
     UNEVEN = "uneven", "odd vocabulary and intermediate sizes: some shards are shorter"
@@ -225,7 +225,7 @@ class Dims(AxisValue):
 
 
 class Phase(AxisValue):
-    """Where in a training run the method is called."""
+    """Selects the point of a training run at which the method is called."""
 
     TRAINED = "trained", "after forward, backward and optimizer step"
     FRESH = "fresh", "before the first forward"
@@ -294,7 +294,7 @@ class Sharding(AxisValue):
 
     @property
     def divides_experts(self) -> bool:
-        """Whether experts are divided over two neighbouring ranks, which compute on one batch, before FSDP shards."""
+        """Returns whether two neighbouring ranks, which compute on one batch, divide the experts before FSDP shards."""
         return self in (Sharding.EXPERTS_2D, Sharding.HIDDEN_EXPERTS)
 
     @property
@@ -303,12 +303,12 @@ class Sharding(AxisValue):
 
     @property
     def has_one_mesh(self) -> bool:
-        """Whether every parameter is sharded over one group of all ranks."""
+        """Returns whether every parameter is sharded over one group of all ranks."""
         return self is Sharding.FULL
 
     @property
     def keeps_whole_tensors(self) -> bool:
-        """Whether each rank has the whole of every parameter, however many ranks there are."""
+        """Returns whether each rank has the whole of every parameter, however many ranks there are."""
         match self:
             case Sharding.REPLICATE | Sharding.SIZE1:
                 return True
@@ -321,7 +321,7 @@ class Sharding(AxisValue):
 
 
 class Pinning(AxisValue):
-    """Whether CPUOffloadPolicy keeps the shards in pinned host memory."""
+    """Selects whether CPUOffloadPolicy keeps the shards in pinned host memory."""
 
     PINNED = "pinned", "CPUOffloadPolicy(pin_memory=True)"
     UNPINNED = "unpinned", "CPUOffloadPolicy(pin_memory=False)"
@@ -338,7 +338,7 @@ class Pinning(AxisValue):
 
 
 class Transfer(AxisValue):
-    """How a manual offload copies."""
+    """Selects whether a manual offload waits for its copies."""
 
     BLOCKING = "blocking", "manual offload waits for its copies"
     NONBLOCKING = "nonblocking", "manual offload copies with non_blocking=True"
@@ -365,7 +365,7 @@ class Precision(AxisValue):
 
     @property
     def casts(self) -> bool:
-        """Whether FSDP gathers the parameters in another dtype than that of the shards."""
+        """Returns whether FSDP gathers the parameters in another dtype than that of the shards."""
         match self:
             case Precision.BF16_COMPUTE:
                 return True
@@ -376,7 +376,7 @@ class Precision(AxisValue):
 
 
 class Init(AxisValue):
-    """Where the model is before a load."""
+    """Selects where the model is before a load."""
 
     MATERIALIZED = "materialized", "before a load the model holds other weights than the checkpoint"
     META = "meta", "before a load the model is on the meta device"
@@ -393,7 +393,7 @@ class Init(AxisValue):
 
 
 class CheckpointFit(AxisValue):
-    """How the checkpoint of a load differs from the state dict of the model, and who saved it."""
+    """Selects how the checkpoint of a load differs from the state dict of the model, and who saved it."""
 
     EXACT = "exact", "the checkpoint fits the model exactly"
     BF16 = "bf16", "it is bfloat16, the model's parameters are float32"
@@ -408,9 +408,9 @@ class CheckpointFit(AxisValue):
 
     @property
     def must_load(self) -> bool:
-        """Whether the checkpoint has the names, shapes and dtypes of the model's state dict.
+        """Returns whether a load of the checkpoint has to succeed: it has the model's names, shapes and dtypes.
 
-        One that processes of another number saved need not load: a file for each rank cannot be cut again.
+        A checkpoint of another number of ranks need not load: a file for each rank cannot be cut again.
         """
         match self:
             case CheckpointFit.EXACT | CheckpointFit.TIED_TWICE | CheckpointFit.OTHER_RUN:
@@ -424,17 +424,17 @@ class CheckpointFit(AxisValue):
 
     @property
     def saved_elsewhere(self) -> bool:
-        """Whether other processes save the checkpoint than those that load it."""
+        """Returns whether other processes save the checkpoint than those that load it."""
         return self in (CheckpointFit.OTHER_RUN, CheckpointFit.OTHER_WORLD, CheckpointFit.HUB)
 
     @property
     def is_of_weights_alone(self) -> bool:
-        """Whether it differs in a way that the checkpoint of an optimizer cannot."""
+        """Returns whether the checkpoint differs in a way in which an optimizer's checkpoint cannot."""
         return self in (CheckpointFit.BF16, CheckpointFit.EXTRA_KEY, CheckpointFit.MISSING_KEY, CheckpointFit.HUB)
 
     @property
     def is_of_every_method(self) -> bool:
-        """Whether methods are tried with it that load an optimizer, an adapter or both."""
+        """Returns whether methods that load an optimizer or an adapter are tried with such a checkpoint, too."""
         return self in (CheckpointFit.EXACT, CheckpointFit.FP32)
 
     @property
@@ -451,7 +451,7 @@ class Context(AxisValue):
 
 
 class Consumer(AxisValue):
-    """What is done with the entries that a method yields. A receiver is another process."""
+    """Selects what is done with the entries that a method yields. A receiver is another process."""
 
     ALONE = "alone", "each entry is read when it comes"
     SECOND_GROUP = "second-group", "rank 0 broadcasts each entry to a receiver, over a second process group"
@@ -481,17 +481,17 @@ class Consumer(AxisValue):
 
     @property
     def needs_sender(self) -> bool:
-        """Whether only methods that a framework sends with are tried with it."""
+        """Returns whether only methods with which a framework sends are tried with the consumer."""
         return self is not Consumer.ALONE
 
     @property
     def keeps_entries(self) -> bool:
-        """Whether it keeps entries while it asks for others."""
+        """Returns whether the consumer keeps entries while it asks for others."""
         return self is Consumer.KEEPS_VIEWS or self in _PACKED
 
     @property
     def changes_streams(self) -> bool:
-        """Whether it asks for entries on other streams than that of the call."""
+        """Returns whether the consumer asks for entries on other streams than the stream of the call."""
         return self in _PACKED
 
 

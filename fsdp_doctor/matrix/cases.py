@@ -78,12 +78,12 @@ class Scenario:
         )
 
     def change(self, **values: str | Offload) -> Scenario:
-        """This scenario with other values on some axes. Raises KeyError and ValueError as :func:`make_scenario`."""
+        """Returns the scenario with other values on some axes. Raises as :func:`make_scenario`."""
         return make_scenario({**self.values, **{axis: str(value) for axis, value in values.items()}})
 
     @property
     def generation(self) -> str:
-        """Which generation of workers may run it: their process groups are made with its backend."""
+        """Names the generation of workers that may run the scenario: their process groups are made with its backend."""
         return str(self.backend)
 
     def drop_offload(self) -> Scenario:
@@ -92,7 +92,7 @@ class Scenario:
 
     @property
     def policy(self) -> bool:
-        """Whether torch owns the placement: the policy overrides the manual offloads, as in verl."""
+        """Returns whether torch owns the placement: the policy overrides the manual offloads, as in verl."""
         return self.offload.policy
 
     @property
@@ -110,12 +110,12 @@ class Scenario:
 
     @property
     def is_of_loading(self) -> bool:
-        """Whether it says something that only a method that loads can be tried with."""
+        """Returns whether some value of the scenario makes sense only for a load."""
         return self.init.is_meta or self.checkpoint is not CheckpointFit.EXACT
 
     @property
     def must_load(self) -> bool:
-        """Whether a load has to succeed; else every rank may refuse it before anything is changed.
+        """Returns whether a load has to succeed; otherwise every rank may refuse it before anything is changed.
 
         FSDP1 has no way back from a backward that raised, and has lost its shards where a manual offload moved what a
         step left unsharded: no loader of weights can do anything to that.

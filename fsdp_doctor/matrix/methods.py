@@ -44,14 +44,13 @@ class MatrixMethod(Method):
     optimizer_first: bool = False
 
     def applies(self, scenario: Scenario) -> bool:
-        """Whether it makes sense there at all; whether it works is for the probe to say."""
+        """Returns whether the method makes sense in the scenario; the probe finds whether it works."""
         suits = self._suits_loading(scenario) if self.direction == "in" else not scenario.is_of_loading
         suits = suits and (self.sends or not scenario.consumer.needs_sender)
         return scenario.version in self.fsdp and self.has_values(scenario.values) and suits
 
     def _suits_loading(self, scenario: Scenario) -> bool:
-        """Whether the method can load a model on meta, and a checkpoint of its form can differ from the model as the
-        scenario says.
+        """Returns whether the method can load a model on meta, and its checkpoint can differ as the scenario says.
         """
         contract = self.contract
         if scenario.init.is_meta and contract.loads != "model":
@@ -74,7 +73,7 @@ METHOD_NAMES: tuple[str, ...] = tuple(dict.fromkeys(method.name for method in ME
 
 
 def is_user_method(name: str) -> bool:
-    """Whether ``name`` is a ``module:function`` of the user rather than a row of the table."""
+    """Returns whether ``name`` is a ``module:function`` of the user rather than a row of the table."""
     return ":" in name
 
 
@@ -112,7 +111,7 @@ def find_method(name: str, fsdp: int) -> MatrixMethod:
 
 
 def find_direction(case: AnyCase) -> Direction:
-    """Whether the method of a case extracts or loads, of the matrix or of a framework."""
+    """Returns whether the method of a case, of the matrix or of a framework, extracts or loads."""
     if isinstance(case, FrameworkCase):
         return case.definition.direction
     return find_method(case.method, case.scenario.version).direction

@@ -1,4 +1,4 @@
-"""Which cases a command means: the default matrix, another level of it, or what the options pick.
+"""Selects the cases that a command means: the default matrix, another level, or what the options pick.
 
 Options that name axis values remove from the levels ``quick`` and ``full`` the cases without these values; they never
 add cases.
@@ -35,7 +35,7 @@ from fsdp_doctor.matrix.methods import METHOD_NAMES, is_user_method, list_method
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What the user asked for, as the options say it. Empty means: not asked.
+    """Request of the user, as the options say it. Empty means: not asked.
 
     directions: both where none is asked for. frameworks: then their cases and no others.
     """

@@ -1,4 +1,4 @@
-"""How large a training step is: what decides the memory of its activations."""
+"""Size of a training step, which decides the memory of its activations."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from fsdp_doctor.text import read_first_line
 
 
 def is_wrapper(kind: type) -> bool:
-    """Whether tensors of the type hold others, such as a DTensor, and have no memory themselves."""
+    """Returns whether tensors of the type wrap others, as a DTensor does, and have no memory themselves."""
     return hasattr(kind, "__tensor_flatten__")
 
 

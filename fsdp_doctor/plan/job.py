@@ -55,30 +55,30 @@ class RoleSetup:
 
     @property
     def stays_on_host(self) -> bool:
-        """Whether the shards stay on the host under a policy although the module is moved.
+        """Returns whether the shards stay on the host under a policy although the module is moved.
 
-        FSDP2 pins them there again, and so takes them back; if they are not pinned, they stay where they were moved.
+        FSDP2 pins them there again, and so takes them back; unpinned shards stay where they were moved.
         """
         scenario = self.scenario
         return scenario.policy and (scenario.version == 1 or scenario.pinning.is_pinned)
 
     @property
     def computes_with_shards(self) -> bool:
-        """Whether FSDP1, without shards and in the dtype of the computation, copies nothing to unshard a unit."""
+        """Returns whether FSDP1 copies nothing to unshard a unit: without shards, in the dtype of the computation."""
         is_whole = self.scenario.version == 1 and self.shard_ranks == 1
         return is_whole and self.dtypes.master == self.dtypes.compute
 
     @property
     def views_hold_shards(self) -> bool:
-        """Whether the modules' parameters are views that keep the memory of a flat parameter when it is moved.
+        """Returns whether the modules' parameters are views that keep the memory of a flat parameter when it is moved.
 
-        With the original parameters FSDP1 makes new ones.
+        With the original parameters FSDP1 makes new views.
         """
         return self.computes_with_shards and not self.scenario.strategy.uses_original_parameters
 
     @property
     def shards_on_host(self) -> bool:
-        """Whether the shards are on the host when the weights are extracted."""
+        """Returns whether the shards are on the host when the weights are extracted."""
         scenario = self.scenario
         is_moved = scenario.staging.is_staged and not self.stays_on_host
         return not is_moved and (scenario.policy or scenario.param_offload)

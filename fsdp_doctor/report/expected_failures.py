@@ -46,7 +46,7 @@ class ExpectedFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return any(compile_pattern(pattern).fullmatch(case_id) for pattern in self.cases)
 
     def is_met_by(self, result: CaseResult) -> bool:
-        """Whether the case fails as expected."""
+        """Returns whether the case fails as expected."""
         verdict = result.verdict
         reasons = (verdict.reason, *verdict.also)
         return verdict.kind == self.verdict and any(
@@ -54,7 +54,7 @@ class ExpectedFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         )
 
     def is_over(self, torch: str) -> bool:
-        """Whether that version of torch is expected not to fail any more."""
+        """Returns whether that version of torch is expected not to fail any more."""
         try:
             return bool(self.until) and Version(torch).release >= Version(self.until).release
         except InvalidVersion:

@@ -146,7 +146,7 @@ def _call(module: str, function: str, direction: Direction, context: Context) ->
 
 
 def _needs_comparison(case: Case, method: MatrixMethod, expectation: Expectation) -> bool:
-    """Whether the script compares values with the true ones: not if the case raises before it has any."""
+    """Returns whether the script compares values with the true ones: not if the case raises before it has any."""
     kind = expectation.kind
     if method.contract.form == "flat":
         return False
@@ -160,7 +160,7 @@ def _needs_comparison(case: Case, method: MatrixMethod, expectation: Expectation
 
 
 def _needs_other_ranks(case: Case, expectation: Expectation) -> bool:
-    """Whether an exception on every rank is a refusal, and so another end than an exception on some ranks."""
+    """Returns whether an exception on every rank is a refusal, and so another end than an exception on some ranks."""
     crash = expectation.kind == "crash" and not expectation.by_every_rank
     return not case.scenario.must_load and (crash or expectation.kind in ("ok", "refused"))
 

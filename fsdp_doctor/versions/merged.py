@@ -116,7 +116,7 @@ class Statement:
 
     @property
     def changes(self) -> bool:
-        """Whether two versions that could run the case differ."""
+        """Returns whether two versions that could run the case differ."""
         return len({(period.kind, period.known) for period in self.periods if period.kind not in NO_ANSWER}) > 1
 
 
@@ -165,15 +165,15 @@ class MergedReport:
         return "not run" if outcome is None else outcome.kind
 
     def passes(self, case: MergedCase) -> bool:
-        """Whether the case is as it should be in every environment; one that did not run it does not count as good."""
+        """Returns whether the case ran and is as it should be in every environment."""
         return all(kind in GOOD for kind in self._list_kinds(case))
 
     def fails(self, case: MergedCase) -> bool:
-        """Whether the case has a bad verdict in some environment."""
+        """Returns whether the case has a bad verdict in some environment."""
         return any(kind not in GOOD | NO_ANSWER for kind in self._list_kinds(case))
 
     def has_run(self, case: MergedCase) -> bool:
-        """Whether some environment could run the case."""
+        """Returns whether some environment could run the case."""
         return any(kind not in NO_ANSWER for kind in self._list_kinds(case))
 
     def _list_kinds(self, case: MergedCase) -> list[Shown]:

@@ -46,7 +46,7 @@ _OVERRIDDEN = ("--json", "--device", "--format")
 
 @dataclass(frozen=True, kw_only=True)
 class Packages:
-    """What is installed for one probe. torch: ``2.10`` is its newest patch release. beside: requirements."""
+    """Packages installed for one probe. torch: ``2.10`` means its newest patch release. beside: requirements."""
 
     torch: str
     beside: tuple[str, ...]
@@ -243,7 +243,7 @@ def _read_existing_report(file: pathlib.Path) -> Report | None:
 
 
 def _has_options(report: Report, options: Sequence[str]) -> bool:
-    """Whether a probe with these options would run the same cases on the same device."""
+    """Returns whether a probe with these options would run the same cases on the same device."""
     same_device = _read_device(options) in ("auto", report.device)
     return same_device and _list_selecting_words(shlex.split(report.command)[2:]) == _list_selecting_words(options)
 

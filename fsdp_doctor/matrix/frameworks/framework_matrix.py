@@ -64,7 +64,7 @@ class Shim:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfiguredBuild:
-    """What a configuration must make of the model; a fact that is left out is not compared.
+    """Facts that a configuration must make true of the model; a fact that is left out is not compared.
 
     only: by axis, the values for which it holds. strategies: any of them. offloads: whether FSDP's own offload policy
     is on. state_dict_type: the form in which the framework says that it saves.
@@ -105,7 +105,7 @@ class FrameworkMatrix:
         return next(axis for axis in self.axes if axis.name == name)
 
     def list_builds(self, values: Mapping[str, str]) -> list[ConfiguredBuild]:
-        """What a configuration with these values by axis must make of the model."""
+        """Lists what a configuration with these values by axis must make of the model."""
         return [build for build in self.builds if allows_values(build.only, values)]
 
     def find_method(self, name: str) -> FrameworkMethod:

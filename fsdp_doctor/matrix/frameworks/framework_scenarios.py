@@ -148,7 +148,7 @@ def parse_framework_id(text: str) -> FrameworkCase:
 
 
 def is_framework_id(text: str) -> bool:
-    """Whether an id names a framework's case: in any other a colon can only be part of a user's ``module:function``."""
+    """Returns whether an id names a framework's case: elsewhere a colon can only be in a user's ``module:function``."""
     return ":" in text.partition("/")[0]
 
 
