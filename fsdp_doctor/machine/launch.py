@@ -51,7 +51,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """One of several groups of ranks that run side by side. store_port: of the first group's store, on this node."""
+    """One of several groups of ranks that run at the same time. store_port: the first group's, on this node."""
 
     number: int
     store_port: int
@@ -72,7 +72,7 @@ def is_under_torchrun() -> bool:
 
 
 def is_rank_zero() -> bool:
-    """True also outside of torchrun: exactly one process prints for the job."""
+    """Returns whether this is the one process that prints for the job; true also outside of torchrun."""
     return os.environ.get("RANK", "0") in ("0", "")
 
 

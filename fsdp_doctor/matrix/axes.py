@@ -135,7 +135,7 @@ class Offload:
 
     @property
     def by_hand(self) -> tuple[OffloadFlag, ...]:
-        """The flags for which the framework moves memory itself: none beside the policy."""
+        """Flags for which the framework moves memory itself; empty under the policy."""
         return () if self.policy else self.flags
 
     @property
@@ -203,7 +203,7 @@ class Model(AxisValue):
 
     @property
     def is_custom(self) -> bool:
-        """Returns whether the model is the user's, of which nothing but the configuration is known."""
+        """Returns whether the model is the user's; only its configuration is known."""
         return self is Model.CUSTOM
 
 
@@ -424,7 +424,7 @@ class CheckpointFit(AxisValue):
 
     @property
     def saved_elsewhere(self) -> bool:
-        """Returns whether other processes save the checkpoint than those that load it."""
+        """Returns whether other processes saved the checkpoint."""
         return self in (CheckpointFit.OTHER_RUN, CheckpointFit.OTHER_WORLD, CheckpointFit.HUB)
 
     @property

@@ -44,7 +44,7 @@ from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase, Fra
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Scenario:
-    """A point on every axis but the method; each field holds a value of the axis of that name."""
+    """A point on every axis except the method; each field has a value of the axis with its name."""
 
     strategy: Strategy
     offload: Offload
@@ -126,7 +126,7 @@ class Scenario:
 
     @property
     def contradiction(self) -> str:
-        """Why no model can be on all these points at once; empty if one can."""
+        """Explains why no model can have all these values at once; empty if a model can."""
         if not self.pinning.is_pinned and not (self.policy and self.version == 2):
             return "only FSDP2's CPUOffloadPolicy can be told not to pin"
         if not self.transfer.is_blocking and not self.offload.by_hand:
@@ -186,7 +186,7 @@ AnyCase: TypeAlias = Case | FrameworkCase
 
 
 def list_frameworks(cases: Iterable[AnyCase]) -> tuple[str, ...]:
-    """Whose own code they run, each once."""
+    """Frameworks whose own code the cases run, each once."""
     return tuple(dict.fromkeys(case.scenario.framework for case in cases if isinstance(case, FrameworkCase)))
 
 

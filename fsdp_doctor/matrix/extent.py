@@ -233,14 +233,14 @@ def has_methods_in_use_alone(level: Level, scenario: Scenario, asked: bool) -> b
 
 
 def list_product(direction: Direction, chosen: _Values) -> Iterable[Scenario]:
-    """Every combination of the chosen values, with those of the default matrix on the other axes."""
+    """Lists every combination of the chosen values, with the default matrix's values on the other axes."""
     values = {**_DEFAULT_MATRIX[direction], **chosen}
     for combination in itertools.product(*(values[axis.name] for axis in AXES)):
         yield make_scenario({axis.name: value for axis, value in zip(AXES, combination, strict=True)})
 
 
 def list_default_variants(direction: Direction) -> Iterable[Scenario]:
-    """The scenarios of the default matrix beside the product of its values."""
+    """Lists the scenarios that the default matrix has in addition to the product of its values."""
     for variant in _DEFAULT_VARIANTS[direction]:
         yield from variant.list_scenarios(direction, AXIS["model"].default)
 

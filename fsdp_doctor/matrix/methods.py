@@ -1,4 +1,4 @@
-"""The methods under test, those that extract and those that load; their table is ``methods.toml``.
+"""The methods under test, extractions and loads; their table is ``methods.toml``.
 
 This module imports no torch. The functions behind the names are in ``case/methods``.
 """
@@ -23,13 +23,13 @@ FIX, LOADING_FIX, OPTIMIZER_FIX = "full_tensors", "load_full_tensors", "load_opt
 class MatrixMethod(Method):
     """A method of the matrix.
 
-    function: ``module:name`` in ``fsdp_doctor.case.methods``. used_by: who calls it.
-    is_fix: it is fsdp-doctor's replacement for the other methods; it runs with --fix.
-    undoes_staging: its user moves a staged module back with ``model.to("cpu")`` before training on,
+    function: ``module:name`` in ``fsdp_doctor.case.methods``. used_by: the frameworks that call the method.
+    is_fix: the method is fsdp-doctor's replacement for the others, and runs with --fix.
+    undoes_staging: the framework moves a staged module back with ``model.to("cpu")`` before training on,
         which is what a module under CPUOffloadPolicy needs whatever was extracted from it.
-    without_mesh: FSDP1 has it only for a model that was given no device mesh.
-    offloads: it moves the shards off the device before it yields, and so promises their memory back.
-    sends: its user sends what it yields, so it is tried with every consumer.
+    without_mesh: FSDP1 has the method only for a model that was given no device mesh.
+    offloads: the method moves the shards off the device before it yields, and so promises their memory back.
+    sends: the framework sends what the method yields, so the method is tried with every consumer.
     optimizer_first: the optimizer is made before the load, also where the model is still on the meta device.
     """
 
@@ -50,8 +50,7 @@ class MatrixMethod(Method):
         return scenario.version in self.fsdp and self.has_values(scenario.values) and suits
 
     def _suits_loading(self, scenario: Scenario) -> bool:
-        """Returns whether the method can load a model on meta, and its checkpoint can differ as the scenario says.
-        """
+        """Returns whether the method can load a model on meta, and its checkpoint can differ as the scenario says."""
         contract = self.contract
         if scenario.init.is_meta and contract.loads != "model":
             return False
@@ -83,7 +82,7 @@ def list_methods(scenario: Scenario, direction: Direction | None = None) -> tupl
 
 
 def explain_impossible(method: MatrixMethod, scenario: Scenario) -> str:
-    """Why the method cannot be tried in the scenario, wherever it runs; empty if it can."""
+    """Explains why no machine can try the method in the scenario; empty if it can be tried."""
     if method.direction == "out" and method.contract.form == "optimizer" and not scenario.phase.is_trained:
         return "there is no optimizer state before the first step"
     if scenario.consumer.keeps_entries and not method.contract.keeps:
@@ -104,7 +103,7 @@ def explain_impossible(method: MatrixMethod, scenario: Scenario) -> str:
 
 @functools.cache
 def find_method(name: str, fsdp: int) -> MatrixMethod:
-    """The method of that name for FSDP1 or FSDP2; a ``module:function`` becomes one with the default contract."""
+    """Finds a method by its name, for FSDP1 or FSDP2; a ``module:function`` gets the default contract."""
     if is_user_method(name):
         return MatrixMethod(name=name, fsdp=(1, 2), function=name, summary=f"{name}(model)", sends=True)
     return next(method for method in METHODS if method.name == name and fsdp in method.fsdp)
@@ -118,7 +117,7 @@ def find_direction(case: AnyCase) -> Direction:
 
 
 def find_fix(name: str, fsdp: int) -> str:
-    """The name of the fix that replaces the method of that name."""
+    """Returns the name of the fix that replaces a method."""
     contract = find_method(name, fsdp).contract
     if contract.form == "local":
         return name

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSize:
-    """batch: sequences of each rank in a step. sequence: tokens of each.
+    """Sequences of each rank in a step (batch), and tokens of a sequence.
 
-    checkpointing: whether decoder layers keep their inputs alone for the backward, and compute the rest anew.
+    checkpointing: whether decoder layers keep only their inputs for the backward, and compute the rest anew.
     """
 
     batch: int = 2

@@ -86,8 +86,8 @@ class HostMemory:
 class StageMemory:
     """The memory of one rank at one stage.
 
-    job: a scenario's id, or a role of a job. method: the method of the extraction, of the stage "extracted" and those
-    that follow it. device: None where there is no accelerator.
+    job: a scenario's id, or a role of a job. method: the method of the extraction, for the stage "extracted" and those
+    that follow it. device: None without an accelerator.
     """
 
     job: str
@@ -99,7 +99,7 @@ class StageMemory:
 
     @property
     def peak(self) -> int:
-        """The most bytes that tensors had on the device; 0 where there is none."""
+        """The most bytes that tensors had on the device; 0 without an accelerator."""
         return self.device.peak if self.device is not None else 0
 
     @property

@@ -58,7 +58,7 @@ def group_by_job(memories: Iterable[StageMemory]) -> list[JobMemory]:
 
 
 def choose_unit(nbytes: int) -> tuple[str, int]:
-    """The unit, with its bytes, in which so many bytes have two to five digits."""
+    """Chooses the unit, with its bytes, in which a number of bytes has two to five digits."""
     return next(((name, size) for name, size in _UNITS if nbytes < 10240 * size), _UNITS[-1])
 
 
@@ -106,7 +106,7 @@ def _render_job(job: JobMemory, size: int, width: int) -> list[Table]:
 
 
 def _render_columns(columns: Sequence[tuple[str, ...]]) -> Table:
-    """A table of columns, the first two of which name the rows; the first cell of each is its header."""
+    """Renders a table of columns; the first two name the rows, and the first cell of each column is its header."""
     table = Table(pad_edge=False, box=box.SIMPLE_HEAD)
     for number, (name, *_) in enumerate(columns):
         table.add_column(name, no_wrap=True, justify="left" if number < 2 else "right")

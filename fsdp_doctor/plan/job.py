@@ -17,7 +17,7 @@ ModelHead: TypeAlias = Literal["language", "value"]
 
 @dataclass(frozen=True, kw_only=True)
 class Dtypes:
-    """Bytes of an element: of the optimizer's shards, of gathered and computed parameters, of reduced gradients."""
+    """Bytes of an element of the optimizer's shards, of gathered and computed parameters, and of reduced gradients."""
 
     master: int = FP32
     compute: int = BF16
@@ -30,9 +30,9 @@ class RoleSetup:
 
     scenario: its strategy and offload. shard_ranks: ranks of one shard group. replicas: number of shard groups.
     model: a named shape, or a directory with a config.json. layers: instead of the model's own number.
-    trains: else it only runs forward. sequences, length: the batch of one forward. checkpointing: of activations.
+    trains: false if only the forward runs. sequences, length: the batch of one forward. checkpointing: of activations.
     moments: tensors of the parameters' size that the optimizer keeps. method: the method of the matrix with which its
-    weights are extracted; empty if they are not. extracted_bytes: of an element as the method yields it, None for that
+    weights are extracted; empty if they are not. extracted_bytes: bytes of a yielded element, None for those
     of the shards. saved_whole: whether its checkpoint is gathered on rank 0's host.
     """
 
@@ -102,7 +102,10 @@ class EngineSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
-    """gpus: of each node. gpu_memory: bytes of each. host_memory: bytes of each node, None if unknown."""
+    """Machines of a job.
+
+    gpus: devices of a node. gpu_memory: bytes of a device. host_memory: bytes of a node, None if unknown.
+    """
 
     gpus: int
     nodes: int

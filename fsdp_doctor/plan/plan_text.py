@@ -49,7 +49,7 @@ NOT_MODELLED = (
 
 
 def render_plan_text(plan: JobPlan, advices: Sequence[Advice], width: int) -> str:
-    """width: in columns. The answer comes first."""
+    """Renders the plan, the answer first. width: in columns."""
     return wrap_all(_render_lines(plan, advices, width), width).rstrip() + "\n"
 
 

@@ -36,7 +36,7 @@ class ExpectedFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     until: str = ""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a pattern or a version that is none."""
+        """Raises ValueError for an invalid pattern or version."""
         for pattern in self.cases:
             compile_pattern(pattern)
         if self.until:
@@ -67,7 +67,7 @@ class ExpectedFailures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     entries: tuple[ExpectedFailure, ...] = msgspec.field(name="expect", default=())
 
     def find(self, case_id: str, torch: str) -> ExpectedFailure | None:
-        """The expectation of a case on that version of torch."""
+        """Finds the expectation of a case on a version of torch."""
         return next((entry for entry in self.entries if entry.covers(case_id) and not entry.is_over(torch)), None)
 
 

@@ -1,4 +1,4 @@
-"""The matrix for a terminal."""
+"""Renders the matrix for a terminal."""
 
 from __future__ import annotations
 

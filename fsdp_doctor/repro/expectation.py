@@ -41,8 +41,8 @@ class Expectation:
 
     kind: the verdict. message: a regular expression over the exception's ``Type: message``, or over the script's own
         sentence on values; empty for any. by_every_rank: whether an exception on every rank, which can be a refusal,
-        counts as a crash. title: in words. references: of the catalogue's entry. source: of the expectation.
-    versions: by package. on_one_rank, on_cpu: whether it shows there, too.
+        counts as a crash. title: in words. references: the catalogue's. source: where the expectation is from.
+    versions: by package. on_one_rank, on_cpu: whether the failure shows there, too.
     """
 
     kind: VerdictKind
@@ -156,7 +156,7 @@ def _make_refusal_pattern(result: CaseResult, case: Case) -> str:
 
 
 def _make_entries_pattern(result: CaseResult, case: Case) -> str:
-    """The number of bad entries and the first names, if the reason is one sentence over all of them."""
+    """Makes a pattern of the number of bad entries and the first names, if one sentence stands for all entries."""
     contract, names_match = _find_contract(case), _NAMED.search(result.verdict.reason)
     # Of FSDP1 a script compares flat parameters, the report the tensors in them.
     if names_match is None or (contract.direction == "in" and case.scenario.version == 1):

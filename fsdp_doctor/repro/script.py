@@ -27,10 +27,10 @@ _TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(_ROOM), undefined
 
 
 def render_script(case: Case, expectation: Expectation, name: str = "repro.py", minimal: bool = False) -> str:
-    """The text of a script that runs ``case`` under torchrun, and ends with 0 if the case ends as expected.
+    """Renders a script that runs ``case`` under torchrun, and ends with 0 if the case ends as expected.
 
-    name: of the script, for the command in its docstring. minimal: with two linear layers in place of the model, on one
-    rank where one shows it. Raises UsageError for a case that only fsdp-doctor can run, or that needs its model.
+    name: the script's, for the command in its docstring. minimal: with two linear layers instead of the model, on one
+    rank if that shows the failure. Raises UsageError for a case that only fsdp-doctor can run, or that needs its model.
     """
     method = _find_method(case)
     if minimal and case.scenario.model is not Model.QWEN3:

@@ -66,7 +66,7 @@ class Shim:
 class ConfiguredBuild:
     """Facts that a configuration must make true of the model; a fact that is left out is not compared.
 
-    only: by axis, the values for which it holds. strategies: any of them. offloads: whether FSDP's own offload policy
+    only: by axis, the values for which the facts hold. strategies: allowed ones. offloads: whether FSDP's own policy
     is on. state_dict_type: the form in which the framework says that it saves.
     """
 
@@ -84,9 +84,9 @@ class FrameworkMatrix:
     distributions: the packages whose versions a report names, the framework's own first.
     tried: the versions of packages that the adapter was run with, as in a requirement.
     axes: ``offload`` is one of them. configurations: values joined by slashes, as in an id.
-    quick: those of them that ``--level quick`` runs.
+    quick: the configurations that ``--level quick`` runs.
     variables: prefixes of the environment variables that configure it; a worker starts without them.
-    builds: what is compared with the model that it built.
+    builds: facts that are compared with the model that the framework built.
     """
 
     name: str
@@ -112,7 +112,7 @@ class FrameworkMatrix:
         return next(method for method in self.methods if method.name == name)
 
     def describe_untried(self, installed: Mapping[str, str]) -> str:
-        """Says of which packages another version is installed than the adapter was run with; empty if of none."""
+        """Names the packages whose installed version the adapter was not run with; empty if there is none."""
         untried = [
             f"{package} {installed[package]} (tried: {versions})"
             for package, versions in self.tried.items()
@@ -125,9 +125,9 @@ _Products: TypeAlias = tuple[tuple[tuple[str, ...], ...], ...]
 
 
 class _Table(msgspec.Struct, kw_only=True):
-    """The table of an adapter, beside its module.
+    """The table of an adapter, in a file next to the adapter's module.
 
-    builds_on: the framework whose shims and variables it needs, too. models: of MODELS, those that it can be given.
+    builds_on: the framework whose shims and variables are needed, too. models: the part of MODELS that it can be given.
     configurations, quick: products of the values of several axes; an empty value is left out.
     """
 

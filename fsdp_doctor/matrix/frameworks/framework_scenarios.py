@@ -1,4 +1,4 @@
-"""The scenarios and cases of frameworks, their ids, and which of them a selection means."""
+"""Scenarios and cases of frameworks, their ids, and the cases that a selection means."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FrameworkScenario:
 
     @property
     def values(self) -> Mapping[str, str]:
-        """The value of each of the framework's axes."""
+        """Value on each axis of the framework."""
         return _read_values(self.framework, self.configuration)
 
     @property
