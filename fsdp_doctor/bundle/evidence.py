@@ -192,13 +192,13 @@ def _list_case_candidates(evidence: FailureEvidence) -> Iterator[tuple[str, str]
     for finding in findings:
         if finding.entry in ids:
             yield from (
-                (case, f"the configuration amounts to it, and the log shows {finding.entry}") for case in finding.cases
+                (case, f"the configuration selects it, and the log shows {finding.entry}") for case in finding.cases
             )
     yield from ((entry.evidence, f"it reproduces {entry.id}") for entry in named if entry.reproduced)
     for finding in findings:
-        yield from ((case, "the configuration amounts to it, and it is known to fail") for case in finding.cases)
+        yield from ((case, "the configuration selects this case, which is known to fail") for case in finding.cases)
     if configuration is not None:
-        yield from ((case.id, "the configuration amounts to it") for case in list_cases(configuration))
+        yield from ((case.id, "the configuration selects this case") for case in list_cases(configuration))
 
 
 def _add_script(case: AnyCase, why: str, report: Report | None) -> ChosenCase:

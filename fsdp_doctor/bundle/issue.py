@@ -266,5 +266,5 @@ def write_bundle(path: pathlib.Path, bundle: Bundle) -> None:
 
 def _describe_replacements(counts: Counter[str]) -> str:
     lines = [f"{count:6}  {kind} ({PLACEHOLDER[kind]}_1, ...)" for kind, count in counts.most_common()]
-    heading = "What was replaced, and how often; the same text has the same placeholder in every file."
+    heading = "Replaced texts and their numbers; the same text has the same placeholder in every file."
     return "\n".join([heading, "", *(lines or ["nothing"])]) + "\n"

@@ -229,8 +229,11 @@ class Phase(AxisValue):
 
     TRAINED = "trained", "after forward, backward and optimizer step"
     FRESH = "fresh", "before the first forward"
-    AFTER_RAISED_FORWARD = "after-raised-forward", "after a further step whose forward raised, as a job catches it"
-    AFTER_RAISED_BACKWARD = "after-raised-backward", "after a further step whose backward raised, as a job catches it"
+    AFTER_RAISED_FORWARD = "after-raised-forward", "after a step whose forward raised, which the job caught"
+    AFTER_RAISED_BACKWARD = (
+        "after-raised-backward",
+        "after a step whose backward raised, which the job caught",
+    )
 
     @property
     def is_trained(self) -> bool:
@@ -277,9 +280,9 @@ class Sharding(AxisValue):
     EXPERTS_2D = "2d", "experts as DTensors over the second dim of a (world/2, 2) mesh, then sharded over the first"
     HIDDEN_EXPERTS = (
         "hidden-experts",
-        "the same with parameters of their own: groups of ranks have other experts under one name, as VeOmni",
+        "as 2d, but with plain parameters: groups of ranks have other experts under one name, as in VeOmni",
     )
-    REPLICATE = "replicate", "replicate() in place of fully_shard, torch 2.12 and newer"
+    REPLICATE = "replicate", "replicate() instead of fully_shard, torch 2.12 and newer"
     SIZE1 = "size1", "a (world, 1) mesh: verl's fsdp_size=1"
 
     @property
@@ -359,7 +362,7 @@ class Precision(AxisValue):
 
     BF16_COMPUTE = (
         "bf16-compute",
-        "mixed precision: parameters are computed with in bfloat16, gradients reduced in float32",
+        "mixed precision: computation in bfloat16, reduction of gradients in float32",
     )
     FP32_COMPUTE = "fp32-compute", "no mixed precision: FSDP casts nothing, and gathers the shards as they are"
 
@@ -396,15 +399,15 @@ class CheckpointFit(AxisValue):
     """Selects how the checkpoint of a load differs from the state dict of the model, and who saved it."""
 
     EXACT = "exact", "the checkpoint fits the model exactly"
-    BF16 = "bf16", "it is bfloat16, the model's parameters are float32"
-    FP32 = "fp32", "it is float32, the model's parameters are bfloat16"
-    EXTRA_KEY = "extra-key", "it has a tensor more than the model"
-    MISSING_KEY = "missing-key", "it lacks a tensor of the model"
-    TIED_TWICE = "tied-twice", "it has both names of the tied weight"
-    TIED_ONCE = "tied-once", "it has the tied weight under its first name alone, as safetensors files do"
-    OTHER_RUN = "other-run", "other processes saved it, as many as load it"
-    OTHER_WORLD = "other-world", "other processes saved it, of another number"
-    HUB = "hub", "other processes wrote it with save_pretrained, under the names that files on the Hub have"
+    BF16 = "bf16", "a checkpoint in bfloat16 for parameters in float32"
+    FP32 = "fp32", "a checkpoint in float32 for parameters in bfloat16"
+    EXTRA_KEY = "extra-key", "the checkpoint has one tensor more than the model"
+    MISSING_KEY = "missing-key", "the checkpoint lacks a tensor of the model"
+    TIED_TWICE = "tied-twice", "the checkpoint has the tied weight under both names"
+    TIED_ONCE = "tied-once", "the checkpoint has the tied weight only under its first name, as safetensors files have"
+    OTHER_RUN = "other-run", "another run on the same number of ranks saved the checkpoint"
+    OTHER_WORLD = "other-world", "a run on another number of ranks saved the checkpoint"
+    HUB = "hub", "another run wrote the checkpoint with save_pretrained, under the Hub's names"
 
     @property
     def must_load(self) -> bool:
@@ -455,28 +458,28 @@ class Consumer(AxisValue):
 
     ALONE = "alone", "each entry is read when it comes"
     SECOND_GROUP = "second-group", "rank 0 broadcasts each entry to a receiver, over a second process group"
-    SLOW = "slow", "the same, to a receiver that takes its time"
+    SLOW = "slow", "as second-group, to a slow receiver"
     PACKED = "packed", "rank 0 packs entries under two streams in turn, and broadcasts the buffers: vLLM's NCCL sender"
-    STEP_IN_FLIGHT = "step-in-flight", "the same, right after kernels that write the weights were launched"
+    STEP_IN_FLIGHT = "step-in-flight", "as packed, right after the launch of kernels that write the weights"
     COLOCATED = (
         "colocated",
-        "every rank packs into one buffer, and goes on when it is acknowledged: vLLM's IPC sender",
+        "every rank packs entries into one buffer, and goes on when the receiver acknowledges it: vLLM's IPC sender",
     )
     SHARED_DEVICE = "shared-device", "rank 0 broadcasts each entry to a receiver on the next rank's device: RLinf"
     DUPLICATE = "duplicate", "the packed buffers are sent twice, and the receiver must refuse them the second time"
-    PARTIAL = "partial", "the packed buffers are sent without their end first, which the receiver must refuse"
+    PARTIAL = "partial", "the packed buffers are first sent without their end, and the receiver must refuse them"
     KEEPS_VIEWS = "keeps-views", "entries are kept, and read after the last one"
     IN_PLACE = "in-place", "each entry is overwritten once it has been read"
-    LAZY = "lazy", "the entries of a call are read after those of a second call were read and overwritten"
+    LAZY = "lazy", "the entries of a call are read after a second call, whose entries were read and overwritten"
     REPEATED = (
         "repeated",
-        "eight calls: memory, streams, threads and descriptors that grow with each are a leak",
+        "eight calls: memory, streams, threads or descriptors that grow with each call are a leak",
     )
     STOPS = "stops", "rank 0 stops after three entries; then the method is called again"
-    RAISES = "raises", "rank 0 raises after three entries, and all meet in a collective while it handles the error"
+    RAISES = "raises", "rank 0 raises after three entries, and all ranks call a collective while it handles the error"
     DIES = (
         "dies",
-        "the receiver ends after three entries, and all meet while rank 0 handles the error",
+        "the receiver ends after three entries, and all ranks call a collective while rank 0 handles the error",
     )
 
     @property

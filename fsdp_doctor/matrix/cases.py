@@ -136,15 +136,15 @@ class Scenario:
         if self.checkpoint is CheckpointFit.HUB and self.model.has_adapters:
             return "save_pretrained of a model with adapters writes these alone"
         if self.sharding is Sharding.TP and self.model.has_experts:
-            return "what is divided over tensor-parallel ranks is the dense MLP, which a model with experts lacks"
+            return "tensor parallelism divides the dense MLP, which a model with experts lacks"
         if self.sharding.is_of_experts and not (self.model.has_experts or self.model.is_custom):
             return "only a model with experts has a mesh for them"
         if self.sharding.divides_experts and self.model.is_custom:
             return f"a model of your own says itself how it computes with experts that are divided as {self.sharding}"
         if self.sharding.divides_experts and not self.dims.is_even:
-            return "an uneven model has an odd number of experts, which two groups of ranks cannot have alike"
+            return "an uneven model has an odd number of experts, which two groups of ranks cannot share evenly"
         if not self.precision.casts and self.checkpoint is CheckpointFit.FP32:
-            return "a model that loads the checkpoint fp32 has bfloat16 parameters, and computes in float32 nowhere"
+            return "a model for the checkpoint fp32 has bfloat16 parameters, and never computes in float32"
         if self.model.is_custom and not self.dims.is_even:
             return "the dimensions of a model given with --model are its own"
         if self.checkpoint.is_of_tied_weights and not (self.model.is_tied or self.model.is_custom):
@@ -156,7 +156,7 @@ class Scenario:
         if self.phase.is_trained:
             return "a model on the meta device has not been trained"
         if self.param_offload or self.staging.is_staged:
-            return "there is nothing on the meta device that could be moved"
+            return "a model on the meta device has no memory that could be moved"
         return ""
 
 

@@ -91,7 +91,7 @@ def explain_impossible(method: MatrixMethod, scenario: Scenario) -> str:
         return f"{method.name} promises its entries on one stream, and {scenario.consumer} asks on two"
     if method.direction == "in" and method.contract.loads != "model":
         if scenario.init.is_meta:
-            return "an optimizer is loaded beside a model that has its weights, not beside one on the meta device"
+            return "an optimizer is loaded for a model that has its weights, not for a model on the meta device"
         if scenario.checkpoint.is_of_weights_alone:
             return f"{scenario.checkpoint} is a checkpoint of weights, and {method.name} loads an optimizer"
     if method.without_mesh and not scenario.sharding.has_one_mesh:

@@ -175,4 +175,4 @@ def read_memory_file(text: str) -> MemoryFile:
             raise ValueError(f"its schema is {data['schema']} {data['schema_version']}")
         return msgspec.convert(data, MemoryFile)
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"this is no file of ledgers: {type(error).__name__}: {error}") from None
+        raise UsageError(f"not a file of ledgers: {type(error).__name__}: {error}") from None

@@ -180,7 +180,7 @@ def render_memory_svg(memories: Iterable[StageMemory]) -> str:
 def _draw_job(job: JobMemory, width: int) -> list[str]:
     top = max(job.highest, job.capacity or 0, 1) * 1.05
     unit, size = choose_unit(int(top))
-    parts = [_draw_text(_LEFT, 24, f"{job.job}: the peak of each stage, and beside it the host, in {unit}", bold=True)]
+    parts = [_draw_text(_LEFT, 24, f"{job.job}: the peak of each stage, and next to it the host, in {unit}", bold=True)]
     for tick in range(5):
         y = _compute_y(top * tick / 4, top)
         parts.append(f'<line x1="{_LEFT}" x2="{width - _LEGEND}" y1="{y}" y2="{y}" stroke="#dddddd"/>')

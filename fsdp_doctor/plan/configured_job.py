@@ -195,7 +195,7 @@ def _read_machines(result: CheckResult) -> tuple[int | None, int]:
     if ranks is None:
         return gpus, nodes or 1
     if nodes and not gpus and ranks % nodes:
-        raise Unreadable(f"{format_count(ranks, 'rank')} cannot be as many on each of {format_count(nodes, 'node')}")
+        raise Unreadable(f"{format_count(ranks, 'rank')} cannot be divided evenly over {format_count(nodes, 'node')}")
     nodes = -(-ranks // gpus) if gpus else nodes or -(-ranks // _DEFAULT_GPUS)
     return -(-ranks // nodes), nodes
 
@@ -356,5 +356,5 @@ def _describe_default_sizes(role: Role, result: CheckResult, options: PlanOption
         "--seq-len": options.length or any(settings.find_first(*each) for each in keys.lengths),
     }
     missing = [option for option, given in is_given.items() if not given]
-    sentence = "the configuration does not say how much is computed at once, and a default is taken: give"
+    sentence = "the configuration does not say how much is computed at once; a default is taken unless you give"
     return f"{role}: {sentence} {' and '.join(missing)}" if missing else ""

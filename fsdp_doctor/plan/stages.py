@@ -384,14 +384,14 @@ class Predictor:
         """
         if self._positions is not None and setup.length > self._positions:
             raise UsageError(
-                f"{setup.role}: sequences of {setup.length} tokens, and {self.shape.name} has learned "
-                f"{self._positions} positions: give --seq-len"
+                f"{setup.role}: sequences of {setup.length} tokens are longer than the {self._positions} positions "
+                f"that {self.shape.name} has learned: give --seq-len"
             )
         longest = max(parameter.shape[0] for parameter in self.shape.parameters)
         if setup.shard_ranks > longest:
             raise UsageError(
                 f"{setup.role}: {setup.shard_ranks} ranks share the model, but no parameter has more than {longest} "
-                "rows: the last of them would have none"
+                "rows: the last ranks would have none"
             )
         shards = shard_units(self.shape, setup.scenario.strategy, rank=rank, ranks=setup.shard_ranks)
         return RankReplay(setup, shards, self.shape.buffer_bytes, self._trace_segments(setup), rank).replay_stages()
@@ -407,8 +407,8 @@ class Predictor:
             except LoopOverTokens:
                 raise CannotRun(
                     f"{setup.role}: the forward of {self.shape.name} cannot be followed at {setup.length} tokens: it "
-                    "goes through them one by one in Python, which would take minutes; a plan with a smaller "
-                    "--seq-len does not tell the memory of this one"
+                    "loops over the tokens in Python, which would take minutes; a plan with a smaller --seq-len is "
+                    "not comparable"
                 ) from None
             except _NOT_FOLLOWED as error:
                 why = read_first_line(error)

@@ -23,7 +23,7 @@ def render_framework_script(case: FrameworkCase, expectation: Expectation, file_
     """
     scenario, template = case.scenario, locate_adapter(case.scenario.framework).template
     if not template.is_file():
-        raise UsageError(f"no script can be written of case {case.id!r}: its adapter has no template {template}")
+        raise UsageError(f"no script can be written for case {case.id!r}: its adapter has no template {template}")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([template.parent, _ROOM]),
         undefined=jinja2.StrictUndefined,

@@ -72,16 +72,16 @@ def _find_method(case: Case) -> MatrixMethod:
     """The method of the case. Raises UsageError if a script cannot have it."""
     scenario = case.scenario
     if is_user_method(case.method):
-        raise UsageError(f"case {case.id!r}: {case.method} is your own; a script has torch's functions alone")
+        raise UsageError(f"case {case.id!r}: {case.method} is your own; a script has only torch's functions")
     if scenario.consumer.needs_sender:
         raise UsageError(f"case {case.id!r}: there is no script of a consumer; a script reads each entry when it comes")
     if scenario.checkpoint is CheckpointFit.HUB:
         raise UsageError(f"case {case.id!r}: a script saves its checkpoint itself, not with save_pretrained")
     if scenario.model.is_custom:
-        raise UsageError(f"case {case.id!r} is of a model of your own; a script has the built-in ones alone")
+        raise UsageError(f"case {case.id!r} has a model of your own; a script has only built-in models")
     method = find_method(case.method, scenario.version)
     if method.is_fix:
-        raise UsageError(f"case {case.id!r}: {method.name} is fsdp-doctor's own; a script has torch's functions alone")
+        raise UsageError(f"case {case.id!r}: {method.name} is fsdp-doctor's own; a script has only torch's functions")
     _choose_mesh(case)
     if reason := explain_impossible(method, scenario):
         raise UsageError(f"case {case.id!r} cannot be tried: {reason}")

@@ -206,7 +206,7 @@ def _list_troubles(table: _Table) -> Iterator[str]:
         return
     axes = {axis.name: axis for axis in _list_axes(table)}
     if "offload" not in axes or not axes["offload"].always_in_id:
-        yield "it has no axis named offload with always_in_id = true"
+        yield "an axis named offload with always_in_id = true is missing"
     values = Counter(value for axis in axes.values() for value in axis.values)
     for value, count in values.items():
         if count > 1 or "/" in value or ":" in value:
@@ -222,7 +222,7 @@ def _list_troubles(table: _Table) -> Iterator[str]:
     for only in (*(method.only for method in table.methods), *(build.only for build in table.builds)):
         for axis, allowed in only.items():
             if axis not in axes or not set(allowed) <= set(axes[axis].values):
-                yield f"only = {{ {axis} = {list(allowed)} }} names an axis or a value that it has not"
+                yield f"only = {{ {axis} = {list(allowed)} }} names an unknown axis or value"
     for package, versions in table.tried.items():
         try:
             SpecifierSet(versions)
