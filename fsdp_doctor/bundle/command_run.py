@@ -1,10 +1,10 @@
 """Runs a command, and keeps its output, its exit code, and the stacks of its ranks if it hangs.
 
 The command runs unchanged, except for environment variables that make Python and torch report more when something is
-wrong; variables that the user has set stay unchanged. Its standard input is this process's.
+wrong; variables that the user has set stay unchanged. The command has this process's standard input.
 
 The ranks write their stacks themselves: Python's faulthandler, which ``PYTHONFAULTHANDLER`` switches on, writes the
-stacks of all threads at SIGABRT, and the process ends. So it is asked for last, when the command is to be ended anyway.
+stacks of all threads at SIGABRT, and the process ends. So stacks are taken last, when the command has to end anyway.
 All processes are stopped first: otherwise the first one to end would make torchrun end the others, or wake those that
 wait for it.
 """
@@ -42,23 +42,23 @@ NO_STACK = "no stack: it is no Python process, or handles SIGABRT itself"
 
 @dataclass(frozen=True, kw_only=True)
 class RankStack:
-    """The Python stack of one rank. stack: as faulthandler wrote it, or the reason why there is none."""
+    """The Python stack of one rank. stack: faulthandler's text, or the reason why it is missing."""
 
     name: str
     stack: str
 
     @property
     def place(self) -> str:
-        """The innermost frame outside torch, other packages and Python; else the innermost one."""
+        """The innermost frame outside torch, other packages and Python; otherwise the innermost frame."""
         frames = [line.strip() for line in find_main_thread(self.stack) if line.lstrip().startswith("File ")]
         outside = [frame for frame in frames if not _OTHERS.search(frame)]
         return (outside or frames or [NO_STACK])[0]
 
 
 def take_stacks(output: Callable[[float], bytes]) -> list[RankStack]:
-    """Takes the stacks of the ranks below this process, each of which is ended by that.
+    """Takes the stacks of the ranks below this process, and ends these ranks by it.
 
-    output: waits up to so many seconds, and returns the command's output of that time.
+    output: waits up to the given seconds, and returns the command's output of this time.
     """
     processes = _find_descendants()
     ranks = _find_ranks(processes)
@@ -153,11 +153,11 @@ _AFTER_END_SECONDS = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class CommandRun:
-    """How a command went.
+    """Outcome of a command.
 
-    exit_code: negative for a signal; None where it was ended from here. seconds: that it ran. silent: how long it had
-    written nothing at the end. rank_exit_codes: by rank, as torchrun prints them.
-    output: the file with its output. dumps: of torch's flight recorder.
+    exit_code: negative for a signal; None if this process ended the command. seconds: duration of the run. silent:
+    seconds without output at the end. rank_exit_codes: by rank, as torchrun prints them.
+    output: the file with the output. dumps: files of torch's flight recorder.
     """
 
     command: tuple[str, ...]
@@ -291,7 +291,7 @@ class _Output:
         return time.monotonic() - self._last
 
     def wait_for_end(self, hang_after: float, deadline: float) -> Literal["exited", "hung", "overdue"]:
-        """Shows the output until the command ends, or has written nothing for so many seconds, or is overdue."""
+        """Shows the output until the command ends, has been silent for the given seconds, or is overdue."""
         ended_at: float | None = None
         while self._open:
             self._show(self._read(min(0.5, hang_after)))

@@ -1,4 +1,4 @@
-"""The evidence of a failure: environment, logs, explanation, configuration, and the case that fits them."""
+"""The evidence of a failure: environment, logs, explanation, configuration, and the case that fits."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ SCRIPT = "repro.py"
 class FailureEvidence:
     """The evidence of one failure.
 
-    environment: of this machine. logs: files, the output of the command last, dumps of torch's flight recorder among
-    them; explanation: of these. configuration: as ``check`` read it. run: of the command.
+    environment: this machine's. logs: files, also dumps of torch's flight recorder; the output of the command is the
+    last one. explanation: what the logs show. configuration: as ``check`` read it. run: the command's outcome.
     """
 
     environment: EnvironmentFacts
@@ -107,9 +107,9 @@ def make_readable_file(path: pathlib.Path, directory: pathlib.Path) -> pathlib.P
 
 
 def cut_excerpt(path: pathlib.Path, explanation: Explanation) -> str:
-    """Whole lines of the log at ``path``: its beginning, around the failure, and its end. Left-out lines are counted.
+    """Cuts whole lines out of the log at ``path``: the beginning, around the failure, and the end. The rest is counted.
 
-    explanation: of the log.
+    explanation: what ``explain`` found in the log.
     """
     places = _find_failure_lines(explanation, LogInput(path).name)
     windows = [(1, _BEGIN_LINES), *((max(1, line - _BEFORE), line + _AFTER) for line in places)]
@@ -125,7 +125,7 @@ def cut_excerpt(path: pathlib.Path, explanation: Explanation) -> str:
 
 
 def _find_failure_lines(explanation: Explanation, name: str) -> list[int]:
-    """Numbers of the lines of that file that have the cause, and the first exceptions beside it."""
+    """Finds the numbers of the lines with the cause and with the first exceptions."""
     raised: Iterable[Raised] = (
         *([explanation.cause.first] if explanation.cause else []),
         *explanation.others[:_SHOWN_OTHERS],
@@ -149,8 +149,8 @@ def _join_lines(kept: dict[int, str], last: int) -> Sequence[str]:
 class ChosenCase:
     """The case of a bug report.
 
-    why: the reason for this case, in words. command: that runs it. result: of the report, where it has the case.
-    script: the standalone script, or empty, and then no_script says why.
+    why: the reason for this case, in words. command: runs the case. result: the report's, if it has the case.
+    script: the standalone script; if it is empty, no_script says why.
     """
 
     case: AnyCase
@@ -162,7 +162,7 @@ class ChosenCase:
 
     @property
     def script_command(self) -> str:
-        """The command that starts the script, from the script's docstring."""
+        """Reads the command that starts the script from the script's docstring."""
         return next((line.strip() for line in self.script.splitlines() if line.strip().startswith("torchrun")), "")
 
 
@@ -192,13 +192,13 @@ def _list_case_candidates(evidence: FailureEvidence) -> Iterator[tuple[str, str]
     for finding in findings:
         if finding.entry in ids:
             yield from (
-                (case, f"the configuration amounts to it, and the log shows {finding.entry}") for case in finding.cases
+                (case, f"the configuration selects it, and the log shows {finding.entry}") for case in finding.cases
             )
     yield from ((entry.evidence, f"it reproduces {entry.id}") for entry in named if entry.reproduced)
     for finding in findings:
-        yield from ((case, "the configuration amounts to it, and it is known to fail") for case in finding.cases)
+        yield from ((case, "the configuration selects this case, which is known to fail") for case in finding.cases)
     if configuration is not None:
-        yield from ((case.id, "the configuration amounts to it") for case in list_cases(configuration))
+        yield from ((case.id, "the configuration selects this case") for case in list_cases(configuration))
 
 
 def _add_script(case: AnyCase, why: str, report: Report | None) -> ChosenCase:
@@ -233,7 +233,7 @@ def _choose_expectation(case: Case, report: Report | None) -> repro.Expectation:
 
 
 def make_case_texts(chosen: ChosenCase) -> dict[str, str]:
-    """The texts of the case by file name: the case, and its script where there is one."""
+    """Makes the texts of the case by file name: the case, and its script if it has one."""
     lines = [chosen.case.id, "", f"Why this one: {chosen.why}.", f"Run it: {chosen.command}"]
     if chosen.result is not None:
         lines.append(f"In the report it is {chosen.result.verdict.kind}: {chosen.result.verdict.reason}")

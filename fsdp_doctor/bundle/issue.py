@@ -45,7 +45,7 @@ _DATE = (1980, 1, 1, 0, 0, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """The first lines of an issue. title: of the issue. what, where, versions, reproduce: one line each, plain text."""
+    """The first lines of an issue. title: plain text. what, where, versions, reproduce: one line of plain text each."""
 
     title: str
     what: str
@@ -59,7 +59,7 @@ class Head:
 
 
 def make_head(evidence: FailureEvidence, chosen: ChosenCase | None) -> Head:
-    """The first lines of the issue, from whatever evidence there is."""
+    """Makes the first lines of the issue from the evidence."""
     return Head(
         title=_join_lines(_issue_title(evidence, chosen)),
         what=_join_lines(_describe_failure(evidence, chosen)),
@@ -164,7 +164,7 @@ def _join_lines(text: str) -> str:
 
 
 def render_issue(head: Head, files: Mapping[str, str], replaced: Counter[str]) -> str:
-    """Renders issue.md. head, files: with everything private replaced already. replaced: how often, by kind."""
+    """Renders issue.md. head, files: without private text. replaced: number of replacements by kind."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -266,5 +266,5 @@ def write_bundle(path: pathlib.Path, bundle: Bundle) -> None:
 
 def _describe_replacements(counts: Counter[str]) -> str:
     lines = [f"{count:6}  {kind} ({PLACEHOLDER[kind]}_1, ...)" for kind, count in counts.most_common()]
-    heading = "What was replaced, and how often; the same text has the same placeholder in every file."
+    heading = "Replaced texts and their numbers; the same text has the same placeholder in every file."
     return "\n".join([heading, "", *(lines or ["nothing"])]) + "\n"

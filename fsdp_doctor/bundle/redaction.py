@@ -34,11 +34,11 @@ class Rule:
     entropy: float = 0
 
     def find(self, text: str) -> Iterator[str]:
-        """Each private text in ``text``."""
+        """Finds each private text in ``text``."""
         return filter(self.is_random, _matches([self.pattern], text))
 
     def is_random(self, value: str) -> bool:
-        """Whether its characters are mixed enough to be private."""
+        """Returns whether the characters are mixed enough to be private."""
         shares = [count / len(value) for count in Counter(value).values()]
         return -sum(share * math.log2(share) for share in shares) >= self.entropy
 
@@ -185,7 +185,7 @@ class Redactor:
 
     @classmethod
     def for_this_machine(cls) -> Redactor:
-        """A redactor that knows the names of this host and user."""
+        """Makes a redactor that knows the names of this host and user."""
         host = socket.gethostname()
         users = [os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")]
         with contextlib.suppress(OSError, KeyError, ImportError):

@@ -73,7 +73,7 @@ def _load_emulation(asked: str) -> None:
 
 
 def count(device_type: str) -> int:
-    """The number of ranks that this node has a device for. Any number of ranks shares the CPU."""
+    """Counts the ranks for which this node has a device. Any number of ranks shares the CPU."""
     import torch
 
     if device_type == "cpu":
@@ -94,7 +94,7 @@ def check_there_is_one(device_type: str, *, rank: int, local_rank: int) -> None:
 
 
 def limit_memory(device: torch.device, nbytes: int) -> None:
-    """Limits the memory of this process on ``device``: beyond ``nbytes`` it gets an out-of-memory error."""
+    """Limits the memory of this process on ``device`` to ``nbytes``; more is an out-of-memory error."""
     import torch
 
     module = torch.get_device_module(device)

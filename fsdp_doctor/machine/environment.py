@@ -1,6 +1,6 @@
 """The facts about this machine that a bug report needs, from an allow-list.
 
-No host name unless it is asked for, no user name, no path but with the home directory as ``~``,
+There is no host name unless it is asked for, no user name, no path without ``~`` for the home directory,
 and of the environment variables only those that change what torch or NCCL does.
 """
 
@@ -118,7 +118,7 @@ def collect_of_torch() -> EnvironmentFacts:
 
 
 def collect(host_name: bool = False) -> EnvironmentFacts:
-    """All facts. torch is imported in a separate process, because a failing import is a fact, too."""
+    """Collects all facts. torch is imported in a separate process, because a failing import is a fact, too."""
     program = (
         "import json; from fsdp_doctor.machine.environment import collect_of_torch; "
         "print(json.dumps(collect_of_torch()))"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 def freeze_imports() -> Iterator[None]:
     """Keeps the garbage collector away from the objects that imports in this block make, also later and in forks.
 
-    Otherwise it walks through all of them again and again while they grow.
+    Otherwise the collector walks through all these objects again and again while they grow.
     """
     enabled, before = gc.isenabled(), len(sys.modules)
     gc.disable()

@@ -34,7 +34,7 @@ _DEVICE_BYTES_OF_A_GROUP = 4 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """This process's place in the job, as torchrun's environment variables say it."""
+    """Place of this process in the job, as torchrun's environment variables say it."""
 
     rank: int
     world_size: int
@@ -51,14 +51,14 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """One of several groups of ranks that run side by side. store_port: of the first group's store, on this node."""
+    """One of several groups of ranks that run at the same time. store_port: the first group's, on this node."""
 
     number: int
     store_port: int
 
     @classmethod
     def read(cls) -> RankGroup | None:
-        """This process's group; None where there are no others."""
+        """Reads this process's group; None if there is no other process."""
         number, _, port = os.environ.get(_GROUP, "").partition(":")
         return cls(number=int(number), store_port=int(port)) if port else None
 
@@ -72,12 +72,12 @@ def is_under_torchrun() -> bool:
 
 
 def is_rank_zero() -> bool:
-    """True also outside of torchrun: exactly one process prints for the job."""
+    """Returns whether this is the one process that prints for the job; true also outside of torchrun."""
     return os.environ.get("RANK", "0") in ("0", "")
 
 
 def read_place() -> Place:
-    """This process's place. Raises CannotRun if torchrun's variables are missing or do not fit together."""
+    """Reads this process's place. Raises CannotRun if torchrun's variables are missing or do not fit together."""
     names = (*_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     if missing:

@@ -1,4 +1,4 @@
-"""Signals that end a run: those that the user or the system sends, and the kernel's when the parent has ended."""
+"""Signals that end a run: sent by the user or the system, or by the kernel when the parent has ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 class Interruption:
     """Turns SIGINT, SIGTERM and SIGHUP into an exception at the next safe point.
 
-    received: the last of them; None until one comes.
+    received: the last signal; None before the first.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The terminal: how wide it is, and text that is no wider."""
+"""The width of the terminal, and text that fits it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def measure_width(most: int = 120) -> int:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """The lines of ``text``; a line that is too long is broken at blanks, and what follows is indented by two more."""
+    """Wraps ``text``: a line that is too long is broken at blanks, and its further lines are indented by two more."""
     return [piece for line in text.splitlines() for piece in _wrap_line(line, max(width, _NARROWEST))]
 
 

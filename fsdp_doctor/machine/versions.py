@@ -22,7 +22,7 @@ def require(package: str, oldest: str) -> None:
 
 
 def read_installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of those packages that are installed, by name."""
+    """Reads the versions of the given packages that are installed, by name."""
     import importlib.metadata
 
     versions = {}

@@ -52,7 +52,7 @@ class AxisValue(str, Enum):
 
 
 class Strategy(AxisValue):
-    """Which of torch's two FSDPs shards the model."""
+    """Selects which of torch's two FSDPs shards the model."""
 
     FSDP2 = "fsdp2", "fully_shard"
     FSDP1 = "fsdp1", "FullyShardedDataParallel(use_orig_params=False), verl's default"
@@ -71,7 +71,7 @@ class Strategy(AxisValue):
 
     @property
     def uses_original_parameters(self) -> bool:
-        """Whether FSDP1 shows the parameters of the wrapped model rather than one flat parameter per unit."""
+        """Returns whether FSDP1 shows the parameters of the wrapped model rather than one flat parameter per unit."""
         match self:
             case Strategy.FSDP1_ORIG:
                 return True
@@ -90,7 +90,7 @@ class OffloadFlag(AxisValue):
 
     @property
     def moves(self) -> str:
-        """What goes to the host."""
+        """Names the memory that goes to the host."""
         match self:
             case OffloadFlag.POLICY | OffloadFlag.PARAM:
                 return "shards"
@@ -102,9 +102,9 @@ class OffloadFlag(AxisValue):
 
 @dataclass(frozen=True, order=True)
 class Offload:
-    """Which of verl's three offload flags are set, in the order of :class:`OffloadFlag`.
+    """Combination of verl's three offload flags, in the order of :class:`OffloadFlag`.
 
-    The policy takes precedence, as in verl: beside it, the two manual flags have no effect.
+    The policy takes precedence, as in verl: with it, the two manual flags have no effect.
     """
 
     flags: tuple[OffloadFlag, ...] = ()
@@ -130,12 +130,12 @@ class Offload:
 
     @property
     def policy(self) -> bool:
-        """Whether torch owns the placement of the shards."""
+        """Returns whether torch owns the placement of the shards."""
         return OffloadFlag.POLICY in self.flags
 
     @property
     def by_hand(self) -> tuple[OffloadFlag, ...]:
-        """The flags for which the framework moves memory itself: none beside the policy."""
+        """Flags for which the framework moves memory itself; empty under the policy."""
         return () if self.policy else self.flags
 
     @property
@@ -157,7 +157,7 @@ OFFLOADS: tuple[Offload, ...] = tuple(
 
 
 class Staging(AxisValue):
-    """Whether the shards are moved to the device before the method is called."""
+    """Selects whether the shards are moved to the device before the method is called."""
 
     UNSTAGED = "unstaged", "the method reads the shards where the offload left them"
     STAGED = "staged", "verl's load_fsdp_model_to_gpu first: model.to(device), or flat_param_to"
@@ -174,7 +174,7 @@ class Staging(AxisValue):
 
 
 class Model(AxisValue):
-    """Which model is built."""
+    """Selects the model."""
 
     QWEN3 = "qwen3", "a dense Qwen3 with two layers"
     QWEN3_TIED = "qwen3-tied", "Qwen3 with lm_head tied to the embedding"
@@ -203,12 +203,12 @@ class Model(AxisValue):
 
     @property
     def is_custom(self) -> bool:
-        """Whether the user gives the model, so that nothing but its configuration is known of it."""
+        """Returns whether the model is the user's; only its configuration is known."""
         return self is Model.CUSTOM
 
 
 class Dims(AxisValue):
-    """Whether the ranks get shards of one size."""
+    """Selects whether all ranks get shards of one size."""
 
     EVEN = "even", "every sharded dimension is divisible by 2 and 4"
     UNEVEN = "uneven", "odd vocabulary and intermediate sizes: some shards are shorter"
@@ -225,12 +225,15 @@ class Dims(AxisValue):
 
 
 class Phase(AxisValue):
-    """Where in a training run the method is called."""
+    """Selects the point of a training run at which the method is called."""
 
     TRAINED = "trained", "after forward, backward and optimizer step"
     FRESH = "fresh", "before the first forward"
-    AFTER_RAISED_FORWARD = "after-raised-forward", "after a further step whose forward raised, as a job catches it"
-    AFTER_RAISED_BACKWARD = "after-raised-backward", "after a further step whose backward raised, as a job catches it"
+    AFTER_RAISED_FORWARD = "after-raised-forward", "after a step whose forward raised, which the job caught"
+    AFTER_RAISED_BACKWARD = (
+        "after-raised-backward",
+        "after a step whose backward raised, which the job caught",
+    )
 
     @property
     def is_trained(self) -> bool:
@@ -277,9 +280,9 @@ class Sharding(AxisValue):
     EXPERTS_2D = "2d", "experts as DTensors over the second dim of a (world/2, 2) mesh, then sharded over the first"
     HIDDEN_EXPERTS = (
         "hidden-experts",
-        "the same with parameters of their own: groups of ranks have other experts under one name, as VeOmni",
+        "as 2d, but with plain parameters: groups of ranks have other experts under one name, as in VeOmni",
     )
-    REPLICATE = "replicate", "replicate() in place of fully_shard, torch 2.12 and newer"
+    REPLICATE = "replicate", "replicate() instead of fully_shard, torch 2.12 and newer"
     SIZE1 = "size1", "a (world, 1) mesh: verl's fsdp_size=1"
 
     @property
@@ -294,7 +297,7 @@ class Sharding(AxisValue):
 
     @property
     def divides_experts(self) -> bool:
-        """Whether experts are divided over two neighbouring ranks, which compute on one batch, before FSDP shards."""
+        """Returns whether two neighbouring ranks, which compute on one batch, divide the experts before FSDP shards."""
         return self in (Sharding.EXPERTS_2D, Sharding.HIDDEN_EXPERTS)
 
     @property
@@ -303,12 +306,12 @@ class Sharding(AxisValue):
 
     @property
     def has_one_mesh(self) -> bool:
-        """Whether every parameter is sharded over one group of all ranks."""
+        """Returns whether every parameter is sharded over one group of all ranks."""
         return self is Sharding.FULL
 
     @property
     def keeps_whole_tensors(self) -> bool:
-        """Whether each rank has the whole of every parameter, however many ranks there are."""
+        """Returns whether each rank has the whole of every parameter, however many ranks there are."""
         match self:
             case Sharding.REPLICATE | Sharding.SIZE1:
                 return True
@@ -321,7 +324,7 @@ class Sharding(AxisValue):
 
 
 class Pinning(AxisValue):
-    """Whether CPUOffloadPolicy keeps the shards in pinned host memory."""
+    """Selects whether CPUOffloadPolicy keeps the shards in pinned host memory."""
 
     PINNED = "pinned", "CPUOffloadPolicy(pin_memory=True)"
     UNPINNED = "unpinned", "CPUOffloadPolicy(pin_memory=False)"
@@ -338,7 +341,7 @@ class Pinning(AxisValue):
 
 
 class Transfer(AxisValue):
-    """How a manual offload copies."""
+    """Selects whether a manual offload waits for its copies."""
 
     BLOCKING = "blocking", "manual offload waits for its copies"
     NONBLOCKING = "nonblocking", "manual offload copies with non_blocking=True"
@@ -359,13 +362,13 @@ class Precision(AxisValue):
 
     BF16_COMPUTE = (
         "bf16-compute",
-        "mixed precision: parameters are computed with in bfloat16, gradients reduced in float32",
+        "mixed precision: computation in bfloat16, reduction of gradients in float32",
     )
     FP32_COMPUTE = "fp32-compute", "no mixed precision: FSDP casts nothing, and gathers the shards as they are"
 
     @property
     def casts(self) -> bool:
-        """Whether FSDP gathers the parameters in another dtype than that of the shards."""
+        """Returns whether FSDP gathers the parameters in another dtype than that of the shards."""
         match self:
             case Precision.BF16_COMPUTE:
                 return True
@@ -376,7 +379,7 @@ class Precision(AxisValue):
 
 
 class Init(AxisValue):
-    """Where the model is before a load."""
+    """Selects where the model is before a load."""
 
     MATERIALIZED = "materialized", "before a load the model holds other weights than the checkpoint"
     META = "meta", "before a load the model is on the meta device"
@@ -393,24 +396,24 @@ class Init(AxisValue):
 
 
 class CheckpointFit(AxisValue):
-    """How the checkpoint of a load differs from the state dict of the model, and who saved it."""
+    """Selects how the checkpoint of a load differs from the state dict of the model, and who saved it."""
 
     EXACT = "exact", "the checkpoint fits the model exactly"
-    BF16 = "bf16", "it is bfloat16, the model's parameters are float32"
-    FP32 = "fp32", "it is float32, the model's parameters are bfloat16"
-    EXTRA_KEY = "extra-key", "it has a tensor more than the model"
-    MISSING_KEY = "missing-key", "it lacks a tensor of the model"
-    TIED_TWICE = "tied-twice", "it has both names of the tied weight"
-    TIED_ONCE = "tied-once", "it has the tied weight under its first name alone, as safetensors files do"
-    OTHER_RUN = "other-run", "other processes saved it, as many as load it"
-    OTHER_WORLD = "other-world", "other processes saved it, of another number"
-    HUB = "hub", "other processes wrote it with save_pretrained, under the names that files on the Hub have"
+    BF16 = "bf16", "a checkpoint in bfloat16 for parameters in float32"
+    FP32 = "fp32", "a checkpoint in float32 for parameters in bfloat16"
+    EXTRA_KEY = "extra-key", "the checkpoint has one tensor more than the model"
+    MISSING_KEY = "missing-key", "the checkpoint lacks a tensor of the model"
+    TIED_TWICE = "tied-twice", "the checkpoint has the tied weight under both names"
+    TIED_ONCE = "tied-once", "the checkpoint has the tied weight only under its first name, as safetensors files have"
+    OTHER_RUN = "other-run", "another run on the same number of ranks saved the checkpoint"
+    OTHER_WORLD = "other-world", "a run on another number of ranks saved the checkpoint"
+    HUB = "hub", "another run wrote the checkpoint with save_pretrained, under the Hub's names"
 
     @property
     def must_load(self) -> bool:
-        """Whether the checkpoint has the names, shapes and dtypes of the model's state dict.
+        """Returns whether a load of the checkpoint has to succeed: it has the model's names, shapes and dtypes.
 
-        One that processes of another number saved need not load: a file for each rank cannot be cut again.
+        A checkpoint of another number of ranks need not load: a file for each rank cannot be cut again.
         """
         match self:
             case CheckpointFit.EXACT | CheckpointFit.TIED_TWICE | CheckpointFit.OTHER_RUN:
@@ -424,17 +427,17 @@ class CheckpointFit(AxisValue):
 
     @property
     def saved_elsewhere(self) -> bool:
-        """Whether other processes save the checkpoint than those that load it."""
+        """Returns whether other processes saved the checkpoint."""
         return self in (CheckpointFit.OTHER_RUN, CheckpointFit.OTHER_WORLD, CheckpointFit.HUB)
 
     @property
     def is_of_weights_alone(self) -> bool:
-        """Whether it differs in a way that the checkpoint of an optimizer cannot."""
+        """Returns whether the checkpoint differs in a way in which an optimizer's checkpoint cannot."""
         return self in (CheckpointFit.BF16, CheckpointFit.EXTRA_KEY, CheckpointFit.MISSING_KEY, CheckpointFit.HUB)
 
     @property
     def is_of_every_method(self) -> bool:
-        """Whether methods are tried with it that load an optimizer, an adapter or both."""
+        """Returns whether methods that load an optimizer or an adapter are tried with such a checkpoint, too."""
         return self in (CheckpointFit.EXACT, CheckpointFit.FP32)
 
     @property
@@ -451,47 +454,47 @@ class Context(AxisValue):
 
 
 class Consumer(AxisValue):
-    """What is done with the entries that a method yields. A receiver is another process."""
+    """Selects what is done with the entries that a method yields. A receiver is another process."""
 
     ALONE = "alone", "each entry is read when it comes"
     SECOND_GROUP = "second-group", "rank 0 broadcasts each entry to a receiver, over a second process group"
-    SLOW = "slow", "the same, to a receiver that takes its time"
+    SLOW = "slow", "as second-group, to a slow receiver"
     PACKED = "packed", "rank 0 packs entries under two streams in turn, and broadcasts the buffers: vLLM's NCCL sender"
-    STEP_IN_FLIGHT = "step-in-flight", "the same, right after kernels that write the weights were launched"
+    STEP_IN_FLIGHT = "step-in-flight", "as packed, right after the launch of kernels that write the weights"
     COLOCATED = (
         "colocated",
-        "every rank packs into one buffer, and goes on when it is acknowledged: vLLM's IPC sender",
+        "every rank packs entries into one buffer, and goes on when the receiver acknowledges it: vLLM's IPC sender",
     )
     SHARED_DEVICE = "shared-device", "rank 0 broadcasts each entry to a receiver on the next rank's device: RLinf"
     DUPLICATE = "duplicate", "the packed buffers are sent twice, and the receiver must refuse them the second time"
-    PARTIAL = "partial", "the packed buffers are sent without their end first, which the receiver must refuse"
+    PARTIAL = "partial", "the packed buffers are first sent without their end, and the receiver must refuse them"
     KEEPS_VIEWS = "keeps-views", "entries are kept, and read after the last one"
     IN_PLACE = "in-place", "each entry is overwritten once it has been read"
-    LAZY = "lazy", "the entries of a call are read after those of a second call were read and overwritten"
+    LAZY = "lazy", "the entries of a call are read after a second call, whose entries were read and overwritten"
     REPEATED = (
         "repeated",
-        "eight calls: memory, streams, threads and descriptors that grow with each are a leak",
+        "eight calls: memory, streams, threads or descriptors that grow with each call are a leak",
     )
     STOPS = "stops", "rank 0 stops after three entries; then the method is called again"
-    RAISES = "raises", "rank 0 raises after three entries, and all meet in a collective while it handles the error"
+    RAISES = "raises", "rank 0 raises after three entries, and all ranks call a collective while it handles the error"
     DIES = (
         "dies",
-        "the receiver ends after three entries, and all meet while rank 0 handles the error",
+        "the receiver ends after three entries, and all ranks call a collective while rank 0 handles the error",
     )
 
     @property
     def needs_sender(self) -> bool:
-        """Whether only methods that a framework sends with are tried with it."""
+        """Returns whether only methods with which a framework sends are tried with the consumer."""
         return self is not Consumer.ALONE
 
     @property
     def keeps_entries(self) -> bool:
-        """Whether it keeps entries while it asks for others."""
+        """Returns whether the consumer keeps entries while it asks for others."""
         return self is Consumer.KEEPS_VIEWS or self in _PACKED
 
     @property
     def changes_streams(self) -> bool:
-        """Whether it asks for entries on other streams than that of the call."""
+        """Returns whether the consumer asks for entries on other streams than the stream of the call."""
         return self in _PACKED
 
 

@@ -44,7 +44,7 @@ from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase, Fra
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Scenario:
-    """A point on every axis but the method; each field holds a value of the axis of that name."""
+    """A point on every axis except the method; each field has a value of the axis with its name."""
 
     strategy: Strategy
     offload: Offload
@@ -78,12 +78,12 @@ class Scenario:
         )
 
     def change(self, **values: str | Offload) -> Scenario:
-        """This scenario with other values on some axes. Raises KeyError and ValueError as :func:`make_scenario`."""
+        """Returns the scenario with other values on some axes. Raises as :func:`make_scenario`."""
         return make_scenario({**self.values, **{axis: str(value) for axis, value in values.items()}})
 
     @property
     def generation(self) -> str:
-        """Which generation of workers may run it: their process groups are made with its backend."""
+        """Names the generation of workers that may run the scenario: their process groups are made with its backend."""
         return str(self.backend)
 
     def drop_offload(self) -> Scenario:
@@ -92,7 +92,7 @@ class Scenario:
 
     @property
     def policy(self) -> bool:
-        """Whether torch owns the placement: the policy overrides the manual offloads, as in verl."""
+        """Returns whether torch owns the placement: the policy overrides the manual offloads, as in verl."""
         return self.offload.policy
 
     @property
@@ -110,12 +110,12 @@ class Scenario:
 
     @property
     def is_of_loading(self) -> bool:
-        """Whether it says something that only a method that loads can be tried with."""
+        """Returns whether some value of the scenario makes sense only for a load."""
         return self.init.is_meta or self.checkpoint is not CheckpointFit.EXACT
 
     @property
     def must_load(self) -> bool:
-        """Whether a load has to succeed; else every rank may refuse it before anything is changed.
+        """Returns whether a load has to succeed; otherwise every rank may refuse it before anything is changed.
 
         FSDP1 has no way back from a backward that raised, and has lost its shards where a manual offload moved what a
         step left unsharded: no loader of weights can do anything to that.
@@ -126,7 +126,7 @@ class Scenario:
 
     @property
     def contradiction(self) -> str:
-        """Why no model can be on all these points at once; empty if one can."""
+        """Explains why no model can have all these values at once; empty if a model can."""
         if not self.pinning.is_pinned and not (self.policy and self.version == 2):
             return "only FSDP2's CPUOffloadPolicy can be told not to pin"
         if not self.transfer.is_blocking and not self.offload.by_hand:
@@ -136,15 +136,15 @@ class Scenario:
         if self.checkpoint is CheckpointFit.HUB and self.model.has_adapters:
             return "save_pretrained of a model with adapters writes these alone"
         if self.sharding is Sharding.TP and self.model.has_experts:
-            return "what is divided over tensor-parallel ranks is the dense MLP, which a model with experts lacks"
+            return "tensor parallelism divides the dense MLP, which a model with experts lacks"
         if self.sharding.is_of_experts and not (self.model.has_experts or self.model.is_custom):
             return "only a model with experts has a mesh for them"
         if self.sharding.divides_experts and self.model.is_custom:
             return f"a model of your own says itself how it computes with experts that are divided as {self.sharding}"
         if self.sharding.divides_experts and not self.dims.is_even:
-            return "an uneven model has an odd number of experts, which two groups of ranks cannot have alike"
+            return "an uneven model has an odd number of experts, which two groups of ranks cannot share evenly"
         if not self.precision.casts and self.checkpoint is CheckpointFit.FP32:
-            return "a model that loads the checkpoint fp32 has bfloat16 parameters, and computes in float32 nowhere"
+            return "a model for the checkpoint fp32 has bfloat16 parameters, and never computes in float32"
         if self.model.is_custom and not self.dims.is_even:
             return "the dimensions of a model given with --model are its own"
         if self.checkpoint.is_of_tied_weights and not (self.model.is_tied or self.model.is_custom):
@@ -156,7 +156,7 @@ class Scenario:
         if self.phase.is_trained:
             return "a model on the meta device has not been trained"
         if self.param_offload or self.staging.is_staged:
-            return "there is nothing on the meta device that could be moved"
+            return "a model on the meta device has no memory that could be moved"
         return ""
 
 
@@ -186,7 +186,7 @@ AnyCase: TypeAlias = Case | FrameworkCase
 
 
 def list_frameworks(cases: Iterable[AnyCase]) -> tuple[str, ...]:
-    """Whose own code they run, each once."""
+    """Frameworks whose own code the cases run, each once."""
     return tuple(dict.fromkeys(case.scenario.framework for case in cases if isinstance(case, FrameworkCase)))
 
 

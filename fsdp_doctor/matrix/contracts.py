@@ -24,7 +24,7 @@ Loads = Literal["model", "optimizer", "both"]
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """What a method promises, one that extracts or one that loads.
+    """Promises of a method that extracts or loads.
 
     direction: ``out`` for a method that extracts. ``case/yielded.py`` holds every yielded tensor against the rest
         of the contract. ``in`` for one that loads; ``case/loaded_state.py`` holds every shard of the model against
@@ -91,12 +91,12 @@ class Method:
         return self.contract.direction
 
     def has_values(self, values: Mapping[str, str]) -> bool:
-        """Whether it makes sense in a scenario with these values by axis."""
+        """Returns whether the method makes sense in a scenario with these values by axis."""
         return allows_values(self.only, values)
 
 
 def allows_values(only: Mapping[str, tuple[str, ...]], values: Mapping[str, str]) -> bool:
-    """Whether each axis in ``only`` has one of the values that are allowed there."""
+    """Returns whether each axis in ``only`` has one of the values that are allowed there."""
     return all(values[axis] in allowed for axis, allowed in only.items())
 
 

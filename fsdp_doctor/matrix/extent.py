@@ -1,4 +1,4 @@
-"""How far the matrix goes in each direction: the default matrix, what ``quick`` takes of it, what ``full`` adds to it.
+"""Extent of the matrix in each direction: the default, the part that ``quick`` takes, the cases that ``full`` adds.
 
 The default matrix answers the first questions: both strategies, all eight of verl's flag combinations, unstaged and
 staged, every method; extractions after a training step, loads before the first one, also from the meta device and
@@ -212,12 +212,12 @@ def list_quick_scenarios(direction: Direction, model: str) -> Iterable[Scenario]
 
 
 def is_sampled(scenario: Scenario) -> bool:
-    """Whether the default matrix leaves the scenario out where values of axes are asked for."""
+    """Returns whether the default matrix leaves the scenario out if the user asks for values of axes."""
     return scenario.model.has_experts or any(scenario.values[axis] != AXIS[axis].default for axis in _SAMPLED)
 
 
 def has_methods_in_use_alone(level: Level, scenario: Scenario, asked: bool) -> bool:
-    """Whether a level tries in the scenario only the methods that a framework is known to use.
+    """Returns whether a level tries in the scenario only the methods that a framework is known to use.
 
     asked: whether values of axes were asked for.
     """
@@ -233,14 +233,14 @@ def has_methods_in_use_alone(level: Level, scenario: Scenario, asked: bool) -> b
 
 
 def list_product(direction: Direction, chosen: _Values) -> Iterable[Scenario]:
-    """Every combination of the chosen values, with those of the default matrix on the other axes."""
+    """Lists every combination of the chosen values, with the default matrix's values on the other axes."""
     values = {**_DEFAULT_MATRIX[direction], **chosen}
     for combination in itertools.product(*(values[axis.name] for axis in AXES)):
         yield make_scenario({axis.name: value for axis, value in zip(AXES, combination, strict=True)})
 
 
 def list_default_variants(direction: Direction) -> Iterable[Scenario]:
-    """The scenarios of the default matrix beside the product of its values."""
+    """Lists the scenarios that the default matrix has in addition to the product of its values."""
     for variant in _DEFAULT_VARIANTS[direction]:
         yield from variant.list_scenarios(direction, AXIS["model"].default)
 

@@ -1,4 +1,4 @@
-"""The methods under test, those that extract and those that load; their table is ``methods.toml``.
+"""The methods under test, extractions and loads; their table is ``methods.toml``.
 
 This module imports no torch. The functions behind the names are in ``case/methods``.
 """
@@ -23,13 +23,13 @@ FIX, LOADING_FIX, OPTIMIZER_FIX = "full_tensors", "load_full_tensors", "load_opt
 class MatrixMethod(Method):
     """A method of the matrix.
 
-    function: ``module:name`` in ``fsdp_doctor.case.methods``. used_by: who calls it.
-    is_fix: it is fsdp-doctor's replacement for the other methods; it runs with --fix.
-    undoes_staging: its user moves a staged module back with ``model.to("cpu")`` before training on,
+    function: ``module:name`` in ``fsdp_doctor.case.methods``. used_by: the frameworks that call the method.
+    is_fix: the method is fsdp-doctor's replacement for the others, and runs with --fix.
+    undoes_staging: the framework moves a staged module back with ``model.to("cpu")`` before training on,
         which is what a module under CPUOffloadPolicy needs whatever was extracted from it.
-    without_mesh: FSDP1 has it only for a model that was given no device mesh.
-    offloads: it moves the shards off the device before it yields, and so promises their memory back.
-    sends: its user sends what it yields, so it is tried with every consumer.
+    without_mesh: FSDP1 has the method only for a model that was given no device mesh.
+    offloads: the method moves the shards off the device before it yields, and so promises their memory back.
+    sends: the framework sends what the method yields, so the method is tried with every consumer.
     optimizer_first: the optimizer is made before the load, also where the model is still on the meta device.
     """
 
@@ -44,15 +44,13 @@ class MatrixMethod(Method):
     optimizer_first: bool = False
 
     def applies(self, scenario: Scenario) -> bool:
-        """Whether it makes sense there at all; whether it works is for the probe to say."""
+        """Returns whether the method makes sense in the scenario; the probe finds whether it works."""
         suits = self._suits_loading(scenario) if self.direction == "in" else not scenario.is_of_loading
         suits = suits and (self.sends or not scenario.consumer.needs_sender)
         return scenario.version in self.fsdp and self.has_values(scenario.values) and suits
 
     def _suits_loading(self, scenario: Scenario) -> bool:
-        """Whether the method can load a model on meta, and a checkpoint of its form can differ from the model as the
-        scenario says.
-        """
+        """Returns whether the method can load a model on meta, and its checkpoint can differ as the scenario says."""
         contract = self.contract
         if scenario.init.is_meta and contract.loads != "model":
             return False
@@ -74,7 +72,7 @@ METHOD_NAMES: tuple[str, ...] = tuple(dict.fromkeys(method.name for method in ME
 
 
 def is_user_method(name: str) -> bool:
-    """Whether ``name`` is a ``module:function`` of the user rather than a row of the table."""
+    """Returns whether ``name`` is a ``module:function`` of the user rather than a row of the table."""
     return ":" in name
 
 
@@ -84,7 +82,7 @@ def list_methods(scenario: Scenario, direction: Direction | None = None) -> tupl
 
 
 def explain_impossible(method: MatrixMethod, scenario: Scenario) -> str:
-    """Why the method cannot be tried in the scenario, wherever it runs; empty if it can."""
+    """Explains why no machine can try the method in the scenario; empty if it can be tried."""
     if method.direction == "out" and method.contract.form == "optimizer" and not scenario.phase.is_trained:
         return "there is no optimizer state before the first step"
     if scenario.consumer.keeps_entries and not method.contract.keeps:
@@ -93,7 +91,7 @@ def explain_impossible(method: MatrixMethod, scenario: Scenario) -> str:
         return f"{method.name} promises its entries on one stream, and {scenario.consumer} asks on two"
     if method.direction == "in" and method.contract.loads != "model":
         if scenario.init.is_meta:
-            return "an optimizer is loaded beside a model that has its weights, not beside one on the meta device"
+            return "an optimizer is loaded for a model that has its weights, not for a model on the meta device"
         if scenario.checkpoint.is_of_weights_alone:
             return f"{scenario.checkpoint} is a checkpoint of weights, and {method.name} loads an optimizer"
     if method.without_mesh and not scenario.sharding.has_one_mesh:
@@ -105,21 +103,21 @@ def explain_impossible(method: MatrixMethod, scenario: Scenario) -> str:
 
 @functools.cache
 def find_method(name: str, fsdp: int) -> MatrixMethod:
-    """The method of that name for FSDP1 or FSDP2; a ``module:function`` becomes one with the default contract."""
+    """Finds a method by its name, for FSDP1 or FSDP2; a ``module:function`` gets the default contract."""
     if is_user_method(name):
         return MatrixMethod(name=name, fsdp=(1, 2), function=name, summary=f"{name}(model)", sends=True)
     return next(method for method in METHODS if method.name == name and fsdp in method.fsdp)
 
 
 def find_direction(case: AnyCase) -> Direction:
-    """Whether the method of a case extracts or loads, of the matrix or of a framework."""
+    """Returns whether the method of a case, of the matrix or of a framework, extracts or loads."""
     if isinstance(case, FrameworkCase):
         return case.definition.direction
     return find_method(case.method, case.scenario.version).direction
 
 
 def find_fix(name: str, fsdp: int) -> str:
-    """The name of the fix that replaces the method of that name."""
+    """Returns the name of the fix that replaces a method."""
     contract = find_method(name, fsdp).contract
     if contract.form == "local":
         return name

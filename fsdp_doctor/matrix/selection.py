@@ -1,4 +1,4 @@
-"""Which cases a command means: the default matrix, another level of it, or what the options pick.
+"""Selects the cases that a command means: the default matrix, another level, or what the options pick.
 
 Options that name axis values remove from the levels ``quick`` and ``full`` the cases without these values; they never
 add cases.
@@ -35,7 +35,7 @@ from fsdp_doctor.matrix.methods import METHOD_NAMES, is_user_method, list_method
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What the user asked for, as the options say it. Empty means: not asked.
+    """Request of the user, as the options say it. Empty means: not asked.
 
     directions: both where none is asked for. frameworks: then their cases and no others.
     """
@@ -97,7 +97,7 @@ def _parse_named_case(case_id: str, selection: Selection) -> AnyCase:
 
 
 def _list_framework_cases(selection: Selection) -> Iterable[FrameworkCase]:
-    """The methods of each framework, or those that are named, in the configurations of the level."""
+    """Lists the methods of each framework, or only the named methods, in the configurations of the level."""
     beside = [f"--{axis}" for axis in selection.axes] + ["--fix"] * selection.fix
     beside += ["--level full"] * (selection.level == "full")
     if beside:
@@ -127,10 +127,10 @@ def _list_fixes(case: AnyCase) -> list[AnyCase]:
 
 
 def _list_scenarios(selection: Selection, direction: Direction) -> Iterable[Scenario]:
-    """The scenarios that have the values asked for: of the level ``quick`` or ``full``, else of their product.
+    """Lists the scenarios with the values asked for: of the level ``quick`` or ``full``, otherwise of their product.
 
-    A filter beside ``full`` leaves cases out and adds none. Where the full matrix has none with all the values asked
-    for, because it varies one axis at a time, the result is that without ``full``: the values asked for, and the
+    A filter with ``full`` leaves cases out and adds none. If the full matrix has no case with all the values asked
+    for, because it varies one axis at a time, the result is the same as without ``full``: these values, and the
     defaults on every other axis.
     """
     for axis, values in selection.axes.items():
@@ -162,7 +162,7 @@ def _has(scenario: Scenario, asked: dict[str, tuple[str, ...]]) -> bool:
 
 
 def _list_cases(selection: Selection, user_methods: Sequence[str]) -> Iterable[Case]:
-    """A user's method is tried in the scenarios of the first direction: out, where none is asked for."""
+    """Lists the cases; a user's method is tried in the first direction that was asked for, by default ``out``."""
     named = [name for name in selection.methods if not is_user_method(name)]
     for name in named:
         if name not in METHOD_NAMES:

@@ -1,4 +1,4 @@
-"""How large a training step is: what decides the memory of its activations."""
+"""Size of a training step, which decides the memory of its activations."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSize:
-    """batch: sequences of each rank in a step. sequence: tokens of each.
+    """Sequences of each rank in a step (batch), and tokens of a sequence.
 
-    checkpointing: whether decoder layers keep their inputs alone for the backward, and compute the rest anew.
+    checkpointing: whether decoder layers keep only their inputs for the backward, and compute the rest anew.
     """
 
     batch: int = 2

@@ -30,12 +30,12 @@ from fsdp_doctor.text import read_first_line
 
 
 def is_wrapper(kind: type) -> bool:
-    """Whether tensors of the type hold others, such as a DTensor, and have no memory themselves."""
+    """Returns whether tensors of the type wrap others, as a DTensor does, and have no memory themselves."""
     return hasattr(kind, "__tensor_flatten__")
 
 
 def list_storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages of a tensor: of a DTensor its local one, of any other wrapper those it wraps, none on meta."""
+    """Lists the storages of a tensor: a DTensor's local one, the wrapped ones of any other wrapper, none on meta."""
     if private.is_sharded_tensor(tensor):
         shards: Any = tensor
         yield from (storage for shard in shards.local_shards() for storage in list_storages(shard.tensor))
@@ -69,9 +69,9 @@ def count_device_bytes(storage: torch.UntypedStorage) -> int:
 def list_owned_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[tuple[MemoryClass, torch.Tensor]]:
-    """Every tensor of a model and its optimizer with its class, in any state of the model.
+    """Lists every tensor of a model and its optimizer with its class, in any state of the model.
 
-    Memory that has two classes is of the first. Reads attributes only; any rank may call it alone.
+    Memory of two classes counts for the first. Only attributes are read; any rank may call this alone.
     """
     parts = reader.read(model)
     yield from (("parameters", tensor) for tensor in _list_parameter_tensors(parts))
@@ -110,7 +110,7 @@ def _list_gradient_tensors(parts: ModelContents, optimizer: torch.optim.Optimize
 
 
 def _list_unsharded_tensors(parts: ModelContents) -> Iterator[torch.Tensor]:
-    """Tensors that modules have in place of their shards, in separate memory."""
+    """Lists tensors that modules have instead of their shards, in separate memory."""
     yield from (parameter.shown for parameter in parts.parameters if parameter.shown is not parameter.tensor)
     for unit in parts.fsdp1_units:
         yield unit.flat_parameter.detach()

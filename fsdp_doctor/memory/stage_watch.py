@@ -1,9 +1,9 @@
 """Watches the stages of a job on one rank: every storage that operators make, by class, until it is freed.
 
-As ``torch.distributed._tools.mem_tracker`` does it, a dispatch mode sees the results of operators, and weak references
+As in ``torch.distributed._tools.mem_tracker``, a dispatch mode sees the results of operators, and weak references
 report the end of their storages. Different from there: memory is real, not fake, and the sum is compared with the
 allocator's counters; the class of storages that FSDP1, FSDP2 and optimizers make follows from the file of torch that
-makes them, so that nothing of theirs is patched but the resizing of storages; and the log of a stage is replayed when
+makes them, so that only the resizing of storages is patched; and the log of a stage is replayed when
 the stage is over, so that a storage counts at the peak as what it became, such as a gradient.
 """
 
@@ -72,7 +72,7 @@ _REDUCES = ("foreach_reduce", "foreach_reduce_scatter_copy_in", "_post_backward_
 class TrackedStorage:
     """A storage that is alive, with its class and bytes.
 
-    is_owned: whether its class is known from its owner, and not guessed from the function that made it.
+    is_owned: whether the class is known from the storage's owner, and not guessed from the function that made it.
     """
 
     __slots__ = ("__weakref__", "is_owned", "memory_class", "nbytes", "reference")
@@ -136,7 +136,7 @@ class StorageTracker(private.OperatorMode):
                 torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     def set_classes(self, tensors: Iterable[tuple[MemoryClass, torch.Tensor]]) -> None:
-        """Sets the class of tensors from their owners; of several for one storage, the first."""
+        """Sets the class of tensors from their owners; for several owners of one storage, the first counts."""
         seen: set[int] = set()
         for memory_class, tensor in tensors:
             for storage in list_storages(tensor):
@@ -240,7 +240,7 @@ class Unwatched:
         """Sets the model and the optimizer whose tensors have classes, from now on."""
 
     def measure_stage(self, stage: JobStage, method: str = "") -> contextlib.AbstractContextManager[None]:
-        """Measures the block as a stage, and keeps its ledger unless it raises. Every rank must enter it alike."""
+        """Measures the block as a stage; a block that raises has no ledger. Every rank must enter the same stages."""
         return contextlib.nullcontext()
 
     def count_outputs(self, result: Any) -> Any:

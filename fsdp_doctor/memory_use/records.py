@@ -86,8 +86,8 @@ class HostMemory:
 class StageMemory:
     """The memory of one rank at one stage.
 
-    job: a scenario's id, or a role of a job. method: the method of the extraction, of the stage "extracted" and those
-    that follow it. device: None where there is no accelerator.
+    job: a scenario's id, or a role of a job. method: the method of the extraction, for the stage "extracted" and those
+    that follow it. device: None without an accelerator.
     """
 
     job: str
@@ -99,7 +99,7 @@ class StageMemory:
 
     @property
     def peak(self) -> int:
-        """The most bytes that tensors had on the device; 0 where there is none."""
+        """The most bytes that tensors had on the device; 0 without an accelerator."""
         return self.device.peak if self.device is not None else 0
 
     @property
@@ -175,4 +175,4 @@ def read_memory_file(text: str) -> MemoryFile:
             raise ValueError(f"its schema is {data['schema']} {data['schema_version']}")
         return msgspec.convert(data, MemoryFile)
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"this is no file of ledgers: {type(error).__name__}: {error}") from None
+        raise UsageError(f"not a file of ledgers: {type(error).__name__}: {error}") from None

@@ -58,7 +58,7 @@ def group_by_job(memories: Iterable[StageMemory]) -> list[JobMemory]:
 
 
 def choose_unit(nbytes: int) -> tuple[str, int]:
-    """The unit, with its bytes, in which so many bytes have two to five digits."""
+    """Chooses the unit, with its bytes, in which a number of bytes has two to five digits."""
     return next(((name, size) for name, size in _UNITS if nbytes < 10240 * size), _UNITS[-1])
 
 
@@ -106,7 +106,7 @@ def _render_job(job: JobMemory, size: int, width: int) -> list[Table]:
 
 
 def _render_columns(columns: Sequence[tuple[str, ...]]) -> Table:
-    """A table of columns, the first two of which name the rows; the first cell of each is its header."""
+    """Renders a table of columns; the first two name the rows, and the first cell of each column is its header."""
     table = Table(pad_edge=False, box=box.SIMPLE_HEAD)
     for number, (name, *_) in enumerate(columns):
         table.add_column(name, no_wrap=True, justify="left" if number < 2 else "right")
@@ -180,7 +180,7 @@ def render_memory_svg(memories: Iterable[StageMemory]) -> str:
 def _draw_job(job: JobMemory, width: int) -> list[str]:
     top = max(job.highest, job.capacity or 0, 1) * 1.05
     unit, size = choose_unit(int(top))
-    parts = [_draw_text(_LEFT, 24, f"{job.job}: the peak of each stage, and beside it the host, in {unit}", bold=True)]
+    parts = [_draw_text(_LEFT, 24, f"{job.job}: the peak of each stage, and next to it the host, in {unit}", bold=True)]
     for tick in range(5):
         y = _compute_y(top * tick / 4, top)
         parts.append(f'<line x1="{_LEFT}" x2="{width - _LEGEND}" y1="{y}" y2="{y}" stroke="#dddddd"/>')

@@ -1,9 +1,9 @@
-"""A merged report as one HTML file: the template filled in with the data, the style and the scripts beside it.
+"""Renders a merged report as one HTML file: the template with the data, and the style and scripts of this directory.
 
 The data hold every text once and everything else as numbers, as ``cases.js`` reads them: ``environments``, the columns;
-``axes`` and ``methods``, the words of which cases are made; ``outcomes``, rows of (verdict, reason, message, also,
+``axes`` and ``methods``, the words of the cases; ``outcomes``, rows of (verdict, reason, message, also,
 entry); and ``cases``, rows of (strategy, offload, staging, other axes, direction, method, outcome of each environment
-or -1, statements, whether it changed). A number in a row is a place in the list of such words, or in ``texts``.
+or -1, statements, whether it changed). A number in a row is an index into the list of such words, or into ``texts``.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _Numbers:
 
 
 def make_page_data(merged: MergedReport) -> dict[str, Any]:
-    """The data of the page, as JSON values."""
+    """Makes the data of the page, as JSON values."""
     texts, methods = _Numbers(""), _Numbers()
     used = {axis: {getattr(case, axis) for case in merged.cases} for axis in _AXES}
     words = {axis: _Numbers(*(value for value in AXIS[axis].values if value in used[axis])) for axis in _AXES}

@@ -50,7 +50,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The input of one forward. length: tokens of each sequence. checkpointing: of activations, layer by layer."""
+    """The input of one forward. length: tokens of each sequence. checkpointing: whether each layer is recomputed."""
 
     sequences: int
     length: int
@@ -59,7 +59,7 @@ class Batch:
 
 
 class LoopOverTokens(Exception):
-    """Raised where a layer runs so many operators that it loops over the tokens: to trace it would take minutes."""
+    """Raised if a layer has so many operators that it must loop over the tokens: tracing it would take minutes."""
 
 
 def trace(model: nn.Module, batch: Batch) -> tuple[Segment, ...]:

@@ -29,9 +29,9 @@ from fsdp_doctor.text import format_count
 class SizeKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of one role's sizes in a configuration, and the framework's defaults.
 
-    sequences: of a micro batch. lengths: keys whose values add up to the tokens of a sequence.
+    sequences: keys of the micro batch. lengths: keys whose values add up to the tokens of a sequence.
     token_budget: tokens up to which a micro batch is filled if ``dynamic`` is set.
-    checkpointing: of activations; any word but none or false is true. master_dtype: of the shards.
+    checkpointing: activation checkpointing; any word except none or false is true. master_dtype: the shards' dtype.
     """
 
     sequences: Keys = ()
@@ -49,10 +49,10 @@ class SizeKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class EngineKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of a rollout engine.
 
-    asked: keys of which one is set if there is an engine; empty if the framework always has one.
-    apart: sections that exist if the engine has separate devices. colocated: flags that are false if it has.
+    asked: one of these keys is set if there is an engine; empty if the framework always has one.
+    apart: sections that exist if the engine has separate devices. colocated: flags that are false then.
     sleeps: flags that are false if the engine keeps its share while the trainer works.
-    bucket_mib: of the weights' transfer.
+    bucket_mib: bucket of the weights' transfer.
     loads_model_before: the version before which a worker of an engine on its own devices loads the FSDP model, too.
     """
 
@@ -70,7 +70,7 @@ class EngineKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class MachineKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of devices and nodes. ranks: of all nodes together. words: whether values can be other than numbers."""
+    """The keys of devices and nodes. ranks: ranks of all nodes. words: whether values can be other than numbers."""
 
     gpus: Keys = ()
     nodes: Keys = ()
@@ -80,7 +80,7 @@ class MachineKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 class PlanKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The part ``plan`` of a framework's table in ``check/frameworks``: how much is computed at once, on how many
-    machines, beside which engine. sizes: by role; ``any`` for every role.
+    machines, and with which engine. sizes: by role; ``any`` for every role.
     """
 
     machines: MachineKeys = MachineKeys()
@@ -195,7 +195,7 @@ def _read_machines(result: CheckResult) -> tuple[int | None, int]:
     if ranks is None:
         return gpus, nodes or 1
     if nodes and not gpus and ranks % nodes:
-        raise Unreadable(f"{format_count(ranks, 'rank')} cannot be as many on each of {format_count(nodes, 'node')}")
+        raise Unreadable(f"{format_count(ranks, 'rank')} cannot be divided evenly over {format_count(nodes, 'node')}")
     nodes = -(-ranks // gpus) if gpus else nodes or -(-ranks // _DEFAULT_GPUS)
     return -(-ranks // nodes), nodes
 
@@ -271,7 +271,7 @@ def _read_length(keys: SizeKeys, settings: Settings) -> int:
 
 
 def _read_sequences(keys: SizeKeys, settings: Settings, length: int) -> int:
-    """Reads the sequences of a micro batch; as many as reach the budget where it is filled up to a number of tokens."""
+    """Reads the sequences of a micro batch; with a budget of tokens, as many as the budget allows."""
     sequences = _read_positive(settings, *keys.sequences) or keys.default_sequences
     if settings.read_flag(*keys.dynamic):
         budget = _read_positive(settings, *keys.token_budget) or keys.default_budget
@@ -327,7 +327,7 @@ def _read_engine(result: CheckResult, ranks: int) -> EngineSetup | None:
 
 
 def _read_model(role: Role, result: CheckResult, options: PlanOptions) -> str:
-    """Returns the model's directory, or the named shape that its name means. Raises UsageError."""
+    """Returns the model's directory, or the name of a built-in shape. Raises UsageError."""
     named = result.models.get(role)
     path = options.model or (str(named.path.value) if named and named.path else "")
     if not path:
@@ -356,5 +356,5 @@ def _describe_default_sizes(role: Role, result: CheckResult, options: PlanOption
         "--seq-len": options.length or any(settings.find_first(*each) for each in keys.lengths),
     }
     missing = [option for option, given in is_given.items() if not given]
-    sentence = "the configuration does not say how much is computed at once, and a default is taken: give"
+    sentence = "the configuration does not say how much is computed at once; a default is taken unless you give"
     return f"{role}: {sentence} {' and '.join(missing)}" if missing else ""

@@ -17,7 +17,7 @@ ModelHead: TypeAlias = Literal["language", "value"]
 
 @dataclass(frozen=True, kw_only=True)
 class Dtypes:
-    """Bytes of an element: of the optimizer's shards, of gathered and computed parameters, of reduced gradients."""
+    """Bytes of an element of the optimizer's shards, of gathered and computed parameters, and of reduced gradients."""
 
     master: int = FP32
     compute: int = BF16
@@ -30,9 +30,9 @@ class RoleSetup:
 
     scenario: its strategy and offload. shard_ranks: ranks of one shard group. replicas: number of shard groups.
     model: a named shape, or a directory with a config.json. layers: instead of the model's own number.
-    trains: else it only runs forward. sequences, length: the batch of one forward. checkpointing: of activations.
+    trains: false if only the forward runs. sequences, length: the batch of one forward. checkpointing: of activations.
     moments: tensors of the parameters' size that the optimizer keeps. method: the method of the matrix with which its
-    weights are extracted; empty if they are not. extracted_bytes: of an element as the method yields it, None for that
+    weights are extracted; empty if they are not. extracted_bytes: bytes of a yielded element, None for those
     of the shards. saved_whole: whether its checkpoint is gathered on rank 0's host.
     """
 
@@ -55,30 +55,30 @@ class RoleSetup:
 
     @property
     def stays_on_host(self) -> bool:
-        """Whether the shards stay on the host under a policy although the module is moved.
+        """Returns whether the shards stay on the host under a policy although the module is moved.
 
-        FSDP2 pins them there again, and so takes them back; if they are not pinned, they stay where they were moved.
+        FSDP2 pins them there again, and so takes them back; unpinned shards stay where they were moved.
         """
         scenario = self.scenario
         return scenario.policy and (scenario.version == 1 or scenario.pinning.is_pinned)
 
     @property
     def computes_with_shards(self) -> bool:
-        """Whether FSDP1, without shards and in the dtype of the computation, copies nothing to unshard a unit."""
+        """Returns whether FSDP1 copies nothing to unshard a unit: without shards, in the dtype of the computation."""
         is_whole = self.scenario.version == 1 and self.shard_ranks == 1
         return is_whole and self.dtypes.master == self.dtypes.compute
 
     @property
     def views_hold_shards(self) -> bool:
-        """Whether the modules' parameters are views that keep the memory of a flat parameter when it is moved.
+        """Returns whether the modules' parameters are views that keep the memory of a flat parameter when it is moved.
 
-        With the original parameters FSDP1 makes new ones.
+        With the original parameters FSDP1 makes new views.
         """
         return self.computes_with_shards and not self.scenario.strategy.uses_original_parameters
 
     @property
     def shards_on_host(self) -> bool:
-        """Whether the shards are on the host when the weights are extracted."""
+        """Returns whether the shards are on the host when the weights are extracted."""
         scenario = self.scenario
         is_moved = scenario.staging.is_staged and not self.stays_on_host
         return not is_moved and (scenario.policy or scenario.param_offload)
@@ -102,7 +102,10 @@ class EngineSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
-    """gpus: of each node. gpu_memory: bytes of each. host_memory: bytes of each node, None if unknown."""
+    """Machines of a job.
+
+    gpus: devices of a node. gpu_memory: bytes of a device. host_memory: bytes of a node, None if unknown.
+    """
 
     gpus: int
     nodes: int

@@ -70,7 +70,7 @@ class RolePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan:
-    """The predicted memory of a job. moments: of a device. host: of a node."""
+    """The predicted memory of a job. moments: on a device. host: on a node."""
 
     job: JobSetup
     roles: tuple[RolePlan, ...]
@@ -238,7 +238,7 @@ class Advice:
 
 
 def _list_changes(job: JobSetup) -> Iterator[tuple[str, str, JobSetup]]:
-    """All changes of one setting with what they cost, in the order of their cost."""
+    """Lists all changes of one setting with their cost, the cheapest first."""
     if (engine := job.engine) is not None:
         for percent in range(round(engine.utilization * 100) - 5, 5, -5):
             cost = "a smaller cache: fewer sequences are generated at once"

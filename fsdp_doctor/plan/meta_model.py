@@ -128,7 +128,7 @@ def fuse_attention() -> Iterator[None]:
 def _run_fused_attention(
     _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: object, **_named: object
 ) -> tuple[Tensor, None]:
-    """query, key, value: (sequences, heads, tokens, size); the output has the tokens before the heads."""
+    """Runs attention on (sequences, heads, tokens, size); the output has the tokens before the heads."""
     output: Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
     return output.transpose(1, 2), None
 

@@ -25,14 +25,14 @@ _GIB = 1 << 30
 
 ASSUMPTIONS = (
     "the units of FSDP are the decoder layers, the input embedding where it is not tied, and the root with all else",
-    "float32 shards where nothing else is said, bfloat16 computation, gradients reduced in float32; AdamW over lists "
+    "float32 shards unless configured otherwise, bfloat16 computation, gradients reduced in float32; AdamW over lists "
     "of tensors, two moments",
-    "attention by a fused kernel, of models that can have one; the loss as transformers has it: logits of all tokens "
+    "attention by a fused kernel, if the model can have one; the loss as transformers has it: logits of all tokens "
     "cast to float32, their log-softmax, and the gradients of both",
-    "a critic has a head of one output for each token, in place of the vocabulary's head",
+    "a critic has a head of one output for each token instead of the vocabulary's head",
     "a model is unsharded on the device unit by unit while it is built, as fully_shard and FSDP1 do with one that "
     "lies on the host",
-    f"beside torch's allocator each process has {CONTEXT_BYTES / _GIB:.2f} GiB of CUDA context and "
+    f"outside of torch's allocator, each process has {CONTEXT_BYTES / _GIB:.2f} GiB of CUDA context and "
     f"{NCCL_BYTES / _GIB:.2f} GiB of NCCL's buffers; an engine that sleeps keeps {ASLEEP_BYTES / _GIB:.2f} GiB; a "
     f"process takes {PROCESS_BYTES / _GIB:g} GiB of the host",
     "bytes are counted in tensors, without the memory that the caching allocator reserves beyond them by fragmentation",
@@ -40,7 +40,7 @@ ASSUMPTIONS = (
 NOT_MODELLED = (
     "tensor, pipeline, context and expert parallelism of the trainer; adapters, quantized weights, torch.compile; "
     "fused losses and offloaded activations, which take less",
-    "TRL's value head beside the vocabulary's head, which verl takes where transformers has no token classification",
+    "TRL's value head next to the vocabulary's head, which verl takes if transformers has no token classification",
     "what a tower for images computes, and the tokens of images: its parameters, gradients and moments are in the plan",
     "kernels for linear attention and state spaces, which take less than what transformers computes without them",
     "an engine's own peak, which is within its share",
@@ -49,7 +49,7 @@ NOT_MODELLED = (
 
 
 def render_plan_text(plan: JobPlan, advices: Sequence[Advice], width: int) -> str:
-    """width: in columns. The answer comes first."""
+    """Renders the plan, the answer first. width: in columns."""
     return wrap_all(_render_lines(plan, advices, width), width).rstrip() + "\n"
 
 
@@ -97,7 +97,7 @@ def _render_lines(plan: JobPlan, advices: Sequence[Advice], width: int) -> Itera
     for moment in plan.host:
         if moment.is_certain:
             yield from _describe_moment(moment, "does not fit")
-    yield "And if it is loaded or saved so, which the configuration does not say:"
+    yield "And if the job loads or saves in this way, which the configuration does not say:"
     for moment in plan.host:
         if not moment.is_certain:
             yield from _describe_moment(moment, "would not fit")

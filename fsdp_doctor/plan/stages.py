@@ -35,7 +35,7 @@ from fsdp_doctor.text import read_first_line
 
 
 def _replay_buckets(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
-    """Replays full_tensors: as many buckets at once as there may be beside the caller's last tensor."""
+    """Replays full_tensors: as many buckets at once as may exist next to the caller's last tensor."""
     itemsize = setup.extracted_bytes or setup.dtypes.master
     is_cast = setup.extracted_bytes not in (None, setup.dtypes.master)
     cast = CAST_BYTES if is_cast and setup.shards_on_host else 0
@@ -66,7 +66,7 @@ def _replay_buckets(timeline: Timeline, shards: RankShards, setup: RoleSetup) ->
 
 
 def _list_gathers(shards: RankShards, setup: RoleSetup, most: int) -> list[tuple[int, int]]:
-    """Bytes of outputs, and of buffers beside them, of each tensor or FSDP1 unit, in the order of the parameters."""
+    """Lists bytes of outputs and of further buffers for each tensor or FSDP1 unit, in the order of the parameters."""
     itemsize = setup.extracted_bytes or setup.dtypes.master
     if setup.shard_ranks == 1:
         return [(round_up(numel * itemsize), 0) for unit in shards.units for numel in unit.originals]
@@ -81,7 +81,7 @@ def _list_gathers(shards: RankShards, setup: RoleSetup, most: int) -> list[tuple
 
 
 def _list_unit_gathers(unit: UnitShard, itemsize: int, most: int) -> list[tuple[int, int]]:
-    """Gathers of an FSDP1 unit: as a whole where it fits; else in parts, of which there are two beside a tensor."""
+    """Lists the gathers of an FSDP1 unit: the whole unit if it fits; otherwise parts, two at once next to a tensor."""
     sizes = [round_up(numel * itemsize) for numel in unit.originals]
     largest, flat = max(sizes), round_up(sum(unit.full) * itemsize)
     if 64 * (flat - largest) <= flat:
@@ -186,7 +186,7 @@ _READS_SHARDS = ("full_tensors", "save_full_tensors", "weights_info")
 
 
 class RankReplay:
-    """Replays the stages of a job on one rank. segments: of its forward, and of its backward where it trains."""
+    """Replays the stages of a job on one rank. segments: the forward's, and the backward's if the job trains."""
 
     def __init__(
         self, setup: RoleSetup, shards: RankShards, buffers: Sequence[int], segments: Sequence[Segment], rank: int = 0
@@ -324,7 +324,7 @@ class RankReplay:
         )
 
     def _count_host_memory(self) -> HostMemory:
-        """The host's memory: everything that is not on the device; pinned under a policy and by non-blocking copies."""
+        """Counts the host's memory: all that is not on the device; pinned under a policy and by non-blocking copies."""
         setup, scenario = self._setup, self._setup.scenario
         master = setup.dtypes.master
         by_class: dict[MemoryClass, int] = {}
@@ -377,21 +377,21 @@ class Predictor:
         self._traced: dict[Batch, tuple[Segment, ...]] = {}
 
     def predict_stages(self, setup: RoleSetup, rank: int = 0) -> list[StageMemory]:
-        """The ledgers of all stages on one rank of a shard group, of which the first has the most.
+        """Predicts the ledgers of all stages on the first rank of a shard group, which has the most.
 
         Raises UsageError for more ranks than any parameter has rows, and for sequences longer than the learned
-        positions; CannotRun where the forward cannot run without weights.
+        positions; CannotRun if the forward cannot run without weights.
         """
         if self._positions is not None and setup.length > self._positions:
             raise UsageError(
-                f"{setup.role}: sequences of {setup.length} tokens, and {self.shape.name} has learned "
-                f"{self._positions} positions: give --seq-len"
+                f"{setup.role}: sequences of {setup.length} tokens are longer than the {self._positions} positions "
+                f"that {self.shape.name} has learned: give --seq-len"
             )
         longest = max(parameter.shape[0] for parameter in self.shape.parameters)
         if setup.shard_ranks > longest:
             raise UsageError(
                 f"{setup.role}: {setup.shard_ranks} ranks share the model, but no parameter has more than {longest} "
-                "rows: the last of them would have none"
+                "rows: the last ranks would have none"
             )
         shards = shard_units(self.shape, setup.scenario.strategy, rank=rank, ranks=setup.shard_ranks)
         return RankReplay(setup, shards, self.shape.buffer_bytes, self._trace_segments(setup), rank).replay_stages()
@@ -407,8 +407,8 @@ class Predictor:
             except LoopOverTokens:
                 raise CannotRun(
                     f"{setup.role}: the forward of {self.shape.name} cannot be followed at {setup.length} tokens: it "
-                    "goes through them one by one in Python, which would take minutes; a plan with a smaller "
-                    "--seq-len does not tell the memory of this one"
+                    "loops over the tokens in Python, which would take minutes; a plan with a smaller --seq-len is "
+                    "not comparable"
                 ) from None
             except _NOT_FOLLOWED as error:
                 why = read_first_line(error)

@@ -17,10 +17,10 @@ from fsdp_doctor.plan.meta_model import ModelShape, ShapedParameter, ShapedUnit
 
 @dataclass(frozen=True, kw_only=True)
 class UnitShard:
-    """One FSDP unit on one rank: numbers of elements.
+    """Numbers of elements of one FSDP unit on one rank.
 
-    padded: of each shard with its padding, the same on every rank. local: of this rank's part of each, without padding.
-    full: of each tensor that a gather fills. originals: of each parameter, unsharded.
+    padded: each shard with its padding, the same on every rank. local: this rank's part of each, without padding.
+    full: each tensor that a gather fills. originals: each unsharded parameter.
     """
 
     name: str
@@ -44,7 +44,7 @@ class RankShards:
 
 
 def shard_units(shape: ModelShape, strategy: Strategy, *, rank: int, ranks: int) -> RankShards:
-    """Shards all units. rank, ranks: of one shard group. FSDP1 has no unit for the embedding: it is in the root."""
+    """Shards all units. rank, ranks: in one shard group. Under FSDP1 the embedding is in the root unit."""
     if strategy.version == 2:
         return RankShards(
             root=_shard_fsdp2_unit(shape.root, rank, ranks),
@@ -61,7 +61,7 @@ def shard_units(shape: ModelShape, strategy: Strategy, *, rank: int, ranks: int)
 
 
 def _shard_fsdp2_unit(unit: ShapedUnit, rank: int, ranks: int) -> UnitShard:
-    """Cuts each parameter along its first dimension into chunks of as many rows, of which the last are padded."""
+    """Cuts each parameter along its first dimension into chunks of equal size; the last chunks are padded."""
     chunks = [_compute_chunk(parameter, rank, ranks) for parameter in unit.parameters]
     return UnitShard(
         name=unit.name,
@@ -118,7 +118,7 @@ class Timeline:
         self.change({what: nbytes})
 
     def free(self, what: MemoryClass, nbytes: int | None = None) -> None:
-        """Frees so many bytes of a class, or all of it."""
+        """Frees the given bytes of a class, or all bytes."""
         self.change({what: -(self.count_bytes(what) if nbytes is None else nbytes)})
 
     def count_bytes(self, what: MemoryClass) -> int:

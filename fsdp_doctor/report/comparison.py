@@ -60,7 +60,7 @@ def select_common_cases(differing: list[Difference]) -> list[Difference]:
 
 
 def _select_compared_facts(result: CaseResult, ignore: frozenset[str]) -> dict[str, str]:
-    """The facts to compare, the most important first. Older reports do not have "yielded"."""
+    """Selects the facts to compare, the most important first. Older reports do not have "yielded"."""
     verdict = result.verdict
     reasons = [strip_seconds(text) for text in (verdict.reason, *verdict.also)]
     if "device" in ignore and verdict.kind == "hang":

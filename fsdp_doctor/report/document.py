@@ -28,7 +28,7 @@ SCHEMA_VERSION = 1
 class CaseResult:
     """The result of one case; a bad verdict comes with the report of every rank.
 
-    id, scenario, method: of the case. seconds: the slowest rank's time inside the method.
+    id, scenario, method: the case. seconds: the slowest rank's time inside the method.
     peak_extra_bytes: device memory of the rank that needed most. wall_seconds: the cost of the case, with building
         and checking.
     yielded: by rank, the number of entries of each form, dtype and kind of device; empty if the method did not finish.
@@ -57,7 +57,7 @@ class CaseResult:
 
     @property
     def confirmed(self) -> bool | None:
-        """Whether the second run gave the same verdict; None without a second run."""
+        """Returns whether the second run gave the same verdict; None without a second run."""
         return None if self.confirmation is None else self.confirmation.kind == self.verdict.kind
 
     @property
@@ -85,7 +85,7 @@ class AppliedShim:
 class Report:
     """A run and its results. While the run goes on, FILE.journal has further results, one on each line.
 
-    version: of fsdp-doctor. created: ISO 8601. device: the type of the device under test. num_selected: of cases.
+    version: of fsdp-doctor. created: ISO 8601. device: the type of the device under test. num_selected: selected cases.
     rerun_options: the options, besides ``--case``, of a command that runs one case alone.
     late_completion: whether non-blocking copies of the emulated device finished as late as they may.
     notes: sentences without which a reader would misread the verdicts.
@@ -166,7 +166,7 @@ def make_context(report: Report) -> RunContext:
 
 
 def recognize_failure(result: CaseResult, context: RunContext) -> CaseResult:
-    """The result with the id of the catalogue's entry that describes its failure."""
+    """Returns the result with the id of the catalogue's entry that describes its failure."""
     verdict = result.verdict
     if not verdict.bad:
         return result

@@ -145,8 +145,8 @@ def _make_patterns_of_box(box: _Box, others: Collection[str]) -> list[str]:
 
 
 def _find_shortest_pattern(box: _Box, others: Collection[str]) -> str:
-    """The pattern of a box, with ``*`` in place of a list of offloads or stagings where it matches nothing more.
-    Strategies and methods are always named: a ``*`` would also match those added later.
+    """Finds the pattern of a box: ``*`` replaces a list of offloads or stagings if it matches nothing more.
+    Strategies and methods are always named: ``*`` would also match later ones.
     """
     shortened: dict[str, str] = {}
     for name in ("offload", "staging"):

@@ -36,7 +36,7 @@ class ExpectedFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     until: str = ""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a pattern or a version that is none."""
+        """Raises ValueError for an invalid pattern or version."""
         for pattern in self.cases:
             compile_pattern(pattern)
         if self.until:
@@ -46,7 +46,7 @@ class ExpectedFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return any(compile_pattern(pattern).fullmatch(case_id) for pattern in self.cases)
 
     def is_met_by(self, result: CaseResult) -> bool:
-        """Whether the case fails as expected."""
+        """Returns whether the case fails as expected."""
         verdict = result.verdict
         reasons = (verdict.reason, *verdict.also)
         return verdict.kind == self.verdict and any(
@@ -54,7 +54,7 @@ class ExpectedFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         )
 
     def is_over(self, torch: str) -> bool:
-        """Whether that version of torch is expected not to fail any more."""
+        """Returns whether that version of torch is expected not to fail any more."""
         try:
             return bool(self.until) and Version(torch).release >= Version(self.until).release
         except InvalidVersion:
@@ -67,7 +67,7 @@ class ExpectedFailures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     entries: tuple[ExpectedFailure, ...] = msgspec.field(name="expect", default=())
 
     def find(self, case_id: str, torch: str) -> ExpectedFailure | None:
-        """The expectation of a case on that version of torch."""
+        """Finds the expectation of a case on a version of torch."""
         return next((entry for entry in self.entries if entry.covers(case_id) and not entry.is_over(torch)), None)
 
 

@@ -115,7 +115,7 @@ def _make_blocks(report: Report) -> list[_Block]:
 
 
 def _arrange(title: str, cells: dict[tuple[str, tuple[str, ...]], CaseResult]) -> _Block:
-    """Puts offloads of one scenario beside each other."""
+    """Puts the offloads of one scenario next to each other."""
     columns = list(dict.fromkeys(words for _, words in cells))
     scenarios = list(dict.fromkeys(words[1:] for words in columns))
     offloads = sort_by_table((words[0] for words in columns), tuple(AXIS["offload"].values))
@@ -157,7 +157,7 @@ def _draw_block(block: _Block, left: int, top: int) -> Iterator[str]:
 
 
 def _draw_cell(x: int, y: int, kind: VerdictKind, title: str = "") -> str:
-    """title: shown where the mouse is over the cell."""
+    """Draws a cell. title: shown while the mouse is over the cell."""
     title = textwrap.shorten(title.rstrip(": "), _LONGEST_TITLE, placeholder=" ...")
     said = f"<title>{_escape(title)}</title>" if title and kind not in NOT_RUN else ""
     letter = _COLOURS[kind][2]

@@ -1,7 +1,7 @@
 """The file of a report, while the run lasts and after it: a finished case is never lost.
 
 FILE is written at the start, with ``complete: false``; each finished case is appended to FILE.journal at once; at the
-end the whole report replaces FILE and the journal is removed. Whoever reads FILE also reads a journal beside it.
+end the whole report replaces FILE and the journal is removed. A reader of FILE also reads its journal.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Journal:
 
 
 def write_report(path: pathlib.Path, report: Report) -> None:
-    """Writes a report to ``path``, without a journal beside it. Raises DoctorFault if the disk does not take it."""
+    """Writes a report to ``path``, without a journal. Raises DoctorFault if the report cannot be written."""
     _start_report(path, report)
     with contextlib.suppress(OSError):
         name_journal(path).unlink()
@@ -68,7 +68,7 @@ def write_report(path: pathlib.Path, report: Report) -> None:
 def _start_report(path: pathlib.Path, report: Report) -> None:
     """Writes a report to which no older journal can add.
 
-    A journal beside a report without results is of an older run, and is emptied first. A journal beside any other
+    The journal of a report without results is of an older run, and is emptied first. The journal of any other
     report may be what the report was made from, and stays until the report is there.
     """
     journal = name_journal(path)
@@ -93,7 +93,7 @@ def read_report(path: pathlib.Path) -> Report:
 
 
 def _choose_longer(results: list[Any], journal: pathlib.Path) -> list[Any]:
-    """The journal's results if it has more of them; its last line may be half written."""
+    """Returns the journal's results if they are more; the journal's last line may be half written."""
     in_journal = []
     with contextlib.suppress(OSError):
         for line in journal.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -134,9 +134,9 @@ def read_json(path: pathlib.Path) -> Any:
 
 
 def replace_file(path: pathlib.Path, content: str | bytes) -> None:
-    """Writes a file beside ``path`` and renames it, so that a reader never sees half of it.
+    """Writes a temporary file next to ``path`` and renames it, so that a reader never sees half a file.
 
-    Raises OSError, and then the old file stays.
+    Raises OSError, and leaves the old file as it was.
     """
     beside = path.with_name(path.name + ".new")
     if path.exists() and not path.is_file():

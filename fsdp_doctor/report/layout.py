@@ -33,7 +33,7 @@ class Grid:
 
 
 def make_grids(report: Report) -> list[Grid]:
-    """All results, in the order of the run."""
+    """Arranges all results, in the order of the run."""
     grouped: dict[AnyScenario, dict[tuple[str, str], CaseResult]] = {}
     for result in report.results:
         scenario = result.case.scenario

@@ -1,4 +1,4 @@
-"""The matrix for a terminal."""
+"""Renders the matrix for a terminal."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _render_verdict(kind: VerdictKind) -> Text:
 
 
 def _render_beside_fix(report: Report) -> Iterator[Table]:
-    """For each scenario a table of its methods, which ends in the fix."""
+    """Renders for each scenario a table of its methods, which ends in the fix."""
     fix_of = find_fixes(report)
     methods: dict[str, list[CaseResult]] = {}
     for result in report.results:

@@ -41,8 +41,8 @@ class Expectation:
 
     kind: the verdict. message: a regular expression over the exception's ``Type: message``, or over the script's own
         sentence on values; empty for any. by_every_rank: whether an exception on every rank, which can be a refusal,
-        counts as a crash. title: in words. references: of the catalogue's entry. source: of the expectation.
-    versions: by package. on_one_rank, on_cpu: whether it shows there, too.
+        counts as a crash. title: in words. references: the catalogue's. source: where the expectation is from.
+    versions: by package. on_one_rank, on_cpu: whether the failure shows there, too.
     """
 
     kind: VerdictKind
@@ -115,9 +115,9 @@ def _check_that_a_script_sees(case: AnyCase, kind: VerdictKind) -> None:
 
     Those are the values of an extracted optimizer state, and what a load after a step that raised leaves to the next.
     """
-    if isinstance(case, Case) and kind in ("poisoned", "misplaced"):
-        if case.scenario.phase.raised and _find_contract(case).direction == "in":
-            raise UsageError(f"case {case.id!r}: what the load leaves to the next step, the doctor alone can see")
+    goes_wrong_later = isinstance(case, Case) and case.scenario.phase.raised and kind in ("poisoned", "misplaced")
+    if isinstance(case, Case) and goes_wrong_later and _find_contract(case).direction == "in":
+        raise UsageError(f"case {case.id!r}: what the load leaves to the next step, the doctor alone can see")
     if isinstance(case, Case) and kind == "wrong" and _find_contract(case).form == "optimizer":
         raise UsageError(f"case {case.id!r}: that the optimizer's state has other values, the doctor alone can see")
 
@@ -162,7 +162,7 @@ def _make_refusal_pattern(result: CaseResult, case: Case) -> str:
 
 
 def _make_entries_pattern(result: CaseResult, case: Case) -> str:
-    """The number of bad entries and the first names, if the reason is one sentence over all of them."""
+    """Makes a pattern of the number of bad entries and the first names, if one sentence stands for all entries."""
     contract, names_match = _find_contract(case), _NAMED.search(result.verdict.reason)
     # Of FSDP1 a script compares flat parameters, the report the tensors in them.
     if names_match is None or (contract.direction == "in" and case.scenario.version == 1):

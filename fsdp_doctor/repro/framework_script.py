@@ -1,4 +1,4 @@
-"""The script of a framework's case: a template beside the adapter has the framework's own calls."""
+"""The script of a framework's case: a template next to the adapter has the framework's own calls."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _ROOM = pathlib.Path(__file__).parent
 
 
 def render_framework_script(case: FrameworkCase, expectation: Expectation, file_name: str = "repro.py") -> str:
-    """The text of a script that runs ``case`` on two GPUs, and ends with 0 if everything is right.
+    """Renders a script that runs ``case`` on two GPUs, and ends with 0 if everything is right.
 
     Raises UsageError for an adapter without a template.
     """
     scenario, template = case.scenario, locate_adapter(case.scenario.framework).template
     if not template.is_file():
-        raise UsageError(f"no script can be written of case {case.id!r}: its adapter has no template {template}")
+        raise UsageError(f"no script can be written for case {case.id!r}: its adapter has no template {template}")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([template.parent, _ROOM]),
         undefined=jinja2.StrictUndefined,

@@ -27,10 +27,10 @@ _TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(_ROOM), undefined
 
 
 def render_script(case: Case, expectation: Expectation, name: str = "repro.py", minimal: bool = False) -> str:
-    """The text of a script that runs ``case`` under torchrun, and ends with 0 if the case ends as expected.
+    """Renders a script that runs ``case`` under torchrun, and ends with 0 if the case ends as expected.
 
-    name: of the script, for the command in its docstring. minimal: with two linear layers in place of the model, on one
-    rank where one shows it. Raises UsageError for a case that only fsdp-doctor can run, or that needs its model.
+    name: the script's, for the command in its docstring. minimal: with two linear layers instead of the model, on one
+    rank if that shows the failure. Raises UsageError for a case that only fsdp-doctor can run, or that needs its model.
     """
     method = _find_method(case)
     if minimal and case.scenario.model is not Model.QWEN3:
@@ -72,16 +72,16 @@ def _find_method(case: Case) -> MatrixMethod:
     """The method of the case. Raises UsageError if a script cannot have it."""
     scenario = case.scenario
     if is_user_method(case.method):
-        raise UsageError(f"case {case.id!r}: {case.method} is your own; a script has torch's functions alone")
+        raise UsageError(f"case {case.id!r}: {case.method} is your own; a script has only torch's functions")
     if scenario.consumer.needs_sender:
         raise UsageError(f"case {case.id!r}: there is no script of a consumer; a script reads each entry when it comes")
     if scenario.checkpoint is CheckpointFit.HUB:
         raise UsageError(f"case {case.id!r}: a script saves its checkpoint itself, not with save_pretrained")
     if scenario.model.is_custom:
-        raise UsageError(f"case {case.id!r} is of a model of your own; a script has the built-in ones alone")
+        raise UsageError(f"case {case.id!r} has a model of your own; a script has only built-in models")
     method = find_method(case.method, scenario.version)
     if method.is_fix:
-        raise UsageError(f"case {case.id!r}: {method.name} is fsdp-doctor's own; a script has torch's functions alone")
+        raise UsageError(f"case {case.id!r}: {method.name} is fsdp-doctor's own; a script has only torch's functions")
     _choose_mesh(case)
     if reason := explain_impossible(method, scenario):
         raise UsageError(f"case {case.id!r} cannot be tried: {reason}")
@@ -146,7 +146,7 @@ def _call(module: str, function: str, direction: Direction, context: Context) ->
 
 
 def _needs_comparison(case: Case, method: MatrixMethod, expectation: Expectation) -> bool:
-    """Whether the script compares values with the true ones: not if the case raises before it has any."""
+    """Returns whether the script compares values with the true ones: not if the case raises before it has any."""
     kind = expectation.kind
     if method.contract.form == "flat":
         return False
@@ -160,7 +160,7 @@ def _needs_comparison(case: Case, method: MatrixMethod, expectation: Expectation
 
 
 def _needs_other_ranks(case: Case, expectation: Expectation) -> bool:
-    """Whether an exception on every rank is a refusal, and so another end than an exception on some ranks."""
+    """Returns whether an exception on every rank is a refusal, and so another end than an exception on some ranks."""
     crash = expectation.kind == "crash" and not expectation.by_every_rank
     return not case.scenario.must_load and (crash or expectation.kind in ("ok", "refused"))
 

@@ -25,7 +25,7 @@ _EVIDENCE = re.compile(r"^evidence = ")
 def list_measured(merged: MergedReport) -> dict[str, tuple[str, ...]]:
     """Maps each entry to the versions with the failure on each device: ``emulated: 2.10 to 2.13, 2.15``.
 
-    A range is of successive releases, all of which had it.
+    A range stands for successive releases that all have the failure.
     """
     names = shorten_names(sort_versions(strip_build(each.torch) for each in merged.environments))
     measured_on: dict[str, dict[str, set[str]]] = {}
@@ -42,7 +42,7 @@ def list_measured(merged: MergedReport) -> dict[str, tuple[str, ...]]:
 
 
 def insert_measured(text: str, versions: dict[str, tuple[str, ...]]) -> str:
-    """The text of a file of entries with these versions in place of earlier ones."""
+    """Returns the text of a file of entries with these versions instead of earlier ones."""
     lines, entry = [], ""
     for line in text.splitlines(keepends=True):
         if match := _ID.match(line):

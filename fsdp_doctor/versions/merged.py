@@ -1,6 +1,7 @@
 """The merged report of several runs: its records, its JSON file and its text.
 
-It keeps of each result what a user would act on. ``python -m fsdp_doctor.versions.merged`` prints the JSON schema.
+The report keeps the part of each result on which a user acts.
+``python -m fsdp_doctor.versions.merged`` prints the JSON schema.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Environment:
     """An environment in which cases ran: a column.
 
     name: unique in the merged report. torch: its version, in its own words. device: the device type.
-    accelerators: their names. packages: versions by package, torch's among them. version: of fsdp-doctor.
+    accelerators: their names. packages: versions by package, torch included. version: fsdp-doctor's.
     command: the command of the run. rerun_options: the options, besides ``--case``, of a command that runs one case
         alone. created: ISO 8601, of the last report.
     reports: paths from the merged report if they are known, else file names.
@@ -76,7 +77,7 @@ class Environment:
 class Outcome:
     """A result that one or more cases had.
 
-    ranks: those that the reason is about. also: further problems, and consequences.
+    ranks: the ranks that the reason names. also: further problems, and consequences.
     message: ``Type: message`` of the exception, cut to 1,000 characters; empty without one.
     known: the id of the catalogue's entry for a bad verdict; empty if no entry matches.
     """
@@ -116,7 +117,7 @@ class Statement:
 
     @property
     def changes(self) -> bool:
-        """Whether two versions that could run the case differ."""
+        """Returns whether two versions that could run the case differ."""
         return len({(period.kind, period.known) for period in self.periods if period.kind not in NO_ANSWER}) > 1
 
 
@@ -145,8 +146,8 @@ class MergedCase:
 class MergedReport:
     """Several reports, case by case.
 
-    version: of the fsdp-doctor that merged them. environments: by device and version, oldest first.
-    outcomes: each once, however many cases had it. cases: in the order in which they ran.
+    version: the version of fsdp-doctor that merged the reports. environments: by device and version, oldest first.
+    outcomes: each once, even if several cases had it. cases: in the order in which they ran.
     """
 
     version: str
@@ -155,7 +156,7 @@ class MergedReport:
     cases: tuple[MergedCase, ...]
 
     def find_outcome(self, case: MergedCase, environment: int) -> Outcome | None:
-        """The result in the environment of that index; None without one."""
+        """Finds the result in an environment by its index; None if the environment has none."""
         index = case.outcomes[environment]
         return None if index is None else self.outcomes[index]
 
@@ -165,15 +166,15 @@ class MergedReport:
         return "not run" if outcome is None else outcome.kind
 
     def passes(self, case: MergedCase) -> bool:
-        """Whether the case is as it should be in every environment; one that did not run it does not count as good."""
+        """Returns whether the case ran and is as it should be in every environment."""
         return all(kind in GOOD for kind in self._list_kinds(case))
 
     def fails(self, case: MergedCase) -> bool:
-        """Whether the case has a bad verdict in some environment."""
+        """Returns whether the case has a bad verdict in some environment."""
         return any(kind not in GOOD | NO_ANSWER for kind in self._list_kinds(case))
 
     def has_run(self, case: MergedCase) -> bool:
-        """Whether some environment could run the case."""
+        """Returns whether some environment could run the case."""
         return any(kind not in NO_ANSWER for kind in self._list_kinds(case))
 
     def _list_kinds(self, case: MergedCase) -> list[Shown]:
@@ -261,7 +262,7 @@ def render_cases(merged: MergedReport, only_changes: bool = False) -> Iterator[s
 
 
 def summarize_merged(merged: MergedReport) -> str:
-    """One line: how many cases and environments, and how many are ok in all of them."""
+    """Returns a line with the numbers of cases and environments, and of cases that are ok in all environments."""
     passing = sum(merged.passes(case) for case in merged.cases)
     elsewhere = sum(
         not merged.passes(case) and not merged.fails(case) and merged.has_run(case) for case in merged.cases

@@ -48,7 +48,7 @@ class _Column:
 
 
 def merge(reports: Mapping[str, Report | MergedReport]) -> MergedReport:
-    """Merges reports. reports: by the name that each has in the merged one.
+    """Merges reports. reports: by the name of each in the merged report.
 
     Reports of one environment that have different cases become one. Raises UsageError if two have the same case:
     nothing says which of them counts.
@@ -79,10 +79,10 @@ def merge(reports: Mapping[str, Report | MergedReport]) -> MergedReport:
 
 
 def choose_names(reports: Sequence[pathlib.Path], merged: pathlib.Path | None) -> list[str]:
-    """The name of each report in the merged one: its path from there, if both are below the working directory.
+    """Chooses the name of each report: its path from the merged report, if both are below the working directory.
 
-    Else the file's name, with the folder's if two files have the same: a path tells others more about a machine than
-    they need to know. Raises UsageError for a file that is given twice, and for two files of the same name in folders
+    Otherwise the file's name, with the folder's if two files have the same: a path says more about a machine than
+    others need to know. Raises UsageError for a file that is given twice, and for two files of the same name in folders
     of the same name.
     """
     resolved = [file.resolve() for file in reports]
@@ -107,7 +107,7 @@ def _choose_name(file: pathlib.Path, merged: pathlib.Path | None, num_parts: int
 
 
 def _make_columns(name: str, report: Report | MergedReport) -> list[_Column]:
-    """The columns of a report. name: of the report; a column of a merged report keeps the names that it has."""
+    """Makes the columns of a report with this name; the columns of a merged report keep their names."""
     if isinstance(report, MergedReport):
         return [_make_merged_column(report, number) for number in range(len(report.environments))]
     context = make_context(report)
@@ -173,7 +173,7 @@ def _make_row(case: AnyCase) -> MergedCase:
 
 
 def _has_method(case: AnyCase) -> bool:
-    """Whether this version of the doctor knows the method."""
+    """Returns whether this version of the doctor knows the method."""
     if isinstance(case, FrameworkCase):
         return any(method.name == case.method for method in case.scenario.list_methods())
     return is_user_method(case.method) or any(method.name == case.method for method in list_methods(case.scenario))
@@ -274,7 +274,7 @@ class _VersionRow:
     """Environments that differ only by the version of ``package``.
 
     where: the facts that they share. environments: indices by the version's short name, oldest first.
-    untried: versions of the package between two of them that have no environment.
+    untried: versions of the package between two of these that have no environment.
     """
 
     package: str
@@ -341,7 +341,7 @@ def _list_minors_between(first: str, last: str, there: Sequence[str]) -> list[st
 
 
 def _make_statement(row: _VersionRow, outcomes: Sequence[Outcome | None]) -> Statement:
-    """The statement on one case. outcomes: of the case, by environment."""
+    """Makes the statement on one case from its outcomes by environment."""
     periods: list[Period] = []
     missing = list(row.untried)
     for version, index in row.environments.items():
@@ -370,7 +370,7 @@ def _write_statement(package: str, periods: Sequence[Period], not_run: Sequence[
 
 
 def sort_versions(versions: Iterable[str]) -> list[str]:
-    """Each version once, oldest first."""
+    """Sorts versions, each once, the oldest first."""
     return sorted(set(versions), key=_make_version_key)
 
 

@@ -46,7 +46,7 @@ _OVERRIDDEN = ("--json", "--device", "--format")
 
 @dataclass(frozen=True, kw_only=True)
 class Packages:
-    """What is installed for one probe. torch: ``2.10`` is its newest patch release. beside: requirements."""
+    """Packages installed for one probe. torch: ``2.10`` means its newest patch release. beside: requirements."""
 
     torch: str
     beside: tuple[str, ...]
@@ -59,8 +59,8 @@ class Packages:
 class Sweep:
     """A sweep over versions of torch and of other packages.
 
-    versions: of torch, as the user gave them. requirements: to install beside torch; those that name the same package
-    are tried one after the other. options: of the probe. directory: for the reports.
+    versions: versions of torch, as the user gave them. requirements: further packages; requirements of the same package
+    are tried one after the other. options: the probe's options. directory: for the reports.
     """
 
     versions: tuple[str, ...]
@@ -69,7 +69,7 @@ class Sweep:
     directory: pathlib.Path
 
     def list_packages(self) -> list[Packages]:
-        """Every version of torch with every choice of the other packages."""
+        """Lists every version of torch with every choice of the other packages."""
         choices: dict[str, list[str]] = {}
         for text in self.requirements:
             choices.setdefault(_name_package(text), []).append(text)
@@ -80,7 +80,7 @@ class Sweep:
         ]
 
     def name_file(self, packages: Packages) -> pathlib.Path:
-        """The report of these packages; its name has all of them."""
+        """Returns the file for the report of these packages; its name has all packages."""
         beside = (re.sub(r"[^\w.]+", "", text.replace("==", "")) for text in packages.beside)
         return self.directory / f"{'-'.join([f'torch{packages.torch}', *beside])}.json"
 
@@ -95,7 +95,7 @@ def _name_package(requirement: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Swept:
-    """The probe of some packages. trouble: why its report is not complete, or empty. exit_code: of the trouble."""
+    """The probe of some packages. trouble: why its report is incomplete, or empty. exit_code: the trouble's."""
 
     packages: Packages
     file: pathlib.Path
@@ -207,7 +207,7 @@ class Program:
         return names
 
     def read_torch_version(self) -> str:
-        """The installed version of torch."""
+        """Reads the installed version of torch."""
         return self._read_output("-c", "import importlib.metadata as m; print(m.version('torch'))").strip()
 
     def _read_output(self, *arguments: str) -> str:
@@ -243,7 +243,7 @@ def _read_existing_report(file: pathlib.Path) -> Report | None:
 
 
 def _has_options(report: Report, options: Sequence[str]) -> bool:
-    """Whether a probe with these options would run the same cases on the same device."""
+    """Returns whether a probe with these options would run the same cases on the same device."""
     same_device = _read_device(options) in ("auto", report.device)
     return same_device and _list_selecting_words(shlex.split(report.command)[2:]) == _list_selecting_words(options)
 
@@ -319,7 +319,7 @@ def make_environment(directory: pathlib.Path, requirements: Sequence[str], log: 
 
 
 def find_uv() -> str:
-    """Finds the program ``uv`` beside this interpreter, else on PATH. Raises UsageError if there is none."""
+    """Finds the program ``uv`` in this interpreter's directory or on PATH. Raises UsageError if it is missing."""
     scripts = sysconfig.get_path("scripts")
     uv = shutil.which("uv", path=os.pathsep.join((scripts, os.environ.get("PATH", os.defpath))))
     if uv is None:

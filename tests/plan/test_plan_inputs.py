@@ -83,7 +83,7 @@ def test_a_command_says_devices_and_nodes(command: str, expected: tuple[int, int
 
 
 def test_ranks_that_are_not_as_many_on_each_node_are_refused() -> None:
-    with pytest.raises(UsageError, match="3 ranks cannot be as many on each of 2 nodes"):
+    with pytest.raises(UsageError, match="3 ranks cannot be divided evenly over 2 nodes"):
         _planned("distributed_type=FSDP", "num_processes=3", "num_machines=2", "fsdp_config.fsdp_version=2")
 
 

@@ -1,1 +1,1 @@
-"""The frameworks whose own code can be run, and what there is to try of each."""
+"""The frameworks whose own code can be run, and the cases of each."""

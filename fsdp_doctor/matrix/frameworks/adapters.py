@@ -1,6 +1,6 @@
-"""Where the adapters are: those of this package, and any other that is named as ``module:ATTRIBUTE``.
+"""Finds adapters: those of this package, and any other that is named as ``module:ATTRIBUTE``.
 
-An adapter's table is beside its module, with the same stem. Nothing here imports an adapter.
+An adapter's table lies next to its module, with the same stem. Nothing here imports an adapter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AdapterPlace:
 
     @property
     def template(self) -> pathlib.Path:
-        """Of the script of a case; an adapter may have none."""
+        """Template of a case's script; an adapter may have none."""
         return self.file.with_suffix(".py.jinja")
 
 

@@ -64,9 +64,9 @@ class Shim:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfiguredBuild:
-    """What a configuration must make of the model; a fact that is left out is not compared.
+    """Facts that a configuration must make true of the model; a fact that is left out is not compared.
 
-    only: by axis, the values for which it holds. strategies: any of them. offloads: whether FSDP's own offload policy
+    only: by axis, the values for which the facts hold. strategies: allowed ones. offloads: whether FSDP's own policy
     is on. state_dict_type: the form in which the framework says that it saves.
     """
 
@@ -84,9 +84,9 @@ class FrameworkMatrix:
     distributions: the packages whose versions a report names, the framework's own first.
     tried: the versions of packages that the adapter was run with, as in a requirement.
     axes: ``offload`` is one of them. configurations: values joined by slashes, as in an id.
-    quick: those of them that ``--level quick`` runs.
+    quick: the configurations that ``--level quick`` runs.
     variables: prefixes of the environment variables that configure it; a worker starts without them.
-    builds: what is compared with the model that it built.
+    builds: facts that are compared with the model that the framework built.
     """
 
     name: str
@@ -105,14 +105,14 @@ class FrameworkMatrix:
         return next(axis for axis in self.axes if axis.name == name)
 
     def list_builds(self, values: Mapping[str, str]) -> list[ConfiguredBuild]:
-        """What a configuration with these values by axis must make of the model."""
+        """Lists what a configuration with these values by axis must make of the model."""
         return [build for build in self.builds if allows_values(build.only, values)]
 
     def find_method(self, name: str) -> FrameworkMethod:
         return next(method for method in self.methods if method.name == name)
 
     def describe_untried(self, installed: Mapping[str, str]) -> str:
-        """Says of which packages another version is installed than the adapter was run with; empty if of none."""
+        """Names the packages whose installed version the adapter was not run with; empty if there is none."""
         untried = [
             f"{package} {installed[package]} (tried: {versions})"
             for package, versions in self.tried.items()
@@ -125,9 +125,9 @@ _Products: TypeAlias = tuple[tuple[tuple[str, ...], ...], ...]
 
 
 class _Table(msgspec.Struct, kw_only=True):
-    """The table of an adapter, beside its module.
+    """The table of an adapter, in a file next to the adapter's module.
 
-    builds_on: the framework whose shims and variables it needs, too. models: of MODELS, those that it can be given.
+    builds_on: the framework whose shims and variables are needed, too. models: the part of MODELS that it can be given.
     configurations, quick: products of the values of several axes; an empty value is left out.
     """
 
@@ -206,7 +206,7 @@ def _list_troubles(table: _Table) -> Iterator[str]:
         return
     axes = {axis.name: axis for axis in _list_axes(table)}
     if "offload" not in axes or not axes["offload"].always_in_id:
-        yield "it has no axis named offload with always_in_id = true"
+        yield "an axis named offload with always_in_id = true is missing"
     values = Counter(value for axis in axes.values() for value in axis.values)
     for value, count in values.items():
         if count > 1 or "/" in value or ":" in value:
@@ -222,7 +222,7 @@ def _list_troubles(table: _Table) -> Iterator[str]:
     for only in (*(method.only for method in table.methods), *(build.only for build in table.builds)):
         for axis, allowed in only.items():
             if axis not in axes or not set(allowed) <= set(axes[axis].values):
-                yield f"only = {{ {axis} = {list(allowed)} }} names an axis or a value that it has not"
+                yield f"only = {{ {axis} = {list(allowed)} }} names an unknown axis or value"
     for package, versions in table.tried.items():
         try:
             SpecifierSet(versions)

@@ -1,4 +1,4 @@
-"""The scenarios and cases of frameworks, their ids, and which of them a selection means."""
+"""Scenarios and cases of frameworks, their ids, and the cases that a selection means."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FrameworkScenario:
 
     @property
     def values(self) -> Mapping[str, str]:
-        """The value of each of the framework's axes."""
+        """Value on each axis of the framework."""
         return _read_values(self.framework, self.configuration)
 
     @property
@@ -148,7 +148,7 @@ def parse_framework_id(text: str) -> FrameworkCase:
 
 
 def is_framework_id(text: str) -> bool:
-    """Whether an id names a framework's case: in any other a colon can only be part of a user's ``module:function``."""
+    """Returns whether an id names a framework's case: elsewhere a colon can only be in a user's ``module:function``."""
     return ":" in text.partition("/")[0]
 
 
