@@ -12,12 +12,12 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONUNBUFFERED
 # The versions of torch for which `make wheels` builds the emulated device.
 TORCH ?= 2.10.0 2.11.0 2.12.0 2.13.0
 
-.PHONY: probe check test lint unit bench dist wheels docs clean
+.PHONY: probe check test test-all lint unit bench dist wheels docs clean
 
 probe: $(INSTALLED)
 	$(BIN)/fsdp-doctor probe --format table
 
-# What needs no other process; `test` is everything.
+# What needs no other process; `test` is the first tier of everything, `test-all` the second.
 check: $(INSTALLED)
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint unit
 
@@ -26,8 +26,15 @@ unit: $(INSTALLED)
 
 # Much of it waits, for deadlines and for ranks to start, so there are more workers than cores. The tests of a file share ranks.
 # A test that waits for what never comes fails in the end, and says where it waits.
+RUN_TESTS = $(BIN)/python -m pytest --timeout=2400 --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=25
+
+# The first tier: what a change needs to be trusted.
 test: $(INSTALLED) lint
-	$(BIN)/python -m pytest -m "not alone" --timeout=2400 --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=25
+	$(RUN_TESTS) -m "not second_tier and not alone"
+
+# The second tier: whole matrices and suites, every script, frozen commands, and what is timed alone.
+test-all: $(INSTALLED)
+	$(RUN_TESTS) -m "second_tier and not alone"
 	$(BIN)/python -m pytest -m alone --timeout=600
 
 lint: $(INSTALLED)

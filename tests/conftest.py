@@ -1,7 +1,8 @@
-"""Which tests start processes, and what all tests share of those that cost much.
+"""Which tests start processes, which are of the second tier, and what all tests share of those that cost much.
 
 A test whose file imports what starts them (``_START_PROCESSES``) is marked ``processes``.
-Any other one belongs to ``make check`` and fails if it starts a process.
+Any other one belongs to ``make check`` and fails if it starts a process. ``make test`` runs the first tier, which a
+change needs to be trusted; ``make test-all`` the second.
 """
 
 from __future__ import annotations
@@ -31,6 +32,13 @@ _START_PROCESSES = (
     *("program", "support.hosts", "support.ranks", "support.forked", "support.plugin_runs"),
     "support.resumed",
 )
+# Below tests/: whole matrices, whole suites, every script, frozen commands. So is a file that waits for the default
+# matrix.
+_SECOND_TIER = (
+    *("benchmarks/", "examples/", "fuzz/", "plan/test_plan_accuracy.py", "random_models/", "resume/"),
+    *("checkpoints/test_convert", "emulated/test_pytorch_suite.py", "probe/test_default_matrix.py"),
+    *("repro/test_scripts_run.py", "save/test_save_commit.py", "versions/test_sweep.py"),
+)
 _EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"})
 _started: list[str] | None = None
 
@@ -52,7 +60,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and _starts_processes(item):
             item.add_marker("processes")
+        if _is_of_second_tier(item):
+            item.add_marker("second_tier")
     items.sort(key=_turn)
+
+
+def _is_of_second_tier(item: pytest.Item) -> bool:
+    place = item.path.relative_to(pathlib.Path(__file__).parent).as_posix()
+    return place.startswith(_SECOND_TIER) or hasattr(getattr(item, "module", None), "default_matrix")
 
 
 def _turn(item: pytest.Item) -> int:
