@@ -20,7 +20,7 @@ from fsdp_doctor.text import format_count
 Severity = Literal["bad", "hazard", "note"]
 _SHOWN_NAMES = 3
 _FLAT = "flat parameter"
-_UNDO_MOVE = 'model.to("cpu"), then each buffer back to the device; full_tensors() reads the module in this state.'
+_READS_ALL = "full_tensors() reads the module in this state."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,8 @@ def check_half_moved(facts: Facts) -> Iterator[Finding]:
             "the module was moved under CPUOffloadPolicy, which moved the DTensors and not their shards.",
             names=names,
             entry="fsdp2-pinned-policy-half-moved",
-            remedy=_UNDO_MOVE,
+            remedy=_describe_way_home(facts, 'model.to("cpu"), then each buffer back to the device')
+            + f"; {_READS_ALL}",
         )
     names, state = _choose(facts, lambda state: state.kind == "fsdp1" and _is_half_moved(state))
     if state is not None:
@@ -101,7 +102,8 @@ def check_policy_shards(facts: Facts) -> Iterator[Finding]:
             sentence=f"On {state.device}, under a CPU offload that expects its shards on the CPU: {join_few(names)}.",
             names=names,
             entry=entry,
-            remedy=_UNDO_MOVE,
+            remedy=_describe_way_home(facts, 'model.to("cpu"), then each buffer back to the device')
+            + f"; {_READS_ALL}",
         )
 
 
@@ -129,7 +131,7 @@ def check_fsdp2_away(facts: Facts) -> Iterator[Finding]:
             severity="bad",
             sentence=f"Not on {facts.compute_device}, where others ({len(at_home)}) are: {join_few(names)}.",
             names=names,
-            remedy="move the whole model, or the tensors that were left behind.",
+            remedy=_describe_way_home(facts, "move the whole model, or the tensors that were left behind") + ".",
         )
     elif state is not None and state.device.type != "cpu":
         yield Finding(
@@ -138,7 +140,7 @@ def check_fsdp2_away(facts: Facts) -> Iterator[Finding]:
             sentence=f"On {state.device}, and not on {facts.compute_device}, where the model computes: "
             f"{join_few(names)}.",
             names=names,
-            remedy=f"model.to({str(facts.compute_device)!r}).",
+            remedy=_describe_way_home(facts, f"model.to({str(facts.compute_device)!r})") + ".",
         )
     elif names:
         buffers = [row.name for row in _list_buffers_away(facts)]
@@ -148,7 +150,7 @@ def check_fsdp2_away(facts: Facts) -> Iterator[Finding]:
             severity="note",
             sentence=f"Offloaded by hand, off {facts.compute_device}: {join_few(names)}{also}.",
             names=names,
-            remedy=f"model.to({str(facts.compute_device)!r}) before the next training step.",
+            remedy=_describe_way_home(facts, f"model.to({str(facts.compute_device)!r})") + ", before the next step.",
         )
 
 
@@ -275,6 +277,19 @@ _ALL: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     check_outstanding_copy,
     check_backend_for_cpu,
 )
+
+
+def _describe_way_home(facts: Facts, usual: str) -> str:
+    """Says how a model comes back to where its units train: as ``usual``, unless only some are under CPUOffloadPolicy.
+
+    To move the whole of such a model takes some units away from where they train.
+    """
+    if len({unit.policy for unit in facts.units if unit.strategy == "fsdp2"}) < 2:
+        return usual
+    return (
+        'model.to("cpu"), then for each FSDP module, outer ones first, module.to("cpu") under CPUOffloadPolicy and '
+        "module.to(device) without it, then each buffer to the device"
+    )
 
 
 def _is_half_moved(state: TensorState) -> bool:
