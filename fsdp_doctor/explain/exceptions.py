@@ -39,9 +39,10 @@ _INSIDE = re.compile(
 )
 # A line of source code, which may contain a message and raises nothing.
 _SOURCE = re.compile(r"\s*(?:raise|assert|return|if|elif|else|except|p_assert|print|f?\"|f?'|//|\^+\s*$|~+)(?![a-z])")
-# Messages of Ray, c10d and torchrun about a process that is gone, which have not the form of an exception.
+# Messages of Ray, c10d, torchrun and Slurm about a process that is gone, which have not the form of an exception.
 _LOST = re.compile(
     r"A worker died or was killed|The actor is dead because|recvValue failed|failed \(exitcode: -?\d|watchdog got stuck"
+    r"|CANCELLED AT \S+ DUE TO (?:TIME LIMIT|PREEMPTION)"
 )
 # The interpreter's own message; the stack that follows has the innermost frame first.
 _FATAL = re.compile(r"Fatal Python error: \S")
@@ -85,6 +86,12 @@ _TORCH_OR_PYTHON = re.compile(
 )
 _PACKAGE = re.compile(r"(?:^|/)(?:site|dist)-packages/(?!torch/)")
 _BOX = tuple(BOX)
+# A line of code that calls something; and a line that only marks a part of the one above it.
+_CALLING = re.compile(
+    r"\s*(?:(?:await|return|yield|with|if|for [\w, ]{1,80} in) )?(?:[\w.,\[\] ]{1,200} = )?"
+    r"[\w.\[\]]{1,200}\(.*[(),:\]]$"
+)
+_MARKS = re.compile(r"\s*[\^~]+\s*$")
 _LITERAL = re.compile(r"""["']([^"'\n]{1,400})""")
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}")
 # So many equal characters in a row are no coincidence.
@@ -100,7 +107,8 @@ class Raised:
     raised it; empty where none is known to have. logged: it is in a record below the level of an error.
     swallowed: another exception came while it was being handled. follows: it came while one was being handled that no
     handler recovers from. quoted: a message in prose, which nothing raised here.
-    cut: a traceback that ends before its exception; its message says only that.
+    cut: a traceback that ends before its exception; its message says only that. code: the line that it came from,
+    as the log shows it below the innermost frame, or alone above the message; empty where that line only raises.
     """
 
     file: str
@@ -116,6 +124,7 @@ class Raised:
     follows: bool = False
     quoted: bool = False
     cut: bool = False
+    code: str = ""
 
     @property
     def text(self) -> str:
@@ -165,6 +174,7 @@ class ExceptionReader:
         # Of each source the last time; and the lines with a time that were not looked at so far.
         self._times: OrderedDict[str, float] = OrderedDict()
         self._recent: deque[str] = deque(maxlen=_REMEMBERED)
+        self._above = ("", "")
         self._anchors = list_anchors()
 
     def read(self, piece: LogPiece) -> list[Raised]:
@@ -182,6 +192,7 @@ class ExceptionReader:
                 or "failed (exitcode" in raw
                 or "terminate called" in raw
                 or "watchdog got stuck" in raw
+                or "CANCELLED AT" in raw
                 or any(a in raw for a in present())
                 or (boxed and "│" in raw)
             ):
@@ -192,6 +203,7 @@ class ExceptionReader:
                     self._read_line(self._strip_label(line) if self._labels else line, present)
             if has_clock(raw):
                 self._recent.append(raw)
+            self._above = self._above[1], raw
         return self._take_found()
 
     def end(self) -> list[Raised]:
@@ -306,6 +318,8 @@ class ExceptionReader:
             match = bare
         if match is not None:
             opened.raised = self._parse_raised(line, match, opened.frames, opened.time)
+            if opened.source is not None and not _RAISES.match(opened.source):
+                opened.raised.code = opened.source[:_MAX_FRAME]
             if opened.frames and opened.source is not None:
                 opened.raised.script = _find_raising_file(opened.frames[-1], opened.source, opened.raised.message)
         elif not text[:1].isspace() and not _SOURCE.match(text) and has_signature(text):
@@ -323,6 +337,7 @@ class ExceptionReader:
         elif (match := _INSIDE.search(line.text)) and not _SOURCE.match(line.text):
             raised = self._parse_raised(line, match, [])
             raised.logged = _LEVEL.search(line.raw[:200]) is not None
+            raised.code = self._find_code_above(line)
             self._open[line.source] = _Open(line, raised.time, indent=_measure_indent(line.text), raised=raised)
         elif _FATAL.match(line.text.lstrip()):
             raised = self._make_raised(line, [])
@@ -336,6 +351,13 @@ class ExceptionReader:
             self._open[line.source] = _Open(line, raised.time, raised=raised)
         elif _LOST.search(line.text):
             self._found.append(self._make_raised(line, []))
+
+    def _find_code_above(self, line: Line) -> str:
+        """The line of code right above a message that has no frames, of the same source; empty where there is none."""
+        marked, above = (parse_line(0, raw) for raw in self._above)
+        code = marked if _MARKS.match(above.text) else above
+        is_code = code.source == line.source and _CALLING.match(code.text) and not _RAISES.match(code.text.strip())
+        return code.text.strip()[:_MAX_FRAME] if is_code else ""
 
     def _parse_raised(self, line: Line, match: re.Match[str], frames: list[str], time: float | None = None) -> Raised:
         # Ray's RayTaskError(RuntimeError) carries a RuntimeError.

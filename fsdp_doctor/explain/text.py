@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp_doctor.explain.cause import Explanation, Group, is_raised_anywhere
+from fsdp_doctor.explain.cause import Explanation, Group
 from fsdp_doctor.explain.exceptions import Raised
 from fsdp_doctor.explain.hangs import Hang, Waiting, name_ranks
 from fsdp_doctor.explain.log_input import MAX_STREAM
@@ -73,6 +73,7 @@ def render_json(explanation: Explanation) -> str:
         "near": [near.id for near in explanation.near],
         "ours": explanation.about_fsdp,
         "foreign": explanation.foreign,
+        "about": explanation.about,
         "hang": _convert_hang_to_dict(hang) if hang is not None else None,
         "consequences": explanation.consequences,
         "others": [
@@ -104,10 +105,11 @@ def _render_answer(explanation: Explanation) -> list[str]:
     """The answer on a failure, in one sentence; of anything else the heading is the answer."""
     if explanation.showing != "failure":
         return []
-    if not explanation.about_fsdp:
-        return [_judge_foreign(explanation), ""]
+    if explanation.foreign:
+        return [f"No failure of FSDP's: it is about {explanation.foreign}.", ""]
     if not explanation.matches:
-        return ["It is not in the catalogue of known failures.", ""]
+        about = f"It is about {explanation.about}, and" if explanation.about else "It is"
+        return [f"{about} not in the catalogue of known failures.", ""]
     if explanation.grade == "possible":
         return ["It may be a known failure, and the log does not say which.", ""]
     return [_name_match(explanation.matches[0]), ""]
@@ -162,11 +164,11 @@ def _render_host_memory_hint(explanation: Explanation) -> list[str]:
 
 def _render_notes(explanation: Explanation) -> list[str]:
     lines = []
+    summary = explanation.summary
     is_elsewhere = explanation.showing == "consequences"
     if is_elsewhere and not explanation.killed_for_memory:
-        lines.append(
-            "The rank that failed or hung first is not in this log: look at its own log, and at every rank's stack."
-        )
+        where = f"rank {summary.rank}'s own log" if summary is not None else "the logs of the other ranks"
+        lines.append(f"What they follow from is not in what was read: look in {where}, and at every rank's stack.")
     if is_elsewhere or (explanation.killed_for_memory and explanation.showing != "nothing"):
         lines += _render_host_memory_hint(explanation)
     for other in explanation.others[:_MAX_OTHERS]:
@@ -309,22 +311,6 @@ def _possible_lines(matches: tuple[Match, ...], width: int) -> list[str]:
     lines = [f"  {match.entry.id}: {next(iter((*match.against, *match.open)), '')}" for match in matches]
     heading = "Possible, and what would decide (`fsdp-doctor explain ID`):"
     return wrap_lines(["", heading, *lines[:_MAX_POSSIBLE]], width)
-
-
-def _judge_foreign(explanation: Explanation) -> str:
-    has_frames = explanation.cause is not None and bool(explanation.cause.first.frames)
-    is_sure = has_frames + bool(explanation.foreign) > explanation.under_fsdp
-    verdict = "No failure of FSDP's." if is_sure else "Nothing says that it is a failure of FSDP's."
-    kind = f" It is about {explanation.foreign}." if explanation.foreign else ""
-    if has_frames and explanation.cause is not None and is_raised_anywhere(explanation.cause.first.text):
-        why = "It is raised wherever the program happens to be, so its traceback does not say what caused it."
-    elif not explanation.under_fsdp:
-        why = "Nothing in the log names FSDP or a DTensor."
-    elif has_frames:
-        why = "The log names FSDP, but neither the message nor the innermost frames do."
-    else:
-        why = "The log names FSDP, but the message does not, and no traceback shows where it was raised."
-    return f"{verdict}{kind} {why}"
 
 
 def _list_entries(heading: str, entries: tuple[KnownFailure, ...]) -> list[str]:

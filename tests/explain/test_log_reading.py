@@ -162,4 +162,4 @@ def test_what_cpp_says_of_its_end_is_a_failure(tmp_path: pathlib.Path) -> None:
         "terminate called after throwing an instance of 'c10::CUDAError'",
         "  what():  CUDA error: an illegal memory access was encountered",
     )
-    assert (explanation.showing, explanation.foreign) == ("failure", "a kernel on the device")
+    assert (explanation.showing, explanation.about) == ("failure", "a kernel on the device")
