@@ -57,6 +57,8 @@ _GROUP = re.compile(r"^\s{0,400}[|+][ |+-]{0,400}")
 _REPEATED = re.compile(r" \[repeated \d{1,9}x across cluster\].*$")
 _MAX_FRAMES = 40
 _MAX_MESSAGE_LINES = 12
+# How many more lines a message has that stands above its frames.
+_MAX_MESSAGE_ABOVE_FRAMES = 3
 _MAX_MESSAGE_CHARACTERS = 4_000
 # Of each line after the first: a line may list thousands of names.
 _MAX_OF_A_LINE = 1_000
@@ -85,6 +87,7 @@ _TORCH_OR_PYTHON = re.compile(
     r"(?:^|/)(?:torch|fsdp_doctor)/|^<|(?:^|/)(?:lib(?:64)?/python\d[\d.]*|python[\d.]+/lib)/"
 )
 _PACKAGE = re.compile(r"(?:^|/)(?:site|dist)-packages/(?!torch/)")
+_IN_PACKAGE = re.compile(r"-packages/|\btorch/")
 _BOX = tuple(BOX)
 # A line of code that calls something; and a line that only marks a part of the one above it.
 _CALLING = re.compile(
@@ -136,7 +139,8 @@ class _Open:
     """A traceback of one source that is still being read.
 
     indent: how far all of it is indented. source: the last frame's line of code; None until it was read. lines: of this
-    source since it began. box: the content of rich's box. fatal: it is the interpreter's stack, innermost frame first.
+    source since it began. below: frames that stand below the exception, as where the newest line comes
+    first. box: the content of rich's box. fatal: it is the interpreter's stack, innermost frame first.
     """
 
     began: Line
@@ -149,6 +153,7 @@ class _Open:
     message_lines: int = 0
     box: list[str] = field(default_factory=list)
     fatal: bool = False
+    below: list[str] = field(default_factory=list)
 
     def end_box(self) -> None:
         if self.box:
@@ -289,6 +294,12 @@ class ExceptionReader:
         if opened.fatal and (frame := _parse_frame(line.text)) is not None and len(opened.raised.frames) < _MAX_FRAMES:
             opened.raised.frames.insert(0, frame)
             return
+        if (
+            not opened.raised.frames
+            and (opened.below or opened.message_lines <= _MAX_MESSAGE_ABOVE_FRAMES)
+            and self._read_below(opened, line)
+        ):
+            return
         if opened.fatal and (not line.text.strip() or "most recent call first" in line.text):
             return
         opened.message_lines += 1
@@ -300,6 +311,24 @@ class ExceptionReader:
             return
         message = f"{opened.raised.message}\n{line.text[:_MAX_OF_A_LINE]}"
         opened.raised.message = _strip_repeated(message)[:_MAX_MESSAGE_CHARACTERS]
+
+    def _read_below(self, opened: _Open, line: Line) -> bool:
+        """Reads a frame below the exception, or its line of code; False for a line that is neither."""
+        if (frame := _parse_frame(line.text)) is not None and len(opened.below) < _MAX_FRAMES:
+            opened.below.append(_strip_repeated(frame))
+            return True
+        if not opened.below:
+            return False
+        if _BEGIN in line.text or line.text.startswith("   "):
+            return True
+        if _RAISED.match(line.text.strip()) or has_signature(line.text):
+            # The frames are those of the next exception.
+            frames, opened.below = opened.below, []
+            self._close(line.source)
+            self._open[line.source] = _Open(line, self._find_time(line), frames=frames)
+            self._read_frame_or_end(self._open[line.source], line)
+            return True
+        return False
 
     def _read_frame_or_end(self, opened: _Open, line: Line) -> None:
         opened.end_box()
@@ -388,6 +417,8 @@ class ExceptionReader:
             raised = self._make_raised(opened.began, opened.frames, message=cut)
             raised.cut = True
         if raised is not None:
+            if opened.below and not raised.frames:
+                raised.frames = _order_frames(opened.below)
             raised.message = raised.message.strip()
             raised.follows = source in self._following
             self._following.discard(source)
@@ -414,6 +445,14 @@ class ExceptionReader:
         if (of_line := parse_time(line.raw)) is not None:
             self._times[line.source] = of_line
         return self._times.get(line.source)
+
+
+def _order_frames(frames: list[str]) -> list[str]:
+    """Frames from below an exception, outermost first: a log whose newest line comes first has them the other way."""
+    is_reversed = frames[-1].endswith("in <module>") or (
+        _IN_PACKAGE.search(frames[0]) and not _IN_PACKAGE.search(frames[-1])
+    )
+    return frames[::-1] if is_reversed else frames
 
 
 def _strip_repeated(text: str) -> str:
