@@ -15,7 +15,8 @@ from fsdp_doctor.explain.exceptions import ExceptionReader, Raised
 from fsdp_doctor.explain.flight_recorder import Dump, find_waiting_ranks, read_dump
 from fsdp_doctor.explain.hangs import Hang, WatchdogReader, make_hang
 from fsdp_doctor.explain.log_input import LogInput, LogPiece, parse_line
-from fsdp_doctor.known import catalogue, signatures
+from fsdp_doctor.explain.reading import Reading, SymptomReader, read_failure
+from fsdp_doctor.known import signatures
 from fsdp_doctor.known.catalogue import KnownFailure, has_signature
 from fsdp_doctor.known.clues import LogClues
 from fsdp_doctor.known.grading import Evidence, Grade, Match, match_evidence
@@ -182,9 +183,8 @@ class Explanation:
     matches: the entries of the catalogue that it may be, the surest first.
     about_fsdp: whether the failure names FSDP, a DTensor or a sharded checkpoint. under_fsdp: whether the log does, or
     its traceback anywhere. foreign: the cause that was read, as a noun, where it is not FSDP's; empty where none was.
-    about: where neither is known, what failed, as a noun; empty where its message does not say. near: where it does
-    and nothing matches, the entries most
-    like it.
+    about: where neither is known, what failed, as a noun; empty where its message does not say.
+    reading: what the log shows of it where no entry is known for certain; None where it shows nothing.
     hang: where the ranks were, if collectives did not end.
     consequences: how many exceptions followed from the cause, by the name of the consequence.
     others: the exceptions that are neither the cause nor a consequence, in order.
@@ -201,7 +201,7 @@ class Explanation:
     under_fsdp: bool = False
     foreign: str = ""
     about: str = ""
-    near: tuple[KnownFailure, ...] = ()
+    reading: Reading | None = None
     hang: Hang | None = None
     consequences: dict[str, int] = field(default_factory=dict)
     others: tuple[Raised, ...] = ()
@@ -247,13 +247,14 @@ class _Logs:
         self._dumps: list[Dump] = []
         self._truncated: list[str] = []
         self._killed_for_memory = ""
+        self._symptom: Reading | None = None
 
     def read(self, path: pathlib.Path | None) -> None:
         if path is not None and (dump := read_dump(path, len(self._dumps))) is not None:
             self._dumps.append(dump)
             return
         log = LogInput(path)
-        reader, summaries = ExceptionReader(log.name), SummaryReader()
+        reader, summaries, symptoms = ExceptionReader(log.name), SummaryReader(), SymptomReader(log.name)
         for piece in log.read_pieces():
             if not self._killed_for_memory and any(hint in piece.text for hint in _HINTS_OF_KILLERS):
                 lines = zip(piece.numbers, piece.lines, strict=True)
@@ -261,10 +262,12 @@ class _Logs:
                 self._killed_for_memory = next((f"{log.name}, line {number}" for number in numbers), "")
             self._add(reader.read(piece))
             summaries.read(piece)
+            symptoms.read(piece)
             self._watchdog.read(piece)
             self._clues.read(piece.text)
         self._add(reader.end())
         self._summary = self._summary or summaries.first
+        self._symptom = self._symptom or symptoms.found
         if log.truncated:
             self._truncated.append(log.name)
 
@@ -304,15 +307,16 @@ class _Logs:
             matches = tuple(self._match_hang(hang))
         about_fsdp = cause is not None and self._is_about_fsdp(cause)
         text = cause.first.text if cause is not None and is_failure else ""
+        foreign = _find_foreign_cause(cause.first) if cause is not None and is_failure and not about_fsdp else ""
         return Explanation(
             showing=showing,
             cause=cause,
             matches=matches,
             about_fsdp=about_fsdp,
             under_fsdp=cause is not None and self._collect_evidence(cause).shows("fsdp"),
-            foreign=_find_foreign_cause(cause.first) if cause is not None and is_failure and not about_fsdp else "",
+            foreign=foreign,
             about=_find_first_kind(_UNDECIDED, text) if is_failure and not about_fsdp else "",
-            near=tuple(catalogue.find_nearest(text)) if is_failure and about_fsdp and not matches else (),
+            reading=self._read(cause, showing, matches, foreign),
             hang=hang,
             consequences=_count_consequences(groups, cause),
             others=tuple(group.first for group in causes if group is not cause and not (whole and group.first.cut)),
@@ -323,6 +327,12 @@ class _Logs:
             killed_for_memory=self._killed_for_memory,
             torch=self._clues.torch,
         )
+
+    def _read(self, cause: Group | None, showing: Showing, matches: Sequence[Match], foreign: str) -> Reading | None:
+        """The reading of what is neither known nor another cause's: of a symptom, or of the exception itself."""
+        if foreign or showing not in ("failure", "nothing") or any(match.grade == "known" for match in matches):
+            return None
+        return self._symptom or (read_failure(cause.first) if cause is not None else None)
 
     def _collect_evidence(self, group: Group) -> Evidence:
         first = group.first

@@ -11,6 +11,7 @@ from fsdp_doctor.explain.cause import Explanation, Group
 from fsdp_doctor.explain.exceptions import Raised
 from fsdp_doctor.explain.hangs import Hang, Waiting, name_ranks
 from fsdp_doctor.explain.log_input import MAX_STREAM
+from fsdp_doctor.explain.reading import Reading
 from fsdp_doctor.known.clues import CLUES
 from fsdp_doctor.known.failures import KnownFailure
 from fsdp_doctor.known.grading import Match
@@ -47,13 +48,11 @@ def render_text(explanation: Explanation, width: int) -> str:
     if explanation.hang is not None:
         lines += _render_hang(explanation.hang, width, ask=explanation.showing == "hang")
     lines += wrap_lines(_render_notes(explanation), width)
+    lines += wrap_lines(_render_reading(explanation), width)
     if explanation.matches and (explanation.showing != "failure" or explanation.about_fsdp):
         lines += _match_lines(explanation, width)
     elif explanation.matches:
         lines += _possible_lines(explanation.matches, width)
-    elif explanation.showing == "failure":
-        near = _list_entries("Entries with a similar message, which may have another cause:", explanation.near)
-        lines += wrap_lines(near, width)
     if _needs_report(explanation):
         lines += ["", "To report it, attach:", *(f"  - {attachment}" for attachment in _ATTACHMENTS)]
     return "\n".join(lines) + "\n"
@@ -70,7 +69,7 @@ def render_json(explanation: Explanation) -> str:
         "cause": _convert_cause_to_dict(cause) if cause is not None else None,
         "entry": convert_entry_to_dict(entry) if entry is not None else None,
         "matches": [_match_as_dict(match) for match in explanation.matches],
-        "near": [near.id for near in explanation.near],
+        "reading": dataclasses.asdict(explanation.reading) if explanation.reading is not None else None,
         "ours": explanation.about_fsdp,
         "foreign": explanation.foreign,
         "about": explanation.about,
@@ -109,10 +108,32 @@ def _render_answer(explanation: Explanation) -> list[str]:
         return [f"No failure of FSDP's: it is about {explanation.foreign}.", ""]
     if not explanation.matches:
         about = f"It is about {explanation.about}, and" if explanation.about else "It is"
-        return [f"{about} not in the catalogue of known failures.", ""]
+        clash = f" {_write_clash(explanation.reading)}" if explanation.reading is not None else ""
+        return [f"{about} not in the catalogue of known failures.{clash}", *_write_decision(explanation.reading), ""]
     if explanation.grade == "possible":
         return ["It may be a known failure, and the log does not say which.", ""]
     return [_name_match(explanation.matches[0]), ""]
+
+
+def _write_clash(reading: Reading) -> str:
+    return f"What the log shows: {reading.clash}." if reading.clash else ""
+
+
+def _write_decision(reading: Reading | None) -> list[str]:
+    return [f"What would decide: {reading.decide}"] if reading is not None else []
+
+
+def _render_reading(explanation: Explanation) -> list[str]:
+    """The reading, apart from what the answer has of it."""
+    reading = explanation.reading
+    if reading is None:
+        return []
+    lines = ["", f"Read from {', '.join(reading.lines)}:"]
+    lines += [f"  who: {reading.who}"] if reading.who else []
+    lines += [f"  when: {reading.when}"] if reading.when else []
+    if explanation.matches and explanation.showing == "failure":
+        lines += [f"  {line}" for line in (_write_clash(reading), *_write_decision(reading)) if line]
+    return lines if len(lines) > 2 or explanation.showing == "nothing" else []
 
 
 def _name_match(match: Match) -> str:
@@ -128,6 +149,8 @@ def _render_heading(explanation: Explanation) -> list[str]:
     if explanation.showing == "hang":
         return ["The job hung: a collective did not end."]
     if cause is None:
+        if (symptom := explanation.reading) is not None:
+            return [f"There is no exception in the log, and a symptom: {symptom.clash}.", *_write_decision(symptom)]
         sentence = f"There is no exception in the log. {summary.sentence}." if summary else _NO_FAILURE
         if explanation.killed_for_memory and summary is None:
             sentence = "There is no exception in the log."

@@ -144,8 +144,8 @@ def test_the_rank_that_torchrun_saw_fail_first_is_believed(tmp_path: pathlib.Pat
             1,
             [
                 "It is not in the catalogue",
-                "Entries with a similar message",
-                _POLICY,
+                "What would decide: ",
+                "Root cause",
                 "To report it",
                 "fsdp-doctor env",
             ],
