@@ -33,6 +33,10 @@ DIRECTORY = pathlib.Path(__file__).with_name("entries")
 _RUN_FACTS = ("device", "ranks", "shard_group", "shards", "direction", "versions")
 
 
+# A version of a package of which a failure is said to be.
+_VERSION_OF = re.compile(r"\b(peft|accelerate|transformers|trl|verl) (\d+\.\d+)")
+
+
 @dataclass(frozen=True, kw_only=True)
 class BrokenCase:
     """A case that broke: the reason of its verdict, and the ranks' exceptions."""
@@ -62,10 +66,18 @@ def read_entries(text: str, name: str) -> list[KnownFailure]:
             triggers = [_split_trigger(row) for row in fields.get("triggers", ())]
             remedies = {name: " ".join(text.split()) for name, text in fields.get("remedies", {}).items()}
             fields |= {**prose, "remedies": remedies, "triggers": triggers, "group": name.partition("_")[2]}
-            entries.append(msgspec.convert(fields, KnownFailure, dec_hook=_parse))
+            entries.append(_require_condition(msgspec.convert(fields, KnownFailure, dec_hook=_parse)))
         except (ValueError, AttributeError, re.error) as error:
             raise ValueError(f"{name}.toml, entry {fields.get('id', number)}: {error}") from None
     return entries
+
+
+def _require_condition(entry: KnownFailure) -> KnownFailure:
+    """The entry. Raises ValueError where its check names a version of a package and its versions lack the package."""
+    for name, version in _VERSION_OF.findall(entry.check):
+        if name not in entry.versions:
+            raise ValueError(f"check names {name} {version}, and versions has no {name}")
+    return entry
 
 
 def _split_trigger(row: dict[str, Any]) -> dict[str, Any]:
