@@ -112,7 +112,8 @@ def _render_answer(explanation: Explanation) -> list[str]:
         return [f"{about} not in the catalogue of known failures.{clash}", *_write_decision(explanation.reading), ""]
     if explanation.grade == "possible":
         return ["It may be a known failure, and the log does not say which.", ""]
-    return [_name_match(explanation.matches[0]), ""]
+    remedies = _list_remedies(explanation.matches[0].entry, _join_places(explanation))
+    return [_name_match(explanation.matches[0]), *remedies[: explanation.grade == "known"], ""]
 
 
 def _write_clash(reading: Reading) -> str:
@@ -244,10 +245,13 @@ def render_entry(entry: KnownFailure, width: int) -> list[str]:
     return [*wrap(_name_entry(entry), width), "", *_render_body(entry, width)]
 
 
-def _render_body(entry: KnownFailure, width: int, *, conditions: Sequence[str] = (), places: str = "") -> list[str]:
+def _render_body(
+    entry: KnownFailure, width: int, *, conditions: Sequence[str] = (), places: str = "", is_named: bool = False
+) -> list[str]:
     """The entry without its name.
 
     conditions: what is not sure of it. places: the traceback, for the remedies of the frameworks in it; empty for all.
+    is_named: whether its first remedy stands in the answer.
     """
     lines = []
     if conditions:
@@ -255,10 +259,8 @@ def _render_body(entry: KnownFailure, width: int, *, conditions: Sequence[str] =
     if entry.needs:
         lines += wrap(f"Only if {', and '.join(CLUES[name].fact for name in entry.needs)}.", width)
     lines += wrap(f"Cause: {entry.cause}", width)
-    for framework, remedy in entry.remedies.items():
-        if not places or f"/{framework.replace('-', '_')}/" in places:
-            lines += wrap(f"Remedy in {framework}: {remedy}", width)
-    lines += wrap(f"Remedy: {entry.remedy}", width)
+    for remedy in _list_remedies(entry, places)[is_named:]:
+        lines += wrap(remedy, width)
     if entry.code:
         lines += ["", *(f"    {line}" for line in entry.code.strip("\n").splitlines()), ""]
     if entry.check:
@@ -270,8 +272,23 @@ def _render_body(entry: KnownFailure, width: int, *, conditions: Sequence[str] =
     if entry.frameworks:
         lines += wrap(f"Seen in: {', '.join(entry.frameworks)}", width)
     lines += wrap(f"References: {', '.join(entry.references)}", width)
-    lines += [_describe_reproduction(entry), f"Page: {entry.page}"]
-    return lines
+    if command := make_command(entry):
+        lines += [f"Reproduce: {command}"]
+    return [*lines, f"Page: {entry.page}"]
+
+
+def _list_remedies(entry: KnownFailure, places: str) -> list[str]:
+    """The remedies, those for the users of frameworks in the traceback first. places: it; empty for all frameworks."""
+    named = [
+        f"Remedy in {framework}: {remedy}"
+        for framework, remedy in entry.remedies.items()
+        if not places or f"/{framework.replace('-', '_')}/" in places
+    ]
+    return [*named, f"Remedy: {entry.remedy}"]
+
+
+def _join_places(explanation: Explanation) -> str:
+    return "\n".join(explanation.cause.first.frames if explanation.cause is not None else ()) or "no place"
 
 
 def convert_entry_to_dict(entry: KnownFailure) -> dict[str, Any]:
@@ -297,11 +314,6 @@ def convert_entry_to_dict(entry: KnownFailure) -> dict[str, Any]:
     }
 
 
-def _describe_reproduction(entry: KnownFailure) -> str:
-    unknown = "no case of the matrix shows it; it is known from the references above."
-    return f"Reproduce: {make_command(entry) or unknown}"
-
-
 def make_command(entry: KnownFailure) -> str:
     """The command that reproduces it, or nothing."""
     if not entry.reproduced:
@@ -313,7 +325,7 @@ def make_command(entry: KnownFailure) -> str:
 def _match_lines(explanation: Explanation, width: int) -> list[str]:
     """The known entry whole, or the likely ones; of possible ones no more than what would decide between them."""
     matches = explanation.matches
-    places = "\n".join(explanation.cause.first.frames) if explanation.cause is not None else ""
+    places = _join_places(explanation)
     grade = matches[0].grade
     if grade == "possible":
         return _possible_lines(matches, width)
@@ -323,7 +335,9 @@ def _match_lines(explanation: Explanation, width: int) -> list[str]:
         # The first is named in the answer.
         is_named = match is matches[0] and explanation.showing == "failure"
         lines += ["", *([] if is_named else [*wrap(_name_match(match), width), ""])]
-        lines += _render_body(match.entry, width, conditions=match.open, places=places or "no place")
+        lines += _render_body(
+            match.entry, width, conditions=match.open, places=places, is_named=is_named and grade == "known"
+        )
     rest = tuple(match.entry for match in matches if match not in whole)
     return lines + wrap_lines(
         _list_entries("Other entries with the same message (`fsdp-doctor explain ID`):", rest), width

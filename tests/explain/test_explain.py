@@ -385,6 +385,14 @@ def test_the_remedy_for_a_user_of_the_framework_in_the_traceback_comes_first(tmp
     assert "Remedy in verl: " not in _text(tmp_path, *(line.replace("verl", "mine") for line in lines))
 
 
+def test_of_a_known_failure_the_second_line_is_the_remedy_and_stands_once(tmp_path: pathlib.Path) -> None:
+    lines = traceback(STORAGE.format(0))
+    shown = _text(tmp_path, *lines)
+    assert shown.splitlines()[1].startswith("Remedy in verl: ")
+    assert shown.count("Remedy in verl: ") == 1
+    assert _text(tmp_path, *(line.replace("verl", "mine") for line in lines)).splitlines()[1].startswith("Remedy: ")
+
+
 def test_a_log_that_names_fsdp_is_told_from_one_that_does_not(tmp_path: pathlib.Path) -> None:
     lines = ["actor.strategy=fsdp2", BEGIN, '  File "/opt/data.py", line 3, in f', "ValueError: bad row"]
     assert explained(tmp_path, *lines).under_fsdp
