@@ -15,7 +15,8 @@ from fsdp_doctor.explain.exceptions import ExceptionReader, Raised
 from fsdp_doctor.explain.flight_recorder import Dump, find_waiting_ranks, read_dump
 from fsdp_doctor.explain.hangs import Hang, WatchdogReader, make_hang
 from fsdp_doctor.explain.log_input import LogInput, LogPiece, parse_line
-from fsdp_doctor.known import catalogue, signatures
+from fsdp_doctor.explain.reading import Reading, SymptomReader, read_failure
+from fsdp_doctor.known import signatures
 from fsdp_doctor.known.catalogue import KnownFailure, has_signature
 from fsdp_doctor.known.clues import LogClues
 from fsdp_doctor.known.grading import Evidence, Grade, Match, match_evidence
@@ -45,7 +46,9 @@ _SUMMARY_EXIT = re.compile(r"\bexitcode\s*: (-?\d+)")
 # Names of FSDP, DTensor and sharded checkpoints, in a message or in the place where it was raised.
 _FSDP = re.compile(
     r"torch/distributed/(?:fsdp|_composable|_?tensor/|checkpoint/|_shard|_state_dict_utils)|DTensor|FSDP|FullySharded"
-    r"|fully_shard|full_tensor|flat_param|_fsdp_|_OptimStateKey|ShardedTensor|summon_full_params"
+    r"|fully_shard|full_tensor|flat_param|_fsdp_|_OptimStateKey|ShardedTensor|summon_full_params|optim_state_dict"
+    r"|torch\.distributed\.(?:checkpoint|tensor)|checkpoint state_dict|CheckpointException|\.distcp\b"
+    r"|SHARDED_STATE_DICT|cross-mesh|[Dd]evice ?[Mm]esh|_extra_state"
 )
 # Failures that are raised wherever the program happens to be, so that the traceback says nothing: a kernel fails later
 # than it is launched, and every write to a full disk fails.
@@ -62,7 +65,16 @@ def _load_kinds(table: str) -> dict[str, list[re.Pattern[str]]]:
 
 
 _FOREIGN = _load_kinds("foreign")
+_FOREIGN_PLACES = _load_kinds("foreign_places")
+_UNDECIDED = _load_kinds("undecided")
 _CONSEQUENCES = _load_kinds("consequences")
+_CARRIERS = _load_kinds("carriers")
+# Exceptions that only a mistake in a line of code raises, and words of what a script may say of its sharded model.
+_MISTAKES = frozenset({"NameError", "UnboundLocalError", "ZeroDivisionError", "SyntaxError", "IndentationError"})
+_OF_TENSORS = re.compile(
+    r"(?i)tensor|shard|state|param|device|rank|mesh|checkpoint|ckpt|weight|grad|optim|dtype|shape|size|dim|storage|cuda"
+    r"|nccl|model|[A-Za-z_]\.[A-Za-z_0-9]+\."
+)
 
 
 @dataclass
@@ -124,12 +136,14 @@ class Group:
 
     signed: whether an entry of the catalogue has its message. matches: the entries that it may be, once the whole log
     is read. consequence: what it follows from, or empty where it does not follow from a failure
-    elsewhere. sources: the ranks or processes that raised it.
+    elsewhere. carries: whether it carries one of another rank, from which it follows where the log has that. sources:
+    the ranks or processes that raised it.
     """
 
     first: Raised
     signed: bool
     consequence: str
+    carries: bool = False
     matches: tuple[Match, ...] = ()
     sources: set[str] = field(default_factory=set)
     count: int = 0
@@ -147,8 +161,8 @@ class Group:
         if other.frames and not other.script:
             self.first.script = ""
         # Of the same failure, the longest traceback says most.
-        if len(other.frames) > len(self.first.frames):
-            self.first.frames = other.frames
+        if len(other.frames) > len(self.first.frames) or (other.code and not self.first.code):
+            self.first.frames, self.first.code = other.frames or self.first.frames, other.code
 
     @property
     def doubt(self) -> tuple[bool, ...]:
@@ -168,9 +182,9 @@ class Explanation:
     cause: the exception that the others followed from; None where there is none in the log.
     matches: the entries of the catalogue that it may be, the surest first.
     about_fsdp: whether the failure names FSDP, a DTensor or a sharded checkpoint. under_fsdp: whether the log does, or
-    its traceback anywhere. foreign: where it does not, what
-    failed, as a noun; empty where its message does not say. near: where it does and nothing matches, the entries most
-    like it.
+    its traceback anywhere. foreign: the cause that was read, as a noun, where it is not FSDP's; empty where none was.
+    about: where neither is known, what failed, as a noun; empty where its message does not say.
+    reading: what the log shows of it where no entry is known for certain; None where it shows nothing.
     hang: where the ranks were, if collectives did not end.
     consequences: how many exceptions followed from the cause, by the name of the consequence.
     others: the exceptions that are neither the cause nor a consequence, in order.
@@ -186,7 +200,8 @@ class Explanation:
     about_fsdp: bool = False
     under_fsdp: bool = False
     foreign: str = ""
-    near: tuple[KnownFailure, ...] = ()
+    about: str = ""
+    reading: Reading | None = None
     hang: Hang | None = None
     consequences: dict[str, int] = field(default_factory=dict)
     others: tuple[Raised, ...] = ()
@@ -232,13 +247,14 @@ class _Logs:
         self._dumps: list[Dump] = []
         self._truncated: list[str] = []
         self._killed_for_memory = ""
+        self._symptom: Reading | None = None
 
     def read(self, path: pathlib.Path | None) -> None:
         if path is not None and (dump := read_dump(path, len(self._dumps))) is not None:
             self._dumps.append(dump)
             return
         log = LogInput(path)
-        reader, summaries = ExceptionReader(log.name), SummaryReader()
+        reader, summaries, symptoms = ExceptionReader(log.name), SummaryReader(), SymptomReader(log.name)
         for piece in log.read_pieces():
             if not self._killed_for_memory and any(hint in piece.text for hint in _HINTS_OF_KILLERS):
                 lines = zip(piece.numbers, piece.lines, strict=True)
@@ -246,10 +262,12 @@ class _Logs:
                 self._killed_for_memory = next((f"{log.name}, line {number}" for number in numbers), "")
             self._add(reader.read(piece))
             summaries.read(piece)
+            symptoms.read(piece)
             self._watchdog.read(piece)
             self._clues.read(piece.text)
         self._add(reader.end())
         self._summary = self._summary or summaries.first
+        self._symptom = self._symptom or symptoms.found
         if log.truncated:
             self._truncated.append(log.name)
 
@@ -262,12 +280,17 @@ class _Logs:
                 if len(self._groups) >= limit:
                     self._dropped += 1
                     continue
-                self._groups[key] = Group(raised, signed, _find_first_kind(_CONSEQUENCES, raised.text))
+                carried = _find_first_kind(_CARRIERS, raised.text)
+                consequence = carried or _find_first_kind(_CONSEQUENCES, raised.text)
+                self._groups[key] = Group(raised, signed, consequence, carries=bool(carried))
             self._groups[key].add(raised)
 
     def explain(self) -> Explanation:
         groups = _sort_groups(list(self._groups.values()))
         hang = self._find_hang()
+        if all(group.consequence for group in groups):
+            for group in groups:
+                group.consequence = "" if group.carries else group.consequence
         causes = [group for group in groups if not group.consequence]
         for group in causes:
             group.matches = tuple(match_evidence(self._collect_evidence(group))) if group.signed else ()
@@ -284,14 +307,16 @@ class _Logs:
             matches = tuple(self._match_hang(hang))
         about_fsdp = cause is not None and self._is_about_fsdp(cause)
         text = cause.first.text if cause is not None and is_failure else ""
+        foreign = _find_foreign_cause(cause.first) if cause is not None and is_failure and not about_fsdp else ""
         return Explanation(
             showing=showing,
             cause=cause,
             matches=matches,
             about_fsdp=about_fsdp,
             under_fsdp=cause is not None and self._collect_evidence(cause).shows("fsdp"),
-            foreign=_find_first_kind(_FOREIGN, text) if is_failure and not about_fsdp else "",
-            near=tuple(catalogue.find_nearest(text)) if is_failure and about_fsdp and not matches else (),
+            foreign=foreign,
+            about=_find_first_kind(_UNDECIDED, text) if is_failure and not about_fsdp else "",
+            reading=self._read(cause, showing, matches, foreign),
             hang=hang,
             consequences=_count_consequences(groups, cause),
             others=tuple(group.first for group in causes if group is not cause and not (whole and group.first.cut)),
@@ -303,12 +328,19 @@ class _Logs:
             torch=self._clues.torch,
         )
 
+    def _read(self, cause: Group | None, showing: Showing, matches: Sequence[Match], foreign: str) -> Reading | None:
+        """The reading of what is neither known nor another cause's: of a symptom, or of the exception itself."""
+        if foreign or showing not in ("failure", "nothing") or any(match.grade == "known" for match in matches):
+            return None
+        return self._symptom or (read_failure(cause.first) if cause is not None else None)
+
     def _collect_evidence(self, group: Group) -> Evidence:
         first = group.first
         return Evidence(
             message=first.text,
             traceback="\n".join(first.frames),
             script=first.script,
+            code=first.code,
             indirect=first.quoted,
             log=self._clues.shown,
             torch=self._clues.torch,
@@ -349,7 +381,7 @@ def _names_fsdp(message: str, frames: Sequence[str], *, under_fsdp: bool) -> boo
 
     Under FSDP any traceback that goes through a state dict or a gather does.
     """
-    if is_raised_anywhere(message):
+    if _is_raised_anywhere(message):
         return False
     # Every call of a module under FSDP1 goes through its forward.
     telling = [*(frame for frame in frames[:-1] if not frame.endswith(_CALLS)), *frames[-1:]]
@@ -357,7 +389,7 @@ def _names_fsdp(message: str, frames: Sequence[str], *, under_fsdp: bool) -> boo
     return is_named or (under_fsdp and any(map(_gathers, frames)))
 
 
-def is_raised_anywhere(message: str) -> bool:
+def _is_raised_anywhere(message: str) -> bool:
     """Whether its traceback shows only where the program happened to be."""
     return _ANYWHERE.search(message) is not None
 
@@ -369,6 +401,16 @@ def _gathers(frames: str) -> bool:
 
 def _find_first_kind(kinds: Mapping[str, Sequence[re.Pattern[str]]], message: str) -> str:
     return next((name for name, patterns in kinds.items() if any(p.search(message) for p in patterns)), "")
+
+
+def _find_foreign_cause(raised: Raised) -> str:
+    """The cause that is not FSDP's, by the message, by who raised it, or by a mistake in the user's own line."""
+    if named := _find_first_kind(_FOREIGN, raised.text):
+        return named
+    if placed := _find_first_kind(_FOREIGN_PLACES, "\n".join(raised.frames[-_INNERMOST:])):
+        return placed
+    is_own = raised.type in _MISTAKES or raised.script
+    return "the job's own code" if is_own and raised.frames and not _OF_TENSORS.search(raised.text) else ""
 
 
 def _decide_showing(cause: Group | None, hang: Hang | None) -> Showing:

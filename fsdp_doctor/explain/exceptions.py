@@ -39,9 +39,10 @@ _INSIDE = re.compile(
 )
 # A line of source code, which may contain a message and raises nothing.
 _SOURCE = re.compile(r"\s*(?:raise|assert|return|if|elif|else|except|p_assert|print|f?\"|f?'|//|\^+\s*$|~+)(?![a-z])")
-# Messages of Ray, c10d and torchrun about a process that is gone, which have not the form of an exception.
+# Messages of Ray, c10d, torchrun and Slurm about a process that is gone, which have not the form of an exception.
 _LOST = re.compile(
     r"A worker died or was killed|The actor is dead because|recvValue failed|failed \(exitcode: -?\d|watchdog got stuck"
+    r"|CANCELLED AT \S+ DUE TO (?:TIME LIMIT|PREEMPTION)"
 )
 # The interpreter's own message; the stack that follows has the innermost frame first.
 _FATAL = re.compile(r"Fatal Python error: \S")
@@ -56,6 +57,8 @@ _GROUP = re.compile(r"^\s{0,400}[|+][ |+-]{0,400}")
 _REPEATED = re.compile(r" \[repeated \d{1,9}x across cluster\].*$")
 _MAX_FRAMES = 40
 _MAX_MESSAGE_LINES = 12
+# How many more lines a message has that stands above its frames.
+_MAX_MESSAGE_ABOVE_FRAMES = 3
 _MAX_MESSAGE_CHARACTERS = 4_000
 # Of each line after the first: a line may list thousands of names.
 _MAX_OF_A_LINE = 1_000
@@ -84,7 +87,14 @@ _TORCH_OR_PYTHON = re.compile(
     r"(?:^|/)(?:torch|fsdp_doctor)/|^<|(?:^|/)(?:lib(?:64)?/python\d[\d.]*|python[\d.]+/lib)/"
 )
 _PACKAGE = re.compile(r"(?:^|/)(?:site|dist)-packages/(?!torch/)")
+_IN_PACKAGE = re.compile(r"-packages/|\btorch/")
 _BOX = tuple(BOX)
+# A line of code that calls something; and a line that only marks a part of the one above it.
+_CALLING = re.compile(
+    r"\s*(?:(?:await|return|yield|with|if|for [\w, ]{1,80} in) )?(?:[\w.,\[\] ]{1,200} = )?"
+    r"[\w.\[\]]{1,200}\(.*[(),:\]]$"
+)
+_MARKS = re.compile(r"\s*[\^~]+\s*$")
 _LITERAL = re.compile(r"""["']([^"'\n]{1,400})""")
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}")
 # So many equal characters in a row are no coincidence.
@@ -100,7 +110,8 @@ class Raised:
     raised it; empty where none is known to have. logged: it is in a record below the level of an error.
     swallowed: another exception came while it was being handled. follows: it came while one was being handled that no
     handler recovers from. quoted: a message in prose, which nothing raised here.
-    cut: a traceback that ends before its exception; its message says only that.
+    cut: a traceback that ends before its exception; its message says only that. code: the line that it came from,
+    as the log shows it below the innermost frame, or alone above the message; empty where that line only raises.
     """
 
     file: str
@@ -116,6 +127,7 @@ class Raised:
     follows: bool = False
     quoted: bool = False
     cut: bool = False
+    code: str = ""
 
     @property
     def text(self) -> str:
@@ -127,7 +139,8 @@ class _Open:
     """A traceback of one source that is still being read.
 
     indent: how far all of it is indented. source: the last frame's line of code; None until it was read. lines: of this
-    source since it began. box: the content of rich's box. fatal: it is the interpreter's stack, innermost frame first.
+    source since it began. below: frames that stand below the exception, as where the newest line comes
+    first. box: the content of rich's box. fatal: it is the interpreter's stack, innermost frame first.
     """
 
     began: Line
@@ -140,6 +153,7 @@ class _Open:
     message_lines: int = 0
     box: list[str] = field(default_factory=list)
     fatal: bool = False
+    below: list[str] = field(default_factory=list)
 
     def end_box(self) -> None:
         if self.box:
@@ -165,6 +179,7 @@ class ExceptionReader:
         # Of each source the last time; and the lines with a time that were not looked at so far.
         self._times: OrderedDict[str, float] = OrderedDict()
         self._recent: deque[str] = deque(maxlen=_REMEMBERED)
+        self._above = ("", "")
         self._anchors = list_anchors()
 
     def read(self, piece: LogPiece) -> list[Raised]:
@@ -182,6 +197,7 @@ class ExceptionReader:
                 or "failed (exitcode" in raw
                 or "terminate called" in raw
                 or "watchdog got stuck" in raw
+                or "CANCELLED AT" in raw
                 or any(a in raw for a in present())
                 or (boxed and "│" in raw)
             ):
@@ -192,6 +208,7 @@ class ExceptionReader:
                     self._read_line(self._strip_label(line) if self._labels else line, present)
             if has_clock(raw):
                 self._recent.append(raw)
+            self._above = self._above[1], raw
         return self._take_found()
 
     def end(self) -> list[Raised]:
@@ -277,6 +294,12 @@ class ExceptionReader:
         if opened.fatal and (frame := _parse_frame(line.text)) is not None and len(opened.raised.frames) < _MAX_FRAMES:
             opened.raised.frames.insert(0, frame)
             return
+        if (
+            not opened.raised.frames
+            and (opened.below or opened.message_lines <= _MAX_MESSAGE_ABOVE_FRAMES)
+            and self._read_below(opened, line)
+        ):
+            return
         if opened.fatal and (not line.text.strip() or "most recent call first" in line.text):
             return
         opened.message_lines += 1
@@ -288,6 +311,24 @@ class ExceptionReader:
             return
         message = f"{opened.raised.message}\n{line.text[:_MAX_OF_A_LINE]}"
         opened.raised.message = _strip_repeated(message)[:_MAX_MESSAGE_CHARACTERS]
+
+    def _read_below(self, opened: _Open, line: Line) -> bool:
+        """Reads a frame below the exception, or its line of code; False for a line that is neither."""
+        if (frame := _parse_frame(line.text)) is not None and len(opened.below) < _MAX_FRAMES:
+            opened.below.append(_strip_repeated(frame))
+            return True
+        if not opened.below:
+            return False
+        if _BEGIN in line.text or line.text.startswith("   "):
+            return True
+        if _RAISED.match(line.text.strip()) or has_signature(line.text):
+            # The frames are those of the next exception.
+            frames, opened.below = opened.below, []
+            self._close(line.source)
+            self._open[line.source] = _Open(line, self._find_time(line), frames=frames)
+            self._read_frame_or_end(self._open[line.source], line)
+            return True
+        return False
 
     def _read_frame_or_end(self, opened: _Open, line: Line) -> None:
         opened.end_box()
@@ -306,6 +347,8 @@ class ExceptionReader:
             match = bare
         if match is not None:
             opened.raised = self._parse_raised(line, match, opened.frames, opened.time)
+            if opened.source is not None and not _RAISES.match(opened.source):
+                opened.raised.code = opened.source[:_MAX_FRAME]
             if opened.frames and opened.source is not None:
                 opened.raised.script = _find_raising_file(opened.frames[-1], opened.source, opened.raised.message)
         elif not text[:1].isspace() and not _SOURCE.match(text) and has_signature(text):
@@ -323,6 +366,7 @@ class ExceptionReader:
         elif (match := _INSIDE.search(line.text)) and not _SOURCE.match(line.text):
             raised = self._parse_raised(line, match, [])
             raised.logged = _LEVEL.search(line.raw[:200]) is not None
+            raised.code = self._find_code_above(line)
             self._open[line.source] = _Open(line, raised.time, indent=_measure_indent(line.text), raised=raised)
         elif _FATAL.match(line.text.lstrip()):
             raised = self._make_raised(line, [])
@@ -336,6 +380,13 @@ class ExceptionReader:
             self._open[line.source] = _Open(line, raised.time, raised=raised)
         elif _LOST.search(line.text):
             self._found.append(self._make_raised(line, []))
+
+    def _find_code_above(self, line: Line) -> str:
+        """The line of code right above a message that has no frames, of the same source; empty where there is none."""
+        marked, above = (parse_line(0, raw) for raw in self._above)
+        code = marked if _MARKS.match(above.text) else above
+        is_code = code.source == line.source and _CALLING.match(code.text) and not _RAISES.match(code.text.strip())
+        return code.text.strip()[:_MAX_FRAME] if is_code else ""
 
     def _parse_raised(self, line: Line, match: re.Match[str], frames: list[str], time: float | None = None) -> Raised:
         # Ray's RayTaskError(RuntimeError) carries a RuntimeError.
@@ -366,6 +417,8 @@ class ExceptionReader:
             raised = self._make_raised(opened.began, opened.frames, message=cut)
             raised.cut = True
         if raised is not None:
+            if opened.below and not raised.frames:
+                raised.frames = _order_frames(opened.below)
             raised.message = raised.message.strip()
             raised.follows = source in self._following
             self._following.discard(source)
@@ -392,6 +445,14 @@ class ExceptionReader:
         if (of_line := parse_time(line.raw)) is not None:
             self._times[line.source] = of_line
         return self._times.get(line.source)
+
+
+def _order_frames(frames: list[str]) -> list[str]:
+    """Frames from below an exception, outermost first: a log whose newest line comes first has them the other way."""
+    is_reversed = frames[-1].endswith("in <module>") or (
+        _IN_PACKAGE.search(frames[0]) and not _IN_PACKAGE.search(frames[-1])
+    )
+    return frames[::-1] if is_reversed else frames
 
 
 def _strip_repeated(text: str) -> str:

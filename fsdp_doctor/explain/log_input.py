@@ -16,6 +16,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 from fsdp_doctor.errors import UsageError
+from fsdp_doctor.explain.log_forms import ANSI, COLOUR_ALONE, FormReader, join_words, measure_words_width
 from fsdp_doctor.machine.waited_input import read_parts
 
 _CHUNK = 1 << 20
@@ -27,10 +28,6 @@ _MAGIC = (b"\x7fELF", b"PK\x03\x04", b"\x89PNG", b"\x80\x02")
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 # Control characters that no program writes into its log.
 _NOT_TEXT = bytes({*range(8), *range(14, 27), *range(28, 32), 127})
-_COLOUR = r"\[\d{0,2}(?:;\d{1,3}){0,8}m"
-_ANSI = re.compile(rf"\x1b\[[0-9;?]{{0,32}}[ -/]{{0,8}}[@-~]|\x1b\][^\x07\x1b]{{0,512}}(?:\x07|\x1b\\)|{_COLOUR}")
-# The escape character is often lost where a log was pasted, or written as two, and what followed it stays.
-_COLOUR_ALONE = re.compile(rf"(?:\^\[)?{_COLOUR}")
 # It begins with a literal, which is found faster than a digit.
 _CLOCK = re.compile(r":(?<=\d\d:)\d\d:\d\d")
 _CLOCK_END = 160
@@ -120,21 +117,28 @@ class LogInput:
 
         Raises UsageError for a file that cannot be read, is empty, or is not text.
         """
-        number, width, label, rest, empty = 1, -1, "", "", True
+        number, width, words, label, rest, empty = 1, -1, 0, "", "", True
+        forms = FormReader()
         for text in itertools.chain(self._decode_texts(), [""]):
             whole, rest = _split(rest + text) if text else (rest, "")
             empty = empty and not whole.strip()
             written = _break_into_lines(whole)
-            if width < 0 and written:
-                label = _find_common_label(written)
-                width = 0 if label else _measure_wrapped_width(written)
-            lines, begins = _join_wrapped(written, width) if width > 0 else (written, range(len(written)))
+            undone, places = forms.undo(written, whole)
+            if "[0m" in whole:
+                undone = [COLOUR_ALONE.sub("", line) for line in undone]
+            if width < 0 and undone:
+                label = _find_common_label(undone)
+                words = 0 if label else measure_words_width(undone, _begins_line)
+                width = 0 if label or words else _measure_wrapped_width(undone)
+            lines, begins = list(undone), list(range(len(undone)))
+            if words:
+                lines, begins = join_words(undone, words, _begins_line)
+            elif width > 0:
+                lines, begins = _join_wrapped(undone, width)
             if label:
                 lines = [line.removeprefix(label) for line in lines]
-            if "[0m" in whole:
-                lines = [_COLOUR_ALONE.sub("", line) for line in lines]
-            text = whole if lines is written else "\n".join(lines)
-            yield LogPiece(text, lines, [number + at for at in begins], written)
+            text = whole if lines == written else "\n".join(lines)
+            yield LogPiece(text, lines, [number + places[at] for at in begins], written)
             number += len(written)
         if empty:
             raise UsageError(f"{self.name} is empty")
@@ -153,7 +157,7 @@ class LogInput:
         for part in itertools.chain([first], data):
             # A log that was truncated while it was written to has holes of zeros.
             text = decoder.decode(part).replace("\0", "").replace("\r\n", "\n")
-            yield _ANSI.sub("", text) if "\x1b" in text else text
+            yield ANSI.sub("", text) if "\x1b" in text else text
 
     def _read(self) -> Iterator[bytes]:
         is_file = self.path is not None and self.path.is_file()
@@ -274,6 +278,11 @@ def _goes_on(line: str, following: str) -> bool:
         return False
     is_exception = line[:1].isspace() and _EXCEPTION.match(following)
     return _PREFIX.match(line) is not None or not (is_exception or _BEGINNING.match(following))
+
+
+def _begins_line(line: str) -> bool:
+    """Whether a line begins as no rest of a broken one does: with a prefix, a traceback, or an exception."""
+    return any(pattern.match(line) for pattern in (_PREFIX, _BEGINNING, _EXCEPTION))
 
 
 def _find_shape(line: str) -> str:

@@ -7,10 +7,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp_doctor.explain.cause import Explanation, Group, is_raised_anywhere
+from fsdp_doctor.explain.cause import Explanation, Group
 from fsdp_doctor.explain.exceptions import Raised
 from fsdp_doctor.explain.hangs import Hang, Waiting, name_ranks
 from fsdp_doctor.explain.log_input import MAX_STREAM
+from fsdp_doctor.explain.reading import Reading
 from fsdp_doctor.known.clues import CLUES
 from fsdp_doctor.known.failures import KnownFailure
 from fsdp_doctor.known.grading import Match
@@ -47,13 +48,11 @@ def render_text(explanation: Explanation, width: int) -> str:
     if explanation.hang is not None:
         lines += _render_hang(explanation.hang, width, ask=explanation.showing == "hang")
     lines += wrap_lines(_render_notes(explanation), width)
+    lines += wrap_lines(_render_reading(explanation), width)
     if explanation.matches and (explanation.showing != "failure" or explanation.about_fsdp):
         lines += _match_lines(explanation, width)
     elif explanation.matches:
         lines += _possible_lines(explanation.matches, width)
-    elif explanation.showing == "failure":
-        near = _list_entries("Entries with a similar message, which may have another cause:", explanation.near)
-        lines += wrap_lines(near, width)
     if _needs_report(explanation):
         lines += ["", "To report it, attach:", *(f"  - {attachment}" for attachment in _ATTACHMENTS)]
     return "\n".join(lines) + "\n"
@@ -70,9 +69,10 @@ def render_json(explanation: Explanation) -> str:
         "cause": _convert_cause_to_dict(cause) if cause is not None else None,
         "entry": convert_entry_to_dict(entry) if entry is not None else None,
         "matches": [_match_as_dict(match) for match in explanation.matches],
-        "near": [near.id for near in explanation.near],
+        "reading": dataclasses.asdict(explanation.reading) if explanation.reading is not None else None,
         "ours": explanation.about_fsdp,
         "foreign": explanation.foreign,
+        "about": explanation.about,
         "hang": _convert_hang_to_dict(hang) if hang is not None else None,
         "consequences": explanation.consequences,
         "others": [
@@ -104,13 +104,37 @@ def _render_answer(explanation: Explanation) -> list[str]:
     """The answer on a failure, in one sentence; of anything else the heading is the answer."""
     if explanation.showing != "failure":
         return []
-    if not explanation.about_fsdp:
-        return [_judge_foreign(explanation), ""]
+    if explanation.foreign:
+        return [f"No failure of FSDP's: it is about {explanation.foreign}.", ""]
     if not explanation.matches:
-        return ["It is not in the catalogue of known failures.", ""]
+        about = f"It is about {explanation.about}, and" if explanation.about else "It is"
+        clash = f" {_write_clash(explanation.reading)}" if explanation.reading is not None else ""
+        return [f"{about} not in the catalogue of known failures.{clash}", *_write_decision(explanation.reading), ""]
     if explanation.grade == "possible":
         return ["It may be a known failure, and the log does not say which.", ""]
-    return [_name_match(explanation.matches[0]), ""]
+    remedies = _list_remedies(explanation.matches[0].entry, _join_places(explanation))
+    return [_name_match(explanation.matches[0]), *remedies[: explanation.grade == "known"], ""]
+
+
+def _write_clash(reading: Reading) -> str:
+    return f"What the log shows: {reading.clash}." if reading.clash else ""
+
+
+def _write_decision(reading: Reading | None) -> list[str]:
+    return [f"What would decide: {reading.decide}"] if reading is not None else []
+
+
+def _render_reading(explanation: Explanation) -> list[str]:
+    """The reading, apart from what the answer has of it."""
+    reading = explanation.reading
+    if reading is None:
+        return []
+    lines = ["", f"Read from {', '.join(reading.lines)}:"]
+    lines += [f"  who: {reading.who}"] if reading.who else []
+    lines += [f"  when: {reading.when}"] if reading.when else []
+    if explanation.matches and explanation.showing == "failure":
+        lines += [f"  {line}" for line in (_write_clash(reading), *_write_decision(reading)) if line]
+    return lines if len(lines) > 2 or explanation.showing == "nothing" else []
 
 
 def _name_match(match: Match) -> str:
@@ -126,6 +150,8 @@ def _render_heading(explanation: Explanation) -> list[str]:
     if explanation.showing == "hang":
         return ["The job hung: a collective did not end."]
     if cause is None:
+        if (symptom := explanation.reading) is not None:
+            return [f"There is no exception in the log, and a symptom: {symptom.clash}.", *_write_decision(symptom)]
         sentence = f"There is no exception in the log. {summary.sentence}." if summary else _NO_FAILURE
         if explanation.killed_for_memory and summary is None:
             sentence = "There is no exception in the log."
@@ -162,11 +188,11 @@ def _render_host_memory_hint(explanation: Explanation) -> list[str]:
 
 def _render_notes(explanation: Explanation) -> list[str]:
     lines = []
+    summary = explanation.summary
     is_elsewhere = explanation.showing == "consequences"
     if is_elsewhere and not explanation.killed_for_memory:
-        lines.append(
-            "The rank that failed or hung first is not in this log: look at its own log, and at every rank's stack."
-        )
+        where = f"rank {summary.rank}'s own log" if summary is not None else "the logs of the other ranks"
+        lines.append(f"What they follow from is not in what was read: look in {where}, and at every rank's stack.")
     if is_elsewhere or (explanation.killed_for_memory and explanation.showing != "nothing"):
         lines += _render_host_memory_hint(explanation)
     for other in explanation.others[:_MAX_OTHERS]:
@@ -219,10 +245,13 @@ def render_entry(entry: KnownFailure, width: int) -> list[str]:
     return [*wrap(_name_entry(entry), width), "", *_render_body(entry, width)]
 
 
-def _render_body(entry: KnownFailure, width: int, *, conditions: Sequence[str] = (), places: str = "") -> list[str]:
+def _render_body(
+    entry: KnownFailure, width: int, *, conditions: Sequence[str] = (), places: str = "", is_named: bool = False
+) -> list[str]:
     """The entry without its name.
 
     conditions: what is not sure of it. places: the traceback, for the remedies of the frameworks in it; empty for all.
+    is_named: whether its first remedy stands in the answer.
     """
     lines = []
     if conditions:
@@ -230,10 +259,8 @@ def _render_body(entry: KnownFailure, width: int, *, conditions: Sequence[str] =
     if entry.needs:
         lines += wrap(f"Only if {', and '.join(CLUES[name].fact for name in entry.needs)}.", width)
     lines += wrap(f"Cause: {entry.cause}", width)
-    for framework, remedy in entry.remedies.items():
-        if not places or f"/{framework.replace('-', '_')}/" in places:
-            lines += wrap(f"Remedy in {framework}: {remedy}", width)
-    lines += wrap(f"Remedy: {entry.remedy}", width)
+    for remedy in _list_remedies(entry, places)[is_named:]:
+        lines += wrap(remedy, width)
     if entry.code:
         lines += ["", *(f"    {line}" for line in entry.code.strip("\n").splitlines()), ""]
     if entry.check:
@@ -245,8 +272,23 @@ def _render_body(entry: KnownFailure, width: int, *, conditions: Sequence[str] =
     if entry.frameworks:
         lines += wrap(f"Seen in: {', '.join(entry.frameworks)}", width)
     lines += wrap(f"References: {', '.join(entry.references)}", width)
-    lines += [_describe_reproduction(entry), f"Page: {entry.page}"]
-    return lines
+    if command := make_command(entry):
+        lines += [f"Reproduce: {command}"]
+    return [*lines, f"Page: {entry.page}"]
+
+
+def _list_remedies(entry: KnownFailure, places: str) -> list[str]:
+    """The remedies, those for the users of frameworks in the traceback first. places: it; empty for all frameworks."""
+    named = [
+        f"Remedy in {framework}: {remedy}"
+        for framework, remedy in entry.remedies.items()
+        if not places or f"/{framework.replace('-', '_')}/" in places
+    ]
+    return [*named, f"Remedy: {entry.remedy}"]
+
+
+def _join_places(explanation: Explanation) -> str:
+    return "\n".join(explanation.cause.first.frames if explanation.cause is not None else ()) or "no place"
 
 
 def convert_entry_to_dict(entry: KnownFailure) -> dict[str, Any]:
@@ -272,11 +314,6 @@ def convert_entry_to_dict(entry: KnownFailure) -> dict[str, Any]:
     }
 
 
-def _describe_reproduction(entry: KnownFailure) -> str:
-    unknown = "no case of the matrix shows it; it is known from the references above."
-    return f"Reproduce: {make_command(entry) or unknown}"
-
-
 def make_command(entry: KnownFailure) -> str:
     """The command that reproduces it, or nothing."""
     if not entry.reproduced:
@@ -288,7 +325,7 @@ def make_command(entry: KnownFailure) -> str:
 def _match_lines(explanation: Explanation, width: int) -> list[str]:
     """The known entry whole, or the likely ones; of possible ones no more than what would decide between them."""
     matches = explanation.matches
-    places = "\n".join(explanation.cause.first.frames) if explanation.cause is not None else ""
+    places = _join_places(explanation)
     grade = matches[0].grade
     if grade == "possible":
         return _possible_lines(matches, width)
@@ -298,7 +335,9 @@ def _match_lines(explanation: Explanation, width: int) -> list[str]:
         # The first is named in the answer.
         is_named = match is matches[0] and explanation.showing == "failure"
         lines += ["", *([] if is_named else [*wrap(_name_match(match), width), ""])]
-        lines += _render_body(match.entry, width, conditions=match.open, places=places or "no place")
+        lines += _render_body(
+            match.entry, width, conditions=match.open, places=places, is_named=is_named and grade == "known"
+        )
     rest = tuple(match.entry for match in matches if match not in whole)
     return lines + wrap_lines(
         _list_entries("Other entries with the same message (`fsdp-doctor explain ID`):", rest), width
@@ -309,22 +348,6 @@ def _possible_lines(matches: tuple[Match, ...], width: int) -> list[str]:
     lines = [f"  {match.entry.id}: {next(iter((*match.against, *match.open)), '')}" for match in matches]
     heading = "Possible, and what would decide (`fsdp-doctor explain ID`):"
     return wrap_lines(["", heading, *lines[:_MAX_POSSIBLE]], width)
-
-
-def _judge_foreign(explanation: Explanation) -> str:
-    has_frames = explanation.cause is not None and bool(explanation.cause.first.frames)
-    is_sure = has_frames + bool(explanation.foreign) > explanation.under_fsdp
-    verdict = "No failure of FSDP's." if is_sure else "Nothing says that it is a failure of FSDP's."
-    kind = f" It is about {explanation.foreign}." if explanation.foreign else ""
-    if has_frames and explanation.cause is not None and is_raised_anywhere(explanation.cause.first.text):
-        why = "It is raised wherever the program happens to be, so its traceback does not say what caused it."
-    elif not explanation.under_fsdp:
-        why = "Nothing in the log names FSDP or a DTensor."
-    elif has_frames:
-        why = "The log names FSDP, but neither the message nor the innermost frames do."
-    else:
-        why = "The log names FSDP, but the message does not, and no traceback shows where it was raised."
-    return f"{verdict}{kind} {why}"
 
 
 def _list_entries(heading: str, entries: tuple[KnownFailure, ...]) -> list[str]:

@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known.failures import KnownFailure
 from fsdp_doctor.known.run_context import DeviceKind, RunContext
-from fsdp_doctor.known.signatures import DEVICE, compile_signature, find_anchor, list_readings
+from fsdp_doctor.known.signatures import compile_signature, find_anchor, list_readings
 from fsdp_doctor.matrix.cases import AnyCase
 from fsdp_doctor.verdict.classification import PROBLEM_ORDER, VerdictKind
 
@@ -31,14 +31,10 @@ else:
 DIRECTORY = pathlib.Path(__file__).with_name("entries")
 # The facts of a trigger about the run; its other keys are axes.
 _RUN_FACTS = ("device", "ranks", "shard_group", "shards", "direction", "versions")
-_WORD = re.compile(r"[A-Za-z_]{3,}")
-# Words of any message, which make no two alike.
-_COMMON = frozenset(
-    {"and", "are", "device", "error", "for", "from", "has", "have", "must", "not", "should", "that"}
-) | {
-    *("assertionerror", "runtimeerror", "valueerror", "tensor", "tensors", "the", "this", "was", "with", "you", "your")
-}
-_LEAST_LIKENESS = 0.5
+
+
+# A version of a package of which a failure is said to be.
+_VERSION_OF = re.compile(r"\b(peft|accelerate|transformers|trl|verl) (\d+\.\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +66,18 @@ def read_entries(text: str, name: str) -> list[KnownFailure]:
             triggers = [_split_trigger(row) for row in fields.get("triggers", ())]
             remedies = {name: " ".join(text.split()) for name, text in fields.get("remedies", {}).items()}
             fields |= {**prose, "remedies": remedies, "triggers": triggers, "group": name.partition("_")[2]}
-            entries.append(msgspec.convert(fields, KnownFailure, dec_hook=_parse))
+            entries.append(_require_condition(msgspec.convert(fields, KnownFailure, dec_hook=_parse)))
         except (ValueError, AttributeError, re.error) as error:
             raise ValueError(f"{name}.toml, entry {fields.get('id', number)}: {error}") from None
     return entries
+
+
+def _require_condition(entry: KnownFailure) -> KnownFailure:
+    """The entry. Raises ValueError where its check names a version of a package and its versions lack the package."""
+    for name, version in _VERSION_OF.findall(entry.check):
+        if name not in entry.versions:
+            raise ValueError(f"check names {name} {version}, and versions has no {name}")
+    return entry
 
 
 def _split_trigger(row: dict[str, Any]) -> dict[str, Any]:
@@ -164,14 +168,6 @@ def find_shown_entry(case: AnyCase, broken: BrokenCase, context: RunContext) -> 
     return next((entry for entry in by_message if not entry.triggers), None)
 
 
-def find_nearest(message: str, count: int = 3) -> list[KnownFailure]:
-    """The entries whose signatures share most words with a message that none of them matches."""
-    words = _split_words(message)
-    scored = [(_measure_likeness(words, entry), entry) for entry in read_catalogue() if entry.signatures]
-    close = sorted((pair for pair in scored if pair[0] >= _LEAST_LIKENESS), key=lambda pair: -pair[0])
-    return [entry for _, entry in close[:count]]
-
-
 def _has_symptom(entry: KnownFailure, broken: BrokenCase) -> bool:
     return entry.verdict == broken.kind and any(
         pattern.search(reason) for pattern in entry.symptoms for reason in broken.reasons
@@ -182,13 +178,3 @@ def _order_stage(entry: KnownFailure) -> int:
     """When it shows: what ends the method comes first, then the problems in the order of a verdict."""
     order: tuple[str, ...] = PROBLEM_ORDER
     return 1 + order.index(entry.verdict) if entry.verdict in order else 0
-
-
-def _split_words(text: str) -> set[str]:
-    return {word for word in map(str.lower, _WORD.findall(text)) if word not in _COMMON}
-
-
-def _measure_likeness(words: set[str], entry: KnownFailure) -> float:
-    """The largest share of a signature's words that the message has, of signatures that share at least two."""
-    signatures = [_split_words(pattern.pattern.replace(DEVICE, "")) for pattern in entry.signatures]
-    return max((len(words & other) / len(other) for other in signatures if len(words & other) > 1), default=0.0)

@@ -18,6 +18,7 @@ _PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?!torch[/\\])([\w.-]+)")
 # Libraries with a sharding of their own, whose messages are like torch's.
 _OTHER_SHARDING = re.compile(r"/(fairscale|deepspeed|torch_xla)/")
 _SIZE = re.compile(r"torch\.Size\(\[(\d+, [\d, ]+)\]\)")
+_CALLED = re.compile(r"([A-Za-z_]\w*)\(")
 _ORDER: tuple[Grade, ...] = ("known", "likely", "possible")
 
 
@@ -26,7 +27,8 @@ class Evidence:
     """The evidence of one failure in a log.
 
     message: ``Type: message``. traceback: its frames, the innermost in the last line. script: the file, not torch's,
-    whose own line raised it; empty where none is known to have. indirect: the message stands somewhere else than where
+    whose own line raised it; empty where none is known to have. code: the line of code that it came from, where the log
+    shows it and it does not only raise. indirect: the message stands somewhere else than where
     it was raised, as in prose. log: the facts that the whole log shows. torch: the version that it names; empty
     where it names none.
     """
@@ -34,14 +36,21 @@ class Evidence:
     message: str
     traceback: str = ""
     script: str = ""
+    code: str = ""
     indirect: bool = False
     log: Collection[ClueName] = ()
     torch: str = ""
 
     def shows(self, name: ClueName) -> bool:
         """Whether the failure itself shows a fact, by its message or its traceback, or the rest of the log does."""
-        text = _SIZE.sub(_count_elements, f"{self.message}\n{self.traceback}")
+        text = _SIZE.sub(_count_elements, f"{self.message}\n{self.places}")
         return name in self.log or CLUES[name].shown.search(text) is not None
+
+    @property
+    def places(self) -> str:
+        """The traceback, and the line of code with what it calls written as frames: C++ has none of its own."""
+        called = [f"in {name}" for name in _CALLED.findall(self.code)]
+        return "\n".join(filter(None, (self.traceback, self.code, *called)))
 
     @property
     def names_fsdp(self) -> bool:
@@ -87,11 +96,11 @@ def _grade(entry: KnownFailure, evidence: Evidence, *, is_shared: bool) -> Match
 
     is_shared: whether other entries have the message, too.
     """
-    traceback = evidence.traceback
+    traceback, places = evidence.traceback, evidence.places
     if entry.is_excluded_by(f"{evidence.message}\n{traceback}"):
         return None
     lacking = [name for name in entry.needs if not evidence.shows(name)]
-    has_frame = entry.has_frame(traceback)
+    has_frame = entry.has_frame(places)
     # A clue without hints is shown by the failure itself alone.
     is_elsewhere = not has_frame or any(not CLUES[name].hints for name in lacking)
     # A message that many programs raise, in a traceback that goes elsewhere, is another failure.

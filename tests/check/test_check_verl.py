@@ -156,7 +156,7 @@ def test_two_strategies_that_differ_are_a_conflict_and_an_engine_that_follows_it
     (conflict,) = of_kind(checked(FSDP2, flag("strategy", "fsdp"), version="0.9.0"), "conflict")
     assert [row.partition(" ")[0] for row in conflict.settings] == [FSDP2, flag("strategy", "fsdp")]
     assert not of_kind(checked(FSDP2, flag("strategy", "fsdp2"), version="0.9.0"), "conflict")
-    (note,) = of_kind(checked(FSDP2, version="0.7.1"), "note")
+    (note,) = of_kind(checked(FSDP2, "trainer.use_legacy_worker_impl=disable", version="0.7.1"), "note")
     assert note.settings == (f"{FSDP2} (command line)",)
     assert not of_kind(checked(FSDP2, version="0.8.0"), "note")
 

@@ -86,3 +86,22 @@ def test_uneven_shards_are_expected_where_the_ranks_are_no_power_of_two(monkeypa
     asked = [FSDP2, "actor_rollout_ref.model.lora_rank=8"]
     by_ranks = {ranks: of_kind(checked(*asked, version="0.9.0", world=ranks), "known") for ranks in (2, 3, 8, 12)}
     assert {ranks: bool(findings) for ranks, findings in by_ranks.items()} == {2: False, 3: True, 8: False, 12: True}
+
+
+def test_a_setting_that_is_not_there_has_the_default_of_the_version_that_is_given() -> None:
+    asked = (FSDP2, flag("offload_policy"))
+    exit_codes = {
+        word: checked(
+            *asked, *(f"trainer.use_legacy_worker_impl={word}" for word in [word] if word), version="0.7.1"
+        ).exit_code
+        for word in ("", "auto", "disable")
+    }
+    assert exit_codes[""] == exit_codes["auto"] != exit_codes["disable"]
+
+
+def test_a_finding_of_one_version_of_peft_says_so() -> None:
+    asked = ("actor_rollout_ref.model.path=m", "actor_rollout_ref.model.lora_rank=16", "trainer.n_gpus_per_node=8")
+    result = checked(*asked, "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.layered_summon=True")
+    assert "layered-summon-collects-nothing" in {finding.entry for finding in result.findings}
+    said_of_it = presentation.render_text(result).partition("layered-summon-collects-nothing")[2]
+    assert "only with peft >=0.21" in said_of_it

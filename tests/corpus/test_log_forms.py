@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import html
+import json
 import pathlib
 import sys
+import textwrap
 from collections.abc import Callable
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
@@ -30,6 +33,24 @@ def _wrapped(width: int) -> Callable[[str], str]:
     return wrap
 
 
+def _wrapped_at_words(log: str) -> str:
+    """As an editor wraps it at 80 columns."""
+    lines = (textwrap.wrap(line, 80, drop_whitespace=True, break_on_hyphens=False) or [""] for line in log.splitlines())
+    return "".join(f"{piece}\n" for line in lines for piece in line)
+
+
+def _as_json_lines(log: str) -> str:
+    """As a collector keeps it: an object for each line."""
+    rows = ({"time": _STAMP, "level": "ERROR", "message": line} for line in log.splitlines())
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def _as_notebook(log: str, indent: int | None = 1) -> str:
+    output = {"output_type": "stream", "name": "stderr", "text": log.splitlines(keepends=True)}
+    cell = {"cell_type": "code", "metadata": {}, "source": ["run()"], "outputs": [output]}
+    return json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}, indent=indent) + "\n"
+
+
 _FORMS: dict[str, Callable[[str], str]] = {
     **{f"indented by {number}": _with_prefix(" " * number) for number in (1, 2, 4)},
     "indented by a tab": _with_prefix("\t"),
@@ -49,6 +70,22 @@ _FORMS: dict[str, Callable[[str], str]] = {
     "torchrun's tee": _with_prefix("[default0]:"),
     "GitHub's actions": _with_prefix("2026-11-20T10:00:00.1234567Z "),
     "colours": _with_prefix("\x1b[31m", "\x1b[0m"),
+    "JSON lines": _as_json_lines,
+    "an object": lambda log: json.dumps({"level": "error", "exc_info": log}) + "\n",
+    "a JSON string": lambda log: json.dumps(log) + "\n",
+    "a container's file": lambda log: "".join(
+        json.dumps({"log": f"{line}\n", "stream": "stderr", "time": _STAMP}) + "\n" for line in log.splitlines()
+    ),
+    "a notebook": _as_notebook,
+    "a notebook in one line": lambda log: _as_notebook(log, None),
+    "HTML": lambda log: f"<html><body><pre>\n{html.escape(log)}</pre></body></html>\n",
+    "HTML with breaks": lambda log: "<p>" + "<br/>\n".join(html.escape(log).splitlines()) + "</p>\n",
+    "a coloured notebook's HTML": lambda log: "".join(
+        f'<span class="ansi-red-fg">{html.escape(line)}</span>\n' for line in log.splitlines()
+    ),
+    "wrapped at words": _wrapped_at_words,
+    "cat -n": lambda log: "".join(f"{n:6}\t{line}\n" for n, line in enumerate(log.splitlines(), 1)),
+    "grep -n": lambda log: "".join(f"{n}:{line}\n" for n, line in enumerate(log.splitlines(), 1)),
 }
 _ENCODINGS: dict[str, Callable[[str], bytes]] = {
     "Windows' line ends": lambda log: log.replace("\n", "\r\n").encode(),
@@ -81,4 +118,8 @@ def test_the_answer_does_not_depend_on_the_form_of_the_log(tmp_path: pathlib.Pat
             # It names the rank, which is what a log of a line or two lacked.
             del answers["torchrun"]
         changed += [(form, row["file"], plain, answer) for form, answer in answers.items() if answer != plain]
-    assert changed == []
+    # Lines that were broken between words may look as if they were broken within words.
+    doubtful = [change for change in changed if change[0] == "wrapped at words"]
+    assert [change for change in changed if change not in doubtful] == []
+    assert len(doubtful) <= 0.08 * len(logs())
+    assert [change for change in doubtful if change[3][1] == "known"] == []

@@ -137,15 +137,15 @@ def test_the_rank_that_torchrun_saw_fail_first_is_believed(tmp_path: pathlib.Pat
         (
             "[rank1]: RuntimeError: Connection closed by peer [127.0.0.1]:40214\n",
             1,
-            ["only consequences of a failure elsewhere", "that failed or hung first is not in this log"],
+            ["only consequences of a failure elsewhere", "look in the logs of the other ranks"],
         ),
         (
             "\n".join(traceback("RuntimeError: cannot set the storage of a tensor, a different storage is held")),
             1,
             [
                 "It is not in the catalogue",
-                "Entries with a similar message",
-                _POLICY,
+                "What would decide: ",
+                "Root cause",
                 "To report it",
                 "fsdp-doctor env",
             ],
@@ -385,10 +385,18 @@ def test_the_remedy_for_a_user_of_the_framework_in_the_traceback_comes_first(tmp
     assert "Remedy in verl: " not in _text(tmp_path, *(line.replace("verl", "mine") for line in lines))
 
 
-def test_a_log_that_names_fsdp_is_not_said_to_name_none(tmp_path: pathlib.Path) -> None:
+def test_of_a_known_failure_the_second_line_is_the_remedy_and_stands_once(tmp_path: pathlib.Path) -> None:
+    lines = traceback(STORAGE.format(0))
+    shown = _text(tmp_path, *lines)
+    assert shown.splitlines()[1].startswith("Remedy in verl: ")
+    assert shown.count("Remedy in verl: ") == 1
+    assert _text(tmp_path, *(line.replace("verl", "mine") for line in lines)).splitlines()[1].startswith("Remedy: ")
+
+
+def test_a_log_that_names_fsdp_is_told_from_one_that_does_not(tmp_path: pathlib.Path) -> None:
     lines = ["actor.strategy=fsdp2", BEGIN, '  File "/opt/data.py", line 3, in f', "ValueError: bad row"]
-    assert "Nothing in the log names FSDP" not in _text(tmp_path, *lines)
-    assert "Nothing in the log names FSDP" in _text(tmp_path, *lines[1:])
+    assert explained(tmp_path, *lines).under_fsdp
+    assert not explained(tmp_path, *lines[1:]).under_fsdp
 
 
 def test_standard_input_is_read_to_its_end_and_named_as_the_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,4 +162,45 @@ def test_what_cpp_says_of_its_end_is_a_failure(tmp_path: pathlib.Path) -> None:
         "terminate called after throwing an instance of 'c10::CUDAError'",
         "  what():  CUDA error: an illegal memory access was encountered",
     )
-    assert (explanation.showing, explanation.foreign) == ("failure", "a kernel on the device")
+    assert (explanation.showing, explanation.about) == ("failure", "a kernel on the device")
+
+
+_STEP = [
+    '  File "/app/fit.py", line 9, in main',
+    f'  File "{_FSDP}/_optim_utils.py", line 461, in _flatten_optim_state_dict',
+]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["KeyError: 'state'", *_STEP],
+        ["KeyError: 'state'", *reversed(_STEP), BEGIN],
+        ["KeyError: 'state'", _STEP[1], "    states[key]", _STEP[0], "    save()"],
+    ],
+    ids=["outermost first", "the newest line first", "with code"],
+)
+def test_frames_below_the_message_are_its_traceback(tmp_path: pathlib.Path, lines: list[str]) -> None:
+    explanation = explained(tmp_path, *lines)
+    assert cause_of(explanation).frames == [frame.strip() for frame in _STEP]
+    assert explanation.entry is not None
+
+
+def test_frames_between_two_exceptions_are_those_of_the_second(tmp_path: pathlib.Path) -> None:
+    explanation = explained(tmp_path, "ValueError: handled", *_STEP, "KeyError: 'state'")
+    assert (cause_of(explanation).type, len(cause_of(explanation).frames)) == ("KeyError", 2)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"rank": 3, "error": {"stack": "Traceback (most recent call last):\\n  File \\"/app/a.py\\", line 3, in f\\nKeyError: 7"}}',  # noqa: E501
+        """ts=1 rank=3 error='Traceback (most recent call last):\\n  File "/app/a.py", line 3, in f\\nKeyError: 7' end""",  # noqa: E501
+        '[rank3]: {"e": "{\\"x\\": \\"Traceback (most recent call last):\\\\n  File \\\\\\"/app/a.py\\\\\\", line 3, in f\\\\nKeyError: 7\\"}"}',  # noqa: E501
+    ],
+    ids=["nested", "logfmt", "twice escaped"],
+)
+def test_a_traceback_in_one_line_has_its_frames_and_its_rank(tmp_path: pathlib.Path, line: str) -> None:
+    raised = cause_of(explained(tmp_path, "step 1", line))
+    assert (raised.text, raised.source, raised.line) == ("KeyError: 7", "rank 3", 2)
+    assert raised.frames == ['File "/app/a.py", line 3, in f']

@@ -256,7 +256,9 @@ class Verl(FsdpFramework[VerlVersions]):
         ranges = [item for item in select_matching(_FACTS.versions, self.version) if trainer in item.trainers]
         if trainer == "sft":
             return ranges
-        if trainer == "ppo" and (word := self.settings.read_word(_IMPLEMENTATION)) in ("auto", "enable", "disable"):
+        # A version that is given has a default; without one, either implementation may run.
+        word = self.settings.read_word(_IMPLEMENTATION) or ("auto" if self.version is not None else "")
+        if trainer == "ppo" and word in ("auto", "enable", "disable"):
             ranges = [item for item in ranges if not item.chosen_by or word in item.chosen_by]
         ranges = [item for item in ranges if not item.fsdp1_only or not self._asks_for_newer(model)]
         # With an adapter the actor without it is the reference: ``ref_in_actor``.
