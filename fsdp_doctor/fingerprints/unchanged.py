@@ -52,7 +52,7 @@ def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     where = _find_body()
     before = _Sums(model, optimizer)
     yield
-    if torch.accelerator.current_accelerator() is not None:
+    if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     after = _Sums(model, optimizer)
     was, now = before.read(), after.read()

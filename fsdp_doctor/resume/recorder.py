@@ -120,7 +120,7 @@ def read_generators() -> dict[str, str]:
     if "numpy" in sys.modules:
         _, keys, position, *_ = sys.modules["numpy"].random.get_state()
         states["numpy"] = digest_bytes(keys.tobytes() + str(position).encode())
-    if (device := torch.accelerator.current_accelerator()) is not None:
+    if (device := _find_device()) is not None:
         states["device"] = digest_bytes(torch.get_device_module(device).get_rng_state().cpu().numpy())
     return states
 
@@ -467,8 +467,13 @@ def _read_rank() -> int:
     return dist.get_rank() if _is_rank() else int(os.environ.get("RANK") or 0)
 
 
+def _find_device() -> torch.device | None:
+    """The accelerator. A torch that is built for one names it also where there is none, or where it is hidden."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
 def _read_facts() -> dict[str, Any]:
-    device = torch.accelerator.current_accelerator()
+    device = _find_device()
     return {
         "rank": _read_rank(),
         "ranks": dist.get_world_size() if _is_rank() else int(os.environ.get("WORLD_SIZE") or 1),
@@ -485,7 +490,7 @@ def leave(record: str) -> None:
     another by files in the directory ``record``, not in a collective, which one that has failed would not join.
     """
     with contextlib.suppress(Exception):
-        if torch.accelerator.current_accelerator() is not None:
+        if _find_device() is not None:
             torch.accelerator.synchronize()
     with contextlib.suppress(Exception):
         open(os.path.join(record, f"left{_read_rank()}"), "w").close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.hidden_gpus import hide_gpus
 from support.ranks import Setting, on_ranks, this_device, this_rank
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,6 +35,13 @@ def _offload(model: nn.Module, *, non_blocking: bool) -> None:
     model.to("cpu", non_blocking=non_blocking)
     torch.accelerator.synchronize()
     model.to(this_device())
+
+
+def test_weights_on_the_cpu_are_compared_where_gpus_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_gpus(monkeypatch)
+    model = nn.Linear(4, 4)
+    with pytest.raises(WeightsChanged, match="bias"), unchanged(model):
+        model.bias.data.add_(1)
 
 
 @on_two_devices

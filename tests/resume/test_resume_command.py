@@ -10,9 +10,9 @@ import sys
 import pytest
 from program import doctor
 from support import inside
-from support.places import ROOT
+from support.places import ROOT, TESTS
 
-_PROGRAMS = ROOT / "tests" / "resume" / "programs.py"
+_PROGRAMS = TESTS / "resume" / "programs.py"
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
 
 
@@ -40,6 +40,13 @@ def test_a_right_job_under_torchrun_takes_two_runs(tmp_path: pathlib.Path) -> No
     done = doctor("resume", "--resume=--resume", f"--directory={tmp_path / 'runs'}", "--", *command)
     assert (done.code, done.left) == (0, []), done
     assert {file.name for file in (tmp_path / "runs").iterdir()} == {"job", "straight", "resumed"}
+
+
+def test_a_job_on_the_cpu_is_recorded_where_gpus_are_hidden(tmp_path: pathlib.Path) -> None:
+    command = (sys.executable, str(TESTS / "support" / "hidden_gpus.py"), str(_PROGRAMS), "Right", "--dir", "{dir}")
+    done = doctor("resume", "--resume=--resume", f"--directory={tmp_path / 'runs'}", "--", *command)
+    assert (done.code, done.left) == (0, []), done
+    assert "CUDA" not in done.stdout
 
 
 def test_a_job_that_leaves_no_record_has_no_answer(tmp_path: pathlib.Path) -> None:
