@@ -99,7 +99,7 @@ def test_of_an_adapter_without_a_template_no_script_can_be_written(found_anew: p
         (_NAME, {'[["none"]]]': '[["gpu"]]]'}, "quick has gpu"),
         (_NAME, {'"none", "cpu"]]]': '"none", "gpu"]]]'}, "the configuration gpu has gpu"),
         (_NAME, {'["qwen3"]': '["odd"]'}, "models has odd; there are qwen3"),
-        (_NAME, {'name = "offload"': 'name = "policy"'}, "no axis named offload"),
+        (_NAME, {'name = "offload"': 'name = "policy"'}, "an axis named offload"),
         (_NAME, {">=2.10": "newer"}, "'newer' is no range"),
     ],
 )
