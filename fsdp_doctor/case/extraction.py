@@ -126,7 +126,7 @@ class ExtractionCheck:
                 if offloaded_bytes and not entries:
                     self._check_shards_are_gone(allocated, offloaded_bytes, value)
                 recorder.restore_torch()
-                entries.append(yielded.read(name, value))
+                entries.append(yielded.read(name, value, waits=runtime.with_ledgers))
                 if owned and isinstance(value, torch.Tensor) and id(value) not in live_tensors:
                     alive.append(private.make_weak_reference(value))
                 if keeps:

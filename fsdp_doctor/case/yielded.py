@@ -91,9 +91,11 @@ class YieldedEntry:
         return self.rank_part or LocalPart.from_slices(tuple(slice(0, 0) for _ in self.shape))
 
 
-def read(name: str, value: Any) -> YieldedEntry:
+def read(name: str, value: Any, *, waits: bool = False) -> YieldedEntry:
     """Reads one entry, whose data is on the host once the device has been waited for. An exception that the read raises
     counts as one of the method.
+
+    waits: for a case whose memory is measured: the host waits for the copy, which then needs no pinned memory.
     """
     if isinstance(value, LocalShard):
         shard = value.tensor
@@ -103,7 +105,7 @@ def read(name: str, value: Any) -> YieldedEntry:
             shape=value.shape,
             dtype=shard.dtype,
             device=shard.device,
-            data=_copy_to_host(shard),
+            data=_copy_to_host(shard, waits),
             is_freed=_is_freed(shard),
             place=value.place,
         )
@@ -118,14 +120,14 @@ def read(name: str, value: Any) -> YieldedEntry:
             shape=value.shape,
             dtype=value.dtype,
             device=value.device,
-            data=_copy_to_host(local),
+            data=_copy_to_host(local, waits),
             is_freed=_is_freed(local),
             local_device=local.device,
             mesh=value.device_mesh.mesh,
             placements=tuple(value.placements),
         )
     if private.is_sharded_tensor(value):
-        return _read_sharded_tensor(name, value)
+        return _read_sharded_tensor(name, value, waits)
     if isinstance(value, torch.Tensor):
         return YieldedEntry(
             name=name,
@@ -133,7 +135,7 @@ def read(name: str, value: Any) -> YieldedEntry:
             shape=value.shape,
             dtype=value.dtype,
             device=value.device,
-            data=_copy_to_host(value),
+            data=_copy_to_host(value, waits),
             is_freed=_is_freed(value),
         )
     nowhere = torch.device("meta")
@@ -143,7 +145,7 @@ def read(name: str, value: Any) -> YieldedEntry:
     )
 
 
-def _read_sharded_tensor(name: str, value: Any) -> YieldedEntry:
+def _read_sharded_tensor(name: str, value: Any, waits: bool) -> YieldedEntry:
     shards = value.local_shards()
     local = shards[0].tensor if shards else torch.empty(0, dtype=value.dtype)
     rank_part = None
@@ -157,7 +159,7 @@ def _read_sharded_tensor(name: str, value: Any) -> YieldedEntry:
         shape=value.size(),
         dtype=value.dtype,
         device=local.device,
-        data=_copy_to_host(local),
+        data=_copy_to_host(local, waits),
         rank_part=rank_part,
         num_elements=sum(math.prod(shard.shard_sizes) for shard in value.metadata().shards_metadata),
     )
@@ -168,17 +170,19 @@ def _is_freed(tensor: torch.Tensor) -> bool:
     return bool(tensor.numel()) and not tensor.is_meta and not tensor.untyped_storage().nbytes()
 
 
-def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor | None:
+def _copy_to_host(tensor: torch.Tensor, waits: bool) -> torch.Tensor | None:
     """A copy of the tensor's data, which is there once the device has been waited for; None on the meta device, and
     where the memory was freed.
 
     The copy is issued on the current stream, and waits for nothing else: a host that waits would order whatever
-    follows on other streams.
+    follows on other streams. It does so where ``waits`` says so.
     """
     if tensor.is_meta or _is_freed(tensor):
         return None
     if tensor.device.type == "cpu":
         return tensor.detach().clone()
+    if waits:
+        return tensor.detach().cpu()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return host.copy_(tensor.detach(), non_blocking=True)
 

@@ -35,6 +35,10 @@ _CLOSE_STEP = (
     if hasattr(FSDPModule, "reset_iter_state")
     else "load_full_tensors() from a checkpoint, which closes the step; torch has reset_iter_state() from 2.13 on."
 )
+_BUILD_AGAIN = (
+    "build and wrap the model again, and load: with use_orig_params=True no gradient is reduced after a model.to(); "
+    "save_full_tensors() reads the weights in this state."
+)
 # Memory that is too small to be mentioned.
 _LEAST_BYTES = 1 << 20
 
@@ -208,7 +212,9 @@ def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iter
             "reads the flat parameter, a forward under mixed precision the local shard, and each forward ends with the "
             "local shard: what optimizer.step() writes to the flat parameter now is lost there.",
             names=second_memories,
-            remedy="with FullyShardedDataParallel.summon_full_params(model): pass, on every rank, before the forward.",
+            remedy=_BUILD_AGAIN
+            if any(unit.keeps_originals for unit in contents.fsdp1_units)
+            else "with FullyShardedDataParallel.summon_full_params(model): pass, on every rank, before the forward.",
         )
     if contents.ambiguous:
         yield Finding(

@@ -1,16 +1,18 @@
-"""Remedies of ``examine`` for models that lie in the wrong place, carried out to two right steps."""
+"""Remedies of ``examine``, carried out on the state that they are for to two right steps."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
 import torch
-from support.broken_steps import Job, assert_same_steps
+from support.broken_steps import Job, assert_same_steps, make_net, wrap_fsdp1, wrap_fsdp2
 from support.ranks import Setting, on_ranks, this_device
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
+import fsdp_doctor
 from fsdp_doctor import examine
 from fsdp_doctor.examination import Examination
 
@@ -68,3 +70,99 @@ def test_the_remedy_for_a_moved_model_leads_to_right_steps() -> None:
                     move_buffers(job.model)
                 assert list_serious(examine(job.model, job.optimizer)) == set()
                 assert_same_steps(job, twin)
+
+
+def has(job: Job, kind: str) -> bool:
+    return kind in {finding.kind for finding in examine(job.model, job.optimizer).findings}
+
+
+def move_state(job: Job, device: torch.device) -> None:
+    """As a framework offloads the optimizer, and brings it back."""
+    for state in job.optimizer.state.values():
+        state |= {key: value.to(device) for key, value in state.items() if value.ndim}
+
+
+@on_the_device
+def test_the_remedy_for_optimizer_state_elsewhere_leads_to_right_steps() -> None:
+    for build in (wrap_fsdp2, wrap_fsdp1):
+        job, twin = Job(build), Job(build)
+        move_state(job, torch.device("cpu"))
+        assert has(job, "optimizer-elsewhere")
+        move_state(job, this_device())
+        assert not has(job, "optimizer-elsewhere")
+        assert_same_steps(job, twin)
+
+
+@on_the_device
+def test_the_remedy_for_an_fsdp1_module_that_was_moved_leads_to_right_steps() -> None:
+    flat, original = (
+        functools.partial(wrap_fsdp1, use_orig_params=False),
+        functools.partial(wrap_fsdp1, use_orig_params=True),
+    )
+    job, twin = Job(flat), Job(flat)
+    job.model.to("cpu")
+    assert has(job, "half-moved")
+    job.model.to(this_device())
+    assert not examine(job.model, job.optimizer).bad
+    assert_same_steps(job, twin)
+
+    moved, twin = Job(original), Job(original)
+    moved.model.to("cpu")
+    assert has(moved, "half-moved")
+    built_again = Job(original)
+    for loaded in (built_again, twin):
+        fsdp_doctor.load_full_tensors(loaded.model, dict(fsdp_doctor.full_tensors(moved.model)))
+    assert_same_steps(built_again, twin)
+
+
+@on_the_device
+def test_the_remedies_for_gradient_switches_lead_to_right_steps() -> None:
+    switches = {
+        "gradients-unsynchronized": "set_requires_gradient_sync",
+        "backward-open-ended": "set_is_last_backward",
+    }
+    for kind, switch in switches.items():
+        job, twin = Job(wrap_fsdp2), Job(wrap_fsdp2)
+        for one in (job, twin):
+            getattr(one.model, switch)(False)
+            one.compute_loss(3).backward()
+        assert has(job, kind)
+        for one in (job, twin):
+            getattr(one.model, switch)(True)
+        assert not has(job, kind)
+        # The accumulation goes on, and is reduced as the same one that nobody looked at.
+        assert_same_steps(job, twin)
+
+
+@on_the_device
+def test_the_remedy_for_what_a_forward_leaves_unsharded_leads_to_right_steps() -> None:
+    keep = functools.partial(wrap_fsdp2, reshard_after_forward=False)
+    job, twin = Job(keep), Job(keep)
+    with torch.no_grad():
+        job.compute_loss()
+    assert has(job, "unsharded-copy")
+    for module in job.model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    assert not has(job, "unsharded-copy")
+    assert_same_steps(job, twin)
+
+
+@on_the_device
+def test_the_remedy_for_a_model_on_meta_leads_to_right_steps() -> None:
+    twin = Job(wrap_fsdp2)
+    weights = {name: tensor.clone() for name, tensor in fsdp_doctor.full_tensors(twin.model)}
+    with torch.device("meta"):
+        net = make_net()
+    for name in ("1", "2"):
+        fully_shard(net.get_submodule(name))
+    model = fully_shard(net)
+    assert "meta" in {finding.kind for finding in examine(model).bad}
+    model.to_empty(device=this_device())
+    fsdp_doctor.load_full_tensors(model, weights)
+    assert not examine(model).bad
+    job = Job.__new__(Job)
+    job.net, job.model, job.shards = net, model, dict(model.named_parameters())
+    job.optimizer = torch.optim.AdamW(job.shards.values(), lr=0.05)
+    twin.optimizer = torch.optim.AdamW(twin.shards.values(), lr=0.05)
+    assert_same_steps(job, twin)
