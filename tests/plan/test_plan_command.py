@@ -339,7 +339,7 @@ def _plan_host(*settings: str, host: str) -> Done:
 def test_a_way_to_load_or_save_that_nobody_configured_does_not_decide() -> None:
     done = _plan_host(host="8GiB")
     assert done.code == 0, done.stderr
-    certain, _, hypothetical = done.stdout.partition("And if it is loaded or saved so")
+    certain, _, hypothetical = done.stdout.partition("And if the job loads or saves in this way")
     assert "does not fit" not in certain
     assert "rank 0 gathers a full state dict  would not fit" in hypothetical
     assert "every rank loads the checkpoint  would not fit" in hypothetical
@@ -348,7 +348,7 @@ def test_a_way_to_load_or_save_that_nobody_configured_does_not_decide() -> None:
 def test_a_checkpoint_that_is_gathered_on_rank_0_decides() -> None:
     done = _plan_host(*_SAVES, host="8GiB")
     assert done.code == 1
-    certain = done.stdout.partition("And if it is loaded or saved so")[0]
+    certain = done.stdout.partition("And if the job loads or saves in this way")[0]
     assert "rank 0 gathers a full state dict  does not fit" in certain
     assert "does not fit on the host: rank 0 gathers a full state dict takes " in done.stdout
 
