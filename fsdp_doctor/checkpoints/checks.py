@@ -196,7 +196,7 @@ def compare_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
 
 
 def _compare_keys(state: State) -> Iterator[Symptom]:
-    """What only some ranks have of the counters, schedulers and settings beside the tensors."""
+    """Lists what only some ranks have of the counters, schedulers and settings beside the tensors."""
     if state.arrangement is not Arrangement.RANK_FILES or state.is_incomplete:
         return
     by_key: dict[str, set[int | None]] = defaultdict(set)
@@ -215,7 +215,7 @@ def _compare_keys(state: State) -> Iterator[Symptom]:
 
 
 def _find_file(state: State, rank: int | None) -> str:
-    """That of a rank; the directory if its name does not say."""
+    """Rank in the name; the directory if its name does not say one."""
     return next((path for path in state.files if re.search(rf"(?<!\d)0*{rank}\.\w+$", path)), state.directory)
 
 
@@ -627,7 +627,7 @@ def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
 
 
 def _judge_moments(evidence: CheckpointEvidence, by_kind: dict[str, SavedTensor], step: float | None) -> str:
-    """What is wrong with those of Adam, of which the second is a mean of squares; empty if nothing is."""
+    """Says what is wrong with the moments of Adam, whose second is a mean of squares; empty if nothing is."""
     first, second = by_kind.get("exp_avg"), by_kind.get("exp_avg_sq")
     if first is None or second is None:
         return ""

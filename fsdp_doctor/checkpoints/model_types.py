@@ -1,4 +1,4 @@
-"""Which classes of models transformers has, without importing it."""
+"""Classes of models that transformers has, found without importing it."""
 
 from __future__ import annotations
 

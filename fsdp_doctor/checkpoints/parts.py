@@ -1,4 +1,4 @@
-"""Which tensors of a state are the model's: by the keys that lead to them, and by what the configuration says."""
+"""Finds the tensors of a state that are the model's, by the keys that lead to them and by the configuration."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _find_common(paths: list[_Path]) -> _Path:
 
 
 def _fits(state: State, head: _Path, config: Mapping[str, Any]) -> bool:
-    """Whether the part has as many layers as config.json says, and its vocabulary."""
+    """Says whether the part has as many layers as config.json says, and its vocabulary."""
     tensors = [tensor for path, tensor in state.tensors.items() if path[: len(head)] == head]
     numbers = {int(found[1]) for each in tensors if (found := re.search(r"\b(?:layers|h|blocks?)\.(\d+)\.", each.name))}
     layers, vocabulary = config.get("num_hidden_layers", config.get("n_layer")), config.get("vocab_size")

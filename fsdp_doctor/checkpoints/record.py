@@ -171,7 +171,7 @@ class State:
         return ".".join(tensor.path[len(self.head or ()) :])
 
     def judge_keys(self, path: tuple[str, ...]) -> StateRole:
-        """What the keys say alone: ``model`` for what may be one."""
+        """Answer of the keys alone: ``model`` for what may be one."""
         name, first = ".".join(path), "".join(path[:1])
         is_flat = len(path) == 1 and _FLAT_OPTIMIZER.match(name)
         is_of_alone = first == "state" and len(path) > 2 and self.has_groups
@@ -186,7 +186,7 @@ class State:
 
     @property
     def has_groups(self) -> bool:
-        """Whether it is an optimizer's by itself."""
+        """Says whether the part is an optimizer's by itself."""
         return any(path[0] == "param_groups" for path, _ in self.values if path)
 
 
@@ -215,7 +215,7 @@ class SavedCheckpoint:
     part: str | None = None
 
     def list_paths(self) -> list[pathlib.Path]:
-        """Those of all files that were read."""
+        """Lists the ones of all files that were read."""
         return [self.root / path for path in (*self.files, *self.settings)]
 
     def find_setting(self, directory: str, name: str) -> dict[str, Any]:

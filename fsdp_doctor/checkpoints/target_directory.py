@@ -107,7 +107,7 @@ def _name_old(target: pathlib.Path) -> pathlib.Path:
 
 
 def _is_there(path: pathlib.Path) -> bool:
-    """Whether anything has this name, a link that leads nowhere too. Raises OSError where that cannot be seen."""
+    """Says whether anything has this name, a link that leads nowhere too. Raises OSError where that cannot be seen."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -125,7 +125,7 @@ def _identify(path: str | pathlib.Path) -> _Identity | None:
 
 
 def _lies_in(inner: pathlib.Path, outer: pathlib.Path) -> bool:
-    """Whether it is the outer one or below it, through links too."""
+    """Says whether a path is the outer one or below it, through links too."""
     if (whose := _identify(outer)) is None:
         return False
     real = pathlib.Path(os.path.realpath(inner))

@@ -11,7 +11,7 @@ TroubleSeverity: TypeAlias = Literal["damage", "warning", "refused"]
 
 @unique
 class TroubleRemedy(Enum):
-    """What to do, as it is printed; PATH stands for what was judged."""
+    """Remedy as it is printed; PATH stands for what was judged."""
 
     RESTORE = "restore the file from a copy, or take an older checkpoint"
     RESTORE_LOST = "restore the file that had it, and the index: an index without it would hide the loss"

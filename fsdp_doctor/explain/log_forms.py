@@ -219,7 +219,7 @@ def join_words(lines: Sequence[str], width: int, begins_line: Callable[[str], ob
 
 
 def _is_broken(line: str, following: str, width: int) -> bool:
-    """Whether the first word of the following line had no place in the one before it."""
+    """Says whether the first word of the following line had no place in the one before it."""
     before, word = line.rstrip(), following.split(maxsplit=1)[:1]
     if not before or not word or following[:1].isspace():
         return False

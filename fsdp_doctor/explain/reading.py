@@ -64,7 +64,7 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What the log shows. who, when: empty where no frame says it. lines: from which it was read, as places."""
+    """Facts that the log shows. who, when: empty where no frame says it. lines: from which it was read, as places."""
 
     clash: str
     decide: str

@@ -249,7 +249,7 @@ def _choose_some(parts: Sequence[Part]) -> Sequence[Part]:
 
 
 def _digest_buffer(buffer: torch.Tensor) -> int:
-    """Of all bytes of a small one, else of a few elements."""
+    """Sums all bytes of a small tensor, else a few elements."""
     if not buffer.numel():
         return 0
     if buffer.nbytes > _COMPARED_BYTES:

@@ -46,7 +46,7 @@ def enter_device(device: torch.device | None) -> contextlib.AbstractContextManag
 
 
 def _find_device(model: object) -> torch.device | None:
-    """Where the model computes; None where nothing says so, as of what is no model."""
+    """Returns the device on which the model computes; None where nothing says so, as for what is no model."""
     if not isinstance(model, nn.Module):
         return None
     for module in model.modules():

@@ -112,7 +112,7 @@ class ModelContents:
         return [unit.flat_name for unit in self.fsdp1_units if unit.has_lost_shard]
 
     def find_unreadable(self, *, but_strided: bool = False) -> dict[str, str]:
-        """What each tensor of a state dict is whose memory is not its values, by its first name.
+        """Describes each tensor of a state dict whose memory is not its values, by its first name.
 
         but_strided: without those that can be left alone in a call for others, because their layout can be read.
         """

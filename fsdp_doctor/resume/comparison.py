@@ -185,7 +185,7 @@ class RankComparison:
             yield _make("weights", "weights-of-no-step", wrong, text)
 
     def _find_weights(self, wrong: Sequence[str]) -> dict[str, str]:
-        """Which weight each of the wrong ones is; empty unless all of them are another one."""
+        """Finds the weight that each of the wrong ones is; empty unless all of them are another one."""
         names = {digest: name for name, digest in self._expected.weights.items() if digest != "empty"}
         owners = {name: names.get(self._begun.weights.get(name, ""), name) for name in wrong}
         return owners if all(name != other for name, other in owners.items()) else {}

@@ -108,7 +108,7 @@ class SaveDirectory:
         self.partial.mkdir()
 
     def _refuse_others_under_way(self) -> None:
-        """Where the file system has no locks the job's store has one."""
+        """Takes the lock of the job's store, for a file system without locks."""
         if self._store is None:
             return
         key, own = f"{self._record}/under way", str(list(self._ranks))
@@ -287,7 +287,7 @@ class _Commit:
 
     @property
     def is_done(self) -> bool:
-        """Whether the last of the new files has its name."""
+        """True once the last of the new files has its name."""
         return not _is_there(self.partial / self.new[-1])
 
     def run(self) -> None:
@@ -349,7 +349,7 @@ class _Commit:
 
 
 def _is_there(path: pathlib.Path) -> bool:
-    """Whether there is a file, a folder or a link; unlike ``lexists`` it raises what a file system raises."""
+    """Says whether there is a file, a folder or a link; unlike ``lexists`` it raises what a file system raises."""
     try:
         os.lstat(path)
     except FileNotFoundError:

@@ -7,13 +7,13 @@ places. It is wrapped wholly, in part or nested, under a policy, moved by hand o
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import random
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import torch
+from support.broken_steps import raising
 from support.ranks import device_type, this_device, this_rank, world_size
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -236,20 +236,6 @@ def _initialize_lazily(model: Any) -> None:
         model.reshard()
 
 
-class Raised(Exception):
-    """The error of a step, as a job raises it that has run out of memory or found a NaN."""
-
-
-class _RaiseInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise Raised
-
-
 def break_off_step(model: nn.Module, recipe: Recipe, part: Literal["forward", "backward"]) -> None:
     """Runs a step that raises at one of the model's nodes, which the seed chooses."""
     trained = {
@@ -262,14 +248,5 @@ def break_off_step(model: nn.Module, recipe: Recipe, part: Literal["forward", "b
         if isinstance(module, Node) and any(other.startswith(clean(name)) for other in trained)
     ]
     node = random.Random(f"raises {recipe.seed}").choice(nodes)
-
-    def interrupt(module: nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
-        if part == "forward":
-            raise Raised
-        return _RaiseInBackward.apply(output)  # type: ignore[no-any-return]
-
-    hook = node.register_forward_hook(interrupt)
-    with contextlib.suppress(Raised):
+    with raising(node, part):
         loss_of(model).backward()
-        raise AssertionError("the step did not raise")
-    hook.remove()

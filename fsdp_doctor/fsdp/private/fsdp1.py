@@ -87,7 +87,7 @@ class Fsdp1Unit:
 
     @property
     def has_lost_shard(self) -> bool:
-        """Whether what it has as its shard is of another length than a shard of it: ``FlatParameter._sharded_size``.
+        """True if the present shard has another length than a shard of the unit: ``FlatParameter._sharded_size``.
 
         A manual offload makes the flat parameter the local shard, and while the unit is unsharded that is the whole.
         """

@@ -119,7 +119,7 @@ class Fsdp2Unit:
 
     @property
     def has_pending_gather(self) -> bool:
-        """Whether a gather was launched whose result no forward has used: ``FSDPParamGroup._all_gather_result``.
+        """True if a gather was launched whose result no forward has used: ``FSDPParamGroup._all_gather_result``.
 
         An explicit prefetch, ``unshard(async_op=True)``, or a step that raised leaves one.
         """
