@@ -201,14 +201,14 @@ def test_without_an_accelerator_the_emulated_device_is_the_default_and_without_l
 
 
 def test_a_method_that_does_not_fit_is_out_of_memory(tmp_path: pathlib.Path) -> None:
-    """600 KiB hold the shards of the small model, and not its full tensors beside them."""
+    """2 MiB hold a training step of the small model, and not ten copies of its full tensors."""
     run = _probe_cases(
-        tmp_path, "fsdp2/none/unstaged/fresh/get_model_state_dict.full", options=("--device-memory", "600KiB")
+        tmp_path, "fsdp2/none/unstaged/fresh/faults.hungry:collects_ten_times", options=("--device-memory", "2MiB")
     )
-    result = run.result("get_model_state_dict.full")
+    result = run.result("collects_ten_times")
     assert result.verdict.kind == "oom"
     assert "OutOfMemoryError: emulated out of memory" in result.verdict.reason
-    assert "total capacity of 600.00 KiB" in result.verdict.reason
+    assert "total capacity of 2.00 MiB" in result.verdict.reason
     assert {report.record.stage for report in result.ranks if report.record} == {"extract"}
 
 
