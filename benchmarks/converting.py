@@ -178,7 +178,7 @@ def copy(source: pathlib.Path, target: pathlib.Path) -> None:
 
 def count_equal(target: pathlib.Path, whole: pathlib.Path) -> str:
 
-    from fsdp_doctor.fingerprints.checkpoint_files import compare_checkpoints
+    from fsdp_doctor.weights.fingerprints.checkpoint_files import compare_checkpoints
 
     found = compare_checkpoints(whole, target)
     return f"{len(found.equal)}/{found.compared}"

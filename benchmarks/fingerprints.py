@@ -30,9 +30,9 @@ from bench import sharded_model
 from bench.measure import Clock
 
 import fsdp_doctor
-from fsdp_doctor.fingerprints import block_sums, keyed_sum
 from fsdp_doctor.matrix.cases import make_scenario
 from fsdp_doctor.plan.meta_model import build_on_meta
+from fsdp_doctor.weights.fingerprints import block_sums, keyed_sum
 
 _GIB = 1 << 30
 
@@ -104,7 +104,7 @@ def disagreements(device: torch.device) -> list[str]:
 
 def of_shapes(clock: Clock, nbytes: int, repeat: int) -> dict[str, dict[str, float]]:
     """GB/s of the kernel with programs of other shapes."""
-    from fsdp_doctor.fingerprints import sum_kernels
+    from fsdp_doctor.weights.fingerprints import sum_kernels
 
     usual, found = sum_kernels.SHAPE, {}
     for columns, rows, tile_rows, tile_columns, num_warps in (

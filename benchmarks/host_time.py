@@ -28,9 +28,9 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from fsdp_doctor import full_tensors
-from fsdp_doctor.extract import BUCKET_BYTES, plan
-from fsdp_doctor.extract.agreement import Agreement, ComparedPlan
-from fsdp_doctor.extract.plan import Arguments, get_plan
+from fsdp_doctor.weights.extract import BUCKET_BYTES, plan
+from fsdp_doctor.weights.extract.plan import Arguments, get_plan
+from fsdp_doctor.weights.transport.agreement import Agreement, ComparedPlan
 
 
 def main() -> None:

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from fsdp_doctor import full_tensors
-from fsdp_doctor.extract.plan import Arguments, get_plan
-from fsdp_doctor.extract.streams import wait_for_device
+from fsdp_doctor.weights.extract.plan import Arguments, get_plan
+from fsdp_doctor.weights.transport.streams import wait_for_device
 
 
 def main() -> None:

@@ -33,10 +33,10 @@ from host_time import sharded
 from ranks import BACKENDS, join_group, make_shared_directory
 
 from fsdp_doctor import load_full_tensors
-from fsdp_doctor.extract.host_copies import HostCopies, count_threads
-from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.load import full_load
-from fsdp_doctor.load.portions import LocalParts
+from fsdp_doctor.weights.fsdp import private, reader
+from fsdp_doctor.weights.load import full_load
+from fsdp_doctor.weights.load.portions import LocalParts
+from fsdp_doctor.weights.transport.host_copies import HostCopies, count_threads
 
 _MIB = 1 << 20
 

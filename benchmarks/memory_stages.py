@@ -30,7 +30,8 @@ from torch import nn
 from fsdp_doctor.case import models, runtime
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Trainer
-from fsdp_doctor.extract import full_tensors
+from fsdp_doctor.examination.memory_records import MemoryFile, StageMemory, format_memory_file, read_memory_file
+from fsdp_doctor.examination.stage_watch import StageWatch
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.environment import collect
 from fsdp_doctor.machine.launch import read_place
@@ -38,10 +39,9 @@ from fsdp_doctor.matrix.axes import Backend
 from fsdp_doctor.matrix.cases import Scenario, make_scenario
 from fsdp_doctor.matrix.model_shapes import MODEL_SHAPES
 from fsdp_doctor.matrix.training_size import TrainingSize
-from fsdp_doctor.memory.stage_watch import StageWatch
-from fsdp_doctor.memory_use.records import MemoryFile, StageMemory, format_memory_file, read_memory_file
 from fsdp_doctor.plan.meta_model import build_on_meta
 from fsdp_doctor.probe.worker import import_what_cases_need
+from fsdp_doctor.weights.extract import full_tensors
 
 # Of the mixture of experts, layers of 0.6 billion parameters each: as many as leave room for AdamW on two devices.
 _LAYERS = {"qwen3-4b": 36, "qwen3-30b-a3b": 4, "qwen3-0.6b": 28, "small": 4}

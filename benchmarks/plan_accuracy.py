@@ -16,9 +16,9 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fsdp_doctor.examination.memory_records import JobStage, MemoryClass, MemoryFile, StageMemory, read_memory_file
 from fsdp_doctor.matrix.axes import AXIS_OF_VALUE
 from fsdp_doctor.matrix.cases import Scenario, make_scenario
-from fsdp_doctor.memory_use.records import JobStage, MemoryClass, MemoryFile, StageMemory, read_memory_file
 from fsdp_doctor.plan.job import RoleSetup
 from fsdp_doctor.plan.stages import Predictor
 

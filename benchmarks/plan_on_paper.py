@@ -12,9 +12,9 @@ import argparse
 from collections.abc import Iterator
 
 from fsdp_doctor.errors import UsageError
+from fsdp_doctor.examination.memory_records import StageMemory
 from fsdp_doctor.matrix.axes import Offload, Staging, Strategy
 from fsdp_doctor.matrix.cases import Scenario
-from fsdp_doctor.memory_use.records import StageMemory
 from fsdp_doctor.plan.job import RoleSetup
 from fsdp_doctor.plan.stages import Predictor
 

@@ -34,8 +34,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from ranks import BACKENDS, join_group, make_shared_directory
 
 from fsdp_doctor import full_tensors, save_full_tensors
-from fsdp_doctor.extract.host_copies import count_threads
-from fsdp_doctor.save.writing import MOST_THREADS
+from fsdp_doctor.weights.save.writing import MOST_THREADS
+from fsdp_doctor.weights.transport.host_copies import count_threads
 
 _MIB = 1 << 20
 

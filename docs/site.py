@@ -16,8 +16,8 @@ from mkdocs.structure.files import File, Files
 from fsdp_doctor.explain.text import make_command
 from fsdp_doctor.known.catalogue import read_catalogue
 from fsdp_doctor.known.failures import KnownFailure
-from fsdp_doctor.page import render_page
-from fsdp_doctor.versions.merged import read_merged
+from fsdp_doctor.report.page import render_page
+from fsdp_doctor.report.versions.merged import read_merged
 
 _DOCS = pathlib.Path(__file__).resolve().parent
 _spec = importlib.util.spec_from_file_location("setup", _DOCS.parent / "setup.py")

@@ -13,7 +13,7 @@ The command line is ``fsdp-doctor``. The library:
 :func:`read_hub_view`           which part of which of the model's tensors each tensor of the Hub is
 ``engines``                     weights in the form that an inference engine takes
 :func:`examine`                 where everything in a live model lies, and what of it is trouble
-``memory.ledger``               the memory that a live job holds
+:func:`measure_memory`          the memory that a live job holds
 :func:`promises`                declares the contract of an extraction function for ``--method module:function``
 
 Importing this package imports nothing else; asking it for any of these but the last imports torch.
@@ -25,9 +25,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fsdp_doctor import engines, memory
-    from fsdp_doctor.examination import Examination, ModelIsBad, examine
-    from fsdp_doctor.extract import (
+    from fsdp_doctor.examination.examine import Examination, ModelIsBad, examine
+    from fsdp_doctor.examination.live_memory import measure_memory
+    from fsdp_doctor.matrix.contracts import promises
+    from fsdp_doctor.weights import engines
+    from fsdp_doctor.weights.extract import (
         BuffersDiffer,
         ClosingIterator,
         LocalShard,
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
         local_shards,
         weights_info,
     )
-    from fsdp_doctor.fingerprints import (
+    from fsdp_doctor.weights.fingerprints import (
         FingerprintDifference,
         FingerprintError,
         Fingerprints,
@@ -59,27 +61,27 @@ if TYPE_CHECKING:
         fingerprint_variants,
         unchanged,
     )
-    from fsdp_doctor.fsdp.forms import UnreadableTensors
-    from fsdp_doctor.load import LoadError, LoadReport, load_full_tensors, load_optimizer_state
-    from fsdp_doctor.matrix.contracts import promises
-    from fsdp_doctor.names import NamesError, TensorView, read_hub_view
-    from fsdp_doctor.save import SaveError, SaveReport, save_full_tensors, save_optimizer_state
+    from fsdp_doctor.weights.fsdp.forms import UnreadableTensors
+    from fsdp_doctor.weights.load import LoadError, LoadReport, load_full_tensors, load_optimizer_state
+    from fsdp_doctor.weights.names import NamesError, TensorView, read_hub_view
+    from fsdp_doctor.weights.save import SaveError, SaveReport, save_full_tensors, save_optimizer_state
 
 __version__ = "0.1.0"
 
 # By room, the public names that are imported from it when they are asked for.
 _PUBLIC_NAMES = {
-    "examination": "Examination ModelIsBad examine",
-    "extract": "BuffersDiffer ClosingIterator LocalShard PlanMismatch RankLeft ShardPlace WeightInfo full_state_dict "
-    "full_tensors local_shards weights_info",
-    "fingerprints": "FingerprintDifference FingerprintError FingerprintSums FingerprintVariant Fingerprints "
+    "examination.examine": "Examination ModelIsBad examine",
+    "examination.live_memory": "measure_memory",
+    "weights.extract": "BuffersDiffer ClosingIterator LocalShard PlanMismatch RankLeft ShardPlace WeightInfo "
+    "full_state_dict full_tensors local_shards weights_info",
+    "weights.fingerprints": "FingerprintDifference FingerprintError FingerprintSums FingerprintVariant Fingerprints "
     "RepeatedFingerprint RepeatedFingerprintOfTensors TensorFingerprint TensorPart WeightsChanged combine_fingerprints "
     "compare_fingerprints fingerprint fingerprint_checkpoint fingerprint_tensors fingerprint_variants unchanged",
-    "fsdp.forms": "UnreadableTensors",
-    "load": "LoadError LoadReport load_full_tensors load_optimizer_state",
+    "weights.fsdp.forms": "UnreadableTensors",
+    "weights.load": "LoadError LoadReport load_full_tensors load_optimizer_state",
     "matrix.contracts": "promises",
-    "names": "NamesError TensorView read_hub_view",
-    "save": "SaveError SaveReport save_full_tensors save_optimizer_state",
+    "weights.names": "NamesError TensorView read_hub_view",
+    "weights.save": "SaveError SaveReport save_full_tensors save_optimizer_state",
 }
 __all__ = [
     "BuffersDiffer",
@@ -122,7 +124,7 @@ __all__ = [
     "load_full_tensors",
     "load_optimizer_state",
     "local_shards",
-    "memory",
+    "measure_memory",
     "promises",
     "read_hub_view",
     "save_full_tensors",
@@ -133,8 +135,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("engines", "memory"):
-        return importlib.import_module(f"fsdp_doctor.{name}")
+    if name == "engines":
+        return importlib.import_module("fsdp_doctor.weights.engines")
     for room, names in _PUBLIC_NAMES.items():
         if name in names.split():
             return getattr(importlib.import_module(f"fsdp_doctor.{room}"), name)

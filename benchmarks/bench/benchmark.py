@@ -29,17 +29,17 @@ from bench.sharded_model import DTYPE, fill, shard_bytes, shard_model
 from fsdp_doctor.case import offloading
 from fsdp_doctor.case.methods.lookup import MethodArguments, call_by_name, find_function, load_user_method
 from fsdp_doctor.errors import CannotRun
-from fsdp_doctor.extract import BUCKET_BYTES, full_state_dict, full_tensors
-from fsdp_doctor.extract.sources import TensorSpec, list_sources, list_specs
-from fsdp_doctor.fsdp import reader
-from fsdp_doctor.load import load_full_tensors
-from fsdp_doctor.load.full_load import LOAD_BUCKET_BYTES
 from fsdp_doctor.machine import devices
 from fsdp_doctor.machine.environment import collect
 from fsdp_doctor.machine.launch import Place, read_place
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.matrix.methods import find_method, is_user_method
 from fsdp_doctor.plan.meta_model import build_on_meta
+from fsdp_doctor.weights.extract import BUCKET_BYTES, full_state_dict, full_tensors
+from fsdp_doctor.weights.fsdp import reader
+from fsdp_doctor.weights.load import load_full_tensors
+from fsdp_doctor.weights.load.full_load import LOAD_BUCKET_BYTES
+from fsdp_doctor.weights.transport.sources import TensorSpec, list_sources, list_specs
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 _LINK_BYTES = 1 << 30

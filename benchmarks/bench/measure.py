@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_doctor.extract.host_copies import count_threads
-from fsdp_doctor.fsdp import private
 from fsdp_doctor.matrix.contracts import Direction
+from fsdp_doctor.weights.fsdp import private
+from fsdp_doctor.weights.transport.host_copies import count_threads
 
 # A method that takes longer than this is not repeated as often as asked for.
 _ENOUGH_SECONDS = 6.0

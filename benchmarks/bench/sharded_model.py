@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_doctor.case import offloading
 from fsdp_doctor.case.sharding import shard_fsdp1, shard_fsdp2
-from fsdp_doctor.extract.sources import find_device
-from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.matrix.cases import Scenario
+from fsdp_doctor.weights.fsdp import private, reader
+from fsdp_doctor.weights.transport.sources import find_device
 
 DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import fsdp_doctor
-import fsdp_doctor.engines
 
 
 def sync(model: nn.Module, send: Callable[[Any], object] | None, bucket_bytes: int = 512 << 20) -> None:

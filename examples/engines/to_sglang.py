@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import fsdp_doctor
-import fsdp_doctor.engines
 
 
 def sync(model: nn.Module, engine: Any, tp_size: int, bucket_bytes: int = 512 << 20) -> None:

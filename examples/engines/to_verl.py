@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import fsdp_doctor.engines
+import fsdp_doctor
 
 
 async def sync(model: nn.Module, checkpoint_engine: Any) -> None:

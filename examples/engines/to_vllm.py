@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import fsdp_doctor.engines
+import fsdp_doctor
 
 
 def connect(model: nn.Module, url: str) -> Any:

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import assert_never
 
 from fsdp_doctor.case import models
-from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.reader import ModelContents
 from fsdp_doctor.matrix.axes import Backend, CheckpointFit, Model, Sharding, Strategy
 from fsdp_doctor.matrix.cases import Scenario
+from fsdp_doctor.weights.fsdp import private, reader
+from fsdp_doctor.weights.fsdp.reader import ModelContents
 
 UnitKind: TypeAlias = Literal["root", "decoder layer", "embedding", "adapter", "other"]
 # By dim of a mesh: whether it replicates or shards, and over how many ranks.

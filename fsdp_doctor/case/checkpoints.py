@@ -33,11 +33,11 @@ from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.sharding import read_contents
 from fsdp_doctor.case.trainer import Start, Trainer, find_data_rank
 from fsdp_doctor.case.training_state import StepOutcome, digest_outcome, train_one_step
-from fsdp_doctor.fsdp import reader
-from fsdp_doctor.fsdp.reader import ModelTensor
 from fsdp_doctor.matrix.axes import CheckpointFit, Offload, Phase, Sharding
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.matrix.contracts import Contract, Loads
+from fsdp_doctor.weights.fsdp import reader
+from fsdp_doctor.weights.fsdp.reader import ModelTensor
 
 EXTRA_KEY = "extra.weight"
 _EXTRA_SHAPE = (3, 3)

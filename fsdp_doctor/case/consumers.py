@@ -27,11 +27,11 @@ from typing_extensions import assert_never
 from fsdp_doctor.case.methods.lookup import MethodArguments, MethodFunction
 from fsdp_doctor.case.receiver import ReceiverGoneError, SentBucket, TensorHeader, start_receiver
 from fsdp_doctor.case.yielded import iterate_entries
-from fsdp_doctor.engines.packed_bucket import packed_buckets, read_bucket
-from fsdp_doctor.extract.host_copies import view_as_bytes
-from fsdp_doctor.fsdp import private
 from fsdp_doctor.matrix.axes import Consumer
 from fsdp_doctor.verdict.records import ProblemKind
+from fsdp_doctor.weights.engines.packed_bucket import packed_buckets, read_bucket
+from fsdp_doctor.weights.fsdp import private
+from fsdp_doctor.weights.transport.host_copies import view_as_bytes
 
 _Entries: TypeAlias = Iterator[tuple[str, Any]]
 _Note: TypeAlias = Callable[[ProblemKind, str], None]

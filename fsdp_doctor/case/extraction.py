@@ -24,12 +24,12 @@ from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Trainer, compute_dtype
 from fsdp_doctor.case.training_state import train_one_step
 from fsdp_doctor.case.yielded import ExpectedYield, Verifier, YieldedEntry
-from fsdp_doctor.fsdp import private, reader
+from fsdp_doctor.examination.stage_watch import StageWatch, Unwatched
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.matrix.methods import MatrixMethod, is_user_method
-from fsdp_doctor.memory.stage_watch import StageWatch, Unwatched
 from fsdp_doctor.text import format_count
 from fsdp_doctor.verdict.records import ProblemKind
+from fsdp_doctor.weights.fsdp import private, reader
 
 # A method that has yielded twice as many entries as it promised is taken to go on for ever.
 _TIMES_OVER = 2

@@ -12,8 +12,8 @@ from torch import nn
 from fsdp_doctor.case import local_pieces
 from fsdp_doctor.case.findings import Findings, compare
 from fsdp_doctor.case.local_pieces import Full, LocalPiece
-from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.verdict.records import Problem
+from fsdp_doctor.weights.fsdp import private, reader
 
 # The parameters of a group, which each format writes in its own way.
 _OPTIONS_NOT_COMPARED = frozenset({"params", "param_names"})

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.case.sharding import compute_tensor_part, read_contents
-from fsdp_doctor.fsdp import private
-from fsdp_doctor.fsdp.reader import FlatSlice, Fsdp1Unit, ModelContents, ModelTensor
+from fsdp_doctor.weights.fsdp import private
+from fsdp_doctor.weights.fsdp.reader import FlatSlice, Fsdp1Unit, ModelContents, ModelTensor
 
 Full = Mapping[str, torch.Tensor]
 

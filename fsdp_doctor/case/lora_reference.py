@@ -14,9 +14,9 @@ from torch import nn
 
 from fsdp_doctor.case import local_pieces
 from fsdp_doctor.case.findings import compare, describe_first_difference
-from fsdp_doctor.extract import ShardPlace
-from fsdp_doctor.fsdp import reader
-from fsdp_doctor.fsdp.names import strip_adapters, unwrap_name
+from fsdp_doctor.weights.extract import ShardPlace
+from fsdp_doctor.weights.fsdp import reader
+from fsdp_doctor.weights.fsdp.names import strip_adapters, unwrap_name
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 from fsdp_doctor.case import local_pieces
 from fsdp_doctor.case.trainer import Trainer
 from fsdp_doctor.case.training_state import StepOutcome, digest_step, list_optimizer_states, train_one_step
-from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.matrix.cases import Scenario
+from fsdp_doctor.weights.fsdp import private, reader
 
 # What decides the bits of a trainer: its scenario, and whether it has a mesh. And one of its steps, by number.
 _Build: TypeAlias = tuple[Scenario, bool]

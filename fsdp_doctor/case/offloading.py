@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from fsdp_doctor.fsdp import private, reader
+from fsdp_doctor.weights.fsdp import private, reader
 
 
 @torch.no_grad()

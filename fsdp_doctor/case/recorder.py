@@ -15,11 +15,11 @@ import torch.distributed as dist
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.side_effects import SideEffects, read_torch_functions
 from fsdp_doctor.case.trainer import Unsupported
-from fsdp_doctor.extract.agreement import count_agreements
-from fsdp_doctor.memory.stage_watch import Unwatched
-from fsdp_doctor.memory_use.records import JobStage
+from fsdp_doctor.examination.memory_records import JobStage
+from fsdp_doctor.examination.stage_watch import Unwatched
 from fsdp_doctor.verdict.classification import OWN_STAGES
 from fsdp_doctor.verdict.records import Problem, ProblemKind, Record, Stage, make_failure
+from fsdp_doctor.weights.transport.agreement import count_agreements
 
 RecordSink = Callable[[Record], None]
 _PROGRESS_SECONDS = 1.0

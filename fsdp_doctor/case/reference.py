@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.sharding import compute_tensor_part, list_ranks, read_contents
-from fsdp_doctor.fsdp import private
-from fsdp_doctor.fsdp.reader import Fsdp1Unit, ModelContents
-from fsdp_doctor.fsdp.shards import LayoutError, LocalPart
+from fsdp_doctor.weights.fsdp import private
+from fsdp_doctor.weights.fsdp.reader import Fsdp1Unit, ModelContents
+from fsdp_doctor.weights.fsdp.shards import LayoutError, LocalPart
 
 _BATCH_BYTES = 256 << 20
 # In the same order on every rank.

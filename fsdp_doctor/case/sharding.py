@@ -26,11 +26,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from typing_extensions import assert_never
 
 from fsdp_doctor.case import models
-from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.expert_groups import list_expert_meshes, place_experts
-from fsdp_doctor.fsdp.reader import ModelContents
-from fsdp_doctor.fsdp.shards import LocalPart, compute_part
 from fsdp_doctor.matrix.axes import Sharding
+from fsdp_doctor.weights.fsdp import private, reader
+from fsdp_doctor.weights.fsdp.expert_groups import list_expert_meshes, place_experts
+from fsdp_doctor.weights.fsdp.reader import ModelContents
+from fsdp_doctor.weights.fsdp.shards import LocalPart, compute_part
 
 # Where a model has the mesh along which its experts are hidden.
 _EXPERTS_MESH = "hidden_experts_mesh"

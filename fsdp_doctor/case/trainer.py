@@ -19,10 +19,10 @@ from typing_extensions import assert_never
 
 from fsdp_doctor.case import models, offloading, sharding
 from fsdp_doctor.case.runtime import Runtime
-from fsdp_doctor.fsdp import private
+from fsdp_doctor.examination.stage_watch import Unwatched
 from fsdp_doctor.matrix.axes import CheckpointFit, Precision, Sharding
 from fsdp_doctor.matrix.cases import Scenario
-from fsdp_doctor.memory.stage_watch import Unwatched
+from fsdp_doctor.weights.fsdp import private
 
 
 @dataclass(frozen=True, kw_only=True)

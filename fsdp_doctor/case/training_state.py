@@ -19,8 +19,8 @@ from fsdp_doctor.case import local_pieces
 from fsdp_doctor.case.findings import join_first_names, view_as_bits
 from fsdp_doctor.case.reference import Reference, divide_into_batches
 from fsdp_doctor.case.trainer import Trainer
-from fsdp_doctor.fsdp import private, reader
 from fsdp_doctor.verdict.records import Problem
+from fsdp_doctor.weights.fsdp import private, reader
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from fsdp_doctor.case import lora_reference
 from fsdp_doctor.case.findings import Findings, compare
 from fsdp_doctor.case.lora_reference import Merged, RankPart
 from fsdp_doctor.case.reference import Reference
-from fsdp_doctor.extract import LocalShard, ShardPlace
-from fsdp_doctor.extract.sources import name_dtype
-from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.shards import LocalPart, compute_part
 from fsdp_doctor.matrix.contracts import Contract, PromisedForm
 from fsdp_doctor.verdict.records import Problem
+from fsdp_doctor.weights.extract import LocalShard, ShardPlace
+from fsdp_doctor.weights.fsdp import private, reader
+from fsdp_doctor.weights.fsdp.shards import LocalPart, compute_part
+from fsdp_doctor.weights.transport.sources import name_dtype
 
 YieldedForm: TypeAlias = Literal["tensor", "dtensor", "sharded tensor", "local shard", "info", "other"]
 

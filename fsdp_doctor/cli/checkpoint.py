@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from fsdp_doctor.checkpoints.hub_parts import HubPart
     from fsdp_doctor.checkpoints.troubles import Symptom
-    from fsdp_doctor.fingerprints import Fingerprints
+    from fsdp_doctor.weights.fingerprints import Fingerprints
 
 FINGERPRINT_EXIT_CODES = "Exit codes: 0 done; 2 usage; 4 the output cannot be written."
 CONVERT_EXIT_CODES = "Exit codes: 0 written; 1 the checkpoint is damaged; 2 it cannot be judged, or usage."
@@ -90,8 +90,8 @@ def _compare_with(
 ) -> list[Symptom]:
     """What differs from ``against``, and what is the same as in ``base``."""
     from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
-    from fsdp_doctor.fingerprints import FingerprintError
-    from fsdp_doctor.fingerprints.checkpoint_files import compare_checkpoints
+    from fsdp_doctor.weights.fingerprints import FingerprintError
+    from fsdp_doctor.weights.fingerprints.checkpoint_files import compare_checkpoints
 
     symptoms = []
     for reference in filter(None, (against, base)):
@@ -141,7 +141,7 @@ def diff(
     Files are streamed; nothing is loaded as a whole. Prefixes that one of them has are taken off, and shown; where one
     has the model's names and one the Hub's, both are taken by the Hub's.
     """
-    from fsdp_doctor.fingerprints.checkpoint_files import compare_checkpoints
+    from fsdp_doctor.weights.fingerprints.checkpoint_files import compare_checkpoints
 
     _check_output(output, checkpoint, other)
     with _raise_usage_errors(checkpoint):
@@ -261,7 +261,7 @@ def _find_parts(config: str, *, must_know: bool, needs_class: bool) -> Mapping[s
 
 def _ask_for_parts(config: str, must_know: bool, needs_class: bool = False) -> Mapping[str, HubPart]:
     """needs_class: whether the Hub's names are promised, so that those of the model will not do."""
-    from fsdp_doctor.names import HubNamesUnknown, ModelClassUnknown, NamesError, read_hub_parts
+    from fsdp_doctor.weights.names import HubNamesUnknown, ModelClassUnknown, NamesError, read_hub_parts
 
     try:
         return read_hub_parts(config)
@@ -283,7 +283,7 @@ def fingerprint(
 ) -> None:
     """Print 128 bits for each tensor of the model in a checkpoint, to compare it later, or with a model in training."""
     _check_output(output, checkpoint)
-    from fsdp_doctor.fingerprints.checkpoint_files import read_fingerprints
+    from fsdp_doctor.weights.fingerprints.checkpoint_files import read_fingerprints
 
     cast_to = _parse_dtype(dtype)
     with _raise_usage_errors(checkpoint):
@@ -300,7 +300,7 @@ def _check_output(output: pathlib.Path | None, *inputs: pathlib.Path) -> None:
 @contextlib.contextmanager
 def _raise_usage_errors(path: pathlib.Path) -> Iterator[None]:
     """Raises UsageError for what is no checkpoint, or cannot be read."""
-    from fsdp_doctor.fingerprints import FingerprintError
+    from fsdp_doctor.weights.fingerprints import FingerprintError
 
     try:
         yield

@@ -178,7 +178,7 @@ def plan(
 
     job_setup = read_job(config, PlanOptions(framework_version=framework_version, **vars(job)))
     options.check_versions()
-    from fsdp_doctor.memory_use.views import render_memory_svg
+    from fsdp_doctor.examination.memory_views import render_memory_svg
     from fsdp_doctor.plan.job_plan import Planner
     from fsdp_doctor.plan.plan_text import render_plan_json, render_plan_text
 

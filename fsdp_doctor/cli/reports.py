@@ -29,7 +29,7 @@ from fsdp_doctor.report.comparison import IGNORABLE
 
 if TYPE_CHECKING:
     from fsdp_doctor.probe.baseline import Baseline
-    from fsdp_doctor.versions.sweeping import Swept
+    from fsdp_doctor.report.versions.sweeping import Swept
 
 SHOW_EXIT_CODES = "Exit codes: 0 printed, whatever the verdicts; 2 usage; 4 the output cannot be written."
 DIFF_EXIT_CODES = "Exit codes: 0 no difference; 1 a difference; 2 usage; 4 the output cannot be written."
@@ -137,8 +137,8 @@ def merge(
     Prints a line for each case: what it showed since which version. Where a file is written, it prints a line for each
     environment, and for each case that changed.
     """
-    from fsdp_doctor.page import write_page
-    from fsdp_doctor.versions.merged import (
+    from fsdp_doctor.report.page import write_page
+    from fsdp_doctor.report.versions.merged import (
         read_either,
         render_cases,
         render_environments,
@@ -146,7 +146,7 @@ def merge(
         summarize_merged,
         write_merged,
     )
-    from fsdp_doctor.versions.merging import choose_names, merge
+    from fsdp_doctor.report.versions.merging import choose_names, merge
 
     names = choose_names(reports, json_file)
     merged = merge({name: read_either(file) for name, file in zip(names, reports, strict=True)})
@@ -207,7 +207,7 @@ def sweep(
     A version whose report is complete is not run again, a partial report is continued. Before torch 2.10, where there
     is no emulated device, the CPU is used unless torch sees an accelerator.
     """
-    from fsdp_doctor.versions import sweeping
+    from fsdp_doctor.report.versions import sweeping
 
     planned = sweeping.Sweep(
         versions=_check_versions(torch or []),

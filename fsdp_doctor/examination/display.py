@@ -12,8 +12,8 @@ from rich.text import Text
 
 from fsdp_doctor.examination.facts import Facts, FsdpUnit, NameFacts, OptimizerFacts, TensorFacts, TensorState
 from fsdp_doctor.examination.findings import Finding
-from fsdp_doctor.extract.sources import name_dtype
 from fsdp_doctor.text import join_some
+from fsdp_doctor.weights.transport.sources import name_dtype
 
 _WIDTH = 120
 _STYLE = {"bad": "bold red", "hazard": "yellow", "note": "dim"}

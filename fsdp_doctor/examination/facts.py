@@ -14,11 +14,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_doctor.fsdp import private, reader
-from fsdp_doctor.fsdp.forms import describe_form
-from fsdp_doctor.fsdp.reader import Fsdp1Unit, Fsdp2Unit, ModelContents, ModelTensor
-from fsdp_doctor.names.hub_names import HubNamesUnknown, list_shapes, revert_names
-from fsdp_doctor.names.views import NamesError
+from fsdp_doctor.weights.fsdp import private, reader
+from fsdp_doctor.weights.fsdp.forms import describe_form
+from fsdp_doctor.weights.fsdp.reader import Fsdp1Unit, Fsdp2Unit, ModelContents, ModelTensor
+from fsdp_doctor.weights.names.hub_names import HubNamesUnknown, list_shapes, revert_names
+from fsdp_doctor.weights.names.views import NamesError
 
 CPU = torch.device("cpu")
 TensorKind: TypeAlias = Literal["fsdp2", "fsdp1", "dtensor", "plain", "buffer"]

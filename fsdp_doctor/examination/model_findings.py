@@ -21,14 +21,14 @@ from typing_extensions import assert_never
 
 from fsdp_doctor.examination.facts import Facts
 from fsdp_doctor.examination.findings import Finding, join_few
-from fsdp_doctor.extract.plan import list_differing_buffers
-from fsdp_doctor.extract.rank_groups import read_groups
-from fsdp_doctor.fsdp import private
-from fsdp_doctor.fsdp.names import unwrap_name
-from fsdp_doctor.fsdp.reader import ModelContents
-from fsdp_doctor.memory.snapshot import count_device_bytes, list_storages
-from fsdp_doctor.memory_use.records import round_to_power_of_two
+from fsdp_doctor.examination.live_memory import count_device_bytes, list_storages
+from fsdp_doctor.examination.memory_records import round_to_power_of_two
 from fsdp_doctor.text import format_bytes, format_count
+from fsdp_doctor.weights.extract.plan import list_differing_buffers
+from fsdp_doctor.weights.fsdp import private
+from fsdp_doctor.weights.fsdp.names import unwrap_name
+from fsdp_doctor.weights.fsdp.reader import ModelContents
+from fsdp_doctor.weights.transport.rank_groups import read_groups
 
 _CLOSE_STEP = (
     "model.zero_grad(), then model.reset_iter_state(), which leaves the gradients that were not reduced."

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from fsdp_doctor.case import models
 from fsdp_doctor.case.built_scenario import list_policies, recognize_strategy
 from fsdp_doctor.frameworks.adapter import FrameworkSession
-from fsdp_doctor.fsdp import reader
 from fsdp_doctor.matrix.frameworks.framework_matrix import ConfiguredBuild
+from fsdp_doctor.weights.fsdp import reader
 
 
 def find_mismatches(session: FrameworkSession, builds: Iterable[ConfiguredBuild]) -> Iterator[str]:

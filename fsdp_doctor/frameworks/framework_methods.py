@@ -31,8 +31,8 @@ from fsdp_doctor.case.reference import Reference
 from fsdp_doctor.case.training_state import StepOutcome, digest_outcome, find_differences, use_deterministic_algorithms
 from fsdp_doctor.frameworks.adapter import STEPS_BEFORE, FrameworkSession, SavedFiles
 from fsdp_doctor.frameworks.framework_run import FrameworkRun, MethodSteps
-from fsdp_doctor.fsdp import private
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMethodKind
+from fsdp_doctor.weights.fsdp import private
 
 _STEPS_AFTER = 2
 _ORDINAL = ("next", "second")

@@ -13,9 +13,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fsdp_doctor.fsdp import private
-from fsdp_doctor.memory_use.records import round_up
+from fsdp_doctor.examination.memory_records import round_up
 from fsdp_doctor.plan.meta_model import checkpoint_layers, find_followed_layers, fuse_attention
+from fsdp_doctor.weights.fsdp import private
 
 # Most operators in one layer's forward, and for each token. Of the models that were tried, the largest constant is 260;
 # a layer that loops over chunks of tokens adds less than one for each token, one that loops over tokens nine and more.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from fsdp_doctor.examination.memory_records import JobStage, StageMemory
 from fsdp_doctor.matrix.axes import Offload, Sharding
-from fsdp_doctor.memory_use.records import JobStage, StageMemory
 from fsdp_doctor.plan.job import BF16, FP32, JobSetup, ModelHead, RoleSetup
 from fsdp_doctor.plan.stages import Predictor
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
+from fsdp_doctor.examination.memory_records import MemoryFile, format_memory_file
+from fsdp_doctor.examination.memory_views import render_memory_table
 from fsdp_doctor.machine.terminal import wrap_all
-from fsdp_doctor.memory_use.records import MemoryFile, format_memory_file
-from fsdp_doctor.memory_use.views import render_memory_table
 from fsdp_doctor.plan.job import BF16, EngineSetup, RoleSetup
 from fsdp_doctor.plan.job_plan import (
     ASLEEP_BYTES,

@@ -7,10 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from fsdp_doctor.errors import CannotRun, UsageError
-from fsdp_doctor.extract.buckets import SMALL_BYTES, count_most_bytes
-from fsdp_doctor.extract.full import BUCKET_BYTES
-from fsdp_doctor.extract.loader import CAST_BYTES
-from fsdp_doctor.memory_use.records import (
+from fsdp_doctor.examination.memory_records import (
     HostMemory,
     JobStage,
     MemoryClass,
@@ -32,6 +29,9 @@ from fsdp_doctor.plan.training_step import (
     shard_units,
 )
 from fsdp_doctor.text import read_first_line
+from fsdp_doctor.weights.extract.full import BUCKET_BYTES
+from fsdp_doctor.weights.transport.buckets import SMALL_BYTES, count_most_bytes
+from fsdp_doctor.weights.transport.loader import CAST_BYTES
 
 
 def _replay_buckets(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:

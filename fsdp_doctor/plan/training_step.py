@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from fsdp_doctor.examination.memory_records import Bytes, DeviceMemory, MemoryClass, round_up, sum_rounded
 from fsdp_doctor.matrix.axes import Strategy
-from fsdp_doctor.memory_use.records import Bytes, DeviceMemory, MemoryClass, round_up, sum_rounded
 from fsdp_doctor.plan.activations import LiveBytes, Pass, Segment, SegmentPlace
 from fsdp_doctor.plan.job import RoleSetup
 from fsdp_doctor.plan.meta_model import ModelShape, ShapedParameter, ShapedUnit

@@ -23,7 +23,6 @@ from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.machine import devices, imports, launch
 from fsdp_doctor.machine.signals import Interruption, die_with_parent
 from fsdp_doctor.matrix.methods import is_user_method
-from fsdp_doctor.page import write_page
 from fsdp_doctor.probe.baseline import Baseline, Judgement
 from fsdp_doctor.probe.first_report import make_first_report
 from fsdp_doctor.probe.probe_options import ProbeOptions
@@ -31,9 +30,10 @@ from fsdp_doctor.report import formats
 from fsdp_doctor.report.document import CaseResult, Report, make_context, recognize_failure
 from fsdp_doctor.report.github import write_step_summary
 from fsdp_doctor.report.layout import summarize
+from fsdp_doctor.report.page import write_page
+from fsdp_doctor.report.versions.merging import merge
 from fsdp_doctor.report.writer import ReportWriter, print_progress
 from fsdp_doctor.text import format_count, read_first_line
-from fsdp_doctor.versions.merging import merge
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -48,7 +48,7 @@ _RENDEZVOUS_SECONDS = 60.0
 def conduct(options: ProbeOptions) -> int:
     """Runs rank 0's part: shares the job, runs it, judges it. Returns the exit code."""
     with imports.freeze_imports():
-        from fsdp_doctor.memory.snapshot import check_counted
+        from fsdp_doctor.examination.live_memory import check_counted
         from fsdp_doctor.probe.checkpoint_writers import CheckpointWriters, choose_num_writers
         from fsdp_doctor.probe.conductor import Conductor, add_cases_that_must_load, run_cases
         from fsdp_doctor.probe.deadlines import Limits

@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
+from fsdp_doctor.examination.memory_records import StageMemory
 from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.catalogue import BrokenCase
 from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.machine.environment import EnvironmentFacts
 from fsdp_doctor.matrix.cases import AnyCase, make_any_case
 from fsdp_doctor.matrix.frameworks.framework_matrix import ShimKind
-from fsdp_doctor.memory_use.records import StageMemory
 from fsdp_doctor.verdict.classification import Verdict, VerdictKind
 from fsdp_doctor.verdict.records import Failure, RankReport
 

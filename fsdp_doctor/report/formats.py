@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, get_args
 
 from typing_extensions import assert_never
 
-from fsdp_doctor.memory_use.records import MemoryFile, StageMemory, format_memory_file
+from fsdp_doctor.examination.memory_records import MemoryFile, StageMemory, format_memory_file
 from fsdp_doctor.report.document import CaseResult, Report, convert_report_to_dict
 from fsdp_doctor.report.layout import find_fixes
 from fsdp_doctor.text import format_bytes, format_seconds, make_printable
@@ -44,7 +44,7 @@ def render(
     expected: the ids of bad cases that were expected; JUnit does not count them as failures.
     """
     # Imported here: rich costs `fsdp-doctor list` a third of its time, and `list` renders nothing.
-    from fsdp_doctor.memory_use.views import render_memory_svg, render_memory_table
+    from fsdp_doctor.examination.memory_views import render_memory_svg, render_memory_table
     from fsdp_doctor.report import github, junit, markdown, table
     from fsdp_doctor.report.heat_map import render_heat_map
 

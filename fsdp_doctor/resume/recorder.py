@@ -76,8 +76,8 @@ def digest(tensor: torch.Tensor) -> str:
 def _sum_on_device(flat: torch.Tensor) -> str:
     """The two lanes of a fingerprint: bytes of a device are not copied to the host."""
     with _importable_package():
-        from fsdp_doctor.fingerprints.block_sums import BlockSums
-        from fsdp_doctor.fingerprints.keyed_sum import make_range_block
+        from fsdp_doctor.weights.fingerprints.block_sums import BlockSums
+        from fsdp_doctor.weights.fingerprints.keyed_sum import make_range_block
     lanes = torch.zeros(1, 2, dtype=torch.int64, device=flat.device)
     BlockSums([make_range_block(0, flat, 0)], flat.device).add(lanes)
     return "-".join(f"{lane & (2**64 - 1):016x}" for lane in lanes[0].tolist())
@@ -163,7 +163,7 @@ class _Heap:
 def _list_transient_buffers(root: nn.Module) -> set[str]:
     """The names of buffers that no state dict has, so none restores."""
     with contextlib.suppress(Exception), _importable_package():
-        from fsdp_doctor.fsdp.private import list_module_tensors
+        from fsdp_doctor.weights.fsdp.private import list_module_tensors
 
         return {each.prefix + name for each in list_module_tensors(root) for name in each.non_persistent}
     return set()
@@ -254,7 +254,7 @@ class StepRecorder:
         self._model = module
         wrapped = False
         with contextlib.suppress(Exception), _importable_package():
-            from fsdp_doctor.fsdp.private import wrap_compiled_call
+            from fsdp_doctor.weights.fsdp.private import wrap_compiled_call
 
             wrapped = wrap_compiled_call(module, self._before_forward)
         if not wrapped:

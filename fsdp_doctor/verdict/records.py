@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fsdp_doctor.examination.memory_records import StageMemory
 from fsdp_doctor.machine.environment import EnvironmentFacts, write_home_as_tilde
-from fsdp_doctor.memory_use.records import StageMemory
 
 _FRAMES = 30
 _MESSAGE_CHARACTERS = 4_000

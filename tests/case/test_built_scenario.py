@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from fsdp_doctor.case.built_scenario import BuiltFacts, NotAsNamed, check, derive_facts, find_mismatches, read_facts
 from fsdp_doctor.case.runtime import Runtime, make_for_present_group
 from fsdp_doctor.case.trainer import Start, Trainer
-from fsdp_doctor.fsdp import private
 from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.matrix.cases import Scenario, make_scenario
+from fsdp_doctor.weights.fsdp import private
 
 _TWO = Setting("emulated", 2)
 _PLAIN = make_scenario({"strategy": "fsdp2", "offload": "none", "staging": "unstaged"})

@@ -23,7 +23,7 @@ from fsdp_doctor.checkpoints.conversion import convert
 from fsdp_doctor.checkpoints.target_directory import RECORD, ConversionError
 from fsdp_doctor.checkpoints.targets import ConversionTarget
 from fsdp_doctor.checkpoints.verification import verify
-from fsdp_doctor.names import read_hub_parts
+from fsdp_doctor.weights.names import read_hub_parts
 
 HF, DCP, FSDP2 = ConversionTarget.HF, ConversionTarget.DCP, ConversionTarget.FSDP2
 BY_RANKS = (

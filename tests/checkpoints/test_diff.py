@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from support import saved_checkpoints as saved
 
 from fsdp_doctor.cli.checkpoint import diff, verify
-from fsdp_doctor.fingerprints.checkpoint_files import compare_checkpoints
-from fsdp_doctor.names import read_hub_parts
+from fsdp_doctor.weights.fingerprints.checkpoint_files import compare_checkpoints
+from fsdp_doctor.weights.names import read_hub_parts
 
 # One model, saved by two ranks in these formats.
 BY_RANKS = (

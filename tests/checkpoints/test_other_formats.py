@@ -20,7 +20,7 @@ from support import saved_checkpoints as saved
 from fsdp_doctor.checkpoints.conversion import convert
 from fsdp_doctor.checkpoints.targets import ConversionTarget
 from fsdp_doctor.checkpoints.verification import verify
-from fsdp_doctor.fingerprints import FingerprintError, fingerprint_checkpoint
+from fsdp_doctor.weights.fingerprints import FingerprintError, fingerprint_checkpoint
 
 WEIGHTS = {f"model.layers.{i}.mlp.up_proj.weight": torch.randn(8, 8) for i in range(4)}
 

@@ -18,7 +18,7 @@ from fsdp_doctor.checkpoints.conversion import convert
 from fsdp_doctor.checkpoints.target_directory import ConversionError
 from fsdp_doctor.checkpoints.targets import ConversionTarget
 from fsdp_doctor.checkpoints.verification import verify
-from fsdp_doctor.fingerprints import FingerprintError, fingerprint_checkpoint
+from fsdp_doctor.weights.fingerprints import FingerprintError, fingerprint_checkpoint
 
 CONFIG = LlamaConfig(**saved.SIZES, tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
 

@@ -17,7 +17,7 @@ from fsdp_doctor.checkpoints.conversion import convert
 from fsdp_doctor.checkpoints.targets import ConversionTarget
 from fsdp_doctor.checkpoints.torch_files import order_shards
 from fsdp_doctor.checkpoints.verification import verify
-from fsdp_doctor.fingerprints import FingerprintError, fingerprint_checkpoint
+from fsdp_doctor.weights.fingerprints import FingerprintError, fingerprint_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -358,7 +358,7 @@ def test_fsdp1_sharded_and_local_state_dicts_load_directly_and_from_a_checkpoint
 @on_the_device
 def test_fsdp1_offloaded_by_hand_frees_its_shards_and_trains_on() -> None:
     from fsdp_doctor.case import offloading
-    from fsdp_doctor.fsdp import reader
+    from fsdp_doctor.weights.fsdp import reader
 
     def blocks(tensor: torch.Tensor) -> int:
         """What the device counts for a tensor."""

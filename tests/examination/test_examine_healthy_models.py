@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_doctor import ModelIsBad, examine
-from fsdp_doctor.fsdp import private
+from fsdp_doctor.weights.fsdp import private
 
 
 @on_two_ranks

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import CPUOffload, FSDPModule
 
 from fsdp_doctor import examine, load_full_tensors, save_full_tensors
-from fsdp_doctor.examination import Finding
+from fsdp_doctor.examination.examine import Finding
 
 everywhere = on_ranks(Setting("emulated", 2), Setting("cpu", 2))
 on_the_device = on_ranks(Setting("emulated", 2))

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 import fsdp_doctor
 from fsdp_doctor import examine
-from fsdp_doctor.examination import Examination
+from fsdp_doctor.examination.examine import Examination
 
 on_the_device = on_ranks(Setting("emulated", 2))
 

@@ -28,10 +28,10 @@ sys.path.append({directory!r})
 
 _BROKEN_SYNC = """
 import torch
-import fsdp_doctor.extract
+import fsdp_doctor.weights.extract
 import rollout_sync
 
-whole = fsdp_doctor.extract.full_tensors
+whole = fsdp_doctor.weights.extract.full_tensors
 
 def broken(*arguments, **options):
     for name, tensor in whole(*arguments, **options):
@@ -41,7 +41,7 @@ def broken(*arguments, **options):
             yield name, torch.zeros_like(tensor)
 
 if __name__ == "__main__":
-    fsdp_doctor.extract.full_tensors = broken
+    fsdp_doctor.weights.extract.full_tensors = broken
     raise SystemExit(rollout_sync.main())
 """
 

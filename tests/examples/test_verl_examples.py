@@ -14,8 +14,8 @@ from support.forked import run_script
 from support.inside import Done, doctor
 from support.places import ROOT
 
+from fsdp_doctor.examination.memory_records import DeviceMemory, read_memory_file
 from fsdp_doctor.matrix.selection import Selection, select
-from fsdp_doctor.memory_use.records import DeviceMemory, read_memory_file
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from program import forked_doctor
 from support.emulation import needs_emulation
 from support.places import ROOT
 
+from fsdp_doctor.examination.memory_records import MemoryFile, read_memory_file
 from fsdp_doctor.matrix.axes import AXIS
-from fsdp_doctor.memory_use.records import MemoryFile, read_memory_file
 
 # As small as it can be with parameters, gathers and activations each a good part of it; its vocabulary is uneven.
 _CONFIG = {

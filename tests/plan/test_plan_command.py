@@ -10,7 +10,7 @@ import pytest
 from support.inside import Done, doctor
 from support.places import TESTS
 
-from fsdp_doctor.memory_use.records import read_memory_file
+from fsdp_doctor.examination.memory_records import read_memory_file
 
 _CONFIGS = TESTS / "check" / "configs"
 _VERL = (

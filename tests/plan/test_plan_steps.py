@@ -7,9 +7,9 @@ import functools
 import pytest
 import torch
 
+from fsdp_doctor.examination.memory_records import DeviceMemory, round_to_power_of_two, round_up
 from fsdp_doctor.matrix.axes import Strategy
 from fsdp_doctor.matrix.cases import make_scenario
-from fsdp_doctor.memory_use.records import DeviceMemory, round_to_power_of_two, round_up
 from fsdp_doctor.plan.job import BF16, Dtypes, RoleSetup
 from fsdp_doctor.plan.meta_model import ModelShape, ShapedParameter, ShapedUnit
 from fsdp_doctor.plan.stages import Predictor

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from program import run
-from support.rooms import EMULATED, ROOMS, WITHOUT_TORCH
+from support.rooms import EMULATED, ROOMS, ROOMS_OF_WEIGHTS, WITHOUT_TORCH
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[2] / "fsdp_doctor"
 # What the package's root offers to users: reached by the two entry points and nobody else.
@@ -31,20 +31,21 @@ def _tree(module: pathlib.Path) -> ast.Module:
     return ast.parse(module.read_text(), str(module))
 
 
-def _imported_rooms(module: pathlib.Path) -> Iterator[tuple[int, str]]:
-    """(line, room) of every import of ours, wherever in the module it is."""
+def _imports(module: pathlib.Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name below the package) of every import of ours, wherever in the module it is."""
     for node in ast.walk(_tree(module)):
         match node:
             case ast.ImportFrom(level=level) if level:
                 yield node.lineno, "a relative import, which this test does not follow"
-            case ast.ImportFrom(module="fsdp_doctor", names=names):
-                yield from ((node.lineno, name.name) for name in names if name.name != "__version__")
-            case ast.ImportFrom(module=str() as source) if source.startswith("fsdp_doctor."):
-                yield node.lineno, source.split(".")[1]
+            case ast.ImportFrom(module=str() as source, names=names) if source.split(".")[0] == "fsdp_doctor":
+                below = source.split(".")[1:]
+                yield from (
+                    (node.lineno, ".".join([*below, name.name])) for name in names if name.name != "__version__"
+                )
             case ast.Import(names=names):
                 for name in names:
                     if name.name.startswith("fsdp_doctor."):
-                        yield node.lineno, name.name.split(".")[1]
+                        yield node.lineno, name.name.split(".", 1)[1]
 
 
 def _rooms_allowed(room: str) -> set[str]:
@@ -59,9 +60,22 @@ def test_a_module_imports_only_rooms_before_its_own() -> None:
         f"{_name(module)}, line {line}: {imported}"
         for module in MODULES
         if _name(module) not in ROOT
-        for line, imported in _imported_rooms(module)
-        if imported not in _rooms_allowed(_room(_name(module)))
+        for line, imported in _imports(module)
+        if _room(imported) not in _rooms_allowed(_room(_name(module)))
     ]
+    assert upwards == []
+
+
+def test_a_module_of_the_wing_imports_only_its_rooms_before() -> None:
+    modules = [module for module in MODULES if _name(module).startswith("weights.")]
+    upwards = [
+        f"{_name(module)}, line {line}: {imported}"
+        for module in modules
+        for line, imported in _imports(module)
+        if imported.startswith("weights.")
+        and ROOMS_OF_WEIGHTS.index(imported.split(".")[1]) > ROOMS_OF_WEIGHTS.index(_name(module).split(".")[1])
+    ]
+    assert len(modules) > 50
     assert upwards == []
 
 
@@ -98,7 +112,9 @@ def test_a_public_type_is_defined_once() -> None:
 
 
 def test_a_module_that_the_command_line_needs_can_be_imported_without_torch() -> None:
-    modules = [f"fsdp_doctor.{_name(module)}" for module in MODULES if _room(_name(module)) in WITHOUT_TORCH]
+    modules = [
+        f"fsdp_doctor.{name}" for name in map(_name, MODULES) if name in WITHOUT_TORCH or _room(name) in WITHOUT_TORCH
+    ]
     code = "import importlib, sys; sys.modules['torch'] = None; print(*map(importlib.import_module, sys.argv[1:]))"
     done = run(sys.executable, "-c", code, *modules)
     assert (done.code, done.stdout.count("<module ")) == (0, len(modules)), done.stderr

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FullyShardedDataParallel, ShardingStrategy, fully_shard
 
 from fsdp_doctor import Examination, examine
-from fsdp_doctor.examination import Finding, TensorFacts
+from fsdp_doctor.examination.examine import Finding, TensorFacts
 from support.ranks import Setting, on_ranks, this_device
 
 on_two_ranks = on_ranks(Setting("emulated", 2))

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_doctor import RankLeft, full_tensors
-from fsdp_doctor.extract.plan import Arguments, Plan, get_plan
+from fsdp_doctor.weights.extract.plan import Arguments, Plan, get_plan
 from support.ranks import Setting, device_type, on_ranks, this_device, this_rank, world_size
 
 Tensors = dict[str, torch.Tensor]

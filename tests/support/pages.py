@@ -3,8 +3,8 @@
 import dataclasses
 
 from fsdp_doctor.matrix.selection import Selection, select
+from fsdp_doctor.report.versions.merging import merge
 from fsdp_doctor.verdict.classification import MEANING
-from fsdp_doctor.versions.merging import merge
 from support import reports
 
 HOSTILE = '</script><script>document.title = "run"</script><img src=x onerror="document.title=1"> & "quoted" <b>'

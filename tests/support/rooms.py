@@ -4,15 +4,16 @@ from __future__ import annotations
 
 # A room may import from the rooms before it, and from itself.
 ROOMS = (
-    *("errors", "text", "machine", "matrix", "memory_use", "verdict", "known", "report", "versions", "page"),
-    "checkpoints",
-    *("fsdp", "names", "memory", "extract", "load", "fingerprints", "save", "engines", "examination", "case"),
-    *("frameworks", "probe", "plugin", "explain", "check", "repro", "bundle", "resume", "plan", "cli"),
+    *("errors", "text", "machine", "checkpoints", "weights", "examination", "matrix", "verdict", "known", "report"),
+    *("case", "frameworks", "probe", "plugin", "explain", "check", "repro", "bundle", "resume", "plan", "cli"),
 )
+# So may a room within the wing ``weights``, of that wing's.
+ROOMS_OF_WEIGHTS = ("fsdp", "transport", "names", "extract", "load", "fingerprints", "save", "engines")
 # The command line imports them before it runs anything, so none of their modules imports torch at its top.
 WITHOUT_TORCH = (
-    *("errors", "text", "machine", "matrix", "memory_use", "verdict", "known", "report", "versions", "page"),
-    *("checkpoints", "explain", "check", "repro", "bundle", "cli"),
+    *("errors", "text", "machine", "checkpoints", "matrix", "verdict", "known", "report"),
+    *("explain", "check", "repro", "bundle", "cli"),
+    *("examination.memory_records", "examination.memory_views"),
 )
 # It stands alone: it imports nothing of ours.
 EMULATED = "emulated"

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import fsdp_doctor
-from fsdp_doctor.names import read_hub_view
+from fsdp_doctor.weights.names import read_hub_view
 from support.families import FAMILIES, new_family
 
 _SAVED_SEED = 7

@@ -8,7 +8,7 @@ import zipfile
 
 from packaging.requirements import Requirement
 
-from fsdp_doctor.versions.sweeping import read_package_requirements
+from fsdp_doctor.report.versions.sweeping import read_package_requirements
 from support.places import TESTS
 
 

@@ -20,12 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import assert_never
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.extract import full_tensors, local_shards
-from fsdp_doctor.load import load_full_tensors, load_optimizer_state
 from fsdp_doctor.matrix.axes import Context
 from fsdp_doctor.matrix.contracts import Contract
 from fsdp_doctor.matrix.methods import MatrixMethod
-from fsdp_doctor.save import save_full_tensors
+from fsdp_doctor.weights.extract import full_tensors, local_shards
+from fsdp_doctor.weights.load import load_full_tensors, load_optimizer_state
+from fsdp_doctor.weights.save import save_full_tensors
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 

@@ -1,0 +1,279 @@
+"""Counts the memory of a live job on one rank: tensors by class, and the counters of the allocator and the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_doctor.errors import CannotRun
+from fsdp_doctor.examination.memory_records import (
+    Bytes,
+    DeviceMemory,
+    HostMemory,
+    JobStage,
+    MemoryClass,
+    StageMemory,
+    add_unexplained,
+    round_to_power_of_two,
+    round_up,
+)
+from fsdp_doctor.text import read_first_line
+from fsdp_doctor.weights.fsdp import private, reader
+from fsdp_doctor.weights.fsdp.decorators import defer_garbage_collection
+from fsdp_doctor.weights.fsdp.reader import ModelContents
+
+
+def is_wrapper(kind: type) -> bool:
+    """Returns whether tensors of the type wrap others, as a DTensor does, and have no memory themselves."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def list_storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """Lists the storages of a tensor: a DTensor's local one, the wrapped ones of any other wrapper, none on meta."""
+    if private.is_sharded_tensor(tensor):
+        shards: Any = tensor
+        yield from (storage for shard in shards.local_shards() for storage in list_storages(shard.tensor))
+    elif isinstance(tensor, DTensor):
+        yield from list_storages(private.read_local_tensor(tensor))
+    elif is_wrapper(type(tensor)):
+        wrapper: Any = tensor
+        inner = (getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0])
+        yield from (storage for part in inner if isinstance(part, torch.Tensor) for storage in list_storages(part))
+    elif tensor.device.type != "meta" and tensor.layout == torch.strided:
+        yield tensor.untyped_storage()
+
+
+def list_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of nested lists, tuples and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from list_tensors(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from list_tensors(inner)
+
+
+def count_device_bytes(storage: torch.UntypedStorage) -> int:
+    """Bytes that the device's allocator counts for a storage."""
+    return round_up(storage.nbytes())
+
+
+def list_owned_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> Iterator[tuple[MemoryClass, torch.Tensor]]:
+    """Lists every tensor of a model and its optimizer with its class, in any state of the model.
+
+    Memory of two classes counts for the first. Only attributes are read; any rank may call this alone.
+    """
+    parts = reader.read(model)
+    yield from (("parameters", tensor) for tensor in _list_parameter_tensors(parts))
+    yield from (("buffers", buffer.tensor) for buffer in (*parts.buffers, *parts.transient_buffers))
+    yield from (("gradients", tensor) for tensor in _list_gradient_tensors(parts, optimizer))
+    if optimizer is not None:
+        # Not `optimizer.state_dict()`, which a framework may have wrapped with a gather.
+        yield from (("optimizer state", tensor) for tensor in list_tensors(list(optimizer.state.values())))
+    yield from (("unsharded parameters", tensor) for tensor in _list_unsharded_tensors(parts))
+
+
+def sum_bytes_on(device: torch.device, tensors: Iterable[tuple[MemoryClass, torch.Tensor]]) -> Bytes:
+    """Bytes of the tensors on a device by class, as its allocator counts; memory of several is of the first."""
+    by_class: Bytes = {}
+    seen: set[int] = set()
+    for memory_class, tensor in tensors:
+        for storage in list_storages(tensor):
+            if storage.device == device and storage.nbytes() and id(storage) not in seen:
+                seen.add(id(storage))
+                by_class[memory_class] = by_class.get(memory_class, 0) + count_device_bytes(storage)
+    return by_class
+
+
+def _list_parameter_tensors(parts: ModelContents) -> Iterator[torch.Tensor]:
+    yield from (parameter.tensor for parameter in parts.parameters)
+    yield from (memory for unit in parts.fsdp1_units for memory in unit.memories)
+
+
+def _list_gradient_tensors(parts: ModelContents, optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
+    owners = [tensor for parameter in parts.parameters for tensor in (parameter.tensor, parameter.shown)]
+    owners += [tensor for unit in parts.fsdp1_units for tensor in unit.optimized]
+    if optimizer is not None:
+        owners += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    yield from (owner.grad for owner in owners if owner.is_leaf and owner.grad is not None)
+    yield from (unit.host_gradient for unit in parts.fsdp1_units if unit.host_gradient is not None)
+
+
+def _list_unsharded_tensors(parts: ModelContents) -> Iterator[torch.Tensor]:
+    """Lists tensors that modules have instead of their shards, in separate memory."""
+    yield from (parameter.shown for parameter in parts.parameters if parameter.shown is not parameter.tensor)
+    for unit in parts.fsdp1_units:
+        yield unit.flat_parameter.detach()
+        yield from unit.shown.values()
+        yield from unit.views
+
+
+def count_host_memory(tensors: Iterable[tuple[MemoryClass, torch.Tensor]], taken: int = 0) -> HostMemory:
+    """Counts the tensors that are on the host; memory of several is of the first. Any rank may call it alone.
+
+    taken: bytes that the allocator of pinned memory reports, 0 where it does not.
+    """
+    by_class: Bytes = {}
+    pinned = pinned_reserved = pageable = 0
+    seen: set[int] = set()
+    for memory_class, tensor in tensors:
+        for storage in list_storages(tensor):
+            nbytes = storage.nbytes()
+            if storage.device.type != "cpu" or not nbytes or storage.data_ptr() in seen:
+                continue
+            seen.add(storage.data_ptr())
+            by_class[memory_class] = by_class.get(memory_class, 0) + nbytes
+            if storage.is_pinned():
+                pinned += nbytes
+                pinned_reserved += round_to_power_of_two(nbytes)
+            else:
+                pageable += nbytes
+    return HostMemory(held=by_class, pinned=pinned, pinned_reserved=max(taken, pinned_reserved), pageable=pageable)
+
+
+_NEEDED = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "mem_get_info")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counters:
+    """The memory of one device, in bytes. allocated, reserved: now. peak, peak_reserved: the most since the last reset.
+
+    capacity: the device's memory, or this process's limit. elsewhere: in use, and not reserved by this process.
+    """
+
+    allocated: int
+    peak: int
+    reserved: int
+    peak_reserved: int
+    capacity: int
+    elsewhere: int
+
+    def make_device_memory(self, by_class: Bytes, at_peak: Bytes) -> DeviceMemory:
+        """Makes the ledger of a device. held, at_peak: bytes of known classes, now and at the peak."""
+        return DeviceMemory(
+            held=add_unexplained(by_class, self.allocated),
+            at_peak=add_unexplained(at_peak, self.peak),
+            allocated=self.allocated,
+            peak=self.peak,
+            reserved=self.reserved,
+            peak_reserved=self.peak_reserved,
+            capacity=self.capacity,
+            elsewhere=self.elsewhere,
+        )
+
+
+def check_counted(device_type: str) -> None:
+    """Raises CannotRun where torch does not count the memory of such devices. Makes no context on one."""
+    if device_type == "cpu":
+        raise CannotRun("torch does not count the memory of the CPU: use --device emulated, or an accelerator")
+    module = torch.get_device_module(device_type)
+    if missing := [name for name in _NEEDED if not hasattr(module, name)]:
+        raise CannotRun(
+            f"the memory of devices of type {device_type} cannot be measured: torch.{device_type} has no {missing[0]}"
+        )
+
+
+class DeviceCounters:
+    """The counters of one device. Raises CannotRun where it has none."""
+
+    def __init__(self, device: torch.device) -> None:
+        check_counted(device.type)
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+
+    def synchronize(self) -> None:
+        self._module.synchronize(self._device)
+
+    def reset_peak(self) -> None:
+        self._module.reset_peak_memory_stats(self._device)
+
+    def read(self) -> Counters:
+        """Reads all counters. Raises CannotRun where the driver does not answer."""
+        try:
+            free, total = self._module.mem_get_info(self._device)
+        except RuntimeError as error:
+            reason = read_first_line(error)
+            raise CannotRun(f"the driver of {self._device} does not report its free memory: {reason}") from None
+        reserved = int(self._module.memory_reserved(self._device))
+        return Counters(
+            allocated=int(self._module.memory_allocated(self._device)),
+            peak=int(self._module.max_memory_allocated(self._device)),
+            reserved=reserved,
+            peak_reserved=int(self._module.max_memory_reserved(self._device)),
+            capacity=int(total * self._read_fraction()),
+            elsewhere=max(0, int(total) - int(free) - reserved),
+        )
+
+    def read_pinned_reserved(self) -> int:
+        """Bytes of pinned host memory that this process's allocator has taken; 0 where it does not report them."""
+        stats: dict[str, int] = getattr(self._module, "host_memory_stats", dict)()
+        return int(stats.get("allocated_bytes.current", 0))
+
+    def free_workspaces(self) -> int:
+        """Frees the workspaces of cuBLAS, which no operator returns, and returns their bytes."""
+        before = int(self._module.memory_allocated(self._device))
+        private.release_workspaces(self._device)
+        return before - int(self._module.memory_allocated(self._device))
+
+    def _read_fraction(self) -> float:
+        """The share of the device's memory that this process may have; of the emulated device it is all."""
+        if self._device.type == "emulated" or not hasattr(self._module, "get_per_process_memory_fraction"):
+            return 1.0
+        return float(self._module.get_per_process_memory_fraction(self._device))
+
+
+@defer_garbage_collection
+def measure_memory(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    stage: JobStage = "trained",
+    job: str = "a live job",
+) -> StageMemory:
+    """Measures the memory of this rank's device and host, in bytes by class, between two calls of the model.
+
+    Any rank may call it alone. It reads attributes and counters; nothing is changed, communicated, copied or waited
+    for, so a copy under way counts where its tensor is. Bytes of a device are counted as by its allocator, in blocks of
+    512. Memory of neither the model nor the optimizer is "unexplained": activations, a state dict that is kept, another
+    model. ``peak`` and ``peak_reserved`` are the most since the peaks were last reset; ``at_peak`` has no classes.
+
+    optimizer: left out, its state is unexplained. stage, job: labels of the ledger, for a table or a picture of
+    several. ``device`` is None where the model computes on the CPU. Raises CannotRun for a device whose memory torch
+    does not count.
+    """
+    device = compute_device(model)
+    owned = list(list_owned_tensors(model, optimizer))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if device.type == "cpu":
+        return StageMemory(job=job, stage=stage, rank=rank, host=count_host_memory(owned))
+    counters = DeviceCounters(device)
+    on_device = counters.read().make_device_memory(sum_bytes_on(device, owned), at_peak={})
+    host = count_host_memory(owned, counters.read_pinned_reserved())
+    return StageMemory(job=job, stage=stage, rank=rank, device=on_device, host=host)
+
+
+def compute_device(model: nn.Module) -> torch.device:
+    """The device on which FSDP's units compute, with an index; for any other model, the device of its first
+    parameter.
+    """
+    parts = reader.read(model)
+    places = [
+        *(unit.compute_device for unit in parts.fsdp1_units),
+        *(unit.compute_device for unit in parts.fsdp2_units),
+        *(parameter.tensor.device for parameter in parts.parameters),
+        torch.device("cpu"),
+    ]
+    device = places[0]
+    if device.type in ("cpu", "meta") or device.index is not None:
+        return torch.device("cpu") if device.type == "meta" else device
+    return torch.device(device.type, torch.get_device_module(device).current_device())

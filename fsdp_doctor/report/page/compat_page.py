@@ -1,0 +1,176 @@
+"""Renders a merged report as one HTML file: the template with the data, and the style and scripts of this directory.
+
+The data hold every text once and everything else as numbers, as ``cases.js`` reads them: ``environments``, the columns;
+``axes`` and ``methods``, the words of the cases; ``outcomes``, rows of (verdict, reason, message, also,
+entry); and ``cases``, rows of (strategy, offload, staging, other axes, direction, method, outcome of each environment
+or -1, statements, whether it changed). A number in a row is an index into the list of such words, or into ``texts``.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import pathlib
+import re
+from typing import Any, get_args
+
+import jinja2
+from markupsafe import Markup
+
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.known.catalogue import read_catalogue
+from fsdp_doctor.known.signatures import DEVICE
+from fsdp_doctor.matrix.axes import AXIS
+from fsdp_doctor.matrix.contracts import Direction
+from fsdp_doctor.report.journal import replace_file, turn_write_errors
+from fsdp_doctor.report.versions.merged import (
+    NO_ANSWER,
+    NOWHERE,
+    SHORTENED,
+    Environment,
+    MergedCase,
+    MergedReport,
+    MergedVerdict,
+    Outcome,
+)
+from fsdp_doctor.verdict.classification import GOOD, MEANING, VerdictKind
+
+# In this order they are one script.
+_SCRIPTS = ("cases.js", "choice.js", "matrix.js", "cell.js", "search.js", "start.js")
+_ROOM = pathlib.Path(__file__).parent
+# Escapes everything, for reports quote the output of programs.
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(_ROOM),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+_NO_RESULT = -1
+_KINDS: tuple[MergedVerdict, ...] = (*get_args(VerdictKind), "unmeasurable")
+_UNMEASURABLE = "ran on the CPU, where an offload moves nothing: it cannot show a failure there"
+_DIRECTIONS = get_args(Direction)
+_AXES = ("strategy", "offload", "staging")
+
+
+def write_page(path: pathlib.Path, merged: MergedReport, picture: str = "") -> None:
+    """Raises UsageError if there is no result to show, DoctorFault if the disk does not take the page."""
+    text = render_page(merged, picture)
+    with turn_write_errors(path):
+        replace_file(path, text.encode(errors="replace"))
+
+
+def render_page(merged: MergedReport, picture: str = "") -> str:
+    """Renders the page. Raises UsageError if there is no result to show.
+
+    picture: of ledgers, as SVG; empty without ledgers.
+    """
+    if not merged.cases:
+        raise UsageError("the reports have no results, so there is nothing to show on a page")
+    style, script = _read("page.css"), "\n".join(map(_read, _SCRIPTS))
+    return _TEMPLATES.get_template("page.html.jinja").render(
+        environments=merged.environments,
+        num_cases=len(merged.cases),
+        data=make_page_data(merged),
+        entries=read_catalogue(),
+        meanings={**MEANING, "unmeasurable": _UNMEASURABLE},
+        # Not escaped; the content security policy allows these alone.
+        style=Markup(style),
+        script=Markup(script),
+        style_hash=_hash(style),
+        script_hash=_hash(script),
+        picture=base64.b64encode(picture.encode()).decode(),
+    )
+
+
+def _read(name: str) -> str:
+    return (_ROOM / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    """The hash by which a content security policy allows an inline script or style."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+class _Numbers:
+    """A list of distinct texts, each with its number."""
+
+    def __init__(self, *first: str) -> None:
+        self._number = {text: number for number, text in enumerate(first)}
+
+    def find_number(self, text: str) -> int:
+        return self._number.setdefault(text, len(self._number))
+
+    @property
+    def texts(self) -> list[str]:
+        return list(self._number)
+
+
+def make_page_data(merged: MergedReport) -> dict[str, Any]:
+    """Makes the data of the page, as JSON values."""
+    texts, methods = _Numbers(""), _Numbers()
+    used = {axis: {getattr(case, axis) for case in merged.cases} for axis in _AXES}
+    words = {axis: _Numbers(*(value for value in AXIS[axis].values if value in used[axis])) for axis in _AXES}
+    cases = [_make_case(case, words, methods, texts) for case in merged.cases]
+    return {
+        "environments": [_make_column(environment) for environment in merged.environments],
+        "kinds": [*_KINDS],
+        "good": [kind for kind in _KINDS if kind in GOOD],
+        "bad": [kind for kind in _KINDS if kind not in GOOD | NO_ANSWER],
+        "axes": {axis: numbers.texts for axis, numbers in words.items()} | {"direction": [*_DIRECTIONS]},
+        "methods": methods.texts,
+        "outcomes": [_make_outcome(outcome, texts) for outcome in merged.outcomes],
+        "cases": cases,
+        # With ``<device>`` for any device's name, as the catalogue's files have it.
+        "signatures": {
+            entry.id: [pattern.pattern.replace(DEVICE, "<device>") for pattern in entry.signatures]
+            for entry in read_catalogue()
+            if entry.signatures
+        },
+        "device": DEVICE,
+        "nowhere": NOWHERE,
+        "texts": texts.texts,
+    }
+
+
+def _make_column(environment: Environment) -> dict[str, str]:
+    """The head of a column.
+
+    torch: its version. more: the facts that set it apart from another column of the same torch and device, mostly
+    empty. anchor: its name in a link. incomplete: why some of its cases did not run, or empty.
+    """
+    version = re.sub(r"^torch (\S+), .*|.*", r"\1", environment.name, flags=re.DOTALL)
+    device = environment.device if environment.world_size else NOWHERE
+    packages = {**environment.packages, "Python": environment.python or "unknown"}
+    return {
+        "name": environment.name,
+        "torch": version or "?",
+        "more": environment.name.removeprefix(f"torch {version}, {device}").strip(", "),
+        "device": device,
+        "anchor": re.sub(r"[^\w.]+", "-", environment.name).strip("-"),
+        "options": environment.rerun_options,
+        "packages": ", ".join(f"{name} {package}" for name, package in packages.items()),
+        "incomplete": environment.ended if not environment.complete else "",
+    }
+
+
+def _make_case(case: MergedCase, words: dict[str, _Numbers], methods: _Numbers, texts: _Numbers) -> list[Any]:
+    begin = "".join(f"{word}/" for word in (case.strategy, case.offload, case.staging) if word)
+    others = case.id.removeprefix(begin).removesuffix(case.method).strip("/")
+    return [
+        *(words[axis].find_number(getattr(case, axis)) for axis in _AXES),
+        texts.find_number(others),
+        _DIRECTIONS.index(case.direction),
+        methods.find_number(case.method),
+        [_NO_RESULT if index is None else index for index in case.outcomes],
+        [texts.find_number(f"{statement.where}: {statement.text}") for statement in case.statements],
+        int(case.changes),
+    ]
+
+
+def _make_outcome(outcome: Outcome, texts: _Numbers) -> list[Any]:
+    raised = " ".join(outcome.message.removesuffix(SHORTENED).split())
+    message = "" if raised in " ".join(outcome.reason.split()) else outcome.message
+    also = "\n".join(outcome.also)
+    return [_KINDS.index(outcome.kind), *map(texts.find_number, (outcome.reason, message, also, outcome.known))]

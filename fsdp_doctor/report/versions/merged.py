@@ -1,0 +1,281 @@
+"""The merged report of several runs: its records, its JSON file and its text.
+
+The report keeps the part of each result on which a user acts.
+``python -m fsdp_doctor.report.versions.merged`` prints the JSON schema.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import pathlib
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from fsdp_doctor.errors import UsageError
+from fsdp_doctor.matrix.contracts import Direction
+from fsdp_doctor.report.document import Report
+from fsdp_doctor.report.journal import read_document, read_json, read_report, replace_file, turn_write_errors
+from fsdp_doctor.report.schema import make_document_schema
+from fsdp_doctor.text import format_count
+from fsdp_doctor.verdict.classification import GOOD, NOT_RUN, VerdictKind
+
+MERGED_SCHEMA = "fsdp-doctor/merged"
+MERGED_SCHEMA_VERSION = 1
+
+# The end of a message that was cut.
+SHORTENED = " ..."
+
+# Shown instead of the device of an environment that could not be made.
+NOWHERE = "not run"
+# "unmeasurable": an ok from the CPU, where no memory moves, of a case whose offload or staging moves memory elsewhere.
+MergedVerdict: TypeAlias = VerdictKind | Literal["unmeasurable"]
+# "not run": the environment has no result of the case, or could not be made.
+Shown: TypeAlias = MergedVerdict | Literal["not run"]
+# Those that say nothing of the case.
+NO_ANSWER: frozenset[Shown] = frozenset({*NOT_RUN, "unmeasurable", "not run"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """An environment in which cases ran: a column.
+
+    name: unique in the merged report. torch: its version, in its own words. device: the device type.
+    accelerators: their names. packages: versions by package, torch included. version: fsdp-doctor's.
+    command: the command of the run. rerun_options: the options, besides ``--case``, of a command that runs one case
+        alone. created: ISO 8601, of the last report.
+    reports: paths from the merged report if they are known, else file names.
+    notes: sentences without which a reader would misread the verdicts.
+    complete: whether every selected case has a result. ended: why an incomplete run ended, or why there was no run.
+    """
+
+    name: str
+    torch: str
+    device: str
+    accelerators: tuple[str, ...]
+    world_size: int
+    python: str
+    packages: dict[str, str]
+    version: str
+    command: str
+    rerun_options: str
+    created: str
+    reports: tuple[str, ...]
+    notes: tuple[str, ...]
+    complete: bool
+    ended: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A result that one or more cases had.
+
+    ranks: the ranks that the reason names. also: further problems, and consequences.
+    message: ``Type: message`` of the exception, cut to 1,000 characters; empty without one.
+    known: the id of the catalogue's entry for a bad verdict; empty if no entry matches.
+    """
+
+    kind: MergedVerdict
+    reason: str
+    ranks: tuple[int, ...]
+    also: tuple[str, ...]
+    message: str
+    known: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Period:
+    """Successive versions with the same verdict and entry, from the oldest (``since``) to the newest (``until``)."""
+
+    kind: MergedVerdict
+    known: str
+    since: str
+    until: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    """The verdicts of a case with each version of one package, everything else being equal.
+
+    package: ``torch`` or another. where: the device, the ranks, and what else sets this row of versions apart.
+    periods: in the order of the versions; empty if nothing ran. not_run: versions without a result of the case.
+    text: the same as a sentence.
+    """
+
+    package: str
+    where: str
+    periods: tuple[Period, ...]
+    not_run: tuple[str, ...]
+    text: str
+
+    @property
+    def changes(self) -> bool:
+        """Returns whether two versions that could run the case differ."""
+        return len({(period.kind, period.known) for period in self.periods if period.kind not in NO_ANSWER}) > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedCase:
+    """A case with its result in each environment: a row.
+
+    outcomes: for each environment an index into the merged report's outcomes, null without a result.
+    """
+
+    id: str
+    strategy: str
+    offload: str
+    staging: str
+    direction: Direction
+    method: str
+    outcomes: tuple[int | None, ...]
+    statements: tuple[Statement, ...]
+
+    @property
+    def changes(self) -> bool:
+        return any(statement.changes for statement in self.statements)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedReport:
+    """Several reports, case by case.
+
+    version: the version of fsdp-doctor that merged the reports. environments: by device and version, oldest first.
+    outcomes: each once, even if several cases had it. cases: in the order in which they ran.
+    """
+
+    version: str
+    environments: tuple[Environment, ...]
+    outcomes: tuple[Outcome, ...]
+    cases: tuple[MergedCase, ...]
+
+    def find_outcome(self, case: MergedCase, environment: int) -> Outcome | None:
+        """Finds the result in an environment by its index; None if the environment has none."""
+        index = case.outcomes[environment]
+        return None if index is None else self.outcomes[index]
+
+    def show(self, case: MergedCase, environment: int) -> Shown:
+        """The verdict in that environment, or "not run"."""
+        outcome = self.find_outcome(case, environment)
+        return "not run" if outcome is None else outcome.kind
+
+    def passes(self, case: MergedCase) -> bool:
+        """Returns whether the case ran and is as it should be in every environment."""
+        return all(kind in GOOD for kind in self._list_kinds(case))
+
+    def fails(self, case: MergedCase) -> bool:
+        """Returns whether the case has a bad verdict in some environment."""
+        return any(kind not in GOOD | NO_ANSWER for kind in self._list_kinds(case))
+
+    def has_run(self, case: MergedCase) -> bool:
+        """Returns whether some environment could run the case."""
+        return any(kind not in NO_ANSWER for kind in self._list_kinds(case))
+
+    def _list_kinds(self, case: MergedCase) -> list[Shown]:
+        return [self.show(case, number) for number in range(len(self.environments))]
+
+
+def make_merged_schema() -> dict[str, Any]:
+    """The JSON schema of a merged report."""
+    return make_document_schema(MergedReport, MERGED_SCHEMA, MERGED_SCHEMA_VERSION, "The merged report of fsdp-doctor")
+
+
+def convert_merged_to_dict(merged: MergedReport) -> dict[str, Any]:
+    return {"schema": MERGED_SCHEMA, "schema_version": MERGED_SCHEMA_VERSION, **msgspec.to_builtins(merged)}
+
+
+def read_merged_dict(data: dict[str, Any]) -> MergedReport:
+    """Reads a merged report. Raises KeyError or ValueError for anything else."""
+    merged = msgspec.convert(data, MergedReport)
+    for case in merged.cases:
+        if len(case.outcomes) != len(merged.environments) or not all(
+            index is None or 0 <= index < len(merged.outcomes) for index in case.outcomes
+        ):
+            raise ValueError(f"{case.id} has other outcomes or environments than the report")
+    return merged
+
+
+def write_merged(path: pathlib.Path, merged: MergedReport) -> None:
+    """Writes the same bytes for the same report, compressed if the name ends in .gz.
+
+    Raises DoctorFault if the disk does not take it; an older file stays.
+    """
+    content = (json.dumps(convert_merged_to_dict(merged), indent=1) + "\n").encode()
+    with turn_write_errors(path):
+        replace_file(path, gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+
+
+def read_either(path: pathlib.Path) -> Report | MergedReport:
+    """Reads a merged report or the report of one run. Raises UsageError for anything else."""
+    with contextlib.suppress(OSError, EOFError, zlib.error, ValueError, RecursionError):
+        data = read_json(path)
+        if isinstance(data, dict) and data.get("schema") == MERGED_SCHEMA:
+            return read_merged(path)
+    return read_report(path)
+
+
+def read_merged(path: pathlib.Path) -> MergedReport:
+    """Reads a merged report. Raises UsageError for anything else."""
+    data = read_document(path, "merged report", MERGED_SCHEMA, MERGED_SCHEMA_VERSION)
+    try:
+        return read_merged_dict(data)
+    except (KeyError, ValueError) as error:
+        raise UsageError(f"{path} is a damaged merged report: {type(error).__name__}: {error}") from None
+
+
+def render_environments(merged: MergedReport) -> Iterator[str]:
+    """One line for each environment: how many cases were ok, were bad, and did not run."""
+    for number, environment in enumerate(merged.environments):
+        kinds = Counter(merged.show(case, number) for case in merged.cases)
+        num_ok = sum(kinds[kind] for kind in GOOD)
+        not_run = kinds["not run"] + sum(kinds[kind] for kind in NOT_RUN)
+        unmeasurable = kinds["unmeasurable"]
+        counts = f"{num_ok} ok, {kinds.total() - num_ok - not_run - unmeasurable} bad, {not_run} not run"
+        counts += f", {unmeasurable} not measurable on the CPU" if unmeasurable else ""
+        yield "\t".join(
+            [environment.name, counts, *([] if environment.complete else [f"incomplete: {environment.ended}"])]
+        )
+
+
+def render_incomplete(merged: MergedReport) -> Iterator[str]:
+    """One line for each environment in which some of the selected cases did not run."""
+    for environment in merged.environments:
+        if not environment.complete:
+            yield f"{environment.name}\tincomplete\t{environment.ended}"
+
+
+def render_cases(merged: MergedReport, only_changes: bool = False) -> Iterator[str]:
+    """One line for each case, or for each that changed: the statements on it, else the verdict of each environment."""
+    for case in merged.cases:
+        if case.changes or not only_changes:
+            parts = [f"{statement.where}: {statement.text}" for statement in case.statements] or [
+                f"{environment.name}: {merged.show(case, number)}"
+                for number, environment in enumerate(merged.environments)
+            ]
+            yield "\t".join([case.id, *parts])
+
+
+def summarize_merged(merged: MergedReport) -> str:
+    """Returns a line with the numbers of cases and environments, and of cases that are ok in all environments."""
+    passing = sum(merged.passes(case) for case in merged.cases)
+    elsewhere = sum(
+        not merged.passes(case) and not merged.fails(case) and merged.has_run(case) for case in merged.cases
+    )
+    failing = sum(merged.fails(case) for case in merged.cases)
+    changed = sum(case.changes for case in merged.cases)
+    missing = sum(None in case.outcomes for case in merged.cases)
+    return (
+        f"{format_count(len(merged.cases), 'case')} in {format_count(len(merged.environments), 'environment')}: "
+        f"{passing} ok in all, {elsewhere} only where they ran, {failing} bad in one or more, "
+        f"{missing} without a result in one or more; {changed} changed between two versions"
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(make_merged_schema(), indent=2) + "\n")

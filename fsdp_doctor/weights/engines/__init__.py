@@ -1,0 +1,30 @@
+"""A sharded model's weights in the form that an inference engine takes; no engine is imported before it is asked for.
+
+interfaces       vllm_weight_source, sglang_buckets, verl_weights and verl_shards
+packed_bucket    packed_buckets, read_bucket: bytes and an index, for anything else
+checksums        read_engine_checksums: what a running engine says of its weights
+"""
+
+from fsdp_doctor.weights.engines.checksums import EngineChecksums, read_engine_checksums
+from fsdp_doctor.weights.engines.interfaces import (
+    SglangBucket,
+    sglang_buckets,
+    verl_shards,
+    verl_weights,
+    vllm_weight_source,
+)
+from fsdp_doctor.weights.engines.packed_bucket import PackedBucket, PackedTensor, packed_buckets, read_bucket
+
+__all__ = [
+    "EngineChecksums",
+    "PackedBucket",
+    "PackedTensor",
+    "SglangBucket",
+    "packed_buckets",
+    "read_bucket",
+    "read_engine_checksums",
+    "sglang_buckets",
+    "verl_shards",
+    "verl_weights",
+    "vllm_weight_source",
+]

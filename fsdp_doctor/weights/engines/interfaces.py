@@ -1,0 +1,244 @@
+"""vLLM, SGLang and verl: a sharded model's weights as each of them takes them.
+
+Read in vLLM 0.33.0 (``distributed/weight_transfer/base.py``), SGLang 0.5.23 (``weight_sync/tensor_bucket.py``,
+``utils/common.py``, ``weight_updater.py``) and verl 0.9.1 (``workers/engine/fsdp/transformer_impl.py``,
+``workers/engine/spec.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import weakref
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypedDict, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from typing_extensions import Self, Unpack
+
+from fsdp_doctor.weights.engines.packed_bucket import PackedBucket, packed_buckets
+from fsdp_doctor.weights.extract import (
+    BUCKET_BYTES,
+    ClosingIterator,
+    LocalShard,
+    ShardPlace,
+    full_tensors,
+    local_shards,
+    weights_info,
+)
+from fsdp_doctor.weights.extract.local import LoadedShard, divide_shard, request_of
+from fsdp_doctor.weights.extract.lora import Lora
+from fsdp_doctor.weights.fsdp.expert_groups import Experts
+from fsdp_doctor.weights.fsdp.given_tensors import GivenTensors
+from fsdp_doctor.weights.names import Names, NamesError
+from fsdp_doctor.weights.transport.shard_places import read_own_shards
+from fsdp_doctor.weights.transport.streams import wait_for_device
+
+_T = TypeVar("_T")
+
+
+class ShardOptions(TypedDict, total=False):
+    """The options of :func:`fsdp_doctor.local_shards` that an engine's interface passes on.
+
+    names: ``auto`` by default: those of the Hub, which engines load, where transformers knows them.
+    """
+
+    dtype: torch.dtype | None
+    keep_dtype: Collection[str]
+    bucket_bytes: int
+    lora: Lora
+    names: Names
+    experts: Experts | None
+    tensors: GivenTensors | None
+
+
+class ExtractionOptions(ShardOptions, total=False):
+    """The same for :func:`fsdp_doctor.full_tensors`."""
+
+    in_step: bool
+
+
+# vLLM. Its own ``ModuleSource`` reads ``named_parameters()`` where the shards lie, in the dtype of the masters: no
+# offload, no FSDP1, no merged adapters, no buffers.
+
+
+def vllm_weight_source(model: nn.Module, **options: Unpack[ExtractionOptions]) -> Any:
+    """A ``vllm.distributed.weight_transfer.base.WeightSource``, from which vLLM's trainers ``send_weights``.
+
+    It has ``metadata``, ``iter_full``, and ``iter_local`` where vLLM can describe every shard: cut along dims as
+    torch.chunk does. So not for FSDP1's flat parameters, nor for FSDP over tensor parallelism of the same dim. The
+    ranks of the default process group must be vLLM's trainer ranks. vLLM must be installed. ``metadata`` is read when
+    it is first asked for, so shard the model first; any rank may read it alone.
+
+    Both iterators begin when the device has done all that was launched on it: vLLM's packed sender reads them on
+    streams of its own, which do not wait for a training step. ``close``, and the end of ``with`` the source, closes
+    those that are not at their end, so that no rank waits for one whose sender raised.
+
+    Arguments, errors and which ranks must iterate as :func:`fsdp_doctor.full_tensors` and ``local_shards``.
+    """
+    base = importlib.import_module("vllm.distributed.weight_transfer.base")
+    options.setdefault("names", "auto")
+    request = request_of(
+        model,
+        None,
+        (),
+        BUCKET_BYTES,
+        options.get("lora", "merged"),
+        options["names"],
+        options.get("experts"),
+        options.get("tensors"),
+    )
+    places = {
+        name: part.place
+        for own in read_own_shards(request.sources, request.shards)
+        for part in divide_shard(request.plan.names, LoadedShard(own.spec, own.local, own.place, is_copy=False))
+        for name in part.spec.names
+    }
+    shard_options: ShardOptions = {key: value for key, value in options.items() if key != "in_step"}  # type: ignore[assignment]
+
+    class FullSource(base.WeightSource):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            self._begun: weakref.WeakSet[ClosingIterator[Any]] = weakref.WeakSet()
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *raised: object) -> None:
+            self.close()
+
+        def close(self) -> None:
+            for tensors in list(self._begun):
+                tensors.close()
+
+        def _begin(self, tensors: ClosingIterator[_T]) -> ClosingIterator[_T]:
+            self._begun.add(tensors)
+            wait_for_device(request.device)
+            return tensors
+
+        @functools.cached_property
+        def metadata(self) -> list[Any]:
+            asked = {key: value for key, value in options.items() if key not in ("bucket_bytes", "in_step")}
+            return [
+                base.ParamMeta(name, info.dtype, tuple(info.shape), **_describe_layout(base, places.get(name)))
+                for name, info in weights_info(model, **asked).items()  # type: ignore[arg-type]
+            ]
+
+        def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+            return self._begin(full_tensors(model, **options))
+
+    class ShardedSource(FullSource):
+        def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+            shards = self._begin(local_shards(model, **shard_options))
+            return ((shard.name, shard.tensor) for shard in shards)
+
+    return ShardedSource() if all(map(_can_be_described, places.values())) else FullSource()
+
+
+def _can_be_described(place: ShardPlace) -> bool:
+    if place.mesh is None or place.placements is None:
+        return place.group is None and place.part is None
+    return all(type(placement) in (Shard, Replicate) for placement in place.placements)
+
+
+def _describe_layout(base: Any, place: ShardPlace | None) -> dict[str, Any]:
+    """The owners and placements of a parameter, in vLLM's terms; empty where it is whole on every rank."""
+    if place is None or place.mesh is None or place.placements is None or not _can_be_described(place):
+        return {}
+    return {
+        "owners": tuple(place.mesh.mesh.flatten().tolist()),
+        "mesh_shape": tuple(place.mesh.mesh.shape),
+        "placements": tuple(
+            base.Shard(placement.dim) if isinstance(placement, Shard) else base.Replicate()
+            for placement in place.placements
+        ),
+    }
+
+
+# SGLang: ``update_weights_from_tensor(serialized_named_tensors, load_format="flattened_bucket")``.
+
+
+@dataclass(frozen=True, eq=False)
+class SglangBucket:
+    """One bucket. Its memory is shared with the engine: keep it until the engine has answered."""
+
+    bucket: PackedBucket
+
+    def serialized(self, tp_size: int = 1) -> list[bytes]:
+        """``serialized_named_tensors``: an entry for each tensor-parallel rank, serialized for it alone.
+
+        On a GPU it is a handle of the memory, on the CPU a shared file. SGLang must be installed.
+        """
+        flattened = importlib.import_module("sglang.srt.weight_sync.tensor_bucket")
+        importlib.import_module("sglang.srt.utils.patch_torch").monkey_patch_torch_reductions()
+        serializer: Any = importlib.import_module("sglang.srt.utils").MultiprocessingSerializer
+        # Where a tensor begins is for the metadata to say, so those of other dtypes can be aligned.
+        metadata = [
+            flattened.FlattenedTensorMetadata(
+                name=entry.name,
+                shape=torch.Size(entry.shape),
+                dtype=getattr(torch, entry.dtype),
+                start_idx=entry.start,
+                end_idx=entry.end,
+                numel=entry.end - entry.start,
+            )
+            for entry in self.bucket.index
+        ]
+        content = {"flattened_tensor": self.bucket.buffer, "metadata": metadata}
+        return [serializer.serialize(content) for _ in range(tp_size)]
+
+
+def sglang_buckets(
+    tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[SglangBucket]:
+    """``full_tensors`` in buckets for SGLang. Every rank must iterate; those that send serialize.
+
+    Device memory and errors as :func:`packed_buckets`.
+    """
+    for bucket in packed_buckets(tensors, bucket_bytes):
+        yield SglangBucket(bucket)
+
+
+# verl: what its training engines return.
+
+
+def verl_weights(
+    model: nn.Module, **options: Unpack[ExtractionOptions]
+) -> tuple[ClosingIterator[tuple[str, torch.Tensor]], None]:
+    """In place of ``get_per_tensor_param``: the iterator for ``send_weights``, and no configuration of an adapter.
+
+    Adapters are merged. Arguments, errors and which ranks must call as :func:`fsdp_doctor.full_tensors`.
+    """
+    options.setdefault("names", "auto")
+    return full_tensors(model, **options), None
+
+
+def verl_shards(
+    model: nn.Module, **options: Unpack[ShardOptions]
+) -> tuple[Iterator[tuple[str, torch.Tensor, Any]], None]:
+    """In place of ``get_per_tensor_param_shard``: (name, this rank's shard, 1-D, on the device, verl's ShardSpec).
+
+    FSDP1's flat shards too, which verl has as DTensors only. verl must be installed. Arguments, errors and
+    which ranks must call as :func:`fsdp_doctor.local_shards`.
+    """
+    options.setdefault("names", "auto")
+    spec = importlib.import_module("verl.workers.engine.spec").ShardSpec
+    return (
+        (shard.name, shard.tensor.reshape(-1), _shard_spec(spec, shard)) for shard in local_shards(model, **options)
+    ), None
+
+
+def _shard_spec(spec: Any, shard: LocalShard) -> Any:
+    place = shard.place
+    if place.mesh is not None:
+        return spec(full_shape=tuple(shard.shape), mesh=place.mesh, placements=place.placements)
+    if place.part is not None:
+        raise NamesError(
+            f"{shard.name} is a part of a tensor that is sharded by columns, which verl cannot be told of: take "
+            'verl_weights, or names="model"'
+        )
+    if place.group is None:
+        return spec(full_shape=tuple(shard.shape))
+    return spec(full_shape=tuple(shard.shape), place=place.offset, gather_group=place.group)

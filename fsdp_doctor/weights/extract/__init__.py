@@ -1,0 +1,40 @@
+"""The fix: full tensors out of a sharded model, in every state that the matrix knows.
+
+Each rank's shard is read where it lies, brought to the compute device, cast and merged if asked for,
+and gathered there. The model is never moved and never changed, so a module that ``model.to(device)``
+left half-moved (verl issue 5995) or flat shards on the CPU (verl PR 4726) are shards like any other.
+
+    full            full_tensors, weights_info, full_state_dict: the life of one extraction, step by step
+    plan            all that follows from a model and the arguments, kept for as long as the model is as it was
+    output_names    the model's names or the Hub's, of which a fused tensor has several
+    lora            which tensors are adapters, and what is merged into what
+    local           local_shards
+"""
+
+from fsdp_doctor.weights.extract.full import (
+    BUCKET_BYTES,
+    ClosingIterator,
+    WeightInfo,
+    full_state_dict,
+    full_tensors,
+    weights_info,
+)
+from fsdp_doctor.weights.extract.local import LocalShard, local_shards
+from fsdp_doctor.weights.transport.agreement import PlanMismatch, RankLeft
+from fsdp_doctor.weights.transport.rank_groups import BuffersDiffer
+from fsdp_doctor.weights.transport.shard_places import ShardPlace
+
+__all__ = [
+    "BUCKET_BYTES",
+    "BuffersDiffer",
+    "ClosingIterator",
+    "LocalShard",
+    "PlanMismatch",
+    "RankLeft",
+    "ShardPlace",
+    "WeightInfo",
+    "full_state_dict",
+    "full_tensors",
+    "local_shards",
+    "weights_info",
+]

@@ -1,0 +1,695 @@
+"""The life of one extraction: plan, read shards, gather, hand out; and what is made of the full tensors on the host.
+
+``full_tensors`` checks its arguments and takes the plan, which ``plan`` keeps. ``Pipeline.run`` is the rest: while one
+bucket is handed out, the next is loaded and gathered. ``TensorStream`` is what the caller iterates over.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import operator
+import queue
+import traceback
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from typing_extensions import Self
+
+from fsdp_doctor.weights.extract.lora import Lora, LoraAdapter, list_factor_names, make_deltas
+from fsdp_doctor.weights.extract.plan import Arguments, Plan, get_plan, list_ranks
+from fsdp_doctor.weights.fsdp import private, reader
+from fsdp_doctor.weights.fsdp.decorators import defer_garbage_collection, disable_autograd, run_for_model
+from fsdp_doctor.weights.fsdp.expert_groups import Experts
+from fsdp_doctor.weights.fsdp.given_tensors import GivenTensors
+from fsdp_doctor.weights.names.hub_names import Names
+from fsdp_doctor.weights.transport.agreement import Agreement, PlanMismatch
+from fsdp_doctor.weights.transport.buckets import Bucket, Division
+from fsdp_doctor.weights.transport.deltas import Delta
+from fsdp_doctor.weights.transport.host_copies import HostCopies, count_threads, view_as_bytes
+from fsdp_doctor.weights.transport.loader import CastBuffer, Loader
+from fsdp_doctor.weights.transport.rank_groups import Comparison, describe_conflicts, read_groups
+from fsdp_doctor.weights.transport.sources import OutputDtypes, TensorSpec, list_sources, list_specs
+from fsdp_doctor.weights.transport.streams import HomeStream, Streams, wait_for_device
+from fsdp_doctor.weights.transport.transfers import (
+    Call,
+    OrderedResult,
+    TensorTransfer,
+    launch_all_gathers,
+    materialize,
+    take_results,
+)
+
+_T = TypeVar("_T")
+
+BucketWatch: TypeAlias = Callable[[int, Sequence[TensorTransfer]], object]
+"""Called with a bucket's number and its transfers once they are gathered, in a stream that comes after that."""
+
+BUCKET_BYTES = 512 << 20
+# Of a rank, to read pageable memory: the smaller the chunks, the sooner the first is on its way.
+MOST_THREADS = 8
+CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class WeightInfo:
+    """What :func:`full_tensors` would yield under a name: the global shape, and the dtype that is asked for."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@run_for_model
+def full_tensors(
+    model: nn.Module,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    keep_dtype: Collection[str] = (),
+    bucket_bytes: int = BUCKET_BYTES,
+    lora: Lora = "merged",
+    names: Names = "model",
+    experts: Experts | None = None,
+    tensors: GivenTensors | None = None,
+    in_step: bool = False,
+) -> ClosingIterator[tuple[str, torch.Tensor]]:
+    """Yields (name, full tensor) for every parameter and every persistent buffer, in one order on every rank.
+
+    What ``get_extra_state`` of a module returns is no tensor, and not among them; ``examine`` names the modules.
+
+    Every rank of the group over which the model is sharded must call it with the same arguments and iterate to the
+    end. A rank that stops early or raises first takes part in the collectives that it has promised, then makes the
+    others raise RankLeft. It does so when it closes the iterator, at the end of ``with full_tensors(model) as tensors``
+    or when nothing refers to it any more; a traceback refers to it, so without ``with`` the others wait while an error
+    is handled. Under HSDP each replica's shard group is on its own.
+
+    Names are those of the model before it was wrapped (by FSDP1, DDP, activation checkpointing, torch.compile, peft),
+    unless ``names`` says otherwise. Tied parameters come under each of their names and share one tensor, gathered once.
+    A yielded tensor belongs to the caller, may be kept, and never aliases the model. It is ready on the stream that is
+    current when it is asked for, as the result of any operation of torch; that may be another stream each time. The
+    streams that are current at the call and at the first tensor are waited for before a shard is read.
+
+    The plan is made in the first call for a model and kept; a model that has changed is noticed. Values are read as
+    the iteration proceeds: a training step must wait until it has ended.
+
+    Device memory in use at once, with the tensor that the caller had last: two buckets, one and the largest tensor, or
+    two tensors that follow one another or are of one unit of FSDP1, and an eighth of a bucket. By default that is 1.25
+    GiB at most, unless a tensor is larger than 600 MiB. Where most of the model is in tensors larger than a bucket, as
+    in fused experts, it is one of them more. What is let go of while another stream than the one at the call still
+    reads it is in use until it has been read.
+
+    model: under FSDP2 (``fully_shard``; any mesh and placements), FSDP1 (``FullyShardedDataParallel``,
+        ``use_orig_params`` or not), DDP or nothing; any offload; half-moved modules too.
+    device: where the yielded tensors lie. It must be the device on which the model's groups gather,
+        and that is the default; a model without shards may be asked for anywhere.
+    dtype: floating-point tensors are cast to it, each shard before it is gathered; integers, bools and complex
+        numbers are left as they are. By default every tensor has its own dtype (the fp32 masters under mixed
+        precision). keep_dtype: names, or patterns as fnmatch has them, of tensors that are not cast.
+    bucket_bytes: device memory of one bucket, in bytes. Where the largest tensor needs the memory anyway, a bucket is
+        larger, up to four times, and a unit of FSDP1 is gathered whole.
+    lora: ``merged`` the weights with their active adapters added, as the model computes (out of
+        place: peft's ``merge_adapter`` changes the weights, and a generator that is read after
+        ``unmerge_adapter`` yields the base, verl PR 6782); ``base`` without any adapter; ``adapter``
+        the one active adapter alone, under the names of peft's adapter files. A model without
+        adapters has only weights.
+    names: ``model``; ``hub`` those that transformers gives the files of ``save_pretrained``; ``auto`` the Hub's where
+        transformers knows them, otherwise the model's; or a mapping in the form of :func:`read_hub_view`. A tensor of
+        the Hub that is a part of one of the model's, as an expert's of a fused tensor, is a view of it, so who keeps
+        one of its parts keeps all of it. ``keep_dtype`` has the model's names all the same.
+    experts: of experts that were divided before FSDP sharded them, so that groups of ranks have others under one name:
+        the dim of the mesh along which they are divided, ``mesh["ep"]``, of all parameters below a module ``experts``;
+        or such dims by patterns of names. They are yielded joined along their first dim, as one tensor.
+    tensors: what is yielded, alone, in place of the model's parameters and persistent buffers, such as an average of
+        the weights: by the model's names, DTensors of the same shapes, or plain tensors that are whole on every rank,
+        in any dtype. They come with the names, ties and adapters of the model; ``model.state_dict() | average`` has the
+        rest, too. Not of FSDP1 units. The plan is not kept.
+    in_step: no rank gathers while another sends. A bucket is complete on the device when its first tensor is yielded,
+        and the next is gathered when every rank has asked for it and its device has done all that was launched on it.
+        For receivers on the trainers' devices, where a gather that waits for a rank keeps what that rank's send waits
+        for from running (RLinf issue 1539). Each bucket costs a wait for the device and a meeting over the store.
+
+    Raises, before any collective: ValueError, TypeError for wrong arguments, a mesh in ``experts`` that does not
+    divide them, and ``tensors`` that are not the model's; UnreadableTensors (RuntimeError) for tensors whose memory is
+    not their values; NamesError (ValueError) for names that the model's tensors cannot be given; RuntimeError for a
+    tensor on the meta device, or a process group that is missing or has no backend for the device;
+    NotImplementedError for adapters that cannot be merged (DoRA, and kinds other than LoRA). On every rank:
+    PlanMismatch where the ranks have different models or arguments, and where groups of them have other tensors under
+    one name, as of experts for which no mesh is given, which is looked for once for a plan that is kept. Warns
+    BuffersDiffer, once for a plan that is kept, where persistent buffers have other values on some ranks: each rank
+    yields its own.
+    """
+    with announce_errors(model):
+        arguments = Arguments.check(device, dtype, keep_dtype, bucket_bytes, lora, names, experts, in_step=in_step)
+    return ClosingIterator(yield_each_name(extract(model, arguments, tensors)))
+
+
+@run_for_model
+def weights_info(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    keep_dtype: Collection[str] = (),
+    lora: Lora = "merged",
+    names: Names = "model",
+    experts: Experts | None = None,
+    tensors: GivenTensors | None = None,
+) -> dict[str, WeightInfo]:
+    """What :func:`full_tensors` would yield, in its order: no communication, no copy, no device is touched.
+
+    Any rank may call it alone (verl's ``get_actor_weights_info``, which PR 4726 mends, gathers).
+    Arguments and errors are those of :func:`full_tensors`.
+    """
+    plan, _ = get_plan(model, Arguments.check(None, dtype, keep_dtype, BUCKET_BYTES, lora, names, experts), tensors)
+    return {
+        name: WeightInfo(part.shape, plan.dtypes.choose(spec))
+        for source in plan.sources
+        for spec in list_specs(source)
+        for part, _ in plan.names.list_parts(spec)
+        for name in part.names
+    }
+
+
+@contextlib.contextmanager
+def announce_errors(model: nn.Module) -> Iterator[None]:
+    """Tells the other ranks about an error: those of the model, or all where it does not say who they are."""
+    try:
+        yield
+    except Exception as error:
+        # Without a process group there are no others.
+        with contextlib.suppress(Exception):
+            Agreement(_find_ranks(model)).leave(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _find_ranks(model: nn.Module) -> tuple[int, ...]:
+    with contextlib.suppress(Exception):
+        contents = reader.read(model)
+        ranks = read_groups(contents).ranks or list_ranks(list_sources(contents))
+        if len(ranks) > 1:
+            return ranks
+    return tuple(range(dist.get_world_size()))
+
+
+class ExtractionComparison(Comparison):
+    """Raises PlanMismatch on every rank where groups of them have other tensors under one name."""
+
+    def conclude(self, conclusion: str) -> None:
+        super().conclude(conclusion)
+        if self.conflicts:
+            raise PlanMismatch(describe_conflicts(self.conflicts))
+
+
+def extract(
+    model: nn.Module, arguments: Arguments, tensors: GivenTensors | None = None, *, compares_anew: bool = False
+) -> TensorStream:
+    """Yields every full tensor once, with all of its names, or its parts.
+
+    compares_anew: whether the ranks compare buffers and plain parameters at each call, and not once for a plan.
+    """
+    with announce_errors(model):
+        plan, shards = get_plan(model, arguments, tensors)
+    return start_extraction(plan, shards, compares_anew=compares_anew)
+
+
+def start_extraction(
+    plan: Plan, shards: Sequence[torch.Tensor], watch: BucketWatch | None = None, *, compares_anew: bool = False
+) -> TensorStream:
+    agreement = Agreement(plan.ranks)
+    comparison = ExtractionComparison(plan.groups, shards, plan.device, anew=compares_anew)
+    agreement.expect(lambda: plan.compared, comparison)
+    with agreement.announce_leaving():
+        pipeline = Pipeline(plan, shards, agreement, watch)
+    return TensorStream(plan.names.divide(pipeline.run()), agreement, HomeStream(plan.device))
+
+
+class ClosingIterator(Iterator[_T]):
+    """An iterator that lets the other ranks go on when it is closed before its end, as it is at the end of ``with``.
+
+    It closes when nothing refers to it any more, too; while an error is handled, the traceback refers to it.
+    """
+
+    def __init__(self, items: Generator[_T]) -> None:
+        self._items = items
+
+    @private.leave_uncompiled
+    def __next__(self) -> _T:
+        return next(self._items)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._items.close()
+
+
+class TensorStream(Iterator[tuple[TensorSpec, torch.Tensor]]):
+    """Closing it, or letting go of it, before the end tells the other ranks, even before the first tensor.
+
+    A tensor may be used in the stream that is current when it is taken, and in others after ``hand_out`` there.
+    """
+
+    def __init__(
+        self, tensors: Generator[tuple[TensorSpec, torch.Tensor]], agreement: Agreement, home: HomeStream
+    ) -> None:
+        self.hand_out = home.hand_out
+        self._items = home.run(tensors)
+        self._agreement = agreement
+
+    def __next__(self) -> tuple[TensorSpec, torch.Tensor]:
+        try:
+            spec, tensor = next(self._items)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self._agreement.leave(f"{type(error).__name__}: {error}")
+            raise
+        self.hand_out(tensor)
+        return spec, tensor
+
+    def close(self) -> None:
+        self._agreement.leave("its caller stopped")
+        self._items.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def yield_each_name(tensors: TensorStream) -> Generator[tuple[str, torch.Tensor]]:
+    with contextlib.closing(tensors):
+        for spec, tensor in tensors:
+            yield spec.names[0], tensor
+            for name in spec.names[1:]:
+                tensors.hand_out(tensor)
+                yield name, tensor
+            del tensor
+
+
+@dataclass(eq=False)
+class _PendingBucket:
+    """A bucket whose loading has begun. is_launched: its collectives are, and ``done`` is the event after them.
+
+    deltas: kept until then, for the device reads them.
+    """
+
+    bucket: Bucket
+    transfers: list[TensorTransfer]
+    loader: Loader
+    is_launched: bool = False
+    done: Any = None
+    deltas: dict[str, list[Delta]] = field(default_factory=dict)
+
+
+class Pipeline:
+    """Runs one extraction. shards: this rank's, by the places of the plan's sources."""
+
+    def __init__(
+        self, plan: Plan, shards: Sequence[torch.Tensor], agreement: Agreement, watch: BucketWatch | None = None
+    ) -> None:
+        self._plan = plan
+        self._watch = watch
+        self._call = Call(plan.device, shards, plan.ready)
+        self._agreement = agreement
+        self._streams = Streams(plan.device)
+        self._cast_buffer = CastBuffer(plan.device, self._streams)
+        self._copies = HostCopies(self._streams, MOST_THREADS, CHUNK_BYTES)
+        # Small tensors that were gathered with others and come later.
+        self._early: list[OrderedResult] = []
+        self._pending: collections.deque[_PendingBucket] = collections.deque()
+        # How many buckets were launched, how many of the others are launched whatever happens, and whether the
+        # collectives of the next have begun.
+        self._num_launched = self._promised = 0
+        self._has_begun = False
+        # What the largest of those needs beside the memory of buckets that are pending: the caller, or another process,
+        # may take all other memory. Whether this rank only carries out what it has promised.
+        self._spare: torch.Tensor | None = None
+        self._leaves = False
+
+    def run(self) -> Generator[tuple[TensorSpec, torch.Tensor]]:
+        """Yields every tensor. As many buckets are pending at once as fit into the plan's ``most_bytes``.
+
+        Each rank agrees to buckets before it launches their collectives. If it ends before all of those are launched,
+        for whatever reason, it launches the rest first: what one rank launches, all do.
+        """
+        pending = self._pending
+        last_done: collections.deque[Any] = collections.deque([None], maxlen=2)
+        results: list[OrderedResult] = []
+        last_bytes = 0
+        try:
+            while self._find_next() is not None or pending:
+                while (bucket := self._find_next()) is not None and self._may_load(bucket, last_bytes):
+                    # The host may be a bucket further than what it hands out, not more: before torch 2.8
+                    # a process group holds on to memory until the device is through with it.
+                    if last_done[0] is not None:
+                        last_done[0].synchronize()
+                    self._load(bucket)
+                    if not self._plan.in_step:
+                        self._launch_loaded()
+                if self._plan.in_step:
+                    wait_for_device(self._plan.device)
+                if not pending[0].is_launched:
+                    self._launch(pending[0])
+                if self._plan.in_step:
+                    wait_for_device(self._plan.device)
+                last_done.append(pending[0].done)
+                results = self._make_results(pending.popleft())
+                self._keep_spare(self._list_promised_buckets())
+                while results:
+                    _, spec, result = results.pop()
+                    tensor = materialize(result)
+                    if not results:
+                        last_bytes = tensor.nbytes
+                    del result
+                    yield spec, tensor
+                    del tensor
+            if self._plan.in_step:
+                wait_for_device(self._plan.device)
+            self._agreement.finish()
+        except BaseException as error:
+            # They hold memory, which the buckets that are yet to be launched may need.
+            traceback.clear_frames(error.__traceback__)
+            results.clear()
+            raise
+        finally:
+            self._leave()
+
+    def _find_next(self) -> Bucket | None:
+        """The next bucket to load."""
+        place = self._num_launched + sum(not pending.is_launched for pending in self._pending)
+        return self._plan.buckets[place] if place < len(self._plan.buckets) else None
+
+    def _may_load(self, bucket: Bucket, last_bytes: int) -> bool:
+        """last_bytes: of the tensor that the caller had last, and still has as a rule."""
+        together = [*(pending.bucket for pending in self._pending), bucket]
+        kept_bytes = together[0].begun_bytes + sum(each.nbytes for each in together)
+        kept_bytes += sum(result.nbytes for _, _, result in self._early if isinstance(result, torch.Tensor))
+        return not self._pending or kept_bytes + last_bytes <= self._plan.most_bytes
+
+    # Reading shards.
+
+    @disable_autograd
+    @defer_garbage_collection
+    def _load(self, bucket: Bucket) -> None:
+        """Loading this rank's part needs no other rank."""
+        self._spare = None
+        transfers = [transfer.begin(self._call) for transfer in bucket.transfers]
+        loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies)
+        self._pending.append(_PendingBucket(bucket, transfers, loader))
+        with self._fill_where_left(loader):
+            _begin(loader, transfers, self._find_merged(bucket))
+
+    @contextlib.contextmanager
+    def _fill_where_left(self, loader: Loader) -> Iterator[None]:
+        """Fills what a rank that leaves cannot load with NaN or 0: it has promised to gather it."""
+        try:
+            yield
+        except Exception:
+            if not self._leaves:
+                raise
+            loader.spoil()
+
+    def _launch_loaded(self) -> None:
+        """Launches all but the last, if threads are reading that: they go on while the one before is gathered."""
+        reads = self._pending[-1].loader.is_reading
+        for pending in list(self._pending)[: -1 if reads else None]:
+            if not pending.is_launched:
+                self._launch(pending)
+
+    # Gathering.
+
+    @disable_autograd
+    @defer_garbage_collection
+    def _launch(self, pending: _PendingBucket) -> None:
+        """Launches the bucket's collectives. All that may fail comes before the ranks agree, or the others would wait.
+
+        Only what is merged into the shards needs a gather first. If that fails, the bucket is gathered all the same.
+        """
+        merged = self._find_merged(pending.bucket)
+        factors = self._load_factors(merged) if merged else None
+        if factors is None:
+            with self._fill_where_left(pending.loader):
+                pending.loader.finish({})
+        self._try_room(pending.transfers)
+        self._agree()
+        failure = self._merge(pending, merged, factors[0]) if factors is not None else None
+        pending.done = self._gather(pending.transfers, pending.deltas)
+        pending.is_launched = True
+        self._num_launched, self._promised, self._has_begun = self._num_launched + 1, self._promised - 1, False
+        if failure is not None and not self._leaves:
+            raise failure
+        if self._watch is not None and not self._leaves:
+            with self._streams.use_watching_stream():
+                self._watch(self._num_launched - 1, pending.transfers)
+            pending.done = self._streams.record_watching()
+
+    def _try_room(self, transfers: Sequence[TensorTransfer]) -> None:
+        """Raises where the device has no memory for what torch allocates in the transfers' own collectives."""
+        nbytes = max(transfer.collecting_bytes for transfer in transfers)
+        if nbytes:
+            with self._streams.use_gathering_stream():
+                torch.empty(nbytes, dtype=torch.uint8, device=self._plan.device)
+
+    def _agree(self) -> None:
+        if self._promised:
+            return
+        first = self._num_launched
+        num_left = len(self._plan.buckets) - first
+        if len(self._plan.ranks) == 1:
+            self._promised = num_left
+            return
+        wanted = 1 if self._plan.in_step else self._agreement.count_next(num_left)
+        num_next = self._plan.count_promisable(first, wanted)
+        one_only = False
+        try:
+            self._keep_spare(self._plan.buckets[first + 1 : first + num_next])
+        except RuntimeError:
+            one_only = True
+        self._promised = self._agreement.promise(num_next, one_only=one_only)
+
+    def _list_promised_buckets(self) -> Sequence[Bucket]:
+        """Those that are yet to be launched, because other ranks rely on it."""
+        if len(self._plan.ranks) == 1:
+            return ()
+        return self._plan.buckets[self._num_launched : self._num_launched + self._promised]
+
+    def _keep_spare(self, promised: Sequence[Bucket]) -> None:
+        """Raises where what is pending, once it is let go of, is not memory enough to launch each of these."""
+        self._spare = None
+        needed = max((bucket.launched_bytes + bucket.rounding_bytes for bucket in promised), default=0)
+        units = sum(unit.count_kept_bytes() for unit in self._call.units.values())
+        kept_bytes = units + sum(pending.bucket.held_bytes for pending in self._pending)
+        if needed > kept_bytes:
+            self._spare = torch.empty(needed - kept_bytes, dtype=torch.uint8, device=self._plan.device)
+
+    def _gather(self, transfers: Sequence[TensorTransfer], deltas: dict[str, list[Delta]]) -> Any:
+        """Launches the collectives, and returns the event after them."""
+        self._has_begun = True
+        with self._streams.use_gathering_stream():
+            launch_all_gathers(transfers)
+            for transfer in transfers:
+                transfer.collect(deltas)
+        return self._streams.record_gathering()
+
+    # Merging adapters.
+
+    def _find_merged(self, bucket: Bucket) -> dict[str, list[LoraAdapter]]:
+        adapters = self._plan.adapters
+        if not adapters:
+            return {}
+        return {name: adapters[name] for name in dict.fromkeys(bucket.list_names()) if name in adapters}
+
+    def _load_factors(self, merged: Mapping[str, list[LoraAdapter]]) -> tuple[list[TensorTransfer], Loader]:
+        """This rank's part of the factors, and the loader, which holds what is being copied."""
+        # The factors of one unit of FSDP1 are as many units.
+        call = Call(self._plan.device, self._call.shards, frozenset())
+        factors = [self._plan.factors[name] for name in list_factor_names(merged)]
+        parts = Division(factors, OutputDtypes(), bucket_bytes=1 << 62).make_buckets()
+        transfers = [transfer.begin(call) for part in parts for transfer in part.transfers]
+        loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies)
+        with self._fill_where_left(loader):
+            _begin(loader, transfers, ())
+            loader.finish({})
+        self._try_room(transfers)
+        return transfers, loader
+
+    def _merge(
+        self, pending: _PendingBucket, merged: Mapping[str, list[LoraAdapter]], factors: list[TensorTransfer]
+    ) -> BaseException | None:
+        """Gathers the factors, and adds their products to this rank's part. Returns an error instead of raising it.
+
+        The others have then NaN of that part, until they hear that this rank left.
+        """
+        self._streams.wait(self._gather(factors, {}))
+        try:
+            full = {name: materialize(result) for _, spec, result in take_results(factors) for name in spec.names}
+            pending.deltas = make_deltas(merged, full)
+            # The caller's stream has copied them out of what was gathered.
+            self._streams.begin_loading()
+            pending.loader.finish(pending.deltas)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            pending.deltas.clear()
+            pending.loader.spoil()
+            return error
+        return None
+
+    # Handing out.
+
+    @disable_autograd
+    @defer_garbage_collection
+    def _make_results(self, launched: _PendingBucket) -> list[OrderedResult]:
+        """The bucket's tensors, last first; the caller's stream has them once it gets there."""
+        self._streams.wait(launched.done)
+        results = [*self._early, *take_results(launched.transfers)]
+        end = launched.bucket.end
+        self._early = [result for result in results if result[0] >= end]
+        results = [result for result in results if result[0] < end]
+        results.sort(key=operator.itemgetter(0), reverse=True)
+        return results
+
+    def _leave(self) -> None:
+        """Ends the extraction; an early end gives memory back that is still being written to."""
+        if self._pending:
+            # Threads may be reading into their memory.
+            self._copies.close()
+            with self._streams.use_gathering_stream():
+                all_of_it = self._streams.record_gathering()
+            self._streams.wait(all_of_it)
+            self._streams.wait(self._streams.record_watching())
+        self._pending.clear()
+        self._early.clear()
+        self._call.units.clear()
+        # The error that it leaves with is to be raised, not another one from the rest.
+        with contextlib.suppress(Exception):
+            self._carry_out()
+        self._copies.close()
+        if self._plan.adapters:
+            private.release_workspaces(self._plan.device)
+
+    def _carry_out(self) -> None:
+        """Launches the promised buckets one after the other: for that there is memory."""
+        self._leaves, self._spare = True, None
+        while self._list_promised_buckets() and not self._has_begun:
+            self._load(self._plan.buckets[self._num_launched])
+            self._launch(self._pending[0])
+            self._streams.wait(self._pending.popleft().done)
+            self._call.units.clear()
+
+
+def _begin(loader: Loader, transfers: Sequence[TensorTransfer], merged: Collection[str]) -> None:
+    loader.begin(
+        (piece for transfer in transfers for piece in transfer.list_pieces()),
+        merged,
+        (transfer.list_copies() for transfer in transfers),
+    )
+
+
+# On the host, for checkpoints.
+
+CollectingRanks = Literal["rank0", "all"]
+
+_HOST_CHUNK_BYTES = 32 << 20
+_MOST_HOST_THREADS = 8
+
+
+@run_for_model
+@disable_autograd
+def full_state_dict(
+    model: nn.Module,
+    *,
+    ranks: CollectingRanks = "rank0",
+    dtype: torch.dtype | None = None,
+    keep_dtype: Collection[str] = (),
+    bucket_bytes: int = BUCKET_BYTES,
+    lora: Lora = "merged",
+    names: Names = "model",
+    experts: Experts | None = None,
+    tensors: GivenTensors | None = None,
+) -> dict[str, torch.Tensor]:
+    """The whole model's tensors on the CPU, by name, in pageable memory; tied names share one tensor.
+
+    Every rank must call it, as :func:`full_tensors`, whose arguments, names, bounds and errors it
+    shares. Host memory: the model on each rank that collects, and 256 MiB that are pinned. BuffersDiffer is warned of
+    at each call.
+
+    ranks: ``rank0`` the first rank of the model's mesh, of all replicas, or of DDP's group; of the default group where
+        nothing shards the model; the others get an empty dict. ``all``: each of them.
+
+    Raises ValueError for another word.
+    """
+    with announce_errors(model):
+        if ranks not in get_args(CollectingRanks):
+            raise ValueError(f"ranks must be one of {', '.join(get_args(CollectingRanks))}, not {ranks!r}")
+        arguments = Arguments.check(None, dtype, keep_dtype, bucket_bytes, lora, names, experts)
+    state: dict[str, torch.Tensor] = {}
+    # Of a model that nothing shards or wraps, the first of the default group.
+    stream = extract(model, arguments, tensors, compares_anew=True)
+    with _ToHost() as copies, contextlib.closing(stream):
+        first = (reader.read(model).ranks or (0,))[0]
+        collects = ranks == "all" or not dist.is_initialized() or dist.get_rank() == first
+        for spec, tensor in stream:
+            if collects:
+                state |= dict.fromkeys(spec.names, copies.start(tensor))
+            del tensor
+    return state
+
+
+class _ToHost:
+    """Copies device tensors into pageable memory: the device into pinned chunks, threads out of them.
+
+    One thread alone fills fresh pageable memory at a fraction of what the link delivers, since each
+    page is faulted in first.
+    """
+
+    def __init__(self) -> None:
+        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        self._num_chunks = 0
+        self._jobs: list[Future[None]] = []
+        self._most_chunks = count_threads(_MOST_HOST_THREADS)
+        self._pool = ThreadPoolExecutor(self._most_chunks)
+
+    def __enter__(self) -> _ToHost:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._pool.shutdown(wait=True)
+        for job in self._jobs:
+            job.result()
+
+    def start(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A CPU tensor that holds ``tensor`` once this manager is left."""
+        if tensor.device.type == "cpu":
+            return tensor
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        parts = zip(
+            view_as_bytes(tensor).split(_HOST_CHUNK_BYTES), view_as_bytes(host).split(_HOST_CHUNK_BYTES), strict=True
+        )
+        for source, target in parts:
+            chunk = self._allocate_chunk()
+            pinned = chunk[: source.numel()]
+            pinned.copy_(source, non_blocking=True)
+            arrival = torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
+            self._jobs.append(self._pool.submit(self._finish, arrival, chunk, pinned, target))
+        return host
+
+    def _allocate_chunk(self) -> torch.Tensor:
+        if self._num_chunks < self._most_chunks:
+            self._num_chunks += 1
+            return torch.empty(_HOST_CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return self._free.get()
+
+    def _finish(self, arrival: Any, chunk: torch.Tensor, pinned: torch.Tensor, target: torch.Tensor) -> None:
+        try:
+            arrival.synchronize()
+            target.copy_(pinned)
+        finally:
+            self._free.put(chunk)

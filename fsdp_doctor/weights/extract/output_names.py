@@ -1,0 +1,48 @@
+"""Under which names tensors are handed out: the model's, or the Hub's, of which a fused tensor has several."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+
+import torch
+
+from fsdp_doctor.weights.names.hub_names import HubNames
+from fsdp_doctor.weights.names.views import TensorView
+from fsdp_doctor.weights.transport.sources import TensorSpec
+
+
+class OutputNames:
+    """hub: None for the model's names."""
+
+    def __init__(self, hub: HubNames | None = None) -> None:
+        self._hub = hub
+        self._parts: dict[tuple[str, ...], list[tuple[TensorSpec, TensorView | None]]] = {}
+
+    def __str__(self) -> str:
+        """The same on ranks that have the same names."""
+        return f"names={self._hub.digest if self._hub is not None else 'model'}"
+
+    def list_parts(self, spec: TensorSpec) -> list[tuple[TensorSpec, TensorView | None]]:
+        """What is handed out of a tensor, and which part of it that is; None for all of it."""
+        if self._hub is None:
+            return [(spec, None)]
+        if spec.names not in self._parts:
+            self._parts[spec.names] = [
+                (_rename(spec, names, view), None if view.is_whole(spec.shape) else view)
+                for names, view in self._hub.list_parts(spec.names)
+            ]
+        return self._parts[spec.names]
+
+    def divide(self, tensors: Generator[tuple[TensorSpec, torch.Tensor]]) -> Generator[tuple[TensorSpec, torch.Tensor]]:
+        """Yields each part of each tensor, as a view of it."""
+        with contextlib.closing(tensors):
+            for spec, tensor in tensors:
+                for part, view in self.list_parts(spec):
+                    yield part, tensor if view is None else view.read(tensor)
+                del tensor
+
+
+def _rename(spec: TensorSpec, names: tuple[str, ...], view: TensorView) -> TensorSpec:
+    shape = torch.Size(view.shape)
+    return TensorSpec(names=names, shape=shape, numel=shape.numel(), dtype=spec.dtype)

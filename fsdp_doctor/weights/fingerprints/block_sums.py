@@ -1,0 +1,67 @@
+"""The sums of blocks of memory: on CUDA by a Triton kernel for all blocks at once, elsewhere by torch operations."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from fsdp_doctor.weights.fingerprints.keyed_sum import IndexedBlock, WordRun, divide_into_words, sum_elements, sum_words
+
+
+class BlockSums:
+    """The sums of blocks of memory on one device; ``add`` may be called again while they stay where they are."""
+
+    def __init__(self, blocks: Sequence[IndexedBlock], device: torch.device) -> None:
+        pieces = [piece for block in blocks for piece in divide_into_words(block)]
+        self._runs = [piece for piece in pieces if isinstance(piece, WordRun)]
+        self._grids = [piece for piece in pieces if isinstance(piece, IndexedBlock)]
+        self._device = device
+        self._table: Any = None
+        if device.type == "cuda" and _has_triton():
+            from fsdp_doctor.weights.fingerprints import sum_kernels
+
+            self._table = sum_kernels.SumTable(self._runs, self._grids, device)
+
+    def reads_only(self, storages: Collection[int]) -> bool:
+        """Whether all that is read lies in the storages at these addresses, and nothing in a copy."""
+        read = [*(run.words for run in self._runs), *(grid.tensor for grid in self._grids)]
+        return all(tensor.untyped_storage().data_ptr() in storages for tensor in read)
+
+    def release_memory(self) -> bool:
+        """Lets go of the tensors. Returns whether what is in their places can be summed all the same, while it is."""
+        self._runs, self._grids = [], []
+        return self._table is not None
+
+    def move(self, before: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> bool:
+        """Sums the same of other memory from now on, after ``release_memory``. Returns whether it could.
+
+        before, now: of each tensor that the blocks are of, the address of its storage and its own.
+        """
+        moved = {old: new for (old, _), (new, _) in zip(before, now, strict=True)}
+        for (old, there), (new, here) in zip(before, now, strict=True):
+            # Words that lay at a multiple of 16 bytes must do so again.
+            if moved[old] != new or here - new != there - old or (new - old) % 16:
+                return False
+        self._table.move(moved)
+        return True
+
+    def add(self, into: torch.Tensor) -> None:
+        """Adds the sums to the rows of the blocks' numbers. into: (tensors, 2), int64, on the device."""
+        if self._table is not None:
+            # Triton launches on the current device, wherever the memory is.
+            with torch.cuda.device(self._device):
+                self._table.add(into)
+            return
+        for run in self._runs:
+            into[run.number] += sum_words(run.words, run.first)
+        for grid in self._grids:
+            into[grid.number] += sum_elements(grid)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

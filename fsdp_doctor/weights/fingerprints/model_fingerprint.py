@@ -1,0 +1,516 @@
+"""The fingerprint of a sharded model, and what it would be after one of the usual mistakes.
+
+Each rank sums its shards, and the sums are added.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Replicate
+from typing_extensions import assert_never
+
+from fsdp_doctor.weights.extract.full import (
+    BUCKET_BYTES,
+    ClosingIterator,
+    ExtractionComparison,
+    TensorStream,
+    announce_errors,
+    start_extraction,
+    yield_each_name,
+)
+from fsdp_doctor.weights.extract.local import (
+    LoadedShard,
+    ShardRequest,
+    announce_errors_where_merged,
+    divide_shard,
+    gather_deltas,
+    load_shards,
+    refuse_unknown,
+    request_of,
+    start_factor_stream,
+)
+from fsdp_doctor.weights.extract.lora import Lora
+from fsdp_doctor.weights.extract.plan import Plan, describe_plan
+from fsdp_doctor.weights.fingerprints.block_sums import BlockSums
+from fsdp_doctor.weights.fingerprints.differences import FingerprintVariant
+from fsdp_doctor.weights.fingerprints.fingerprint_set import (
+    FingerprintError,
+    Fingerprints,
+    TensorFingerprint,
+    reduce_to_lanes,
+)
+from fsdp_doctor.weights.fingerprints.keyed_sum import IndexedBlock
+from fsdp_doctor.weights.fingerprints.summing import (
+    FingerprintSums,
+    divide_shard_into_blocks,
+    divide_shard_into_parts,
+    make_unsummed,
+    swap_halves,
+)
+from fsdp_doctor.weights.fsdp.decorators import disable_autograd, run_for_model
+from fsdp_doctor.weights.fsdp.expert_groups import Experts
+from fsdp_doctor.weights.fsdp.given_tensors import GivenTensors
+from fsdp_doctor.weights.fsdp.shards import compute_row_major_strides
+from fsdp_doctor.weights.names.hub_names import Names
+from fsdp_doctor.weights.transport.agreement import Agreement, ComparedPlan
+from fsdp_doctor.weights.transport.deltas import Delta
+from fsdp_doctor.weights.transport.shard_places import SourceShard, read_own_shards
+from fsdp_doctor.weights.transport.sources import (
+    FlatUnit,
+    OutputDtypes,
+    Placed,
+    Plain,
+    Rows,
+    Source,
+    TensorSpec,
+    list_specs,
+    name_dtype,
+)
+from fsdp_doctor.weights.transport.transfers import TensorTransfer
+
+_INTERMEDIATE_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+_BlocksOf: TypeAlias = Callable[[LoadedShard], list[IndexedBlock]]
+
+
+@run_for_model
+@disable_autograd
+def fingerprint(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    keep_dtype: Collection[str] = (),
+    bucket_bytes: int = BUCKET_BYTES,
+    lora: Lora = "merged",
+    names: Names = "model",
+    experts: Experts | None = None,
+    tensors: GivenTensors | None = None,
+    combined: bool = True,
+) -> Fingerprints:
+    """Computes 128 bits for each tensor that :func:`full_tensors` would yield with the same arguments; gathers nothing.
+
+    They are the same for every strategy, sharding, offload and number of ranks, and for the unsharded model;
+    ``fsdp_doctor.weights.fingerprints.keyed_sum`` says what they detect. Each rank sums its shards on the device, after
+    the cast and the merge, which change nothing in the model; then the sums, 24 bytes a tensor, are added by an
+    all-reduce over each group that divides tensors, so that under HSDP each replica has sums of its own. Shards on the
+    host are copied to the device; :meth:`FingerprintSums.watch` sums the tensors of an extraction as they pass instead.
+
+    Every rank of the group over which the model is sharded must call it with the same arguments; they compare their
+    models before the all-reduce, as in :func:`full_tensors`, and none is left waiting.
+
+    names, experts, tensors: as :func:`full_tensors`. The Hub's names are those in a checkpoint that ``save_pretrained``
+        wrote, and those that engines load. (:func:`fingerprint_variants` has the model's.)
+    combined: False for this rank's part of the sums, without a collective (except for the factors of adapters), for
+        :func:`combine_fingerprints`.
+
+    Device memory: as :func:`local_shards`, and 64 MiB for shards that are copied or cast.
+
+    Raises as :func:`full_tensors`.
+    """
+    repeated = RepeatedFingerprint(
+        model,
+        dtype=dtype,
+        keep_dtype=keep_dtype,
+        bucket_bytes=bucket_bytes,
+        lora=lora,
+        names=names,
+        experts=experts,
+        tensors=tensors,
+    )
+    if combined:
+        repeated.start()
+        return repeated.read()
+    with announce_errors_where_merged(model, lora):
+        request = repeated.request()
+        refuse_unknown(request)
+    deltas = gather_deltas(request, start_factor_stream(request))
+    return _by_all_names(_list_parts(request), _sum_shards(request, deltas).fingerprints().tensors)
+
+
+class RepeatedFingerprint:
+    """:func:`fingerprint` of one model at each weight sync, of which nothing waits for the device.
+
+    The arguments are those of :func:`fingerprint`. :meth:`full_tensors` is a sync with its fingerprint; :meth:`start`
+    takes it where the weights are sent in another way. Either keeps the table of what is read, as a plan is kept, while
+    that stays in its place. Both take an all-reduce and two copies of 24 bytes a tensor.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        keep_dtype: Collection[str] = (),
+        bucket_bytes: int = BUCKET_BYTES,
+        lora: Lora = "merged",
+        names: Names = "model",
+        experts: Experts | None = None,
+        tensors: GivenTensors | None = None,
+    ) -> None:
+        self._model = model
+        self._dtype, self._keep_dtype, self._bucket_bytes = dtype, keep_dtype, bucket_bytes
+        self._lora, self._names, self._experts, self._tensors = lora, names, experts, tensors
+        self._sums = FingerprintSums()
+        self._summed: tuple[Plan, list[int]] | None = None
+        self._gathered: _GatheredSums | None = None
+        self._added: _SumsOverRanks | None = None
+
+    def full_tensors(self, *, in_step: bool = False) -> ClosingIterator[tuple[str, torch.Tensor]]:
+        """:func:`full_tensors`, which sums this rank's shards, too, in one launch for each bucket that is gathered.
+
+        They are summed on the device as they were gathered, after the cast and the merge, while the next bucket is
+        gathered: what is offloaded crosses the link once. :meth:`read` has the sums once the iteration has ended. Every
+        rank must take its tensors from this method, or none. Raises as :func:`full_tensors`.
+        """
+        self._added = None
+        with announce_errors(self._model):
+            request = self.request(in_step=in_step)
+            if self._gathered is None or self._gathered.made_for is not request.plan:
+                self._gathered = _GatheredSums(request)
+            gathered = self._gathered
+            added = gathered.make_sums()
+        watch = functools.partial(gathered.add, added.rows)
+        return ClosingIterator(self._yield_and_add(start_extraction(gathered.plan, request.shards, watch), added))
+
+    def _yield_and_add(self, tensors: TensorStream, added: _SumsOverRanks) -> Generator[tuple[str, torch.Tensor]]:
+        specs = _list_parts(self._gathered.request) if self._gathered is not None else []
+        yield from yield_each_name(tensors)
+        tensors.hand_out(added.rows)
+        added.add()
+        self._added, self._specs = added, specs
+
+    @disable_autograd
+    def start(self) -> None:
+        """Sums the shards as the current stream finds them: in one launch, or, of copies, in one for each 64 MiB.
+
+        Copies are made of shards that are offloaded, cast or merged. Every rank must call it; raises as
+        :func:`fingerprint`.
+        """
+        with announce_errors(self._model):
+            request = self.request()
+        summed = request.plan, [shard.data_ptr() for shard in request.shards]
+        deltas = gather_deltas(request, start_factor_stream(request))
+        with _agree_on_request(
+            request, f"fingerprints dtype={self._dtype} lora={self._lora} {request.plan.names}"
+        ) as agree:
+            if summed != self._summed or not self._sums.repeat():
+                self._sums, self._summed = _sum_shards(request, deltas), summed
+            added = _SumsOverRanks(request, self._sums.named_parts(), self._sums.rows(request.device))
+            agree()
+            added.add()
+            self._added, self._specs = added, _list_parts(request)
+
+    @disable_autograd
+    def read(self) -> Fingerprints:
+        """Of the last start, or of the last :meth:`full_tensors`. Waits for the device; no other rank is needed.
+
+        Raises RuntimeError before the first, and where an iteration has not ended.
+        """
+        if self._added is None:
+            raise RuntimeError("nothing has been summed: call start(), or iterate to the end of full_tensors()")
+        return _by_all_names(self._specs, self._added.read())
+
+    def request(self, *, in_step: bool = False) -> ShardRequest:
+        arguments = self._dtype, self._keep_dtype, self._bucket_bytes, self._lora, self._names, self._experts
+        return request_of(self._model, *arguments, self._tensors, in_step=in_step)
+
+
+def _list_parts(request: ShardRequest) -> list[TensorSpec]:
+    """What is summed under names of its own: the tensors, or their parts."""
+    names = request.plan.names
+    return [part for source in request.sources for spec in list_specs(source) for part, _ in names.list_parts(spec)]
+
+
+def _by_all_names(every: Sequence[TensorSpec], by_first_name: Mapping[str, TensorFingerprint]) -> Fingerprints:
+    tensors = {name: by_first_name[spec.names[0]] for spec in every for name in spec.names}
+    return Fingerprints(tensors, tuple(spec.names for spec in every if len(spec.names) > 1))
+
+
+@run_for_model
+def fingerprint_variants(
+    model: nn.Module,
+    names: Collection[str],
+    *,
+    dtype: torch.dtype | None = None,
+    keep_dtype: Collection[str] = (),
+    lora: Lora = "merged",
+    experts: Experts | None = None,
+) -> dict[str, list[FingerprintVariant]]:
+    """Fingerprints of some tensors after the usual mistakes, for ``compare_fingerprints(variants=...)``.
+
+    The mistakes: transposed in the last two dims; the halves of a dim swapped, for each dim of even length (a fused
+    ``gate_up_proj``); cast to float16, bfloat16 or a float8 first, or to one of them and back. The model is read once
+    for each mistake. The arguments are those that :func:`fingerprint` was given.
+
+    Every rank must call it with the same names, as :func:`fingerprint`. Raises the same errors, and FingerprintError
+    for a name that the model does not have.
+    """
+    with announce_errors(model):
+        request = request_of(model, dtype, keep_dtype, BUCKET_BYTES, lora, experts=experts)
+        sources = _restrict(request.sources, names)
+        known = {name for source in sources for spec in list_specs(source) for name in spec.names}
+        if unknown := sorted(set(names) - known):
+            raise FingerprintError(f"the model has no {unknown[0]}")
+        adapters = {name: factors for name, factors in request.adapters.items() if name in known}
+        request = replace(request, sources=sources, adapters=adapters)
+    deltas = gather_deltas(request, start_factor_stream(request))
+    with _agree_on_request(request, f"variants of fingerprints dtype={dtype} lora={lora}") as agree:
+        sums = [
+            (variant, _SumsOverRanks(request, of_variant.named_parts(), of_variant.rows(request.device)))
+            for variant, of_variant in _sum_variants(request, deltas)
+        ]
+        agree()
+        for _, over_ranks in sums:
+            over_ranks.add()
+    by_first_name: dict[str, list[FingerprintVariant]] = {}
+    for variant, over_ranks in sums:
+        for name, tensor in over_ranks.read().items():
+            if tensor.is_whole:
+                by_first_name.setdefault(name, []).append(replace(variant, lanes=tensor.lanes))
+    every = [spec for source in request.sources for spec in list_specs(source)]
+    return {name: by_first_name.get(spec.names[0], []) for spec in every for name in spec.names if name in names}
+
+
+@contextlib.contextmanager
+def _agree_on_request(request: ShardRequest, settings: str) -> Iterator[Callable[[], object]]:
+    """Yields a function that compares the ranks' models and waits for all; tells the others if this one raises."""
+    agreement = Agreement(request.plan.ranks)
+    agreement.expect(
+        lambda: ComparedPlan(describe_plan(request.sources, request.dtypes, settings, request.adapters)),
+        ExtractionComparison(request.plan.groups, request.shards, request.device),
+    )
+    with agreement.announce_leaving():
+        yield agreement.proceed
+        agreement.end()
+
+
+def _sum_shards(request: ShardRequest, deltas: Mapping[str, list[Delta]]) -> FingerprintSums:
+    """This rank's part of the sums, by the first name of each tensor; of one group after those of another."""
+    sums = FingerprintSums(repeats=True)
+    request = replace(request, sources=_list_by_groups(request.sources))
+    with contextlib.closing(load_shards(request, deltas, shows="finished")) as shards:
+        for shard in shards:
+            for part in divide_shard(request.plan.names, shard):
+                _add_shard(sums, part)
+                del part
+            del shard
+    sums.flush()
+    return sums
+
+
+def _add_shard(sums: FingerprintSums, shard: LoadedShard, blocks_of: _BlocksOf | None = None) -> None:
+    spec, tensor, place, is_copy = shard
+    blocks = divide_shard_into_blocks(tensor, spec.shape, place) if blocks_of is None else blocks_of(shard)
+    part = make_unsummed(tensor.dtype, spec.shape, blocks)
+    sums.add_blocks(spec.names[0], part, blocks, memory=None if is_copy else tensor)
+
+
+def _list_by_groups(sources: Sequence[Source]) -> list[Source]:
+    """Those of one group after those of another, in the order of their first tensors: the same on every rank."""
+    by_groups: dict[tuple[int, ...], list[Source]] = {}
+    for source in sources:
+        by_groups.setdefault(tuple(map(id, _find_dividing_groups(source))), []).append(source)
+    return list(itertools.chain.from_iterable(by_groups.values()))
+
+
+class _GatheredSums:
+    """Sums this rank's shards as an extraction has gathered them. What a launch reads is kept by the bucket's number.
+
+    made_for: the plan of the extraction; plan: the same, which agrees with ranks that sum, too, alone.
+    """
+
+    @disable_autograd
+    def __init__(self, request: ShardRequest) -> None:
+        # Shards that are kept here would keep their memory.
+        self.request, self.made_for = replace(request, shards=()), request.plan
+        lines = ["with fingerprints", *request.plan.compared.lines]
+        self.plan = replace(request.plan, compared=ComparedPlan(lines))
+        shards = read_own_shards(_list_by_groups(request.sources), request.shards)
+        self._parts = [
+            (part.spec.names[0], TensorFingerprint(dtype, tuple(part.spec.shape), 0, part.place.numel, (0, 0)))
+            for shard in shards
+            for dtype in (name_dtype(request.dtypes.choose(shard.spec)),)
+            for part in self._divide(shard)
+        ]
+        begin = [(0, 0, part.num_summed) for _, part in self._parts]
+        self._begin = torch.tensor(begin, dtype=torch.int64, device="cpu").view(-1, 3).to(request.device)
+        self._numbers = {name: number for number, (name, _) in enumerate(self._parts)}
+        self._kept: dict[int, tuple[list[tuple[int, int]], BlockSums]] = {}
+
+    @disable_autograd
+    def make_sums(self) -> _SumsOverRanks:
+        """Of which nothing has been added yet."""
+        return _SumsOverRanks(self.request, self._parts, self._begin.clone())
+
+    def add(self, rows: torch.Tensor, bucket: int, transfers: Sequence[TensorTransfer]) -> None:
+        staged = [memory for transfer in transfers for memory in transfer.list_staged()]
+        places = [(memory.untyped_storage().data_ptr(), memory.data_ptr()) for memory in staged]
+        known, kept = self._kept.pop(bucket, ([], None))
+        if kept is not None and (known == places or kept.move(known, places)):
+            kept.add(rows[:, :2])
+            self._kept[bucket] = places, kept
+            return
+        sums = BlockSums(self._list_blocks(transfers), rows.device)
+        sums.add(rows[:, :2])
+        if sums.reads_only({storage for storage, _ in places}) and sums.release_memory():
+            self._kept[bucket] = places, sums
+
+    def _list_blocks(self, transfers: Sequence[TensorTransfer]) -> list[IndexedBlock]:
+        blocks = []
+        for part in (p for transfer in transfers for shard in transfer.list_own_shards() for p in self._divide(shard)):
+            for block in divide_shard_into_blocks(part.tensor, part.spec.shape, part.place):
+                block.number = self._numbers[part.spec.names[0]]
+                blocks.append(block)
+        return blocks
+
+    def _divide(self, shard: SourceShard) -> Iterator[LoadedShard]:
+        loaded = LoadedShard(shard.spec, shard.local.view(shard.shape), shard.place, is_copy=True)
+        return divide_shard(self.request.plan.names, loaded)
+
+
+class _SumsOverRanks:
+    """This rank's part of the sums of tensors, and the device memory to add them over the groups that divide these.
+
+    parts: the names, in the order of ``_list_by_groups``, and what is summed of each. rows: theirs, as those of
+    :class:`FingerprintSums`. Made before the ranks agree, so that no rank waits in a collective for one that lacks the
+    memory. Neither this nor ``add`` waits for the device.
+    """
+
+    def __init__(
+        self, request: ShardRequest, parts: Sequence[tuple[str, TensorFingerprint]], rows: torch.Tensor
+    ) -> None:
+        list_parts = request.plan.names.list_parts
+        self._parts, self.rows = parts, rows
+        is_pinned = rows.device.type != "cpu"
+        self._on_host = torch.empty(rows.shape, dtype=torch.int64, device="cpu", pin_memory=is_pinned)
+        groups_of = {
+            part.names[0]: groups
+            for source in request.sources
+            for groups in (_find_dividing_groups(source),)
+            for spec in list_specs(source)
+            for part, _ in list_parts(spec)
+        }
+        self._done: Any = None
+        self._by_groups: list[tuple[list[dist.ProcessGroup], torch.Tensor]] = []
+        begin = 0
+        for _, named in itertools.groupby(self._parts, key=lambda named: [id(g) for g in groups_of[named[0]]]):
+            names = [name for name, _ in named]
+            self._by_groups.append((groups_of[names[0]], rows[begin : begin + len(names)]))
+            begin += len(names)
+
+    @disable_autograd
+    def add(self) -> None:
+        """Adds the sums of all ranks, every one of which must call it with the same sources."""
+        for groups, rows in self._by_groups:
+            for group in groups:
+                dist.all_reduce(rows, group=group)
+        self._on_host.copy_(self.rows, non_blocking=True)
+        device = self.rows.device
+        if device.type != "cpu":
+            self._done = torch.get_device_module(device).current_stream(device).record_event()
+
+    def read(self) -> dict[str, TensorFingerprint]:
+        if self._done is not None:
+            self._done.synchronize()
+        return {
+            name: TensorFingerprint(part.dtype, part.shape, 0, num_summed, reduce_to_lanes(lanes))
+            for (name, part), (*lanes, num_summed) in zip(self._parts, self._on_host.tolist(), strict=True)
+        }
+
+
+def _find_dividing_groups(source: Source) -> list[dist.ProcessGroup]:
+    match source:
+        case Plain():
+            return []
+        case Rows() | FlatUnit():
+            return [source.shard_group.group]
+        case Placed():
+            mesh, placements = source.mesh, source.placements
+            return [mesh.get_group(dim) for dim, p in enumerate(placements) if not isinstance(p, Replicate)]
+        case _:
+            assert_never(source)
+
+
+def _restrict(sources: Sequence[Source], names: Collection[str]) -> list[Source]:
+    """The sources of the tensors of these names."""
+    wanted = set(names)
+    chosen: list[Source] = []
+    for source in sources:
+        if isinstance(source, FlatUnit):
+            if spans := tuple(span for span in source.spans if not wanted.isdisjoint(span.spec.names)):
+                chosen.append(replace(source, spans=spans))
+        elif not wanted.isdisjoint(source.spec.names):
+            chosen.append(source)
+    return chosen
+
+
+def _sum_variants(
+    request: ShardRequest, deltas: Mapping[str, list[Delta]]
+) -> Iterator[tuple[FingerprintVariant, FingerprintSums]]:
+    """(variant without lanes, this rank's part of the sums of the tensors to which it applies) of each mistake."""
+    dims = max((len(spec.shape) for source in request.sources for spec in list_specs(source)), default=0)
+    yield FingerprintVariant("transposed", "transposed", (0, 0)), _sum_variant(request, deltas, _transpose_blocks)
+    for dim in range(dims):
+        variant = FingerprintVariant("halves swapped", f"the halves of dim {dim} are swapped", (0, 0))
+        yield variant, _sum_variant(request, deltas, functools.partial(_swap_halves, dim=dim))
+    # Integers are buffers, which are sources of their own.
+    floating = replace(request, sources=[s for s in request.sources if list_specs(s)[0].dtype.is_floating_point])
+    for dtype in _INTERMEDIATE_DTYPES:
+        variant = FingerprintVariant("cast twice", f"cast twice: to {name_dtype(dtype)} and back", (0, 0))
+        yield variant, _sum_variant(floating, deltas, back_from=dtype)
+        variant = FingerprintVariant("cast twice", f"cast twice: to {name_dtype(dtype)} first", (0, 0))
+        yield variant, _sum_variant(floating, deltas, first_to=dtype)
+
+
+def _sum_variant(
+    request: ShardRequest,
+    deltas: Mapping[str, list[Delta]],
+    blocks_of: _BlocksOf | None = None,
+    *,
+    first_to: torch.dtype | None = None,
+    back_from: torch.dtype | None = None,
+) -> FingerprintSums:
+    """This rank's part of the sums after a mistake, of the tensors that it changes, by first name.
+
+    first_to: a dtype to which they are cast before that of the fingerprint. back_from: a dtype to which they are cast
+    after it, and back.
+    """
+    dtypes = {spec.names[0]: request.dtypes.choose(spec) for source in request.sources for spec in list_specs(source)}
+    read = request if first_to is None else replace(request, dtypes=OutputDtypes(first_to))
+    sums = FingerprintSums()
+    with contextlib.closing(load_shards(read, deltas, shows="finished")) as shards:
+        for shard in shards:
+            dtype = dtypes[shard.spec.names[0]]
+            if back_from == dtype or (first_to is not None and (first_to == dtype or shard.spec.dtype == dtype)):
+                continue
+            tensor = shard.tensor if back_from is None else shard.tensor.to(back_from)
+            _add_shard(sums, LoadedShard(shard.spec, tensor.to(dtype), shard.place, is_copy=True), blocks_of)
+            del shard, tensor
+    sums.flush()
+    return sums
+
+
+def _transpose_blocks(shard: LoadedShard) -> list[IndexedBlock]:
+    shape = shard.spec.shape
+    if len(shape) < 2:
+        return []
+    strides = (*compute_row_major_strides(shape)[:-2], 1, shape[-2])
+    return divide_shard_into_blocks(shard.tensor, shape, shard.place, strides)
+
+
+def _swap_halves(shard: LoadedShard, dim: int) -> list[IndexedBlock]:
+    shape = shard.spec.shape
+    return [
+        block
+        for part, offsets in divide_shard_into_parts(shard.tensor, shape, shard.place)
+        for block in swap_halves(part, offsets, shape, dim)
+    ]

@@ -1,0 +1,394 @@
+"""Fingerprints of tensors and of parts of tensors: what an engine holds, or what is on its way there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp_doctor.weights.fingerprints.block_sums import BlockSums
+from fsdp_doctor.weights.fingerprints.fingerprint_set import (
+    FingerprintError,
+    Fingerprints,
+    TensorFingerprint,
+    add_fingerprint,
+    reduce_to_lanes,
+)
+from fsdp_doctor.weights.fingerprints.keyed_sum import IndexedBlock, make_grid_block, make_range_block
+from fsdp_doctor.weights.fsdp import private
+from fsdp_doctor.weights.fsdp.forms import describe_unless_dense
+from fsdp_doctor.weights.fsdp.shards import compute_row_major_strides
+from fsdp_doctor.weights.transport.shard_places import ShardPlace
+from fsdp_doctor.weights.transport.sources import name_dtype
+
+# Of copies that are kept until they are summed.
+_MOST_KEPT_BYTES = 64 << 20
+
+_Entry: TypeAlias = tuple[str, TensorFingerprint, list[IndexedBlock]]
+"""(name, the fingerprint with lanes of zero, what is summed)."""
+
+
+@dataclass(frozen=True, eq=False)
+class TensorPart:
+    """A block of a tensor: an engine's shard of it, or its slice of a fused tensor.
+
+    tensor: the block, which may be a view. shape: of the whole tensor. offsets: where the block begins, one for each
+    dim; by default at the beginning. If the rows of the up projection in a fused ``gate_up_proj`` begin at ``n``,
+    ``TensorPart(fused[n:], shape=(n, hidden))`` is the whole of ``up_proj``.
+    """
+
+    tensor: torch.Tensor
+    shape: Sequence[int]
+    offsets: Sequence[int] = ()
+
+    def check(self, name: str) -> None:
+        """Raises FingerprintError for a block that does not lie in the tensor."""
+        offsets = self.offsets or (0,) * len(self.shape)
+        if not len(self.shape) == len(offsets) == self.tensor.ndim:
+            raise FingerprintError(
+                f"{name}: a part has as many dims as the whole tensor, and an offset for each or none: "
+                f"shape {list(self.shape)}, offsets {list(offsets)}, part {list(self.tensor.shape)}"
+            )
+        for offset, length, whole in zip(offsets, self.tensor.shape, self.shape, strict=True):
+            if offset < 0 or offset + length > whole:
+                raise FingerprintError(
+                    f"{name}: a part of the shape {list(self.tensor.shape)} that begins at {list(offsets)} "
+                    f"does not lie in a tensor of the shape {list(self.shape)}"
+                )
+
+
+class _SumLaunch:
+    """The sums of tensors on one device, in one launch; ``start`` sums what is in the same memory then.
+
+    names, parts: with lanes of zero. rows: of each, both lanes and how many elements were summed.
+    """
+
+    def __init__(self, entries: Sequence[_Entry], device: torch.device) -> None:
+        self.names = [name for name, _, _ in entries]
+        self.parts = [part for _, part, _ in entries]
+        for number, (_, _, blocks) in enumerate(entries):
+            for block in blocks:
+                block.number = number
+        begin = [(0, 0, part.num_summed) for part in self.parts]
+        self._begin = torch.tensor(begin, dtype=torch.int64, device="cpu").view(-1, 3).to(device)
+        self.rows = torch.empty_like(self._begin)
+        self._sums: BlockSums | None = BlockSums([block for _, _, blocks in entries for block in blocks], device)
+
+    def start(self) -> None:
+        assert self._sums is not None
+        self.rows.copy_(self._begin)
+        self._sums.add(self.rows[:, :2])
+
+    def release_unless(self, kept: Collection[int]) -> bool:
+        """Lets go of what it has summed, unless all of that lies in the storages at these addresses."""
+        if self._sums is not None and not self._sums.reads_only(kept):
+            self._sums = None
+        return self._sums is not None
+
+
+class FingerprintSums:
+    """Sums tensors as they come; :meth:`fingerprints` returns the sums.
+
+    A tensor is read on the stream that is current when it is added, and may be changed or freed afterwards.
+
+    repeats: for :meth:`repeat`; then a tensor may be changed, and not be freed.
+    """
+
+    def __init__(self, *, repeats: bool = False) -> None:
+        self._sums: dict[str, TensorFingerprint] = {}
+        self._waiting: list[_Entry] = []
+        self._launches: list[_SumLaunch] = []
+        self._copied_bytes = 0
+        self._repeats = repeats
+        # Addresses of the storages of what was added.
+        self._storages: set[int] = set()
+        self._same_tensor: list[list[str]] = []
+
+    def add(self, name: str, tensor: torch.Tensor | TensorPart) -> None:
+        """Adds a whole tensor, this rank's part of a DTensor, or a part. A name may come once for each part of it.
+
+        Raises FingerprintError for a part that does not lie in its tensor and for a tensor that is not dense in memory,
+        LayoutError (RuntimeError) for a DTensor that is not divided into shards, TypeError unless it is a string and a
+        tensor.
+        """
+        self.add_bucket([(name, tensor)])
+
+    @torch.no_grad()
+    def add_bucket(self, tensors: Iterable[tuple[str, torch.Tensor | TensorPart]]) -> None:
+        """Adds tensors that are all there, such as a bucket that has arrived: in one launch a device.
+
+        Raises as :meth:`add`. Of what is not contiguous, 64 MiB of copies are kept until they are summed.
+        """
+        for name, tensor in tensors:
+            part, blocks = _divide_into_blocks(name, tensor)
+            self.add_blocks(name, part, blocks, memory=_local_of(tensor))
+        self.flush()
+
+    def add_blocks(
+        self, name: str, part: TensorFingerprint, blocks: list[IndexedBlock], *, memory: torch.Tensor | None = None
+    ) -> None:
+        """Adds blocks that are summed together with the next ones: their memory must not change until :meth:`flush`.
+
+        part: with lanes of zero. memory: what others hold anyway; of blocks elsewhere, 64 MiB cause a flush.
+        """
+        storage = memory.untyped_storage().data_ptr() if memory is not None else None
+        if storage is not None:
+            self._storages.add(storage)
+        self._waiting.append((name, part, blocks))
+        self._copied_bytes += sum(b.tensor.nbytes for b in blocks if b.tensor.untyped_storage().data_ptr() != storage)
+        if self._copied_bytes >= _MOST_KEPT_BYTES:
+            self.flush()
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Launches the sums of what was added, without waiting for the device."""
+        by_device: dict[torch.device, list[_Entry]] = {}
+        device = torch.device("cpu")
+        for entry in self._waiting:
+            device = entry[2][0].tensor.device if entry[2] else device
+            by_device.setdefault(device, []).append(entry)
+        for device, entries in by_device.items():
+            launch = _SumLaunch(entries, device)
+            launch.start()
+            self._repeats = launch.release_unless(self._storages if self._repeats else ()) and self._repeats
+            self._launches.append(launch)
+        self._waiting, self._copied_bytes = [], 0
+
+    @torch.no_grad()
+    def repeat(self) -> bool:
+        """Sums what is in the same memory now. Returns whether it could: not where copies were summed."""
+        for launch in self._launches if self._repeats else ():
+            launch.start()
+        return self._repeats
+
+    def rows(self, device: torch.device) -> torch.Tensor:
+        """Of each name that was added, in order: both lanes and how many elements were summed. int64, on the device."""
+        if len(self._launches) == 1:
+            return self._launches[0].rows.to(device)
+        empty = torch.empty(0, 3, dtype=torch.int64, device=device)
+        return torch.cat([empty, *(launch.rows.to(device) for launch in self._launches)])
+
+    def named_parts(self) -> list[tuple[str, TensorFingerprint]]:
+        """The rows' names, and what was summed of each, with lanes of zero."""
+        return [pair for launch in self._launches for pair in zip(launch.names, launch.parts, strict=True)]
+
+    def watch(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Sums and yields tensors, such as weights on their way to an engine: a launch for each.
+
+        Consecutive names of one tensor with the same values are noted as tied. :class:`RepeatedFingerprint` sums the
+        shards instead, all in one launch.
+        """
+        last: Callable[[], torch.Tensor | None] = lambda: None  # noqa: E731, nothing came before the first
+        for name, tensor in tensors:
+            if last() is tensor:
+                self._same_tensor[-1].append(name)
+            else:
+                self._same_tensor.append([name])
+            last = private.make_weak_reference(tensor)
+            self.add(name, tensor)
+            yield name, tensor
+            del tensor
+
+    def fingerprints(self) -> Fingerprints:
+        """Waits for the device. Raises FingerprintError for a name that came twice."""
+        self.flush()
+        for launch in self._launches:
+            for name, part, row in zip(launch.names, launch.parts, launch.rows.tolist(), strict=True):
+                add_fingerprint(self._sums, name, replace(part, lanes=reduce_to_lanes(row[:2])))
+        self._launches = []
+        return _add_ties(dict(self._sums), self._same_tensor)
+
+
+def fingerprint_tensors(
+    tensors: Mapping[str, torch.Tensor | TensorPart] | Iterable[tuple[str, torch.Tensor | TensorPart]],
+) -> Fingerprints:
+    """Sums what a receiver holds: whole tensors, or its parts of them, by the trainer's names.
+
+    A rank that holds parts gets partial fingerprints; :func:`combine_fingerprints` adds those of all ranks. No
+    collective. The tensors of an iterator are summed and freed one by one; those of a mapping or a list are summed in
+    one launch a device, or one for each 64 MiB of copies of what is not contiguous; names whose tensors are the same
+    memory are noted as tied.
+
+    Raises as :meth:`FingerprintSums.add`.
+    """
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    if not isinstance(pairs, Iterable):
+        raise TypeError(f"tensors by name are a mapping or pairs of a name and a tensor, not {type(tensors).__name__}")
+    if not isinstance(pairs, Iterator):
+        return RepeatedFingerprintOfTensors(pairs).read()
+    sums = FingerprintSums()
+    for name, tensor in pairs:
+        sums.add(name, tensor)
+    return sums.fingerprints()
+
+
+class RepeatedFingerprintOfTensors:
+    """:func:`fingerprint_tensors` of the same tensors after each weight sync, in one launch of which nothing is waited.
+
+    tensors: whole tensors and parts, by name, or pairs; their memory must be that of the tensors that the engine uses.
+    A tensor that has other memory meanwhile is noticed. Making it sums once, so it raises as
+    :meth:`FingerprintSums.add`.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor | TensorPart] | Iterable[tuple[str, torch.Tensor | TensorPart]],
+    ) -> None:
+        self._tensors = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
+        self._sums, self._addresses = self._sum(), self._find_addresses()
+
+    def start(self) -> None:
+        """Sums what the tensors hold when the current stream gets there."""
+        if self._find_addresses() != self._addresses or not self._sums.repeat():
+            self._sums, self._addresses = self._sum(), self._find_addresses()
+
+    def read(self) -> Fingerprints:
+        """Of the last start. Waits for the device."""
+        sums: dict[str, TensorFingerprint] = {}
+        rows = self._sums.rows(torch.device("cpu")).tolist()
+        for (name, part), row in zip(self._sums.named_parts(), rows, strict=True):
+            add_fingerprint(sums, name, replace(part, lanes=reduce_to_lanes(row[:2])))
+        same_memory: dict[tuple[torch.device, int, torch.Size, tuple[int, ...]], list[str]] = {}
+        for name, tensor in self._tensors:
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and tensor.numel():
+                key = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
+                same_memory.setdefault(key, []).append(name)
+        # One memory may be read as two dtypes, or as the conjugate of itself.
+        return _add_ties(sums, same_memory.values())
+
+    def _sum(self) -> FingerprintSums:
+        sums = FingerprintSums(repeats=True)
+        sums.add_bucket(self._tensors)
+        return sums
+
+    def _find_addresses(self) -> list[int]:
+        return [_local_of(tensor).data_ptr() for _, tensor in self._tensors]
+
+
+def _add_ties(tensors: Mapping[str, TensorFingerprint], groups: Iterable[Sequence[str]]) -> Fingerprints:
+    """groups: names that are tied if their tensors are the same."""
+    tied = tuple(tuple(names) for names in groups if len(names) > 1 and len({tensors[name] for name in names}) == 1)
+    return Fingerprints(tensors, tied)
+
+
+def require_dense(name: str, tensor: torch.Tensor) -> None:
+    """Raises FingerprintError for a tensor whose elements do not lie in memory one by one."""
+    if form := describe_unless_dense(tensor):
+        raise FingerprintError(f"{name} is {form}; fingerprints are of dense tensors that are in memory")
+
+
+def make_unsummed(dtype: torch.dtype, shape: Sequence[int], blocks: Sequence[IndexedBlock]) -> TensorFingerprint:
+    """The fingerprint of the blocks with lanes of zero."""
+    filled = [block for block in blocks if block.tensor.numel()]
+    first = min((block.base for block in filled), default=0)
+    num_summed = sum(block.tensor.numel() for block in filled)
+    return TensorFingerprint(name_dtype(dtype), tuple(shape), first, num_summed, (0, 0))
+
+
+def _divide_into_blocks(name: str, tensor: torch.Tensor | TensorPart) -> tuple[TensorFingerprint, list[IndexedBlock]]:
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a tensor is a string, not {type(name).__name__}")
+    values = tensor.tensor if isinstance(tensor, TensorPart) else tensor
+    if not isinstance(values, torch.Tensor):
+        raise TypeError(f"{name} is no tensor: {type(values).__name__}")
+    if isinstance(tensor, TensorPart):
+        require_dense(name, tensor.tensor)
+        tensor.check(name)
+        offsets = tensor.offsets or (0,) * len(tensor.shape)
+        blocks = [
+            make_grid_block(0, tensor.tensor.detach().contiguous(), offsets, compute_row_major_strides(tensor.shape))
+        ]
+        return make_unsummed(tensor.tensor.dtype, tensor.shape, blocks), blocks
+    local = private.read_local_tensor(tensor).detach()
+    require_dense(name, local)
+    if isinstance(tensor, DTensor) and not all(isinstance(p, Replicate) for p in tensor.placements):
+        place = ShardPlace(
+            numel=local.numel(),
+            offset=None,
+            stride=compute_row_major_strides(tensor.shape),
+            mesh=tensor.device_mesh,
+            placements=tuple(tensor.placements),
+        )
+        blocks = divide_shard_into_blocks(local, tensor.shape, place)
+    else:
+        blocks = [make_range_block(0, local.contiguous(), 0)]
+    return make_unsummed(tensor.dtype, tensor.shape, blocks), blocks
+
+
+def _local_of(tensor: torch.Tensor | TensorPart) -> torch.Tensor:
+    return private.read_local_tensor(tensor.tensor if isinstance(tensor, TensorPart) else tensor)
+
+
+def divide_shard_into_blocks(
+    local: torch.Tensor, shape: Sequence[int], place: ShardPlace, strides: Sequence[int] | None = None
+) -> list[IndexedBlock]:
+    """The blocks of a shard, with the places of their elements in the whole tensor.
+
+    strides: of the elements' numbers in the sum, one for each dim of ``shape``; by default row-major.
+    """
+    whole = compute_row_major_strides(shape)
+    if place.offset is not None and place.stride == whole and strides is None:
+        return [make_range_block(0, local, place.offset)]
+    return [
+        make_grid_block(0, part, offsets, strides or whole)
+        for part, offsets in divide_shard_into_parts(local, shape, place)
+    ]
+
+
+def swap_halves(part: torch.Tensor, offsets: Sequence[int], shape: Sequence[int], dim: int) -> Iterator[IndexedBlock]:
+    """Divides a block at the middle of the dim, and gives the places of each half to the other; none of an odd dim."""
+    if dim >= len(shape) or shape[dim] % 2:
+        return
+    half = shape[dim] // 2
+    inside = min(max(half - offsets[dim], 0), part.shape[dim])
+    for begin, length, moved in ((0, inside, half), (inside, part.shape[dim] - inside, -half)):
+        if length:
+            target = list(offsets)
+            target[dim] += begin + moved
+            yield make_grid_block(
+                0, part.narrow(dim, begin, length).contiguous(), target, compute_row_major_strides(shape)
+            )
+
+
+def divide_shard_into_parts(
+    local: torch.Tensor, shape: Sequence[int], place: ShardPlace
+) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+    """Divides a shard into contiguous blocks with the tensor's dims, and yields each with its offsets in the tensor."""
+    if place.offset is None:
+        held = place.held_part(shape)
+        view = local.reshape(held.shape)
+        for in_tensor, in_shard in held.list_blocks():
+            yield view[in_shard].contiguous(), tuple(dim.start for dim in in_tensor)
+        return
+    # The dims may have another order in memory than in the tensor.
+    order = sorted(range(len(shape)), key=lambda dim: (-place.stride[dim], dim))
+    inverse = [order.index(dim) for dim in range(len(shape))]
+    for part, offsets in _divide_range(local.reshape(-1), place.offset, [shape[dim] for dim in order]):
+        yield part.permute(inverse).contiguous(), tuple(offsets[at] for at in inverse)
+
+
+def _divide_range(
+    flat: torch.Tensor, first: int, shape: Sequence[int]
+) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+    """Divides a range of a flattened tensor into a part of a row, whole rows, and a part of another row."""
+    if not flat.numel():
+        return
+    if len(shape) <= 1:
+        yield flat.view(flat.shape if shape else ()), (first,) if shape else ()
+        return
+    row = compute_row_major_strides(shape)[0]
+    begin, end = first, first + flat.numel()
+    while begin < end:
+        index, inside = divmod(begin, row)
+        whole_rows = 0 if inside else (end - begin) // row
+        length = whole_rows * row or min(row - inside, end - begin)
+        part = flat[begin - first : begin - first + length]
+        if whole_rows:
+            yield part.view(whole_rows, *shape[1:]), (index, *(0 for _ in shape[1:]))
+        else:
+            for inner, offsets in _divide_range(part, inside, shape[1:]):
+                yield inner.unsqueeze(0), (index, *offsets)
+        begin += length

@@ -1,0 +1,136 @@
+"""A context in which weights may move, and not change: an offload, a reload, a weight sync, a save."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import linecache
+import os
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from fsdp_doctor.text import join_some
+from fsdp_doctor.weights.fingerprints.block_sums import BlockSums
+from fsdp_doctor.weights.fingerprints.keyed_sum import make_range_block
+from fsdp_doctor.weights.fsdp import private, reader
+from fsdp_doctor.weights.fsdp.decorators import disable_autograd
+from fsdp_doctor.weights.fsdp.forms import describe_form, refuse
+
+_MOST_CALLS = 6
+
+
+class WeightsChanged(RuntimeError):
+    """What :func:`unchanged` raises. names: of the tensors that changed. rank: of this process."""
+
+    def __init__(self, message: str, names: list[str], rank: int) -> None:
+        super().__init__(message)
+        self.names, self.rank = names, rank
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+    """Context at whose end this rank's shards have the values that they had at its beginning, wherever they are then.
+
+    It is for what moves, saves or sends weights, such as an offload, a rollout and the reload; not for what changes
+    them on purpose, such as a step, an average that is swapped in, or adapters that are merged.
+
+    model: FSDP1, FSDP2, DDP or plain. Its parameters and buffers are compared, and with an optimizer the tensors of its
+    state: 128 bits of each shard, see ``fsdp_doctor.weights.fingerprints.keyed_sum``.
+
+    Any rank may use it alone: there is no collective. At the beginning the sums of what is on a device are only
+    launched, on the current stream, and nothing is waited for, so that a copy which races with the host still does. At
+    the end it waits for the device: what would read the weights too early belongs into the context. Shards in host
+    memory are summed on the host, at the speed of the CPU; a copy into them that began before the context must have
+    arrived.
+
+    Raises WeightsChanged, with the tensors, the rank, and the calls between; UnreadableTensors for tensors that are not
+    dense. An exception of the body passes.
+    """
+    where = _find_body()
+    before = _Sums(model, optimizer)
+    yield
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    after = _Sums(model, optimizer)
+    was, now = before.read(), after.read()
+    changed = [name for name in was if now.get(name) != was[name]]
+    if changed:
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        raise WeightsChanged(
+            f"rank {rank}: {len(changed)} of {len(was)} tensors changed, or are gone: {join_some(changed)}. {where}",
+            changed,
+            rank,
+        )
+
+
+class _Sums:
+    """The sums of all shards, launched; nothing is waited for until they are read."""
+
+    @disable_autograd
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+        shards = list(_list_shards(model, optimizer))
+        # Codes are compared as they lie; what does not lie there cannot be.
+        refuse({name: form for name, tensor in shards if (form := describe_form(tensor))})
+        for name, tensor in shards:
+            if tensor.device.type != "meta":
+                by_device.setdefault(tensor.device, []).append((name, tensor))
+        self._parts = []
+        for device, shards in by_device.items():
+            blocks = [make_range_block(at, tensor.contiguous(), 0) for at, (_, tensor) in enumerate(shards)]
+            rows = torch.zeros(len(shards), 2, dtype=torch.int64, device=device)
+            BlockSums(blocks, device).add(rows)
+            # The sum of zeros is that of any number of them.
+            forms = [(name, f"{tensor.dtype} {tensor.numel()}") for name, tensor in shards]
+            self._parts.append((forms, rows))
+
+    def read(self) -> dict[str, tuple[object, ...]]:
+        """Returns by name what must be the same afterwards. Waits for the device."""
+        return {
+            name: (form, *row)
+            for forms, rows in self._parts
+            for (name, form), row in zip(forms, rows.tolist(), strict=True)
+        }
+
+
+def _list_shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, torch.Tensor]]:
+    contents = reader.read(model)
+    for tensor in (*contents.parameters, *contents.buffers, *contents.transient_buffers):
+        local = private.read_local_tensor(tensor.tensor)
+        yield (tensor.names[0], local if tensor.form else local.detach())
+    for unit in contents.fsdp1_units:
+        for number, memory in enumerate(unit.memories):
+            yield (f"{unit.flat_name}{f' (copy {number})' if number else ''}", memory)
+    groups = optimizer.param_groups if optimizer is not None else ()
+    for number, p in enumerate(p for group in groups for p in group["params"]):
+        assert optimizer is not None
+        for key, value in optimizer.state.get(p, {}).items():
+            if isinstance(value, torch.Tensor):
+                yield (f"{key} of the optimizer's parameter {number}", private.read_local_tensor(value).detach())
+
+
+def _find_body() -> str:
+    """Where the context is, and the calls in its body as they are written; the place alone without the source."""
+    frame = inspect.currentframe()
+    # Behind this function, the context's own, and contextlib's.
+    for _ in range(3):
+        frame = frame.f_back if frame is not None else None
+    if frame is None:
+        return ""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    place = f"{os.path.basename(file)}, line {line}"
+    with contextlib.suppress(SyntaxError):
+        tree = ast.parse("".join(linecache.getlines(file, frame.f_globals)))
+        around = [
+            node for node in ast.walk(tree) if isinstance(node, ast.With) and node.lineno <= line <= node.body[0].lineno
+        ]
+        if around:
+            body = max(around, key=lambda node: node.lineno).body
+            calls = [node for statement in body for node in ast.walk(statement) if isinstance(node, ast.Call)]
+            calls.sort(key=lambda call: (call.lineno, call.col_offset))
+            shown = [f"{ast.unparse(call)} (line {call.lineno})" for call in calls]
+            return f"Between, in {place}: {join_some(shown, _MOST_CALLS) or 'no call'}"
+    return f"Between: the body of the context in {place}"

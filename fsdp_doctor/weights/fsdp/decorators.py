@@ -1,0 +1,104 @@
+"""Functions that run alike in every autograd mode, thread and compiled region, or without a garbage collection."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from fsdp_doctor.weights.fsdp import private
+from fsdp_doctor.weights.fsdp.private import fsdp2
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def run_for_model(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Runs a function of a model with the model's device as the current one, and never as a part of compiled code.
+
+    The model is the first argument, or the one called ``model``.
+    The current device of a new thread is the first one, which is another rank's on all ranks but one.
+    """
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with enter_device(_find_device(args[0] if args else kwargs.get("model"))):
+            return function(*args, **kwargs)
+
+    return private.leave_uncompiled(run)
+
+
+def enter_device(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
+    """Context in which the device is the current one of its kind; of the CPU, or of None, nothing changes."""
+    if device is None or device.type == "cpu":
+        return contextlib.nullcontext()
+    module = torch.get_device_module(device.type)
+    if device.index in (None, module.current_device()):
+        return contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[Any] = module.device(device)
+    return context
+
+
+def _find_device(model: object) -> torch.device | None:
+    """Returns the device on which the model computes; None where nothing says so, as for what is no model."""
+    if not isinstance(model, nn.Module):
+        return None
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            return module.compute_device
+        if isinstance(module, FSDPModule) and (device := fsdp2.find_compute_device(module)) is not None:
+            return device
+    locals_ = (private.read_local_tensor(parameter).device for parameter in model.parameters())
+    return next((device for device in locals_ if device.type not in ("cpu", "meta")), None)
+
+
+def disable_autograd(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Runs ``function`` so that nothing is recorded for a backward, and its new tensors are ordinary ones.
+
+    Tensors that are made in inference mode can be written to only by threads in that mode, and only while it lasts.
+    """
+    # To leave inference mode also enables gradients, so that comes first.
+    return torch.inference_mode(False)(torch.no_grad()(function))
+
+
+def keep_present_modes(items: Iterator[_T]) -> Iterator[_T]:
+    """Makes each item in the grad mode, and in inference mode or not, that are on now."""
+    in_inference_mode, with_gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    def run_steps() -> Iterator[_T]:
+        while True:
+            with torch.inference_mode(in_inference_mode), torch.set_grad_enabled(with_gradients):
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item
+            del item
+
+    return run_steps()
+
+
+def defer_garbage_collection(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """While ``function`` runs no collection begins; where the collector is off it stays off.
+
+    Ten thousand tensors make some hundred thousand objects at once, which Python takes for a reason to collect, several
+    times over; none of them is garbage.
+    """
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if not gc.isenabled():
+            return function(*args, **kwargs)
+        gc.disable()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            gc.enable()
+
+    return run

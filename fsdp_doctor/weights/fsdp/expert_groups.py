@@ -1,0 +1,145 @@
+"""Experts that were divided before FSDP sharded them: each group of ranks has others under one name.
+
+The caller says along which mesh they are divided, which no attribute of the model tells.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fsdp_doctor.weights.fsdp import private
+from fsdp_doctor.weights.fsdp.decorators import disable_autograd
+from fsdp_doctor.weights.fsdp.reader import ModelContents, ModelTensor
+from fsdp_doctor.weights.fsdp.shards import compute_row_major_strides
+
+Experts: TypeAlias = DeviceMesh | Mapping[str, DeviceMesh]
+"""The dim of a mesh along which experts are divided, ``mesh["ep"]``, of all parameters below a module ``experts``; or
+such a dim by patterns of names, as fnmatch has them."""
+ExpertMeshes: TypeAlias = tuple[tuple[str, DeviceMesh], ...]
+
+_PATTERNS = ("experts.*", "*.experts.*")
+
+
+def list_expert_meshes(experts: Experts | None) -> ExpertMeshes:
+    """(pattern, mesh) of each pattern. Raises TypeError for another type, ValueError for a mesh of several dims."""
+    if experts is None:
+        return ()
+    pairs = tuple(experts.items() if isinstance(experts, Mapping) else ((pattern, experts) for pattern in _PATTERNS))
+    for pattern, mesh in pairs:
+        if not isinstance(pattern, str) or not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"experts must be a DeviceMesh, or a mapping of patterns to such, not {experts!r}")
+        if mesh.ndim != 1:
+            raise ValueError(f'experts: {mesh} has {mesh.ndim} dims: give the one that divides them, as mesh["ep"]')
+    return pairs
+
+
+@disable_autograd
+def place_experts(contents: ModelContents, experts: ExpertMeshes) -> ModelContents:
+    """Gives these parameters their places on all ranks, in place. Any rank may call it alone.
+
+    Raises ValueError where no parameter has such a name, for one in an FSDP1 unit, and for one that is sharded along
+    that mesh already or over ranks that are no slice of the mesh to which it belongs.
+    """
+    if not experts:
+        return contents
+    # Each is used for many parameters.
+    ordered = {id(mesh): _put_first(mesh) for _, mesh in experts}
+    matched = False
+    for parameter in contents.parameters:
+        if (mesh := _find_mesh(parameter.names, experts)) is not None:
+            parameter.placed = _place(parameter, mesh, ordered[id(mesh)])
+            matched = True
+    for unit in contents.fsdp1_units:
+        if flat := [names[0] for names in unit.names if _find_mesh(names, experts) is not None]:
+            raise ValueError(f"experts: {flat[0]} is in an FSDP1 unit, of which no part of a larger tensor is gathered")
+    if not matched:
+        raise ValueError(f"experts: no parameter is called {' or '.join(pattern for pattern, _ in experts)}")
+    return contents
+
+
+def _find_mesh(names: Sequence[str], experts: ExpertMeshes) -> DeviceMesh | None:
+    matching = (mesh for pattern, mesh in experts if any(fnmatch.fnmatchcase(name, pattern) for name in names))
+    return next(matching, None)
+
+
+def _find_dim(mesh: DeviceMesh, root: DeviceMesh) -> int:
+    return next(dim for dim in range(root.ndim) if root.get_group(dim) is mesh.get_group())
+
+
+def _put_first(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of which ``mesh`` is a dim, with that dim first: experts are divided before FSDP divides what is left.
+
+    It has the same process groups.
+    """
+    root = private.find_root_mesh(mesh)
+    dim = _find_dim(mesh, root)
+    if dim == 0:
+        return root
+    order = [dim, *(other for other in range(root.ndim) if other != dim)]
+    names = root.mesh_dim_names or ()
+    return DeviceMesh.from_group(
+        [root.get_group(other) for other in order],
+        root.device_type,
+        root.mesh.permute(order).contiguous(),
+        mesh_dim_names=tuple(names[other] for other in order),
+    )
+
+
+def _place(parameter: ModelTensor, mesh: DeviceMesh, ordered: DeviceMesh) -> DTensor:
+    """Makes the tensor of all experts, without elements, of which the parameter is a part.
+
+    ordered: the mesh of which ``mesh`` is a dim, as ``_put_first`` has it.
+    """
+    tensor, name = parameter.tensor, parameter.names[0]
+    if re.search(r"(^|\.)experts\.\d+\.", name):
+        raise ValueError(
+            f"experts: {name} is one expert's, which each group of ranks has numbered from 0 for itself: no "
+            "mesh says which of all experts it is; fuse them, or give them the numbers that they have among all"
+        )
+    placements: list[Placement] = [Shard(0), *(Replicate() for _ in range(ordered.ndim - 1))]
+    if isinstance(tensor, DTensor):
+        extended = extend_mesh(tensor.device_mesh, tensor.placements, [ordered])
+        if extended is None or not isinstance(extended[1][0], Replicate):
+            ranks, along = tensor.device_mesh.mesh.tolist(), mesh.mesh.tolist()
+            of_all = private.find_root_mesh(mesh).mesh.tolist()
+            raise ValueError(
+                f"experts: {name} is sharded over the ranks {ranks}, which is no slice beside the ranks {along} of "
+                f"{of_all}: give the other dim of the mesh that FSDP shards it over, and nothing for what "
+                "is one DTensor already"
+            )
+        placements[1:] = extended[1][1:]
+    local = private.read_local_tensor(tensor)
+    shape = torch.Size((tensor.shape[0] * mesh.size(), *tensor.shape[1:])) if tensor.ndim else tensor.shape
+    return DTensor.from_local(
+        torch.empty(local.shape, dtype=tensor.dtype, device="meta"),
+        ordered,
+        placements,
+        run_check=False,
+        shape=shape,
+        stride=compute_row_major_strides(shape),
+    )
+
+
+def extend_mesh(
+    mesh: DeviceMesh, placements: Sequence[Placement], meshes: Sequence[DeviceMesh]
+) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+    """The same division in terms of a mesh in ``meshes`` that is ``mesh`` or contains it as a submesh; None if none is.
+
+    It is replicated over the dims that the submesh lacks: each neighbour along them has a submesh with the same shards.
+    """
+    for whole in meshes:
+        here = whole.get_coordinate() or [0] * whole.ndim
+        for dims in itertools.combinations(range(whole.ndim), mesh.ndim):
+            index = tuple(slice(None) if dim in dims else here[dim] for dim in range(whole.ndim))
+            if torch.equal(whole.mesh[index], mesh.mesh):
+                of_dim = dict(zip(dims, placements, strict=True))
+                return whole, tuple(of_dim.get(dim, Replicate()) for dim in range(whole.ndim))
+    return None

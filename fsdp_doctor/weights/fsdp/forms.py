@@ -1,0 +1,159 @@
+"""The form in which a tensor's memory has its values: one by one, or such that no function of ours can read them.
+
+A tensor is unreadable where its elements do not lie in memory one by one, and where those that do are codes of a
+quantization, of which a weight is computed with scales that lie elsewhere. Codes have the dtype of a weight where
+``bnb_4bit_quant_storage`` says so, and ``fully_shard`` replaces the parameter by a DTensor, which leaves the class of
+the module to tell them by. Nothing is imported for it: who never imported bitsandbytes has no module of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from fsdp_doctor.text import join_some
+from fsdp_doctor.weights.fsdp.private import ModuleTensors
+
+_LAZY = (nn.UninitializedParameter, nn.UninitializedBuffer)
+# Read in bitsandbytes 0.50, whose other modules have plain weights.
+_CLASSES_OF_BITSANDBYTES = {"Linear4bit", "Linear8bitLt", "Embedding4bit", "Embedding8bit"}
+# Of HQQ; GPTQ and AWQ; compressed-tensors; AQLM. Whatever their modules are called, nothing else has such names.
+_NAMES_OF_CODES = {
+    "W_q": "HQQ",
+    "qweight": "GPTQ or AWQ",
+    "qzeros": "GPTQ or AWQ",
+    "weight_packed": "compressed-tensors",
+}
+# What a tensor of one byte an element has beside it where its values are to be multiplied by it; bitsandbytes, EETQ,
+# FBGEMM, the float8 of DeepSeek.
+_SCALES = ("{}_scale", "{}_scales", "{}_scale_inv", "SCB")
+
+
+class UnreadableTensors(RuntimeError):
+    """Tensors of a model whose memory is not their values: codes of a quantization, or a form that is not dense.
+
+    forms: by the name of each, what it is.
+    """
+
+    def __init__(self, forms: Mapping[str, str]) -> None:
+        names_of: dict[str, list[str]] = {}
+        for name, form in forms.items():
+            names_of.setdefault(form, []).append(name)
+        described = "; ".join(f"{join_some(names)}: {form}" for form, names in names_of.items())
+        super().__init__(
+            f"the values of {len(forms)} of the model's tensors cannot be read or written: {described}. Of a model "
+            'that trains adapters over such weights, lora="adapter" has the adapters; for the weights, replace them by '
+            "dense ones, as a quantizer's dequantize does, before the model is sharded"
+        )
+        self.forms = dict(forms)
+
+
+def refuse(forms: Mapping[str, str]) -> None:
+    """Raises UnreadableTensors for any. forms: by name."""
+    if forms:
+        raise UnreadableTensors(forms)
+
+
+def describe_form(tensor: torch.Tensor) -> str:
+    """What a model's tensor is that cannot be read and filled where it lies, on the meta device or not; empty for
+    others.
+    """
+    lazy_view = "a view that is conjugated or negated when it is read"
+    return _describe_layout(tensor) or (lazy_view if tensor.is_conj() or tensor.is_neg() else "")
+
+
+def describe_unless_dense(tensor: torch.Tensor) -> str:
+    """The form of a tensor whose elements do not lie in memory one by one; empty for a dense one."""
+    return _describe_layout(tensor) or ("on the meta device" if tensor.is_meta else "")
+
+
+def _describe_layout(tensor: torch.Tensor) -> str:
+    """Tells sparse, nested and quantized tensors, parameters of lazy modules, and subclasses that wrap other tensors
+    (with a ``__torch_dispatch__``). Subclasses that only carry attributes, as parameters do, are dense.
+    """
+    if _is_wrapper(type(tensor)):
+        return f"a {type(tensor).__name__}"
+    if isinstance(tensor, _LAZY):
+        return "not initialized, as a lazy module leaves it until its first forward"
+    if tensor.layout != torch.strided:
+        return f"in the layout {str(tensor.layout).removeprefix('torch.')}"
+    if tensor.is_nested:
+        return "nested"
+    return "quantized" if tensor.is_quantized else ""
+
+
+def has_strides(tensor: torch.Tensor) -> bool:
+    """Whether shape, strides and dtype can be read, so that a plan for other tensors of its model can be made."""
+    return not isinstance(tensor, _LAZY) and tensor.layout == torch.strided and not tensor.is_nested
+
+
+@functools.cache
+def _is_wrapper(kind: type) -> bool:
+    return getattr(kind, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__
+
+
+class CodeFinder:
+    """Finds which tensors of one model's modules are codes. modules: all of them."""
+
+    def __init__(self, modules: Iterable[ModuleTensors]) -> None:
+        quantizers = (vars(owner.module).get("hf_quantizer") for owner in modules)
+        # A PreTrainedModel's, which says how all of it was quantized.
+        self._method = next((_name_method(quantizer) for quantizer in quantizers if quantizer is not None), "")
+
+    def describe(self, owner: ModuleTensors, key: str, tensor: torch.Tensor, shape: torch.Size | None = None) -> str:
+        """Which codes the module's tensor of that name is; empty for values.
+
+        shape: of a parameter in an FSDP1 unit, whose flat parameter is ``tensor`` then.
+        """
+        if method := _NAMES_OF_CODES.get(key):
+            return f"codes of {method}"
+        class_of_module: type = type(owner.module)
+        if kind := _find_kind_of_bitsandbytes(class_of_module):
+            is_weight = _is_weight_of(owner.module, tensor.dtype, tensor.shape if shape is None else shape)
+            return "" if key != "weight" or is_weight else f"codes of bitsandbytes ({kind})"
+        if key == "original" and any(_is_of_bitsandbytes(type(child)) for child in owner.module.children()):
+            return "codes of bitsandbytes (a parametrization)"
+        if _is_of_bitsandbytes(type(tensor)) and getattr(tensor, "bnb_quantized", False):
+            return f"codes of bitsandbytes ({type(tensor).__name__})"
+        if key == "codes" and _has(owner, "codebooks"):
+            return "codes of AQLM"
+        if key.endswith("_blocks") and _has(owner, f"{key.removesuffix('_blocks')}_scales"):
+            return "codes with a scale for each block"
+        is_small = tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
+        if is_small and any(_has(owner, scale.format(key)) for scale in _SCALES):
+            return "codes with a scale beside them"
+        is_code = is_small or tensor.dtype in (torch.int16, torch.int32, torch.int64)
+        return f"codes of {self._method}" if self._method and is_code and isinstance(tensor, nn.Parameter) else ""
+
+
+def _has(owner: ModuleTensors, name: str) -> bool:
+    return name in owner.parameters or name in owner.buffers
+
+
+def _name_method(quantizer: object) -> str:
+    method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
+    return str(getattr(method, "value", method) or type(quantizer).__name__)
+
+
+def _is_of_bitsandbytes(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "bitsandbytes"
+
+
+@functools.cache
+def _find_kind_of_bitsandbytes(kind: type) -> str:
+    """The class of bitsandbytes with codes that a module's class is or is derived from; empty for another.
+
+    ``fully_shard`` derives a class from the module's.
+    """
+    names = (base.__name__ for base in kind.__mro__ if _is_of_bitsandbytes(base))
+    return next((name for name in names if name in _CLASSES_OF_BITSANDBYTES), "")
+
+
+def _is_weight_of(module: nn.Module, dtype: torch.dtype, shape: torch.Size) -> bool:
+    """Whether it is not quantized, or not yet: codes have another shape, or one byte an element."""
+    sides = (("out_features", "in_features"), ("num_embeddings", "embedding_dim"))
+    shapes = [tuple(getattr(module, side, None) for side in both) for both in sides]
+    return dtype.is_floating_point and dtype.itemsize > 1 and tuple(shape) in shapes

@@ -1,0 +1,91 @@
+"""Tensors that a caller gives in place of the model's own, such as an average of its weights, one for each name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp_doctor.text import join_some
+from fsdp_doctor.weights.fsdp import private
+from fsdp_doctor.weights.fsdp.forms import describe_form
+from fsdp_doctor.weights.fsdp.names import unwrap_name
+from fsdp_doctor.weights.fsdp.reader import ModelContents, ModelTensor
+
+GivenTensors: TypeAlias = Mapping[str, torch.Tensor]
+"""By a name that the model has: a DTensor of the shape of the model's tensor, or a plain tensor that is all of it."""
+
+
+def put_in_place(contents: ModelContents, tensors: GivenTensors | None) -> ModelContents:
+    """Returns the contents with these tensors alone, in the order and with all names of the model's; all of it for
+    None.
+
+    Any rank may call it alone. Raises TypeError for what is no mapping of names to tensors; ValueError for a name that
+    no parameter and no persistent buffer has, for one that is in an FSDP1 unit, for two tensors of one tied tensor, and
+    for another shape than the model's.
+    """
+    if tensors is None:
+        return contents
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"tensors must be a mapping of names to tensors, not {type(tensors).__name__}")
+    known = {name: tensor for tensor in contents.list_tensors() for name in tensor.names}
+    in_units = {name for unit in contents.fsdp1_units for names in unit.names for name in names}
+    given: dict[int, ModelTensor] = {}
+    strangers: list[str] = []
+    for wrapped_name, tensor in tensors.items():
+        if not isinstance(wrapped_name, str) or not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"tensors must have tensors by name, and has a {type(tensor).__name__} as {wrapped_name!r}")
+        name = unwrap_name(wrapped_name)
+        if name in in_units:
+            raise ValueError(
+                f"tensors: {name} is in an FSDP1 unit, whose shards have no layout of their own: put the values into "
+                "the model for as long as they are read, or shard it with fully_shard"
+            )
+        if name not in known:
+            strangers.append(wrapped_name)
+            continue
+        own = known[name]
+        _check_shape(name, tensor, own)
+        new = ModelTensor(own.names, tensor, tensor, None, describe_form(private.read_local_tensor(tensor)))
+        if not _is_one(given.setdefault(id(own), new).tensor, tensor):
+            raise ValueError(f"tensors: {' and '.join(own.names)} are tied in the model, and two tensors here")
+    if strangers:
+        raise ValueError(f"tensors: no parameter and no persistent buffer is called {join_some(strangers)}")
+
+    def choose(own: tuple[ModelTensor, ...]) -> tuple[ModelTensor, ...]:
+        return tuple(given[id(tensor)] for tensor in own if id(tensor) in given)
+
+    return replace(
+        contents,
+        fsdp1_units=(),
+        fsdp2_units=(),
+        parameters=choose(contents.parameters),
+        buffers=choose(contents.buffers),
+        transient_buffers=(),
+        stray_pieces=(),
+    )
+
+
+def _check_shape(name: str, tensor: torch.Tensor, own: ModelTensor) -> None:
+    shape = own.tensor.shape
+    if tensor.shape == shape:
+        return
+    is_shard = not isinstance(tensor, DTensor) and tensor.shape == private.read_local_tensor(own.tensor).shape
+    what = (
+        f"is this rank's shard of {list(shape)}, which nothing says: give DTensor.from_local of it, with the mesh, the "
+        "placements, the shape and the strides of the model's"
+        if is_shard
+        else f"has the shape {list(tensor.shape)}, and {list(shape)} in the model"
+    )
+    raise ValueError(f"tensors: {name} {what}")
+
+
+def _is_one(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two names of a tied tensor have one here, too: a state dict has an object for each name."""
+    if one is other:
+        return True
+    first, second = private.read_local_tensor(one), private.read_local_tensor(other)
+    return first.device == second.device and first.data_ptr() == second.data_ptr() and one.dtype == other.dtype

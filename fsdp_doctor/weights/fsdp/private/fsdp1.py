@@ -1,0 +1,396 @@
+"""FSDP1: everything about a unit's ``FlatParamHandle``, for there is no public way to a flat parameter's metadata."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
+
+from fsdp_doctor.weights.fsdp.private import GradientSwitches, OpenStep, get
+
+
+@dataclass(frozen=True)
+class FlatSlice:
+    """Where one parameter lies in a unit's flat parameter: as ``flat.as_strided(shape, stride, offset)``."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fsdp1Unit:
+    """An FSDP1 module that owns parameters, all of them in one flat parameter.
+
+    prefix: of its names, empty or with a dot at its end. names: of each parameter, in the order of the flat
+    parameter, all of its names, the tied ones last. shown: the parameters that the modules have now, by each name;
+    without ``use_orig_params`` none, unless it is unsharded. forms: what each is, by its first name, if its elements
+    are not its values, see ``forms``.
+    """
+
+    prefix: str
+    names: tuple[tuple[str, ...], ...]
+    shown: dict[str, torch.Tensor]
+    module: nn.Module
+    _handle: Any
+    forms: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def flat_name(self) -> str:
+        """The name under which FSDP1 registers the flat parameter."""
+        return f"{self.prefix}_flat_param"
+
+    @property
+    def flat_parameter(self) -> nn.Parameter:
+        """The flat parameter, now this rank's shard, or the whole while unsharded: ``FlatParamHandle.flat_param``."""
+        parameter: nn.Parameter = get(self._handle, "flat_param")
+        return parameter
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """See :func:`read_flat_shard`. Its last ``padding`` elements are no parameter's."""
+        return read_flat_shard(self._handle)
+
+    @property
+    def memories(self) -> list[torch.Tensor]:
+        """Every memory that this rank's shard has now, 1-D: one as a rule, two where ``_local_shard`` is another.
+
+        A forward under mixed precision reads ``_local_shard``; everything else reads the first one.
+        """
+        shard = _find_sharded_flat(self._handle)
+        local = getattr(self.flat_parameter, "_local_shard", shard).detach()
+        return [shard] if _is_same_memory(shard, local) else [shard, local]
+
+    @property
+    def attributes_with_weights(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """(every attribute that has this rank's shard, the original parameters' parts of it or None), as they are now.
+
+        For verification, which must not rely on which of them is read: ``FlatParameter.data`` where it is as long as
+        the shard, ``_local_shard``, and with ``use_orig_params`` ``_params``, where they are sharded.
+        """
+        flat_param = self.flat_parameter
+        data = flat_param.detach()
+        local = getattr(flat_param, "_local_shard", data).detach()
+        shards = [data, local] if data.shape == local.shape else [local]
+        parts: list[torch.Tensor | None] = []
+        for original, info in zip(
+            get(flat_param, "_params") or (), get(flat_param, "_shard_param_infos"), strict=False
+        ):
+            is_part = info.in_shard and original.numel() == info.numel_in_shard
+            parts.append(original.detach().reshape(-1) if is_part else None)
+        return shards, parts
+
+    @property
+    def has_lost_shard(self) -> bool:
+        """True if the present shard has another length than a shard of the unit: ``FlatParameter._sharded_size``.
+
+        A manual offload makes the flat parameter the local shard, and while the unit is unsharded that is the whole.
+        """
+        shard = self.shard
+        is_short = shard.numel() != get(self.flat_parameter, "_sharded_size").numel()
+        return self.is_sharded and not shard.is_meta and is_short
+
+    @property
+    def is_recast(self) -> bool:
+        """Whether it was cast after lazy initialization, which left its local shard in the dtype of before."""
+        return len({memory.dtype for memory in self.memories}) > 1
+
+    def unite_memories(self) -> None:
+        """Gives a sharded unit one memory again, with the values that its next unshard would read, as a reshard does.
+
+        Original parameters are written back and made views again. ``_local_shard`` stays another memory where it lies
+        on another device. ``FlatParamHandle._writeback_orig_params``, ``_use_sharded_views``.
+        """
+        handle = self._handle
+        flat_param, shard = self.flat_parameter, _find_sharded_flat(handle)
+        replaced = _find_replaced_originals(handle, shard)
+        if replaced:
+            get(handle, "_writeback_orig_params")()
+        local = getattr(flat_param, "_local_shard", shard)
+        is_copied = not _is_same_memory(shard, local) and local.device == shard.device
+        if is_copied:
+            with torch.no_grad():
+                local.detach().copy_(shard)
+            flat_param.data = local
+        if self.keeps_originals and (replaced or is_copied):
+            get(handle, "_use_sharded_views")()
+
+    @property
+    def host_gradient(self) -> torch.Tensor | None:
+        """Pinned, as large as the shard: what a unit under CPUOffload keeps for its gradient, ``_cpu_grad``."""
+        return getattr(self.flat_parameter, "_cpu_grad", None)
+
+    @property
+    def padding(self) -> int:
+        """Number of elements at the end of this rank's shard: ``_shard_numel_padded``, which a sharded unit has."""
+        return int(getattr(self.flat_parameter, "_shard_numel_padded", 0))
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether lazy initialization, at the first forward, made ``FlatParameter._local_shard``."""
+        return hasattr(self.flat_parameter, "_local_shard")
+
+    @property
+    def is_sharded(self) -> bool:
+        """False where torch turned it into NO_SHARD, as in a shard group of one: the shard is the whole."""
+        return bool(get(self._handle, "uses_sharded_strategy"))
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The shard group: ``FlatParamHandle.process_group``."""
+        return get(self._handle, "process_group")  # type: ignore[no-any-return]
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The ranks that have the same shard under HYBRID_SHARD: ``FullyShardedDataParallel._inter_node_pg``."""
+        return getattr(self.module, "_inter_node_pg", None)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All that have a part of it, or a copy of one: of the mesh that it was given, else of its groups.
+
+        ``FullyShardedDataParallel._device_mesh``. Without one, each rank's two groups are a row and a column of a grid.
+        """
+        if self.replica_group is None:
+            return tuple(dist.get_process_group_ranks(self.group))
+        if (mesh := getattr(self.module, "_device_mesh", None)) is not None:
+            return tuple(mesh.mesh.flatten().tolist())
+        row, column = map(dist.get_process_group_ranks, (self.group, self.replica_group))
+        return tuple(sorted({rank + other - dist.get_rank() for rank in row for other in column}))
+
+    @property
+    def switches(self) -> GradientSwitches:
+        """``FullyShardedDataParallel._sync_gradients``, which ``no_sync()`` switches off until it ends."""
+        return GradientSwitches(synchronizes=get(self.module, "_sync_gradients"))
+
+    @property
+    def is_summoned(self) -> bool:
+        """Whether ``summon_full_params`` will write over the shards at its end: ``FlatParamHandle._training_state``."""
+        return str(get(get(self._handle, "_training_state"), "name")) == "SUMMON_FULL_PARAMS"
+
+    @property
+    def open_step(self) -> OpenStep | None:
+        """The part of a training step that has begun and has not ended, as one that raised leaves it.
+
+        ``FlatParamHandle._training_state``.
+        """
+        stage = str(get(get(self._handle, "_training_state"), "name"))
+        if stage in ("BACKWARD_PRE", "BACKWARD_POST"):
+            return "backward"
+        return "forward" if stage == "FORWARD" else None
+
+    @property
+    def is_unsharded(self) -> bool:
+        """True while the unit has its parameters unsharded: ``FlatParamHandle.needs_unshard``."""
+        return self.is_sharded and self.is_initialized and not get(self._handle, "needs_unshard")()
+
+    def reshard(self) -> None:
+        """Frees the unsharded parameters, which the root keeps after a forward without a backward.
+
+        As ``_runtime_utils._reshard`` does: ``FlatParamHandle.reshard``, ``.post_reshard``, and ``_prefetched``, which
+        says that they are there already.
+        """
+        handle = self._handle
+        if self.is_unsharded:
+            get(handle, "reshard")(True)
+            get(handle, "post_reshard")()
+            handle._prefetched = False
+
+    @property
+    def compute_device(self) -> torch.device:
+        """``FlatParamHandle.device``."""
+        device: torch.device = get(self._handle, "device")
+        return device
+
+    @property
+    def offloads(self) -> bool:
+        """Whether it is under ``CPUOffload(offload_params=True)``: ``FlatParamHandle._offload_params``."""
+        return bool(get(self._handle, "_offload_params"))
+
+    @property
+    def keeps_originals(self) -> bool:
+        """Whether the optimizer has each parameter's part of the shard: ``FlatParamHandle._use_orig_params``."""
+        return bool(get(self._handle, "_use_orig_params"))
+
+    @property
+    def originals(self) -> list[nn.Parameter]:
+        """What the optimizer has of each parameter, in the order of the names: ``FlatParameter._params``.
+
+        None without ``use_orig_params``.
+        """
+        return list(get(self.flat_parameter, "_params") or ())
+
+    @property
+    def optimized(self) -> list[nn.Parameter]:
+        """All parameters that an optimizer may have, including tied ones: ``FlatParameter._shared_params``."""
+        return [self.flat_parameter, *self.originals, *(get(self.flat_parameter, "_shared_params") or ())]
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """The modules' present tensors without ``use_orig_params``: views of the flat parameter as of its last use.
+
+        ``FlatParameter._param_infos``.
+        """
+        places = [(info.module, info.param_name) for info in get(self.flat_parameter, "_param_infos")]
+        shown = [vars(module).get(name) for module, name in places]
+        return [tensor for tensor in shown if isinstance(tensor, torch.Tensor)]
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """The shapes of the unsharded parameters, in the order of the names: ``FlatParameter._shapes``."""
+        return list(get(self.flat_parameter, "_shapes"))
+
+    def read_layout(self) -> list[FlatSlice]:
+        """Where the parameters lie in the flat parameter, in the order of the names.
+
+        It keeps each parameter's strides, and with ``use_orig_params`` an alignment gap between two:
+        ``FlatParamHandle._get_unflat_views``, of a flat parameter on the meta device.
+        """
+        flat_param = self.flat_parameter
+        size = get(flat_param, "_unpadded_unsharded_size").numel()
+        views = get(self._handle, "_get_unflat_views")(torch.empty(size, dtype=flat_param.dtype, device="meta"))
+        return [FlatSlice(view.shape, view.stride(), int(view.storage_offset())) for view in views]
+
+    def move_to(self, device: torch.device, *, non_blocking: bool) -> None:
+        """Moves the shard as verl's manual offload does: ``FlatParamHandle.flat_param_to``.
+
+        ``_local_shard`` must follow by hand, or the next unshard would read the old one. A unit under
+        ``CPUOffload(offload_params=True)`` stays where torch put it.
+        """
+        if not self.offloads:
+            get(self._handle, "flat_param_to")(device, non_blocking=non_blocking)
+            self._handle.flat_param._local_shard = self._handle.flat_param.data
+
+
+def close_forward(model: nn.Module) -> None:
+    """Brings the units of a model into the state between two steps after a forward that raised.
+
+    The hook that reduces a unit's gradient stays registered, and the next forward registers no other. Where the flat
+    parameter moves for a forward, as under an offload, autograd has dropped that hook by then, and the next step would
+    take the gradient of the step before: ``FlatParameter._post_backward_hook_state``, and
+    ``_post_backward_hook_handle`` where the forward was compiled.
+    """
+    for module in model.modules():
+        if not isinstance(module, FullyShardedDataParallel):
+            continue
+        module.training_state = type(get(module, "training_state")).IDLE
+        if (handle := find_flat_handle(module)) is not None:
+            handle._training_state = type(get(handle, "_training_state")).IDLE
+            attributes = vars(get(handle, "flat_param"))
+            if (state := attributes.pop("_post_backward_hook_state", None)) is not None:
+                state[-1].remove()
+            if (hook := attributes.pop("_post_backward_hook_handle", None)) is not None:
+                hook.remove()
+
+
+def find_flat_handle(module: nn.Module) -> Any:
+    """The handle of an FSDP1 unit that owns parameters, ``FullyShardedDataParallel._handle``; None for any other."""
+    return get(module, "_handle") if isinstance(module, FullyShardedDataParallel) else None
+
+
+def is_flat_parameter(tensor: torch.Tensor) -> bool:
+    """``FlatParameter``, which torch.distributed.fsdp imports and does not export."""
+    return isinstance(tensor, FlatParameter)
+
+
+def is_flattened(tensor: torch.Tensor) -> bool:
+    """Whether a parameter is a piece of some unit's flat parameter: ``_common_utils._is_fsdp_flattened``."""
+    return bool(getattr(tensor, "_fsdp_flattened", False))
+
+
+def read_plan_facts(handle: Any) -> Any:
+    """What an extraction's plan depends on: ``FlatParamHandle.uses_sharded_strategy``, ``.process_group``."""
+    shard = read_flat_shard(handle)
+    is_sharded, group = get(handle, "uses_sharded_strategy"), get(handle, "process_group")
+    return weakref.ref(handle), is_sharded, group, shard.shape, shard.dtype, shard.device
+
+
+def read_flat_shard(handle: Any) -> torch.Tensor:
+    """This rank's shard as torch's next unshard in full precision reads it: 1-D, as long as every other rank's.
+
+    While the unit is sharded that is ``FlatParameter.data``: ``summon_full_params``, a state dict, and without mixed
+    precision the forward gather it. It is other memory than ``FlatParameter._local_shard`` after lazy initialization
+    under ``CPUOffload(offload_params=True)``, which pins a copy, and after ``Module.cpu()``. While the unit is
+    unsharded it is ``_local_shard``, to which a reshard returns. With ``use_orig_params`` an original parameter that
+    was given other memory is first written back (``FlatParamHandle._writeback_orig_params``): then this is a copy.
+    """
+    shard = _find_sharded_flat(handle)
+    if replaced := _find_replaced_originals(handle, shard):
+        shard = shard.clone()
+        with torch.no_grad():
+            for original, begin in replaced:
+                shard[begin : begin + original.numel()].copy_(original.view(-1))
+    return shard
+
+
+def _is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors begin at the same address of the same device."""
+    return tensor.device == other.device and tensor.data_ptr() == other.data_ptr()
+
+
+def _find_sharded_flat(handle: Any) -> torch.Tensor:
+    """``FlatParameter.data`` while it is this rank's shard, otherwise ``_local_shard``."""
+    flat_param = get(handle, "flat_param")
+    data: torch.Tensor = flat_param.detach()
+    local: torch.Tensor | None = getattr(flat_param, "_local_shard", None)
+    if local is None:
+        return data
+    # A unit in a shard group of one computes with `_mp_shard`, which is as long as the shard.
+    low_precision = getattr(flat_param, "_mp_shard", None)
+    is_unsharded = data.shape != local.shape or (low_precision is not None and _is_same_memory(data, low_precision))
+    return local.detach() if is_unsharded else data
+
+
+def _find_replaced_originals(handle: Any, shard: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
+    """Lists (parameter, where its part of this rank's shard begins) for each parameter that is not a view of the
+    shard.
+
+    With ``use_orig_params``, while the modules have sharded parameters: ``FlatParameter._param_infos``,
+    ``_shard_param_infos``, ``FlatParamHandle._skipped_use_sharded_views``.
+    """
+    flat_param = get(handle, "flat_param")
+    if not get(handle, "_use_orig_params") or get(handle, "_skipped_use_sharded_views"):
+        return []
+    if not _is_same_memory(flat_param.detach(), shard):
+        return []
+    shown = [getattr(module, name, None) for name, module, _ in get(flat_param, "_param_infos")]
+    begin_of_shard, size = shard.data_ptr(), shard.element_size()
+    replaced: list[tuple[torch.Tensor, int]] = []
+    for parameter, info in zip(shown, get(flat_param, "_shard_param_infos"), strict=True):
+        if not info.in_shard or not isinstance(parameter, nn.Parameter):
+            continue
+        address = begin_of_shard + info.offset_in_shard * size
+        if parameter.numel() and (parameter.data_ptr() != address or parameter.device != shard.device):
+            replaced.append((parameter, info.offset_in_shard))
+    return replaced
+
+
+class PlaceInModule(NamedTuple):
+    """One place of a unit's parameter: a module, the parameter's name in it, and its name relative to the unit."""
+
+    module: nn.Module
+    name: str
+    name_in_unit: str
+
+
+def list_flat_names(handle: Any) -> list[list[PlaceInModule]]:
+    """Lists the places of each parameter of a unit, in the order of the flat parameter.
+
+    Its own comes first, then those to which it is tied within the unit. ``FlatParameter._param_infos`` and
+    ``_shared_param_infos``.
+    """
+    flat_param = get(handle, "flat_param")
+    places = [[_make_place(module, name, path)] for name, module, path in get(flat_param, "_param_infos")]
+    index_of = {(id(place.module), place.name): index for index, (place,) in enumerate(places)}
+    for name, module, path, primary_name, primary_module, _ in get(flat_param, "_shared_param_infos"):
+        places[index_of[id(primary_module), primary_name]].append(_make_place(module, name, path))
+    return places
+
+
+def _make_place(module: nn.Module, name: str, path: str) -> PlaceInModule:
+    return PlaceInModule(module, name, f"{path}.{name}" if path else name)

@@ -1,0 +1,330 @@
+"""The one reader of a sharded model: every tensor that it holds, once, with all of its names, and every FSDP unit.
+
+Only attributes are read, in any state of the model: nothing is copied or communicated, no device is touched.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_doctor.text import join_some
+from fsdp_doctor.weights.fsdp import private
+from fsdp_doctor.weights.fsdp.forms import CodeFinder, describe_form, has_strides
+from fsdp_doctor.weights.fsdp.names import unwrap_name
+from fsdp_doctor.weights.fsdp.private import fsdp1, fsdp2
+from fsdp_doctor.weights.fsdp.private.fsdp1 import FlatSlice as FlatSlice, Fsdp1Unit as Fsdp1Unit
+from fsdp_doctor.weights.fsdp.private.fsdp2 import Fsdp2Unit as Fsdp2Unit, list_unsharded_parameters
+
+
+# A model may have a hundred thousand: a frozen one would cost four times as much to make.
+@dataclass(slots=True, eq=False)
+class ModelTensor:
+    """One parameter or buffer.
+
+    names: as in the model before it was wrapped, in the order of its modules; several for a tied one.
+    tensor: of a parameter that FSDP2 shows unsharded now, the sharded one; shown: what the modules have now.
+    unit: the innermost FSDP2 module around it, None outside of any.
+    form: what it is if its memory is not its values, see ``forms``; empty for others.
+    placed: what has its global shape, mesh and placements: ``tensor``; or of experts that were divided before FSDP
+    sharded them, a DTensor without elements, of which ``tensor`` is a part, see ``expert_groups``.
+    """
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+    shown: torch.Tensor
+    unit: Fsdp2Unit | None
+    form: str = ""
+    placed: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.placed = self.tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelContents:
+    """All that a model holds, in the order of its modules.
+
+    fsdp1_units: their parameters are not among ``parameters``.
+    parameters; buffers: those that a state dict has; transient_buffers: the others.
+    stray_pieces: names of parameters that are pieces of an FSDP1 unit's flat parameter in a module of another unit, as
+    a parameter is that was tied across units with ``use_orig_params``: torch gathers them for their own unit alone.
+    ambiguous: names that several tensors have when what wrappers put into them is taken off.
+    extra_states: names in a state dict of what ``get_extra_state`` returns, which may be anything.
+    ddp_ranks: those of DDP around it, if any.
+    """
+
+    fsdp1_units: tuple[Fsdp1Unit, ...]
+    fsdp2_units: tuple[Fsdp2Unit, ...]
+    parameters: tuple[ModelTensor, ...]
+    buffers: tuple[ModelTensor, ...]
+    transient_buffers: tuple[ModelTensor, ...]
+    stray_pieces: tuple[str, ...] = ()
+    ambiguous: tuple[str, ...] = ()
+    extra_states: tuple[str, ...] = ()
+    ddp_ranks: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the largest part of the model, replicas included; empty where nothing says which they are."""
+        return max(self.list_ranks_of_parts(), key=len, default=self.ddp_ranks)
+
+    def list_ranks_of_parts(self) -> list[tuple[int, ...]]:
+        """The ranks of each mesh and of each FSDP1 unit, in their order there."""
+        placed = (parameter.placed for parameter in self.parameters)
+        meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in placed if isinstance(tensor, DTensor)}
+        on_meshes = [tuple(mesh.mesh.flatten().tolist()) for mesh in meshes.values()]
+        return [*on_meshes, *(unit.ranks for unit in self.fsdp1_units)]
+
+    @property
+    def refusal(self) -> str:
+        """Why the model can be neither extracted nor loaded; empty if it can."""
+        if self.ambiguous:
+            return describe_ambiguous(self.ambiguous)
+        if self.lost_shards:
+            return (
+                f"{join_some(self.lost_shards)} was moved while it was unsharded, as a manual offload does after a "
+                "step that raised: the shard is lost. Build and wrap the model again, and load a checkpoint"
+            )
+        if not self.stray_pieces:
+            return ""
+        return (
+            f"{join_some(self.stray_pieces)} is a piece of the flat parameter of another FSDP1 unit, to which it was "
+            "tied before the model was wrapped: its module cannot use it. Put tied parameters into one FSDP1 unit"
+        )
+
+    def list_tensors(self) -> Iterator[ModelTensor]:
+        """The parameters and buffers of a state dict, without those in FSDP1 units."""
+        yield from self.parameters
+        yield from self.buffers
+
+    @property
+    def lost_shards(self) -> list[str]:
+        """The names of FSDP1 units that have lost their shards."""
+        return [unit.flat_name for unit in self.fsdp1_units if unit.has_lost_shard]
+
+    def find_unreadable(self, *, but_strided: bool = False) -> dict[str, str]:
+        """Describes each tensor of a state dict whose memory is not its values, by its first name.
+
+        but_strided: without those that can be left alone in a call for others, because their layout can be read.
+        """
+        tensors = [tensor for tensor in self.list_tensors() if tensor.form]
+        forms = {t.names[0]: t.form for t in tensors if not (but_strided and has_strides(t.tensor))}
+        in_units = [] if but_strided else [unit.forms.items() for unit in self.fsdp1_units]
+        return forms | dict(itertools.chain.from_iterable(in_units))
+
+    def drop_without_strides(self) -> ModelContents:
+        """Returns the contents without tensors of which not even shape and strides can be read."""
+
+        def keep(tensors: tuple[ModelTensor, ...]) -> tuple[ModelTensor, ...]:
+            return tuple(tensor for tensor in tensors if not tensor.form or has_strides(tensor.tensor))
+
+        return replace(
+            self,
+            parameters=keep(self.parameters),
+            buffers=keep(self.buffers),
+            transient_buffers=keep(self.transient_buffers),
+        )
+
+    def list_unused(self, *, but_followed: bool = False) -> list[str]:
+        """The names of what FSDP2 modules have as parameters and will not compute with at their next forward.
+
+        It was assigned after their first one, or has been given other memory since. but_followed: without those whose
+        new memory the module would use after ``follow_moved``.
+        """
+        replaced = [(module, key) for unit in self.fsdp2_units for module, key in unit.replaced]
+        shown = [getattr(module, key, None) for module, key in replaced]
+        moved = [p for unit in self.fsdp2_units for p, can_follow in unit.moved if not (but_followed and can_follow)]
+        unused = set(map(id, [*shown, *moved]))
+        named = [tensor.names[0] for tensor in self.parameters if unused & {id(tensor.tensor), id(tensor.shown)}]
+        missing = [place for place, tensor in zip(replaced, shown, strict=True) if tensor is None]
+        return [*named, *(f"{type(module).__name__}.{key}" for module, key in missing)]
+
+    def list_all_names(self) -> Iterator[tuple[str, ...]]:
+        """All names of each parameter and of each buffer of a state dict, those in FSDP1 units too."""
+        yield from (tensor.names for tensor in self.list_tensors())
+        yield from (names for unit in self.fsdp1_units for names in unit.names)
+
+
+def describe_ambiguous(names: Sequence[str]) -> str:
+    """A sentence about names that several tensors of a model would have."""
+    return (
+        f"several tensors of the model are called {join_some(names)} once what wrappers put into the names of modules "
+        "is taken off, so that all but one would be lost: rename the modules"
+    )
+
+
+def check_model(model: object) -> None:
+    """Raises TypeError for what is no module."""
+    if not isinstance(model, nn.Module):
+        hint = "; tensors by name are given as tensors= beside their model" if isinstance(model, Mapping) else ""
+        raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}{hint}")
+
+
+def read(model: nn.Module) -> ModelContents:
+    """Any rank may call it alone, before the first forward too. Raises TypeError for what is no module."""
+    check_model(model)
+    modules = private.list_module_tensors(find_innermost(model))
+    is_wrapped = False
+    for module_tensors in modules:
+        prefix = unwrap_name(module_tensors.prefix)
+        is_wrapped = is_wrapped or prefix != module_tensors.prefix
+        module_tensors.prefix = prefix
+    states = {
+        id(module_tensors.fsdp2_state): module_tensors.fsdp2_state
+        for module_tensors in modules
+        if module_tensors.fsdp2_state is not None
+    }
+    fsdp2_units = {key: unit for key, state in states.items() if (unit := Fsdp2Unit.read(state)) is not None}
+    # FSDP2 may show others in their place.
+    sharded = {
+        id(shown): known_parameter
+        for state in states.values()
+        for shown, known_parameter in list_unsharded_parameters(state)
+    }
+    codes = CodeFinder(modules)
+    fsdp1_units = _read_fsdp1_units(modules, codes)
+    parameters = _read_parameters(modules, fsdp1_units, fsdp2_units, sharded, codes)
+    stray = [p for p in parameters if fsdp1.is_flattened(p.tensor)] if fsdp1_units else []
+    return ModelContents(
+        fsdp1_units=fsdp1_units,
+        fsdp2_units=tuple(fsdp2_units.values()),
+        parameters=parameters,
+        stray_pieces=tuple(name for parameter in stray for name in parameter.names),
+        ambiguous=_find_ambiguous(modules, fsdp1_units) if is_wrapped else (),
+        extra_states=tuple(f"{m.prefix}_extra_state" for m in modules if _has_extra_state(m.module)),
+        ddp_ranks=_find_ddp_ranks(model),
+        buffers=_read_buffers(modules, fsdp2_units, codes, persistent=True),
+        transient_buffers=_read_buffers(modules, fsdp2_units, codes, persistent=False),
+    )
+
+
+def find_open_step(model: nn.Module, contents: ModelContents) -> private.OpenStep | None:
+    """Returns the part of a training step that has begun and has not ended, as a step that raised leaves it."""
+    found = {unit.open_step for unit in contents.fsdp1_units} | {fsdp2.find_open_step(fsdp2.list_states(model))}
+    return "backward" if "backward" in found else "forward" if "forward" in found else None
+
+
+def _find_ambiguous(modules: list[private.ModuleTensors], fsdp1_units: tuple[Fsdp1Unit, ...]) -> tuple[str, ...]:
+    """Names under which two modules have different tensors; those in FSDP1 units may be no attributes of theirs now."""
+    in_units = collections.Counter(name for unit in fsdp1_units for names in unit.names for name in names)
+    ambiguous = dict.fromkeys(name for name, number in in_units.items() if number > 1)
+    first: dict[str, torch.Tensor] = {}
+    for module_tensors in modules:
+        for key, tensor in (*module_tensors.parameters.items(), *module_tensors.buffers.items()):
+            name = module_tensors.prefix + key
+            if tensor is not None and first.setdefault(name, tensor) is not tensor:
+                ambiguous[name] = None
+    return tuple(ambiguous)
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def _find_ddp_ranks(model: nn.Module) -> tuple[int, ...]:
+    while not isinstance(model, DistributedDataParallel):
+        if (compiled := private.find_compiled_module(model)) is None:
+            return ()
+        model = compiled
+    return tuple(dist.get_process_group_ranks(model.process_group))
+
+
+def find_innermost(model: nn.Module) -> nn.Module:
+    """The model without DDP and torch.compile around it."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif (compiled := private.find_compiled_module(model)) is not None:
+            model = compiled
+        else:
+            return model
+
+
+def _read_fsdp1_units(modules: list[private.ModuleTensors], codes: CodeFinder) -> tuple[Fsdp1Unit, ...]:
+    """Each once, under its module's first name."""
+    owners = {id(module_tensors.module): module_tensors for module_tensors in modules}
+    prefixes: dict[int, list[str]] = {}
+    for module_tensors in modules:
+        prefixes.setdefault(id(module_tensors.module), []).append(module_tensors.prefix)
+    units: dict[int, Fsdp1Unit] = {}
+    for module_tensors in modules:
+        handle = fsdp1.find_flat_handle(module_tensors.module)
+        if handle is not None and id(handle) not in units:
+            places = fsdp1.list_flat_names(handle)
+            names = tuple(_list_names(of_one, module_tensors.prefix, prefixes) for of_one in places)
+            unit = units[id(handle)] = Fsdp1Unit(
+                prefix=module_tensors.prefix, names=names, shown={}, module=module_tensors.module, _handle=handle
+            )
+            for (first, *_), its_names, shape in zip(places, names, unit.shapes, strict=True):
+                owner = owners.get(id(first.module))
+                if owner and (form := codes.describe(owner, first.name, unit.flat_parameter, shape)):
+                    unit.forms[its_names[0]] = form
+    return tuple(units.values())
+
+
+def _list_names(places: list[fsdp1.PlaceInModule], unit: str, prefixes: dict[int, list[str]]) -> tuple[str, ...]:
+    """Every name of a parameter: a module that the model has in several places has its parameter in each of them.
+
+    unit: the prefix of the unit's names, for a module that is not in the model any more.
+    """
+    names = [
+        name
+        for place in places
+        for name in (
+            [f"{prefix}{place.name}" for prefix in prefixes.get(id(place.module), ())]
+            or [unwrap_name(unit + place.name_in_unit)]
+        )
+    ]
+    return tuple(dict.fromkeys(names))
+
+
+def _read_parameters(
+    modules: list[private.ModuleTensors],
+    fsdp1_units: tuple[Fsdp1Unit, ...],
+    fsdp2_units: dict[int, Fsdp2Unit],
+    sharded: dict[int, nn.Parameter],
+    codes: CodeFinder,
+) -> tuple[ModelTensor, ...]:
+    """Those that are in no FSDP1 unit; the others that modules have now are added to their units' ``shown``."""
+    unit_of = {name: unit for unit in fsdp1_units for names in unit.names for name in names}
+    parameters: dict[int, ModelTensor] = {}
+    for module_tensors in modules:
+        prefix, unit = module_tensors.prefix, fsdp2_units.get(id(module_tensors.fsdp2_state))
+        for key, shown in module_tensors.parameters.items():
+            if shown is None:
+                continue
+            name = prefix + key
+            tensor = sharded.get(id(shown), shown) if sharded else shown
+            if (known := parameters.get(id(tensor))) is not None:
+                known.names += (name,)
+            elif unit_of and name in unit_of:
+                unit_of[name].shown[name] = shown
+            elif not unit_of or not fsdp1.is_flat_parameter(tensor):
+                form = describe_form(private.read_local_tensor(tensor)) or codes.describe(module_tensors, key, tensor)
+                parameters[id(tensor)] = ModelTensor((name,), tensor, shown, unit, form)
+    return tuple(parameters.values())
+
+
+def _read_buffers(
+    modules: list[private.ModuleTensors], fsdp2_units: dict[int, Fsdp2Unit], codes: CodeFinder, *, persistent: bool
+) -> tuple[ModelTensor, ...]:
+    buffers: dict[int, ModelTensor] = {}
+    for module_tensors in modules:
+        for key, buffer in module_tensors.buffers.items():
+            if buffer is not None and (key not in module_tensors.non_persistent) == persistent:
+                if id(buffer) not in buffers:
+                    unit = fsdp2_units.get(id(module_tensors.fsdp2_state))
+                    form = describe_form(private.read_local_tensor(buffer))
+                    form = form or codes.describe(module_tensors, key, buffer)
+                    buffers[id(buffer)] = ModelTensor((), buffer, buffer, unit, form)
+                buffers[id(buffer)].names += (module_tensors.prefix + key,)
+    return tuple(buffers.values())

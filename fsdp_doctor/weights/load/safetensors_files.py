@@ -1,0 +1,134 @@
+"""Safetensors files: validated headers, the index of a checkpoint of several files, and any range of their bytes.
+
+Files are read with pread and not mapped: to touch a mapped page behind the end of a truncated file kills the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from fsdp_doctor.checkpoints.files import BadFile, OpenFile
+from fsdp_doctor.checkpoints.safetensors_files import read_header, read_weight_map
+from fsdp_doctor.text import join_some
+from fsdp_doctor.weights.load.outcome import LoadError
+
+
+class SafetensorsFile:
+    """One open file and its tensors by name.
+
+    Raises LoadError for another kind of file and for a truncated one, OSError if it cannot be read.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+        with _raise_load_errors(path), contextlib.ExitStack() as on_error:
+            self._file = OpenFile(path)
+            on_error.callback(self._file.close)
+            self.tensors = {
+                name: FileTensor(self, entry.begin, torch.Size(entry.shape), _get_torch_dtype(name, entry.dtype))
+                for name, entry in read_header(self._file).tensors.items()
+            }
+            on_error.pop_all()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fills ``into`` with the bytes of the file from ``offset`` on. Any thread may call it."""
+        with _raise_load_errors(self.path):
+            self._file.read_into(offset, into)
+
+    def check_unchanged(self) -> None:
+        """Raises LoadError if the file was written to or replaced since it was opened.
+
+        A file that was removed is fine: all that was read is still of one version.
+        """
+        if self._file.has_changed():
+            raise LoadError(
+                f"{self.path} has changed while it was read, so what was loaded may be a mixture of two checkpoints: "
+                "load again when nothing writes to it"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A full tensor in a file. begin: the offset of its first byte."""
+
+    file: SafetensorsFile
+    begin: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.shape.numel() * self.dtype.itemsize
+
+
+def open_files(path: pathlib.Path) -> tuple[list[SafetensorsFile], dict[str, FileTensor]]:
+    """Opens a file, or the files of a directory (those of its index if it has one), and lists their tensors by name."""
+    index: dict[str, str] = {}
+    paths: Iterable[pathlib.Path] = [path]
+    if path.is_dir():
+        index = read_index(path, "safetensors")
+        paths = [path / name for name in sorted(set(index.values()))] if index else sorted(path.glob("*.safetensors"))
+        if absent := [str(file) for file in paths if index and not file.exists()]:
+            raise LoadError(f"the index of {path} names files that are not there: {join_some(absent)}")
+        if not paths:
+            raise LoadError(f"{path} holds no safetensors file")
+    with contextlib.ExitStack() as on_error:
+        files = []
+        for each in paths:
+            files.append(SafetensorsFile(each))
+            on_error.callback(files[-1].close)
+        tensors = dict(_list_tensors(path, files, index))
+        on_error.pop_all()
+        return files, tensors
+
+
+def read_index(directory: pathlib.Path, suffix: str) -> dict[str, str]:
+    """The name of each tensor's file, as transformers writes it; empty without an index, and if there are several.
+
+    suffix: of the files, such as ``safetensors``. Raises LoadError if the index is malformed or names files outside of
+    the directory, OSError if it cannot be read.
+    """
+    indexes = sorted(directory.glob(f"*.{suffix}.index.json"))
+    if len(indexes) != 1:
+        return {}
+    with _raise_load_errors(indexes[0]):
+        return read_weight_map(indexes[0])
+
+
+def _list_tensors(
+    path: pathlib.Path, files: list[SafetensorsFile], index: dict[str, str]
+) -> Iterator[tuple[str, FileTensor]]:
+    file_of: dict[str, pathlib.Path] = {}
+    for file in files:
+        names = {name for name, where in index.items() if where == file.path.name} if index else set(file.tensors)
+        if lacking := sorted(names - set(file.tensors)):
+            raise LoadError(f"{file.path} does not hold what the index of {path} says: {join_some(lacking)}")
+        for name, tensor in file.tensors.items():
+            if name in names:
+                if name in file_of:
+                    raise LoadError(f"{name} is in {file_of[name]} and in {file.path}")
+                file_of[name] = file.path
+                yield name, tensor
+
+
+def _get_torch_dtype(name: str, dtype: str) -> torch.dtype:
+    """Raises BadFile for a dtype that is newer than this torch."""
+    if not isinstance(found := getattr(torch, dtype, None), torch.dtype):
+        raise BadFile(f"has the dtype {dtype}, which torch {torch.__version__} does not have", name)
+    return found
+
+
+@contextlib.contextmanager
+def _raise_load_errors(path: pathlib.Path) -> Iterator[None]:
+    try:
+        yield
+    except BadFile as error:
+        raise LoadError(error.describe(path)) from None

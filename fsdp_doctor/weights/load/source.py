@@ -1,0 +1,125 @@
+"""The source of a load: a mapping, an iterable or safetensors files, as the caller gives it."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import os
+import pathlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp_doctor.weights.fsdp.forms import describe_unless_dense
+from fsdp_doctor.weights.load.outcome import LoadError
+from fsdp_doctor.weights.load.safetensors_files import FileTensor, SafetensorsFile, open_files
+
+SourceKind = Literal["mapping", "iterator", "files"]
+
+TensorSource: TypeAlias = (
+    Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | str | os.PathLike[str] | None
+)
+Value: TypeAlias = torch.Tensor | FileTensor
+
+# One read of a disk takes as much, and over a network each may take a millisecond. Between two training steps hardly
+# any tensor keeps the same 4 KiB.
+_SAMPLE_BYTES = 4096
+_MOST_SAMPLES = 128
+
+
+@dataclass(kw_only=True)
+class LoadSource:
+    """The source of one rank. kind: None for nothing. tensors: by name; empty for an iterator, whose items they are.
+
+    ignored: names of items that are passed over.
+    """
+
+    kind: SourceKind | None
+    tensors: Mapping[str, Value] = field(default_factory=dict)
+    items: Iterator[Any] | None = None
+    files: list[SafetensorsFile] = field(default_factory=list)
+    ignored: Collection[str] = ()
+
+    @property
+    def file_tensors(self) -> dict[str, FileTensor]:
+        return {name: value for name, value in self.tensors.items() if isinstance(value, FileTensor)}
+
+    @property
+    def makes_values(self) -> bool:
+        """Whether a mapping may make a tensor each time it is asked for it, so that not all may be kept."""
+        return self.kind == "mapping" and type(self.tensors) not in (dict, collections.OrderedDict)
+
+    def read_items(self) -> Iterator[tuple[str, Value]]:
+        """Checks and yields the items of an iterator."""
+        for item in self.items or ():
+            if not isinstance(item, tuple | list) or len(item) != 2:
+                raise TypeError(f"the source must yield pairs of a name and a tensor, not {type(item).__name__}")
+            if item[0] not in self.ignored:
+                check_value(*item)
+                yield item[0], item[1]
+
+    def digest_files(self) -> tuple[str, str]:
+        """Digests of the tensors in files: of all names, shapes and dtypes, and of bytes in the middle of some tensors.
+
+        A node with a disk of its own may have an older checkpoint, of the same names and shapes.
+        """
+        tensors = dict(sorted(self.file_tensors.items()))
+        described, sampled = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
+        for name, tensor in tensors.items():
+            described.update(f"{name}: {tensor.dtype} {list(tensor.shape)}\n".encode())
+        stride = -(-len(tensors) // _MOST_SAMPLES) or 1
+        for tensor in list(tensors.values())[::stride]:
+            nbytes = tensor.end - tensor.begin
+            sample = bytearray(min(nbytes, _SAMPLE_BYTES))
+            tensor.file.read(tensor.begin + (nbytes - len(sample)) // 2, memoryview(sample))
+            sampled.update(sample)
+        return described.hexdigest(), sampled.hexdigest()
+
+    def check_unchanged(self) -> None:
+        """Raises LoadError for a file that was written to or replaced since it was opened."""
+        for file in self.files:
+            file.check_unchanged()
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+
+
+def open_source(source: TensorSource, *, is_first: bool, ignored: Collection[str] = ()) -> LoadSource:
+    """is_first: whether this is rank 0 of the load, where an empty mapping is a source; elsewhere it is none.
+
+    ignored: names of what is passed over, whatever it is.
+    """
+    if source is None or (isinstance(source, Mapping) and not source and not is_first):
+        return LoadSource(kind=None)
+    if isinstance(source, Mapping):
+        if any(name in source for name in ignored):
+            source = {name: value for name, value in source.items() if name not in ignored}
+        for name, value in source.items():
+            check_value(name, value)
+        return LoadSource(kind="mapping", tensors=source)
+    if isinstance(source, str | os.PathLike):
+        files, in_files = open_files(pathlib.Path(source))
+        tensors = {name: tensor for name, tensor in in_files.items() if name not in ignored}
+        return LoadSource(kind="files", tensors=tensors, files=files)
+    if isinstance(source, Iterable) and not isinstance(source, torch.Tensor):
+        return LoadSource(kind="iterator", items=iter(source), ignored=ignored)
+    raise TypeError(
+        "the source must be a mapping, an iterable of (name, tensor), a safetensors file, or a directory of them, "
+        f"not {type(source).__name__}"
+    )
+
+
+def check_value(name: Any, value: Any) -> None:
+    """Raises TypeError, LoadError unless it is a full, dense tensor with a name."""
+    if not isinstance(name, str):
+        raise TypeError(f"a name must be a string, not {type(name).__name__}")
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
+    if isinstance(value, DTensor):
+        raise LoadError(f"{name} is a DTensor, not a full tensor: the source must not be a sharded state dict")
+    if form := describe_unless_dense(value):
+        raise LoadError(f"{name} is {form} in the source: only dense tensors that are in memory can be loaded")

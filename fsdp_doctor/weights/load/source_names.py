@@ -1,0 +1,100 @@
+"""In which names a source has the tensors: the model's, or those that the Hub's files have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from fsdp_doctor.text import join_some
+from fsdp_doctor.weights.load.outcome import LoadError
+from fsdp_doctor.weights.load.source import LoadSource
+from fsdp_doctor.weights.load.targets import Target
+from fsdp_doctor.weights.names.hub_names import HubNames, Names, NamesError, choose_names
+from fsdp_doctor.weights.names.views import TensorView
+
+_T = TypeVar("_T")
+_MOST_NAMES = 10
+
+
+class SourceNames:
+    """The names of one load's source. Where ``names`` is ``auto``, those that this rank's source has."""
+
+    def __init__(self, names: Names, model: nn.Module, targets: Sequence[Target], source: LoadSource) -> None:
+        self._model = model
+        self._shapes = {name: target.shape for target in targets for name in target.names}
+        self._hub = self._choose(names) if names != "auto" else self._find_in(source.tensors)
+
+    @property
+    def word(self) -> str:
+        """Empty for the model's names, else the same on ranks that have the same names."""
+        return self._hub.digest if self._hub is not None else ""
+
+    def follow(self, word: str) -> None:
+        """Takes the names of the rank that said the word. Raises LoadError if they are others here."""
+        if not word:
+            self._hub = None
+            return
+        self._hub = self._hub or self._choose("hub")
+        if self.word != word:
+            raise LoadError(
+                "the Hub's names of the model are others here than on rank 0: every rank needs the same transformers, "
+                "or the same mapping"
+            )
+
+    def divide(self, targets: Sequence[Target]) -> list[Target]:
+        """The targets by these names: a fused one as its parts. Raises LoadError for a part that is no range of it."""
+        if self._hub is None:
+            return list(targets)
+        parts = [(target, *part) for target in targets for part in self._hub.list_parts(target.names)]
+        divided = [_cut(target, names, view) for target, names, view in parts]
+        if scattered := [names[0] for (_, names, _), part in zip(parts, divided, strict=True) if part is None]:
+            raise LoadError(
+                f"{len(scattered)} tensors of the source are parts of one that FSDP1 has divided across them, such as "
+                f"columns: {join_some(scattered, _MOST_NAMES)}; load them by the model's names"
+            )
+        return [part for part in divided if part is not None]
+
+    def rename(self, reasons: Mapping[str, _T]) -> Mapping[str, _T]:
+        """reasons: by the first name of a tensor in the model."""
+        if self._hub is None:
+            return reasons
+        return {part[0][0]: why for name, why in reasons.items() for part in self._hub.list_parts((name,))}
+
+    def _choose(self, names: Names) -> HubNames | None:
+        try:
+            return choose_names(names, self._model, self._shapes)
+        except NamesError as error:
+            raise LoadError(str(error)) from None
+
+    def _find_in(self, tensors: Mapping[str, object]) -> HubNames | None:
+        """None for the model's names, and where the source does not say its names before it has been read."""
+        strangers = [name for name in tensors if name not in self._shapes]
+        hub = self._choose("auto") if strangers else None
+        of_hub = [name for name in strangers if hub is not None and name in hub.views]
+        if hub is None or not of_hub:
+            return None
+        if of_model := [name for name in tensors if name in self._shapes and name not in hub.views]:
+            raise LoadError(
+                f"the source is half converted: it has {len(of_hub)} tensors by names of the Hub "
+                f"({join_some(of_hub)}), and {len(of_model)} by the model's own ({join_some(of_model)})"
+            )
+        return hub
+
+
+def _cut(target: Target, names: tuple[str, ...], view: TensorView) -> Target | None:
+    """The part of a target as a target; None where this rank's elements of it are no part of its shard."""
+    if view.is_whole(target.shape):
+        return replace(target, names=names)
+    cut = target.layout.cut(target.shape, view)
+    if cut is None:
+        return None
+    layout, part, places = cut
+
+    def shard() -> torch.Tensor:
+        return target.shard().view(part.shape)[places]
+
+    return Target(names=names, shape=torch.Size(view.shape), dtype=target.dtype, layout=layout, shard=shard)

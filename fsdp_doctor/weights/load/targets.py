@@ -1,0 +1,267 @@
+"""The targets of a load: every tensor of a sharded model, where this rank's part of it is, and the model's ranks."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp_doctor.text import join_some
+from fsdp_doctor.weights.fsdp import private
+from fsdp_doctor.weights.fsdp.decorators import defer_garbage_collection
+from fsdp_doctor.weights.fsdp.expert_groups import extend_mesh
+from fsdp_doctor.weights.fsdp.reader import Fsdp1Unit, ModelContents, ModelTensor
+from fsdp_doctor.weights.fsdp.shards import Slices
+from fsdp_doctor.weights.load.layouts import (
+    InFlatParameter,
+    Layout,
+    Layouts,
+    ShardsOfUnit,
+    list_mesh_ranks,
+)
+from fsdp_doctor.weights.load.outcome import LoadError
+from fsdp_doctor.weights.load.source import check_value
+from fsdp_doctor.weights.transport.rank_groups import Comparison, read_groups
+from fsdp_doctor.weights.transport.sources import find_device, list_shards
+
+# A group that is made for a load: all ranks come to its collectives at the same time.
+_GROUP_TIMEOUT = datetime.timedelta(minutes=5)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Target:
+    """One tensor to be filled.
+
+    names: all of its names, any of which the source may have. shape, dtype: of the full tensor. shard: returns this
+    rank's part where it lies, with as many elements as the layout says, and gives memory to one on the meta device.
+    """
+
+    names: tuple[str, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    layout: Layout
+    shard: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPlace:
+    """The ranks and devices of a model.
+
+    ranks: those that take part; the first of the model's mesh is rank 0 of the load. known_group: an existing group of
+    exactly these ranks, None if there is none. device: where this rank communicates. meshes: those of all ranks.
+    partial: names of tensors on meshes of some ranks that are no submesh of one of all, so that rank 0 does not know
+    how they are divided.
+    """
+
+    ranks: tuple[int, ...]
+    known_group: dist.ProcessGroup | None
+    device: torch.device
+    meshes: tuple[DeviceMesh, ...]
+    partial: tuple[str, ...]
+
+    @property
+    def first(self) -> int:
+        return self.ranks[0]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Made where none is known: then each rank waits here for all others."""
+        return self.known_group or _make_group(self.ranks, _find_world())
+
+
+def find_place(contents: ModelContents) -> ModelPlace:
+    """Raises LoadError for a model that is not sharded, or whose ranks are not known."""
+    if not contents.fsdp1_units and not list_meshes(contents):
+        raise LoadError("the model is not sharded: load it with model.load_state_dict, or shard it first")
+    if contents.refusal:
+        raise LoadError(contents.refusal)
+    if not dist.is_initialized():
+        raise LoadError("the model is sharded, and torch.distributed is not initialized, or not any more")
+    ranks = contents.ranks
+    if others := [part for part in contents.list_ranks_of_parts() if not set(part) <= set(ranks)]:
+        raise LoadError(f"the model is on ranks {list(ranks)}, and a part of it on {list(others[0])}: load them apart")
+    meshes = tuple(
+        mesh for mesh in list_meshes(contents) if mesh.size() == len(ranks) and list_mesh_ranks(mesh)[0] == ranks[0]
+    )
+    device, known_group = _compute_device(contents), _find_known_group(contents, ranks)
+    if len(ranks) > 1 and not private.has_backend_for(known_group or _find_world(), device):
+        raise LoadError(
+            f"the model's process group has no backend for {device.type}: initialize it with one, as in "
+            f'init_process_group("cpu:gloo,cuda:nccl")'
+        )
+    return ModelPlace(
+        ranks=ranks,
+        known_group=known_group,
+        device=device,
+        meshes=meshes,
+        partial=_find_partial(contents, ranks, meshes),
+    )
+
+
+@defer_garbage_collection
+def list_targets(contents: ModelContents, place: ModelPlace) -> list[Target]:
+    """Every parameter and persistent buffer once, in the order of the model, those of FSDP1 units first."""
+    if unused := contents.list_unused(but_followed=True):
+        raise LoadError(
+            f"FSDP2 does not compute with what the model has as {join_some(unused)}: another parameter was assigned "
+            "after the first forward, and the next forward puts the former one back. Copy values into the former "
+            "one instead"
+        )
+    layouts, rank = Layouts(place.ranks, place.meshes), dist.get_rank()
+    targets = [target for unit in contents.fsdp1_units for target in _list_targets_of_unit(unit, place)]
+    targets += [
+        _make_target(tensor, layouts.choose(tensor.placed), rank, place.device) for tensor in contents.list_tensors()
+    ]
+    return targets
+
+
+def describe_targets(targets: Sequence[Target]) -> list[str]:
+    """A line for each: what all ranks must have alike."""
+    return [f"{' = '.join(t.names)}: {list(t.shape)} {t.dtype} {t.layout}" for t in targets]
+
+
+def compare_groups(contents: ModelContents, place: ModelPlace) -> Comparison:
+    """Finds tensors that are different ones under the same name on groups of ranks, which no load can write."""
+    return Comparison(read_groups(contents), list_shards(contents), place.device, compares=["plain"])
+
+
+def find_home(tensor: ModelTensor, compute_device: torch.device) -> torch.device:
+    """Where a parameter or buffer is in training: on the CPU for a DTensor under CPUOffloadPolicy."""
+    is_offloaded = tensor.unit is not None and isinstance(tensor.unit.policy, CPUOffloadPolicy)
+    return torch.device("cpu") if is_offloaded and isinstance(tensor.tensor, DTensor) else compute_device
+
+
+def match_transient_values(
+    buffers: Sequence[ModelTensor], supplied: Mapping[str, torch.Tensor], device: torch.device
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(buffer, value) of the non-persistent buffers, which no checkpoint has, so that the caller supplies them.
+
+    device: of the values of those on the meta device. Raises LoadError for a buffer on the meta device that is not
+    supplied, and for what does not fit.
+    """
+    by_name = {name: buffer for buffer in buffers for name in buffer.names}
+    if unknown := [name for name in supplied if name not in by_name]:
+        raise LoadError(f"buffers: the model has no non-persistent buffers of these names: {join_some(unknown)}")
+    if empty := [b.names[0] for b in buffers if b.tensor.is_meta and not supplied.keys() & set(b.names)]:
+        raise LoadError(
+            f"{len(empty)} non-persistent buffers are on the meta device, and no checkpoint has them; "
+            f"give them as buffers={{name: tensor}}: {join_some(empty)}"
+        )
+    for name, value in supplied.items():
+        check_value(name, value)
+        buffer = by_name[name].tensor
+        if (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
+            raise LoadError(
+                f"buffers: {name} is {list(value.shape)} of {value.dtype}, and {list(buffer.shape)} of {buffer.dtype} "
+                "in the model"
+            )
+    pairs = ((by_name[name].tensor, value.detach()) for name, value in supplied.items())
+    return [(buffer, value.to(device, copy=True) if buffer.is_meta else value) for buffer, value in pairs]
+
+
+def replace_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Gives a tensor on the meta device the memory of the other; it stays the object, with the attributes, that it was.
+
+    So an optimizer that was made before holds the same parameters, and ties stay. Raises LoadError if torch does not
+    allow it because something else, such as a graph, refers to the tensor.
+    """
+    new = nn.Parameter(other, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
+    new.__class__ = type(tensor)
+    new.__dict__.update(tensor.__dict__)
+    try:
+        torch.utils.swap_tensors(tensor, new)
+    except RuntimeError as error:
+        raise LoadError(f"a tensor on the meta device cannot be given memory: {error}") from error
+
+
+def list_meshes(contents: ModelContents) -> list[DeviceMesh]:
+    meshes = (
+        parameter.placed.device_mesh for parameter in contents.parameters if isinstance(parameter.placed, DTensor)
+    )
+    return list({id(mesh): mesh for mesh in meshes}.values())
+
+
+def _find_partial(contents: ModelContents, ranks: tuple[int, ...], meshes: tuple[DeviceMesh, ...]) -> tuple[str, ...]:
+    is_over_all = {
+        id(mesh): extend_mesh(mesh, (Replicate(),) * mesh.ndim, meshes) is not None for mesh in list_meshes(contents)
+    }
+    tensors = ((parameter.names[0], parameter.placed) for parameter in contents.parameters)
+    names = [name for name, t in tensors if isinstance(t, DTensor) and not is_over_all[id(t.device_mesh)]]
+    return (*names, *(unit.flat_name for unit in contents.fsdp1_units if unit.ranks != ranks))
+
+
+def _find_known_group(contents: ModelContents, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    groups = [mesh.get_group() for mesh in list_meshes(contents) if mesh.ndim == 1]
+    groups += [*(unit.group for unit in contents.fsdp1_units), _find_world()]
+    return next((group for group in groups if sorted(dist.get_process_group_ranks(group)) == sorted(ranks)), None)
+
+
+def _find_world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+@functools.lru_cache(maxsize=1)
+def _make_group(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Kept for all loads in the same world."""
+    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=_GROUP_TIMEOUT, use_local_synchronization=True)
+    return group
+
+
+def _compute_device(contents: ModelContents) -> torch.device:
+    for mesh in list_meshes(contents)[:1]:
+        return find_device(mesh.device_type)
+    return contents.fsdp1_units[0].compute_device
+
+
+def _make_target(contents: ModelTensor, layout: Layout, rank: int, compute_device: torch.device) -> Target:
+    tensor, unit, shape = contents.tensor, contents.unit, contents.placed.shape
+    device = find_home(contents, compute_device)
+    local = private.read_local_tensor(tensor)
+    if local.numel() != layout.compute_part(shape, rank).shape.numel():
+        raise LoadError(
+            f"{contents.names[0]}: this rank holds {local.numel()} elements, which is not what {layout} gives it"
+        )
+    if any(length > 1 and not stride for length, stride in zip(local.shape, local.stride(), strict=True)):
+        raise LoadError(
+            f"{contents.names[0]} is expanded: several of its elements share memory; clone it before the load"
+        )
+
+    def shard() -> torch.Tensor:
+        if private.read_local_tensor(tensor).is_meta:
+            replace_memory(tensor, torch.empty_like(tensor, device=device))
+            if unit is not None and isinstance(tensor, nn.Parameter):
+                unit.follow_materialized(tensor)
+        return private.read_local_tensor(tensor).detach()
+
+    return Target(names=contents.names, shape=shape, dtype=tensor.dtype, layout=layout, shard=shard)
+
+
+def _list_targets_of_unit(unit: Fsdp1Unit, place: ModelPlace) -> Iterator[Target]:
+    if unit.is_summoned:
+        raise LoadError("the model is inside of summon_full_params, which would write over what is loaded")
+    flat = unit.shard
+    if flat.is_meta:
+        raise LoadError(f"{unit.flat_name} is on the meta device, where FSDP1 cannot be loaded into")
+    if unit.is_recast:
+        raise LoadError(
+            f"{unit.flat_name} was cast after the first forward, and FSDP1 keeps it in two dtypes: cast it back"
+        )
+    shards = ShardsOfUnit(unit, place.first)
+    for names, piece in zip(unit.names, unit.read_layout(), strict=True):
+        layout = InFlatParameter(shards, piece.offset, piece.stride)
+        shard = functools.partial(_view_part_of_unit, unit, layout.find_slices(piece.shape))
+        yield Target(names=names, shape=piece.shape, dtype=flat.dtype, layout=layout, shard=shard)
+
+
+def _view_part_of_unit(unit: Fsdp1Unit, slices: Slices) -> torch.Tensor:
+    """A view of the memory that the unit has after its memories were united."""
+    return unit.memories[0][slices]

@@ -1,0 +1,266 @@
+"""The Hub's names of a transformers model: what ``save_pretrained`` would write, asked of transformers itself.
+
+transformers from 5.0.0 on converts a checkpoint when it loads it, experts of one file each into a fused tensor, and
+``revert_weight_conversion`` converts back what it saves (read in 5.0.0 and 5.23.0). Here that runs on meta tensors with
+the names and shapes of the model, in which a copy of a tensor is the tensor itself: then each of its results is a view
+that says which part of which tensor it is. So there is no table of families.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import hashlib
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from typing_extensions import assert_never
+
+from fsdp_doctor.checkpoints.hub_parts import HubPart
+from fsdp_doctor.checkpoints.names import WRAPPER_NAMES
+from fsdp_doctor.text import join_some, read_first_line
+from fsdp_doctor.weights.fsdp import private, reader
+from fsdp_doctor.weights.fsdp.decorators import disable_autograd
+from fsdp_doctor.weights.fsdp.names import strip_adapters
+from fsdp_doctor.weights.names.views import NamesError, TensorView, check_one_to_one, find_box
+
+NameChoice = Literal["auto", "model", "hub"]
+Names: TypeAlias = NameChoice | Mapping[str, TensorView]
+"""``model`` the names that the model has, ``hub`` those that ``save_pretrained`` gives its files, ``auto`` whichever
+fit, or a mapping in the form of :func:`read_hub_view`."""
+
+_MOST_NAMES = 10
+
+
+class HubNamesUnknown(NamesError):
+    """Nothing says which names the Hub would have."""
+
+
+class ModelClassUnknown(HubNamesUnknown):
+    """Nothing says which class of transformers has the weights."""
+
+
+@dataclass(frozen=True, eq=False)
+class HubNames:
+    """Names other than the model's. views: by name, which part of which of the model's tensors it is."""
+
+    views: Mapping[str, TensorView]
+
+    @functools.cached_property
+    def _by_tensor(self) -> dict[str, list[str]]:
+        names: dict[str, list[str]] = {}
+        for name, view in self.views.items():
+            names.setdefault(view.name, []).append(name)
+        return names
+
+    def list_parts(self, names: Sequence[str]) -> list[tuple[tuple[str, ...], TensorView]]:
+        """(its names, the view) of each part of one tensor. names: all that the tensor has in the model."""
+        parts: dict[TensorView, list[str]] = collections.defaultdict(list)
+        for name in itertools.chain.from_iterable(self._by_tensor.get(name, ()) for name in names):
+            parts[TensorView(names[0], *self.views[name][1:])].append(name)
+        return [(tuple(its_names), view) for view, its_names in parts.items()]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The same for the same names of the same parts."""
+        lines = (f"{name} = {view}\n" for name, view in self.views.items())
+        return hashlib.blake2b("".join(lines).encode(), digest_size=8).hexdigest()
+
+
+def read_hub_view(model: nn.Module) -> dict[str, TensorView]:
+    """Which part of which of the model's tensors each tensor is that ``save_pretrained`` would write, by its Hub name.
+
+    A fused ``experts.gate_up_proj`` has a view for each projection of each expert. Attributes alone are read: any rank
+    may call it alone, for a model under FSDP in any state, on the meta device too. Both names of a tied tensor are in
+    the result.
+
+    Raises HubNamesUnknown (NamesError) for a model that is not one of transformers, an older transformers than 5.0.0,
+    and a quantized model; NamesError (ValueError) with names for tensors that are no views of one of the model's, such
+    as a projection that the Hub has fused and the model has not.
+    """
+    return revert_names(model, list_shapes(reader.read(model)))
+
+
+def read_hub_parts(config: str) -> dict[str, HubPart]:
+    """What :func:`read_hub_view` says of a model that only its configuration is known of; without what is the same.
+
+    config: a directory with a ``config.json``, or the name of a model on the Hub. It is built on the meta device.
+
+    Without ``architectures`` it is the class that ``AutoModelForCausalLM`` makes of it. Raises ModelClassUnknown
+    (HubNamesUnknown) if it is none of transformers, and what :func:`read_hub_view` raises.
+    """
+    named: list[str] = []
+    try:
+        import transformers
+
+        named = transformers.PretrainedConfig.get_config_dict(config)[0].get("architectures") or []
+        settings = transformers.AutoConfig.from_pretrained(config, attn_implementation="eager")
+        with torch.device("meta"):
+            if settings.architectures:
+                (architecture,) = settings.architectures
+                model = getattr(transformers, architecture)(settings)
+            else:
+                model = transformers.AutoModelForCausalLM.from_config(settings)
+    except Exception as error:  # transformers may raise anything
+        # Of a class that it has, the settings alone are wrong.
+        has_class = bool(named) and all(hasattr(transformers, each) for each in named)
+        unknown = HubNamesUnknown if has_class else ModelClassUnknown
+        raise unknown(f"transformers cannot build the model of {config}: {read_first_line(error)}") from error
+    if getattr(settings, "quantization_config", None) is not None:
+        raise HubNamesUnknown(f"the model of {config} is quantized: what the Hub has of it are no parts of its tensors")
+    shapes = list_shapes(reader.read(model))
+    parts = {}
+    for name, view in revert_names(model, shapes).items():
+        whole = tuple(shapes[view.name])
+        if name != view.name or not view.is_whole(whole):
+            box = find_box(view, whole)
+            assert box is not None  # as revert_names has checked
+            parts[name] = HubPart(view.name, whole, box.begins, box.lengths, box.dims, view.shape)
+    return parts
+
+
+def list_shapes(contents: reader.ModelContents) -> dict[str, torch.Size]:
+    """Of each parameter and each buffer of a state dict, by all of its names."""
+    shapes = {name: tensor.tensor.shape for tensor in contents.list_tensors() for name in tensor.names}
+    for unit in contents.fsdp1_units:
+        shapes |= {name: shape for names, shape in zip(unit.names, unit.shapes, strict=True) for name in names}
+    return shapes
+
+
+def choose_names(names: Names, model: nn.Module, shapes: Mapping[str, torch.Size]) -> HubNames | None:
+    """None for the model's names. shapes: of its tensors, by all names that they have without adapters.
+
+    Raises NamesError, HubNamesUnknown unless the model's names will do, and TypeError for what is neither of these.
+    """
+    if isinstance(names, Mapping):
+        given = {name: TensorView(*view) for name, view in names.items()}
+        check_one_to_one(given, shapes)
+        return HubNames(given)
+    check_names(names)
+    match names:
+        case "model":
+            return None
+        case "hub":
+            return HubNames(revert_names(model, shapes))
+        case "auto":
+            try:
+                return HubNames(revert_names(model, shapes))
+            except HubNamesUnknown:
+                return None
+        case _:
+            assert_never(names)
+
+
+def check_names(names: Names) -> None:
+    """Raises ValueError for another word than the three."""
+    if not isinstance(names, Mapping) and names not in get_args(NameChoice):
+        raise ValueError(f"names must be one of {', '.join(get_args(NameChoice))}, or a mapping, not {names!r}")
+
+
+@disable_autograd
+def revert_names(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, TensorView]:
+    """As :func:`read_hub_view`, of tensors of these names and shapes instead of the model's."""
+    revert, pretrained = _find_reversion(model)
+    if any(name != strip_adapters(name) for name in shapes):
+        raise HubNamesUnknown("the model has adapters: its tensors are not those that the Hub has of the model below")
+    own = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    name_of = {private.storage_key(tensor): name for name, tensor in own.items()}
+    try:
+        with _CopiesAreViews():  # type: ignore[no-untyped-call]
+            reverted = revert(_copy_unwrapped(pretrained, {}), dict(own))
+    except Exception as error:  # transformers may raise anything
+        raise NamesError(
+            f"transformers cannot convert the model's tensors for the Hub: {read_first_line(error)}"
+        ) from error
+    if copies := [name for name, tensor in reverted.items() if private.storage_key(tensor) not in name_of]:
+        raise NamesError(
+            f"{len(copies)} tensors of the Hub are no part of one of the model's tensors: "
+            f"{join_some(copies, _MOST_NAMES)}"
+        )
+    views = {
+        name: TensorView(
+            name_of[private.storage_key(tensor)], tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        )
+        for name, tensor in reverted.items()
+    }
+    check_one_to_one(views, shapes)
+    return views
+
+
+def _find_reversion(model: nn.Module) -> tuple[Any, Any]:
+    """(transformers' ``revert_weight_conversion``, the transformers model)."""
+    transformers, pretrained = sys.modules.get("transformers"), find_pretrained(model)
+    if transformers is None or pretrained is None:
+        raise HubNamesUnknown("the model is no model of transformers, which alone says what the Hub's names are")
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        raise HubNamesUnknown(
+            f"transformers {transformers.__version__} does not say which names the Hub has: 5.0.0 and newer do"
+        ) from None
+    if getattr(pretrained, "hf_quantizer", None) is not None:
+        raise HubNamesUnknown("the model is quantized: what the Hub has of it are no parts of its tensors")
+    return revert_weight_conversion, pretrained
+
+
+def find_pretrained(model: nn.Module) -> Any:
+    """The model of transformers inside of all wrappers; None if there is none."""
+    transformers, inner = sys.modules.get("transformers"), next(_unwrapped(model))
+    return inner if transformers is not None and isinstance(inner, transformers.PreTrainedModel) else None
+
+
+def find_original_class(module: nn.Module) -> Any:
+    """That which it had before FSDP2 gave it one of its own."""
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+
+
+def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
+    """The model inside of FSDP1, DDP, checkpointing, torch.compile and peft."""
+    while True:
+        model = reader.find_innermost(model)
+        children = private.child_modules(model)
+        inner = [children[name] for key in WRAPPER_NAMES if (name := key[:-1]) in children]
+        get_base_model: Any = getattr(model, "get_base_model", None)  # of a PeftModel
+        if not inner and get_base_model is not None:
+            inner = [get_base_model()]
+        if not inner or inner[0] is None:
+            yield model
+        else:
+            model = inner[0]
+
+
+def _copy_unwrapped(module: nn.Module, copied: dict[int, nn.Module]) -> nn.Module:
+    """The same modules in a tree without wrappers, each of the class that it had before FSDP2 gave it its own.
+
+    transformers looks at their places and at the names of their classes.
+    """
+    inner = next(_unwrapped(module))
+    if id(inner) not in copied:
+        original = find_original_class(inner)
+        copy = copied[id(inner)] = original.__new__(original)
+        children = {
+            name: None if child is None else _copy_unwrapped(child, copied)
+            for name, child in private.child_modules(inner).items()
+        }
+        copy.__dict__.update(inner.__dict__ | {"_modules": children})
+    return copied[id(inner)]
+
+
+class _CopiesAreViews(private.OperatorMode):
+    """A copy that would only change where elements lie is left out: ``chunk(...).contiguous()`` stays a view."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.ops.aten.clone.default:
+            return args[0].detach()
+        if function is private.UNSAFE_VIEW:
+            # Of what reshape has cloned because it is no view.
+            return torch.empty(args[1], device="meta")
+        return function(*args, **(kwargs or {}))

@@ -1,0 +1,15 @@
+"""Saves a sharded model, or its optimizer's state: every rank writes its own rows at their places in the files.
+
+full_save        save_full_tensors: one save from its arguments to its report
+optimizer_save   save_optimizer_state
+ranks            which ranks take part, which writes what several hold alike, and what each has written
+regions          where the elements of a shard belong in a file
+writing          a rank's writes: staging, threads, checksums
+directory        the files before they have their names, and how they get them
+"""
+
+from fsdp_doctor.weights.save.directory import SaveError
+from fsdp_doctor.weights.save.full_save import SaveReport, save_full_tensors
+from fsdp_doctor.weights.save.optimizer_save import save_optimizer_state
+
+__all__ = ["SaveError", "SaveReport", "save_full_tensors", "save_optimizer_state"]

@@ -1,0 +1,270 @@
+"""``save_full_tensors``: one save from its arguments to its report.
+
+1. the ranks compare what they are going to save; the first makes the folder for the files under way
+2. every rank works out all files from names, shapes and dtypes alone; each makes some of them, of their final size
+3. every rank writes its own rows, and what it holds as others do in turns with them, and waits for the disk
+4. when all have, the first gives the files their names, then the index, then the marker
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import pathlib
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from fsdp_doctor.checkpoints.files import BadFile
+from fsdp_doctor.checkpoints.marker import MARKER, MarkedFile, Marker
+from fsdp_doctor.checkpoints.safetensors_files import HubFile, make_index, plan_hub_files
+from fsdp_doctor.checkpoints.sums import crc32
+from fsdp_doctor.weights.extract.full import ExtractionComparison
+from fsdp_doctor.weights.extract.local import (
+    ShardRequest,
+    divide_shard,
+    gather_deltas,
+    load_shards,
+    request_of,
+    start_factor_stream,
+)
+from fsdp_doctor.weights.extract.plan import describe_plan
+from fsdp_doctor.weights.fsdp import reader
+from fsdp_doctor.weights.fsdp.decorators import disable_autograd, run_for_model
+from fsdp_doctor.weights.fsdp.expert_groups import Experts, list_expert_meshes, place_experts
+from fsdp_doctor.weights.fsdp.given_tensors import GivenTensors
+from fsdp_doctor.weights.load.agreement import announce_early_errors
+from fsdp_doctor.weights.names.hub_names import Names, find_original_class, find_pretrained
+from fsdp_doctor.weights.save.directory import WEIGHTS, SaveDirectory, SaveError
+from fsdp_doctor.weights.save.ranks import RankPlace, collect_sums, leave_sums, open_save
+from fsdp_doctor.weights.save.writing import MOST_THREADS, TensorInFile, Writer
+from fsdp_doctor.weights.transport.agreement import ComparedPlan
+from fsdp_doctor.weights.transport.deltas import Delta
+from fsdp_doctor.weights.transport.host_copies import count_threads
+from fsdp_doctor.weights.transport.sources import Source, TensorSpec, list_specs, name_dtype
+from fsdp_doctor.weights.transport.streams import wait_for_device
+
+# The habit of the Hub.
+LARGEST_FILE = 5_000_000_000
+# Written at a time: writes into one file wait for one another, and ranks are to have their own most of the time.
+_FILES_FOR_A_RANK = 4
+_SMALLEST_FILE = 128 << 20
+# Of device memory for weights that adapters are merged into.
+_BUCKET_BYTES = 64 << 20
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveReport:
+    """The result of a save, the same on every rank but for ``num_written``.
+
+    files: the names of the weights' files. num_bytes: of all ranks. num_written: bytes that this rank wrote.
+    differing_buffers: persistent buffers whose values differ between the ranks; the files have those of one rank.
+    extra_states: names of what the model's ``get_extra_state`` methods return, which is no tensor and not saved.
+    """
+
+    files: tuple[str, ...]
+    num_bytes: int
+    num_written: int
+    differing_buffers: tuple[str, ...] = ()
+    extra_states: tuple[str, ...] = ()
+
+
+@run_for_model
+@disable_autograd
+def save_full_tensors(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    names: Names = "hub",
+    dtype: torch.dtype | None = None,
+    keep_dtype: Collection[str] = (),
+    experts: Experts | None = None,
+    tensors: GivenTensors | None = None,
+    step: int | None = None,
+    largest_file: int = LARGEST_FILE,
+    overwrite: bool = False,
+) -> SaveReport:
+    """Saves a model as files of the Hub, which ``from_pretrained``, vLLM and :func:`load_full_tensors` read.
+
+    Every rank of the model's mesh must call it, with the same arguments; every rank of the default group for a model
+    that is not sharded. The directory must be in a file system that all ranks share. No tensor is gathered: each rank
+    writes the rows that it has at their places in the files, replicas under HSDP each a part of theirs, and the first
+    rank what is whole on all, such as buffers. Adapters of LoRA are merged, out of place. Nothing may train meanwhile.
+    When it returns, all is on the disk, on every rank.
+
+    All or nothing: the files lie in a hidden folder of the directory until the last byte of the last rank is on the
+    disk, then they get their names, the index after them, and last ``fsdp-doctor.json``, the marker, with checksums of
+    what each rank had in its memory; ``fsdp-doctor checkpoint verify`` compares the files with it. An error or the
+    death of a rank is an error on all, and leaves the directory as it was. While files get their names, the former
+    checkpoint is in a second hidden folder; an error moves it back and leaves the new files, which are complete, in
+    theirs, and the message says where each is. After a death at that moment, the next save moves it back.
+
+    Device memory: 16 MiB where shards on the device are cast; where adapters are merged, two buckets of 64 MiB, or one
+    and the largest shard, and all adapters; a copy of a part of a tensor under a name of the Hub whose elements do not
+    follow one another in the shard. Host memory: 56 MiB, pinned where shards are on an accelerator.
+
+    model: as of :func:`full_tensors`; on any device, under any offload.
+    names, dtype, keep_dtype, experts, tensors: as of :func:`full_tensors`, but for the default of the names. A tied
+        tensor is saved under its first name, and under those that the config of transformers does not tie.
+    step: of training; stands in the marker.
+    largest_file: bytes of one file; only a tensor that is larger gets a file of more. There are more files than that
+        asks for where ranks that write to one file would wait for one another.
+    overwrite: weights that are in the directory are replaced once all new files are complete, and removed when those
+        have their names; other files stay. Refused where other ranks of this job (a critic, a pipeline stage) have
+        saved there, since the process group was made, and the files are still there. Two models on the same ranks, and
+        other jobs, are not told apart from one model that is saved again: a directory for each is the caller's.
+
+    Raises SaveError on every rank for a directory that has weights, or those of other ranks of the job, is in use by
+    another save, is not the same one for all ranks, or has no room, which is found before anything is written; for what
+    safetensors cannot have; where files do not get their names; and where another rank fails, which it names. OSError
+    on the rank that gets one before that. Warns BuffersDiffer at each save in which buffers differ between the ranks.
+    Else as :func:`full_tensors`.
+    """
+    path = pathlib.Path(directory)
+    with announce_early_errors(model):
+        if largest_file <= 0:
+            raise ValueError(f"largest_file must be positive, not {largest_file}")
+        request = request_of(model, dtype, keep_dtype, _BUCKET_BYTES, "merged", names, experts, tensors)
+        contents = place_experts(reader.read(model), list_expert_meshes(experts))
+        place = RankPlace.find(contents)
+        plan = _make_plan(model, request, largest_file, len(place.ranks))
+    with open_save(path, place) as (agreement, saving):
+        settings = f"to {path} {dtype=} {largest_file=} {overwrite=} {step=} {request.plan.names}"
+        lines = describe_plan(request.sources, request.dtypes, settings, request.adapters)
+        comparison = ExtractionComparison(request.plan.groups, request.shards, request.device, anew=True)
+        agreement.expect(lambda: ComparedPlan(lines), comparison)
+        agreement.proceed()
+        deltas = gather_deltas(request, start_factor_stream(request))
+        if place.is_first:
+            saving.prepare(WEIGHTS, overwrite=overwrite)
+        saving.join(agreement.proceed(saving.partial.name))
+        agreement.proceed()
+        agreement.watch = saving.find_dead_rank
+        with ThreadPoolExecutor(count_threads(MOST_THREADS)) as threads:
+            mine = plan.files[place.index :: len(place.ranks)]
+            list(threads.map(lambda file: saving.allocate(file.name, file.nbytes, file.header), mine))
+        agreement.proceed()
+        wait_for_device(request.device)
+        with contextlib.closing(Writer([saving.partial / file.name for file in plan.files], request.device)) as writer:
+            _write_shards(writer, plan, request, deltas, place)
+            writer.finish()
+        leave_sums(saving, place.rank, writer)
+        agreement.proceed()
+        saving.complete()
+        if place.is_first:
+            marker = _make_marker(saving, plan, place.ranks, step)
+            _write_config(model, plan, saving.partial)
+            last = [MARKER]
+            if len(plan.files) > 1:
+                saving.add(_INDEX, make_index(plan.files))
+                last = [_INDEX, MARKER]
+            saving.add(MARKER, marker.to_json())
+            saving.commit([file.name for file in plan.files], last)
+        agreement.proceed()
+        if place.is_first:
+            saving.clear()
+        agreement.proceed()
+        num_bytes = sum(file.nbytes for file in plan.files)
+        files = tuple(file.name for file in plan.files)
+        return SaveReport(
+            files=files,
+            num_bytes=num_bytes,
+            num_written=writer.num_bytes,
+            differing_buffers=request.plan.groups.differing,
+            extra_states=contents.extra_states,
+        )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """tensors: by their names in the files. saved_names: of a tensor, by its first name, those that it has there."""
+
+    files: list[HubFile]
+    tensors: dict[str, TensorInFile]
+    saved_names: dict[str, tuple[str, ...]]
+
+
+def _make_plan(model: nn.Module, request: ShardRequest, largest_file: int, num_ranks: int) -> _Plan:
+    """Raises SaveError for what safetensors cannot have."""
+    ties = getattr(find_pretrained(model), "all_tied_weights_keys", None)
+    tensors: dict[str, tuple[torch.dtype, TensorSpec]] = {}
+    saved_names: dict[str, tuple[str, ...]] = {}
+    for source in request.sources:
+        for spec in list_specs(source):
+            for part, _ in request.plan.names.list_parts(spec):
+                # What config.json does not tie is loaded under each of its names.
+                free = tuple(name for name in part.names if ties is not None and name not in ties)
+                saved_names[part.names[0]] = free or part.names[:1]
+                tensors |= {name: (request.dtypes.choose(spec), part) for name in free or part.names[:1]}
+    total = sum(part.numel * dtype.itemsize for dtype, part in tensors.values())
+    num_files = max(-(-total // largest_file), min(_FILES_FOR_A_RANK * num_ranks, total // _SMALLEST_FILE), 1)
+    try:
+        files = plan_hub_files(
+            ((name, name_dtype(dtype), tuple(part.shape)) for name, (dtype, part) in tensors.items()),
+            -(-total // num_files),
+        )
+    except BadFile as error:
+        raise SaveError(f"the model cannot be saved as safetensors: {error}") from None
+    in_files = {
+        name: TensorInFile(name, number, begin, tuple(tensors[name][1].shape), tensors[name][0])
+        for number, file in enumerate(files)
+        for name, begin in file.begins.items()
+    }
+    return _Plan(files, in_files, saved_names)
+
+
+def _write_shards(
+    writer: Writer, plan: _Plan, request: ShardRequest, deltas: Mapping[str, list[Delta]], place: RankPlace
+) -> None:
+    """Writes to several files at a time, by turns, and each rank begins with others."""
+    list_parts, turns = request.plan.names.list_parts, place.list_turns(request.sources)
+    first = place.index * len(plan.files) // len(place.ranks)
+
+    def choose_time(source: Source) -> tuple[int, float]:
+        name = list_parts(list_specs(source)[0])[0][0].names[0]
+        tensor = plan.tensors[plan.saved_names[name][0]]
+        files_before = (tensor.number - first) % len(plan.files)
+        return files_before // _FILES_FOR_A_RANK, tensor.begin / plan.files[tensor.number].nbytes
+
+    ordered = replace(request, sources=sorted(request.sources, key=choose_time))
+    with contextlib.closing(load_shards(ordered, deltas, shows="unmerged")) as shards:
+        for shard in shards:
+            turn = turns[shard.spec.names[0]]
+            for part in divide_shard(request.plan.names, shard):
+                for name in plan.saved_names[part.spec.names[0]]:
+                    writer.write(plan.tensors[name], part.tensor, part.place, turn)
+                del part
+            if shard.is_copy:
+                writer.begin_all()
+            del shard
+
+
+def _make_marker(saving: SaveDirectory, plan: _Plan, ranks: Sequence[int], step: int | None) -> Marker:
+    sums = collect_sums(saving, ranks, {name: tensor.nbytes for name, tensor in plan.tensors.items()})
+    files = {
+        file.name: MarkedFile(crc32(file.header), {name: sums[name] for name in file.begins}) for file in plan.files
+    }
+    return Marker("fsdp-doctor save", 1, uuid.uuid4().hex, len(ranks), files, step)
+
+
+def _write_config(model: nn.Module, plan: _Plan, directory: pathlib.Path) -> None:
+    """Writes what ``from_pretrained`` needs beside the weights, of a model of transformers.
+
+    The dtype is that of the files: what the modules show may be in another, or nothing, after a step that raised.
+    """
+    if (pretrained := find_pretrained(model)) is None:
+        return
+    config = copy.copy(pretrained.config)
+    config.architectures = [find_original_class(pretrained).__name__]
+    floating = (tensor.dtype for tensor in plan.tensors.values() if tensor.dtype.is_floating_point)
+    if (dtype := next(floating, None)) is not None:
+        config.dtype = name_dtype(dtype)
+    config.save_pretrained(directory)
+    if pretrained.can_generate() and pretrained.generation_config is not None:
+        pretrained.generation_config.save_pretrained(directory)

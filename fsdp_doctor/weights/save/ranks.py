@@ -1,0 +1,134 @@
+"""The ranks of a save: which take part, which of them writes what several hold alike, and how they end together."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+import torch.distributed as dist
+from torch.distributed.tensor import Placement, Replicate
+from typing_extensions import assert_never
+
+from fsdp_doctor.checkpoints.sums import LinearCrc, finish_crc
+from fsdp_doctor.weights.fsdp import private
+from fsdp_doctor.weights.fsdp.expert_groups import extend_mesh
+from fsdp_doctor.weights.fsdp.reader import ModelContents
+from fsdp_doctor.weights.load.targets import list_meshes
+from fsdp_doctor.weights.save.directory import SaveDirectory, SaveError
+from fsdp_doctor.weights.save.writing import Turn, Writer
+from fsdp_doctor.weights.transport.agreement import Agreement, PlanMismatch, RankLeft, connect
+from fsdp_doctor.weights.transport.sources import FlatUnit, Placed, Plain, Rows, Source, list_specs
+
+
+@contextlib.contextmanager
+def open_save(path: pathlib.Path, place: RankPlace) -> Iterator[tuple[Agreement, SaveDirectory]]:
+    """Opens a directory to save to. The other ranks are told what this one raises inside; SaveError where another
+    rank fails.
+    """
+    agreement = Agreement(place.ranks, "save", speaker=place.ranks[0])
+    store = connect(private.find_default_store()) if dist.is_initialized() else None
+    try:
+        with (
+            contextlib.closing(SaveDirectory(path, place.ranks, place.rank, store)) as saving,
+            agreement.announce_leaving(),
+        ):
+            try:
+                yield agreement, saving
+            except FileNotFoundError:
+                if not saving.partial.exists():
+                    # Another rank has left, and has removed it; this raises why.
+                    agreement.proceed()
+                raise
+            agreement.end()
+    except (RankLeft, PlanMismatch) as error:
+        raise SaveError(str(error)) from None
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """This rank among those that save: those of the model; of one that is not sharded, all."""
+
+    contents: ModelContents
+    ranks: tuple[int, ...]
+    rank: int
+
+    @classmethod
+    def find(cls, contents: ModelContents) -> RankPlace:
+        if not dist.is_initialized():
+            return cls(contents, (0,), 0)
+        return cls(contents, contents.ranks or tuple(range(dist.get_world_size())), dist.get_rank())
+
+    @property
+    def index(self) -> int:
+        return self.ranks.index(self.rank)
+
+    @property
+    def is_first(self) -> bool:
+        return not self.index
+
+    def list_turns(self, sources: Sequence[Source]) -> dict[str, Turn]:
+        """Finds which chunks of each tensor this rank writes, by its first name. Raises SaveError where nothing says
+        which ranks have copies.
+        """
+        on_meshes: dict[tuple[int, tuple[Placement, ...]], Turn] = {}
+        turns: dict[str, Turn] = {}
+        for source in sources:
+            match source:
+                case Plain():
+                    # By the first rank alone: they may differ, as buffers of BatchNorm do.
+                    turn = Turn(self.index, 1)
+                case FlatUnit():
+                    group = self.contents.fsdp1_units[source.place].replica_group
+                    turn = Turn(0, 1) if group is None else Turn(dist.get_rank(group), dist.get_world_size(group))
+                case Rows() | Placed():
+                    key = id(source.mesh), tuple(source.placements)
+                    if key not in on_meshes:
+                        on_meshes[key] = self._find_turn_on_mesh(source)
+                    turn = on_meshes[key]
+                case _:
+                    assert_never(source)
+            turns |= {spec.names[0]: turn for spec in list_specs(source)}
+        return turns
+
+    def _find_turn_on_mesh(self, source: Rows | Placed) -> Turn:
+        known = [mesh for mesh in list_meshes(self.contents) if mesh.size() == len(self.ranks)]
+        mesh, placements = extend_mesh(source.mesh, source.placements, known) or (source.mesh, source.placements)
+        if mesh.size() != len(self.ranks):
+            raise SaveError(
+                f"{source.spec.names[0]} is on a mesh of some of the ranks that is no slice of one of all, so that "
+                "nothing says which ranks have copies of it"
+            )
+        here, turn = mesh.get_coordinate() or [0] * mesh.ndim, Turn(0, 1)
+        for dim, placement in enumerate(placements):
+            if isinstance(placement, Replicate):
+                turn = Turn(turn.first * mesh.size(dim) + here[dim], turn.num_ranks * mesh.size(dim))
+        return turn
+
+
+class _RankSums(NamedTuple):
+    """What a rank has written. sums: its part of the CRC of each tensor."""
+
+    num_bytes: int
+    sums: dict[str, LinearCrc]
+
+
+def leave_sums(saving: SaveDirectory, rank: int, writer: Writer) -> None:
+    """Leaves what this rank has written and summed in a file of the save, for the first rank to collect."""
+    saving.add(f"rank-{rank}.sums", msgspec.json.encode(_RankSums(writer.num_bytes, writer.sums)))
+
+
+def collect_sums(saving: SaveDirectory, ranks: Sequence[int], num_bytes: Mapping[str, int]) -> dict[str, int]:
+    """The CRC-32 of each tensor. Raises SaveError unless the ranks together have written all of them, once."""
+    sums, num_written, expected = dict.fromkeys(num_bytes, 0), 0, sum(num_bytes.values())
+    for rank in ranks:
+        of_rank = msgspec.json.decode((saving.partial / f"rank-{rank}.sums").read_bytes(), type=_RankSums)
+        num_written += of_rank.num_bytes
+        for name, crc in of_rank.sums.items():
+            sums[name] ^= crc
+    if num_written != expected:
+        raise SaveError(f"the ranks have written {num_written} bytes, and the tensors have {expected}")
+    return {name: finish_crc(crc, num_bytes[name]) for name, crc in sums.items()}

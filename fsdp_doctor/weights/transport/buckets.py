@@ -1,0 +1,255 @@
+"""Divides tensors into buckets: the same on every rank, before any communication."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from typing_extensions import assert_never
+
+from fsdp_doctor.weights.transport.sources import FlatUnit, OutputDtypes, Placed, Plain, Rows, Source, list_specs
+from fsdp_doctor.weights.transport.transfers import (
+    FlatGather,
+    FlatLayout,
+    LocalCopy,
+    PackedGather,
+    Redistribution,
+    RowsGather,
+    TensorTransfer,
+    divide_unit,
+    sum_two_largest,
+)
+
+# Smaller tensors share an all-gather: one each costs more than a copy out of it. It has at most so many bytes.
+SMALL_BYTES = 1 << 20
+_PACK_BYTES = 32 << 20
+# A bucket may be so much larger where the memory is there: more of them cost the host more than the links.
+_MOST_TIMES = 4
+
+
+@dataclass
+class Bucket:
+    """The transfers that are loaded and gathered together.
+
+    gathered_bytes: the device memory that it takes until its tensors are handed out; copied_bytes: what is copied of
+    them at once. end: where the next bucket begins in the order of the tensors; small ones that come later are gathered
+    with it, too. last_bytes: of the last tensor before that; early_bytes: of those after it that are there by then.
+    """
+
+    transfers: list[TensorTransfer] = field(default_factory=list)
+    gathered_bytes: int = 0
+    copied_bytes: int = 0
+    end: int = 0
+    last_bytes: int = 0
+    early_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The device memory that it takes at most."""
+        return self.gathered_bytes + self.copied_bytes
+
+    @functools.cached_property
+    def launched_bytes(self) -> int:
+        """The device memory without which its collectives cannot be launched."""
+        return self.gathered_bytes - sum(transfer.opened_bytes for transfer in self.transfers)
+
+    @functools.cached_property
+    def rounding_bytes(self) -> int:
+        """How much more an allocator may take for that: 512 bytes for each tensor, and 2 MiB for one of 10 MiB."""
+        num_tensors = len(self.list_names()) + len(self.transfers)
+        return 512 * num_tensors + (2 << 20) * min(num_tensors, self.launched_bytes // (10 << 20))
+
+    @functools.cached_property
+    def held_bytes(self) -> int:
+        """The device memory that it has from then on, until its tensors are handed out."""
+        return sum(t.nbytes - t.collecting_bytes - t.opened_bytes for t in self.transfers)
+
+    @functools.cached_property
+    def begun_bytes(self) -> int:
+        """The device memory of tensors of which buckets before it have gathered a part, and it gathers the next."""
+        return sum(transfer.begun_bytes for transfer in self.transfers if isinstance(transfer, FlatGather))
+
+    def list_names(self) -> list[str]:
+        """The first name of each tensor of which it has a part."""
+        return [name for transfer in self.transfers for name in transfer.names]
+
+
+class _OpenBucket:
+    """A bucket that is being filled. Its tensors by rows of one shard group and one dtype become one transfer."""
+
+    def __init__(self) -> None:
+        self.bucket = Bucket()
+        self._rows: dict[tuple[tuple[int, ...], torch.dtype], tuple[list[int], list[Rows]]] = {}
+
+    def add_row(self, order: int, source: Rows, dtype: torch.dtype) -> None:
+        orders, sources = self._rows.setdefault((source.shard_group.ranks, dtype), ([], []))
+        orders.append(order)
+        sources.append(source)
+
+    def close(self, end: int, sizes: Sequence[int], early: set[int]) -> Bucket:
+        """early: the orders of small tensors that wait to be handed out, which is brought up to date."""
+        bucket = self.bucket
+        early.update(*(transfer.orders for transfer in bucket.transfers if isinstance(transfer, PackedGather)))
+        early.difference_update(range(end))
+        bucket.early_bytes = sum(sizes[order] for order in early)
+        bucket.transfers += [RowsGather(*rows, dtype) for (_, dtype), rows in self._rows.items()]
+        bucket.end, bucket.last_bytes = end, sizes[end - 1] if end else 0
+        return bucket
+
+
+def count_most_bytes(sizes: Sequence[Sequence[int]], bucket_bytes: int) -> int:
+    """Device memory that buckets and the caller's last tensor may take together.
+
+    sizes: of all tensors, in bytes and in their order; those of one unit of FSDP1 together, the others each alone.
+
+    A bucket and the largest tensor, or two and a smaller tensor; or two that follow one another, or are of one unit,
+    beside an eighth of a bucket to gather them with. Where the largest is larger than a bucket and most of the model is
+    in tensors half as large at least, as in fused experts, one of them more: so that the next is loaded while the
+    caller has the last.
+    """
+    every = list(itertools.chain.from_iterable(sizes))
+    largest = max(every, default=0)
+    pairs = (sum_two_largest((*before[-1:], *unit)) for before, unit in itertools.pairwise([(), *sizes]))
+    part = bucket_bytes // 8
+    most = max(bucket_bytes + largest, 2 * bucket_bytes + min(largest, part), max(pairs, default=0) + part)
+    return most + (largest if _is_mostly_large(every, bucket_bytes) else 0)
+
+
+def _is_mostly_large(sizes: Sequence[int], bucket_bytes: int) -> bool:
+    largest = max(sizes, default=0)
+    return largest > bucket_bytes and 2 * sum(size for size in sizes if 2 * size >= largest) > sum(sizes)
+
+
+@dataclass(frozen=True)
+class Division:
+    """Divides tensors into buckets.
+
+    extra_bytes: what is needed beside the tensor of that first name while it is gathered.
+    """
+
+    sources: Sequence[Source]
+    dtypes: OutputDtypes
+    bucket_bytes: int
+    extra_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    @functools.cached_property
+    def _sizes_by_source(self) -> list[list[int]]:
+        return [
+            [spec.numel * self.dtypes.choose(spec).itemsize for spec in list_specs(source)] for source in self.sources
+        ]
+
+    @functools.cached_property
+    def _sizes(self) -> list[int]:
+        return list(itertools.chain.from_iterable(self._sizes_by_source))
+
+    @functools.cached_property
+    def most_bytes(self) -> int:
+        return count_most_bytes(self._sizes_by_source, self.bucket_bytes)
+
+    def make_buckets(self) -> Iterator[Bucket]:
+        """Each takes ``bucket_bytes`` at most, unless one tensor alone takes more; the last ones take less.
+
+        Where two larger ones and a tensor fit into ``most_bytes`` they are larger: what the largest tensor needs is
+        there anyway. A part of an FSDP1 unit is a bucket of its own, beside the tensors that those before it began.
+        """
+        bucket_bytes, sizes = self.bucket_bytes, self._sizes
+        parts = list(self._make_parts())
+        usual = max((size for size in sizes if size <= bucket_bytes), default=0)
+        larger_bytes = min((self.most_bytes - max(usual, bucket_bytes // 8)) // 2, _MOST_TIMES * bucket_bytes)
+        if _is_mostly_large(sizes, bucket_bytes):
+            # The next large one is to fit beside a bucket, and beside small tensors that were gathered early.
+            bucket_bytes -= min(sum(nbytes for _, nbytes in self._make_packs()) // 2, bucket_bytes // 4)
+            larger_bytes = bucket_bytes
+        limit = bucket_bytes
+        left = sum(nbytes for _, _, nbytes in parts)
+        filling, end = _OpenBucket(), 0
+        early: set[int] = set()
+        for order, part, nbytes in parts:
+            bucket = filling.bucket
+            copied = part.copied_bytes if isinstance(part, TensorTransfer) else 0
+            # Nothing runs beside the last gather.
+            longest = min(limit, max(left // 2, bucket_bytes // 4))
+            is_full = bucket.gathered_bytes + nbytes + max(bucket.copied_bytes, copied) > longest
+            is_alone = any(isinstance(transfer, FlatGather) for transfer in (part, *bucket.transfers[-1:]))
+            if bucket.nbytes and (is_full or is_alone):
+                bucket = filling.close(max(order, end), sizes, early)
+                yield bucket
+                # The caller has the tensor before it, others wait, and the bucket before that may be gone.
+                limit = min(max(bucket_bytes, larger_bytes), self.most_bytes - sizes[order - 1] - bucket.early_bytes)
+                filling = _OpenBucket()
+                bucket = filling.bucket
+            # A unit of FSDP1 may go on in the next bucket.
+            end = order + (len(part.unit.source.spans) if isinstance(part, FlatGather) else 1)
+            bucket.gathered_bytes += nbytes
+            bucket.copied_bytes = max(bucket.copied_bytes, copied)
+            left -= nbytes
+            if isinstance(part, TensorTransfer):
+                bucket.transfers.append(part)
+            else:
+                filling.add_row(order, part, self.dtypes.choose(part.spec))
+        last = filling.close(len(sizes), sizes, early)
+        if last.transfers:
+            yield last
+
+    def _make_parts(self) -> Iterator[tuple[int, TensorTransfer | Rows, int]]:
+        """(order, a transfer or a tensor that is gathered with others, device memory that it takes)."""
+        packs = {pack.order: (pack, nbytes) for pack, nbytes in self._make_packs()}
+        packed = {order for pack, _ in packs.values() for order in pack.orders}
+        order = last_bytes = 0
+        for source in self.sources:
+            if order in packs:
+                yield order, *packs[order]
+            elif isinstance(source, Rows) and order not in packed:
+                yield order, source, self._count_gathered_bytes(source) + self._count_extra_bytes(source.spec.names[:1])
+            elif not isinstance(source, Rows):
+                # The caller has the last tensor of those before, and what is left of the memory is there anyway.
+                for transfer in self._make_transfers(order, source, last_bytes):
+                    yield order, transfer, transfer.nbytes + self._count_extra_bytes(transfer.names)
+            order += len(list_specs(source))
+            last_bytes = self._sizes[order - 1] if order else 0
+
+    def _make_packs(self) -> Iterator[tuple[PackedGather, int]]:
+        """(small tensors that share an all-gather, device memory that they take), from wherever in the model."""
+        longest = min(_PACK_BYTES, self.bucket_bytes // 8)
+        open_packs: dict[tuple[tuple[int, ...], torch.dtype], tuple[list[int], list[Rows], int]] = {}
+        order = 0
+        for source in self.sources:
+            if isinstance(source, Rows):
+                dtype = self.dtypes.choose(source.spec)
+                nbytes = 2 * self._count_gathered_bytes(source) + self._count_extra_bytes(source.spec.names[:1])
+                if nbytes <= min(2 * SMALL_BYTES, longest):
+                    key = source.shard_group.ranks, dtype
+                    orders, rows, packed_bytes = open_packs.get(key, ([], [], 0))
+                    if packed_bytes + nbytes > longest:
+                        yield PackedGather(orders, rows, dtype), packed_bytes
+                        orders, rows, packed_bytes = [], [], 0
+                    orders.append(order)
+                    rows.append(source)
+                    open_packs[key] = orders, rows, packed_bytes + nbytes
+            order += len(list_specs(source))
+        for (_, dtype), (orders, rows, packed_bytes) in open_packs.items():
+            yield PackedGather(orders, rows, dtype), packed_bytes
+
+    def _make_transfers(
+        self, order: int, source: Plain | Placed | FlatUnit, last_bytes: int
+    ) -> Iterator[TensorTransfer]:
+        match source:
+            case Plain():
+                yield LocalCopy(order, source, self.dtypes.choose(source.spec))
+            case Placed():
+                is_merged = source.spec.names[0] in self.extra_bytes
+                yield Redistribution(order, source, self.dtypes.choose(source.spec), is_merged=is_merged)
+            case FlatUnit():
+                unit = FlatLayout(order, source, self.dtypes)
+                yield from divide_unit(unit, self.bucket_bytes, self.most_bytes, last_bytes, self.extra_bytes.keys())
+            case _:
+                assert_never(source)
+
+    def _count_gathered_bytes(self, source: Rows) -> int:
+        return source.chunk * source.shard_group.size * self.dtypes.choose(source.spec).itemsize
+
+    def _count_extra_bytes(self, names: Sequence[str]) -> int:
+        return sum(self.extra_bytes.get(name, 0) for name in names)

@@ -1,0 +1,34 @@
+"""The product of an adapter's two factors, which is added to a weight on its way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Delta:
+    """One adapter's share of one weight: ``scaling * B @ A``, or its transpose.
+
+    a: (r, in), b: (out, r), both whole and on the device.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+    transposed: bool
+
+    def compute_part(self, start: int, numel: int) -> torch.Tensor:
+        """The elements [start, start + numel) of the flattened product, 1-D."""
+        left, right = (self.a.t(), self.b.t()) if self.transposed else (self.b, self.a)
+        columns = right.shape[1]
+        first, last = start // columns, -(-(start + numel) // columns)
+        rows = (left[first:last] @ right) * self.scaling
+        skipped = start - first * columns
+        return rows.reshape(-1)[skipped : skipped + numel]
+
+    def block(self, rows: slice, columns: slice) -> torch.Tensor:
+        """A block of the product."""
+        left, right = (self.a.t(), self.b.t()) if self.transposed else (self.b, self.a)
+        return (left[rows] @ right[:, columns]) * self.scaling

@@ -1,0 +1,302 @@
+"""Copies portions of tensors: threads read them out of pageable memory and files.
+
+To the device they go through pinned chunks, so that the link does not wait for the reading; a thread has two, and
+sends one while it reads into the other. What is pinned, or on the device, is copied by the device alone. A chunk is one
+job of a thread, however many tensors share it: the handing over costs the host more than the tensors of most layers
+take to be read. Nothing is read before all that is to be read was worked out: what one thread does in Python keeps the
+others from reading. Without pinned memory the chunks are not pinned, and without threads the caller's reads.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import os
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fsdp_doctor.weights.fsdp import private
+from fsdp_doctor.weights.transport.streams import Streams
+
+# Where each piece begins in a chunk: as the device likes it.
+_ALIGNMENT = 512
+_CHUNKS_OF_A_THREAD = 2
+
+
+class Portion(ABC):
+    """A part of a tensor, in bytes.
+
+    nbytes: how long it is. extra_bytes: of memory that was taken for it alone. memory: its bytes, 1-D, where they are
+    in memory.
+    """
+
+    nbytes: int
+    extra_bytes: int = 0
+    memory: torch.Tensor | None = None
+
+    @abstractmethod
+    def fill(self, target: torch.Tensor, start: int) -> None:
+        """Its bytes from ``start`` on into a target in host memory, 1-D. Any thread may call it."""
+
+
+class InMemory(Portion):
+    def __init__(self, memory: torch.Tensor, extra_bytes: int = 0) -> None:
+        self.memory: torch.Tensor = memory
+        self.nbytes, self.extra_bytes = memory.numel(), extra_bytes
+
+    def fill(self, target: torch.Tensor, start: int) -> None:
+        target.copy_(self.memory[start : start + target.numel()])
+
+
+@dataclass(eq=False, slots=True)
+class _Piece:
+    """The bytes of a portion from ``start`` on. place: in the chunk, where there is one."""
+
+    portion: Portion
+    start: int
+    target: torch.Tensor
+    place: int
+
+
+@dataclass(eq=False, slots=True)
+class _Batch:
+    """One job of a thread, to the host or through a chunk to the device. nbytes: how much of a chunk."""
+
+    on_host: bool
+    pieces: list[_Piece] = field(default_factory=list)
+    nbytes: int = 0
+
+
+class _Submission:
+    """Batches that are read together."""
+
+    def __init__(self, batches: Sequence[_Batch]) -> None:
+        self._batches = collections.deque(batches)
+        self._count = len(batches)
+        self._done: list[None] = []
+        self._error: BaseException | None = None
+        self._over = threading.Event()
+
+    def read_one(self, read: Callable[[_Batch], None]) -> None:
+        """Reads one batch; any thread may call it, as often as there are batches.
+
+        Nothing refers to the batch any more when it counts as read: its target is part of a bucket.
+        """
+        try:
+            read(self._batches.popleft())
+        except BaseException as error:
+            self.note_failure(error)
+        else:
+            self.note_done()
+
+    def note_done(self) -> None:
+        self._done.append(None)
+        if len(self._done) == self._count:
+            self._over.set()
+
+    def note_failure(self, error: BaseException) -> None:
+        self._error = error
+        self._over.set()
+
+    def wait(self) -> None:
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class HostCopies:
+    """Targets are 1-D bytes. What a copy reads must stay as it is until ``finish`` has returned.
+
+    most_threads: of this rank. chunk_bytes: pinned memory is two for each of them.
+    """
+
+    def __init__(self, streams: Streams, most_threads: int = 16, chunk_bytes: int = 8 << 20) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._streams = streams
+        self._num_threads = count_threads(most_threads)
+        self._readers: _Readers | None = None
+        self._begun: list[_Batch] = []
+        self._num_submitted = 0
+        self._submissions: collections.deque[_Submission] = collections.deque()
+
+    def close(self) -> None:
+        """Waits for the threads and the device, whatever they end with: what they write to may be freed then.
+
+        What no thread has begun to read is not read. More may be copied afterwards.
+        """
+        if self._readers is not None:
+            self._readers.close()
+        self._readers = None
+        self._begun.clear()
+        self._submissions.clear()
+        self._streams.wait_until_loaded()
+
+    def copy(self, portion: Portion, target: torch.Tensor, start: int = 0) -> None:
+        """Copies as many bytes as the target has, from ``start`` on."""
+        memory = portion.memory
+        if memory is not None and _is_copied_by_device(memory, target):
+            self._streams.load(target, memory[start : start + target.numel()])
+            return
+        done, nbytes = 0, target.numel()
+        while done < nbytes:
+            batch = self._find_batch(on_host=target.device.type == "cpu")
+            length = min(nbytes - done, self._chunk_bytes - batch.nbytes)
+            batch.pieces.append(_Piece(portion, start + done, target[done : done + length], batch.nbytes))
+            batch.nbytes += -(-length // _ALIGNMENT) * _ALIGNMENT
+            done += length
+
+    def submit(self) -> int:
+        """Begins to read what is to be copied. Returns a number for ``flush``."""
+        if self._begun:
+            if self._readers is None:
+                self._readers = _Readers(self._streams, self._num_threads, self._chunk_bytes)
+            self._submissions.append(self._readers.submit(self._begun))
+            self._num_submitted += 1
+            self._begun = []
+        return self._num_submitted
+
+    def flush(self, submitted: int | None = None) -> None:
+        """Returns when copies to the host are done, and those to the device are in the loading stream.
+
+        submitted: only those that were submitted when ``submit`` returned this.
+        """
+        last = self.submit() if submitted is None else submitted
+        while self._num_submitted - len(self._submissions) < last:
+            self._submissions.popleft().wait()
+        self._streams.wait_for_threads()
+
+    def finish(self) -> None:
+        """Returns when all copies are done."""
+        self.flush()
+        self._streams.wait_until_loaded()
+
+    def _find_batch(self, *, on_host: bool) -> _Batch:
+        begun = self._begun[-1] if self._begun else None
+        if begun is None or begun.nbytes >= self._chunk_bytes or begun.on_host != on_host:
+            begun = _Batch(on_host)
+            self._begun.append(begun)
+        return begun
+
+
+def _is_copied_by_device(memory: torch.Tensor, target: torch.Tensor) -> bool:
+    if memory.device.type != "cpu":
+        return True
+    return target.device.type != "cpu" and memory.is_pinned()
+
+
+class _Readers:
+    """As many threads as the system gives, up to ``most``. Without any, what is submitted is read at once."""
+
+    def __init__(self, streams: Streams, most: int, chunk_bytes: int) -> None:
+        self._streams, self._chunk_bytes = streams, chunk_bytes
+        self._waiting: queue.SimpleQueue[_Submission | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        for _ in range(most):
+            thread = threading.Thread(target=self._run, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                break
+            self._threads.append(thread)
+
+    def submit(self, batches: Sequence[_Batch]) -> _Submission:
+        submission = _Submission(batches)
+        for _ in batches:
+            self._waiting.put(submission)
+        if not self._threads:
+            self._waiting.put(None)
+            self._run()
+        return submission
+
+    def close(self) -> None:
+        """Waits for what is being read; what nobody has begun to read is not read."""
+        while not self._waiting.empty():
+            self._waiting.get()
+        for _ in self._threads:
+            self._waiting.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        chunks = _Chunks(self._streams, self._chunk_bytes)
+        with contextlib.ExitStack() as stack:
+            is_ready = False
+
+            def read(batch: _Batch) -> None:
+                nonlocal is_ready
+                # Here, because what this raises is somebody's error, too.
+                if not is_ready:
+                    stack.enter_context(self._streams.enter_thread())
+                    is_ready = True
+                _read(batch, chunks)
+
+            while (submission := self._waiting.get()) is not None:
+                submission.read_one(read)
+
+
+class _Chunks:
+    """One thread's chunks, in turns: with two, the device may be reading one; with one, it is waited for."""
+
+    def __init__(self, streams: Streams, nbytes: int) -> None:
+        self._streams, self._nbytes = streams, nbytes
+        self._free: collections.deque[tuple[torch.Tensor, Any]] = collections.deque()
+        self._most = _CHUNKS_OF_A_THREAD
+
+    def take(self) -> torch.Tensor:
+        """Returns a chunk that the device has read."""
+        if len(self._free) < self._most:
+            try:
+                return torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            except RuntimeError:
+                # There is no more of it.
+                self._most = max(len(self._free), 1)
+                if not self._free:
+                    return torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
+        memory, taken = self._free.popleft()
+        if taken is not None:
+            taken.synchronize()
+        return memory
+
+    def give(self, memory: torch.Tensor) -> None:
+        """After the copies from it were put into the stream."""
+        self._free.append((memory, self._streams.record_loading()))
+
+
+def count_threads(most: int = 16) -> int:
+    """The number of the host's processors for each of its ranks, within limits."""
+    processors = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(2, min(most, processors))
+
+
+def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a contiguous tensor's bytes, 1-D."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def view_as_memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host, which must stay alive."""
+    nbytes = tensor.numel() * tensor.element_size()
+    memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr()) if nbytes else b""
+    return memoryview(memory).cast("B")
+
+
+def _read(batch: _Batch, chunks: _Chunks) -> None:
+    """Reads a batch and, where it goes to the device, sends it: one call for all of its pieces."""
+    if batch.on_host:
+        for piece in batch.pieces:
+            piece.portion.fill(piece.target, piece.start)
+        return
+    chunk = chunks.take()
+    targets = [piece.target for piece in batch.pieces]
+    parts = [chunk[piece.place : piece.place + piece.target.numel()] for piece in batch.pieces]
+    for piece, part in zip(batch.pieces, parts, strict=True):
+        piece.portion.fill(part, piece.start)
+    private.copy_all(targets, parts, non_blocking=True)
+    chunks.give(chunk)

@@ -1,0 +1,329 @@
+"""Whether several groups of ranks have one tensor under a name, or several, as far as that can be known.
+
+A placement covers the ranks of its mesh alone. Where the mesh lacks ranks of the model, those may have copies, as of
+norms under tensor parallelism, or other values of the same shape, as of experts that each group has some of. A plain
+parameter is such a case, too. Names and shapes are alike in both; what differs is this:
+
+- A mesh that is a slice of a larger one, by ranks and names, along dims over which another parameter is sharded: FSDP
+  has sharded both alike, and the rest of the larger mesh is tensor parallelism, which has copies of what it does not
+  divide, or replicas.
+- Otherwise nothing says that the groups have copies, not even that their meshes are slices of one: experts' meshes
+  are that, too. Such tensors are refused.
+- The values of a plain parameter, and of what the first case takes for copies, are compared: a few elements of each,
+  since copies may have drifted apart by rounding, and experts are nowhere near each other.
+
+Persistent buffers are whole on every rank, and no FSDP keeps them alike: a router's bias or the statistics of a batch
+norm are moved by each rank's own tokens. There is no right one among them, so they are not refused: that they differ is
+said.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import warnings
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from typing_extensions import assert_never
+
+from fsdp_doctor.text import join_some
+from fsdp_doctor.weights.fsdp.reader import ModelContents
+
+# Of so many tensors at most, spread over all, so many elements each.
+_COMPARED_TENSORS, _COMPARED_ELEMENTS = 256, 8
+# How far copies may be apart, in parts of the longer one.
+_DRIFT = 1 / 8
+# Of a buffer: a longer one is compared by a few elements, too.
+_COMPARED_BYTES = 1 << 20
+
+Relation = Literal["plain", "copies", "unknown", "buffer"]
+
+
+class BuffersDiffer(UserWarning):
+    """Persistent buffers have other values on some ranks, and an extraction or a save has one rank's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """This rank's part of tensors that other groups of ranks may have, too.
+
+    names: of a tensor the first, of an FSDP1 unit each parameter's. place: among the model's shards. ranks: which have
+    the tensor together; none where each has all of it.
+    """
+
+    names: tuple[str, ...]
+    place: int
+    ranks: tuple[int, ...]
+    relation: Relation
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Groups of ranks that have a tensor each, under one name."""
+
+    relation: Relation
+    groups: tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class RankGroups:
+    """Of one model. Nothing in it is a tensor.
+
+    ranks: all of the model's, where a mesh has a part of them; otherwise none. is_settled: whether the ranks have
+    compared their parts since the model was read. differing: buffers that differed when they were last compared.
+    """
+
+    ranks: tuple[int, ...]
+    parts: list[Part] = field(default_factory=list)
+    is_settled: bool = False
+    differing: tuple[str, ...] = ()
+
+    def find(self, places: Collection[int]) -> RankGroups:
+        return replace(self, parts=[part for part in self.parts if part.place in places])
+
+    def find_unknown(self) -> dict[str, Conflict]:
+        """What is refused without asking the other ranks, by name."""
+        return {
+            name: Conflict("unknown", (part.ranks, tuple(sorted({*self.ranks} - {*part.ranks}))))
+            for part in self.parts
+            if part.relation == "unknown"
+            for name in part.names
+        }
+
+
+def read_groups(contents: ModelContents) -> RankGroups:
+    """Reads attributes alone: any rank may call it."""
+    on_meshes: dict[int, tuple[DeviceMesh, tuple[int, ...]]] = {}
+    for parameter in contents.parameters:
+        if isinstance(parameter.placed, DTensor) and id(parameter.placed.device_mesh) not in on_meshes:
+            mesh = parameter.placed.device_mesh
+            on_meshes[id(mesh)] = mesh, tuple(mesh.mesh.flatten().tolist())
+    of_units = [unit.ranks for unit in contents.fsdp1_units]
+    everyone = max([*(ranks for _, ranks in on_meshes.values()), *of_units], key=len, default=())
+    if len(everyone) < 2:
+        return RankGroups(())
+    # Of a mesh that overlaps with the largest it is not known which ranks it is together with.
+    lacking = {key: (mesh, ranks) for key, (mesh, ranks) in on_meshes.items() if {*ranks} < {*everyone}}
+    whole = [t for p in contents.parameters if isinstance(t := p.placed, DTensor) and id(t.device_mesh) not in lacking]
+    on_whole = {(id(t.device_mesh), t.placements): (t.device_mesh, t.placements) for t in whole}.values()
+    relations: dict[tuple[int, tuple[Placement, ...]], Relation] = {}
+    parts = [
+        Part(tuple(names[0] for names in unit.names), place, ranks, "unknown")
+        for place, (unit, ranks) in enumerate(zip(contents.fsdp1_units, of_units, strict=True))
+        if {*ranks} < {*everyone}
+    ]
+    for place, parameter in enumerate(contents.parameters, len(contents.fsdp1_units)):
+        tensor, name = parameter.placed, parameter.names[:1]
+        if not isinstance(tensor, DTensor):
+            parts.append(Part(name, place, (), "plain"))
+        elif id(tensor.device_mesh) in lacking:
+            mesh, ranks = lacking[id(tensor.device_mesh)]
+            key = id(mesh), tensor.placements
+            if key not in relations:
+                relations[key] = _relate(mesh, tensor.placements, on_whole)
+            parts.append(Part(name, place, () if relations[key] == "plain" else ranks, relations[key]))
+    first_place = len(contents.fsdp1_units) + len(contents.parameters)
+    parts += [
+        Part(buffer.names[:1], place, (), "buffer")
+        for place, buffer in enumerate(contents.buffers, first_place)
+        if not isinstance(buffer.placed, DTensor)
+    ]
+    return RankGroups(everyone if any(part.ranks for part in parts) else (), parts)
+
+
+def _relate(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    on_whole: Collection[tuple[DeviceMesh, tuple[Placement, ...]]],
+) -> Relation:
+    """on_whole: meshes and placements of the tensors that all ranks of the model have a part of."""
+    if all(isinstance(placement, Replicate) for placement in placements):
+        return "plain"
+    for other, theirs in on_whole:
+        sharded = {dim for dim, placement in enumerate(theirs) if not isinstance(placement, Replicate)}
+        if any(sharded & {*dims} for dims in _find_dims_of_slice(other, mesh)):
+            return "copies"
+    return "unknown"
+
+
+def _find_dims_of_slice(whole: DeviceMesh, mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
+    """The dims of ``whole`` along which this rank's slice of it is ``mesh``, by names and ranks."""
+    here, names = whole.get_coordinate(), whole.mesh_dim_names or ()
+    for count in range(1, whole.ndim):
+        for dims in itertools.combinations(range(whole.ndim), count) if here and names else ():
+            part = tuple(slice(None) if dim in dims else place for dim, place in enumerate(here or ()))
+            is_named_alike = tuple(names[dim] for dim in dims) == mesh.mesh_dim_names
+            if is_named_alike and torch.equal(whole.mesh[part].flatten(), mesh.mesh.flatten()):
+                yield dims
+
+
+class Comparison:
+    """Compares the ranks' parts for one call.
+
+    shards: this rank's, by their places. compares: whose values. anew: also where they have been compared before.
+    """
+
+    def __init__(
+        self,
+        groups: RankGroups,
+        shards: Sequence[torch.Tensor],
+        device: torch.device,
+        compares: Collection[Relation] = ("plain", "copies", "buffer"),
+        *,
+        anew: bool = False,
+    ) -> None:
+        self._groups, self._shards, self._device, self._anew = groups, shards, device, anew
+        compared = [part for part in groups.parts if part.relation in compares]
+        self._compared = [part for part in compared if part.relation != "buffer"]
+        self._buffers = [part for part in compared if part.relation == "buffer"]
+        self._unknown = {part.ranks: part for part in groups.parts if part.relation == "unknown"}
+        self.conflicts: dict[str, Conflict] = {}
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is anything left to compare."""
+        is_settled = self._groups.is_settled and not self._anew
+        return bool(self._compared or self._buffers or self._unknown) and not is_settled
+
+    def make_statement(self) -> str:
+        """This rank's groups and values. Waits for its device, which may still be writing to a shard."""
+        compared, buffers = _choose_some(self._compared), _choose_some(self._buffers)
+        if (compared or buffers) and self._device.type not in ("cpu", "meta"):
+            torch.get_device_module(self._device.type).synchronize(self._device)
+        rank = dist.get_rank()
+        values = {
+            part.names[0]: [part.ranks, part.ranks.index(rank) if part.ranks else 0, elements]
+            for part in compared
+            if (elements := _sample_values(self._shards[part.place])) is not None
+        }
+        return json.dumps(
+            {
+                "unknown": {part.names[0]: ranks for ranks, part in self._unknown.items()},
+                "values": values,
+                "buffers": {part.names[0]: _digest_buffer(self._shards[part.place]) for part in buffers},
+            }
+        )
+
+    def draw_conclusion(self, statements: Mapping[int, str]) -> str:
+        groups: dict[str, set[tuple[int, ...]]] = {}
+        values: dict[str, dict[int, list[Any]]] = {}
+        digests: dict[str, dict[int, list[int]]] = {}
+        for rank, statement in statements.items():
+            stated = json.loads(statement)
+            for name, ranks in stated["unknown"].items():
+                groups.setdefault(name, set()).add(tuple(ranks))
+            for name, value in stated["values"].items():
+                values.setdefault(name, {})[rank] = value
+            for name, digest in stated["buffers"].items():
+                digests.setdefault(name, {}).setdefault(digest, []).append(rank)
+        conflicts = {name: ["unknown", sorted(ranks)] for name, ranks in groups.items()}
+        conflicts |= {name: ["buffer", [*alike.values()]] for name, alike in digests.items() if len(alike) > 1}
+        return json.dumps(
+            conflicts | {name: conflict for name, by_rank in values.items() if (conflict := _find_conflict(by_rank))}
+        )
+
+    def conclude(self, conclusion: str) -> None:
+        """Notes down what all ranks know now, and warns of buffers that differ."""
+        items = json.loads(conclusion).items()
+        every = {name: Conflict(relation, tuple(map(tuple, groups))) for name, (relation, groups) in items}
+        differing = {name: conflict for name, conflict in every.items() if conflict.relation == "buffer"}
+        self._groups.differing = tuple(differing)
+        if differing:
+            warnings.warn(BuffersDiffer(describe_conflicts(differing)), stacklevel=2)
+        stated = {name: conflict for name, conflict in every.items() if name not in differing}
+        known = {ranks: stated[part.names[0]] for ranks, part in self._unknown.items() if part.names[0] in stated}
+        unknown = [part for part in self._groups.parts if part.relation == "unknown" and part.ranks in known]
+        self.conflicts = {name: known[part.ranks] for part in unknown for name in part.names} | stated
+        self._groups.is_settled = not self.conflicts
+
+
+def _choose_some(parts: Sequence[Part]) -> Sequence[Part]:
+    return parts[:: -(-len(parts) // _COMPARED_TENSORS) or 1]
+
+
+def _digest_buffer(buffer: torch.Tensor) -> int:
+    """Sums all bytes of a small tensor, else a few elements."""
+    if not buffer.numel():
+        return 0
+    if buffer.nbytes > _COMPARED_BYTES:
+        return zlib.crc32(repr(_sample_values(buffer)).encode())
+    host = buffer.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(host.numpy().tobytes())
+
+
+def _sample_values(shard: torch.Tensor) -> list[float] | None:
+    """A few, spread over all; None for a tensor without elements, or of a class whose elements cannot be read."""
+    local = shard.detach().reshape(1) if not shard.ndim else shard.detach()
+    if local.is_meta or not local.numel() or type(local) is not torch.Tensor:
+        return None
+    if not (local.is_floating_point() and local.dtype.itemsize > 1):
+        local = local.contiguous().flatten().view(torch.uint8)
+    last = local.numel() - 1
+    spread = [last * place // (_COMPARED_ELEMENTS - 1) for place in range(_COMPARED_ELEMENTS)]
+    places = torch.tensor(spread, device="cpu")
+    index = torch.unravel_index(places, local.shape)
+    with torch.no_grad():
+        elements: list[float] = local[tuple(i.to(local.device) for i in index)].float().nan_to_num().tolist()
+    return elements
+
+
+def _find_conflict(values: Mapping[int, list[Any]]) -> list[Any] | None:
+    """The conflict, None where all have copies. values: of each rank, its group, its place there and some elements."""
+    alike: list[tuple[int, list[float], list[int]]] = []
+    for rank, (_, place, elements) in values.items():
+        known = next((ranks for at, first, ranks in alike if at == place and _are_near(first, elements)), None)
+        if known is None:
+            alike.append((place, elements, [rank]))
+        else:
+            known.append(rank)
+    if len(alike) == len({place for place, *_ in alike}):
+        return None
+    groups = sorted({tuple(ranks) for ranks, *_ in values.values()})
+    return ["copies", groups] if any(groups) else ["plain", [ranks for *_, ranks in alike]]
+
+
+def _are_near(one: Sequence[float], other: Sequence[float]) -> bool:
+    apart = sum((left - right) ** 2 for left, right in zip(one, other, strict=True))
+    return apart <= _DRIFT**2 * max(sum(value**2 for value in one), sum(value**2 for value in other))
+
+
+def describe_conflicts(conflicts: Mapping[str, Conflict]) -> str:
+    """A sentence about the first of them, with the names of others."""
+    name, conflict = next(iter(conflicts.items()))
+    groups = join_some([str(list(ranks)) for ranks in conflict.groups])
+    others = f" The same holds for {join_some(list(conflicts)[1:])}." if len(conflicts) > 1 else ""
+    match conflict.relation:
+        case "unknown":
+            return (
+                f"{name}: each of the groups of ranks {groups} shards a tensor of this name, and nothing says whether "
+                "they have copies of one tensor or different ones, as of experts that were divided before FSDP sharded "
+                f"them.{others} Say along which mesh they are divided, as in experts=mesh['ep'], or distribute it over "
+                "a mesh of all ranks: Shard where the values differ, Replicate where they are copies."
+            )
+        case "copies":
+            return (
+                f"{name}: by the mesh of the model's other parameters the groups of ranks {groups} have copies of it, "
+                f"but their values differ.{others} Say along which mesh experts are divided, as in "
+                "experts=mesh['ep']."
+            )
+        case "plain":
+            return (
+                f"{name} is a parameter that nothing shards, and its values differ between ranks {groups}.{others} "
+                "If these are experts, say along which mesh they are divided, as in experts=mesh['ep']; if they are to "
+                "be copies, broadcast one."
+            )
+        case "buffer":
+            return (
+                f"{name} is a buffer whose values differ between ranks {groups}: each rank yields its own, and what is "
+                f"saved or collected has the first rank's.{others} Broadcast or all-reduce such buffers before, if "
+                "they are to be one."
+            )
+        case _:
+            assert_never(conflict.relation)
