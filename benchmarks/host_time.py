@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from fsdp_doctor import full_tensors
-from fsdp_doctor.weights.extract import BUCKET_BYTES, plan
+from fsdp_doctor.weights.extract import plan
 from fsdp_doctor.weights.extract.plan import Arguments, get_plan
 from fsdp_doctor.weights.transport.agreement import Agreement, ComparedPlan
 
@@ -44,7 +44,7 @@ def main() -> None:
         torch.get_device_module(options.device).set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
     model = sharded(options.device, options.hidden)
-    arguments = Arguments.check(None, None, (), BUCKET_BYTES, "merged")
+    arguments = Arguments.check()
     ranks = tuple(range(dist.get_world_size()))
 
     def anew() -> None:

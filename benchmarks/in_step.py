@@ -56,7 +56,7 @@ def main() -> None:
     medians = {
         key: [statistics.median(time[kind] for time in times[1:]) for kind in (0, 1)] for key, times in seconds.items()
     }
-    plan, _ = get_plan(model, Arguments.check(None, None, (), nbytes, "merged", in_step=True))
+    plan, _ = get_plan(model, Arguments.check(bucket_bytes=nbytes, in_step=True))
     if dist.get_rank() == 0:
         print(f"{len(plan.buckets)} buckets")
         for kind, usual, stepped in zip(("time", "processor"), medians[False], medians[True], strict=True):

@@ -14,9 +14,9 @@ from torch import nn
 
 from fsdp_doctor.case import local_pieces
 from fsdp_doctor.case.findings import compare, describe_first_difference
+from fsdp_doctor.checkpoints.names import strip_adapters, strip_wrappers
 from fsdp_doctor.weights.extract import ShardPlace
 from fsdp_doctor.weights.fsdp import reader
-from fsdp_doctor.weights.fsdp.names import strip_adapters, unwrap_name
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def compute_merged_weights(model: nn.Module, full: Mapping[str, torch.Tensor]) -
     """
     merged: dict[str, Merged] = {}
     for module_name, module in model.named_modules():
-        prefix = unwrap_name(f"{module_name}.") if module_name else ""
+        prefix = strip_wrappers(f"{module_name}.") if module_name else ""
         if f"{prefix}base_layer.weight" not in full or not hasattr(module, "scaling"):
             continue
         base = full[f"{prefix}base_layer.weight"]

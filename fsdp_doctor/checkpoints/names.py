@@ -1,4 +1,4 @@
-"""The names of two checkpoints brought together: prefixes that one has and the other has not."""
+"""Names of tensors without what wrappers and adapters add to them, and the names of two checkpoints compared."""
 
 from __future__ import annotations
 
@@ -12,10 +12,19 @@ from typing import NamedTuple
 WRAPPER_NAMES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 _WRAPPERS = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(map(re.escape, WRAPPER_NAMES))})")
 
+_PEFT_ROOT = "base_model.model."
+_BASE_LAYERS = re.compile(r"(\.base_layer)+\.")
+
 
 def strip_wrappers(name: str) -> str:
     """Strips the prefixes that FSDP1, activation checkpointing and torch.compile put before the names of a module."""
     return _WRAPPERS.sub("", name)
+
+
+def strip_adapters(name: str) -> str:
+    """Returns the name as in the model that peft was given, of a weight that belongs to no adapter."""
+    # Adapters of several parameters of one module are around one another.
+    return _BASE_LAYERS.sub(".", name.removeprefix(_PEFT_ROOT))
 
 
 def strip_prefixes(names: Collection[str]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import assert_never
 
+from fsdp_doctor.checkpoints.names import strip_wrappers
 from fsdp_doctor.examination.facts import Facts
 from fsdp_doctor.examination.findings import Finding, join_few
 from fsdp_doctor.examination.live_memory import count_device_bytes, list_storages
@@ -26,7 +27,6 @@ from fsdp_doctor.examination.memory_records import round_to_power_of_two
 from fsdp_doctor.text import format_bytes, format_count
 from fsdp_doctor.weights.extract.plan import list_differing_buffers
 from fsdp_doctor.weights.fsdp import private
-from fsdp_doctor.weights.fsdp.names import unwrap_name
 from fsdp_doctor.weights.fsdp.reader import ModelContents
 from fsdp_doctor.weights.transport.rank_groups import read_groups
 
@@ -466,7 +466,7 @@ def _find_replaced(model: nn.Module, contents: ModelContents) -> tuple[str, ...]
     names: list[str] = []
     if places := [place for unit in contents.fsdp2_units for place in unit.replaced]:
         prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
-        names += [unwrap_name(prefixes[id(module)] + name) for module, name in places]
+        names += [strip_wrappers(prefixes[id(module)] + name) for module, name in places]
     moved = [parameter for unit in contents.fsdp2_units for parameter, _ in unit.moved]
     return (*names, *_list_names(contents, moved))
 
@@ -512,7 +512,7 @@ def _count_bits(tensor: torch.Tensor) -> int:
 def _find_untied(model: nn.Module, contents: ModelContents) -> Iterator[tuple[str, str]]:
     first_name = {name: names[0] for names in contents.list_all_names() for name in names}
     for prefix, module in model.named_modules():
-        root = unwrap_name(f"{prefix}." if prefix else "")
+        root = strip_wrappers(f"{prefix}." if prefix else "")
         for name, tied_to in _read_configured_ties(module).items():
             pair = root + name, root + tied_to
             if first_name.keys() >= set(pair) and first_name[pair[0]] != first_name[pair[1]]:
@@ -533,7 +533,7 @@ def _read_configured_ties(module: nn.Module) -> Mapping[str, str]:
     get_embedding: Any = getattr(module, "get_input_embeddings", None)
     embedding = get_embedding() if get_embedding is not None else None
     names = [name for name, child in module.named_modules() if child is embedding]
-    return {name: f"{unwrap_name(names[0])}.weight" for name in tied} if names else {}
+    return {name: f"{strip_wrappers(names[0])}.weight" for name in tied} if names else {}
 
 
 def _find_unmanaged(model: nn.Module, contents: ModelContents) -> Iterator[str]:

@@ -203,7 +203,7 @@ def shard_qwen1(model: Any, **options: Any) -> Any:
 
 
 def plan_for(model: nn.Module, bucket_bytes: int = 256 << 20) -> Plan:
-    return get_plan(model, Arguments.check(None, None, (), bucket_bytes, "merged"))[0]
+    return get_plan(model, Arguments.check(bucket_bytes=bucket_bytes))[0]
 
 
 # Comparisons

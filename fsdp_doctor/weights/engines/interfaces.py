@@ -21,7 +21,6 @@ from typing_extensions import Self, Unpack
 
 from fsdp_doctor.weights.engines.packed_bucket import PackedBucket, packed_buckets
 from fsdp_doctor.weights.extract import (
-    BUCKET_BYTES,
     ClosingIterator,
     LocalShard,
     ShardPlace,
@@ -29,8 +28,9 @@ from fsdp_doctor.weights.extract import (
     local_shards,
     weights_info,
 )
-from fsdp_doctor.weights.extract.local import LoadedShard, divide_shard, request_of
+from fsdp_doctor.weights.extract.local import LoadedShard, divide_shard, request_shards
 from fsdp_doctor.weights.extract.lora import Lora
+from fsdp_doctor.weights.extract.plan import BUCKET_BYTES, Arguments
 from fsdp_doctor.weights.fsdp.expert_groups import Experts
 from fsdp_doctor.weights.fsdp.given_tensors import GivenTensors
 from fsdp_doctor.weights.names import Names, NamesError
@@ -81,16 +81,10 @@ def vllm_weight_source(model: nn.Module, **options: Unpack[ExtractionOptions]) -
     """
     base = importlib.import_module("vllm.distributed.weight_transfer.base")
     options.setdefault("names", "auto")
-    request = request_of(
-        model,
-        None,
-        (),
-        BUCKET_BYTES,
-        options.get("lora", "merged"),
-        options["names"],
-        options.get("experts"),
-        options.get("tensors"),
+    arguments = Arguments.check(
+        lora=options.get("lora", "merged"), names=options["names"], experts=options.get("experts")
     )
+    request = request_shards(model, arguments, options.get("tensors"))
     places = {
         name: part.place
         for own in read_own_shards(request.sources, request.shards)

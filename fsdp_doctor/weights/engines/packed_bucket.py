@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_doctor.weights.extract.full import BUCKET_BYTES
+from fsdp_doctor.weights.extract.plan import BUCKET_BYTES
 from fsdp_doctor.weights.fsdp.decorators import disable_autograd
 from fsdp_doctor.weights.transport.sources import name_dtype
 from fsdp_doctor.weights.transport.streams import HomeStream

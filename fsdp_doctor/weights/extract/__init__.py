@@ -6,13 +6,11 @@ left half-moved (verl issue 5995) or flat shards on the CPU (verl PR 4726) are s
 
     full            full_tensors, weights_info, full_state_dict: the life of one extraction, step by step
     plan            all that follows from a model and the arguments, kept for as long as the model is as it was
-    output_names    the model's names or the Hub's, of which a fused tensor has several
     lora            which tensors are adapters, and what is merged into what
     local           local_shards
 """
 
 from fsdp_doctor.weights.extract.full import (
-    BUCKET_BYTES,
     ClosingIterator,
     WeightInfo,
     full_state_dict,
@@ -20,6 +18,7 @@ from fsdp_doctor.weights.extract.full import (
     weights_info,
 )
 from fsdp_doctor.weights.extract.local import LocalShard, local_shards
+from fsdp_doctor.weights.extract.plan import BUCKET_BYTES
 from fsdp_doctor.weights.transport.agreement import PlanMismatch, RankLeft
 from fsdp_doctor.weights.transport.rank_groups import BuffersDiffer
 from fsdp_doctor.weights.transport.shard_places import ShardPlace

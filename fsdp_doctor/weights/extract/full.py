@@ -22,7 +22,7 @@ from torch import nn
 from typing_extensions import Self
 
 from fsdp_doctor.weights.extract.lora import Lora, LoraAdapter, list_factor_names, make_deltas
-from fsdp_doctor.weights.extract.plan import Arguments, Plan, get_plan, list_ranks
+from fsdp_doctor.weights.extract.plan import BUCKET_BYTES, Arguments, Plan, get_plan, list_ranks
 from fsdp_doctor.weights.fsdp import private, reader
 from fsdp_doctor.weights.fsdp.decorators import defer_garbage_collection, disable_autograd, run_for_model
 from fsdp_doctor.weights.fsdp.expert_groups import Experts
@@ -50,7 +50,6 @@ _T = TypeVar("_T")
 BucketWatch: TypeAlias = Callable[[int, Sequence[TensorTransfer]], object]
 """Called with a bucket's number and its transfers once they are gathered, in a stream that comes after that."""
 
-BUCKET_BYTES = 512 << 20
 # Of a rank, to read pageable memory: the smaller the chunks, the sooner the first is on its way.
 MOST_THREADS = 8
 CHUNK_BYTES = 4 << 20
@@ -144,7 +143,16 @@ def full_tensors(
     yields its own.
     """
     with announce_errors(model):
-        arguments = Arguments.check(device, dtype, keep_dtype, bucket_bytes, lora, names, experts, in_step=in_step)
+        arguments = Arguments.check(
+            device=device,
+            dtype=dtype,
+            keep_dtype=keep_dtype,
+            bucket_bytes=bucket_bytes,
+            lora=lora,
+            names=names,
+            experts=experts,
+            in_step=in_step,
+        )
     return ClosingIterator(yield_each_name(extract(model, arguments, tensors)))
 
 
@@ -164,7 +172,8 @@ def weights_info(
     Any rank may call it alone (verl's ``get_actor_weights_info``, which PR 4726 mends, gathers).
     Arguments and errors are those of :func:`full_tensors`.
     """
-    plan, _ = get_plan(model, Arguments.check(None, dtype, keep_dtype, BUCKET_BYTES, lora, names, experts), tensors)
+    arguments = Arguments.check(dtype=dtype, keep_dtype=keep_dtype, lora=lora, names=names, experts=experts)
+    plan, _ = get_plan(model, arguments, tensors)
     return {
         name: WeightInfo(part.shape, plan.dtypes.choose(spec))
         for source in plan.sources
@@ -627,7 +636,14 @@ def full_state_dict(
     with announce_errors(model):
         if ranks not in get_args(CollectingRanks):
             raise ValueError(f"ranks must be one of {', '.join(get_args(CollectingRanks))}, not {ranks!r}")
-        arguments = Arguments.check(None, dtype, keep_dtype, bucket_bytes, lora, names, experts)
+        arguments = Arguments.check(
+            dtype=dtype,
+            keep_dtype=keep_dtype,
+            bucket_bytes=bucket_bytes,
+            lora=lora,
+            names=names,
+            experts=experts,
+        )
     state: dict[str, torch.Tensor] = {}
     # Of a model that nothing shards or wraps, the first of the default group.
     stream = extract(model, arguments, tensors, compares_anew=True)

@@ -18,7 +18,6 @@ from torch.distributed.tensor import Replicate
 
 from fsdp_doctor.weights.extract import lora as adapters
 from fsdp_doctor.weights.extract.full import (
-    BUCKET_BYTES,
     CHUNK_BYTES,
     MOST_THREADS,
     ClosingIterator,
@@ -27,14 +26,14 @@ from fsdp_doctor.weights.extract.full import (
     start_extraction,
 )
 from fsdp_doctor.weights.extract.lora import Lora, LoraAdapter
-from fsdp_doctor.weights.extract.output_names import OutputNames
-from fsdp_doctor.weights.extract.plan import Arguments, Plan, describe_plan, get_plan
+from fsdp_doctor.weights.extract.plan import BUCKET_BYTES, Arguments, Plan, describe_plan, get_plan
 from fsdp_doctor.weights.fsdp import private, reader
 from fsdp_doctor.weights.fsdp.decorators import defer_garbage_collection, disable_autograd, run_for_model
 from fsdp_doctor.weights.fsdp.expert_groups import Experts
 from fsdp_doctor.weights.fsdp.given_tensors import GivenTensors
 from fsdp_doctor.weights.fsdp.shards import compute_row_major_strides
 from fsdp_doctor.weights.names.hub_names import Names
+from fsdp_doctor.weights.names.output_names import OutputNames
 from fsdp_doctor.weights.names.views import NamesError, TensorView, find_box
 from fsdp_doctor.weights.transport.agreement import ComparedPlan, PlanMismatch
 from fsdp_doctor.weights.transport.buckets import Division
@@ -89,7 +88,15 @@ def local_shards(
     Hub whose elements on a rank are no range and no block of it.
     """
     with announce_errors_where_merged(model, lora):
-        request = request_of(model, dtype, keep_dtype, bucket_bytes, lora, names, experts, tensors)
+        arguments = Arguments.check(
+            dtype=dtype,
+            keep_dtype=keep_dtype,
+            bucket_bytes=bucket_bytes,
+            lora=lora,
+            names=names,
+            experts=experts,
+        )
+        request = request_shards(model, arguments, tensors)
         refuse_unknown(request)
     return ClosingIterator(_yield_each_name(request, start_factor_stream(request)))
 
@@ -136,26 +143,14 @@ class ShardRequest:
     sources: Sequence[Source]
     adapters: Mapping[str, list[LoraAdapter]]
     dtypes: OutputDtypes
-    bucket_bytes: int
+    arguments: Arguments
 
     @property
     def device(self) -> torch.device:
         return self.plan.device
 
 
-def request_of(
-    model: nn.Module,
-    dtype: torch.dtype | None,
-    keep_dtype: Collection[str],
-    bucket_bytes: int,
-    lora: Lora,
-    names: Names = "model",
-    experts: Experts | None = None,
-    tensors: GivenTensors | None = None,
-    *,
-    in_step: bool = False,
-) -> ShardRequest:
-    arguments = Arguments.check(None, dtype, keep_dtype, bucket_bytes, lora, names, experts, in_step=in_step)
+def request_shards(model: nn.Module, arguments: Arguments, tensors: GivenTensors | None = None) -> ShardRequest:
     plan, shards = get_plan(model, arguments, tensors)
     return ShardRequest(
         plan=plan,
@@ -163,7 +158,7 @@ def request_of(
         sources=plan.sources,
         adapters=plan.adapters,
         dtypes=plan.dtypes,
-        bucket_bytes=bucket_bytes,
+        arguments=arguments,
     )
 
 
@@ -182,9 +177,9 @@ def start_factor_stream(request: ShardRequest) -> TensorStream | None:
     if not plan.merges:
         return None
     factors, dtypes = [plan.factors[name] for name in adapters.list_factor_names(request.adapters)], OutputDtypes()
-    settings = f"factors bucket_bytes={request.bucket_bytes}"
+    settings = f"factors bucket_bytes={request.arguments.bucket_bytes}"
     # The factors of one unit of FSDP1 are as many units.
-    division = Division(factors, dtypes, request.bucket_bytes)
+    division = Division(factors, dtypes, request.arguments.bucket_bytes)
     gathering = replace(
         plan,
         sources=factors,
@@ -228,7 +223,7 @@ def load_shards(
     pending: collections.deque[_LoadedBucket] = collections.deque()
     try:
         for bucket in _divide_into_buckets(
-            read_own_shards(request.sources, request.shards), request.dtypes, request.bucket_bytes
+            read_own_shards(request.sources, request.shards), request.dtypes, request.arguments.bucket_bytes
         ):
             pending.append(loading.launch(bucket))
             if len(pending) > 1:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from typing_extensions import assert_never
 
-from fsdp_doctor.weights.fsdp.names import strip_adapters, unwrap_name
+from fsdp_doctor.checkpoints.names import strip_adapters, strip_wrappers
 from fsdp_doctor.weights.transport.deltas import Delta
 from fsdp_doctor.weights.transport.sources import FlatUnit, Source, TensorSpec, list_specs
 
@@ -145,7 +145,7 @@ def find_adapter_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     kinds = (PeftModel, BaseTunerLayer, AuxiliaryTrainingWrapper)
     named = ((name, module) for name, module in model.named_modules() if isinstance(module, kinds))
-    return [(unwrap_name(f"{name}." if name else ""), module) for name, module in named]
+    return [(strip_wrappers(f"{name}." if name else ""), module) for name, module in named]
 
 
 def read(modules: Iterable[tuple[str, nn.Module]]) -> Layers:

@@ -16,7 +16,6 @@ from typing_extensions import assert_never
 from fsdp_doctor.text import join_some
 from fsdp_doctor.weights.extract import lora as adapters
 from fsdp_doctor.weights.extract.lora import Lora, LoraAdapter
-from fsdp_doctor.weights.extract.output_names import OutputNames
 from fsdp_doctor.weights.fsdp import reader
 from fsdp_doctor.weights.fsdp.decorators import defer_garbage_collection
 from fsdp_doctor.weights.fsdp.expert_groups import ExpertMeshes, Experts, list_expert_meshes, place_experts
@@ -24,6 +23,7 @@ from fsdp_doctor.weights.fsdp.forms import refuse
 from fsdp_doctor.weights.fsdp.given_tensors import GivenTensors, put_in_place
 from fsdp_doctor.weights.fsdp.snapshot import Snapshot
 from fsdp_doctor.weights.names.hub_names import NameChoice, Names, check_names, choose_names
+from fsdp_doctor.weights.names.output_names import OutputNames
 from fsdp_doctor.weights.names.views import NamesError, TensorView
 from fsdp_doctor.weights.transport.agreement import ComparedPlan
 from fsdp_doctor.weights.transport.buckets import Bucket, Division
@@ -44,13 +44,14 @@ from fsdp_doctor.weights.transport.sources import (
     list_specs,
 )
 
+BUCKET_BYTES = 512 << 20
 # Of one model: a trainer asks for its weights in a few forms.
 _MOST_PLANS = 4
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of ``full_tensors``."""
+    """The arguments of :func:`full_tensors`, of which each public function of an extraction takes some."""
 
     device: torch.device | str | None
     dtype: torch.dtype | None
@@ -64,14 +65,14 @@ class Arguments:
     @classmethod
     def check(
         cls,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-        keep_dtype: Collection[str],
-        bucket_bytes: int,
-        lora: Lora,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        keep_dtype: Collection[str] = (),
+        bucket_bytes: int = BUCKET_BYTES,
+        lora: Lora = "merged",
         names: Names = "model",
         experts: Experts | None = None,
-        *,
         in_step: bool = False,
     ) -> Arguments:
         """Raises ValueError for a word or a number that is not allowed, TypeError for another type."""

@@ -19,7 +19,6 @@ from torch.distributed.tensor import Replicate
 from typing_extensions import assert_never
 
 from fsdp_doctor.weights.extract.full import (
-    BUCKET_BYTES,
     ClosingIterator,
     ExtractionComparison,
     TensorStream,
@@ -35,11 +34,11 @@ from fsdp_doctor.weights.extract.local import (
     gather_deltas,
     load_shards,
     refuse_unknown,
-    request_of,
+    request_shards,
     start_factor_stream,
 )
 from fsdp_doctor.weights.extract.lora import Lora
-from fsdp_doctor.weights.extract.plan import Plan, describe_plan
+from fsdp_doctor.weights.extract.plan import BUCKET_BYTES, Arguments, Plan, describe_plan
 from fsdp_doctor.weights.fingerprints.block_sums import BlockSums
 from fsdp_doctor.weights.fingerprints.differences import FingerprintVariant
 from fsdp_doctor.weights.fingerprints.fingerprint_set import (
@@ -156,9 +155,16 @@ class RepeatedFingerprint:
         experts: Experts | None = None,
         tensors: GivenTensors | None = None,
     ) -> None:
-        self._model = model
-        self._dtype, self._keep_dtype, self._bucket_bytes = dtype, keep_dtype, bucket_bytes
-        self._lora, self._names, self._experts, self._tensors = lora, names, experts, tensors
+        self._model, self._tensors = model, tensors
+        self._arguments = functools.partial(
+            Arguments.check,
+            dtype=dtype,
+            keep_dtype=keep_dtype,
+            bucket_bytes=bucket_bytes,
+            lora=lora,
+            names=names,
+            experts=experts,
+        )
         self._sums = FingerprintSums()
         self._summed: tuple[Plan, list[int]] | None = None
         self._gathered: _GatheredSums | None = None
@@ -200,7 +206,7 @@ class RepeatedFingerprint:
         summed = request.plan, [shard.data_ptr() for shard in request.shards]
         deltas = gather_deltas(request, start_factor_stream(request))
         with _agree_on_request(
-            request, f"fingerprints dtype={self._dtype} lora={self._lora} {request.plan.names}"
+            request, f"fingerprints dtype={request.arguments.dtype} lora={request.arguments.lora} {request.plan.names}"
         ) as agree:
             if summed != self._summed or not self._sums.repeat():
                 self._sums, self._summed = _sum_shards(request, deltas), summed
@@ -220,8 +226,7 @@ class RepeatedFingerprint:
         return _by_all_names(self._specs, self._added.read())
 
     def request(self, *, in_step: bool = False) -> ShardRequest:
-        arguments = self._dtype, self._keep_dtype, self._bucket_bytes, self._lora, self._names, self._experts
-        return request_of(self._model, *arguments, self._tensors, in_step=in_step)
+        return request_shards(self._model, self._arguments(in_step=in_step), self._tensors)
 
 
 def _list_parts(request: ShardRequest) -> list[TensorSpec]:
@@ -255,7 +260,8 @@ def fingerprint_variants(
     for a name that the model does not have.
     """
     with announce_errors(model):
-        request = request_of(model, dtype, keep_dtype, BUCKET_BYTES, lora, experts=experts)
+        arguments = Arguments.check(dtype=dtype, keep_dtype=keep_dtype, lora=lora, experts=experts)
+        request = request_shards(model, arguments)
         sources = _restrict(request.sources, names)
         known = {name for source in sources for spec in list_specs(source) for name in spec.names}
         if unknown := sorted(set(names) - known):

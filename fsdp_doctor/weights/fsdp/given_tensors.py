@@ -9,10 +9,10 @@ from typing import TypeAlias
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp_doctor.checkpoints.names import strip_wrappers
 from fsdp_doctor.text import join_some
 from fsdp_doctor.weights.fsdp import private
 from fsdp_doctor.weights.fsdp.forms import describe_form
-from fsdp_doctor.weights.fsdp.names import unwrap_name
 from fsdp_doctor.weights.fsdp.reader import ModelContents, ModelTensor
 
 GivenTensors: TypeAlias = Mapping[str, torch.Tensor]
@@ -38,7 +38,7 @@ def put_in_place(contents: ModelContents, tensors: GivenTensors | None) -> Model
     for wrapped_name, tensor in tensors.items():
         if not isinstance(wrapped_name, str) or not isinstance(tensor, torch.Tensor):
             raise TypeError(f"tensors must have tensors by name, and has a {type(tensor).__name__} as {wrapped_name!r}")
-        name = unwrap_name(wrapped_name)
+        name = strip_wrappers(wrapped_name)
         if name in in_units:
             raise ValueError(
                 f"tensors: {name} is in an FSDP1 unit, whose shards have no layout of their own: put the values into "

@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_doctor.checkpoints.names import strip_wrappers
 from fsdp_doctor.text import join_some
 from fsdp_doctor.weights.fsdp import private
 from fsdp_doctor.weights.fsdp.forms import CodeFinder, describe_form, has_strides
-from fsdp_doctor.weights.fsdp.names import unwrap_name
 from fsdp_doctor.weights.fsdp.private import fsdp1, fsdp2
 from fsdp_doctor.weights.fsdp.private.fsdp1 import FlatSlice as FlatSlice, Fsdp1Unit as Fsdp1Unit
 from fsdp_doctor.weights.fsdp.private.fsdp2 import Fsdp2Unit as Fsdp2Unit, list_unsharded_parameters
@@ -175,7 +175,7 @@ def read(model: nn.Module) -> ModelContents:
     modules = private.list_module_tensors(find_innermost(model))
     is_wrapped = False
     for module_tensors in modules:
-        prefix = unwrap_name(module_tensors.prefix)
+        prefix = strip_wrappers(module_tensors.prefix)
         is_wrapped = is_wrapped or prefix != module_tensors.prefix
         module_tensors.prefix = prefix
     states = {
@@ -281,7 +281,7 @@ def _list_names(places: list[fsdp1.PlaceInModule], unit: str, prefixes: dict[int
         for place in places
         for name in (
             [f"{prefix}{place.name}" for prefix in prefixes.get(id(place.module), ())]
-            or [unwrap_name(unit + place.name_in_unit)]
+            or [strip_wrappers(unit + place.name_in_unit)]
         )
     ]
     return tuple(dict.fromkeys(names))

@@ -23,11 +23,10 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import assert_never
 
 from fsdp_doctor.checkpoints.hub_parts import HubPart
-from fsdp_doctor.checkpoints.names import WRAPPER_NAMES
+from fsdp_doctor.checkpoints.names import WRAPPER_NAMES, strip_adapters
 from fsdp_doctor.text import join_some, read_first_line
 from fsdp_doctor.weights.fsdp import private, reader
 from fsdp_doctor.weights.fsdp.decorators import disable_autograd
-from fsdp_doctor.weights.fsdp.names import strip_adapters
 from fsdp_doctor.weights.names.views import NamesError, TensorView, check_one_to_one, find_box
 
 NameChoice = Literal["auto", "model", "hub"]

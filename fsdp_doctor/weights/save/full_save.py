@@ -30,10 +30,10 @@ from fsdp_doctor.weights.extract.local import (
     divide_shard,
     gather_deltas,
     load_shards,
-    request_of,
+    request_shards,
     start_factor_stream,
 )
-from fsdp_doctor.weights.extract.plan import describe_plan
+from fsdp_doctor.weights.extract.plan import Arguments, describe_plan
 from fsdp_doctor.weights.fsdp import reader
 from fsdp_doctor.weights.fsdp.decorators import disable_autograd, run_for_model
 from fsdp_doctor.weights.fsdp.expert_groups import Experts, list_expert_meshes, place_experts
@@ -130,7 +130,10 @@ def save_full_tensors(
     with announce_early_errors(model):
         if largest_file <= 0:
             raise ValueError(f"largest_file must be positive, not {largest_file}")
-        request = request_of(model, dtype, keep_dtype, _BUCKET_BYTES, "merged", names, experts, tensors)
+        arguments = Arguments.check(
+            dtype=dtype, keep_dtype=keep_dtype, bucket_bytes=_BUCKET_BYTES, names=names, experts=experts
+        )
+        request = request_shards(model, arguments, tensors)
         contents = place_experts(reader.read(model), list_expert_meshes(experts))
         place = RankPlace.find(contents)
         plan = _make_plan(model, request, largest_file, len(place.ranks))

@@ -184,7 +184,7 @@ def test_a_device_without_an_index_is_this_ranks() -> None:
         for device in ("emulated", torch.device("emulated")):
             for tensor in extracted(model, device=device).values():
                 assert tensor.device == this_device()
-    assert full.get_plan(net, full.Arguments.check("emulated", None, (), 1 << 20, "merged"))[0].device == this_device()
+    assert full.get_plan(net, full.Arguments.check(device="emulated", bucket_bytes=1 << 20))[0].device == this_device()
     last = [name for name, _ in full_tensors(net, device="emulated")]
     assert last == list(weights_info(net))
 

@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_doctor import load_full_tensors
-from fsdp_doctor.weights.fsdp.names import strip_adapters
+from fsdp_doctor.checkpoints.names import strip_adapters
 
 _LARGE = {"large_rows": 4 * 1024, "empty": False}
 

@@ -103,7 +103,7 @@ def test_in_step_a_bucket_is_gathered_when_every_rank_has_used_the_last() -> Non
     model, nbytes = fsdp2(new_net()), 1 << 10
     expected = extracted(model)
     store = private.find_default_store()
-    plan, _ = get_plan(model, Arguments.check(None, None, (), nbytes, "merged", in_step=True))
+    plan, _ = get_plan(model, Arguments.check(bucket_bytes=nbytes, in_step=True))
     ends = [0, *(bucket.end for bucket in plan.buckets)]
     assert len(ends) > 4
     num_gathered, used = 0, None
@@ -119,7 +119,7 @@ def test_in_step_a_bucket_is_gathered_when_every_rank_has_used_the_last() -> Non
 
     found = {}
     with mock.patch.object(full, "launch_all_gathers", noted_gather):
-        tensors = extract(model, Arguments.check(None, None, (), nbytes, "merged", in_step=True))
+        tensors = extract(model, Arguments.check(bucket_bytes=nbytes, in_step=True))
         for spec, tensor in tensors:
             found |= dict.fromkeys(spec.names, tensor)
             if device_type() != "cpu":
