@@ -73,10 +73,6 @@ def consume(consumer: Consumer, function: MethodFunction, given: MethodArguments
             return _send_packed(pull, given, note)
         case Consumer.STEP_IN_FLIGHT:
             return _send_packed(pull, given, note, before=functools.partial(_write_weights, given))
-        case Consumer.DUPLICATE:
-            return _send_packed(pull, given, note, send=_send_again)
-        case Consumer.PARTIAL:
-            return _send_packed(pull, given, note, send=_send_a_part)
         case Consumer.COLOCATED:
             return _send_colocated(iterate_entries(pull()), given, note)
         case Consumer.SHARED_DEVICE:
@@ -128,10 +124,6 @@ class _Delivery:
     def send(self, bucket: SentBucket) -> None:
         self.check(start_receiver().send(bucket))
 
-    def send_to_be_refused(self, bucket: SentBucket) -> None:
-        if not start_receiver().send(bucket):
-            self._note("wrong", f"the receiver takes what it should refuse, from {bucket.headers[0].name} on")
-
     def check(self, refusal: str) -> None:
         if refusal:
             self._note("wrong", f"the receiver refuses what is sent: {refusal}")
@@ -166,7 +158,6 @@ def _send_packed(
     note: _Note,
     *,
     before: Callable[[], None] = lambda: None,
-    send: Callable[[_Delivery, SentBucket], None] = _Delivery.send,
 ) -> _Entries:
     """The other consumers pull on the stream on which they are called."""
     if not _sends():
@@ -174,22 +165,12 @@ def _send_packed(
         yield from iterate_entries(pull())
         return
     delivery = _Delivery(note)
-    wire = _Wire(functools.partial(send, delivery))
+    wire = _Wire(delivery.send)
     before()
     entries = wire.watch(delivery.watch(iterate_entries(pull())))
     _find_packed_sender(given.device)(entries, wire, 0, operator.itemgetter(1), _BUFFER_BYTES)
     wire.finish()
     yield from delivery.take()
-
-
-def _send_again(delivery: _Delivery, bucket: SentBucket) -> None:
-    delivery.send(bucket)
-    delivery.send_to_be_refused(bucket)
-
-
-def _send_a_part(delivery: _Delivery, bucket: SentBucket) -> None:
-    delivery.send_to_be_refused(SentBucket(bucket.buffer[:-1], bucket.headers))
-    delivery.send(bucket)
 
 
 class _Wire:

@@ -132,7 +132,7 @@ class Receiver:
     def end(self) -> None:
         """The receiver ends without a word; this process has another one from now on."""
         self._group.send("end", _SENDER)
-        self._process.wait()
+        self._process.communicate()
         start_receiver.cache_clear()
 
     def _ask(self, message: _Message) -> Any:

@@ -466,8 +466,6 @@ class Consumer(AxisValue):
         "every rank packs entries into one buffer, and goes on when the receiver acknowledges it: vLLM's IPC sender",
     )
     SHARED_DEVICE = "shared-device", "rank 0 broadcasts each entry to a receiver on the next rank's device: RLinf"
-    DUPLICATE = "duplicate", "the packed buffers are sent twice, and the receiver must refuse them the second time"
-    PARTIAL = "partial", "the packed buffers are first sent without their end, and the receiver must refuse them"
     KEEPS_VIEWS = "keeps-views", "entries are kept, and read after the last one"
     IN_PLACE = "in-place", "each entry is overwritten once it has been read"
     LAZY = "lazy", "the entries of a call are read after a second call, whose entries were read and overwritten"
@@ -498,7 +496,7 @@ class Consumer(AxisValue):
         return self in _PACKED
 
 
-_PACKED = (Consumer.PACKED, Consumer.STEP_IN_FLIGHT, Consumer.DUPLICATE, Consumer.PARTIAL)
+_PACKED = (Consumer.PACKED, Consumer.STEP_IN_FLIGHT)
 
 
 @dataclass(frozen=True, kw_only=True)

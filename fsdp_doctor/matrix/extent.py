@@ -128,7 +128,6 @@ _FULL_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         _vary_extraction(offloads=_EACH_KIND, context="inference"),
         # With these a method of torch's hangs, which takes a deadline each.
         *(_vary_extraction(_FSDP2, _NONE, _UNSTAGED, consumer=consumer) for consumer in ("stops", "raises", "dies")),
-        *(_vary_extraction(_FSDP2, _NONE, _UNSTAGED, consumer=consumer) for consumer in ("duplicate", "partial")),
         *(
             _vary_extraction(_BOTH, _EACH_KIND, _UNSTAGED, consumer=consumer)
             for consumer in ("shared-device", "lazy", "repeated")

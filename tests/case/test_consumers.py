@@ -20,8 +20,6 @@ _VERDICTS = {
     "faults.consumers:reuses_a_buffer_and_says_so": "ok",
     "second-group/faults.consumers:yields_a_tensor_twice": "wrong",
     "packed/faults.consumers:yields_a_tensor_twice": "wrong",
-    "duplicate/full_tensors": "ok",
-    "partial/full_tensors": "ok",
     "shared-device/faults.consumers:leaves_the_others_waiting": "order",
     "shared-device/faults.consumers:gathers_ahead": "order",
     "shared-device/faults.consumers:gathers_in_step": "ok",
