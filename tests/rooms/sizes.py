@@ -1,5 +1,6 @@
-"""Prints the size of the package and of its tests: ``python tests/rooms/sizes.py``.
+"""Prints the size of the package, its tests and its docs: ``python tests/rooms/sizes.py [CHECKOUT]``.
 
+Rooms are the folders and files directly below the package; an arrow is a pair of rooms, one of which imports the other.
 Import levels are the modules of the longest chain in which each imports the next, at its top or in a function, but not
 for type checking alone. Modules that import each other are one level.
 """
@@ -9,9 +10,11 @@ from __future__ import annotations
 import ast
 import functools
 import pathlib
+import statistics
+import sys
 from collections.abc import Iterator
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parents[2]).resolve()
 
 
 def _module_name(file: pathlib.Path) -> str:
@@ -56,12 +59,43 @@ def import_levels(files: list[pathlib.Path]) -> int:
     return max(map(level, graph))
 
 
+def list_arrows(files: list[pathlib.Path]) -> set[tuple[str, str]]:
+    """Lists the pairs (importing room, imported room) of the package."""
+    arrows = set()
+    for file in files:
+        room = (*_module_name(file).split("."), "")[1]
+        names = {
+            name.split(".")[1]
+            for name in _imported_names(ast.parse(file.read_text()))
+            if name.count(".") and name.startswith("fsdp_doctor.")
+        }
+        arrows |= {(room, name) for name in names if name != room and not name.startswith("__")}
+    return arrows
+
+
+def list_function_lengths(files: list[pathlib.Path]) -> list[int]:
+    """Lists the lines of each function, with its signature and docstring."""
+    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
+    return [
+        (node.end_lineno or 0) - node.lineno + 1
+        for node in nodes
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+
+
 def main() -> None:
     for directory in ("fsdp_doctor", "tests"):
         files = sorted((ROOT / directory).rglob("*.py"))
         lines = sum(file.read_text(encoding="utf-8").count("\n") for file in files)
         print(f"{directory}: {lines:,} lines of Python in {len(files)} files")
-    print(f"import levels: {import_levels(sorted((ROOT / 'fsdp_doctor').rglob('*.py')))}")
+    package = sorted((ROOT / "fsdp_doctor").rglob("*.py"))
+    arrows = list_arrows(package)
+    arrows = {arrow for arrow in arrows if arrow[0] and not arrow[0].startswith("__")}
+    print(f"rooms: {len({room for arrow in arrows for room in arrow})}, arrows: {len(arrows)}")
+    print(f"import levels: {import_levels(package)}")
+    print(f"median function: {statistics.median(list_function_lengths(package)):g} lines")
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    print(f"docs: {sum(len(page.read_text(encoding='utf-8').split()) for page in pages):,} words in {len(pages)} pages")
 
 
 if __name__ == "__main__":
