@@ -17,6 +17,8 @@ from torch import nn
 from fsdp_doctor.case import reference, training_state, yielded
 from fsdp_doctor.case.findings import join_first_names
 from fsdp_doctor.case.lora_reference import compute_merged_weights, compute_rank_parts
+from fsdp_doctor.case.matrix_steps import MatrixSteps
+from fsdp_doctor.case.methods.lookup import MethodFunction
 from fsdp_doctor.case.next_steps import NextSteps
 from fsdp_doctor.case.recorder import Recorder
 from fsdp_doctor.case.reference import Reference
@@ -192,28 +194,31 @@ class ExtractionCheck:
         return max(0, now - allocated) if now is not None and allocated is not None else 0
 
 
-class ExtractionSteps:
+class ExtractionSteps(MatrixSteps):
     """The steps of a case of the matrix whose method extracts weights; see :class:`case_run.CaseRun`."""
 
-    state: Any = None
+    keeps_settings = True
 
     def __init__(
-        self, scenario: Scenario, method: MatrixMethod, runtime: Runtime, recorder: Recorder, next_steps: NextSteps
+        self,
+        scenario: Scenario,
+        method: MatrixMethod,
+        function: MethodFunction,
+        *,
+        runtime: Runtime,
+        recorder: Recorder,
+        next_steps: NextSteps,
     ) -> None:
-        self._scenario = scenario
-        self._method = method
-        self._runtime = runtime
-        self._recorder = recorder
+        super().__init__(scenario, method, function, runtime=runtime, recorder=recorder)
         self._next_steps = next_steps
         self._expected: ExpectedYield | None = None
         self._goes_on = True
-        self.buffers: dict[str, torch.Tensor] = {}
 
     def build(self) -> Trainer:
-        scenario, runtime, measured = self._scenario, self._runtime, self._recorder.measure_memory
+        scenario, runtime, measured = self.scenario, self._runtime, self._recorder.measure_memory
         watch = StageWatch(scenario.id, runtime.rank, runtime.device) if runtime.with_ledgers else Unwatched()
         with measured(watch, "built"):
-            trainer = Trainer(scenario, runtime, with_mesh=not self._method.without_mesh)
+            trainer = Trainer(scenario, runtime, with_mesh=not self.method.without_mesh)
             trainer.watch = watch
             watch.set_model(trainer.model, trainer.optimizer)
         if scenario.phase.is_trained:
@@ -227,18 +232,19 @@ class ExtractionSteps:
             trainer.resume()
         return trainer
 
-    def is_reusable(self) -> bool:
+    def is_reusable(self, trainer: Trainer) -> bool:
         """Whether the trainer can serve the next case after its step: a trained one can, a fresh one is no longer
         fresh, and one that could not go on after a step that raised stays as it is.
         """
-        return self._scenario.phase.is_trained and self._goes_on
+        return self.scenario.phase.is_trained and self._goes_on
 
-    def look_ahead(self, trainer: Trainer) -> None:
+    def look_ahead(self, trainer: Trainer) -> Iterator[None]:
         """Rehearses the steps that follow the calls of the method, before the first. A case whose memory is measured
         has no rehearsal.
         """
         if self._recorder.record.call == 1 and not self._runtime.with_ledgers:
-            self._next_steps.rehearse(trainer, 2 if self._calls_again else 1)
+            self._next_steps.rehearse(trainer, 2 if self._may_call_again else 1)
+        return iter(())
 
     def take_back(self, trainer: Trainer) -> None:
         """Takes the trainer back to where the case found it."""
@@ -247,11 +253,11 @@ class ExtractionSteps:
 
     def take_reference(self, trainer: Trainer) -> None:
         self._recorder.enter("reference")
-        optimizer = trainer.optimizer if self._method.contract.form == "optimizer" else None
+        optimizer = trainer.optimizer if self.method.contract.form == "optimizer" else None
         self.truth = reference.take(trainer.model, optimizer, self._runtime)
 
-    def note_state(self, trainer: Trainer) -> None:
-        model, contract, full = trainer.model, self._method.contract, self.truth.full
+    def watch_state(self, trainer: Trainer) -> None:
+        model, contract, full = trainer.model, self.method.contract, self.truth.full
         self._check = ExtractionCheck(
             self._recorder,
             self._runtime,
@@ -259,7 +265,7 @@ class ExtractionSteps:
             trainer.optimizer,
             self.truth,
             # Reading the model waits for copies in flight, and would hide the race of a non-blocking scenario.
-            watches_state=self._scenario.transfer.is_blocking,
+            watches_state=self.scenario.transfer.is_blocking,
         )
         merged = compute_merged_weights(model, full)
         self._expected = ExpectedYield(
@@ -267,9 +273,9 @@ class ExtractionSteps:
             reference=self.truth,
             rank=self._runtime.rank,
             compute_device=self._runtime.device,
-            compute_dtype=compute_dtype(self._scenario.precision),
+            compute_dtype=compute_dtype(self.scenario.precision),
             parameter_devices=yielded.read_parameter_devices(model),
-            shard_group_of_one=self._scenario.sharding.keeps_whole_tensors or self._runtime.world_size == 1,
+            shard_group_of_one=self.scenario.sharding.keeps_whole_tensors or self._runtime.world_size == 1,
             merged_weights=merged,
             rank_parts=compute_rank_parts(model, full, merged) if contract.form == "local" else {},
             earlier=self._expected,
@@ -281,11 +287,11 @@ class ExtractionSteps:
             lambda: trainer.watch.count_outputs(call()),
             self._expected,
             live_tensors=trainer.list_tensor_ids(),
-            offloaded_bytes=_shard_bytes(trainer.model, self._runtime.device) if self._method.offloads else 0,
+            offloaded_bytes=_shard_bytes(trainer.model, self._runtime.device) if self.method.offloads else 0,
             owned=owned,
             # The second call of a user's function is made for what it keeps, and for what may be kept of it.
-            keeps=self._recorder.record.call == 2 and self._method.contract.keeps,
-            measured=self._recorder.measure_memory(trainer.watch, "extracted", self._method.name),
+            keeps=self._recorder.record.call == 2 and self.method.contract.keeps,
+            measured=self._recorder.measure_memory(trainer.watch, "extracted", self.method.name),
         )
 
     def recover(self, trainer: Trainer) -> bool:
@@ -294,16 +300,13 @@ class ExtractionSteps:
         self._goes_on = trainer.recover()
         return self._goes_on
 
-    def prepare_optimizer(self, trainer: Trainer) -> None:
-        """Does nothing: the optimizer is the one that trained before."""
-
     def check_resumed(self, trainer: Trainer) -> None:
         self._check.check_weights("the next training step would start from other weights")
 
     def train_step(self, trainer: Trainer) -> None:
         self._unsharded = train_one_step(trainer)
 
-    def check_trained(self, trainer: Trainer) -> None:
+    def check_trained(self, trainer: Trainer, number: int) -> None:
         shards = (*self.truth.flat.values(), *self.truth.local.values())
         if any(shard.numel() for shard in shards) and not training_state.find_lost_weights(trainer.model, self.truth):
             self._recorder.note("poisoned", "the next training step changes no weight")
@@ -318,8 +321,12 @@ class ExtractionSteps:
             self._recorder.note("poisoned", f"{what}: {join_first_names(different)}")
 
     @property
-    def _calls_again(self) -> bool:
-        return self._scenario.phase.is_trained and is_user_method(self._method.name)
+    def _may_call_again(self) -> bool:
+        return self.scenario.phase.is_trained and is_user_method(self.method.name)
+
+    def calls_again(self) -> bool:
+        """Whether the user's function is called once more. A case whose memory is measured has one call."""
+        return is_user_method(self.method.name) and not self._runtime.with_ledgers
 
 
 class _Timed:

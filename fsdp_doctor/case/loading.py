@@ -14,6 +14,8 @@ from fsdp_doctor.case import local_pieces, lora_reference, models
 from fsdp_doctor.case.checkpoints import EXTRA_KEY, CheckpointForms, SavedCheckpoints, make_expected_weights, start_of
 from fsdp_doctor.case.findings import compare, join_first_names
 from fsdp_doctor.case.loaded_state import LoadedState, count_optimized, find_optimizer_problems
+from fsdp_doctor.case.matrix_steps import MatrixSteps
+from fsdp_doctor.case.methods.lookup import MethodFunction
 from fsdp_doctor.case.recorder import Recorder
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.trainer import Trainer
@@ -24,34 +26,41 @@ from fsdp_doctor.matrix.methods import MatrixMethod
 from fsdp_doctor.verdict.records import make_failure
 
 
-class LoadingSteps:
+class LoadingSteps(MatrixSteps):
     """The steps of a case whose method loads weights, the optimizer's state, or both; see :class:`case_run.CaseRun`.
 
     A checkpoint that does not fit is either refused on every rank or loaded right.
     """
 
     def __init__(
-        self, scenario: Scenario, method: MatrixMethod, runtime: Runtime, recorder: Recorder, saved: SavedCheckpoints
+        self,
+        scenario: Scenario,
+        method: MatrixMethod,
+        function: MethodFunction,
+        *,
+        runtime: Runtime,
+        recorder: Recorder,
+        saved: SavedCheckpoints,
     ) -> None:
-        self._scenario = scenario
-        self._method = method
+        super().__init__(scenario, method, function, runtime=runtime, recorder=recorder)
         self._contract = method.contract
-        self._runtime = runtime
-        self._recorder = recorder
         self._saved = saved
-        self.state: Any = None
+        self._state: Any = None
+
+    @property
+    def state(self) -> Any:
+        return self._state
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers that no state dict has, by name, on the host."""
-        return models.list_transient_buffers(self._scenario.model, self._scenario.dims, self._runtime.custom_model)
+        return models.list_transient_buffers(self.scenario.model, self.scenario.dims, self._runtime.custom_model)
 
     def build(self) -> Trainer:
         self._recorder.enter("checkpoint")
-        self._checkpoint = self._saved.choose(self._scenario)
-        self._right = make_expected_weights(self._checkpoint, self._scenario.checkpoint)
+        self._checkpoint = self._saved.choose(self.scenario)
+        self._right = make_expected_weights(self._checkpoint, self.scenario.checkpoint)
         self._recorder.enter("build")
-        trainer = self._saved.start(self._scenario, start_of(self._scenario))
+        trainer = self._saved.start(self.scenario, start_of(self.scenario))
         # What the method does not load has been loaded already.
         if self._contract.loads == "optimizer":
             # Rounded on the device: torch's setters step an optimizer to make its state, and a GPU's arithmetic keeps
@@ -66,31 +75,25 @@ class LoadingSteps:
             local_pieces.write(local_pieces.list_model_pieces(trainer.model, base))
         return trainer
 
-    def is_reusable(self) -> bool:
+    def is_reusable(self, trainer: Trainer) -> bool:
         """Whether a trainer can be used for the next case: no, because each load needs one with other weights."""
         return False
-
-    def look_ahead(self, trainer: Trainer) -> None:
-        """Does nothing: the checkpoint comes with the outcome of its run's next step."""
-
-    def take_back(self, trainer: Trainer) -> None:
-        """Does nothing: the trainer is not used again."""
 
     def take_reference(self, trainer: Trainer) -> None:
         self._recorder.enter("checkpoint")
         directory = self._runtime.name_directory(self._recorder.record)
-        forms = CheckpointForms(self._checkpoint, self._scenario.checkpoint, trainer, directory)
-        self.state = forms.files if forms.files and self._method.is_fix else forms.make_state(self._contract)
+        forms = CheckpointForms(self._checkpoint, self.scenario.checkpoint, trainer, directory)
+        self._state = forms.files if forms.files and self.method.is_fix else forms.make_state(self._contract)
 
-    def note_state(self, trainer: Trainer) -> None:
+    def watch_state(self, trainer: Trainer) -> None:
         self._recorder.enter("fingerprint")
         self._loaded = LoadedState(
             trainer.model,
             self._right,
             device=self._runtime.device,
-            parameter_device=torch.device("cpu") if self._scenario.policy else self._runtime.device,
+            parameter_device=torch.device("cpu") if self.scenario.policy else self._runtime.device,
             buffers=self.buffers,
-            left_alone=self._checkpoint.missing_key if self._scenario.checkpoint is CheckpointFit.MISSING_KEY else "",
+            left_alone=self._checkpoint.missing_key if self.scenario.checkpoint is CheckpointFit.MISSING_KEY else "",
             watches=self._watches_state,
         )
 
@@ -103,7 +106,7 @@ class LoadingSteps:
         self._runtime.synchronize()
         reported = () if self._contract.strict else _read_missing_keys(result)
         recorder.add(problems=self._loaded.list_problems(reported), num_tensors=len(self._right))
-        if self._scenario.checkpoint is CheckpointFit.EXTRA_KEY and self._contract.strict:
+        if self.scenario.checkpoint is CheckpointFit.EXTRA_KEY and self._contract.strict:
             what = f"{EXTRA_KEY} of the checkpoint, which the model has not, was dropped in silence"
             recorder.note("incomplete", what)
         if self._contract.loads != "model":
@@ -117,11 +120,11 @@ class LoadingSteps:
 
         After a load nothing is done for it: a model that has been loaded must be able to train.
         """
-        return not self._recorder.record.refusal or not self._scenario.checkpoint.must_load
+        return not self._recorder.record.refusal or not self.scenario.checkpoint.must_load
 
     def prepare_optimizer(self, trainer: Trainer) -> None:
         """Makes the optimizer of a model that was on the meta device, unless the method was given one."""
-        if self._scenario.init.is_meta and not self._method.optimizer_first:
+        if self.scenario.init.is_meta and not self.method.optimizer_first:
             trainer.optimizer = trainer.make_optimizer()
 
     def check_resumed(self, trainer: Trainer) -> None:
@@ -139,16 +142,16 @@ class LoadingSteps:
         if self._contract.loads != "model":
             trainer.seek(self._checkpoint.data_position)
         recorder.enter("checkpoint")
-        self._expected = self._saved.expect_next_step(self._scenario, self._contract.loads)
+        self._expected = self._saved.expect_next_step(self.scenario, self._contract.loads)
 
     def train_step(self, trainer: Trainer) -> None:
         train_one_step(trainer)
 
-    def check_trained(self, trainer: Trainer) -> None:
+    def check_trained(self, trainer: Trainer, number: int) -> None:
         different = find_differences(digest_outcome(trainer.model, trainer.optimizer), self._expected)
         if (
             different
-            and self._scenario.checkpoint is not CheckpointFit.MISSING_KEY
+            and self.scenario.checkpoint is not CheckpointFit.MISSING_KEY
             and not self._recorder.record.problems
         ):
             what = "the next training step ends otherwise than that of a run which had this state from the start"
@@ -157,11 +160,11 @@ class LoadingSteps:
     @property
     def _watches_state(self) -> bool:
         """Whether the model may be read: that waits for copies in flight, whose race must be able to show."""
-        return self._scenario.transfer.is_blocking
+        return self.scenario.transfer.is_blocking
 
     def _load(self, call: Callable[[], Any], owned: bool) -> Any:
         """Runs the method. Where every rank refuses a checkpoint that does not fit, the record says so."""
-        runtime, must_fit = self._runtime, self._scenario.must_load
+        runtime, must_fit = self._runtime, self.scenario.must_load
         self._recorder.enter("load")
         allocated = runtime.read_allocated_bytes() if self._watches_state and owned else None
         runtime.reset_peak()

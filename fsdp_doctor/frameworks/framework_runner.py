@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from fsdp_doctor.case.case_run import CaseRun
 from fsdp_doctor.case.recorder import Recorder, RecordSink
-from fsdp_doctor.frameworks import framework_methods
-from fsdp_doctor.frameworks.framework_run import BuiltSession, FrameworkRun, MethodSteps
+from fsdp_doctor.case.runtime import Runtime
+from fsdp_doctor.frameworks.adapter import FrameworkSession
 from fsdp_doctor.frameworks.framework_worker import FrameworkWorker
+from fsdp_doctor.frameworks.session_steps import SavingSteps, SessionSteps, choose_steps
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 
 
@@ -19,18 +21,20 @@ class FrameworkRunner:
     def __init__(self, worker: FrameworkWorker, report: RecordSink) -> None:
         self._worker = worker
         self._report = report
-        self._kept: BuiltSession | None = None
+        self._kept: tuple[FrameworkSession, Runtime] | None = None
 
     def examine(self, case: FrameworkCase) -> None:
         """Runs one case. Every rank must call it with the same case; the only exception it raises is SystemExit."""
-        self._run(case, framework_methods.choose_steps(case.definition.kind))
+        self._run(case, choose_steps(case.definition.kind))
 
     def save(self, case: FrameworkCase) -> None:
         """Runs the first half of a resume. Every rank must call it with the same case."""
-        self._run(case, framework_methods.SAVING)
+        self._run(case, SavingSteps)
 
-    def _run(self, case: FrameworkCase, steps: MethodSteps) -> None:
+    def _run(self, case: FrameworkCase, kind: type[SessionSteps]) -> None:
         kept, self._kept = self._kept, None
-        self._kept = FrameworkRun(case, self._worker, Recorder(case.id, self._report)).run(
-            steps, kept if steps.takes_kept else None
-        )
+        session, runtime = kept if kept is not None and kind.takes_kept else (None, None)
+        steps = kind(case, self._worker, Recorder(case.id, self._report), runtime)
+        session = CaseRun(steps).run(session)
+        if session is not None:
+            self._kept = session, steps.present_runtime

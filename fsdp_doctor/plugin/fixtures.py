@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_doctor.case.case_run import CaseRun
+from fsdp_doctor.case.matrix_steps import MatrixSteps
 from fsdp_doctor.case.trainer import Trainer
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.plugin.frames import select_frames
@@ -75,13 +76,23 @@ class FsdpCase:
     The same on every rank; :meth:`check` is to be called by every rank.
     """
 
-    def __init__(self, run: CaseRun, scenario: Scenario, scenarios: KeptScenarios, this_rank: ThisRank) -> None:
+    def __init__(
+        self,
+        run: CaseRun[Trainer],
+        steps: MatrixSteps,
+        scenario: Scenario,
+        scenarios: KeptScenarios,
+        this_rank: ThisRank,
+    ) -> None:
         self._run = run
+        self._steps = steps
         self._scenario = scenario
         self._scenarios = scenarios
         self._this_rank = this_rank
         self._checked = False
-        self._trainer: Trainer | None = run.prepare(scenarios.take(scenario) if run.direction == "out" else None)
+        self._trainer: Trainer | None = run.prepare(
+            scenarios.take(scenario) if steps.method.direction == "out" else None
+        )
         self._raise_if_bad()
 
     def __repr__(self) -> str:
@@ -104,12 +115,12 @@ class FsdpCase:
     @property
     def state(self) -> Any:
         """The checkpoint for a test that loads, in the form that its ``promises`` name; None for one that extracts."""
-        return self._run.given.state
+        return self._steps.given.state
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """The buffers that no state dict has, by name, on the host; for a test that loads."""
-        return self._run.given.buffers
+        return self._steps.given.buffers
 
     @property
     def rank(self) -> int:
@@ -146,13 +157,21 @@ class FsdpCase:
         :meth:`check`. For a test that extracts. Every rank must call it.
         """
         __tracebackhide__ = True
-        if self._run.direction == "in":
+        if self._steps.method.direction == "in":
             pytest.fail("fsdp_case.train_step() is for a test that extracts; a load is compared with its checkpoint")
-        self._run.undoes_staging = unstage
+        self._steps.undoes_staging = unstage
         trainer = self._whole_trainer
         with torch.inference_mode(False), torch.enable_grad():
-            self._trainer = self._run.train_and_prepare(trainer)
+            self._trainer = self._train_and_prepare(trainer)
         self._raise_if_bad()
+
+    def _train_and_prepare(self, trainer: Trainer) -> Trainer | None:
+        """Trains a prepared model a step and prepares it again, with its new weights as the reference."""
+        with self._steps.record_exceptions():
+            self._steps.recorder.enter("next step")
+            self._steps.train_on(trainer)
+            return self._run.prepare(trainer)
+        return None
 
     def check(self, result: Any = None, *, unstage: bool = False) -> None:
         """Compares the result of the test with the model bit by bit, and then trains a step.
@@ -172,7 +191,7 @@ class FsdpCase:
         if self._checked:
             pytest.fail("fsdp_case.check() was called before: the scenario has gone on to its next step")
         self._checked = True
-        self._run.undoes_staging = unstage
+        self._steps.undoes_staging = unstage
         trained_on = self._check_call(result)
         if callable(result) and trained_on is not None:
             with torch.inference_mode(False), torch.enable_grad():

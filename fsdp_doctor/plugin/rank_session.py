@@ -95,7 +95,7 @@ class RankSession:
     """
 
     def __init__(self, ends: WorkerEnds, runtime: Runtime, *, shortens: bool) -> None:
-        from fsdp_doctor.case.case_run import CaseRunner
+        from fsdp_doctor.case.case_runner import CaseRunner
         from fsdp_doctor.case.side_effects import SideEffects
         from fsdp_doctor.plugin.fixtures import KeptScenarios
 
@@ -175,8 +175,8 @@ class RankSession:
 
         if not hasattr(request, "param"):
             pytest.fail("fsdp_case is for tests marked fsdp, and this one is marked ranks", pytrace=False)
-        run = self._runner.open(Case(request.param, "test:function"), read_contract(request.function))
-        return FsdpCase(run, request.param, self._scenarios, self.this_rank)
+        run, steps = self._runner.open(Case(request.param, "test:function"), read_contract(request.function))
+        return FsdpCase(run, steps, request.param, self._scenarios, self.this_rank)
 
     def _set_up(self, item: pytest.Item) -> None:
         # Where the order of tests is not that of a list, as under xdist, a fixture of the test before may be left.

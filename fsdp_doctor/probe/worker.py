@@ -23,7 +23,7 @@ from fsdp_doctor.probe.messages import Message, StartWorker
 from fsdp_doctor.verdict.records import Ready, Refused
 
 if TYPE_CHECKING:
-    from fsdp_doctor.case.case_run import CaseRunner
+    from fsdp_doctor.case.case_runner import CaseRunner
     from fsdp_doctor.frameworks.framework_runner import FrameworkRunner
     from fsdp_doctor.probe.workers import WorkerEnds
 
@@ -38,7 +38,7 @@ def import_what_all_workers_need() -> None:
     # could not use CUDA any more.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     with imports.freeze_imports():
-        import fsdp_doctor.case.case_run  # noqa: F401, which a worker would import
+        import fsdp_doctor.case.case_runner  # noqa: F401, which a worker would import
 
 
 def import_what_cases_need() -> None:
@@ -112,7 +112,7 @@ def _join(
         return FrameworkRunner(framework, report=send), framework.unavailable
 
     from fsdp_doctor.case import models, runtime
-    from fsdp_doctor.case.case_run import CaseRunner
+    from fsdp_doctor.case.case_runner import CaseRunner
 
     if job.custom_model is not None:
         models.check_directory(job.custom_model)

@@ -7,7 +7,7 @@ import pathlib
 from support.ranks import Setting, on_ranks, this_device, this_rank, world_size
 
 from fsdp_doctor.case import runtime
-from fsdp_doctor.case.case_run import CaseRunner
+from fsdp_doctor.case.case_runner import CaseRunner
 from fsdp_doctor.machine.launch import Place
 from fsdp_doctor.matrix.cases import parse_case_id
 from fsdp_doctor.matrix.methods import METHOD_NAMES

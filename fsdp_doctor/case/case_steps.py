@@ -1,0 +1,119 @@
+"""The interface of a kind of case: what happens at each point of the life that ``CaseRun`` leads it through."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, ClassVar, Generic, TypeVar
+
+from fsdp_doctor.case.recorder import Recorder
+from fsdp_doctor.case.runtime import Runtime
+from fsdp_doctor.verdict.records import Stage
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class CaseSteps(ABC, Generic[T]):
+    """What one kind of case does at each point of its life; :class:`case_run.CaseRun` says when.
+
+    T is what trains: the doctor's trainer, or a framework's session. Every rank calls every method alike.
+
+    runtime: None before a framework has made its process group.
+    steps_before: training steps between the build and the examination. steps_after: those after the method, each of
+    which is checked. step_stage: the stage that the record names for them.
+    agrees_on_reference: whether the ranks agree once the reference is taken, which may fail on one of them alone.
+    keeps_settings: whether the method must leave the settings of the process as they are.
+    """
+
+    steps_before: int = 0
+    agrees_on_reference: ClassVar[bool] = False
+    keeps_settings: ClassVar[bool] = False
+    steps_after: ClassVar[int] = 1
+    step_stage: ClassVar[Stage] = "next step"
+
+    def __init__(self, recorder: Recorder, runtime: Runtime | None) -> None:
+        self.recorder = recorder
+        self.runtime = runtime
+
+    @property
+    def present_runtime(self) -> Runtime:
+        """The runtime of a trainer that has been built."""
+        assert self.runtime is not None
+        return self.runtime
+
+    def check_possible(self) -> None:
+        """Raises Unsupported where the method cannot be tried."""
+
+    @abstractmethod
+    def build(self) -> T:
+        """Builds what trains. Raises Unsupported where that cannot be."""
+
+    @abstractmethod
+    def drive(self, trainer: T, life: Generator[None, None, R]) -> R:
+        """Trains one step each time the life yields, and throws into it what a step raises. Returns its result."""
+
+    def check_built(self, trainer: T) -> None:
+        """Raises Unsupported for something else than the case names."""
+
+    @abstractmethod
+    def take_reference(self, trainer: T) -> None:
+        """Notes what the method must deliver or restore."""
+
+    def look_ahead(self, trainer: T) -> Iterator[None]:
+        """Finds the outcomes of the next steps of a run without the method; yields where a step must be trained."""
+        return iter(())
+
+    def offload(self, trainer: T) -> None:
+        """Brings the model into the state in which the method finds it."""
+
+    def note_state(self, trainer: T) -> None:
+        """Notes the state that the method must not change."""
+
+    @abstractmethod
+    def run_method(self, trainer: T, call: Callable[[], Any], owned: bool) -> None:
+        """Has ``call`` run the method, and verifies its effects.
+
+        owned: whether nobody but ``call`` holds the method's result, so that its memory can be measured.
+        """
+
+    @abstractmethod
+    def call_method(self, trainer: T) -> Any:
+        """Calls the method of the case, as its user does."""
+
+    def recover(self, trainer: T) -> bool:
+        """Has the job recover from a step that raised before the method; returns whether it can train on."""
+        return True
+
+    def resume(self, trainer: T) -> None:
+        """Brings back what the next training step needs, and checks that it starts from the right weights."""
+
+    def measure_step(self, trainer: T) -> contextlib.AbstractContextManager[None]:
+        """Context of the next training step."""
+        return contextlib.nullcontext()
+
+    @abstractmethod
+    def check_trained(self, trainer: T, number: int) -> None:
+        """Checks the outcome of a step after the method; ``number`` is 0 for the first."""
+
+    @abstractmethod
+    def is_reusable(self, trainer: T) -> bool:
+        """Whether the trainer can serve the next case after its step."""
+
+    def take_back(self, trainer: T) -> None:
+        """Takes a trainer that the next case may use back to where this one found it."""
+
+    def calls_again(self) -> bool:
+        """Whether the method is called a second time, which shows what it keeps from the first call."""
+        return False
+
+    def explain_retirement(self) -> str:
+        """Why a process in which no trainer is kept must end with the case; empty if it need not."""
+        return ""
+
+    @contextlib.contextmanager
+    def record_exceptions(self) -> Iterator[None]:
+        """Makes an exception part of the record."""
+        with self.recorder.record_exceptions():
+            yield

@@ -1,0 +1,166 @@
+"""The steps that all cases of the matrix share: the doctor's own trainer is offloaded, staged and brought back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+from fsdp_doctor.case import built_scenario
+from fsdp_doctor.case.case_steps import CaseSteps, R
+from fsdp_doctor.case.consumers import consume, prepare_consumer
+from fsdp_doctor.case.methods.lookup import MethodArguments, MethodFunction
+from fsdp_doctor.case.recorder import Recorder
+from fsdp_doctor.case.runtime import Runtime
+from fsdp_doctor.case.sharding import find_experts_mesh
+from fsdp_doctor.case.trainer import Trainer, Unsupported
+from fsdp_doctor.matrix.axes import Consumer
+from fsdp_doctor.matrix.cases import Scenario
+from fsdp_doctor.matrix.methods import MatrixMethod, explain_impossible
+
+
+class MatrixSteps(CaseSteps[Trainer]):
+    """The steps of a case of the matrix. Where a method that extracts and one that loads differ, subclasses say how.
+
+    given: what the method is called with, once the case is prepared.
+    undoes_staging: whether a staged module is moved back to the CPU before the next step.
+    """
+
+    given: MethodArguments
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        method: MatrixMethod,
+        function: MethodFunction,
+        *,
+        runtime: Runtime,
+        recorder: Recorder,
+    ) -> None:
+        super().__init__(recorder, runtime)
+        self.scenario = scenario
+        self.method = method
+        self.undoes_staging = method.undoes_staging
+        self._function = function
+        self._runtime = runtime
+        self._recorder = recorder
+
+    @property
+    def state(self) -> Any:
+        """The checkpoint that the method is given; None where it is given none."""
+        return None
+
+    @property
+    def buffers(self) -> dict[str, Any]:
+        """The buffers that no state dict has, which the method is given, by name, on the host."""
+        return {}
+
+    def check_possible(self) -> None:
+        if reason := _explain_impossible(self.method, self.scenario, self._runtime):
+            raise Unsupported(reason)
+        prepare_consumer(self.scenario.consumer)
+
+    def drive(self, trainer: Trainer, life: Generator[None, None, R]) -> R:
+        try:
+            next(life)
+            while True:
+                try:
+                    self.train_step(trainer)
+                except BaseException as error:
+                    life.throw(error)
+                else:
+                    next(life)
+        except StopIteration as end:
+            result: R = end.value
+            return result
+
+    def train_step(self, trainer: Trainer) -> None:
+        """Trains one step."""
+        trainer.step()
+
+    def train_on(self, trainer: Trainer) -> None:
+        """Brings a prepared trainer back, and trains a step."""
+        trainer.resume(undo_staging=self.undoes_staging)
+        trainer.step()
+
+    def offload(self, trainer: Trainer) -> None:
+        recorder = self._recorder
+        trainer.interrupt_step()
+        recorder.enter("offload")
+        with recorder.measure_memory(trainer.watch, "offloaded"):
+            trainer.offload()
+        if self.scenario.staging.is_staged:
+            recorder.enter("staging")
+            with recorder.measure_memory(trainer.watch, "staged"):
+                trainer.stage()
+
+    def note_state(self, trainer: Trainer) -> None:
+        self.watch_state(trainer)
+        self._recorder.enter("fingerprint")
+        self._check_as_named(trainer)
+        self.given = MethodArguments(
+            model=trainer.model,
+            device=self._runtime.device,
+            optimizer=trainer.optimizer,
+            scratch=self._runtime.name_directory(self._recorder.record),
+            control=self._runtime.control,
+            state=self.state,
+            buffers=self.buffers,
+            experts=find_experts_mesh(trainer.model),
+        )
+
+    def watch_state(self, trainer: Trainer) -> None:
+        """Notes the state that the method must not change, and what it must deliver."""
+        raise NotImplementedError
+
+    def _check_as_named(self, trainer: Trainer) -> None:
+        """Raises NotAsNamed if the model was built otherwise than the id of its scenario says.
+
+        Before a second call, it was the first that has changed the model.
+        """
+        device, ranks = self._runtime.device.type, self._runtime.world_size
+        try:
+            built_scenario.check(trainer.model, trainer.optimizer, self.scenario, device=device, ranks=ranks)
+        except built_scenario.NotAsNamed as difference:
+            if self._recorder.record.call == 1:
+                raise
+            self._recorder.note("poisoned", str(difference))
+
+    def call_method(self, trainer: Trainer) -> Any:
+        return consume(self.scenario.consumer, self._function, self.given, self._recorder.note)
+
+    def resume(self, trainer: Trainer) -> None:
+        recorder, name = self._recorder, self.method.name
+        self.prepare_optimizer(trainer)
+        with recorder.measure_memory(trainer.watch, "offloaded again", name):
+            trainer.unstage(undo_staging=self.undoes_staging)
+        with recorder.measure_memory(trainer.watch, "loaded", name):
+            trainer.load()
+        recorder.enter("fingerprint")
+        self.check_resumed(trainer)
+
+    def prepare_optimizer(self, trainer: Trainer) -> None:
+        """Prepares the optimizer of the next step; most are the one that trained before."""
+
+    def check_resumed(self, trainer: Trainer) -> None:
+        """Checks that the next step starts from the right weights."""
+        raise NotImplementedError
+
+    def measure_step(self, trainer: Trainer) -> contextlib.AbstractContextManager[None]:
+        return self._recorder.measure_memory(trainer.watch, "trained again", self.method.name)
+
+    def explain_retirement(self) -> str:
+        # torch lets go of all of an FSDP1 model but its parameters: they would be in the next one's ledgers.
+        return "a model that would be counted with the next" if self._runtime.with_ledgers else ""
+
+
+def _explain_impossible(method: MatrixMethod, scenario: Scenario, runtime: Runtime) -> str:
+    """Says why the method cannot be tried in this scenario; empty if it can."""
+    if reason := explain_impossible(method, scenario):
+        return reason
+    if scenario.consumer is Consumer.SHARED_DEVICE and (runtime.device.type != "emulated" or runtime.world_size == 1):
+        return "the order of launches is seen on the emulated device alone, with 2 ranks or more"
+    on_disk = method.name in ("dcp", "save_full_tensors") or method.contract.given in ("dcp", "rank_files")
+    if on_disk and runtime.num_nodes > 1:
+        return "the checkpoint directory is not shared between the nodes"
+    return ""

@@ -1,0 +1,443 @@
+"""The steps of a framework's cases: its session is built by its own code, and examined between two training steps.
+
+Each kind prepares, extracts, rolls back, saves or resumes. After a load the weights, every value of the optimizer and
+the next two steps must be those of the run that was not interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import pathlib
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from typing_extensions import assert_never
+
+from fsdp_doctor.case import local_pieces, reference, runtime, yielded
+from fsdp_doctor.case.case_steps import CaseSteps, R
+from fsdp_doctor.case.extraction import ExtractionCheck
+from fsdp_doctor.case.findings import Findings, compare, join_first_names
+from fsdp_doctor.case.loaded_state import count_optimized, find_optimizer_problems, read_options
+from fsdp_doctor.case.local_pieces import Full, LocalPiece
+from fsdp_doctor.case.lora_reference import compute_merged_weights
+from fsdp_doctor.case.models import Weights
+from fsdp_doctor.case.recorder import Recorder
+from fsdp_doctor.case.reference import Reference
+from fsdp_doctor.case.trainer import Unsupported
+from fsdp_doctor.case.training_state import StepOutcome, digest_outcome, find_differences, use_deterministic_algorithms
+from fsdp_doctor.frameworks.adapter import STEPS_BEFORE, FrameworkSession, NotInStandInError, PlainModel, SavedFiles
+from fsdp_doctor.frameworks.built_session import find_mismatches
+from fsdp_doctor.frameworks.framework_worker import FrameworkWorker, describe_version, find_adapter
+from fsdp_doctor.frameworks.saved_files import read_weights
+from fsdp_doctor.matrix.frameworks.adapters import locate_adapter
+from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMethodKind
+from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
+from fsdp_doctor.text import read_first_line
+from fsdp_doctor.verdict.records import Stage
+from fsdp_doctor.weights.fsdp import private
+
+_STEPS_AFTER = 2
+_ORDINAL = ("next", "second")
+_ROOM = pathlib.Path(__file__).parent
+# The beginnings of what torch says to `.cuda()` and `device="cuda"` where there is no GPU.
+_CUDA_MISSING = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available")
+
+
+class _AbandonedError(Exception):
+    """Ends a framework's training loop; the record says why."""
+
+
+class SessionSteps(CaseSteps[FrameworkSession]):
+    """The steps that all kinds share: the framework builds and trains, and calls back between its steps.
+
+    weights: of the plain model that the session is given. takes_kept: whether the kind can use a session that was
+    trained. directory: the case's own, the same on every rank, not yet made.
+    """
+
+    weights: ClassVar[Weights] = "own"
+    takes_kept: ClassVar[bool] = True
+    # Steps of :meth:`look_ahead`.
+    steps_ahead: ClassVar[int] = 0
+    # The checkpoint's directory, of a session that begins with a load.
+    resumes_from: pathlib.Path | None = None
+
+    def __init__(
+        self, case: FrameworkCase, worker: FrameworkWorker, recorder: Recorder, kept: runtime.Runtime | None
+    ) -> None:
+        super().__init__(recorder, kept)
+        self.case = case
+        self.directory = worker.scratch / case.id.replace("/", "-").replace(":", "-")
+        self._worker = worker
+        if kept is not None:
+            self.steps_before = 0
+
+    def build(self) -> FrameworkSession:
+        self.recorder.enter("build")
+        worker, scenario = self._worker, self.case.scenario
+        if worker.unavailable:
+            raise Unsupported(worker.unavailable)
+        plain = PlainModel(
+            name=scenario.values["model"],
+            weights=self.weights,
+            device=worker.device,
+            place=worker.place,
+            workspace=self.directory / f"workspace-{self.weights}",
+        )
+        plain.workspace.mkdir(parents=True, exist_ok=True)
+        session = find_adapter(scenario.framework).build(scenario.values, plain)
+        if not dist.is_initialized():
+            made = f"{describe_version(scenario.framework)} made no process group"
+            raise Unsupported(f"{made}, so nothing is sharded: ranks {worker.place.world_size}")
+        # The control group is made after the framework has made its own groups.
+        self.runtime = runtime.make_for_present_group(worker.place, worker.device, worker.scratch)
+        return session
+
+    def drive(self, trainer: FrameworkSession, life: Generator[None, None, R]) -> R:
+        """Has the framework train all steps in its own loop, and lives on between them."""
+        num_steps = self.steps_before + self.steps_ahead + self.steps_after
+        results: list[R] = []
+
+        def live_on(number: int) -> None:
+            try:
+                next(life)
+            except StopIteration as end:
+                results.append(end.value)
+                if number < num_steps:
+                    raise _AbandonedError from None
+
+        try:
+            if self.resumes_from is not None:
+                self.recorder.enter("load")
+            with self._enter_training():
+                trainer.train(num_steps, live_on, self.resumes_from)
+            if not results:
+                raise RuntimeError(f"the framework ended its training before step {num_steps}")
+        except BaseException as error:
+            if not results:
+                try:
+                    life.throw(error)
+                except StopIteration as end:
+                    results.append(end.value)
+            elif not isinstance(error, _AbandonedError):
+                # The ranks have agreed already: the process is not used again.
+                self.recorder.add(healthy=False)
+                with self.record_exceptions():
+                    raise
+        return results[0]
+
+    def _enter_training(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def check_built(self, trainer: FrameworkSession) -> None:
+        """Compares the session with its configuration."""
+        scenario = self.case.scenario
+        if mismatches := list(find_mismatches(trainer, scenario.matrix.list_builds(scenario.values))):
+            built = f"{describe_version(scenario.framework)} built something else than {scenario.configuration}"
+            raise Unsupported(f"{built}: {'; '.join(mismatches)}")
+
+    def call_method(self, trainer: FrameworkSession) -> Any:
+        """Calls nothing: of most kinds the framework's own build, save or load is the method."""
+
+    def is_reusable(self, trainer: FrameworkSession) -> bool:
+        record = self.recorder.record
+        return record.healthy and not record.problems and trainer.goes_on
+
+    def explain_retirement(self) -> str:
+        return "a framework's session, of which a process has one"
+
+    @contextlib.contextmanager
+    def record_exceptions(self) -> Iterator[None]:
+        """Makes the first exception part of the record; exceptions that it caused in the framework's loop are
+        dropped.
+        """
+        with self.recorder.record_exceptions():
+            try:
+                yield
+            except (SystemExit, Unsupported):
+                raise
+            except BaseException as error:
+                if isinstance(error, _AbandonedError) or not self.recorder.unbroken:
+                    return
+                if reason := self._name_lacking_package(error):
+                    raise Unsupported(reason) from error
+                raise
+
+    def _name_lacking_package(self, error: BaseException) -> str:
+        """Names a package or a name that the framework turns out to lack; empty if the error is another one."""
+        framework = describe_version(self.case.scenario.framework)
+        if isinstance(error, ModuleNotFoundError) and self.recorder.record.stage == "build":
+            return f"{framework} needs a package that is not installed: {error}"
+        if isinstance(error, ImportError):
+            reason = str(error).removesuffix(f" ({error.path})")
+            return f"{framework} does not fit a package that is installed beside it: {reason}"
+        if isinstance(error, NotInStandInError):
+            return f"{framework}: {error}"
+        if self._worker.device.type == "emulated" and str(error).startswith(_CUDA_MISSING):
+            return f"{framework} asks for CUDA itself, which the emulated device is not: {read_first_line(error)}"
+        where = error.__traceback__
+        while where is not None and where.tb_next is not None:
+            where = where.tb_next
+        file = pathlib.Path(where.tb_frame.f_code.co_filename if where is not None else "")
+        # An adapter may use another one's functions.
+        of_adapters = (locate_adapter(self.case.scenario.framework).file.parent, _ROOM)
+        by_adapter = file.with_suffix(".toml").exists() and file.parent in of_adapters
+        if not isinstance(error, (AttributeError, ImportError, TypeError)) or not by_adapter:
+            return ""
+        return f"the adapter does not fit {framework}: {error}"
+
+
+class PreparationSteps(SessionSteps):
+    """Wraps and trains one step, which is a part of building: a step that fails is a crash of it."""
+
+    takes_kept = False
+    step_stage: ClassVar[Stage] = "build"
+
+    def take_reference(self, trainer: FrameworkSession) -> None:
+        self.recorder.enter("reference")
+        self._before = reference.take(trainer.model, None, self.present_runtime)
+
+    def run_method(self, trainer: FrameworkSession, call: Callable[[], Any], owned: bool) -> None:
+        """Checks that the wrapped model has the plain model's names and weights, where they were asked for."""
+        self.recorder.enter("verify")
+        plain = trainer.plain.build_module().state_dict()
+        pieces, findings = _compare_pieces(trainer, plain, "the plain model", "the plain model's")
+        for piece in pieces:
+            promised = trainer.shards_on if isinstance(piece.shown, nn.Parameter) else None
+            if promised is not None and piece.held.device != promised:
+                findings.note("misplaced", f"on {piece.held.device} where {promised} was asked for", piece.name)
+        names = {name for piece in pieces for name in piece.names}
+        for name in sorted(plain.keys() - names):
+            findings.note("incomplete", "of the plain model, not in the wrapped one", name)
+        self.recorder.add(problems=findings.list_problems(), num_tensors=len(pieces))
+
+    def check_trained(self, trainer: FrameworkSession, number: int) -> None:
+        """Checks that the step changed every parameter that trains, on some rank at least, and nothing else."""
+        self.recorder.enter("reference")
+        before, now = self._before, reference.take(trainer.model, None, self.present_runtime)
+        self.recorder.enter("verify")
+        parameters = trainer.plain.build_module().named_parameters()
+        trains = {name for name, parameter in parameters if parameter.requires_grad}
+        findings = Findings()
+        for name, values in now.full.items():
+            changed = bool(compare(values, before.full[name]))
+            is_tied = any(now.full[other] is now.full[name] for other in trains)
+            if name in trains and not changed:
+                findings.note("poisoned", "a training step did not change", name)
+            elif name not in trains and changed and not is_tied:
+                findings.note("poisoned", "a training step changed what is frozen", name)
+        self.recorder.add(problems=findings.list_problems())
+        optimized, total = count_optimized(trainer.optimizer, trainer.model)
+        if trains and not optimized:
+            self.recorder.note("poisoned", f"the optimizer holds {optimized} of the model's {total} parameters")
+
+
+class SessionExtractionSteps(SessionSteps):
+    """Takes a reference, offloads, runs the method, and trains the next step."""
+
+    steps_before = STEPS_BEFORE
+
+    def take_reference(self, trainer: FrameworkSession) -> None:
+        self.recorder.enter("reference")
+        self._truth = reference.take(trainer.model, None, self.present_runtime)
+
+    def offload(self, trainer: FrameworkSession) -> None:
+        self.recorder.enter("offload")
+        trainer.offload()
+
+    def note_state(self, trainer: FrameworkSession) -> None:
+        self._check = ExtractionCheck(
+            self.recorder, self.present_runtime, trainer.model, trainer.optimizer, self._truth
+        )
+
+    def call_method(self, trainer: FrameworkSession) -> Any:
+        """Calls the method; of files, every rank reads all, once every rank has written its own."""
+        result = trainer.list_extractions()[self.case.method](self.directory)
+        if not isinstance(result, SavedFiles):
+            return result
+        dist.barrier(group=self.present_runtime.control)
+        return read_weights(result)
+
+    def run_method(self, trainer: FrameworkSession, call: Callable[[], Any], owned: bool) -> None:
+        here, truth = self.present_runtime, self._truth
+        expected = yielded.ExpectedYield(
+            contract=self.case.definition.contract,
+            reference=truth,
+            rank=here.rank,
+            compute_device=here.device,
+            compute_dtype=torch.bfloat16,
+            parameter_devices=yielded.read_parameter_devices(trainer.model),
+            shard_group_of_one=here.world_size == 1,
+            merged_weights=compute_merged_weights(trainer.model, truth.full),
+        )
+        self._check.run(call, expected, live_tensors=_list_tensor_ids(trainer), owned=owned)
+
+    def resume(self, trainer: FrameworkSession) -> None:
+        trainer.onload()
+        self._check.check_weights("the next training step would start from other weights")
+
+    def check_trained(self, trainer: FrameworkSession, number: int) -> None:
+        """Waits for the step, whose errors are the next step's."""
+        self.present_runtime.synchronize()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedState:
+    """A run where it was saved. Tensors are on the host, unsharded. options: of each of the optimizer's groups."""
+
+    weights: Full
+    moments: Full
+    options: list[dict[str, Any]]
+
+
+class _LoadSteps(SessionSteps):
+    """The steps of a load into a session, whose next two steps are compared with those of the run that went on."""
+
+    steps_after = _STEPS_AFTER
+    _saved: SavedState
+    _outcomes: list[StepOutcome]
+
+    def _enter_training(self) -> contextlib.AbstractContextManager[object]:
+        return use_deterministic_algorithms()
+
+    def _save(self, trainer: FrameworkSession) -> None:
+        """Has the framework save, and notes the state that a load must restore."""
+        self.recorder.enter("reference")
+        truth: Reference = reference.take(trainer.model, trainer.optimizer, self.present_runtime)
+        options = copy.deepcopy(read_options(trainer.optimizer))
+        self.recorder.enter("save")
+        trainer.save(self.directory / "saved")
+        self._saved = SavedState(weights=truth.full, moments=truth.optimizer, options=options)
+
+    def look_ahead(self, trainer: FrameworkSession) -> Iterator[None]:
+        """Trains on after the save, and notes the outcomes of the steps."""
+        self._outcomes = []
+        for _ in range(self.steps_ahead):
+            self.recorder.enter("next step")
+            yield
+            self._outcomes.append(self._digest_step(trainer))
+
+    def _digest_step(self, trainer: FrameworkSession) -> StepOutcome:
+        self.present_runtime.synchronize()
+        return digest_outcome(trainer.model, trainer.optimizer)
+
+    def _check_loaded(self, trainer: FrameworkSession) -> None:
+        self.recorder.enter("verify")
+        self.present_runtime.synchronize()
+        saved = self._saved
+        pieces, findings = _compare_pieces(trainer, saved.weights, "the model that was saved", "what was saved")
+        self.recorder.add(problems=findings.list_problems(), num_tensors=len(pieces))
+        problems = find_optimizer_problems(trainer.model, trainer.optimizer, saved.moments, saved.options)
+        self.recorder.add(problems=problems)
+
+    def check_trained(self, trainer: FrameworkSession, number: int) -> None:
+        """Compares a step after the load. Only the first step that differs is recorded."""
+        names = find_differences(self._digest_step(trainer), self._outcomes[number])
+        if names and not self.recorder.record.problems:
+            what = f"the {_ORDINAL[number]} training step ends otherwise than that of the run that went on"
+            self.recorder.note("poisoned", f"{what}: {join_first_names(names)}")
+
+
+class RollbackSteps(_LoadSteps):
+    """Saves, trains on, and loads into the same session."""
+
+    agrees_on_reference = True
+    steps_before = STEPS_BEFORE
+    steps_ahead = _STEPS_AFTER
+
+    def take_reference(self, trainer: FrameworkSession) -> None:
+        self._save(trainer)
+        self._saved_at = trainer.num_steps
+
+    def run_method(self, trainer: FrameworkSession, call: Callable[[], Any], owned: bool) -> None:
+        self.recorder.enter("load")
+        trainer.load(self.directory / "saved")
+        trainer.num_steps = self._saved_at
+        self._check_loaded(trainer)
+
+
+class ResumeSteps(_LoadSteps):
+    """Loads the checkpoint of other processes into a session with other weights, and trains on."""
+
+    weights = "other"
+    takes_kept = False
+
+    def __init__(
+        self, case: FrameworkCase, worker: FrameworkWorker, recorder: Recorder, kept: runtime.Runtime | None
+    ) -> None:
+        super().__init__(case, worker, recorder, kept)
+        self.resumes_from = self.directory / "saved"
+
+    def take_reference(self, trainer: FrameworkSession) -> None:
+        self._saved = torch.load(self.directory / "state.pt", weights_only=False)
+        self._outcomes = torch.load(self.directory / f"outcomes_{self.present_runtime.rank}.pt")
+
+    def look_ahead(self, trainer: FrameworkSession) -> Iterator[None]:
+        """Trains nothing: the outcomes are those of the run that saved."""
+        return iter(())
+
+    def run_method(self, trainer: FrameworkSession, call: Callable[[], Any], owned: bool) -> None:
+        """Checks the state that the framework has loaded before it called back."""
+        self._check_loaded(trainer)
+
+
+class SavingSteps(_LoadSteps):
+    """The first half of a resume, in processes of its own: saves, and writes down the outcomes of the next steps."""
+
+    takes_kept = False
+    agrees_on_reference = True
+    steps_before = STEPS_BEFORE
+    steps_ahead = _STEPS_AFTER
+    steps_after = 0
+
+    def take_reference(self, trainer: FrameworkSession) -> None:
+        self._save(trainer)
+
+    def run_method(self, trainer: FrameworkSession, call: Callable[[], Any], owned: bool) -> None:
+        """Writes what the other half is compared with."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if self.present_runtime.rank == 0:
+            torch.save(self._saved, self.directory / "state.pt")
+        torch.save(self._outcomes, self.directory / f"outcomes_{self.present_runtime.rank}.pt")
+
+
+def choose_steps(kind: FrameworkMethodKind) -> type[SessionSteps]:
+    match kind:
+        case "prepare":
+            return PreparationSteps
+        case "extraction":
+            return SessionExtractionSteps
+        case "rollback":
+            return RollbackSteps
+        case "resume":
+            return ResumeSteps
+        case _:
+            assert_never(kind)
+
+
+def _compare_pieces(
+    session: FrameworkSession, expected: Full, of: str, whose: str
+) -> tuple[list[LocalPiece], Findings]:
+    """Compares each piece of the model on this rank with the expected tensor of its name."""
+    findings = Findings()
+    pieces = local_pieces.list_model_pieces(session.model, expected)
+    for piece in pieces:
+        if piece.expected is None:
+            findings.note("incomplete", f"not a name of {of}", piece.name)
+        elif difference := compare(piece.held.cpu(), piece.expected):
+            findings.note("wrong", f"not {whose}: {difference}", piece.name)
+    return pieces, findings
+
+
+def _list_tensor_ids(session: FrameworkSession) -> set[int]:
+    """Lists the ids of the tensors that live as long as the session."""
+    state = (value for values in session.optimizer.state.values() for value in values.values())
+    tensors = [*session.model.parameters(), *session.model.buffers(), *state]
+    shards = (private.read_local_tensor(tensor) for tensor in tensors if isinstance(tensor, DTensor))
+    return {id(tensor) for tensor in itertools.chain(tensors, shards)}
