@@ -77,7 +77,7 @@ def end_descendants() -> None:
 
 
 def _find_descendants() -> list[psutil.Process]:
-    """All descendants of this process that have not ended, parents before their children."""
+    """Returns all descendants of this process that have not ended, parents before their children."""
     running = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):

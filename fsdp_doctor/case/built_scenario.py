@@ -138,7 +138,7 @@ def _list_parameters(contents: ModelContents) -> Iterator[torch.Tensor]:
 
 
 def recognize_strategy(contents: ModelContents) -> Strategy | Literal["several", "none"]:
-    """Which FSDP shards the model that was read."""
+    """Returns the strategy by which the model that was read is sharded."""
     strategies = {Strategy.FSDP1_ORIG if unit.keeps_originals else Strategy.FSDP1 for unit in contents.fsdp1_units}
     strategies |= {Strategy.FSDP2} if contents.fsdp2_units else set()
     if len(strategies) > 1:

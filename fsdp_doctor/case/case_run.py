@@ -132,7 +132,7 @@ class CaseRun(Generic[T]):
         return SharedOutcome() if self.record.unsupported else self._recorder.agree(self._steps.runtime)
 
     def _is_called_again(self) -> bool:
-        """Whether the method is called a second time; the same on every rank."""
+        """Returns whether the method is called a second time; the same on every rank."""
         if not self.record.healthy or not self._steps.calls_again():
             return False
         outcome = self._agree()

@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 class CaseSteps(ABC, Generic[T]):
-    """What one kind of case does at each point of its life; :class:`case_run.CaseRun` says when.
+    """The actions of one kind of case at each point of its life; :class:`case_run.CaseRun` says when.
 
     T is what trains: the doctor's trainer, or a framework's session. Every rank calls every method alike.
 
@@ -99,17 +99,17 @@ class CaseSteps(ABC, Generic[T]):
 
     @abstractmethod
     def is_reusable(self, trainer: T) -> bool:
-        """Whether the trainer can serve the next case after its step."""
+        """Returns whether the trainer can serve the next case after its step."""
 
     def take_back(self, trainer: T) -> None:
         """Takes a trainer that the next case may use back to where this one found it."""
 
     def calls_again(self) -> bool:
-        """Whether the method is called a second time, which shows what it keeps from the first call."""
+        """Returns whether the method is called a second time, which shows what it keeps from the first call."""
         return False
 
     def explain_retirement(self) -> str:
-        """Why a process in which no trainer is kept must end with the case; empty if it need not."""
+        """Explains why a process in which no trainer is kept must end with the case; empty if it need not."""
         return ""
 
     @contextlib.contextmanager

@@ -111,7 +111,7 @@ def take(scenario: Scenario, runtime: Runtime, save: Callable[[Trainer], None] =
 
 
 def name_directory(scenario: Scenario, scratch: pathlib.Path) -> pathlib.Path:
-    """Where the processes that save the checkpoint of a scenario leave it."""
+    """Returns where the processes that save the checkpoint of a scenario leave it."""
     return scratch / "saved" / f"{find_source(scenario).id.replace('/', '-')}-{scenario.checkpoint}"
 
 
@@ -218,7 +218,7 @@ def start_of(scenario: Scenario) -> Start:
 
 
 def _needs_same_batches(scenario: Scenario) -> bool:
-    """Whether each rank would train a separate model: FSDP1 reduces no gradient over a shard group of one.
+    """Returns whether each rank would train a separate model: FSDP1 reduces no gradient over a shard group of one.
 
     A checkpoint has one set of weights, so there every rank is given the same batches.
     """
@@ -366,7 +366,8 @@ class CheckpointForms:
         )
 
     def _is_sharded_by_fsdp1(self, full: torch.Tensor) -> bool:
-        """Whether the tensor is in an FSDP1 unit, whose sharded state dict exists only in a shard group of several
+        """Returns whether the tensor is in an FSDP1 unit, whose sharded state dict exists only in a shard group of
+        several
         ranks.
         """
         return self._scenario.version == 1 and bool(full.ndim) and full.shape != _EXTRA_SHAPE

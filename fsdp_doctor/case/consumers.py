@@ -174,7 +174,7 @@ def _send_packed(
 
 
 class _Wire:
-    """What a packed sender broadcasts over. A buffer goes to the receiver when the sender has waited for its stream."""
+    """The channel of a packed sender. A buffer goes to the receiver when the sender has waited for its stream."""
 
     def __init__(self, send: Callable[[SentBucket], None]) -> None:
         self._send = send
@@ -236,7 +236,7 @@ class _TorchOfDevice:
 
 
 def _send_buffers(device: torch.device, entries: _Entries, wire: _Wire, src: int, read: Any, most_bytes: int) -> None:
-    """As vLLM's: each of two buffers has a stream, under which entries are pulled and packed."""
+    """Sends as vLLM does: each of two buffers has a stream, under which entries are pulled and packed."""
     streams = [_make_stream(device) for _ in range(_NUM_BUFFERS)]
     for stream in itertools.cycle(streams):
         _synchronize(stream)
@@ -325,7 +325,10 @@ def _overwrite(entries: _Entries) -> _Entries:
 
 
 def _read_after_another_call(pull: Callable[[], Any]) -> _Entries:
-    """What the first call returned must have nothing in common with what the second yields, which is overwritten."""
+    """Reads the entries of a first call after those of a second call, which are overwritten.
+
+    The two must have nothing in common.
+    """
     first = pull()
     collections.deque(_overwrite(iterate_entries(pull())), maxlen=0)
     yield from iterate_entries(first)
@@ -363,7 +366,7 @@ def _read_resources(device: torch.device, num_read: int) -> dict[str, int]:
 
 
 def _read_host_bytes(process: psutil.Process) -> int:
-    """What malloc has given out; where the C library does not count it, the memory of the process."""
+    """Returns the bytes that malloc has given out, or those of the process where the C library does not count them."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):
         return int(process.memory_info().rss)

@@ -233,8 +233,10 @@ class ExtractionSteps(MatrixSteps):
         return trainer
 
     def is_reusable(self, trainer: Trainer) -> bool:
-        """Whether the trainer can serve the next case after its step: a trained one can, a fresh one is no longer
-        fresh, and one that could not go on after a step that raised stays as it is.
+        """Returns whether the trainer can serve the next case after its step.
+
+        A trained one can. A fresh one is no longer fresh, and one that could not go on after a step that raised stays
+        as it is.
         """
         return self.scenario.phase.is_trained and self._goes_on
 
@@ -325,7 +327,7 @@ class ExtractionSteps(MatrixSteps):
         return self.scenario.phase.is_trained and is_user_method(self.method.name)
 
     def calls_again(self) -> bool:
-        """Whether the user's function is called once more. A case whose memory is measured has one call."""
+        """Returns whether the user's function is called once more. A case whose memory is measured has one call."""
         return is_user_method(self.method.name) and not self._runtime.with_ledgers
 
 

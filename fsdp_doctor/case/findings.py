@@ -35,7 +35,7 @@ def join_first_names(names: Collection[str]) -> str:
 
 
 def compare(actual: torch.Tensor, expected: torch.Tensor) -> str:
-    """How two host tensors differ, bit by bit; empty if they do not. NaNs compare by their bits, too.
+    """Describes how two host tensors differ, bit by bit; empty if they do not. NaNs compare by their bits, too.
 
     Where the dtypes differ, ``expected`` is rounded to the dtype of ``actual``, and then any NaN is like any other:
     which one rounding makes of a NaN depends on the device, and on a CPU on the vector instructions.

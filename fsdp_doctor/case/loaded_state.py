@@ -167,7 +167,9 @@ class LoadedState:
             )
 
     def _explain_misplaced(self, piece: LocalPiece, before: _Facts) -> str:
-        """Why the place is wrong; empty where it is as before, or where a buffer lies on the device that uses it."""
+        """Explains why the place is wrong; empty where it is as before, or where a buffer lies on the device that uses
+        it.
+        """
         if piece.device == self._device and not isinstance(piece.shown, nn.Parameter):
             return ""
         device, local_device = (self._find_home(piece),) * 2 if before.on_meta else (before.device, before.local_device)

@@ -76,7 +76,9 @@ class LoadingSteps(MatrixSteps):
         return trainer
 
     def is_reusable(self, trainer: Trainer) -> bool:
-        """Whether a trainer can be used for the next case: no, because each load needs one with other weights."""
+        """Returns whether a trainer can be used for the next case: no, because each load needs one with other
+        weights.
+        """
         return False
 
     def take_reference(self, trainer: Trainer) -> None:
@@ -159,7 +161,7 @@ class LoadingSteps(MatrixSteps):
 
     @property
     def _watches_state(self) -> bool:
-        """Whether the model may be read: that waits for copies in flight, whose race must be able to show."""
+        """Returns whether the model may be read: that waits for copies in flight, whose race must be able to show."""
         return self.scenario.transfer.is_blocking
 
     def _load(self, call: Callable[[], Any], owned: bool) -> Any:
@@ -208,7 +210,7 @@ class LoadingSteps(MatrixSteps):
 
 
 def _differs(piece: local_pieces.LocalPiece) -> bool:
-    """Whether any memory that must have the expected values has others."""
+    """Returns whether any memory that must have the expected values has others."""
     expected = piece.expected
     return expected is not None and any(compare(held.cpu(), expected) for held in piece.everywhere)
 

@@ -1,4 +1,4 @@
-"""This rank's part of each parameter, buffer and moment, beside the part of the unsharded one that it should be.
+"""Each parameter, buffer and moment in part: the part on this rank, and the values that it should have.
 
 Computed from placements and flat layouts alone; local to a rank, no collective.
 """
@@ -22,7 +22,7 @@ Full = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPiece:
-    """This rank's part of one tensor.
+    """The part of one tensor that is on this rank.
 
     names: all of a tied parameter; one of a moment, ``<parameter>.<state>``.
     shown: the sharded tensor that the model or the optimizer has; FSDP1's may be unsharded. device: the one that it
@@ -40,7 +40,7 @@ class LocalPiece:
 
     @property
     def everywhere(self) -> tuple[torch.Tensor, ...]:
-        """All tensors that must have the expected values."""
+        """Returns all tensors that must have the expected values."""
         return (self.held, *self.copies)
 
     @property
@@ -49,7 +49,7 @@ class LocalPiece:
 
 
 def list_model_pieces(model: nn.Module, full: Full) -> list[LocalPiece]:
-    """Every parameter and every buffer of a state dict, each once."""
+    """Lists every parameter and every buffer of a state dict, each once."""
     contents = read_contents(model)
     return [
         *_list_unit_pieces(contents, full),
@@ -93,7 +93,7 @@ def write(pieces: list[LocalPiece]) -> None:
 
 
 def cut_part(tensor: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the unsharded ``full``, cut as ``tensor`` is: a DTensor by its placements."""
+    """Returns this rank's part of the unsharded ``full``, cut as ``tensor`` is: a DTensor by its placements."""
     if not isinstance(tensor, DTensor):
         return full
     return compute_tensor_part(dist.get_rank(), tensor).read(full)
@@ -126,7 +126,9 @@ class _Place:
     begin: int
 
     def cut_part(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's elements of the unsharded parameter, in the order in which the flat parameter has them."""
+        """Returns this rank's elements of the unsharded parameter, in the order in which the flat parameter has
+        them.
+        """
         flat = torch.empty(self.slice.shape.numel(), dtype=full.dtype)
         flat.as_strided(self.slice.shape, self.slice.stride).copy_(full)
         return flat[self.mine.start - self.slice.offset : self.mine.stop - self.slice.offset]

@@ -28,7 +28,7 @@ class Merged:
     dtype: torch.dtype
 
     def describe_difference(self, actual: torch.Tensor) -> str:
-        """How ``actual``, on the host, differs; empty if it does not."""
+        """Describes how ``actual``, on the host, differs; empty if it does not."""
         bound = self.bound
         if actual.dtype != self.dtype:  # and was rounded once more
             bound = bound + self.exact.abs() * torch.finfo(actual.dtype).eps
@@ -38,13 +38,15 @@ class Merged:
 
 @dataclass(frozen=True)
 class RankPart:
-    """This rank's part of a tensor, on the host, 1-D. merged: of a weight with an adapter, instead of its values."""
+    """The part of a tensor that is on this rank, copied to the host, 1-D. merged: its values with the adapter added."""
 
     values: torch.Tensor
     merged: Merged | None
 
     def describe_difference(self, actual: torch.Tensor, place: ShardPlace, full: torch.Tensor) -> str:
-        """How a yielded shard and its place differ; empty if they do not. ``full``: the tensor without adapters."""
+        """Describes how a yielded shard and its place differ; empty if they do not. ``full``: the tensor without
+        adapters.
+        """
         if actual.numel() != self.values.numel():
             return f"a shard of {actual.numel()} elements where this rank holds {self.values.numel()}"
         difference = (
@@ -56,12 +58,12 @@ class RankPart:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of that name belongs to an adapter."""
+    """Returns whether a parameter of that name belongs to an adapter."""
     return ".lora_" in name
 
 
 def compute_merged_weights(model: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[str, Merged]:
-    """Each weight that has an adapter, by its name in the model that peft was given.
+    """Computes each weight that has an adapter, by its name in the model that peft was given.
 
     full: every tensor of the sharded model, unsharded, by its unwrapped name.
     """
@@ -84,7 +86,7 @@ def compute_merged_weights(model: nn.Module, full: Mapping[str, torch.Tensor]) -
 
 
 def select_base_weights(full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All tensors but the adapters, by their names in the model that peft was given."""
+    """Selects all tensors except the adapters, by their names in the model that peft was given."""
     return {strip_adapters(name): tensor for name, tensor in full.items() if not is_adapter(name)}
 
 
@@ -96,7 +98,7 @@ def select_adapter_weights(full: Mapping[str, torch.Tensor]) -> dict[str, torch.
 def compute_rank_parts(
     model: nn.Module, full: Mapping[str, torch.Tensor], merged: Mapping[str, Merged]
 ) -> dict[str, RankPart]:
-    """This rank's part of each tensor but the adapters, by all names in the model that peft was given.
+    """Computes this rank's part of each tensor except the adapters, by all names in the model that peft was given.
 
     full: every tensor of the sharded model, unsharded, by its unwrapped name.
     """
@@ -109,7 +111,7 @@ def compute_rank_parts(
 
 
 def _cut_parts(model: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """This rank's part of each tensor, 1-D. ``full``: by the names of the model that peft was given."""
+    """Cuts this rank's part out of each tensor, 1-D. ``full`` has the names of the model that peft was given."""
     names = [name for every in reader.read(model).list_all_names() for name in every if not is_adapter(name)]
     by_unwrapped_name = {name: full[strip_adapters(name)] for name in names if strip_adapters(name) in full}
     return {

@@ -178,7 +178,7 @@ def _make_config(name: Model, dims: Dims) -> Any:
 
 
 def explain_unsupported(name: Model, *, fused: bool = False) -> str:
-    """Why the installed transformers cannot build the model, with fused experts if asked; empty if it can."""
+    """Explains why the installed transformers cannot build the model, with fused experts if asked; empty if it can."""
     import transformers
 
     if name.has_adapters and importlib.util.find_spec("peft") is None:

@@ -37,7 +37,7 @@ _POLL_SECONDS = 0.002
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a receiver must know of a tensor beside its bytes."""
+    """The facts about a tensor that a receiver needs next to its bytes."""
 
     name: str
     shape: torch.Size
@@ -96,7 +96,7 @@ class _Group:
 
     @functools.cached_property
     def on_device(self) -> Any:
-        """The same two processes over the current emulated devices."""
+        """The process group of the same two processes over the current emulated devices."""
         return torch.get_device_module("emulated").make_backend(
             dist.PrefixStore("device", self._store), self._rank, 2, _TIMEOUT
         )
@@ -125,7 +125,7 @@ class Receiver:
         return str(self._group.receive(_RECEIVER))
 
     def take(self) -> dict[str, torch.Tensor]:
-        """All that has arrived since the last time."""
+        """Returns the tensors that have arrived since the last call, by name."""
         weights: dict[str, torch.Tensor] = self._ask("take")
         return weights
 

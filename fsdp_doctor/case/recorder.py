@@ -26,7 +26,10 @@ _PROGRESS_SECONDS = 1.0
 
 
 class _RankState(NamedTuple):
-    """What a rank tells the others after a call of the method. num_agreements: of our own loaders and extractors."""
+    """The state of a rank that it tells the others after a call of the method.
+
+    num_agreements: number of agreements by our own loaders and extractors.
+    """
 
     failed: int
     poisoned: int
@@ -36,7 +39,7 @@ class _RankState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SharedOutcome:
-    """What the ranks know together after a call of the method.
+    """The outcome of a call of the method that all ranks know together.
 
     works: all ranks ended alike, and the model's process group carries a collective. poisoned: the training state of
     some rank was changed. sound: no rank found anything worse than a leak.
@@ -58,7 +61,7 @@ class Recorder:
 
     @property
     def unbroken(self) -> bool:
-        """Whether the case has raised no exception and can be run here."""
+        """Returns whether the case has raised no exception and can be run here."""
         return self.record.failure is None and not self.record.unsupported
 
     def enter(self, stage: Stage) -> None:

@@ -30,7 +30,7 @@ _ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 @dataclass(kw_only=True)
 class Reference:
-    """All tensors are on the host, in the parameters' own dtypes.
+    """The values that a method must deliver. Tensors are on the host, in the parameters' own dtypes.
 
     full: every name of the state dict, tied names sharing one tensor.
     parameters: the names of the parameters, each once, under its first name.
@@ -54,7 +54,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class _Part:
-    """This rank's part of a tensor, and the function that joins all ranks' parts, flat and in rank order."""
+    """The part of a tensor on this rank, and the function that joins all ranks' parts, flat and in rank order."""
 
     local: torch.Tensor
     join: Callable[[list[torch.Tensor]], None]
@@ -166,7 +166,10 @@ def _make_cutter(
 def _list_original_state_parts(
     reference: Reference, names: list[str], unit: Fsdp1Unit, optimizer: torch.optim.Optimizer
 ) -> Iterator[_Part]:
-    """With use_orig_params each rank's state holds the piece of the parameter that is in its shard, or nothing."""
+    """Lists the parts of the optimizer's state under use_orig_params.
+
+    The state on each rank holds the piece of the parameter that is in the rank's shard, or nothing.
+    """
     for name, shape, parameter in zip(names, unit.shapes, unit.originals, strict=True):
         states = dict(optimizer.state.get(parameter, {}))
         for key in _ADAM_STATE:

@@ -68,7 +68,9 @@ class Runtime:
             torch.get_device_module(self.device).synchronize()
 
     def check_group(self) -> bool:
-        """Whether a collective over the model's process group returns the right result. Every rank must call it."""
+        """Returns whether a collective over the model's process group returns the right result. Every rank must call
+        it.
+        """
         ones = torch.ones(4, device=self.device)
         dist.all_reduce(ones)
         self.synchronize()

@@ -120,12 +120,12 @@ def divide_experts(module: Any, mesh: DeviceMesh, *, hidden: bool) -> None:
 
 
 def read_contents(model: nn.Module) -> ModelContents:
-    """What a sharded model holds; hidden experts as parts of all experts."""
+    """Reads the contents of a sharded model, with hidden experts as parts of all experts."""
     return place_experts(reader.read(model), list_expert_meshes(find_experts_mesh(model)))
 
 
 def compute_tensor_part(rank: int, tensor: DTensor) -> LocalPart:
-    """What a rank holds of a tensor; see :func:`compute_part`."""
+    """Computes the part of a tensor that a rank holds; see :func:`compute_part`."""
     return _compute_part(rank, tensor.shape, tensor.device_mesh, tuple(tensor.placements))
 
 

@@ -104,7 +104,7 @@ def _find_differing(before: list[_Snapshot]) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _is_function(value: Any) -> bool:
-    """Whether it is a function, a class or a property."""
+    """Returns whether the value is a function, a class or a property."""
     # isinstance() asks the value for its class, which makes torch.distributed.reduce_op warn.
     return callable(value) or issubclass(type(value), (property, classmethod, staticmethod))
 
@@ -187,7 +187,7 @@ class _Setting:
         return before is not _UNREADABLE and (now is _UNREADABLE or not self.same(now, before))
 
     def put_back(self, before: Any) -> bool:
-        """Whether the value is ``before``, at the latest after it was written."""
+        """Restores ``before``; returns whether the value is ``before`` afterwards."""
         if before is _UNREADABLE:
             return True
         try:

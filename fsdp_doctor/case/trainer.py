@@ -27,7 +27,7 @@ from fsdp_doctor.weights.fsdp import private
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """How a trainer begins.
+    """The start of a trainer.
 
     options: of AdamW. same_batches: every rank trains on the batches of rank 0.
     saves: what is trained is saved for ranks of another number, so there may be too few for two dims of a mesh, one of
@@ -105,7 +105,7 @@ class Trainer:
         return torch.optim.AdamW(self.model.parameters(), foreach=foreach, **self._options)
 
     def read_data_position(self) -> torch.Tensor:
-        """Where in the order of its batches this rank is; for :meth:`seek`."""
+        """Returns the position of this rank in the order of its batches, for :meth:`seek`."""
         return self._generator.get_state()
 
     def seek(self, position: torch.Tensor) -> None:
@@ -262,13 +262,13 @@ def _shard(plain: nn.Module, scenario: Scenario, runtime: Runtime, with_mesh: bo
 
 
 def find_data_rank(sharding: Sharding, runtime: Runtime) -> int:
-    """Which of the batches the rank trains on: tensor-parallel and expert-parallel neighbours on the same."""
+    """Returns which batches the rank trains on: tensor-parallel and expert-parallel neighbours have the same."""
     by_two = sharding is Sharding.TP or sharding.divides_experts
     return runtime.rank // 2 if by_two and runtime.world_size % 2 == 0 else runtime.rank
 
 
 def _explain_impossible(scenario: Scenario, runtime: Runtime, *, saves: bool) -> str:
-    """Why the scenario cannot be built here; empty if it can."""
+    """Explains why the scenario cannot be built here; empty if it can."""
     if scenario.version == 1 and not runtime.has_accelerator:
         return "torch's FSDP1 needs an accelerator"
     # torch 2.6's FSDP2 calls it in the first forward, and fails in the backward too.

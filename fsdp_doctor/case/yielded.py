@@ -70,7 +70,7 @@ class YieldedEntry:
         return f"{self.form_in_words} {name_dtype(self.dtype)} {place}"
 
     def explain_no_shard(self, shard_group_of_one: bool) -> str:
-        """Why the parts of a sharded entry are not those of one tensor; empty if they are.
+        """Explains why the parts of a sharded entry are not those of one tensor; empty if they are.
 
         shard_group_of_one: whether a rank's part is the whole, so that it may also be called replicated.
         """
@@ -85,7 +85,9 @@ class YieldedEntry:
         return "" if divided else "its shards do not make up the whole tensor once"
 
     def find_part(self, rank: int) -> LocalPart:
-        """Which part of the tensor the rank's data is. Raises LayoutError for placements that are not understood."""
+        """Returns which part of the tensor the rank's data is. Raises LayoutError for placements that are not
+        understood.
+        """
         if self.mesh is not None:
             return compute_part(rank, self.shape, self.mesh, self.placements)
         return self.rank_part or LocalPart.from_slices(tuple(slice(0, 0) for _ in self.shape))
@@ -363,7 +365,7 @@ class Verifier:
                 assert_never(self._contract.device)
 
     def _describe_difference(self, entry: YieldedEntry, expected: torch.Tensor) -> str:
-        """How the value differs; empty if it does not."""
+        """Describes how the value differs; empty if it does not."""
         if tuple(entry.shape) != tuple(expected.shape) and self._contract.form != "flat":
             return f"shape {tuple(entry.shape)}, not {tuple(expected.shape)}"
         if entry.is_freed:
@@ -393,7 +395,9 @@ class Verifier:
             self._findings.note("incomplete", "not a name of the model", name)
 
     def _has_other_name(self, name: str) -> bool:
-        """Whether a tied parameter came under another of its names, where that is enough: they share one tensor."""
+        """Returns whether a tied parameter came under another of its names, where that is enough: they share one
+        tensor.
+        """
         tensor = self._expected[name]
         is_enough = self._contract.keys == "any name"
         return is_enough and any(self._expected.get(other) is tensor for other in self._seen)

@@ -88,7 +88,7 @@ def _print_text(text: str) -> None:
 def _compare_with(
     directory: pathlib.Path, base: pathlib.Path | None, against: pathlib.Path | None, part: str | None
 ) -> list[Symptom]:
-    """What differs from ``against``, and what is the same as in ``base``."""
+    """Returns what differs from ``against``, and what is the same as in ``base``."""
     from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
     from fsdp_doctor.weights.fingerprints import FingerprintError
     from fsdp_doctor.weights.fingerprints.checkpoint_files import compare_checkpoints

@@ -51,7 +51,7 @@ def explain(
 
 
 def _names_entry(word: str) -> bool:
-    """Whether a word is an id or a short code, well or badly spelt, and no file."""
+    """Returns whether a word is an id or a short code, well or badly spelt, and no file."""
     return re.fullmatch(r"\w[\w-]*", word) is not None and not pathlib.Path(word).exists()
 
 

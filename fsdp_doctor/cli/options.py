@@ -1,4 +1,4 @@
-"""How options are declared and read: groups of options, words of a closed set, sizes, files to write, models, ranks."""
+"""Declares and reads options: groups of options, words of a closed set, sizes, files to write, models, ranks."""
 
 from __future__ import annotations
 

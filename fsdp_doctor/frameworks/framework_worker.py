@@ -73,7 +73,7 @@ def describe_version(name: str) -> str:
 
 
 def explain_unavailable(name: str) -> str:
-    """Why it cannot be run here, after :func:`preload`; empty if it can."""
+    """Explains why the framework cannot be run here, after :func:`preload`; empty if it can."""
     return _unavailable[name]
 
 
@@ -161,7 +161,7 @@ def start(
 
 
 def _explain_impossible(place: Place, device: torch.device) -> str:
-    """Why no framework can be tried here; empty if one can."""
+    """Explains why no framework can be tried here; empty if one can."""
     if device.type == "cpu":
         return "frameworks are run on an accelerator or on the emulated device"
     if place.num_nodes > 1:
@@ -185,8 +185,8 @@ def _prepare_emulated_device(name: str) -> str:
 
 
 def _make_environment(scratch: pathlib.Path, framework: str) -> dict[str, str]:
-    """This process's environment variables, with a home and caches below ``scratch``, without variables of networks and
-    frameworks.
+    """Makes the environment variables of this process: with a home and caches below ``scratch``, and without those of
+    networks and frameworks.
     """
     home = scratch / "home"
     home.mkdir(parents=True, exist_ok=True)

@@ -124,7 +124,7 @@ def _make_config(plain: PlainModel) -> Any:
 
 
 class _NoData:
-    """In place of a data loader, and of a tokenizer: ``step`` brings the tokens."""
+    """Replaces a data loader and a tokenizer: ``step`` brings the tokens."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())

@@ -49,7 +49,7 @@ class BrokenCase:
 
 @functools.cache
 def read_catalogue() -> tuple[KnownFailure, ...]:
-    """All entries, a file of them for each group, in order. Raises ValueError as :func:`read_entries`."""
+    """Returns all entries, a file of them for each group, in order. Raises ValueError as :func:`read_entries`."""
     files = sorted(DIRECTORY.glob("*.toml"))
     return tuple(entry for file in files for entry in read_entries(file.read_text(encoding="utf-8"), file.stem))
 
@@ -105,7 +105,7 @@ def find_entry(name: str) -> KnownFailure:
 
 @functools.lru_cache(maxsize=1024)
 def has_signature(text: str) -> bool:
-    """Whether an entry has a signature in ``text``."""
+    """Returns whether an entry has a signature in ``text``."""
     return any(
         literal in reading and pattern.search(reading)
         for reading in list_readings(text)
@@ -115,7 +115,7 @@ def has_signature(text: str) -> bool:
 
 @functools.cache
 def _list_signatures() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """All signatures with their anchors, each once."""
+    """Returns all signatures with their anchors, each once."""
     return tuple(dict.fromkeys((find_anchor(pattern), pattern) for e in read_catalogue() for pattern in e.signatures))
 
 
@@ -175,6 +175,6 @@ def _has_symptom(entry: KnownFailure, broken: BrokenCase) -> bool:
 
 
 def _order_stage(entry: KnownFailure) -> int:
-    """When it shows: what ends the method comes first, then the problems in the order of a verdict."""
+    """Returns the place of an entry in time: what ends the method first, then problems in the verdict's order."""
     order: tuple[str, ...] = PROBLEM_ORDER
     return 1 + order.index(entry.verdict) if entry.verdict in order else 0

@@ -57,7 +57,7 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     versions: Mapping[str, SpecifierSet] = {}
 
     def contains(self, case: AnyCase, context: RunContext) -> bool:
-        """Whether the case of that run is in this part; a fix is only where a trigger names it."""
+        """Returns whether the case of that run is in this part; a fix is only where a trigger names it."""
         if context.device_kind not in self.device or context.world_size not in self.ranks:
             return False
         if isinstance(case, FrameworkCase):
@@ -77,12 +77,14 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def narrowness(self) -> int:
-        """How many axes it names, the method counting most: of two entries that show, the narrower one says more."""
+        """Counts the axes that it names, the method counting most: of two entries that show, the narrower one
+        says more.
+        """
         return len(self.values) + 2 * ("method" in self.values)
 
 
 def _match_versions(packages: Mapping[str, str], versions: Mapping[str, SpecifierSet]) -> bool:
-    """Whether the packages are of these versions; one whose version is not known is assumed to be."""
+    """Returns whether the packages are of these versions; one whose version is not known is assumed to be."""
     return all(
         specifier.contains(Version(packages[name]).base_version)
         for name, specifier in versions.items()
@@ -160,48 +162,48 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def reproduced(self) -> bool:
-        """Whether a case of the matrix shows it."""
+        """Returns whether a case of the matrix shows it."""
         return self.evidence != REPORTED
 
     def matches_message(self, message: str) -> bool:
-        """Whether the exception's text, or its first line, has one of its signatures."""
+        """Returns whether the exception's text, or its first line, has one of its signatures."""
         texts = list_readings(message)
         return any(
             find_anchor(pattern) in text and pattern.search(text) for pattern in self.signatures for text in texts
         )
 
     def has_frame(self, traceback: str) -> bool:
-        """Whether the traceback goes through a place where it is raised."""
+        """Returns whether the traceback goes through a place where it is raised."""
         return any(pattern.search(traceback) for pattern in self.frames or (_SHARDED_PLACE,))
 
     def is_excluded_by(self, text: str) -> bool:
-        """Whether message and traceback show that it is another failure."""
+        """Returns whether message and traceback show that it is another failure."""
         return any(pattern.search(text) for pattern in self.unless)
 
     def is_raised_in(self, file: str) -> bool:
-        """Whether the file may be of a framework that the entry names, wherever that was checked out."""
+        """Returns whether the file may be of a framework that the entry names, wherever that was checked out."""
         return not set(_WORD.findall(file.lower())).isdisjoint(_WORD.findall(" ".join(self.frameworks).lower()))
 
     def shows_on(self, torch: str) -> bool:
-        """Whether that version of torch shows it; an unknown one is assumed to."""
+        """Returns whether that version of torch shows it; an unknown one is assumed to."""
         return not torch or not self.torch or SpecifierSet(self.torch).contains(Version(torch).base_version)
 
     def shows_with(self, packages: Mapping[str, str]) -> bool:
-        """Whether those versions of frameworks show it; an unknown one is assumed to."""
+        """Returns whether those versions of frameworks show it; an unknown one is assumed to."""
         return _match_versions(packages, self.versions)
 
     def is_triggered_by(self, case: AnyCase, context: RunContext) -> bool:
-        """Whether one of its triggers contains the case, whatever the entry's versions."""
+        """Returns whether one of its triggers contains the case, whatever the entry's versions."""
         return any(trigger.contains(case, context) for trigger in self.triggers)
 
     def is_expected_in(self, case: AnyCase, context: RunContext) -> bool:
-        """Whether the case shows it, or in a race may show it."""
+        """Returns whether the case shows it, or in a race may show it."""
         in_time = self.race and context.non_blocking_copies == "at once"
         shows = not in_time and self.is_triggered_by(case, context)
         return shows and self.shows_on(context.torch) and self.shows_with(context.packages)
 
     def is_certain_in(self, case: AnyCase, context: RunContext) -> bool:
-        """Whether a case that it is expected in must show it: no race, and no method or model of the user."""
+        """Returns whether a case that it is expected in must show it: no race, and no method or model of the user."""
         is_raced = self.race and context.non_blocking_copies == "at any time"
         is_users = isinstance(case, Case) and (is_user_method(case.method) or case.scenario.model.is_custom)
         return not is_raced and not is_users

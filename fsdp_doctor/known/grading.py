@@ -1,4 +1,4 @@
-"""How sure an entry of the catalogue is to be the failure that a log shows, by the evidence for it."""
+"""Grades an entry of the catalogue, by the evidence that it is the failure in a log."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class Evidence:
     torch: str = ""
 
     def shows(self, name: ClueName) -> bool:
-        """Whether the failure itself shows a fact, by its message or its traceback, or the rest of the log does."""
+        """Returns whether the failure itself shows a fact, by its message or its traceback, or the rest of the log
+        does.
+        """
         text = _SIZE.sub(_count_elements, f"{self.message}\n{self.places}")
         return name in self.log or CLUES[name].shown.search(text) is not None
 
@@ -54,7 +56,7 @@ class Evidence:
 
     @property
     def names_fsdp(self) -> bool:
-        """Whether the message itself does, which is then no other program's."""
+        """Returns whether the message itself names FSDP, so that it is no other program's."""
         return CLUES["fsdp"].shown.search(self.message) is not None
 
 

@@ -56,7 +56,7 @@ class RunContext:
 
     @property
     def non_blocking_copies(self) -> CopyCompletion:
-        """When a non-blocking copy to the host is done; on an accelerator it is a race."""
+        """Returns the moment at which a non-blocking copy to the host is done; on an accelerator it is a race."""
         match self.device_kind:
             case "cpu":
                 return "at once"
@@ -68,7 +68,7 @@ class RunContext:
                 assert_never(kind)
 
     def shard_group(self, scenario: Scenario) -> int:
-        """How many ranks a parameter is sharded over."""
+        """Counts the ranks over which a parameter is sharded."""
         match scenario.sharding:
             case Sharding.FULL | Sharding.EXPERTS | Sharding.EXPERTS_2D | Sharding.HIDDEN_EXPERTS:
                 return self.world_size
@@ -82,7 +82,9 @@ class RunContext:
                 assert_never(sharding)
 
     def list_possible_shards(self, scenario: Scenario) -> tuple[Shards, ...]:
-        """Whether all ranks' shards of every parameter are of one size; both where the model is the user's own."""
+        """Lists whether the shards of every parameter have one size on all ranks; both answers for a model of the
+        user.
+        """
         group = self.shard_group(scenario)
         if group == 1:
             return ("even",)

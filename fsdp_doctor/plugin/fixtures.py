@@ -132,7 +132,7 @@ class FsdpCase:
 
     @property
     def device(self) -> torch.device:
-        """This rank's compute device, wherever the shards are."""
+        """Returns this rank's compute device, wherever the shards are."""
         return self._this_rank.device
 
     @property

@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_misspelt(mark: str, name: str) -> bool:
-    """Whether the mark is the name with letters in another order, or without one: ``fspd``, ``rank``."""
+    """Returns whether the mark is the name with letters in another order, or without one: ``fspd``, ``rank``."""
     without_one = {name[:at] + name[at + 1 :] for at in range(len(name))}
     return sorted(mark) == sorted(name) or mark in without_one
 

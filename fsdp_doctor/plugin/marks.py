@@ -127,7 +127,7 @@ def _read_values_of_any_test(item: pytest.Item) -> Mapping[str, Any]:
 
 
 def _list_scenarios(node: pytest.Item) -> list[Scenario]:
-    """Every combination of the values that are named; the other axes have their defaults."""
+    """Lists every combination of the values that are named; the other axes have their defaults."""
     mark = node.get_closest_marker("fsdp")
     assert mark is not None
     if mark.args:
@@ -162,7 +162,7 @@ def _list_values(node: pytest.Item, axis: str, value: Any) -> Iterable[str]:
 
 
 def _explain_impossible(axis: str, value: str) -> str:
-    """Why no test can have this value of an axis; empty if one can."""
+    """Explains why no test can have this value of an axis; empty if one can."""
     match parse_value(axis, value):
         case Model.CUSTOM:
             return "a test that builds its own model is marked ranks"

@@ -113,7 +113,7 @@ class PhaseRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseAnswer:
-    """How a phase ended on every rank. goes_on: whether the test's next phase can run in the same workers."""
+    """The end of a phase on every rank. goes_on: whether the test's next phase can run in the same workers."""
 
     reports: list[RankReport]
     phases: list[PhaseReport | None]

@@ -164,7 +164,7 @@ class RanksPlugin:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseOutcome:
-    """How a phase ended, over all ranks.
+    """The end of a phase, over all ranks.
 
     skipped, xfailed, silent: the ranks whose own pytest skipped the test, expected its failure, reported nothing.
     reason: of the ranks that skipped or were expected to fail. details: sections on a failure. printed: output and
@@ -183,7 +183,7 @@ class PhaseOutcome:
 
     @property
     def alike(self) -> bool:
-        """Whether every rank ended in the same way, or the verdict names all of them."""
+        """Returns whether every rank ended in the same way, or the verdict names all of them."""
         same = len(self.skipped) in (0, self.num_ranks) and len(self.xfailed) in (0, self.num_ranks)
         return same and (not self.verdict.bad or len(self.verdict.ranks) == self.num_ranks)
 
@@ -265,7 +265,9 @@ def _describe_lost_ranks(reports: list[RankReport], failed: dict[int, str]) -> l
 
 
 def _select_test_frames(stack: str) -> str:
-    """Each thread's stack without the frames of pytest, what called pytest, and libraries, but the innermost."""
+    """Returns each thread's stack without the frames of libraries, of pytest and of its callers; the innermost
+    stays.
+    """
     threads = re.split(r"\n(?=Thread |Current thread )", stack)
     return "\n".join(_cut_at_pytest(thread) for thread in threads if _NO_FRAME not in thread)
 

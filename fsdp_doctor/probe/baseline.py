@@ -82,7 +82,7 @@ class Judgement:
         return f"{format_count(len(self.report.results), 'case')}: {', '.join(parts)}"
 
     def _name_subject(self) -> str:
-        """Whose failures the catalogue foretells, with the verb: torch's, or those of the frameworks that were run."""
+        """Names torch, or the frameworks that were run, as the subject of the expected failures, with the verb."""
         matrices = [read_matrix(name) for name in list_frameworks(result.case for result in self.report.results)]
         packages = dict.fromkeys(matrix.distributions[0] for matrix in matrices)
         names = [f"{package} {self.report.packages.get(package, '')}".strip() for package in packages]
@@ -151,7 +151,7 @@ def _compare_with_catalogue(result: CaseResult, context: RunContext) -> str:
 
 
 def _has_ended_as(result: CaseResult, outcome: KnownFailure | None) -> bool:
-    """Whether the case ended as one expected outcome: the same verdict for another reason is another failure."""
+    """Returns whether the case ended as expected: the same verdict for another reason is another failure."""
     if outcome is None:
         return result.verdict.kind in GOOD
     return (result.verdict.kind, result.known) == (outcome.verdict, outcome.id)

@@ -1,4 +1,4 @@
-"""How long workers may stand still, and when they are to be stopped."""
+"""Deadlines of workers: the time without progress after which they are stopped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LATE_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How long and how much a worker may take.
+    """Limits on the time and the memory of a worker.
 
     start: seconds for starting a generation, for building a scenario and for the doctor's own work
         on it, which grow with the model.

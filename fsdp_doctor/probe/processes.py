@@ -52,7 +52,7 @@ class _Thread:
     interruptions: int
 
     def was_active_since(self, before: _Thread) -> bool:
-        """Whether it is kept from its work by the disk, or by others that want the processor too."""
+        """Returns whether the process is kept from its work by the disk, or by others that want the processor too."""
         running = psutil.STATUS_RUNNING
         ready_all_the_time = (self.state, before.state) == (running, running) and self.waits == before.waits
         interrupted = self.interruptions - before.interruptions >= _INTERRUPTIONS

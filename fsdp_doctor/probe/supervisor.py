@@ -67,11 +67,11 @@ class Round:
         return self.have_posted(self._ranks)
 
     def have_others_posted(self, rank: int) -> bool:
-        """Whether every rank but this one has posted its report; True where there is no other."""
+        """Returns whether every rank but this one has posted its report; True where there is no other."""
         return self.have_posted(other for other in self._ranks if other != rank)
 
     def read_reports(self) -> list[RankReport]:
-        """All ranks' reports, once the round is over."""
+        """Returns all ranks' reports, once the round is over."""
         return [decode(self._store.get(self._make_report_key(rank)), (RankReport,)) for rank in self._ranks]
 
     def report_trouble(self, rank: int) -> None:
@@ -79,7 +79,7 @@ class Round:
         self._store.set(f"{self._prefix}/trouble", str(rank))
 
     def is_in_trouble(self) -> bool:
-        """Whether some rank can keep the others from finishing."""
+        """Returns whether some rank can keep the others from finishing."""
         return bool(self._store.check([f"{self._prefix}/trouble"]))
 
     def order_stop(self, stop: StopWorker) -> None:

@@ -33,7 +33,7 @@ _METHODS = ("on_fsdp1", "on_fsdp2", "into_fsdp1", "into_fsdp2")
 
 
 def import_what_all_workers_need() -> None:
-    """For the supervisor, before the first fork. Makes no CUDA context."""
+    """Imports modules in the supervisor, before the first fork. Makes no CUDA context."""
     # torch.cuda.is_available() would otherwise initialize CUDA in this process, and a fork of it
     # could not use CUDA any more.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -42,7 +42,10 @@ def import_what_all_workers_need() -> None:
 
 
 def import_what_cases_need() -> None:
-    """For the supervisor, once, before it forks the first worker that builds a model. Makes no CUDA context."""
+    """Imports modules in the supervisor, before it forks the first worker that builds a model.
+
+    It runs once, and makes no CUDA context.
+    """
     import_what_all_workers_need()
     with imports.freeze_imports():
         import transformers

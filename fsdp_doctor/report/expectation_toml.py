@@ -87,7 +87,7 @@ def _find_first_fixed(known: KnownFailure | None) -> str:
 
 @dataclass(frozen=True)
 class _Box:
-    """Every combination of some values of some dimensions."""
+    """The product of some values of some dimensions."""
 
     values: Mapping[str, tuple[str, ...]]
 

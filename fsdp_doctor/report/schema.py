@@ -62,7 +62,7 @@ def _make_strict_object(properties: dict[str, Any], optional: Collection[str] = 
 
 
 def _forbid_negative(value: Any) -> None:
-    """Every integer of a document counts something, or is an index, a rank or an exit code."""
+    """Forbids negative integers: each one in a document is a count, an index, a rank or an exit code."""
     if isinstance(value, list):
         for each in value:
             _forbid_negative(each)

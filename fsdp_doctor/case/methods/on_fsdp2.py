@@ -83,7 +83,7 @@ def get_full_model_state_dict_on_cpu(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def unshard(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Each parameter belongs to the innermost FSDP module around it."""
+    """Unshards module by module: each parameter belongs to the innermost FSDP module around it."""
     modules = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
     for prefix in sorted(modules, key=lambda name: name.count("."), reverse=True):
         module = modules[prefix]
