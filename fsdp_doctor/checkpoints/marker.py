@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Literal
 
 import msgspec
+
+from fsdp_doctor.checkpoints.files import BadFile, OpenFile
 
 MARKER = "fsdp-doctor.json"
 # What a save that is under way has in its directory, or left there when its ranks were killed.
@@ -33,3 +36,14 @@ class Marker(msgspec.Struct, omit_defaults=True):
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1)
+
+
+def read_marker(directory: pathlib.Path) -> Marker | None:
+    """Reads the marker of a directory; None where there is none. Raises BadFile for another file of that name."""
+    try:
+        with OpenFile(directory / MARKER) as file:
+            return msgspec.json.decode(file.read(0, file.size), type=Marker)
+    except FileNotFoundError:
+        return None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BadFile(f"is no marker of a save: {error}") from None

@@ -35,6 +35,7 @@ from fsdp_doctor.weights.load.from_first_rank import FromFirstRank
 from fsdp_doctor.weights.load.matching import DtypeRule, Matching
 from fsdp_doctor.weights.load.outcome import LoadError, LoadReport
 from fsdp_doctor.weights.load.portions import LocalParts
+from fsdp_doctor.weights.load.saved_sums import Share, check_sums as compare_sums, find_share
 from fsdp_doctor.weights.load.source import LoadSource, TensorSource, Value, open_source
 from fsdp_doctor.weights.load.source_names import SourceNames
 from fsdp_doctor.weights.load.targets import (
@@ -68,6 +69,7 @@ def load_full_tensors(
     tensors: GivenTensors | None = None,
     buffers: Mapping[str, torch.Tensor] | None = None,
     bucket_bytes: int = LOAD_BUCKET_BYTES,
+    check_sums: bool = True,
 ) -> LoadReport:
     """Fills the shards of a model, and its buffers, where they lie, from full tensors.
 
@@ -106,7 +108,10 @@ def load_full_tensors(
         least one of them must be a DTensor. The source has these and no others, and the model is left as it is.
     buffers: non-persistent buffers, by name, on every rank; those on the meta device must be among them. The report
         names those that are not: after ``to_empty`` they hold whatever was in their memory.
-    bucket_bytes: of device memory of one bucket.
+    bucket_bytes: device memory of one bucket, in bytes.
+    check_sums: whether tensors in files of :func:`save_full_tensors` are compared with the checksums of their save
+        before anything is written. The ranks of a node divide the files between them, so each byte is read once more on
+        each node. Files of other programs have no sums; the report says how many tensors were compared.
 
     Raises LoadError on every rank, before anything is written, for names that are missing or superfluous, a source
     that has some tensors by the Hub's names and others by the model's, Hub names that are unknown or are no parts of
@@ -136,6 +141,7 @@ def load_full_tensors(
             tensors=tensors,
             buffers=buffers,
             bucket_bytes=bucket_bytes,
+            check_sums=check_sums,
         )
 
 
@@ -151,6 +157,7 @@ def _load(
     tensors: GivenTensors | None,
     buffers: Mapping[str, torch.Tensor] | None,
     bucket_bytes: int,
+    check_sums: bool,
 ) -> LoadReport:
     with announce_early_errors(model):
         if dtype not in get_args(DtypeRule):
@@ -170,7 +177,7 @@ def _load(
         transient = match_transient_values(contents.transient_buffers, buffers or {}, place.device)
         opened = open_source(source, is_first=dist.get_rank() == place.first, ignored=contents.extra_states)
         stack.enter_context(contextlib.closing(opened))
-        settings = f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes}"
+        settings = f"strict={strict} dtype={dtype} bucket_bytes={bucket_bytes} check_sums={check_sums}"
         source_names = SourceNames(names, model, targets, opened)
         lines = lambda: [settings, *describe_targets(targets)]  # noqa: E731
         holders, word = agreement.begin(opened, lines, compare_groups(contents, place), source_names.word)
@@ -184,6 +191,7 @@ def _load(
             conflicts=source_names.rename(agreement.conflicts),
             unreadable=source_names.rename(contents.find_unreadable()),
         )
+        share = find_share(place.ranks, dist.get_world_size()) if holders == "all" else Share(0, 1)
 
         discarded: tuple[str, ...] = ()
 
@@ -198,7 +206,17 @@ def _load(
                 else:
                     buffer.copy_(value)
 
-        report = fill_targets(place, parts, opened, holders, matching, agreement, bucket_bytes, prepare_model)
+        report = fill_targets(
+            place,
+            parts,
+            opened,
+            holders,
+            matching,
+            agreement,
+            bucket_bytes,
+            prepare_model,
+            share if check_sums else None,
+        )
         for unit in contents.fsdp1_units:
             # Where FSDP1 has the shard on another device, too: a forward under mixed precision reads it there, and the
             # next reshard returns to it.
@@ -261,10 +279,12 @@ def fill_targets(
     agreement: LoadAgreement,
     bucket_bytes: int,
     prepare_model: Callable[[], None] = lambda: None,
+    share: Share | None = None,
 ) -> LoadReport:
     """Matches the source with the targets, reads it, and writes each rank's parts.
 
     prepare_model: called before the first write, when all ranks have found that they can write.
+    share: of the files, which this rank compares with the sums of their save before that; None to compare nothing.
     """
     if holders == "first" and place.partial:
         raise LoadError(
@@ -273,6 +293,10 @@ def fill_targets(
         )
     if source.kind in ("mapping", "files"):
         matching.add_all(source.tensors)
+    checked = 0
+    if share is not None and source.kind == "files":
+        in_files = source.file_tensors
+        checked = compare_sums({name: in_files[name] for names in matching.names.values() for name in names}, share)
     streams = Streams(place.device)
     with contextlib.closing(HostCopies(streams)) as copies:
         values = _iterate_values(source, matching, agreement, copies)
@@ -292,7 +316,7 @@ def fill_targets(
                 buckets.send(values)
                 copies.finish()
                 source.check_unchanged()
-                report = _make_report(matching, agreement)
+                report = _make_report(matching, agreement, checked)
                 agreement.agree(msgspec.json.encode(report).decode())
                 return report
         agreement.agree()
@@ -303,7 +327,7 @@ def fill_targets(
         own_parts.finish()
         source.check_unchanged()
         agreement.agree()
-        return _make_report(matching, agreement)
+        return _make_report(matching, agreement, checked)
 
 
 def _iterate_values(
@@ -332,7 +356,10 @@ def _iterate_values(
             copies.finish()
 
 
-def _make_report(matching: Matching, agreement: LoadAgreement) -> LoadReport:
+def _make_report(matching: Matching, agreement: LoadAgreement, checked: int) -> LoadReport:
     return LoadReport(
-        loaded=agreement.num_written, missing=tuple(matching.list_missing()), superfluous=tuple(matching.superfluous)
+        loaded=agreement.num_written,
+        checked=checked,
+        missing=tuple(matching.list_missing()),
+        superfluous=tuple(matching.superfluous),
     )

@@ -14,6 +14,7 @@ class LoadReport:
     """The same on every rank.
 
     loaded: how many tensors were written.
+    checked: how many of them were compared, in their files, with the sums that :func:`save_full_tensors` left.
     missing: the model's names of tensors that the source does not have; they are unchanged.
     superfluous: names in the source that the model does not have.
     extra_states: names of what the model's ``get_extra_state`` methods return, which no load sets, whether the source
@@ -27,6 +28,7 @@ class LoadReport:
     """
 
     loaded: int
+    checked: int = 0
     missing: tuple[str, ...] = ()
     superfluous: tuple[str, ...] = ()
     extra_states: tuple[str, ...] = ()

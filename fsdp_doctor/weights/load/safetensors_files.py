@@ -65,8 +65,12 @@ class FileTensor:
     dtype: torch.dtype
 
     @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
     def end(self) -> int:
-        return self.begin + self.shape.numel() * self.dtype.itemsize
+        return self.begin + self.nbytes
 
 
 def open_files(path: pathlib.Path) -> tuple[list[SafetensorsFile], dict[str, FileTensor]]:

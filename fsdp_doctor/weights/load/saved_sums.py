@@ -1,0 +1,106 @@
+"""Compares tensors in files with the checksums that ``save_full_tensors`` left in its marker."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from fsdp_doctor.checkpoints.files import CHUNK_BYTES, BadFile
+from fsdp_doctor.checkpoints.marker import MARKER, Marker, read_marker
+from fsdp_doctor.checkpoints.sums import crc32
+from fsdp_doctor.weights.load.outcome import LoadError
+from fsdp_doctor.weights.load.safetensors_files import FileTensor
+from fsdp_doctor.weights.transport.host_copies import count_threads
+
+_MOST_THREADS = 8
+
+
+class Share(NamedTuple):
+    """The part of the files that this rank reads for the comparison: number ``part`` of ``num_parts``, from 0 on."""
+
+    part: int
+    num_parts: int
+
+
+class _Expected(NamedTuple):
+    name: str
+    tensor: FileTensor
+    sum: int
+
+
+def find_share(ranks: Sequence[int], world_size: int) -> Share:
+    """Divides the files between the ranks of a node, as torchrun numbers them: each node may have files of its own.
+
+    Where that is not known, or not all ranks load, each rank compares everything.
+    """
+    index, count = os.environ.get("LOCAL_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
+    if len(ranks) == world_size and index.isdecimal() and count.isdecimal() and int(index) < int(count):
+        return Share(int(index), int(count))
+    return Share(0, 1)
+
+
+def check_sums(tensors: Mapping[str, FileTensor], share: Share) -> int:
+    """Reads this rank's share of the tensors, and returns how many of all of them have a sum.
+
+    Raises LoadError for a tensor whose bytes differ, and for one that a file with a marker has and the marker lacks.
+    """
+    expected = list(_list_expected(tensors))
+    mine = _select_share(expected, share)
+    with concurrent.futures.ThreadPoolExecutor(count_threads(_MOST_THREADS)) as threads:
+        differing = [one for one, is_same in zip(mine, threads.map(_is_as_saved, mine), strict=True) if not is_same]
+    if differing:
+        first = differing[0]
+        others = f", and {len(differing) - 1} others" if differing[1:] else ""
+        raise LoadError(
+            f"{first.tensor.file.path}: the bytes of {first.name}{others} are not those that were saved, by the sums "
+            f"in {MARKER}: restore the file, or load with check_sums=False if something else has written it since"
+        )
+    return len(expected)
+
+
+def _list_expected(tensors: Mapping[str, FileTensor]) -> Iterable[_Expected]:
+    markers: dict[pathlib.Path, Marker | None] = {}
+    in_order = sorted(tensors.items(), key=lambda item: (str(item[1].file.path), item[1].begin))
+    for name, tensor in in_order:
+        directory, file = tensor.file.path.parent, tensor.file.path.name
+        if directory not in markers:
+            try:
+                markers[directory] = read_marker(directory)
+            except BadFile as error:
+                raise LoadError(
+                    f"{error.describe(directory / MARKER)}, so its checksums cannot be compared: restore it, or load "
+                    "with check_sums=False"
+                ) from None
+        marker = markers[directory]
+        if marker is None or file not in marker.files:
+            continue
+        if name not in marker.files[file].sums:
+            raise LoadError(
+                f"{tensor.file.path}: {name} is not among the sums in {MARKER}, so another program has written the "
+                "file since: load with check_sums=False"
+            )
+        yield _Expected(name, tensor, marker.files[file].sums[name])
+
+
+def _select_share(expected: Sequence[_Expected], share: Share) -> list[_Expected]:
+    """Selects the tensors whose middle lies in this rank's part of all bytes."""
+    total, before, selected = sum(one.tensor.nbytes for one in expected), 0, []
+    for one in expected:
+        middle = before + one.tensor.nbytes // 2
+        if min(middle * share.num_parts // max(total, 1), share.num_parts - 1) == share.part:
+            selected.append(one)
+        before += one.tensor.nbytes
+    return selected
+
+
+def _is_as_saved(expected: _Expected) -> bool:
+    tensor, found = expected.tensor, 0
+    chunk = memoryview(bytearray(min(CHUNK_BYTES, tensor.nbytes)))
+    for begin in range(tensor.begin, tensor.end, CHUNK_BYTES):
+        part = chunk[: min(CHUNK_BYTES, tensor.end - begin)]
+        tensor.file.read(begin, part)
+        found = crc32(part, found)
+    return found == expected.sum
