@@ -35,10 +35,6 @@ _CLOSE_STEP = (
     if hasattr(FSDPModule, "reset_iter_state")
     else "load_full_tensors() from a checkpoint, which closes the step; torch has reset_iter_state() from 2.13 on."
 )
-_BUILD_AGAIN = (
-    "build and wrap the model again, and load: with use_orig_params=True no gradient is reduced after a model.to(); "
-    "save_full_tensors() reads the weights in this state."
-)
 # Memory that is too small to be mentioned.
 _LEAST_BYTES = 1 << 20
 
@@ -227,9 +223,16 @@ def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iter
             "reads the flat parameter, a forward under mixed precision the local shard, and each forward ends with the "
             "local shard: what optimizer.step() writes to the flat parameter now is lost there.",
             names=second_memories,
-            remedy=_BUILD_AGAIN
-            if any(unit.keeps_originals for unit in contents.fsdp1_units)
-            else "with FullyShardedDataParallel.summon_full_params(model): pass, on every rank, before the forward.",
+            remedy="with FullyShardedDataParallel.summon_full_params(model): pass, on every rank, before the forward.",
+        )
+    if restored := tuple(_find_restored_gradients(contents)):
+        yield Finding(
+            kind="gradients-back",
+            severity="hazard",
+            sentence=f"With gradients, and moved by model.to(), which restores those that zero_grad() has dropped: "
+            f"{join_few(restored)}; the next backward adds to them.",
+            names=restored,
+            remedy="optimizer.zero_grad() before the next backward, unless an accumulation is under way.",
         )
     if contents.ambiguous:
         yield Finding(
@@ -504,6 +507,18 @@ def _find_second_memories(contents: ModelContents) -> Iterator[str]:
         memories = unit.memories
         if len(memories) > 1 and memories[0].device == memories[1].device:
             yield unit.flat_name
+
+
+def _find_restored_gradients(contents: ModelContents) -> Iterator[str]:
+    """``FullyShardedDataParallel._apply`` makes views of the flat gradient the original parameters' gradients.
+
+    A forward gives the unit one memory again, after which they are like those of an accumulation.
+    """
+    for unit in contents.fsdp1_units:
+        if unit.keeps_originals and len(unit.memories) > 1:
+            yield from (
+                names[0] for names, tensor in zip(unit.names, unit.originals, strict=True) if tensor.grad is not None
+            )
 
 
 def _list_names(contents: ModelContents, parameters: list[nn.Parameter]) -> tuple[str, ...]:

@@ -247,14 +247,15 @@ def test_the_remedies_for_a_group_without_a_backend_for_the_cpu_lead_to_right_st
 
 @on_the_device
 def test_the_remedy_for_two_memories_of_fsdp1_leads_to_right_steps() -> None:
-    for options in ({}, {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}):
-        wrap = functools.partial(wrap_fsdp1, use_orig_params=False, **options)
+    in_bfloat16 = MixedPrecision(param_dtype=torch.bfloat16)
+    for wrap in (*_FSDP1, *(functools.partial(wrap, mixed_precision=in_bfloat16) for wrap in _FSDP1)):
         job, twin = Job(wrap), Job(wrap)
         job.model.cpu()
         job.model.to(this_device())
         assert has(job, "second-memory")
         with FullyShardedDataParallel.summon_full_params(job.model):
             pass
+        job.optimizer.zero_grad()
         assert not has(job, "second-memory")
         assert_same_steps(job, twin)
 
