@@ -81,8 +81,10 @@ def check_half_moved(facts: Facts) -> Iterator[Finding]:
             "the module was moved, which did not move the local shards that FSDP1 keeps beside flat parameters.",
             names=names,
             entry="fsdp1-moved-with-policy-offload" if state.policy else "fsdp1-manual-offload-then-state-dict",
-            remedy=f"model.to({str(state.device)!r}); with use_orig_params=True build and wrap the model again and "
-            "load: after a model.to() no gradient is reduced. FSDP1 is offloaded by its flat parameters.",
+            remedy=_describe_way_home(facts, 'model.to("cpu"), then each buffer back to the device') + "."
+            if state.policy
+            else f"model.to({str(state.device)!r}); with use_orig_params=True then optimizer.zero_grad(), for a "
+            "model.to() restores gradients that it has dropped. FSDP1 is offloaded by its flat parameters.",
         )
 
 

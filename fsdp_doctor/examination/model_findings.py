@@ -35,10 +35,6 @@ _CLOSE_STEP = (
     if hasattr(FSDPModule, "reset_iter_state")
     else "load_full_tensors() from a checkpoint, which closes the step; torch has reset_iter_state() from 2.13 on."
 )
-_BUILD_AGAIN = (
-    "build and wrap the model again, and load: with use_orig_params=True no gradient is reduced after a model.to(); "
-    "save_full_tensors() reads the weights in this state."
-)
 # Memory that is too small to be mentioned.
 _LEAST_BYTES = 1 << 20
 
@@ -181,7 +177,10 @@ def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iter
             f"{'; '.join(' and '.join(pair) for pair in untied)}; they train apart from here on.",
             names=tuple(name for pair in untied for name in pair),
             entry="load-from-meta-unties",
-            remedy="model.tie_weights() after the load, before the optimizer is made.",
+            remedy="model.tie_weights() after the load, before the first forward and before the optimizer is made."
+            if _list_tied_places(model, contents) >= {name for pair in untied for name in pair}
+            else "build the model again, tie before it is sharded, and load: FSDP has two tensors, which "
+            "model.tie_weights() does not make one.",
         )
     if replaced := _find_replaced(model, contents):
         yield Finding(
@@ -190,7 +189,19 @@ def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iter
             sentence="Assigned or swapped after the first forward, while FSDP2 continues to gather the former ones: "
             f"{join_few(replaced)}; the next forward does not use the module's present parameters.",
             names=replaced,
-            remedy="copy the values into the parameter that FSDP2 has, or tie and assign before fully_shard.",
+            remedy="module.unshard() and module.reshard() of the FSDP module bring back the parameter that FSDP2 has: "
+            "copy the values into that one. Tie before fully_shard.",
+        )
+    moved = [parameter for unit in contents.fsdp2_units for parameter, _ in unit.moved]
+    if memory_replaced := _list_names(contents, moved):
+        yield Finding(
+            kind="memory-replaced",
+            severity="bad",
+            sentence="With other memory than FSDP2 gathers, as torch.utils.swap_tensors() leaves it after the first "
+            f"forward: {join_few(memory_replaced)}; forwards use the former values, and optimizer.step() changes the "
+            "present ones.",
+            names=memory_replaced,
+            remedy="model.load_state_dict(model.state_dict()), in which FSDP2 looks for the memory again.",
         )
     if recast := _list_names(contents, [parameter for unit in contents.fsdp2_units for parameter in unit.recast]):
         yield Finding(
@@ -212,9 +223,16 @@ def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iter
             "reads the flat parameter, a forward under mixed precision the local shard, and each forward ends with the "
             "local shard: what optimizer.step() writes to the flat parameter now is lost there.",
             names=second_memories,
-            remedy=_BUILD_AGAIN
-            if any(unit.keeps_originals for unit in contents.fsdp1_units)
-            else "with FullyShardedDataParallel.summon_full_params(model): pass, on every rank, before the forward.",
+            remedy="with FullyShardedDataParallel.summon_full_params(model): pass, on every rank, before the forward.",
+        )
+    if restored := tuple(_find_restored_gradients(contents)):
+        yield Finding(
+            kind="gradients-back",
+            severity="hazard",
+            sentence=f"With gradients, and moved by model.to(), which restores those that zero_grad() has dropped: "
+            f"{join_few(restored)}; the next backward adds to them.",
+            names=restored,
+            remedy="optimizer.zero_grad() before the next backward, unless an accumulation is under way.",
         )
     if contents.ambiguous:
         yield Finding(
@@ -405,7 +423,13 @@ def find_in_memory(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
             sentence=f"With gradients on the device ({format_bytes(nbytes)}) and shards that were offloaded by hand: "
             f"{join_few(names)}.",
             names=names,
-            remedy="optimizer.zero_grad() before the offload, or offload the gradients too.",
+            remedy="optimizer.zero_grad() before the offload"
+            + (
+                "; with use_orig_params=True it leaves the flat gradients, for which module._handle.flat_param.grad = "
+                "None of each FSDP module."
+                if any(unit.keeps_originals for unit in contents.fsdp1_units)
+                else "."
+            ),
         )
     views = [(name, view) for name, view in _find_views_of_former_memory(contents) if _count_device_bytes([view])]
     if views:
@@ -415,11 +439,11 @@ def find_in_memory(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
             kind="offload-frees-nothing",
             severity="hazard",
             sentence=f"Moved, while their former memory ({format_bytes(nbytes)} of the device) stays until the next "
-            f"forward, because the modules' parameters are views of it: {join_few(names)}; they are not sharded, and "
+            f"forward, because FSDP1 keeps views of it: {join_few(names)}; they are not sharded, and "
             "have the dtype of the computation.",
             names=names,
             entry="fsdp1-no-shard-offload-frees-nothing",
-            remedy="use_orig_params=True, shards over at least two ranks, or float32 parameters with mixed precision.",
+            remedy="shards over at least two ranks, or float32 parameters with mixed precision.",
         )
     unsharded = [(name, tensor) for name, tensor in _find_unsharded(contents) if _count_device_bytes([tensor])]
     num_sharded = sum(p.unit is not None for p in contents.parameters) + len(contents.fsdp1_units)
@@ -462,13 +486,19 @@ def find_in_memory(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
 
 
 def _find_replaced(model: nn.Module, contents: ModelContents) -> tuple[str, ...]:
-    """Names under which modules have other parameters, or other memory, than FSDP2 gathers."""
+    """Names under which modules have other parameters than FSDP2 gathers."""
     names: list[str] = []
     if places := [place for unit in contents.fsdp2_units for place in unit.replaced]:
         prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
         names += [strip_wrappers(prefixes[id(module)] + name) for module, name in places]
-    moved = [parameter for unit in contents.fsdp2_units for parameter, _ in unit.moved]
-    return (*names, *_list_names(contents, moved))
+    return tuple(names)
+
+
+def _list_tied_places(model: nn.Module, contents: ModelContents) -> set[str]:
+    """Names under which FSDP2 shows one parameter, whatever the modules have before the first forward."""
+    prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+    places = [place for unit in contents.fsdp2_units for tied in unit.tied_places for place in tied]
+    return {strip_wrappers(prefixes[id(module)] + name) for module, name in places}
 
 
 def _find_second_memories(contents: ModelContents) -> Iterator[str]:
@@ -477,6 +507,18 @@ def _find_second_memories(contents: ModelContents) -> Iterator[str]:
         memories = unit.memories
         if len(memories) > 1 and memories[0].device == memories[1].device:
             yield unit.flat_name
+
+
+def _find_restored_gradients(contents: ModelContents) -> Iterator[str]:
+    """``FullyShardedDataParallel._apply`` makes views of the flat gradient the original parameters' gradients.
+
+    A forward gives the unit one memory again, after which they are like those of an accumulation.
+    """
+    for unit in contents.fsdp1_units:
+        if unit.keeps_originals and len(unit.memories) > 1:
+            yield from (
+                names[0] for names, tensor in zip(unit.names, unit.originals, strict=True) if tensor.grad is not None
+            )
 
 
 def _list_names(contents: ModelContents, parameters: list[nn.Parameter]) -> tuple[str, ...]:

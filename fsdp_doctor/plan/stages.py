@@ -271,7 +271,9 @@ class RankReplay:
     def _offload(self) -> None:
         if self._setup.scenario.param_offload:
             self._timeline.free("parameters")
-            for unit in self._shards.units if self._setup.views_hold_shards else ():
+            # The original parameters move along, and the last forward's views of them do not.
+            has_views = self._setup.views_hold_shards or (self._setup.computes_with_shards and self._has_run)
+            for unit in self._shards.units if has_views else ():
                 if unit.name not in self._views:
                     self._views[unit.name] = self._count_parameter_bytes(unit)
                     self._timeline.allocate("unsharded parameters", self._views[unit.name])

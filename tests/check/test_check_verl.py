@@ -132,7 +132,7 @@ def test_a_policy_is_ignored_under_fsdp1_and_its_case_has_none() -> None:
         ((flag("fsdp_size", "1"), flag("mixed_precision.param_dtype", "fp32")), True),
         ((flag("fsdp_size", "1"),), False),
         ((flag("fsdp_size", "2"), flag("model_dtype", "bf16")), False),
-        ((flag("fsdp_size", "1"), flag("model_dtype", "bf16"), flag("use_orig_params")), False),
+        ((flag("fsdp_size", "1"), flag("model_dtype", "bf16"), flag("use_orig_params")), True),
         ((flag("fsdp_size", "1"), flag("model_dtype", "bf16"), FSDP2), False),
     ],
 )

@@ -161,6 +161,8 @@ def test_examine_names_an_offload_by_hand_that_frees_nothing_until_a_forward_fre
 
     kept = ["offload-frees-nothing"]
     equal(stages(use_orig_params=False), [[], kept, kept, []])
+    # The flat gradients stay, too.
+    equal(stages(use_orig_params=True), [[], ["gradients-kept", *kept], kept, []])
     cast = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
     equal(stages(use_orig_params=False, mixed_precision=cast), [[], [], [], []])
     model = trained(fsdp1_model(sharding_strategy=ShardingStrategy.NO_SHARD))
@@ -170,10 +172,12 @@ def test_examine_names_an_offload_by_hand_that_frees_nothing_until_a_forward_fre
 
 
 @on_two_ranks
-def test_an_offload_by_hand_of_original_parameters_that_are_not_sharded_frees_them() -> None:
+def test_an_offload_by_hand_of_original_parameters_that_are_not_sharded_frees_nothing() -> None:
     model = trained(fsdp1_model(sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=True))
+    before, (shards, _) = torch.emulated.memory_allocated(), _parameters_held(model)
     offloading.offload(model, non_blocking=False)
-    equal((_parameters_held(model), "offload-frees-nothing" in kinds(examine(model))), ((0, 0), False))
+    equal(torch.emulated.memory_allocated(), before)
+    equal(_parameters_held(model), (0, shards))
 
 
 @on_two_ranks

@@ -61,17 +61,27 @@ def make_net(seed: int = 0) -> nn.Sequential:
 
 
 class Job:
-    """A model with the optimizer that was made with it, as a training loop has them."""
+    """A model with the optimizer that was made with it, as a training loop has them, after ``steps`` steps."""
 
-    def __init__(self, wrap: Callable[[nn.Sequential], nn.Module]) -> None:
-        net = make_net()
+    def __init__(
+        self,
+        wrap: Callable[[Any], nn.Module],
+        *,
+        make: Callable[[], nn.Module] = make_net,
+        steps: int = 2,
+    ) -> None:
+        net = make()
         self.net = net
         self.before = tensors_of(net)
         self.model: Any = wrap(net)
+        self.make_optimizer()
+        for _ in range(steps):
+            self.step()
+
+    def make_optimizer(self) -> None:
+        """Makes one for the parameters that the model has now."""
         self.shards = dict(self.model.named_parameters())
         self.optimizer = torch.optim.AdamW(self.shards.values(), lr=0.05)
-        self.step()
-        self.step()
 
     def find(self, name: str) -> nn.Module:
         """A module of the wrapped model, whatever is wrapped around it."""

@@ -100,7 +100,8 @@ def new_net(**dims: Any) -> Net:
 
 
 def tensors_of(model: nn.Module) -> Tensors:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    state = model.state_dict().items()
+    return {name: tensor.detach().clone() for name, tensor in state if isinstance(tensor, torch.Tensor)}
 
 
 def fsdp2(net: nn.Module, mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:

@@ -404,7 +404,7 @@ class Verl(FsdpFramework[VerlVersions]):
         moved = settings.find_first_true(*model.name_keys("param_offload"))
         if strategy.version == 2 or moved is None or model.forward_only or model is _OLD_SFT:
             return
-        if self.read_model(model.role).ranks != 1 or settings.read_flag(*model.name_keys("use_orig_params")):
+        if self.read_model(model.role).ranks != 1:
             return
         stored = settings.find_first(*model.name_keys("model_dtype"))
         computed = settings.find_first(*model.name_keys("mixed_precision.param_dtype"), *model.name_keys("dtype"))

@@ -6,9 +6,10 @@ import warnings
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from support.examined import finding, kinds
 from support.extraction import assert_same, everywhere, extracted, fsdp2, mesh_over, new_net
-from support.ranks import this_device, this_rank, together, world_size
+from support.ranks import of_all_ranks, this_device, this_rank, together, world_size
 from support.saving import new_directory
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -69,6 +70,18 @@ def test_buffers_that_differ_are_named_by_a_save_an_extraction_and_examine() -> 
             assert len(saved) == 1
             assert reports[0].differing_buffers == ("bias",)
     assert torch.equal(model.bias, own)
+
+
+@everywhere
+def test_the_remedy_for_buffers_that_differ_leaves_one_value_on_all_ranks() -> None:
+    for reduce in (lambda buffer: dist.broadcast(buffer, src=0), dist.all_reduce):
+        model = _routed()
+        assert _warned(lambda: full_state_dict(model))  # noqa: B023
+        assert "buffers-differ" in kinds(examine(model))
+        reduce(model.bias)
+        assert not _warned(lambda: full_state_dict(model))  # noqa: B023
+        assert "buffers-differ" not in kinds(examine(model))
+        assert len({tuple(bias) for bias in of_all_ranks(model.bias.tolist())}) == 1
 
 
 @everywhere

@@ -232,10 +232,13 @@ class Fsdp1Unit:
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """The modules' present tensors without ``use_orig_params``: views of the flat parameter as of its last use.
+        """Views of the flat parameter as of its last use.
 
-        ``FlatParameter._param_infos``.
+        The modules' present tensors without ``use_orig_params`` (``FlatParameter._param_infos``), and with it what a
+        forward keeps for its backward, until the next one (``FlatParameter._tensors``).
         """
+        if self.keeps_originals:
+            return [tensor for tensor in get(self.flat_parameter, "_tensors") or () if tensor is not None]
         places = [(info.module, info.param_name) for info in get(self.flat_parameter, "_param_infos")]
         shown = [vars(module).get(name) for module, name in places]
         return [tensor for tensor in shown if isinstance(tensor, torch.Tensor)]

@@ -70,6 +70,19 @@ class Fsdp2Unit:
         return places
 
     @property
+    def tied_places(self) -> list[list[tuple[nn.Module, str]]]:
+        """Modules and names for which the unit has one parameter, as tied before ``fully_shard``.
+
+        ``ParamModuleInfo.shared_modules``. An unshard gives all of them the same parameter, whatever they have now.
+        """
+        infos = [get(param, "_module_info") for param in _list_params(self.state)]
+        return [
+            [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+            for info in infos
+            if info.shared_modules
+        ]
+
+    @property
     def moved(self) -> list[tuple[nn.Parameter, bool]]:
         """The unit's parameters whose memory differs from the memory that it gathers from, and whether it can gather
         from it. It can where the parameter is placed as when it was sharded (``FSDPParam._sharding_spec``), in the same
