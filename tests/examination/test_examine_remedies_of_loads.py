@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp_doctor
 from fsdp_doctor import examine
-from fsdp_doctor.examination import Finding
+from fsdp_doctor.examination.findings import Finding
 
 on_the_device = on_ranks(Setting("emulated", 2))
 _FULL = StateDictOptions(full_state_dict=True)

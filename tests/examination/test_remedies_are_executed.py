@@ -10,9 +10,9 @@ from support.places import ROOT
 _TESTS = pathlib.Path(__file__).parent
 # Carried out with what they need: experts, quantized weights, and buffers that differ.
 _ELSEWHERE = {
-    "buffers-differ": "extract/test_buffers_of_each_rank.py",
-    "experts-hidden": "extract/test_expert_groups.py",
-    "unreadable": "fsdp/test_unreadable_tensors.py",
+    "buffers-differ": "weights/extract/test_buffers_of_each_rank.py",
+    "experts-hidden": "weights/extract/test_expert_groups.py",
+    "unreadable": "weights/fsdp/test_unreadable_tensors.py",
 }
 
 
