@@ -5,84 +5,25 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import typer
+import typer.main
 
 from fsdp_doctor import __version__
-from fsdp_doctor.cli import (
-    bundle,
-    check,
-    checkpoint,
-    explain,
-    memory,
-    output,
-    probe,
-    project_defaults,
-    reports,
-    resume,
-    selection,
-)
-from fsdp_doctor.cli.options import check_versions, flatten
+from fsdp_doctor.cli import output, project_defaults
+from fsdp_doctor.cli.commands import MARKUP, LazyGroup
 from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, Interrupted, OutputClosed, UsageError
 from fsdp_doctor.machine import launch
 
 app = typer.Typer(
     name="fsdp-doctor",
+    cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
-    rich_markup_mode="markdown",
+    rich_markup_mode=MARKUP,
     pretty_exceptions_enable=False,
 )
-_Command: TypeAlias = tuple[Callable[..., None], str]
-# By the panel of the help, and by the group: each command with its function, and the sentence on its exit codes.
-_COMMANDS: dict[str, dict[str, _Command]] = {
-    "Diagnosis": {
-        "probe": (probe.probe, probe.PROBE_EXIT_CODES),
-        "explain": (explain.explain, explain.EXIT_CODES),
-        "check": (check.check, check.EXIT_CODES),
-        "resume": (resume.resume, resume.EXIT_CODES),
-        "repro": (probe.repro, probe.REPRO_EXIT_CODES),
-        "bundle": (bundle.bundle, bundle.BUNDLE_EXIT_CODES),
-    },
-    "Facts": {
-        "list": (selection.list_cases, selection.LIST_EXIT_CODES),
-        "env": (bundle.env, bundle.ENV_EXIT_CODES),
-    },
-}
-_GROUPS: dict[str, dict[str, _Command]] = {
-    "memory": {
-        "measure": (memory.measure, memory.MEASURE_EXIT_CODES),
-        "plan": (memory.plan, memory.PLAN_EXIT_CODES),
-    },
-    "report": {
-        "show": (reports.show, reports.SHOW_EXIT_CODES),
-        "diff": (reports.diff, reports.DIFF_EXIT_CODES),
-        "merge": (reports.merge, reports.MERGE_EXIT_CODES),
-        "expect": (reports.expect, reports.EXPECT_EXIT_CODES),
-        "sweep": (reports.sweep, reports.SWEEP_EXIT_CODES),
-    },
-    "checkpoint": {
-        "verify": (checkpoint.verify, checkpoint.VERIFY_EXIT_CODES),
-        "diff": (checkpoint.diff, checkpoint.DIFF_EXIT_CODES),
-        "convert": (checkpoint.convert, checkpoint.CONVERT_EXIT_CODES),
-        "fingerprint": (checkpoint.fingerprint, checkpoint.FINGERPRINT_EXIT_CODES),
-    },
-}
-_GROUP_HELP = {
-    "memory": "Measure or predict where a job's memory goes.",
-    "report": "Show, compare, merge and make reports of the probe.",
-    "checkpoint": "Look into checkpoints.",
-}
-for _panel, _commands in _COMMANDS.items():
-    for _name, (_function, _exit_codes) in _commands.items():
-        app.command(_name, epilog=_exit_codes, rich_help_panel=_panel)(flatten(_function))
-for _group, _commands in _GROUPS.items():
-    _typer = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
-    for _name, (_function, _exit_codes) in _commands.items():
-        _typer.command(_name, epilog=_exit_codes)(flatten(_function))
-    app.add_typer(_typer, name=_group, help=_GROUP_HELP[_group], rich_help_panel="Memory, reports, checkpoints")
 # click's UsageError, of the click that typer uses: newer versions of typer contain one.
 _WrongUsage: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -142,6 +83,7 @@ def _run() -> None:
             # A command without arguments has printed its help, and has nothing to say.
             raise UsageError(error.format_message()) from None  # type: ignore[attr-defined]
     elif (words[:1] == ["probe"] or words[:2] == ["memory", "measure"]) and not asks_for_help:
+        from fsdp_doctor.cli.options import check_versions
         from fsdp_doctor.probe.command import follow
 
         check_versions()

@@ -23,7 +23,6 @@ from fsdp_doctor.machine import devices, launch, versions
 from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.matrix.axes import describe_nearest
 from fsdp_doctor.matrix.model_shapes import MODEL_SHAPES
-from fsdp_doctor.report.formats import FORMATS
 
 if TYPE_CHECKING:
     from fsdp_doctor.probe.baseline import Baseline
@@ -175,6 +174,8 @@ def read_expectation(value: str | None, *, strict: bool = False) -> Baseline:
 
 def declare_report_format(*beside: str, help: str = "") -> Any:
     """An option for a format of reports, or for one of the words ``beside``."""
+    from fsdp_doctor.report.formats import FORMATS
+
     return declare_choice((*beside, *FORMATS), help=help)
 
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import multiprocessing.connection
 import os
-import runpy
 import signal
-import socket
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.context import ForkProcess
+from typing import TYPE_CHECKING
 
 from fsdp_doctor.errors import CannotRun, DoctorFault
 from fsdp_doctor.machine.signals import Interruption, die_with_parent
+
+# Only a process that starts others needs them, and to import them takes as long as half of typer.
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkProcess
 
 _WITHOUT_ACCELERATOR = ("cpu", "emulated")
 _RANKS_WITHOUT_ACCELERATOR = 2
@@ -129,6 +130,9 @@ def choose_num_groups(device: str, nproc: int) -> int:
 
 def _call_in_fork(count: Callable[[], int]) -> int:
     """Calls it in a fork, because a driver may refuse the forks of a process that has used it."""
+    import multiprocessing
+    from multiprocessing.context import ForkProcess
+
     ours, theirs = multiprocessing.Pipe(duplex=False)
     fork = ForkProcess(target=lambda: theirs.send(count()))
     fork.start()
@@ -164,6 +168,9 @@ def start_ranks(arguments: Sequence[str], nproc: int, num_groups: int = 1) -> in
     Returns the exit code of the first group's rank 0; the doctor's own fault where another rank has failed first.
     Raises Interrupted after SIGINT, SIGTERM or SIGHUP, which it passes on. No rank outlives the call or this process.
     """
+    import socket
+    from multiprocessing.context import ForkProcess
+
     import torch.distributed as dist
 
     # Ranks may connect before the stores answer, since their threads must not exist when this process is forked.
@@ -198,6 +205,8 @@ def _run_as_rank(parent: int, variables: dict[str, str], arguments: Sequence[str
     # As torchrun's ranks: Ctrl-C reaches the launcher alone.
     os.setsid()
     die_with_parent(signal.SIGTERM)
+    import runpy
+
     if os.getppid() != parent:
         os._exit(1)
     os.environ |= variables
@@ -207,9 +216,11 @@ def _run_as_rank(parent: int, variables: dict[str, str], arguments: Sequence[str
 
 def _wait_for_failure(ranks: Sequence[ForkProcess], interruption: Interruption) -> int:
     """Waits until a rank has failed or all have ended. Returns the exit code of the job."""
+    from multiprocessing.connection import wait
+
     while any(rank.exitcode is None for rank in ranks) and not any(rank.exitcode for rank in ranks):
         interruption.check()
-        multiprocessing.connection.wait([rank.sentinel for rank in ranks if rank.exitcode is None], _POLL_SECONDS)
+        wait([rank.sentinel for rank in ranks if rank.exitcode is None], _POLL_SECONDS)
     if not any(rank.exitcode for rank in ranks):
         return 0
     code = ranks[0].exitcode or 0

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+import sys
 from typing import Any
 
 import pytest
 import typer
+from program import run
 from support.inside import doctor
 
 import fsdp_doctor
@@ -115,3 +117,20 @@ def test_a_setting_of_a_project_that_cannot_be_is_a_usage_error_that_names_it(
 
 def test_the_settings_of_other_tools_are_none_of_ours(tmp_path: pathlib.Path) -> None:
     assert _listed(tmp_path, "[tool.ruff]\nline-length = 120\n", "--json", "--strategy", "fsdp2") == {"fsdp2"}
+
+
+@pytest.mark.parametrize("words", [words for words, command in _COMMANDS.items() if words], ids=" ".join)
+def test_the_summary_of_a_command_is_the_first_sentence_of_its_help(words: tuple[str, ...]) -> None:
+    listed = " ".join(re.sub(r"[│`]", "", doctor(*words[:-1], "--help", env=_WIDE).stdout).split())
+    summary = (_COMMANDS[words].help or "").split("\n\n")[0]
+    assert f" {words[-1]} {' '.join(summary.replace('`', '').split())}" in listed
+
+
+def test_the_help_imports_no_command() -> None:
+    code = (
+        "import sys; sys.argv[1:] = ['--help']; from fsdp_doctor.cli.app import app; app(standalone_mode=False); "
+        "print(*(name for name in sys.modules if name.startswith('fsdp_doctor.')), sep='\\n')"
+    )
+    done = run(sys.executable, "-c", code)
+    imported = {line for line in done.stdout.splitlines() if line.startswith("fsdp_doctor.cli.")}
+    assert imported == {f"fsdp_doctor.cli.{name}" for name in ("app", "commands", "output", "project_defaults")}
