@@ -1,4 +1,4 @@
-"""The report while it grows: its files, and the line that shows the progress on a terminal."""
+"""The report while it grows: its files, and its progress on a terminal or in a pipe."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from fsdp_doctor.report import formats
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.formats import AnyFormat
 from fsdp_doctor.report.journal import Journal, turn_write_errors, write_report
+from fsdp_doctor.text import format_count
+
+_SECONDS_BETWEEN_LINES = 30.0
 
 
 class ReportWriter:
@@ -95,11 +98,18 @@ class ReportWriter:
 
 
 @contextlib.contextmanager
-def print_progress(total: int) -> Iterator[Callable[[CaseResult], None]]:
-    """Shows the number of finished and of bad cases and the time left on stderr, if that is a terminal.
+def print_progress(total: int, now: Callable[[], float] = time.monotonic) -> Iterator[Callable[[CaseResult], None]]:
+    """Shows on stderr how many cases have finished and how many were bad, and the time left.
 
-    Gives a function that takes each result. There is no thread: workers are forked meanwhile.
+    On a terminal it is a bar; elsewhere a line every 30 seconds. Gives a function that takes each result. There is no
+    thread: workers are forked meanwhile.
     """
+    with _show_bar(total) if sys.stderr.isatty() else _print_lines(total, now) as add:
+        yield add
+
+
+@contextlib.contextmanager
+def _show_bar(total: int) -> Iterator[Callable[[CaseResult], None]]:
     bar = Progress(
         TextColumn("probe"),
         BarColumn(bar_width=24),
@@ -110,7 +120,6 @@ def print_progress(total: int) -> Iterator[Callable[[CaseResult], None]]:
         console=Console(stderr=True),
         auto_refresh=False,
         transient=True,
-        disable=not sys.stderr.isatty(),
     )
     task = bar.add_task("probe", total=total, bad=0, case="starting the workers")
     num_bad = 0
@@ -123,3 +132,22 @@ def print_progress(total: int) -> Iterator[Callable[[CaseResult], None]]:
     with bar:
         bar.refresh()
         yield add
+
+
+@contextlib.contextmanager
+def _print_lines(total: int, now: Callable[[], float]) -> Iterator[Callable[[CaseResult], None]]:
+    begin = last = now()
+    num_done = num_bad = 0
+
+    def add(result: CaseResult) -> None:
+        nonlocal last, num_done, num_bad
+        num_done, num_bad = num_done + 1, num_bad + result.verdict.bad
+        if now() - last < _SECONDS_BETWEEN_LINES or num_done == total:
+            return
+        last = now()
+        minutes = (last - begin) / num_done * (total - num_done) / 60
+        left = f"about {minutes:.0f} min left" if minutes >= 1 else "less than a minute left"
+        sys.stderr.write(f"fsdp-doctor: {num_done} of {format_count(total, 'case')}, {num_bad} bad, {left}\n")
+        sys.stderr.flush()
+
+    yield add
