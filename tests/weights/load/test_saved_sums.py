@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from support.training import shared_directory
 
 from fsdp_doctor import LoadError, load_full_tensors, save_full_tensors
 from fsdp_doctor.checkpoints.marker import MARKER
+from fsdp_doctor.weights.load import saved_sums
 from fsdp_doctor.weights.load.saved_sums import Share, find_share
 
 
@@ -61,6 +63,17 @@ def test_one_other_byte_is_refused_by_name_on_every_rank() -> None:
                 load_full_tensors(model, source)
             assert_same(extracted(model), before)
         load_full_tensors(model, path, check_sums=False)
+
+
+@everywhere
+def test_the_sum_of_a_large_tensor_is_put_together_from_pieces() -> None:
+    with mock.patch.object(saved_sums, "_PIECE_BYTES", 24), mock.patch.object(saved_sums, "_CHUNK_BYTES", 16):
+        with shared_directory() as directory:
+            path = pathlib.Path(directory) / "saved"
+            save_full_tensors(fsdp2(new_net(**EVEN)), path, names="model")
+            assert load_full_tensors(fsdp2(new_net(**EVEN)), path).checked > 5
+        with _saved_with_a_changed_byte() as (path, name), raises_soon(LoadError, name):
+            load_full_tensors(fsdp2(new_net(**EVEN)), path)
 
 
 @on_four
