@@ -54,13 +54,13 @@ def _describe(entry: KnownFailure) -> Iterator[str]:
     yield f"# {entry.short_code}: {_escape(entry.title)}"
     torch = f", torch {entry.torch}" if entry.torch else ""
     yield f"`{entry.id}`: [{entry.verdict}](../verdicts.md){torch}."
-    for heading, text in {"Cause": entry.cause, "How to see it": entry.check, "Remedy": entry.remedy}.items():
+    for heading, text in {"Cause": entry.cause, "How to see it": entry.check, "Remedy": entry.advice}.items():
         if text:
             yield f"**{heading}.** {_escape(text)}"
     if entry.code:
         yield f"```python\n{entry.code.strip()}\n```"
-    for framework, remedy in entry.remedies.items():
-        yield f"**In {framework}.** {_escape(remedy)}"
+    for framework in entry.remedies:
+        yield f"**In {framework}.** {_escape(entry.advise(framework))}"
     yield f"**References.** {', '.join(map(_link, entry.references))}"
     if command := make_command(entry):
         yield f"**Reproduce.**\n\n```\n{command}\n```"

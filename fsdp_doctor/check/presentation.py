@@ -131,9 +131,9 @@ def _render_finding(finding: ConfigFinding, result: CheckResult) -> Iterator[str
     for condition in _list_conditions(entry, result):
         yield f"    {condition}"
     yield f"    cause: {entry.cause}"
-    if special := entry.remedies.get(result.version.of):
+    if special := entry.advise(result.version.of):
         yield f"    in {result.framework}: {special}"
-    yield f"    remedy: {entry.remedy}"
+    yield f"    remedy: {entry.advice}"
     if entry.references:
         yield f"    see {', '.join(entry.references)}"
     for case in finding.cases:
@@ -169,9 +169,9 @@ def _convert_finding_to_dict(finding: ConfigFinding, result: CheckResult) -> dic
     data: dict[str, object] = dataclasses.asdict(finding)
     if finding.entry:
         entry = catalogue.find_entry(finding.entry)
-        data |= {name: getattr(entry, name) for name in ("verdict", "cause", "remedy", "references")}
+        data |= {name: getattr(entry, name) for name in ("verdict", "cause", "remedy", "remedy_run", "references")}
         data |= {
             "conditions": list(_list_conditions(entry, result)),
-            "remedy_here": entry.remedies.get(result.version.of, ""),
+            "remedy_here": entry.advise(result.version.of),
         }
     return data

@@ -13,7 +13,7 @@ from fsdp_doctor.explain.hangs import Hang, Waiting, name_ranks
 from fsdp_doctor.explain.log_input import MAX_STREAM
 from fsdp_doctor.explain.reading import Reading
 from fsdp_doctor.known.clues import CLUES
-from fsdp_doctor.known.failures import KnownFailure
+from fsdp_doctor.known.failures import NOT_RUN, KnownFailure
 from fsdp_doctor.known.grading import Match
 from fsdp_doctor.machine.terminal import wrap, wrap_lines
 
@@ -263,6 +263,8 @@ def _render_body(
         lines += wrap(remedy, width)
     if entry.code:
         lines += ["", *(f"    {line}" for line in entry.code.strip("\n").splitlines()), ""]
+    if command := make_remedy_command(entry):
+        lines += [f"Run with the remedy: {command}"]
     if entry.check:
         lines += wrap(f"How to see it: {entry.check}", width)
     if entry.torch:
@@ -280,11 +282,11 @@ def _render_body(
 def _list_remedies(entry: KnownFailure, places: str) -> list[str]:
     """The remedies, those for the users of frameworks in the traceback first. places: it; empty for all frameworks."""
     named = [
-        f"Remedy in {framework}: {remedy}"
-        for framework, remedy in entry.remedies.items()
+        f"Remedy in {framework}: {entry.advise(framework)}"
+        for framework in entry.remedies
         if not places or f"/{framework.replace('-', '_')}/" in places
     ]
-    return [*named, f"Remedy: {entry.remedy}"]
+    return [*named, f"Remedy: {entry.advice}"]
 
 
 def _join_places(explanation: Explanation) -> str:
@@ -307,10 +309,13 @@ def convert_entry_to_dict(entry: KnownFailure) -> dict[str, Any]:
         "cause": entry.cause,
         "remedy": entry.remedy,
         "remedies": dict(entry.remedies),
+        "remedy_run": entry.remedy_run,
+        "remedies_run": {framework: entry.remedies_run.get(framework, NOT_RUN) for framework in entry.remedies},
         "code": entry.code.strip("\n"),
         "references": list(entry.references),
         "evidence": entry.evidence,
         "command": make_command(entry),
+        "remedy_command": make_remedy_command(entry),
     }
 
 
@@ -320,6 +325,13 @@ def make_command(entry: KnownFailure) -> str:
         return ""
     device = f" --device {entry.evidence_device}" if entry.evidence_device else ""
     return f"fsdp-doctor probe{device} --case '{entry.evidence}'"
+
+
+def make_remedy_command(entry: KnownFailure) -> str:
+    """The command that runs a case in which the remedy is followed, or nothing."""
+    if entry.remedy_run == NOT_RUN or "::" in entry.remedy_run:
+        return ""
+    return f"fsdp-doctor probe --case '{entry.remedy_run}'"
 
 
 def _match_lines(explanation: Explanation, width: int) -> list[str]:
@@ -408,7 +420,7 @@ def _format_longest_wait(waiting: list[Waiting]) -> str:
 
 def _match_as_dict(match: Match) -> dict[str, Any]:
     entry = match.entry
-    advice = {"title": entry.title, "cause": entry.cause, "remedy": entry.remedy}
+    advice = {"title": entry.title, "cause": entry.cause, "remedy": entry.advice}
     return {"id": entry.id, "grade": match.grade, "open": list(match.open), "against": list(match.against), **advice}
 
 

@@ -20,6 +20,8 @@ from fsdp_doctor.matrix.methods import FIXES, find_method, is_user_method
 from fsdp_doctor.verdict.classification import VerdictKind
 
 REPORTED = "reported"
+NOT_RUN = "not run"
+_SAID_OF_NOT_RUN = "This remedy was not run."
 # The published documentation, as [project.urls] of pyproject.toml names it.
 DOCUMENTATION = "https://fsdp-doctor.github.io/fsdp-doctor/"
 _WORD = re.compile(r"[a-z][a-z0-9]{2,}")
@@ -123,6 +125,8 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     measured: for each device the versions of torch with which a committed run showed it.
     cause, remedy: sentences. code: the remedy in code. remedies: by the framework's distribution, the setting of its
         user's configuration and the release, which go before the code for its maintainer.
+    remedy_run: how the remedy was run: the id of a case that follows it and is ``ok``, the test that carries it out
+        (``tests/FILE.py::NAME``), or ``not run``. remedies_run: the same by distribution; ``not run`` for the others.
     references: ``owner/repository#number``, or a file of torch.
     """
 
@@ -133,6 +137,7 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     verdict: VerdictKind
     cause: str
     remedy: str
+    remedy_run: str
     evidence: str
     evidence_device: str = ""
     measured: tuple[str, ...] = ()
@@ -151,6 +156,7 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     frameworks: tuple[str, ...] = ()
     code: str = ""
     remedies: Mapping[str, str] = {}
+    remedies_run: Mapping[str, str] = {}
     references: tuple[str, ...] = ()
 
     @property
@@ -162,6 +168,17 @@ class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def reproduced(self) -> bool:
         """Whether a case of the matrix shows it."""
         return self.evidence != REPORTED
+
+    @property
+    def advice(self) -> str:
+        """The remedy, with a sentence that says so where nobody has run it."""
+        return f"{self.remedy} {_SAID_OF_NOT_RUN}" if self.remedy_run == NOT_RUN else self.remedy
+
+    def advise(self, framework: str) -> str:
+        """The remedy for a user of that distribution, as :attr:`advice`; empty if there is none."""
+        remedy = self.remedies.get(framework, "")
+        is_run = not remedy or self.remedies_run.get(framework, NOT_RUN) != NOT_RUN
+        return remedy if is_run else f"{remedy} {_SAID_OF_NOT_RUN}"
 
     def matches_message(self, message: str) -> bool:
         """Whether the exception's text, or its first line, has one of its signatures."""

@@ -113,7 +113,7 @@ def _block(report: Report, failure: FailureGroup, *, details: bool) -> list[str]
     known = failure.known
     if known is not None:
         references = f" ({', '.join(known.references)})" if known.references else ""
-        lines += ["", f"Known: {known.title}, [`{known.id}`]({known.page}){references}. {known.remedy}"]
+        lines += ["", f"Known: {known.title}, [`{known.id}`]({known.page}){references}. {known.advice}"]
     shown = [result.id for result in failure.results[:_SHOWN_CASES]]
     confirmed = sum(result.confirmed is True for result in failure.results)
     ran_again = sum(result.confirmed is not None for result in failure.results)

@@ -137,7 +137,7 @@ def _render_failures(report: Report, failures: list[FailureGroup], width: int) -
             text.append(wrap_all([f"   also: {make_printable(also)}"], width), style="dim")
         if failure.known is not None:
             name = f"{failure.known.short_code}, {failure.known.id}"
-            lines = (f"   known: {failure.known.title} ({name})", f"   remedy: {failure.known.remedy}")
+            lines = (f"   known: {failure.known.title} ({name})", f"   remedy: {failure.known.advice}")
             text.append(wrap_all(lines, width))
         for rank, stack in failure.stacks:
             shown = find_main_thread(stack)[1 : 1 + _STACK_LINES]

@@ -174,6 +174,7 @@ def test_a_mistake_in_an_entry_is_named_with_its_file_and_entry(key: str, value:
         "verdict": "'crash'",
         "cause": "'c'",
         "remedy": "'r'",
+        "remedy_run": "'not run'",
         "evidence": "'e'",
     }
     text = "[[failure]]\n{}\n"

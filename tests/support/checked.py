@@ -66,6 +66,7 @@ def entry(name: str, **trigger: tuple[str, ...]) -> KnownFailure:
         verdict="crash",
         cause="a cause",
         remedy="a remedy",
+        remedy_run="not run",
         evidence="reported",
         references=("a/b#1",),
         triggers=(Trigger(trigger),),
