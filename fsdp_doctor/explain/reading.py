@@ -50,7 +50,9 @@ _RANK = re.compile(r"\[?\brank ?\d{1,6}\b\]?")
 _NEAR = 64
 # By how much the first figure after a load is above the last before it, where it is no noise.
 _JUMPS = {"loss": 1.5, "grad_norm": 8.0}
-_HINTS = ("loss", "grad_norm", "esum", "oad", "estored", "sav", "Sav", "newly initialized", "diff")
+# Each mechanism of a symptom needs one of them, and looking for a word is a tenth of looking for a pattern.
+_SYMPTOM_WORDS = ("newly initialized", "diff")
+_HINTS = ("loss", "grad_norm", "esum", "oad", "estored", "sav", "Sav", *_SYMPTOM_WORDS)
 
 
 class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -146,12 +148,15 @@ class SymptomReader:
         elif _LOADED.search(line.text):
             self._loaded = number
         self._compare_directories(number, line.text, line.source)
-        for mechanism in read_mechanisms():
-            if mechanism.symptom and (found := _apply(mechanism, line.text)):
-                self._find(*found, number)
+        if any(word in line.text for word in _SYMPTOM_WORDS):
+            for mechanism in read_mechanisms():
+                if mechanism.symptom and (found := _apply(mechanism, line.text)):
+                    self._find(*found, number)
 
     def _compare_directories(self, number: int, text: str, source: str) -> None:
         """Compares where the ranks say that they save: two names in one directory are two checkpoints."""
+        if "sav" not in text.casefold():
+            return
         saved, rank = _SAVED_TO.search(text), _RANK.search(text)
         source = source or (rank[0].strip("[]") if rank else "")
         if saved is None or not source or "rank" in saved["path"]:
