@@ -13,8 +13,9 @@ class FrameworkFix:
 
     id: its name for the user. distribution: the package whose version counts. target, replacement:
     ``module:qualified.name``. versions: as pip writes a range. sources: the releases that have each source of the
-    original, by its sha256 (of what ``inspect.getsource`` returns). cures: ids of cases that are not ok without it and
-    are with it. promises, leaves: what the replacement does, and what it leaves to the original.
+    original, by its sha256 (of what ``inspect.getsource`` returns). cures: ids of cases that are ok with it,
+    and are not without it in a release of the range. promises, leaves: what the replacement does, and what it leaves
+    to the original.
 
     The replacement is called with the original and then the original's arguments. It calls the original for what it
     leaves, through :func:`fsdp_doctor.fixes.applying.fall_back`.
@@ -51,7 +52,8 @@ FIXES = (
             "verl:fsdp2/none/merge/lora/get_per_tensor_param.merged",
         ),
         promises="the weights under the names of the Hub, parameters in bfloat16 as verl sends them; with merge: true "
-        "the adapters are in them; the adapter alone on the CPU, in its own dtype",
+        "the adapters are in them; the adapter alone on the CPU, in its own dtype; "
+        "no more gathered at once than verl gathers, and 24 MiB beside it where offloaded weights are cast or merged",
         leaves=_VERL_LEAVES,
         replacement="fsdp_doctor.fixes.on_verl:send_in_bfloat16",
     ),
@@ -64,7 +66,8 @@ FIXES = (
         sources={"30802c73cfcc5ba2d16c8e1936713bdb47cdc12d78abe0884d7e4f2ff293e8c3": "0.9.0 and 0.9.1"},
         cures=("verl:fsdp/param+optimizer/lora/get_per_tensor_param.adapter",),
         promises="the weights under the names of the Hub, in their own dtype, or with merge: true in bfloat16 with the "
-        "adapters in them, as verl sends them; the adapter alone on the CPU, in its own dtype",
+        "adapters in them, as verl sends them; the adapter alone on the CPU, in its own dtype; "
+        "no more gathered at once than verl gathers, and 24 MiB beside it where offloaded weights are cast or merged",
         leaves=_VERL_LEAVES,
         replacement="fsdp_doctor.fixes.on_verl:send_in_own_dtype",
     ),
