@@ -37,8 +37,9 @@ sys.meta_path.insert(0, Finder())
 _ALSO = ("verl:fsdp2/param+optimizer/get_per_tensor_param", "verl:fsdp/none/get_per_tensor_param")
 
 
-def _probe_cases(report: pathlib.Path, cases: tuple[str, ...], env: dict[str, str] | None = None) -> Run:
-    # Each worker is an interpreter of its own: one that is forked executes no sitecustomize.
+def _probe_cases(report: pathlib.Path, cases: tuple[str, ...], *first: pathlib.Path) -> Run:
+    # An interpreter of its own: one that is forked executes no sitecustomize. verl may be in a folder of PYTHONPATH.
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, first), os.environ.get("PYTHONPATH")]))}
     words = [word for case in cases for word in ("--case", case)]
     return start_probe(report, *words, device="emulated", env=env).wait(report)
 
@@ -49,8 +50,7 @@ def test_the_cured_cases_are_ok_with_the_fix_alone(tmp_path: pathlib.Path) -> No
     cases = (*fix.cures, *_ALSO)
     before = _probe_cases(tmp_path / "before.json", cases)
     (tmp_path / "sitecustomize.py").write_text(_SITECUSTOMIZE)
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    after = _probe_cases(tmp_path / "after.json", cases, env={"PYTHONPATH": path})
+    after = _probe_cases(tmp_path / "after.json", cases, tmp_path)
     assert {case: after.kind(case) for case in cases} == dict.fromkeys(cases, "ok"), after
     assert {case: before.kind(case) for case in _ALSO} == dict.fromkeys(_ALSO, "ok"), before
     assert {before.kind(case) for case in fix.cures} - {"ok"}, before
