@@ -53,7 +53,7 @@ FIXES = (
         ),
         promises="the weights under the names of the Hub, parameters in bfloat16 as verl sends them; with merge: true "
         "the adapters are in them; the adapter alone on the CPU, in its own dtype; "
-        "no more gathered at once than verl gathers, and 24 MiB beside it where offloaded weights are cast or merged",
+        "buckets of half the largest tensor, and 24 MiB beside them where offloaded weights are cast or merged",
         leaves=_VERL_LEAVES,
         replacement="fsdp_doctor.fixes.on_verl:send_in_bfloat16",
     ),
@@ -67,7 +67,7 @@ FIXES = (
         cures=("verl:fsdp/param+optimizer/lora/get_per_tensor_param.adapter",),
         promises="the weights under the names of the Hub, in their own dtype, or with merge: true in bfloat16 with the "
         "adapters in them, as verl sends them; the adapter alone on the CPU, in its own dtype; "
-        "no more gathered at once than verl gathers, and 24 MiB beside it where offloaded weights are cast or merged",
+        "buckets of half the largest tensor, and 24 MiB beside them where offloaded weights are cast or merged",
         leaves=_VERL_LEAVES,
         replacement="fsdp_doctor.fixes.on_verl:send_in_own_dtype",
     ),

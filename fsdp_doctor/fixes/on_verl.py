@@ -48,7 +48,7 @@ def _send(
     # verl leaves what it offloads by hand on the CPU, since the rollout needs the memory.
     if engine._is_offload_param:
         original.__globals__["offload_fsdp_model_to_cpu"](model)
-    # Half of the largest tensor: two buckets, or two tensors, are then no more than verl's own sender holds.
+    # verl's engine is not told the bucket of the rollout. Two of these are one tensor of the largest that are sent.
     bytes_each = (info.shape.numel() * (dtype or info.dtype).itemsize for info in infos.values())
     bucket_bytes = max(max(bytes_each) // 2, 1)
     if adapter is not None:
