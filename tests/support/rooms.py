@@ -5,7 +5,7 @@ from __future__ import annotations
 # A room may import from the rooms before it, and from itself.
 ROOMS = (
     *("errors", "text", "machine", "checkpoints", "weights", "examination", "matrix", "verdict", "known", "report"),
-    *("case", "frameworks", "probe", "plugin", "explain", "check", "repro", "bundle", "resume", "plan", "cli"),
+    *("case", "frameworks", "fixes", "probe", "plugin", "explain", "check", "repro", "bundle", "resume", "plan", "cli"),
 )
 # So may a room within the wing ``weights``, of that wing's.
 ROOMS_OF_WEIGHTS = ("fsdp", "transport", "names", "extract", "load", "fingerprints", "save", "engines")

@@ -1,0 +1,83 @@
+"""What a fix is, and the table of fixes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp_doctor.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameworkFix:
+    """A replacement for one function of a framework.
+
+    id: its name for the user. distribution: the package whose version counts. target, replacement:
+    ``module:qualified.name``. versions: as pip writes a range. sources: the releases that have each source of the
+    original, by its sha256 (of what ``inspect.getsource`` returns). cures: ids of cases that are ok with it,
+    and are not without it in a release of the range. promises, leaves: what the replacement does, and what it leaves
+    to the original.
+
+    The replacement is called with the original and then the original's arguments. It calls the original for what it
+    leaves, through :func:`fsdp_doctor.fixes.applying.fall_back`.
+    """
+
+    id: str
+    framework: str
+    distribution: str
+    target: str
+    versions: str
+    sources: dict[str, str]
+    cures: tuple[str, ...]
+    promises: str
+    leaves: str
+    replacement: str
+
+
+_VERL_LEAVES = (
+    "the base under an adapter (base_sync_done=False), quantization-aware training, adapters of other kinds than LoRA"
+)
+FIXES = (
+    FrameworkFix(
+        id="verl-sender",
+        framework="verl",
+        distribution="verl",
+        target="verl.workers.engine.fsdp.transformer_impl:FSDPEngine.get_per_tensor_param",
+        versions=">=0.7.1,<0.9",
+        sources={
+            "b715dc4c164e8e36de61b8fe1f26e461fa68cf02a9e43b5a0be6512e1ff43daa": "0.7.1",
+            "e1be5ec2c0a092c1d7de3d81d0ed0a082155b9924c16fa820cc887ee8677db23": "0.8.0",
+        },
+        cures=(
+            "verl:fsdp2/policy/get_per_tensor_param",
+            "verl:fsdp2/none/merge/lora/get_per_tensor_param.merged",
+        ),
+        promises="the weights under the names of the Hub, parameters in bfloat16 as verl sends them; with merge: true "
+        "the adapters are in them; the adapter alone on the CPU, in its own dtype; "
+        "buckets of half the largest tensor, and 24 MiB beside them where offloaded weights are cast or merged",
+        leaves=_VERL_LEAVES,
+        replacement="fsdp_doctor.fixes.on_verl:send_in_bfloat16",
+    ),
+    FrameworkFix(
+        id="verl-sender",
+        framework="verl",
+        distribution="verl",
+        target="verl.workers.engine.fsdp.transformer_impl:FSDPEngine.get_per_tensor_param",
+        versions=">=0.9,<0.10",
+        sources={"30802c73cfcc5ba2d16c8e1936713bdb47cdc12d78abe0884d7e4f2ff293e8c3": "0.9.0 and 0.9.1"},
+        cures=("verl:fsdp/param+optimizer/lora/get_per_tensor_param.adapter",),
+        promises="the weights under the names of the Hub, in their own dtype, or with merge: true in bfloat16 with the "
+        "adapters in them, as verl sends them; the adapter alone on the CPU, in its own dtype; "
+        "buckets of half the largest tensor, and 24 MiB beside them where offloaded weights are cast or merged",
+        leaves=_VERL_LEAVES,
+        replacement="fsdp_doctor.fixes.on_verl:send_in_own_dtype",
+    ),
+)
+
+
+def list_fixes(framework: str) -> list[FrameworkFix]:
+    """Returns the fixes of a framework. Raises UsageError for one that has none."""
+    found = [fix for fix in FIXES if fix.framework == framework]
+    if not found:
+        known = ", ".join(sorted({fix.framework for fix in FIXES}))
+        raise UsageError(f"there is no fix for {framework!r}; there are fixes for {known}")
+    return found

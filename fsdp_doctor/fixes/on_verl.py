@@ -1,0 +1,64 @@
+"""The replacements for verl's sender, read in verl 0.7.1 to 0.9.1 (``workers/engine/fsdp/transformer_impl.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_doctor.fixes.applying import fall_back
+from fsdp_doctor.weights.extract import full_tensors, weights_info
+
+
+def send_in_bfloat16(original: Callable[..., Any], engine: Any, *arguments: Any, **options: Any) -> Any:
+    """In place of ``FSDPEngine.get_per_tensor_param`` before 0.9, which casts what is sharded: the parameters."""
+    return _send(original, torch.bfloat16, engine, *arguments, **options)
+
+
+def send_in_own_dtype(original: Callable[..., Any], engine: Any, *arguments: Any, **options: Any) -> Any:
+    """In place of the same from 0.9 on, which casts merged weights alone."""
+    merges = engine.model_config.lora.get("merge", False)
+    has_adapters = hasattr(getattr(engine.module, "_fsdp_wrapped_module", engine.module), "peft_config")
+    return _send(original, torch.bfloat16 if merges and has_adapters else None, engine, *arguments, **options)
+
+
+def _send(
+    original: Callable[..., Any],
+    dtype: torch.dtype | None,
+    engine: Any,
+    layered_summon: bool = False,
+    base_sync_done: bool = False,
+    **more: Any,
+) -> tuple[Iterable[tuple[str, torch.Tensor]], dict[str, Any] | None]:
+    options = {"layered_summon": layered_summon, "base_sync_done": base_sync_done, **more}
+    model = engine.module
+    adapter = getattr(getattr(model, "_fsdp_wrapped_module", model), "peft_config", {}).get("default")
+    if engine.model_config.lora.get("merge", False):
+        adapter = None
+    if engine._qat_enabled:
+        return fall_back("quantization-aware training", original, engine, **options)  # type: ignore[no-any-return]
+    if adapter is not None and not base_sync_done:
+        return fall_back("the base under an adapter", original, engine, **options)  # type: ignore[no-any-return]
+    try:
+        infos = weights_info(model, lora="adapter" if adapter is not None else "merged")
+    except NotImplementedError as error:
+        return fall_back(str(error), original, engine, **options)  # type: ignore[no-any-return]
+    # verl leaves what it offloads by hand on the CPU, since the rollout needs the memory.
+    if engine._is_offload_param:
+        original.__globals__["offload_fsdp_model_to_cpu"](model)
+    # verl's engine is not told the bucket of the rollout. Two of these are one tensor of the largest that are sent.
+    bytes_each = (info.shape.numel() * (dtype or info.dtype).itemsize for info in infos.values())
+    bucket_bytes = max(max(bytes_each) // 2, 1)
+    if adapter is not None:
+        with full_tensors(model, lora="adapter", bucket_bytes=bucket_bytes) as tensors:
+            return {name: tensor.cpu() for name, tensor in tensors}.items(), adapter.to_dict()
+    kept = _list_buffers(model, infos) if dtype is not None else []
+    return full_tensors(model, dtype=dtype, keep_dtype=kept, names="auto", bucket_bytes=bucket_bytes), None
+
+
+def _list_buffers(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Those of the model's names that are buffers, whose names here have more in front and wrappers in between."""
+    buffers = {name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_buffers()}
+    return [name for name in names if any(f".{buffer}".endswith(f".{name}") for buffer in buffers)]
