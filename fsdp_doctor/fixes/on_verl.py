@@ -8,19 +8,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_doctor.checkpoints.names import strip_wrappers
 from fsdp_doctor.fixes.applying import fall_back
 from fsdp_doctor.weights.extract import full_tensors, weights_info
 
 
 def send_in_bfloat16(original: Callable[..., Any], engine: Any, *arguments: Any, **options: Any) -> Any:
-    """In place of ``FSDPEngine.get_per_tensor_param`` before 0.9, which casts what is sharded: the parameters."""
+    """Replaces ``FSDPEngine.get_per_tensor_param`` before 0.9, which casts what is sharded: the parameters."""
     return _send(original, torch.bfloat16, engine, *arguments, **options)
 
 
 def send_in_own_dtype(original: Callable[..., Any], engine: Any, *arguments: Any, **options: Any) -> Any:
-    """In place of the same from 0.9 on, which casts merged weights alone."""
+    """Replaces ``FSDPEngine.get_per_tensor_param`` from 0.9 on, which casts merged weights alone."""
     merges = engine.model_config.lora.get("merge", False)
-    has_adapters = hasattr(getattr(engine.module, "_fsdp_wrapped_module", engine.module), "peft_config")
+    has_adapters = hasattr(engine.module, "peft_config")
     return _send(original, torch.bfloat16 if merges and has_adapters else None, engine, *arguments, **options)
 
 
@@ -34,7 +35,8 @@ def _send(
 ) -> tuple[Iterable[tuple[str, torch.Tensor]], dict[str, Any] | None]:
     options = {"layered_summon": layered_summon, "base_sync_done": base_sync_done, **more}
     model = engine.module
-    adapter = getattr(getattr(model, "_fsdp_wrapped_module", model), "peft_config", {}).get("default")
+    # FSDP1 passes on what the wrapped module has.
+    adapter = getattr(model, "peft_config", {}).get("default")
     if engine.model_config.lora.get("merge", False):
         adapter = None
     if engine._qat_enabled:
@@ -60,5 +62,5 @@ def _send(
 
 def _list_buffers(model: nn.Module, names: Iterable[str]) -> list[str]:
     """Those of the model's names that are buffers, whose names here have more in front and wrappers in between."""
-    buffers = {name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_buffers()}
+    buffers = {strip_wrappers(name) for name, _ in model.named_buffers()}
     return [name for name in names if any(f".{buffer}".endswith(f".{name}") for buffer in buffers)]

@@ -27,6 +27,9 @@ _OF_OTHERS = {
     "generation._weight_metadata",
     "item._initrequest",
     "item.session._setupstate",
+    # Attributes of verl's engine.
+    "engine._qat_enabled",
+    "engine._is_offload_param",
 }
 _DOCUMENTED = {
     "torch",
