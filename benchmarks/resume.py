@@ -51,7 +51,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         chosen = {"record": directory, "stop": 0, "job": directory, "emulated": False, "deterministic": False}
         os.environ["FSDP_DOCTOR_RESUME"] = json.dumps(chosen)
-        recorder.start()
+        recorder.start("torch")
         recorded = [measure_step() for _ in range(options.steps)]
     nbytes = sum(p.nbytes for p in model.parameters())
     without, with_it = statistics.median(bare[2:]), statistics.median(recorded[2:])

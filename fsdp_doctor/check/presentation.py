@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from fsdp_doctor.check import CheckResult, list_cases
 from fsdp_doctor.check.findings import ConfigFinding, FindingKind
 from fsdp_doctor.check.use import VERSIONS_BETWEEN, Use
+from fsdp_doctor.fixes.entry import find_fix_command
 from fsdp_doctor.known import catalogue
 from fsdp_doctor.known.failures import KnownFailure
 from fsdp_doctor.machine.terminal import wrap_all
@@ -46,7 +47,8 @@ def render_json(result: CheckResult) -> str:
     A use has ``role``, ``versions``, ``scenario`` (an id or null), ``why_not``, ``reasons`` (``axis``, ``value``,
     ``because``) and ``extractions`` (``purpose``, ``case``); a finding ``kind``, ``sentence``, ``settings``, ``entry``
     (empty but for ``known``), ``cases``, ``holds_for``, ``decides``, and of an entry ``verdict``, ``cause``,
-    ``remedy``, ``references``, ``conditions``, and ``remedy_here`` for the user of that framework.
+    ``remedy``, ``references``, ``conditions``, and for the user of that framework ``remedy_here`` and ``fix``, a
+    command (empty without one).
     """
     data = {
         "framework": result.framework,
@@ -118,6 +120,8 @@ def _number_lines(uses: Sequence[Use], lines: Sequence[Sequence[str]]) -> Iterat
 def _render_finding(finding: ConfigFinding, result: CheckResult) -> Iterator[str]:
     entry = catalogue.find_entry(finding.entry) if finding.entry else None
     yield f"  - {f'{entry.id}: ' if entry else ''}{finding.sentence}"
+    if entry is not None and (fix := _find_fix(entry, result)):
+        yield f"    fix: {fix}"
     if finding.bad:
         every = f"every version of {result.framework} that reads these settings"
         if result.version.version:
@@ -138,6 +142,11 @@ def _render_finding(finding: ConfigFinding, result: CheckResult) -> Iterator[str
         yield f"    see {', '.join(entry.references)}"
     for case in finding.cases:
         yield f"    {case}"
+
+
+def _find_fix(entry: KnownFailure, result: CheckResult) -> str:
+    version = str(result.version.version) if result.version.version else None
+    return find_fix_command(entry.short_code, framework=result.framework, version=version)
 
 
 def _list_conditions(entry: KnownFailure, result: CheckResult) -> Iterator[str]:
@@ -173,5 +182,6 @@ def _convert_finding_to_dict(finding: ConfigFinding, result: CheckResult) -> dic
         data |= {
             "conditions": list(_list_conditions(entry, result)),
             "remedy_here": entry.advise(result.version.of),
+            "fix": _find_fix(entry, result),
         }
     return data

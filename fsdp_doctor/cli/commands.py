@@ -82,6 +82,15 @@ _TABLE: dict[str, dict[str, tuple[_Command | _Group, str | None]]] = {
             ),
             "Diagnosis",
         ),
+        "fix": (
+            _Command(
+                "fix",
+                "fix",
+                "EXIT_CODES",
+                "Run a job with its framework's broken functions replaced, and say on which ranks they were called.",
+            ),
+            "Diagnosis",
+        ),
         "repro": (
             _Command("probe", "repro", "REPRO_EXIT_CODES", "Write a standalone script that reproduces a case."),
             "Diagnosis",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from fsdp_doctor.explain.exceptions import Raised
 from fsdp_doctor.explain.hangs import Hang, Waiting, name_ranks
 from fsdp_doctor.explain.log_input import MAX_STREAM
 from fsdp_doctor.explain.reading import Reading
+from fsdp_doctor.fixes.entry import find_fix_command
 from fsdp_doctor.known.clues import CLUES
 from fsdp_doctor.known.failures import NOT_RUN, KnownFailure
 from fsdp_doctor.known.grading import Match
@@ -68,6 +70,7 @@ def render_json(explanation: Explanation) -> str:
         "grade": explanation.grade,
         "cause": _convert_cause_to_dict(cause) if cause is not None else None,
         "entry": convert_entry_to_dict(entry) if entry is not None else None,
+        "fix": find_fix_command(entry.short_code, function=_join_places(explanation)) if entry is not None else "",
         "matches": [_match_as_dict(match) for match in explanation.matches],
         "reading": dataclasses.asdict(explanation.reading) if explanation.reading is not None else None,
         "ours": explanation.about_fsdp,
@@ -112,8 +115,10 @@ def _render_answer(explanation: Explanation) -> list[str]:
         return [f"{about} not in the catalogue of known failures.{clash}", *_write_decision(explanation.reading), ""]
     if explanation.grade == "possible":
         return ["It may be a known failure, and the log does not say which.", ""]
-    remedies = _list_remedies(explanation.matches[0].entry, _join_places(explanation))
-    return [_name_match(explanation.matches[0]), *remedies[: explanation.grade == "known"], ""]
+    entry, places = explanation.matches[0].entry, _join_places(explanation)
+    fix = find_fix_command(entry.short_code, function=places)
+    lines = [_name_match(explanation.matches[0]), *([f"Fix: {fix}"] if fix else [])]
+    return [*lines, *_list_remedies(entry, places)[: explanation.grade == "known"], ""]
 
 
 def _write_clash(reading: Reading) -> str:
@@ -284,7 +289,7 @@ def _list_remedies(entry: KnownFailure, places: str) -> list[str]:
     named = [
         f"Remedy in {framework}: {entry.advise(framework)}"
         for framework in entry.remedies
-        if not places or f"/{framework.replace('-', '_')}/" in places
+        if not places or re.search(rf"\b{framework.replace('-', '_')}/", places)
     ]
     return [*named, f"Remedy: {entry.advice}"]
 

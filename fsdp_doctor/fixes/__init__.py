@@ -1,13 +1,18 @@
 """Fixes of frameworks' functions: replacements in this library's calls, for releases whose source is known.
 
-entry       what a fix is, and the table of them; no torch
-applying    finds the function, refuses what it does not know, and replaces it in this process
+entry       what a fix is, and the table of them
+sources     finds a function in the installed release, and whether its source is known
+applying    replaces it in this process, and refuses what it does not know
+fixed_job   runs a user's job with the fixes, and reads what its processes reported
+job_hook    runs in the job's processes when a framework is imported
+patches     a fix as a patch of the release
 on_verl     the replacements for verl
 
-Nothing is replaced by default, and nothing is written: a fix lasts as long as the process.
+Nothing is replaced by default, and nothing is written: a fix lasts as long as the process. The replacements alone
+import torch.
 """
 
-from fsdp_doctor.fixes.applying import AppliedFix, apply
+from fsdp_doctor.fixes.applying import AppliedFix, apply, use_fix
 from fsdp_doctor.fixes.entry import FrameworkFix, list_fixes
 
-__all__ = ["AppliedFix", "FrameworkFix", "apply", "list_fixes"]
+__all__ = ["AppliedFix", "FrameworkFix", "apply", "list_fixes", "use_fix"]

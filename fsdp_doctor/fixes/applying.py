@@ -2,38 +2,64 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
-import hashlib
 import importlib
-import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any
-
-from packaging.specifiers import SpecifierSet
+from typing import TYPE_CHECKING, Any
 
 from fsdp_doctor.errors import CannotRun
-from fsdp_doctor.fixes.entry import FrameworkFix, list_fixes
+from fsdp_doctor.fixes import entry
+from fsdp_doctor.fixes.entry import FrameworkFix
+from fsdp_doctor.fixes.job_hook import read_options, write_event
+from fsdp_doctor.fixes.sources import FixedFunction, choose_fixes, find_function
 from fsdp_doctor.machine.versions import read_installed_versions
+
+if TYPE_CHECKING:
+    import torch
+
+    from fsdp_doctor.weights.fingerprints import Fingerprints
+
+_Weights = Iterable[tuple[str, "torch.Tensor"]]
 
 
 @dataclass(kw_only=True)
 class AppliedFix:
-    """A fix in this process. num_calls, num_left: calls so far, and those that the original answered."""
+    """A fix in this process.
+
+    owner: the class in which the function was replaced; None if a patch of the framework decorates it. num_calls,
+    num_left: calls so far, and those that the original answered.
+    """
 
     fix: FrameworkFix
     version: str
+    owner: type[Any] | None
+    original: FunctionType
     num_calls: int = field(default=0, init=False)
     num_left: int = field(default=0, init=False)
     _said: set[str] = field(default_factory=set, init=False, repr=False)
 
     def say_once(self, what: str) -> None:
+        """Writes a line to stderr, the first time that there is such a line to write."""
         if what not in self._said:
             self._said.add(what)
             _say(self.fix, what)
+
+    def report_overriding_classes(self) -> None:
+        """Reports the classes made since that override the function, with which the replacement is not what runs."""
+        assert self.owner is not None
+        for subclass in _list_overriding_classes(self.owner, self.original.__name__):
+            write_event("overridden", fix=self.fix.id, by=f"{subclass.__module__}.{subclass.__qualname__}")
+
+    def revert(self) -> None:
+        """Puts the original back."""
+        assert self.owner is not None
+        setattr(self.owner, self.original.__name__, self.original)
+        del _applied[self.fix.id]
 
 
 _applied: dict[str, AppliedFix] = {}
@@ -48,77 +74,116 @@ def apply(framework: str) -> list[AppliedFix]:
     version, the function's source is not one of those that the fix was written for, somebody else has replaced it, or
     a class outside of the framework overrides it.
     """
-    found = [fix for fix in _choose(framework) if fix.id not in _applied]
-    places = [_find_original(fix) for fix in found]
-    for fix, (owner, name, original) in zip(found, places, strict=True):
-        applied = AppliedFix(fix=fix, version=_read_version(fix))
-        setattr(owner, name, _wrap(applied, original))
-        _applied[fix.id] = applied
-        _say(fix, f"replaced {fix.target} of {fix.distribution} {applied.version}")
+    _apply(choose_fixes(framework))
     return [applied for applied in _applied.values() if applied.fix.framework == framework]
+
+
+def apply_to_module(module: str, ids: Collection[str]) -> None:
+    """Applies the fixes of the given ids whose function is in a module. Raises as :func:`apply`."""
+    frameworks = {fix.framework for fix in entry.FIXES if fix.id in ids and fix.target.partition(":")[0] == module}
+    for framework in sorted(frameworks):
+        fixes = [fix for fix in choose_fixes(framework) if fix.id in ids]
+        _apply([fix for fix in fixes if fix.target.partition(":")[0] == module])
+
+
+def use_fix(id: str) -> Callable[[FunctionType], Callable[..., Any]]:
+    """Decorates a framework's function, in the patch that ``fsdp-doctor fix FRAMEWORK --diff`` writes."""
+
+    def decorate(original: FunctionType) -> Callable[..., Any]:
+        (fix,) = [fix for fix in choose_fixes(_find_framework(id)) if fix.id == id]
+        version = read_installed_versions([fix.distribution])[fix.distribution]
+        applied = _applied[id] = AppliedFix(fix=fix, version=version, owner=None, original=original)
+        return _wrap(applied)
+
+    return decorate
 
 
 def fall_back(reason: str, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Calls the original, for what its replacement does not do, and says so once for each reason."""
-    applied = next(one for one in _applied.values() if one.fix.target.endswith(f":{original.__qualname__}"))
+    applied = _find_applied(original)
     applied.num_left += 1
     applied.say_once(f"left to the original: {reason}")
+    write_event("left", fix=applied.fix.id, reason=reason, **_describe_rank())
     return original(*arguments, **options)
 
 
-def _choose(framework: str) -> list[FrameworkFix]:
-    fixes = list_fixes(framework)
-    version = _read_version(fixes[0])
-    chosen = [fix for fix in fixes if SpecifierSet(fix.versions).contains(version, prereleases=True)]
-    if not chosen:
-        ranges = " or ".join(sorted({fix.versions for fix in fixes}))
-        raise CannotRun(f"no fix is for {fixes[0].distribution} {version}; the fixes are for {ranges}")
-    return chosen
+def check_sent(original: Callable[..., Any], tensors: _Weights, compute: Callable[[], Fingerprints]) -> _Weights:
+    """Returns the tensors; under ``fix --verify`` those of the first call are compared with a fingerprint as they pass.
+
+    compute: sums the model's shards. Every rank calls it, before anything is gathered.
+    """
+    applied = _find_applied(original)
+    options = read_options()
+    if applied.num_calls > 1 or options is None or not options["verify"]:
+        return tensors
+    return _compare(applied, tensors, compute())
 
 
-def _read_version(fix: FrameworkFix) -> str:
-    versions = read_installed_versions([fix.distribution])
-    if not versions:
-        raise CannotRun(f"{fix.distribution} is not installed here: run this with the Python of the job")
-    return versions[fix.distribution]
+def _compare(applied: AppliedFix, tensors: _Weights, expected: Fingerprints) -> _Weights:
+    from fsdp_doctor.weights.fingerprints import FingerprintSums, compare_fingerprints
+
+    sums = FingerprintSums()
+    yield from sums.watch(tensors)
+    sent = sums.fingerprints()
+    found = compare_fingerprints(expected, sent, called=("the model", "what was sent"))
+    differences = [str(difference) for difference in found]
+    facts = {"fix": applied.fix.id, "tensors": len(sent.tensors), "differences": differences[:5], **_describe_rank()}
+    write_event("verified", num_different=len(differences), **facts)
+    for difference in differences[:5]:
+        applied.say_once(f"sent something else than the model has: {difference}")
 
 
-def _find_original(fix: FrameworkFix) -> tuple[type[Any], str, FunctionType]:
-    """The class that has the function, the function's name in it, and the function, if it is the known one."""
+def _find_applied(original: Callable[..., Any]) -> AppliedFix:
+    return next(applied for applied in _applied.values() if applied.original is original)
+
+
+def _find_framework(id: str) -> str:
+    return next(fix.framework for fix in entry.FIXES if fix.id == id)
+
+
+def _apply(fixes: Iterable[FrameworkFix]) -> None:
+    functions = [find_function(fix) for fix in fixes if fix.id not in _applied]
+    places = [_find_original(function) for function in functions]
+    for function, (owner, original) in zip(functions, places, strict=True):
+        fix = function.fix
+        applied = AppliedFix(fix=fix, version=function.version, owner=owner, original=original)
+        setattr(owner, original.__name__, _wrap(applied))
+        _applied[fix.id] = applied
+        _say(fix, f"replaced {fix.target} of {fix.distribution} {function.version}")
+        write_event("replaced", fix=fix.id)
+        atexit.register(applied.report_overriding_classes)
+
+
+def _find_original(function: FixedFunction) -> tuple[type[Any], FunctionType]:
+    """Returns the class that has the function, and the function, if it is the one that was found in the file."""
+    fix = function.fix
     module_name, _, path = fix.target.partition(":")
     *classes, name = path.split(".")
-    module = importlib.import_module(module_name)
-    owner: Any = module
+    owner: Any = importlib.import_module(module_name)
     for part in classes:
-        owner = getattr(owner, part, None)
-    original = vars(owner).get(name) if owner is not None else None
-    version = _read_version(fix)
-    if original is None:
-        raise CannotRun(
-            f"fix {fix.id}: {fix.distribution} {version} has no {fix.target}; it is no release that is known"
-        )
+        owner = getattr(owner, part)
+    original = vars(owner).get(name)
     code = getattr(original, "__code__", None)
-    if hasattr(original, "__wrapped__") or code is None or code.co_filename != module.__file__:
-        where = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(original)
+    place = (code.co_filename, code.co_firstlineno) if code is not None else None
+    if hasattr(original, "__wrapped__") or place != (str(function.file), function.first_line):
+        where = f"{place[0]}:{place[1]}" if place is not None else repr(original)
         raise CannotRun(f"fix {fix.id}: {fix.target} was replaced already, from {where}; take out one of the two")
-    try:
-        source = inspect.getsource(original)
-    except OSError:
-        raise CannotRun(f"fix {fix.id}: the source of {fix.target} cannot be read, so it is not replaced") from None
-    digest = hashlib.sha256(source.encode()).hexdigest()
-    if digest not in fix.sources:
+    for subclass in _list_overriding_classes(owner, name):
         raise CannotRun(
-            f"fix {fix.id}: the source of {fix.target} is not that of {' or '.join(sorted(set(fix.sources.values())))} "
-            f"(sha256 {digest[:12]}): it is not replaced; install that release, or make the change by hand"
+            f"fix {fix.id}: {subclass.__module__}.{subclass.__qualname__} overrides {name}, so a replacement in "
+            f"{owner.__qualname__} would not be what runs; the fix does not know that class"
         )
-    package = module_name.partition(".")[0]
-    for subclass in _list_subclasses(owner):
-        if name in vars(subclass) and subclass.__module__.partition(".")[0] != package:
-            raise CannotRun(
-                f"fix {fix.id}: {subclass.__module__}.{subclass.__qualname__} overrides {name}, so a replacement in "
-                f"{owner.__qualname__} would not be what runs; the fix does not know that class"
-            )
-    return owner, name, original
+    return owner, original
+
+
+def _list_overriding_classes(owner: type[Any], name: str) -> list[type[Any]]:
+    """Lists the subclasses outside of the owner's package that have a function of that name of their own."""
+    package = owner.__module__.partition(".")[0]
+    return [
+        subclass
+        for subclass in _list_subclasses(owner)
+        if name in vars(subclass) and subclass.__module__.partition(".")[0] != package
+    ]
 
 
 def _list_subclasses(owner: type[Any]) -> Iterator[type[Any]]:
@@ -128,17 +193,27 @@ def _list_subclasses(owner: type[Any]) -> Iterator[type[Any]]:
         yield from _list_subclasses(subclass)
 
 
-def _wrap(applied: AppliedFix, original: FunctionType) -> Callable[..., Any]:
+def _wrap(applied: AppliedFix) -> Callable[..., Any]:
     module_name, _, name = applied.fix.replacement.partition(":")
     replacement = getattr(importlib.import_module(module_name), name)
+    original = applied.original
 
     @functools.wraps(original)
     def replaced(*arguments: Any, **options: Any) -> Any:
         applied.num_calls += 1
         applied.say_once("called for the first time")
+        write_event("called", fix=applied.fix.id, **_describe_rank())
         return replacement(original, *arguments, **options)
 
     return replaced
+
+
+def _describe_rank() -> dict[str, int]:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return {"rank": dist.get_rank(), "world": dist.get_world_size()}
+    return {"rank": 0, "world": 1}
 
 
 def _say(fix: FrameworkFix, what: str) -> None:

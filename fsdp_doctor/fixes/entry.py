@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from packaging.specifiers import SpecifierSet
+
 from fsdp_doctor.errors import UsageError
 
 
@@ -13,9 +15,9 @@ class FrameworkFix:
 
     id: its name for the user. distribution: the package whose version counts. target, replacement:
     ``module:qualified.name``. versions: as pip writes a range. sources: the releases that have each source of the
-    original, by its sha256 (of what ``inspect.getsource`` returns). cures: ids of cases that are ok with it,
-    and are not without it in a release of the range. promises, leaves: what the replacement does, and what it leaves
-    to the original.
+    original, by its sha256, of the lines from the first decorator to the end. mends: ids of the catalogue. cures: ids
+    of cases that are ok with it, and are not without it in a release of the range. promises, leaves: what the
+    replacement does, and what it leaves to the original.
 
     The replacement is called with the original and then the original's arguments. It calls the original for what it
     leaves, through :func:`fsdp_doctor.fixes.applying.fall_back`.
@@ -27,6 +29,7 @@ class FrameworkFix:
     target: str
     versions: str
     sources: dict[str, str]
+    mends: tuple[str, ...]
     cures: tuple[str, ...]
     promises: str
     leaves: str
@@ -47,6 +50,7 @@ FIXES = (
             "b715dc4c164e8e36de61b8fe1f26e461fa68cf02a9e43b5a0be6512e1ff43daa": "0.7.1",
             "e1be5ec2c0a092c1d7de3d81d0ed0a082155b9924c16fa820cc887ee8677db23": "0.8.0",
         },
+        mends=("FD001", "FD090", "FD092", "FD093"),
         cures=(
             "verl:fsdp2/policy/get_per_tensor_param",
             "verl:fsdp2/none/merge/lora/get_per_tensor_param.merged",
@@ -64,6 +68,7 @@ FIXES = (
         target="verl.workers.engine.fsdp.transformer_impl:FSDPEngine.get_per_tensor_param",
         versions=">=0.9,<0.10",
         sources={"30802c73cfcc5ba2d16c8e1936713bdb47cdc12d78abe0884d7e4f2ff293e8c3": "0.9.0 and 0.9.1"},
+        mends=("FD093",),
         cures=("verl:fsdp/param+optimizer/lora/get_per_tensor_param.adapter",),
         promises="the weights under the names of the Hub, in their own dtype, or with merge: true in bfloat16 with the "
         "adapters in them, as verl sends them; the adapter alone on the CPU, in its own dtype; "
@@ -81,3 +86,23 @@ def list_fixes(framework: str) -> list[FrameworkFix]:
         known = ", ".join(sorted({fix.framework for fix in FIXES}))
         raise UsageError(f"there is no fix for {framework!r}; there are fixes for {known}")
     return found
+
+
+def find_fix_command(mends: str, *, framework: str | None = None, version: str | None = None, function: str = "") -> str:
+    """Writes the command that runs a job with the fix for a known failure, and for which releases; empty without one.
+
+    mends: the failure, as FD001. framework, version: of the job; None for one that is not known. function: text that
+    names the function in which it occurred, such as the frames of a traceback; empty where it is not known.
+    """
+    found = [
+        fix
+        for fix in FIXES
+        if mends in fix.mends
+        and framework in (None, fix.framework)
+        and (version is None or SpecifierSet(fix.versions).contains(version, prereleases=True))
+        and (not function or fix.target.rpartition(".")[2] in function)
+    ]
+    if not found:
+        return ""
+    ranges = " or ".join(fix.versions for fix in found)
+    return f"fsdp-doctor fix --framework {found[0].framework} -- COMMAND ({found[0].distribution} {ranges})"

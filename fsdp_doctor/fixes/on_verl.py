@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 from torch import nn
 
 from fsdp_doctor.checkpoints.names import strip_wrappers
-from fsdp_doctor.fixes.applying import fall_back
+from fsdp_doctor.fixes.applying import check_sent, fall_back
 from fsdp_doctor.weights.extract import full_tensors, weights_info
+from fsdp_doctor.weights.fingerprints import fingerprint
 
 
 def send_in_bfloat16(original: Callable[..., Any], engine: Any, *arguments: Any, **options: Any) -> Any:
@@ -54,10 +56,14 @@ def _send(
     bytes_each = (info.shape.numel() * (dtype or info.dtype).itemsize for info in infos.values())
     bucket_bytes = max(max(bytes_each) // 2, 1)
     if adapter is not None:
+        summed = functools.partial(fingerprint, model, lora="adapter")
         with full_tensors(model, lora="adapter", bucket_bytes=bucket_bytes) as tensors:
-            return {name: tensor.cpu() for name, tensor in tensors}.items(), adapter.to_dict()
+            sent = check_sent(original, tensors, summed)
+            return {name: tensor.cpu() for name, tensor in sent}.items(), adapter.to_dict()
     kept = _list_buffers(model, infos) if dtype is not None else []
-    return full_tensors(model, dtype=dtype, keep_dtype=kept, names="auto", bucket_bytes=bucket_bytes), None
+    tensors = full_tensors(model, dtype=dtype, keep_dtype=kept, names="auto", bucket_bytes=bucket_bytes)
+    summed = functools.partial(fingerprint, model, dtype=dtype, keep_dtype=kept, names="auto")
+    return check_sent(original, tensors, summed), None
 
 
 def _list_buffers(model: nn.Module, names: Iterable[str]) -> list[str]:

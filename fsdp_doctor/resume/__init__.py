@@ -1,6 +1,5 @@
 """``fsdp-doctor resume``: is the run that a user's program resumes the run that it would have been?
 
-injected       the ``sitecustomize`` that Python executes in the processes of the job
 recorder       runs there, and writes what each optimizer step starts from
 emulation      runs there, too, for a job on the emulated device
 records        what is written, read back

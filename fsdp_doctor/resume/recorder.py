@@ -1,6 +1,6 @@
 """Runs in the processes of the user's job, and writes what each optimizer step of this rank starts from.
 
-``injected/sitecustomize.py`` executes this file once torch is imported. It needs the standard library and torch
+``sitecustomize`` executes this file once torch is imported. It needs the standard library and torch
 (for tensors on a device, and on the emulated device, this package, too), gathers nothing, and never raises into the
 job: an error of its own is written as the last line of the record.
 
@@ -509,8 +509,11 @@ def leave(record: str) -> None:
     os._exit(0)
 
 
-def start() -> None:
-    """Starts recording as the variable FSDP_DOCTOR_RESUME says, a JSON object of the options of :class:`Recorder`."""
+def start(imported: str) -> None:
+    """Starts recording, now that torch is imported.
+
+    The variable FSDP_DOCTOR_RESUME is a JSON object of the options of :class:`StepRecorder`.
+    """
     options = json.loads(os.environ["FSDP_DOCTOR_RESUME"])
     try:
         if options.pop("deterministic"):

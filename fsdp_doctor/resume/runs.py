@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 
 from fsdp_doctor.bundle.command_run import CommandRun, end_descendants, run
 from fsdp_doctor.errors import Interrupted, UsageError
+from fsdp_doctor.machine.injection import make_variables
 from fsdp_doctor.resume.records import RankRecord, read_ranks, read_start_failures
 
 RunName: TypeAlias = Literal["straight", "resumed", "straight-again", "resumed-again", "second-resume"]
@@ -23,7 +24,7 @@ RUNS: dict[RunName, str] = {
     "resumed-again": "resumed again, since gradients alone differ: does that run repeat itself?",
     "second-resume": "resumed from the save of the resumed run",
 }
-_INJECTED = pathlib.Path(__file__).with_name("injected")
+_RECORDER = pathlib.Path(__file__).with_name("recorder.py")
 _UNSEEN = (
     "the recorder saw no step of a torch.optim optimizer. PYTHONPATH must reach the ranks (it does not with python -I, "
     "srun --export=NONE, or Ray and containers that drop it)"
@@ -96,7 +97,7 @@ def run_job(
     log = place / "output.log"
     variables = {
         "FSDP_DOCTOR_RESUME": job.make_options(record, stop, directory),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(_INJECTED), os.environ.get("PYTHONPATH")])),
+        **make_variables({"torch": _RECORDER}),
         # A run for comparison is no run to publish.
         "WANDB_MODE": os.environ.get("WANDB_MODE", "offline"),
     }

@@ -35,7 +35,7 @@ def test_the_json_has_what_its_documentation_says() -> None:
     assert set(data["uses"][0]) == {"role", "versions", "scenario", "why_not", "reasons", "extractions"}
     plain = {"kind", "sentence", "settings", "entry", "cases", "holds_for", "decides"}
     for finding in data["findings"]:
-        of_entry = {"verdict", "cause", "remedy", "remedy_run", "references", "conditions", "remedy_here"}
+        of_entry = {"verdict", "cause", "remedy", "remedy_run", "references", "conditions", "remedy_here", "fix"}
         assert set(finding) == (plain | of_entry if finding["kind"] == "known" else plain)
     assert data["cases"] == [case.id for case in list_cases(result)]
     assert data["exit_code"] == 1

@@ -27,6 +27,7 @@ _FIX = FrameworkFix(
     target="toyframework:Sender.send",
     versions=">=1,<2",
     sources={hashlib.sha256(_FUNCTION.encode()).hexdigest(): "1.0"},
+    mends=(),
     cures=(),
     promises="twice the weights",
     leaves="quantized ones",

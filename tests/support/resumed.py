@@ -70,6 +70,6 @@ def _run_rank(words: list[str], options: str) -> None:
     # What the fork server has is not the program's, and large to look through.
     gc.freeze()
     os.environ["FSDP_DOCTOR_RESUME"] = options
-    recorder.start()
+    recorder.start("torch")
     sys.argv = words
     runpy.run_path(str(TESTS / "resume" / words[0]), run_name="__main__")

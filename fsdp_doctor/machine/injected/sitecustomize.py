@@ -1,4 +1,7 @@
-"""First on PYTHONPATH of a job under ``fsdp-doctor resume``: starts the recorder once torch is imported.
+"""First on PYTHONPATH of a user's job: executes files of this program in the job once modules are imported.
+
+The variable FSDP_DOCTOR_AFTER_IMPORT is a JSON object: by the name of a module, the file whose ``start(module name)``
+is called when the module has been executed (:mod:`fsdp_doctor.machine.injection` makes it).
 
 Python imports a module of this name when it starts. It hides a ``sitecustomize`` of the user's, which is run then.
 """
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -15,30 +19,36 @@ from types import ModuleType
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-class _AfterTorch:
-    """A finder that lets others find torch, and starts the recorder when it has been executed."""
+class _AfterImports:
+    """A finder that lets others find the modules, and starts the file of each when it has been executed."""
+
+    def __init__(self, files: dict[str, str]) -> None:
+        self._files = files
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch":
+        file = self._files.pop(name, None)
+        if file is None:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
-        def execute_and_record(module: ModuleType) -> None:
+        def execute_and_start(module: ModuleType) -> None:
             execute(module)
-            _start_recorder()
+            stem = os.path.splitext(os.path.basename(file))[0]
+            _load(f"_fsdp_doctor_{stem}", file).start(name)
 
-        spec.loader.exec_module = execute_and_record  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_and_start  # type: ignore[method-assign]
         return spec
 
 
 def _load(name: str, file: str) -> ModuleType:
     """Executes a file as the module ``name``: the job's interpreter need not find this package."""
+    if name in sys.modules:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -47,19 +57,16 @@ def _load(name: str, file: str) -> ModuleType:
     return module
 
 
-def _start_recorder() -> None:
-    file = os.path.join(os.path.dirname(_HERE), "recorder.py")
-    _load("_fsdp_doctor_recorder", file).start()
-
-
 def _run_hidden() -> None:
     """Runs the ``sitecustomize`` that Python would have imported without this one."""
     others = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.origin is not None:
+        del sys.modules["sitecustomize"]
         _load("sitecustomize", spec.origin)
 
 
-if "FSDP_DOCTOR_RESUME" in os.environ:
-    sys.meta_path.insert(0, _AfterTorch())
 _run_hidden()
+# Last, so that this finder comes before those that the user's has put first.
+if "FSDP_DOCTOR_AFTER_IMPORT" in os.environ:
+    sys.meta_path.insert(0, _AfterImports(json.loads(os.environ["FSDP_DOCTOR_AFTER_IMPORT"])))

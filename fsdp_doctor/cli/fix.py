@@ -1,0 +1,82 @@
+"""``fsdp-doctor fix``: a user's job with a framework's functions replaced by this library's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fsdp_doctor.cli.options import declare_output_file
+from fsdp_doctor.cli.output import write
+from fsdp_doctor.errors import UsageError
+
+if TYPE_CHECKING:
+    from fsdp_doctor.fixes.sources import FixedFunction
+
+EXIT_CODES = (
+    "Exit codes: the job's own; 1 if the job ended with 0 and a rank had no fix, or sent something else than the model "
+    "has; 2 usage; 3 a fix was refused, or none was called; 4 the doctor failed."
+)
+
+
+def fix(
+    *,
+    framework: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The job's framework.  [default: the one that is installed]")
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(metavar="ID", help="Apply this fix alone. Can be repeated.")] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare the first sync with the model, by fingerprints.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be replaced, and run nothing.")] = False,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Write the fixes of a framework as a patch of the installed release.")
+    ] = False,
+    json_file: Annotated[
+        pathlib.Path | None, declare_output_file("--json", help="Write what the ranks reported as JSON to this file.")
+    ] = None,
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="[FRAMEWORK | -- COMMAND]", help="The job, or for --diff a framework.")
+    ] = None,
+) -> None:
+    """Run a job with its framework's broken functions replaced, and say on which ranks they were called.
+
+    The job needs no change, and nothing is written into the framework. Functions whose source is not known are refused.
+    """
+    from fsdp_doctor.fixes.fixed_job import find_fixed_functions, run_with_fixes
+    from fsdp_doctor.fixes.patches import render_patch
+
+    words = command or []
+    if diff:
+        if len(words) > 1 or (words and framework):
+            raise UsageError("--diff takes one framework, for example `fsdp-doctor fix verl --diff`")
+        functions = find_fixed_functions(words[0] if words else framework, only or [])
+        write(None, "".join(render_patch(function) for function in functions))
+        return
+    if not words and not dry_run:
+        raise UsageError("no job: write its command after --, for example `fsdp-doctor fix -- torchrun train.py`")
+    functions = find_fixed_functions(framework, only or [])
+    if dry_run:
+        write(None, "\n".join(_describe(function) for function in functions))
+        return
+    done = run_with_fixes(words, functions, verify=verify)
+    for sentence in done.sentences:
+        print(f"fsdp-doctor: {sentence}", file=sys.stderr)
+    if json_file is not None:
+        write(json_file, json.dumps(dataclasses.asdict(done), indent=2) + "\n")
+    raise SystemExit(done.exit_code)
+
+
+def _describe(function: FixedFunction) -> str:
+    fix = function.fix
+    facts = {
+        "replaces": f"{fix.target} of {fix.distribution} {function.version}, with the source of {function.release}",
+        "mends": ", ".join(fix.mends),
+        "gives": fix.promises,
+        "leaves": f"to the original: {fix.leaves}",
+    }
+    return "".join([f"{fix.id}\n", *(f"  {name:<9} {text}\n" for name, text in facts.items())])

@@ -1,0 +1,200 @@
+"""A user's job with the fixes of its framework: what would be replaced, the run, and what its processes reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from fsdp_doctor.errors import CannotRun, UsageError
+from fsdp_doctor.fixes import entry, job_hook
+from fsdp_doctor.fixes.sources import FixedFunction, choose_fixes, find_function
+from fsdp_doctor.machine.injection import INJECTED, make_variables
+from fsdp_doctor.machine.versions import read_installed_versions
+from fsdp_doctor.text import join_some
+
+_HOOK = pathlib.Path(job_hook.__file__)
+# Options of Python with which it ignores PYTHONPATH, or imports no sitecustomize, alone or among others.
+_ISOLATING = re.compile(r"-[a-zA-Z]*[IES]")
+_WITH_VALUE = ("-m", "-c", "-W", "-X")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixReport:
+    """Reports of the processes of a job about one fix.
+
+    called, left: calls of the replacement, and those that the original answered. callers, missing: ranks that called
+    it and that never did, of as many as the widest process group had. processes: in which the function was replaced.
+    overridden: classes with a function of their own. verified: of the ranks that compared a sync, by rank, how many
+    tensors were sent, and the differences.
+    """
+
+    id: str
+    called: int
+    left: int
+    callers: tuple[int, ...]
+    missing: tuple[int, ...]
+    processes: int
+    overridden: tuple[str, ...]
+    verified: Mapping[int, tuple[int, tuple[str, ...]]]
+
+    @property
+    def sentences(self) -> Iterator[str]:
+        """Sentences for the user."""
+        if not self.processes:
+            yield (
+                f"fix {self.id} reached no process of the job: none imported the module that it is for, or PYTHONPATH "
+                "does not reach the ranks (python -I, srun --export=NONE, containers, a Ray cluster that ran before)"
+            )
+            return
+        if not self.called:
+            by = f": {join_some(self.overridden)} overrides the function" if self.overridden else ""
+            yield f"fix {self.id} was in {self.processes} processes, and was never called{by}"
+            return
+        world = len(self.callers) + len(self.missing)
+        left = f", {self.left} of them left to the original" if self.left else ""
+        yield f"fix {self.id}: replaced on {len(self.callers)} of {world} ranks, called {self.called} times{left}"
+        if self.missing:
+            ranks = join_some([str(rank) for rank in self.missing])
+            yield f"fix {self.id} did not reach rank {ranks}: PYTHONPATH must reach every rank"
+        for rank, (num_tensors, differences) in sorted(self.verified.items()):
+            equal = "what was sent first is what the model had" if not differences else "; ".join(differences)
+            yield f"fix {self.id}: rank {rank}, {num_tensors} tensors: {equal}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedJobRun:
+    """The end of a job. job_code: its exit code. refusals: sentences of the processes that were refused a fix."""
+
+    job_code: int
+    reports: tuple[FixReport, ...]
+    refusals: tuple[str, ...]
+
+    @property
+    def sentences(self) -> Iterator[str]:
+        """Sentences for the user: refusals alone, if there are some."""
+        yield from self.refusals
+        for report in self.reports if not self.refusals else ():
+            yield from report.sentences
+
+    @property
+    def exit_code(self) -> int:
+        """The job's own; 3 where a fix was refused, or none was called; 1 where a sync was not what the model had."""
+        if self.refusals:
+            return CannotRun.exit_code
+        if self.job_code:
+            return self.job_code
+        if not any(report.called for report in self.reports):
+            return CannotRun.exit_code
+        return int(any(report.missing or any(d for _, d in report.verified.values()) for report in self.reports))
+
+
+def find_fixed_functions(framework: str | None, ids: Sequence[str]) -> list[FixedFunction]:
+    """Finds the functions that the job's framework has and that would be replaced, all of them or those of the ids.
+
+    framework: None for the one that is installed. Raises UsageError for a framework or an id that is not known, and
+    where several are installed; CannotRun where none is, or one is refused (:func:`find_function`).
+    """
+    if framework is None:
+        framework = _find_framework()
+    fixes = choose_fixes(framework)
+    for id in ids:
+        if id not in {fix.id for fix in fixes}:
+            raise UsageError(f"--only {id}: {framework} has {', '.join(fix.id for fix in fixes)}")
+    return [find_function(fix) for fix in fixes if not ids or fix.id in ids]
+
+
+def _find_framework() -> str:
+    distributions = {fix.framework: fix.distribution for fix in entry.FIXES}
+    installed = read_installed_versions(distributions.values())
+    present = [framework for framework, distribution in distributions.items() if distribution in installed]
+    if not present:
+        raise CannotRun(
+            f"none of the frameworks that have fixes is installed here ({', '.join(distributions)}): run this with the "
+            "Python of the job"
+        )
+    if len(present) > 1:
+        raise UsageError(f"{' and '.join(present)} are installed, and have fixes: name the job's by --framework")
+    return present[0]
+
+
+def run_with_fixes(command: Sequence[str], functions: Sequence[FixedFunction], *, verify: bool) -> FixedJobRun:
+    """Runs a job with its input and output, and passes signals on to it.
+
+    Raises UsageError for a command that cannot be started, or whose Python would not execute the fixes.
+    """
+    _refuse_isolated(command)
+    ids = [function.fix.id for function in functions]
+    modules = {function.fix.target.partition(":")[0]: _HOOK for function in functions}
+    with tempfile.TemporaryDirectory(prefix="fsdp-doctor-fix-") as directory:
+        options = {"events": directory, "ids": ids, "verify": verify, "injected": str(INJECTED)}
+        variables = {**make_variables({**modules, "ray": _HOOK}), "FSDP_DOCTOR_FIX": json.dumps(options)}
+        code = _run(command, os.environ | variables)
+        events = [json.loads(line) for file in sorted(pathlib.Path(directory).iterdir()) for line in open(file)]
+    refusals = dict.fromkeys(event["reason"] for event in events if event["kind"] == "refused")
+    return FixedJobRun(
+        # As a shell has it.
+        job_code=128 - code if code < 0 else code,
+        reports=tuple(_summarize(id, [event for event in events if event.get("fix") == id]) for id in ids),
+        refusals=tuple(refusals),
+    )
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Runs a command, passes signals on to it, and returns its code, negative for a signal."""
+    jobs: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        # A terminal sends SIGINT to the job, too.
+        for job in jobs if number != signal.SIGINT else ():
+            job.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        jobs.append(subprocess.Popen(command, env=environment))
+        return jobs[0].wait()
+    except OSError as error:
+        raise UsageError(f"{command[0]} cannot be started: {error.strerror or error}") from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _refuse_isolated(command: Sequence[str]) -> None:
+    """Refuses a Python that is told to ignore the environment."""
+    if not pathlib.Path(command[0]).name.startswith("python"):
+        return
+    for word in command[1:]:
+        if not word.startswith("-") or word.startswith(_WITH_VALUE):
+            return
+        if _ISOLATING.match(word):
+            raise UsageError(f"{command[0]} {word} does not execute the fixes: leave the option out")
+
+
+def _summarize(id: str, events: Iterable[Mapping[str, Any]]) -> FixReport:
+    by_kind: dict[str, list[Mapping[str, Any]]] = {}
+    for event in events:
+        by_kind.setdefault(event["kind"], []).append(event)
+    calls = by_kind.get("called", [])
+    callers = {event["rank"] for event in calls}
+    world = max((event["world"] for event in calls), default=0)
+    return FixReport(
+        id=id,
+        called=len(calls),
+        left=len(by_kind.get("left", [])),
+        callers=tuple(sorted(callers)),
+        missing=tuple(rank for rank in range(world) if rank not in callers),
+        processes=len({event["process"] for event in by_kind.get("replaced", [])}),
+        overridden=tuple(dict.fromkeys(event["by"] for event in by_kind.get("overridden", []))),
+        verified={
+            event["rank"]: (event["tensors"], tuple(event["differences"])) for event in by_kind.get("verified", [])
+        },
+    )

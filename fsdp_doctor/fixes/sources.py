@@ -1,0 +1,92 @@
+"""Finds the source of a framework's function in its installed file, without importing it, and whether it is known."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import pathlib
+from dataclasses import dataclass
+
+from packaging.specifiers import SpecifierSet
+
+from fsdp_doctor.errors import CannotRun
+from fsdp_doctor.fixes.entry import FrameworkFix, list_fixes
+from fsdp_doctor.machine.versions import read_installed_versions
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedFunction:
+    """A function of an installed release that a fix was written for.
+
+    file: the module's. first_line: 1-based, of the function or its first decorator. release: the releases that have
+    this source.
+    """
+
+    fix: FrameworkFix
+    version: str
+    release: str
+    file: pathlib.Path
+    first_line: int
+
+
+def choose_fixes(framework: str) -> list[FrameworkFix]:
+    """Returns the fixes for the installed release of a framework.
+
+    Raises UsageError for a framework without fixes; CannotRun where it is not installed, or no fix is for its release.
+    """
+    fixes = list_fixes(framework)
+    version = _read_version(fixes[0])
+    chosen = [fix for fix in fixes if SpecifierSet(fix.versions).contains(version, prereleases=True)]
+    if not chosen:
+        ranges = " or ".join(sorted({fix.versions for fix in fixes}))
+        raise CannotRun(f"no fix is for {fixes[0].distribution} {version}; the fixes are for {ranges}")
+    return chosen
+
+
+def find_function(fix: FrameworkFix) -> FixedFunction:
+    """Finds the function that a fix replaces, in the installed release.
+
+    Raises CannotRun where the release has no such function, or its source is not one that the fix was written for.
+    """
+    module, _, path = fix.target.partition(":")
+    version = _read_version(fix)
+    what = f"{fix.distribution} {version}"
+    package, *parts = module.split(".")
+    spec = importlib.util.find_spec(package)
+    places = spec.submodule_search_locations if spec is not None and parts else None
+    origins = [pathlib.Path(place, *parts).with_suffix(".py") for place in places or ()]
+    if spec is not None and spec.origin is not None and not parts:
+        origins = [pathlib.Path(spec.origin)]
+    file = next((origin for origin in origins if origin.is_file()), None)
+    if file is None:
+        raise CannotRun(f"fix {fix.id}: {what} has no module {module}; the release is not known")
+    text = file.read_text(encoding="utf-8")
+    nodes: list[ast.AST] = [ast.parse(text)]
+    for name in path.split("."):
+        nodes = [
+            child
+            for node in nodes
+            for child in ast.iter_child_nodes(node)
+            if isinstance(child, (ast.ClassDef, ast.FunctionDef)) and child.name == name
+        ]
+    if len(nodes) != 1 or not isinstance(nodes[0], ast.FunctionDef):
+        raise CannotRun(f"fix {fix.id}: {what} has no {fix.target}; the release is not known")
+    function = nodes[0]
+    first_line = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
+    source = "".join(text.splitlines(keepends=True)[first_line - 1 : function.end_lineno])
+    digest = hashlib.sha256(source.encode()).hexdigest()
+    if digest not in fix.sources:
+        known = " or ".join(sorted(set(fix.sources.values())))
+        raise CannotRun(
+            f"fix {fix.id}: the source of {fix.target} in {file} is not that of {known} (sha256 {digest[:12]}): it is "
+            "not replaced; install that release, or make the change by hand"
+        )
+    return FixedFunction(fix=fix, version=version, release=fix.sources[digest], file=file, first_line=first_line)
+
+
+def _read_version(fix: FrameworkFix) -> str:
+    versions = read_installed_versions([fix.distribution])
+    if not versions:
+        raise CannotRun(f"{fix.distribution} is not installed here: run this with the Python of the job")
+    return versions[fix.distribution]
