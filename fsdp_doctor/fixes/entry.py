@@ -88,7 +88,9 @@ def list_fixes(framework: str) -> list[FrameworkFix]:
     return found
 
 
-def find_fix_command(mends: str, *, framework: str | None = None, version: str | None = None, function: str = "") -> str:
+def find_fix_command(
+    mends: str, *, framework: str | None = None, version: str | None = None, function: str = ""
+) -> str:
     """Writes the command that runs a job with the fix for a known failure, and for which releases; empty without one.
 
     mends: the failure, as FD001. framework, version: of the job; None for one that is not known. function: text that
