@@ -99,7 +99,8 @@ class SelectionOptions:
         bool,
         typer.Option(
             "--fix",
-            help="Also run our own methods: full_tensors, local_shards, load_full_tensors, load_optimizer_state.",
+            help="Also run our own methods: full_tensors, local_shards, load_full_tensors, load_optimizer_state; with "
+            "--framework, each method that has a fix once more, with its function replaced.",
         ),
     ] = False
     last_failed: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib
 import os
@@ -86,6 +87,19 @@ def apply_to_module(module: str, ids: Collection[str]) -> None:
         _apply([fix for fix in fixes if fix.target.partition(":")[0] == module])
 
 
+@contextlib.contextmanager
+def hold_fix(id: str) -> Iterator[AppliedFix]:
+    """Applies a fix until the block ends, or the process if it was applied before. Raises as :func:`apply`."""
+    was_applied = id in _applied
+    _apply([fix for fix in choose_fixes(_find_framework(id)) if fix.id == id])
+    applied = _applied[id]
+    try:
+        yield applied
+    finally:
+        if not was_applied:
+            applied.revert()
+
+
 def use_fix(id: str) -> Callable[[FunctionType], Callable[..., Any]]:
     """Decorates a framework's function, in the patch that ``fsdp-doctor fix FRAMEWORK --diff`` writes."""
 
@@ -151,7 +165,8 @@ def _apply(fixes: Iterable[FrameworkFix]) -> None:
         _applied[fix.id] = applied
         _say(fix, f"replaced {fix.target} of {fix.distribution} {function.version}")
         write_event("replaced", fix=fix.id)
-        atexit.register(applied.report_overriding_classes)
+        if read_options() is not None:
+            atexit.register(applied.report_overriding_classes)
 
 
 def _find_original(function: FixedFunction) -> tuple[type[Any], FunctionType]:

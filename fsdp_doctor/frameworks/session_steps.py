@@ -32,6 +32,8 @@ from fsdp_doctor.case.recorder import Recorder
 from fsdp_doctor.case.reference import Reference
 from fsdp_doctor.case.trainer import Unsupported
 from fsdp_doctor.case.training_state import StepOutcome, digest_outcome, find_differences, use_deterministic_algorithms
+from fsdp_doctor.errors import CannotRun
+from fsdp_doctor.fixes.applying import hold_fix
 from fsdp_doctor.frameworks.adapter import STEPS_BEFORE, FrameworkSession, NotInStandInError, PlainModel, SavedFiles
 from fsdp_doctor.frameworks.built_session import find_mismatches
 from fsdp_doctor.frameworks.framework_worker import FrameworkWorker, describe_version, find_adapter
@@ -258,7 +260,7 @@ class SessionExtractionSteps(SessionSteps):
 
     def call_method(self, trainer: FrameworkSession) -> Any:
         """Calls the method; of files, every rank reads all, once every rank has written its own."""
-        result = trainer.list_extractions()[self.case.method](self.directory)
+        result = trainer.list_extractions()[self.case.plain_method](self.directory)
         if not isinstance(result, SavedFiles):
             return result
         dist.barrier(group=self.present_runtime.control)
@@ -276,7 +278,24 @@ class SessionExtractionSteps(SessionSteps):
             shard_group_of_one=here.world_size == 1,
             merged_weights=compute_merged_weights(trainer.model, truth.full),
         )
-        self._check.run(call, expected, live_tensors=_list_tensor_ids(trainer), owned=owned)
+        with self._apply_fix():
+            self._check.run(call, expected, live_tensors=_list_tensor_ids(trainer), owned=owned)
+
+    @contextlib.contextmanager
+    def _apply_fix(self) -> Iterator[None]:
+        """Replaces the framework's function meanwhile, in a case that asks for it."""
+        if not self.case.is_fixed:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            try:
+                applied = stack.enter_context(hold_fix(self.case.definition.fix))
+            except CannotRun as reason:
+                raise Unsupported(str(reason)) from None
+            yield
+            if not applied.num_calls or applied.num_left:
+                whose = f"{self.case.scenario.framework}'s own function"
+                raise Unsupported(f"fix {applied.fix.id} left the call to {whose}")
 
     def resume(self, trainer: FrameworkSession) -> None:
         trainer.onload()

@@ -63,7 +63,7 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if context.device_kind not in self.device or context.world_size not in self.ranks:
             return False
         if isinstance(case, FrameworkCase):
-            if not _match_versions(context.packages, self.versions):
+            if case.is_fixed or not _match_versions(context.packages, self.versions):
                 return False
             values = {**case.scenario.values, "framework": case.scenario.framework, "method": case.method}
             return "framework" in self.values and all(_matches(values.get(a, ""), v) for a, v in self.values.items())

@@ -23,6 +23,7 @@ from fsdp_doctor.matrix.extent import (
     list_product,
     list_quick_scenarios,
 )
+from fsdp_doctor.matrix.frameworks.framework_matrix import read_matrix
 from fsdp_doctor.matrix.frameworks.framework_scenarios import (
     FrameworkCase,
     check_methods,
@@ -98,7 +99,7 @@ def _parse_named_case(case_id: str, selection: Selection) -> AnyCase:
 
 def _list_framework_cases(selection: Selection) -> Iterable[FrameworkCase]:
     """Lists the methods of each framework, or only the named methods, in the configurations of the level."""
-    beside = [f"--{axis}" for axis in selection.axes] + ["--fix"] * selection.fix
+    beside = [f"--{axis}" for axis in selection.axes]
     beside += ["--level full"] * (selection.level == "full")
     if beside:
         raise UsageError(
@@ -106,18 +107,23 @@ def _list_framework_cases(selection: Selection) -> Iterable[FrameworkCase]:
             "-k picks configurations by the words of their ids"
         )
     check_methods(selection.frameworks, selection.methods)
+    if selection.fix and not any(method.fix for name in selection.frameworks for method in read_matrix(name).methods):
+        names = " or ".join(selection.frameworks)
+        raise UsageError(f"--fix: there is no fix for a method of {names}; docs/frameworks.md has a table of fixes")
     directions = selection.directions or ("out", "in")
     for framework in selection.frameworks:
         for scenario in list_scenarios(framework, quick=selection.level == "quick"):
             for method in scenario.list_methods():
                 if method.direction in directions and method.name in (selection.methods or (method.name,)):
-                    yield FrameworkCase(scenario, method.name)
+                    case = FrameworkCase(scenario, method.name)
+                    yield from (case, *(_list_fixes(case) if selection.fix else ()))
 
 
 def _list_fixes(case: AnyCase) -> list[AnyCase]:
-    """The cases of the fix in the scenario of a case, in the direction of its method; none for a framework's case."""
+    """Lists the cases of the fix in the scenario of a case: for a framework's, the case with its function replaced."""
     if isinstance(case, FrameworkCase):
-        return []
+        fixed = case.make_fixed()
+        return [fixed] if fixed is not None else []
     directions = {method.direction for method in list_methods(case.scenario) if method.name == case.method}
     return [
         Case(case.scenario, method.name)

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fsdp_doctor.matrix.axes import AXES, AXIS
-from fsdp_doctor.matrix.cases import AnyScenario, Case
-from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkScenario
+from fsdp_doctor.matrix.cases import AnyCase, AnyScenario, Case
+from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase, FrameworkScenario
 from fsdp_doctor.matrix.methods import METHOD_NAMES, find_fix
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.text import format_count
@@ -66,12 +66,15 @@ def sort_by_table(present: Iterable[str], order: tuple[str, ...]) -> tuple[str, 
 def find_fixes(report: Report) -> dict[str, CaseResult]:
     """Maps the id of a case to the result of the fix for its method in the same scenario, where the fix ran."""
     results = {result.id: result for result in report.results}
-    fix_ids = {
-        case_id: Case(case.scenario, find_fix(case.method, case.scenario.version)).id
-        for case_id, result in results.items()
-        if isinstance(case := result.case, Case)
-    }
-    return {case_id: results[fix_id] for case_id, fix_id in fix_ids.items() if fix_id in results}
+    fixes = {case_id: _find_fixed(result.case) for case_id, result in results.items()}
+    return {case_id: results[fix.id] for case_id, fix in fixes.items() if fix is not None and fix.id in results}
+
+
+def _find_fixed(case: AnyCase) -> AnyCase | None:
+    """Finds the case of the fix for the method of a case, in the same scenario; the case itself if it is that."""
+    if isinstance(case, FrameworkCase):
+        return case if case.is_fixed else case.make_fixed()
+    return Case(case.scenario, find_fix(case.method, case.scenario.version))
 
 
 def summarize(report: Report) -> str:

@@ -21,6 +21,11 @@ def render_framework_script(case: FrameworkCase, expectation: Expectation, file_
 
     Raises UsageError for an adapter without a template.
     """
+    if case.is_fixed:
+        raise UsageError(
+            f"case {case.id!r}: a script has the framework alone; write that of {case.plain_method}, and run it by "
+            f"`fsdp-doctor fix -- torchrun {file_name}`"
+        )
     scenario, template = case.scenario, locate_adapter(case.scenario.framework).template
     if not template.is_file():
         raise UsageError(f"no script can be written for case {case.id!r}: its adapter has no template {template}")

@@ -7,6 +7,8 @@ import ast
 import pytest
 
 from fsdp_doctor.errors import UsageError
+from fsdp_doctor.known.catalogue import read_catalogue
+from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.matrix.cases import make_any_case
 from fsdp_doctor.matrix.frameworks.adapters import BUILT_IN
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix, read_matrix
@@ -83,10 +85,32 @@ def test_a_framework_without_an_adapter_is_refused_with_those_that_there_are() -
         find_frameworks(["acelerate"])
 
 
-@pytest.mark.parametrize("option", [{"axes": {"offload": ("policy",)}}, {"level": "full"}, {"fix": True}])
+@pytest.mark.parametrize("option", [{"axes": {"offload": ("policy",)}}, {"level": "full"}])
 def test_what_selects_in_the_matrix_is_refused_beside_a_framework(option: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="--framework has its own axes"):
         select(Selection(frameworks=("accelerate",), **option))  # type: ignore[arg-type]
+
+
+def test_a_method_with_a_fix_is_listed_again_with_its_function_replaced() -> None:
+    plain = select(Selection(frameworks=("verl",)))
+    cases = select(Selection(frameworks=("verl",), fix=True))
+    fixed = [case for case in cases if isinstance(case, FrameworkCase) and case.is_fixed]
+    assert set(cases) == {*plain, *fixed}
+    assert {case.plain_method.partition(".")[0] for case in fixed} == {"get_per_tensor_param"}
+    assert all(parse_framework_id(case.id) == case for case in fixed)
+    assert set(select(Selection(case_ids=(plain[-1].id, fixed[0].id.removesuffix("+fix")), fix=True))) >= {fixed[0]}
+    with pytest.raises(UsageError, match="--fix"):
+        select(Selection(frameworks=("accelerate",), fix=True))
+
+
+def test_no_failure_is_expected_of_a_case_whose_function_is_replaced() -> None:
+    context = RunContext(device="emulated", torch="2.13", packages={"verl": "0.7.1"})
+    plain = parse_framework_id("verl:fsdp2/policy/get_per_tensor_param")
+    fixed = plain.make_fixed()
+    assert fixed is not None
+    entries = [entry for entry in read_catalogue() if entry.is_expected_in(plain, context)]
+    assert "FD001" in {entry.short_code for entry in entries}
+    assert [entry for entry in read_catalogue() if entry.is_triggered_by(fixed, context)] == []
 
 
 @_ALL

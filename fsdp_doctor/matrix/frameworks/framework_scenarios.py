@@ -14,6 +14,8 @@ from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix, Fram
 
 ALL = "all"
 _OFFLOAD = "offload"
+# What is added to a method's name where the framework's function is replaced.
+_FIXED = "+fix"
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -69,10 +71,25 @@ class FrameworkScenario:
 
 @dataclass(frozen=True, order=True)
 class FrameworkCase:
-    """A configuration of a framework, and the name of one of its methods."""
+    """A configuration of a framework, and the name of one of its methods, with ``+fix`` where it is replaced."""
 
     scenario: FrameworkScenario
     method: str
+
+    @property
+    def is_fixed(self) -> bool:
+        """Returns whether the framework's function is replaced by the fix of its method."""
+        return self.method.endswith(_FIXED)
+
+    @property
+    def plain_method(self) -> str:
+        """The method's name in the framework's table."""
+        return self.method.removesuffix(_FIXED)
+
+    def make_fixed(self) -> FrameworkCase | None:
+        """Makes the same case with the framework's function replaced; None if no fix is for it, or it is that."""
+        fixable = {method.name for method in self.scenario.matrix.methods if method.fix}
+        return FrameworkCase(self.scenario, f"{self.method}{_FIXED}") if self.method in fixable else None
 
     @property
     def id(self) -> str:
@@ -81,7 +98,7 @@ class FrameworkCase:
     @property
     def definition(self) -> FrameworkMethod:
         """The method itself."""
-        return self.scenario.matrix.find_method(self.method)
+        return self.scenario.matrix.find_method(self.plain_method)
 
 
 def make_framework_scenario(framework: str, values: Mapping[str, str]) -> FrameworkScenario:
@@ -141,7 +158,8 @@ def parse_framework_id(text: str) -> FrameworkCase:
     if missing := [axis.name for axis in axes if axis.always_in_id and axis.name not in values]:
         raise UsageError(f"case {text!r} has no value for {' and '.join(missing)}")
     scenario = make_framework_scenario(framework, values)
-    names = [method.name for method in scenario.list_methods()]
+    methods = scenario.list_methods()
+    names = [method.name for method in methods] + [f"{method.name}{_FIXED}" for method in methods if method.fix]
     if method not in names:
         raise UsageError(f"case {text!r}: {scenario.id} has no method {method!r}{describe_nearest(method, names)}")
     return FrameworkCase(scenario, method)

@@ -175,7 +175,7 @@ def _make_row(case: AnyCase) -> MergedCase:
 def _has_method(case: AnyCase) -> bool:
     """Returns whether this version of the doctor knows the method."""
     if isinstance(case, FrameworkCase):
-        return any(method.name == case.method for method in case.scenario.list_methods())
+        return any(method.name == case.plain_method for method in case.scenario.list_methods())
     return is_user_method(case.method) or any(method.name == case.method for method in list_methods(case.scenario))
 
 
