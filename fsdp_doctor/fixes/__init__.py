@@ -6,7 +6,9 @@ applying    replaces it in this process, and refuses what it does not know
 fixed_job   runs a user's job with the fixes, and reads what its processes reported
 job_hook    runs in the job's processes when a framework is imported
 patches     a fix as a patch of the release
+sending     what the replacements of senders share
 on_verl     the replacements for verl
+on_trl      that for TRL
 
 Nothing is replaced by default, and nothing is written: a fix lasts as long as the process. The replacements alone
 import torch.

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsdp_doctor.errors import CannotRun
 from fsdp_doctor.fixes import entry
@@ -19,13 +19,6 @@ from fsdp_doctor.fixes.entry import FrameworkFix
 from fsdp_doctor.fixes.job_hook import read_options, write_event
 from fsdp_doctor.fixes.sources import FixedFunction, choose_fixes, find_function
 from fsdp_doctor.machine.versions import read_installed_versions
-
-if TYPE_CHECKING:
-    import torch
-
-    from fsdp_doctor.weights.fingerprints import Fingerprints
-
-_Weights = Iterable[tuple[str, "torch.Tensor"]]
 
 
 @dataclass(kw_only=True)
@@ -114,40 +107,15 @@ def use_fix(id: str) -> Callable[[FunctionType], Callable[..., Any]]:
 
 def fall_back(reason: str, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Calls the original, for what its replacement does not do, and says so once for each reason."""
-    applied = _find_applied(original)
+    applied = find_applied(original)
     applied.num_left += 1
     applied.say_once(f"left to the original: {reason}")
-    write_event("left", fix=applied.fix.id, reason=reason, **_describe_rank())
+    write_event("left", fix=applied.fix.id, reason=reason, **describe_rank())
     return original(*arguments, **options)
 
 
-def check_sent(original: Callable[..., Any], tensors: _Weights, compute: Callable[[], Fingerprints]) -> _Weights:
-    """Returns the tensors; under ``fix --verify`` those of the first call are compared with a fingerprint as they pass.
-
-    compute: sums the model's shards. Every rank calls it, before anything is gathered.
-    """
-    applied = _find_applied(original)
-    options = read_options()
-    if applied.num_calls > 1 or options is None or not options["verify"]:
-        return tensors
-    return _compare(applied, tensors, compute())
-
-
-def _compare(applied: AppliedFix, tensors: _Weights, expected: Fingerprints) -> _Weights:
-    from fsdp_doctor.weights.fingerprints import FingerprintSums, compare_fingerprints
-
-    sums = FingerprintSums()
-    yield from sums.watch(tensors)
-    sent = sums.fingerprints()
-    found = compare_fingerprints(expected, sent, called=("the model", "what was sent"))
-    differences = [str(difference) for difference in found]
-    facts = {"fix": applied.fix.id, "tensors": len(sent.tensors), "differences": differences[:5], **_describe_rank()}
-    write_event("verified", num_different=len(differences), **facts)
-    for difference in differences[:5]:
-        applied.say_once(f"sent something else than the model has: {difference}")
-
-
-def _find_applied(original: Callable[..., Any]) -> AppliedFix:
+def find_applied(original: Callable[..., Any]) -> AppliedFix:
+    """Finds the fix that has replaced a function."""
     return next(applied for applied in _applied.values() if applied.original is original)
 
 
@@ -217,13 +185,14 @@ def _wrap(applied: AppliedFix) -> Callable[..., Any]:
     def replaced(*arguments: Any, **options: Any) -> Any:
         applied.num_calls += 1
         applied.say_once("called for the first time")
-        write_event("called", fix=applied.fix.id, **_describe_rank())
+        write_event("called", fix=applied.fix.id, **describe_rank())
         return replacement(original, *arguments, **options)
 
     return replaced
 
 
-def _describe_rank() -> dict[str, int]:
+def describe_rank() -> dict[str, int]:
+    """Names this rank and the number of ranks, for an event."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():

@@ -76,6 +76,24 @@ FIXES = (
         leaves=_VERL_LEAVES,
         replacement="fsdp_doctor.fixes.on_verl:send_in_own_dtype",
     ),
+    FrameworkFix(
+        id="trl-sender",
+        framework="trl",
+        distribution="trl",
+        target="trl.generation.vllm_generation:VLLMGeneration._iter_named_params",
+        versions=">=1.11,<1.17",
+        sources={"baab615d5c7bc3e126cec1430f29213c984b275285b08a269cbfbf0adc2617b8": "1.11.0 to 1.16.0"},
+        mends=("FD206", "FD207", "FD208"),
+        cures=(
+            "trl:fsdp1/none/sync_weights.colocate",
+            "trl:fsdp1-orig/none/lora/sync_weights.merged",
+            "trl:fsdp2/none/lora/sync_weights.merged",
+        ),
+        promises="each parameter once under the name that vLLM expects, in its own dtype, with the adapters in it and "
+        "the model unchanged; buckets of half the largest tensor",
+        leaves="models that are not under FSDP, adapters of other kinds than LoRA",
+        replacement="fsdp_doctor.fixes.on_trl:iterate_full_tensors",
+    ),
 )
 
 

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
 
-from fsdp_doctor.checkpoints.names import strip_wrappers
-from fsdp_doctor.fixes.applying import check_sent, fall_back
+from fsdp_doctor.fixes.applying import fall_back
+from fsdp_doctor.fixes.sending import check_sent, choose_bucket_bytes, list_buffers
 from fsdp_doctor.weights.extract import full_tensors, weights_info
 from fsdp_doctor.weights.fingerprints import fingerprint
 
@@ -52,21 +51,14 @@ def _send(
     # verl leaves what it offloads by hand on the CPU, since the rollout needs the memory.
     if engine._is_offload_param:
         original.__globals__["offload_fsdp_model_to_cpu"](model)
-    # verl's engine is not told the bucket of the rollout. Two of these are one tensor of the largest that are sent.
-    bytes_each = (info.shape.numel() * (dtype or info.dtype).itemsize for info in infos.values())
-    bucket_bytes = max(max(bytes_each) // 2, 1)
+    # verl's engine is not told the bucket of the rollout.
+    bucket_bytes = choose_bucket_bytes(infos, dtype)
     if adapter is not None:
         summed = functools.partial(fingerprint, model, lora="adapter")
         with full_tensors(model, lora="adapter", bucket_bytes=bucket_bytes) as tensors:
             sent = check_sent(original, tensors, summed)
             return {name: tensor.cpu() for name, tensor in sent}.items(), adapter.to_dict()
-    kept = _list_buffers(model, infos) if dtype is not None else []
+    kept = list_buffers(model, infos) if dtype is not None else []
     tensors = full_tensors(model, dtype=dtype, keep_dtype=kept, names="auto", bucket_bytes=bucket_bytes)
     summed = functools.partial(fingerprint, model, dtype=dtype, keep_dtype=kept, names="auto")
     return check_sent(original, tensors, summed), None
-
-
-def _list_buffers(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Those of the model's names that are buffers, whose names here have more in front and wrappers in between."""
-    buffers = {strip_wrappers(name) for name, _ in model.named_buffers()}
-    return [name for name in names if any(f".{buffer}".endswith(f".{name}") for buffer in buffers)]

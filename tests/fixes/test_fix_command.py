@@ -42,7 +42,7 @@ entry.FIXES = tuple(
 """
 _REPLACEMENT = """
 from fsdp_doctor import fingerprint_tensors
-from fsdp_doctor.fixes.applying import check_sent
+from fsdp_doctor.fixes.sending import check_sent
 
 def send_twice(original, sender, weights):
     sent = [("weight", 2 * weight) for weight in weights]

@@ -27,9 +27,10 @@ _OF_OTHERS = {
     "generation._weight_metadata",
     "item._initrequest",
     "item.session._setupstate",
-    # Attributes of verl's engine.
+    # Attributes of verl's engine, and a function of TRL's.
     "engine._qat_enabled",
     "engine._is_offload_param",
+    "generation._fix_param_name_to_vllm",
 }
 _DOCUMENTED = {
     "torch",
