@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from fsdp_doctor.frameworks.adapter import (
     Shims,
 )
 from fsdp_doctor.frameworks.on_accelerate import read_state_dict_type, see_accelerator
+from fsdp_doctor.machine.versions import is_at_least, read_installed_versions
 
 _NUM_SEQUENCES = 64
 
@@ -26,15 +28,23 @@ def make_training_arguments(configuration: Mapping[str, str], directory: pathlib
     """transformers.TrainingArguments of a configuration, without anything but training."""
     from transformers import TrainingArguments
 
-    fsdp_config: dict[str, Any] = {
-        "version": 2 if configuration["version"] == "fsdp2" else 1,
-        "state_dict_type": f"{configuration['state_dict_type'].upper()}_STATE_DICT",
-    }
+    version = "2" if configuration["version"] == "fsdp2" else "1"
+    state_dict_type = f"{configuration['state_dict_type'].upper()}_STATE_DICT"
+    fsdp: str | bool = True
+    fsdp_config: dict[str, Any] = {"version": int(version), "state_dict_type": state_dict_type}
     if configuration["offload"] != "none":
         fsdp_config[configuration["offload"]] = True
+    if not is_at_least(read_installed_versions(["transformers"])["transformers"], "5"):
+        # transformers 4 leaves these to accelerate, which reads them as `accelerate launch` sets them.
+        os.environ |= {"FSDP_VERSION": version, "FSDP_STATE_DICT_TYPE": state_dict_type}
+        if version == "2":
+            os.environ["FSDP_RESHARD_AFTER_FORWARD"] = "true"
+        fsdp, fsdp_config = "full_shard auto_wrap", {}
+        if configuration["offload"] != "none":
+            fsdp += " offload"
     return TrainingArguments(
         output_dir=str(directory),
-        fsdp=True,
+        fsdp=fsdp,
         fsdp_config=fsdp_config,
         ddp_backend="cuda:nccl,cpu:gloo" if configuration["ddp_backend"] == "mixed-backend" else None,
         bf16=True,

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_doctor.frameworks.adapter import Adapter, Extractor, FrameworkSession, PlainModel, Shims, StandIn
+from fsdp_doctor.frameworks.adapter import (
+    Adapter,
+    Extractor,
+    FrameworkSession,
+    NotInStandInError,
+    PlainModel,
+    Shims,
+    StandIn,
+)
 from fsdp_doctor.frameworks.on_trainer import ADAPTER as TRAINER, TrainerSession, make_training_arguments
 
 _NUM_SEQUENCES = 64
@@ -90,6 +98,11 @@ class TrlAdapter(Adapter):
         shims.note("vllm:LLM, trl.generation.vllm_client:VLLMClient")
 
     def build(self, configuration: Mapping[str, str], plain: PlainModel) -> FrameworkSession:
+        from trl.trainer import utils
+
+        # TRL 1.15 has no other loss for SFTTrainer.
+        if getattr(utils, "_ChunkedLogProbFunction", self) is None:
+            raise NotInStandInError("its loss is a kernel of Triton's, and Triton is not installed")
         return TrlSession(configuration, plain)
 
 
