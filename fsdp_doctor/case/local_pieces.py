@@ -1,4 +1,4 @@
-"""Each parameter, buffer and moment in part: the part on this rank, and the values that it should have.
+"""Parts of each parameter, buffer and moment: the part on this rank, and the values that it should have.
 
 Computed from placements and flat layouts alone; local to a rank, no collective.
 """

@@ -91,7 +91,7 @@ class CheckResult:
 
     @property
     def determined(self) -> bool:
-        """Whether every model could be read, and all that may decide how it is trained."""
+        """Returns whether every model could be read, and all that may decide how it is trained."""
         is_read = all(use.why_not != CANNOT_BE_DETERMINED for use in self.uses)
         return is_read and not any(finding.decides for finding in self.findings)
 
@@ -233,7 +233,7 @@ def set_ranks(result: CheckResult, world_size: int) -> CheckResult:
 
 
 def list_cases(result: CheckResult) -> list[Case]:
-    """Every case of every use, once, in their order: what ``--probe`` runs."""
+    """Lists the cases of all uses, each once, in the order of the uses: the cases that ``--probe`` runs."""
     return list(dict.fromkeys(case for use in result.uses for case in use.cases))
 
 
@@ -280,7 +280,7 @@ def _recognize(settings: Settings, arguments: Sequence[str]) -> type[Framework]:
 
 
 def _read_world_size(kind: type[Framework], settings: Settings, findings: list[ConfigFinding]) -> int | None:
-    """None where nothing says it, or it cannot be read, which is a finding: all else can still be read."""
+    """Reads the number of ranks; None where nothing says it, or where it cannot be read, which is a finding."""
     try:
         ranks = kind.count_ranks(settings) or count_launched_ranks(settings)
     except Unreadable as error:

@@ -189,7 +189,7 @@ def _find_lines(text: str, name: str) -> Callable[[str], str]:
 
 
 def _parse_yaml(text: str, name: str) -> Iterator[Setting]:
-    """Every leaf of every document that is a mapping."""
+    """Reads the settings of every document that is a mapping, leaf by leaf."""
     try:
         _check_yaml_size(text, name)
         loader = _LOADER(text)

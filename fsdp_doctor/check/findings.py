@@ -206,7 +206,7 @@ def apply_model(uses: Sequence[Use], model: ConfiguredModel) -> tuple[tuple[Use,
 
 
 def _read_local_model(path: Setting | None) -> _LocalModel | None:
-    """None where the path is not a local directory with a configuration in Hugging Face's format."""
+    """Reads a local model; None if the path is no directory with a configuration in Hugging Face's format."""
     try:
         file = pathlib.Path(str(path.value) if path else "").expanduser() / "config.json"
         if path is None or not file.is_file() or file.stat().st_size > _LARGEST_CONFIG:

@@ -115,7 +115,7 @@ class Framework(ABC):
     @staticmethod
     @abstractmethod
     def recognizes(settings: Settings) -> bool:
-        """Whether the settings are a configuration of this framework."""
+        """Returns whether the settings are a configuration of this framework."""
 
     @staticmethod
     def complete(settings: Settings) -> Settings:
@@ -132,11 +132,11 @@ class Framework(ABC):
         """The uses of one of the models."""
 
     def list_models(self) -> Mapping[Role, tuple[str, ...]]:
-        """By role of each model of the run, the sections of its FSDP settings."""
+        """Maps the role of each model of the run to the sections of its FSDP settings."""
         return {"model": self.list_keys("model").sections}
 
     def list_section_keys(self) -> Keys:
-        """All that a section of FSDP settings can have; empty where that is not known."""
+        """Names all keys that a section of FSDP settings can have; empty where they are not known."""
         return tuple(self.facts.section_keys.split())
 
     def find_problems(self) -> Iterable[ConfigFinding]:
@@ -157,7 +157,7 @@ class FsdpFramework(Framework, Generic[V]):
 
     @abstractmethod
     def list_extractions(self, role: Role, versions: V, scenario: Scenario) -> Iterable[ExtractionPoint]:
-        """Where those versions extract the weights of a model, or load them."""
+        """Lists the places where those versions extract the weights of a model, or load them."""
 
     def list_ranges(self) -> Sequence[V]:
         """The ranges that contain the version; all of them where none is given."""
@@ -240,7 +240,7 @@ def report_not_under_fsdp(role: Role, because: Because, *findings: ConfigFinding
 
 
 def trains_with_fsdp(row: Setting, with_fsdp: Collection[str], without: Collection[str]) -> bool:
-    """Whether the engine that a setting names does. Raises Unreadable for one that is in neither list."""
+    """Returns whether the named engine moves the model first. Raises Unreadable for an engine in neither list."""
     if str(row.value) not in (*with_fsdp, *without):
         raise Unreadable(f"{row}: this engine is not known, or has an FSDP of its own, which is not read")
     return str(row.value) in with_fsdp

@@ -155,7 +155,7 @@ class _Script:
         return expanded
 
     def list_overrides(self) -> Iterator[Setting]:
-        """Every ``a.b=value`` of the script that no ``~a.b`` removes, in their order."""
+        """Lists each ``a.b=value`` of the script that no ``~a.b`` removes, in the script's order."""
         deleted = {match["key"] for match in _DELETION.finditer(self.text)}
         line, seen = 1, 0
         for match in _OVERRIDE.finditer(self.text):
@@ -165,7 +165,7 @@ class _Script:
                 yield Setting(match["key"], parse_scalar(self.expand(value)), f"{self.name}:{line}")
 
     def iterate_lines(self) -> Iterator[tuple[int, str]]:
-        """Each line with its number; a line that a backslash continues is one with the next."""
+        """Yields each line with its number; lines that a backslash joins are one line."""
         parts: list[str] = []
         for number, line in enumerate(self.text.split("\n"), 1):
             if _CONTINUED.search(line[-100:]):
@@ -244,7 +244,7 @@ def _split_words(line: str) -> list[str]:
 
 
 def _read_command(words: Sequence[str], where: str, line: int) -> _Command | None:
-    """None for a command that cannot be the launch of a training."""
+    """Reads a command; None for one that cannot be the launch of a training."""
     command = _Command(line, where)
     at = 0
     # `VARIABLE=value`, `env`, `nohup`, `srun --x`, `uv run` and the like may stand before the launcher.
@@ -268,7 +268,7 @@ def _read_command(words: Sequence[str], where: str, line: int) -> _Command | Non
 
 
 def _match_launcher(words: Sequence[str], at: int) -> tuple[int, str]:
-    """How many words the launcher at that place takes, and its name; 1 and no name where there is none."""
+    """Counts the words that a launcher takes at that place, and names it; 1 and no name without a launcher."""
     word = words[at].strip("$`(")
     if _PYTHON.fullmatch(word):
         name = _LAUNCHERS.get(tuple(words[at + 1 : at + 3]))

@@ -108,7 +108,7 @@ def _render_scenario(use: Use) -> str:
 
 
 def _number_lines(uses: Sequence[Use], lines: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """Each line once, with the numbers of the rows that have it where not all do."""
+    """Yields each line once, with the numbers of the rows that have the line unless all do."""
     counts = [len(_list_labels(use)) for use in uses]
     ends = list(itertools.accumulate(counts))
     for line in dict.fromkeys(line for of_use in lines for line in of_use):

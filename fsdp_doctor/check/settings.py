@@ -127,7 +127,7 @@ class Settings:
     def count(self, *keys: str) -> int | None:
         """A number of devices, or the length of a list of them, as ``[0, 1]`` or ``0,1``.
 
-        None for -1, which means all devices, and for any other word.
+        Returns None for -1, which means all devices, and for any other word.
         """
         row = self.find_first(*keys)
         if row is None:

@@ -29,7 +29,7 @@ class ExtractionPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """Why an axis has its value: a setting, or the framework's default."""
+    """Reasons for the value of an axis: a setting, or the framework's default."""
 
     axis: AxisName
     value: str
@@ -64,7 +64,7 @@ class Use:
         return tuple(dict.fromkeys(extraction.case for extraction in self.extractions))
 
     def change(self, values: Mapping[AxisName, AxisValue], because: str) -> Use:
-        """This use with other values on some axes, in its scenario and in its cases, for one reason."""
+        """Makes this use with other values on some axes, in its scenario and in its cases, for one reason."""
         if self.scenario is None or not values:
             return self
         by_name = {str(axis): value for axis, value in values.items()}

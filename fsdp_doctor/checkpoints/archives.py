@@ -70,7 +70,7 @@ class Archive:
 
     @property
     def _directory(self) -> int:
-        """Where the directory begins."""
+        """Finds the offset at which the archive's directory begins."""
         return self.members[-1].begin + self.members[-1].nbytes - self.begin if self.members else 0
 
     @property
@@ -79,7 +79,7 @@ class Archive:
         return self.begin + self._directory + len(self._encode_directory())
 
     def encode(self) -> Iterator[tuple[int, bytes]]:
-        """All but the bytes of tensors, with their places in the file; after the members' checksums are set."""
+        """Returns everything except the bytes of tensors, by place in the file, once the checksums are set."""
         for member in self.members:
             nbytes = _MOST_32 if member.is_large else member.nbytes
             extra = struct.pack("<2H2Q", 1, 16, member.nbytes, member.nbytes) if member.is_large else b""

@@ -69,7 +69,7 @@ _STEP_FOLDER = re.compile(r"(?:checkpoint|global_step|step)[-_](\d+)")
 
 @dataclass(frozen=True)
 class CheckpointEvidence:
-    """What the checks look at: the checkpoint as it was read, and what its bytes are."""
+    """Evidence for the checks: the checkpoint as it was read, and facts about its bytes."""
 
     checkpoint: SavedCheckpoint
     scans: Scans

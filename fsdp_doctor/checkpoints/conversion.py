@@ -163,7 +163,7 @@ def _rename_tensors(
 
 
 def _count_ranks(model: SavedModel) -> int:
-    """That saved it; 0 if nothing says so."""
+    """Counts the ranks that saved the checkpoint; 0 if nothing tells."""
     return 1 + max((-1 if p.rank is None else p.rank for t in model.tensors.values() for p in t.pieces), default=-1)
 
 

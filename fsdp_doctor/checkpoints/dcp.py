@@ -25,7 +25,7 @@ class FormError(BadFile):
 
 
 class Item(NamedTuple):
-    """What the metadata says of a range of a data file.
+    """An entry of the metadata about a range of a data file.
 
     path: the keys of the nested dicts. dtype, shape: of the whole tensor; a dtype of None: an object and no tensor.
     offsets, lengths: of the chunk. packing: how the bytes were transformed, such as ``stream.zstd/1``.
@@ -129,7 +129,7 @@ def parse_rank(file: str) -> int | None:
 
 
 def read_item(file: OpenFile, path: str, item: Item, header: Header | None) -> ItemContents:
-    """What lies where the metadata says. header: of a data file that is one of safetensors.
+    """Reads the data at the place that the metadata names. header: of a data file in the safetensors format.
 
     Raises BadFile if there is something else than the metadata says.
     """

@@ -27,7 +27,7 @@ class BadFile(Exception):
 
 
 class NotRead(BadFile):
-    """What is lawful, and of a kind that is not read."""
+    """A valid content of a kind that is not read."""
 
 
 class Extent(NamedTuple):
@@ -101,7 +101,10 @@ class OpenFile:
             begin = data
 
     def has_changed(self) -> bool:
-        """Whether it was written to, or another file has its name now. A file that was removed is as it was."""
+        """Returns whether the file was written to, or its name is another file's now.
+
+        A removed file counts as unchanged.
+        """
         states = [os.fstat(self._fd)]
         with contextlib.suppress(FileNotFoundError):
             states.append(os.stat(self.path))

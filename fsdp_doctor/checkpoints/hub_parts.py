@@ -27,7 +27,7 @@ class HubPart(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether only the names differ."""
+        """Returns whether the names alone differ."""
         return self.lengths == self.whole and self.dims == tuple(range(len(self.whole)))
 
     def check(self, tensor: SavedTensor, expected: Shape) -> Shape:

@@ -22,7 +22,7 @@ class MarkedFile(msgspec.Struct):
 
 
 class Marker(msgspec.Struct, omit_defaults=True):
-    """What stands in the file.
+    """Contents of the marker file.
 
     save: differs between any two saves. step: of training, as it was given.
     """

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def knows_model(config: Mapping[str, Any]) -> bool:
-    """Whether the model of a config.json is one of transformers' own; as far as is known, where it is not installed."""
+    """Returns whether transformers has the model type of a config.json; without transformers, as far as is known."""
     model_type = str(config.get("model_type", ""))
     names = _list_model_types()
     return "auto_map" not in config and (not names or model_type.replace("-", "_") in names)

@@ -28,7 +28,7 @@ def strip_adapters(name: str) -> str:
 
 
 def strip_prefixes(names: Collection[str]) -> dict[str, str]:
-    """Each name without the prefixes of wrappers, and without ``module.`` where all have it.
+    """Maps each name to itself without the prefixes of wrappers, and without ``module.`` if all names have it.
 
     The names are as they were if two of them would become one.
     """
@@ -83,13 +83,13 @@ def _count(names: dict[str, str], common: set[str]) -> int:
 
 
 def _have_common_form(bare: dict[str, str], other: dict[str, str]) -> bool:
-    """Whether the other side has wrappers too, or a prefix more, so that only both together make names the same."""
+    """Returns whether the other side has wrappers or a prefix, too, so that only both changes make the names equal."""
     forms = {strip_wrappers(form) for form in other.values()}
     return bool(_count(bare, forms) or _find_prefix(bare.values(), forms) or _find_prefix(forms, bare.values()))
 
 
 def _find_prefix(names: Collection[str], others: Collection[str]) -> str:
-    """What stands before the other side's names in most of these; empty if nothing does."""
+    """Finds the prefix that most of these names have before the other side's names; empty without one."""
     suffixes = set(others)
     found: Counter[str] = Counter()
     for name in names:

@@ -25,7 +25,9 @@ class SavedOptimizer(NamedTuple):
 def choose_optimizer(
     checkpoint: SavedCheckpoint, model: SavedModel, parameters: Iterable[str]
 ) -> SavedOptimizer | None:
-    """None if there is no state of one. Raises BadFile if its parameters' names are not known, or there are several.
+    """Chooses the optimizer's state; None if there is none.
+
+    Raises BadFile if its parameters' names are not known, or there are several.
 
     parameters: the names of the model's, in the order of the file.
     """

@@ -22,7 +22,7 @@ class PickledGlobal:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PickledCall:
-    """What a function returns for arguments. One that stands in several places is one object."""
+    """A function's result for some arguments. A result in several places is one object."""
 
     function: Any
     arguments: tuple[Any, ...]

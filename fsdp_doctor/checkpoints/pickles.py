@@ -64,7 +64,7 @@ class Storage(NamedTuple):
 
 
 class Pickled:
-    """What a global was called with, and the state that it was given. ``name`` is the global's own."""
+    """A call of a global: the arguments, and the state that was set. ``name`` is the global's own."""
 
     name = ""
 
@@ -176,7 +176,7 @@ def _check_lengths(file: IO[bytes]) -> None:
 
 
 def walk_leaves(value: Any, nbytes: int) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every value inside of nested dicts, lists and tuples, with the keys that lead to it.
+    """Yields each value inside nested dicts, lists and tuples, with the keys that lead to the value.
 
     nbytes: the length of the pickle. Raises BadFile for a nesting without end.
     """

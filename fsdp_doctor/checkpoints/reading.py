@@ -95,7 +95,7 @@ class _Reading:
             self.checkpoint.symptoms.append(Symptom(trouble, what, file, tensor, rank=rank))
 
     def note_unread(self, state: State) -> None:
-        """What is not read of a model or an optimizer keeps it from being judged; of anything else it is mentioned."""
+        """Lists the parts of a model or an optimizer that are not read, which keep it from being judged."""
         beside = {path[:-1] for path in state.tensors}
         for path, (file, kind) in state.unread.items():
             name = ".".join(path)
@@ -152,7 +152,10 @@ class _Reading:
             self.checkpoint.unchecked.append(f"{_join(directory, join_some(others))}: of no known format")
 
     def _pass_over_other_format(self, directory: str, names: set[str]) -> bool:
-        """Whether the directory is of a program whose format is not read; files of such beside others are noted."""
+        """Returns whether the directory is of a program whose format is not read.
+
+        Such files next to others are noted.
+        """
         settings = self.checkpoint.settings.get(_join(directory, "metadata.json"))
         here = pathlib.PurePath(os.path.abspath(self.checkpoint.root / directory)).name
         found = find_other_format(here, names, settings if isinstance(settings, dict) else {})
@@ -229,7 +232,7 @@ class _Reading:
         return state
 
     def _read_torch(self, path: str, rank: int | None) -> TorchTensors | None:
-        """What is in a file of torch.save, which is read once, whoever asks."""
+        """Returns the contents of a torch.save file, which is read once however often this is called."""
 
         def read(file: OpenFile, saved: SavedFile) -> TorchTensors | None:
             contents = read_torch_file(file)
@@ -350,7 +353,7 @@ class _Reading:
         self._read_whole(directory, sorted(whole), names)
 
     def _read_rank_files(self, directory: str, label: str, files: dict[str, tuple[int, int | None]]) -> bool:
-        """Whether they are files of ranks: ``model_3.pt`` is only if what is in it says so."""
+        """Returns whether the files are ranks' parts; ``model_3.pt`` is one only if its contents say so."""
         world = self._choose_world_size(directory, label, files)
         chosen = {name: rank for name, (rank, of) in files.items() if of == world or of is None}
         read = {name: self._read_torch(_join(directory, name), rank) for name, rank in chosen.items()}
@@ -389,7 +392,10 @@ class _Reading:
             self.note(Trouble.RANKS_DISAGREE, what, tensor.file, tensor.name, rank)
 
     def _choose_world_size(self, directory: str, label: str, files: Mapping[str, tuple[int, int | None]]) -> int | None:
-        """That of the files' names; if there are several, that of fsdp_config.json, or one of which no rank lacks."""
+        """Chooses the number in the files' names.
+
+        If there are several, that of fsdp_config.json, or one of which no rank lacks.
+        """
         ranks: dict[int, set[int]] = defaultdict(set)
         for rank, of in files.values():
             if of is not None:
@@ -591,7 +597,7 @@ class _Reading:
 
 
 def _read_offsets(header: Header) -> dict[str, tuple[int, ...]]:
-    """Where the rows of each tensor belong, as HuggingFaceStorageWriter says; raises BadFile for what says nothing."""
+    """Reads the rows of each tensor that HuggingFaceStorageWriter notes; raises BadFile without such a note."""
     if "DCP_SHARDING_INFO" not in header.metadata:
         return {}
     try:

@@ -28,7 +28,7 @@ _OPTIMIZER_STATE = re.compile(r"(?:^|\.)state\.(?P<parameter>.+)\.(?P<slot>\w+)$
 
 
 class Arrangement(Enum):
-    """How the files of a state belong together."""
+    """Arrangements of the files of one state."""
 
     DCP = "a distributed checkpoint (DCP)"
     RANK_FILES = "a file of each rank"
@@ -73,7 +73,7 @@ class SavedPiece(NamedTuple):
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements lie one behind the other, in the order of rows."""
+        """Returns whether the elements are contiguous, in the order of rows."""
         expected = 1
         for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if length != 1 and stride != expected:
@@ -101,7 +101,7 @@ class SavedTensor:
 
     @property
     def last_name(self) -> str:
-        """Of an attribute of a module, or a kind of an optimizer's state."""
+        """Last part of the name: a module's attribute, or a kind of optimizer state."""
         return self.name.rpartition(".")[2]
 
     @property
@@ -110,7 +110,7 @@ class SavedTensor:
 
     @property
     def file(self) -> str:
-        """That of the first piece."""
+        """File of the first piece."""
         return self.pieces[0].file if self.pieces else ""
 
     @property
@@ -119,7 +119,7 @@ class SavedTensor:
 
     @property
     def is_divided(self) -> bool:
-        """Whether some rank had a part of it."""
+        """Returns whether some rank had a part of the tensor."""
         return any(piece.shape != self.shape for piece in self.pieces)
 
 
@@ -198,7 +198,7 @@ def parse_optimizer_slot(tensor: SavedTensor) -> tuple[str, str] | None:
 
 @dataclass(slots=True)
 class SavedCheckpoint:
-    """What lies in a directory, or a file alone.
+    """Contents of a checkpoint: of a directory, or of a single file.
 
     settings: the JSON files beside the states, by their path. symptoms: what was found wrong while it was read.
     unchecked: what was not looked at, and why. part: that was asked for.
@@ -284,7 +284,7 @@ def choose_model(checkpoint: SavedCheckpoint) -> SavedModel:
 def list_settings_places(
     checkpoint: SavedCheckpoint, model: SavedModel, config: str | None = None
 ) -> list[pathlib.Path]:
-    """Where the model's settings and its tokenizer may lie."""
+    """Lists the directories where the model's settings and tokenizer may be."""
     places = [place for state in model.states for place in (state.directory, f"{state.directory}/huggingface")]
     asked = [pathlib.Path(config)] if config is not None else []
     return [*asked, *(checkpoint.root / place for place in (*places, "huggingface", "."))]

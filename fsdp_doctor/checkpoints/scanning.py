@@ -63,7 +63,7 @@ _CANDIDATES = {
 
 @dataclass(slots=True)
 class SpanScan:
-    """What the bytes of a tensor's piece are.
+    """Facts about the bytes of a tensor's piece.
 
     crc: None where a hole was not read. first_bad: the number of the first element that is NaN or infinite.
     num_huge: finite, and beyond what any training reaches. num_negative: of what cannot be, a moment of squares.
@@ -196,7 +196,7 @@ def _scan_member(
 
 
 def _read_chunks(file: OpenFile, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
-    """All but the first begin on a page."""
+    """Computes the offsets of the parts; all except the first are aligned to a page."""
     while begin < end:
         length = min(end - begin, CHUNK_BYTES - begin % CHUNK_BYTES)
         yield begin, file.read(begin, length)
@@ -204,7 +204,7 @@ def _read_chunks(file: OpenFile, begin: int, end: int) -> Iterator[tuple[int, by
 
 
 class _Place(NamedTuple):
-    """Whose bytes they are."""
+    """Owner of the bytes."""
 
     tensor: SavedTensor
     piece: SavedPiece

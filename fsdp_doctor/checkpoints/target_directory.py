@@ -133,12 +133,12 @@ def _lies_in(inner: pathlib.Path, outer: pathlib.Path) -> bool:
 
 
 def _list_directories(files: Iterable[pathlib.Path]) -> set[pathlib.Path]:
-    """Those in which the files are, behind their links."""
+    """Lists the directories that contain the files, with links resolved."""
     return {pathlib.Path(os.path.realpath(file)).parent for file in files}
 
 
 def _list_files(directory: pathlib.Path) -> Iterator[pathlib.Path]:
-    """All that is below a directory and is none itself, links too."""
+    """Lists the files and links below a directory, but no directories."""
     for here, below, names in os.walk(directory):
         links = [name for name in below if os.path.islink(os.path.join(here, name))]
         yield from (pathlib.Path(here, name) for name in (*names, *links))

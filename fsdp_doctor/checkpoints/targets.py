@@ -31,7 +31,7 @@ from fsdp_doctor.machine.versions import is_at_least, read_installed_versions
 
 
 class ConversionTarget(str, Enum):
-    """What a checkpoint can be converted to, by the programs that read it."""
+    """Targets of a conversion, by the programs that read them."""
 
     HF = "hf"
     DCP = "dcp"
@@ -72,7 +72,7 @@ class TensorToWrite:
 
 
 class PlaceToWrite(NamedTuple):
-    """Where bytes go. file: its number. member: the part of an archive that they are of."""
+    """A destination of bytes. file: its number. member: the part of an archive that they are of."""
 
     file: int
     begin: int

@@ -60,7 +60,7 @@ class TorchFile:
 
 @dataclass(slots=True)
 class TorchTensors:
-    """What is in the value of a file. ranks, world_sizes: what its sharded tensors say of who saved it.
+    """Tensors in a file's value. ranks, world_sizes: those named by its sharded tensors.
 
     unread: what is neither a value nor a tensor whose bytes are known, and of which kind it is, by path.
     """

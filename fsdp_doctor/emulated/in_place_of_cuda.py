@@ -66,7 +66,7 @@ def install(
 
 
 def install_from_environment() -> None:
-    """What each Python process of the program does when it starts."""
+    """Installs the substitutions when a Python process of the program starts."""
     from fsdp_doctor.emulated.library import _C
 
     places = os.environ[_PLACES].split(os.pathsep)

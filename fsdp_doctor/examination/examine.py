@@ -57,12 +57,12 @@ class Examination:
 
     @property
     def parameters(self) -> tuple[TensorFacts, ...]:
-        """Every parameter under every name; FSDP1 units' as flat parameters."""
+        """Lists each parameter under each of its names; those of FSDP1 units as flat parameters."""
         return self.facts.parameters
 
     @property
     def buffers(self) -> tuple[TensorFacts, ...]:
-        """Every buffer under every name, including buffers that no state dict has."""
+        """Lists each buffer under each of its names, including buffers that no state dict has."""
         return self.facts.buffers
 
     @property

@@ -117,7 +117,7 @@ class OptimizerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameFacts:
-    """What the Hub would call the model's tensors, as ``save_pretrained`` of transformers 5 does.
+    """Names that the model's tensors would have on the Hub, as ``save_pretrained`` of transformers 5 does.
 
     model_names: how many names of parameters and buffers the model has. others: by such a name, the Hub's, of those
     that are called otherwise there: several where the model has fused what the Hub has apart. unknown: why nothing is
@@ -200,7 +200,7 @@ def _read_names(model: nn.Module, contents: ModelContents) -> NameFacts:
 
 
 def count_left_by_copy(tensors: tuple[ByState, ...], optimizer: tuple[OptimizerFacts, ...]) -> int:
-    """How many tensors lie in pinned memory without a policy that pins: as ``.to("cpu", non_blocking=True)`` leaves."""
+    """Counts the tensors in pinned memory without a policy that pins, as ``.to("cpu", non_blocking=True)`` leaves."""
     pinned = [rows for by_state in tensors for state, rows in by_state.items() if state.pinned and not state.policy]
     first_names = sum(not row.tied_to for rows in pinned for row in rows)
     return first_names + sum(len(facts.names) for facts in optimizer if facts.pinned)

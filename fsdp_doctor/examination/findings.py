@@ -300,7 +300,7 @@ def _is_half_moved(state: TensorState) -> bool:
 
 
 def _is_away(state: TensorState) -> bool:
-    """Whether it is off its compute device without an offload policy."""
+    """Returns whether the unit is off its compute device without an offload policy."""
     unit = state.unit
     if unit is None or unit.policy or state.device.type == "meta":
         return False
@@ -308,7 +308,7 @@ def _is_away(state: TensorState) -> bool:
 
 
 def _is_on(state: TensorState, facts: Facts) -> bool:
-    """Whether it is on the model's device, or on one of the kind where the units compute on several."""
+    """Returns whether the tensor is on the model's device, or on one of that type if the units compute on several."""
     if facts.compute_device is None or state.device.type == "meta":
         return True
     if any(unit.compute_device != facts.compute_device for unit in facts.units):
@@ -317,7 +317,7 @@ def _is_on(state: TensorState, facts: Facts) -> bool:
 
 
 def _is_at_work(facts: Facts) -> bool:
-    """Whether some shards are where a forward needs them: on the device, or anywhere under a policy."""
+    """Returns whether some shards are where a forward needs them: on the device, or anywhere under a policy."""
     return any(state.unit is not None and not _is_away(state) for state in facts.by_state)
 
 

@@ -618,7 +618,10 @@ def _find_gradients_left(contents: ModelContents) -> Iterator[tuple[str, torch.T
 
 
 def _find_views_of_former_memory(contents: ModelContents) -> Iterator[tuple[str, torch.Tensor]]:
-    """In a unit that is not sharded the modules have views of the flat parameter, which do not move with it."""
+    """Finds views of memory that a unit had before.
+
+    In a unit that is not sharded the modules have views of the flat parameter, which do not move with it.
+    """
     for unit in contents.fsdp1_units:
         if not unit.is_sharded and not unit.offloads:
             present = {id(storage) for storage in list_storages(unit.flat_parameter.detach())}

@@ -1,4 +1,4 @@
-"""Which of the exceptions in a log is the cause, which only followed from it, and what the catalogue knows of it."""
+"""The cause among the exceptions of a log, the consequences of it, and its entry in the catalogue."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ class FirstFailure:
     exit_code: int | None = None
 
     def is_one_of(self, sources: set[str]) -> bool:
-        """Whether that rank is among them; srun's tasks are ranks where nothing else names them."""
+        """Returns whether that rank is among the sources.
+
+        The tasks of srun count as ranks where nothing else names ranks.
+        """
         return bool({f"rank {self.rank}", f"task {self.rank}"} & sources)
 
     @property
@@ -94,7 +97,7 @@ class FirstFailure:
 
     @property
     def ended(self) -> str:
-        """How the process ended: a signal's name, an exit code, or nothing where torchrun gives none."""
+        """Describes how the process ended: a signal's name, an exit code, or nothing where torchrun gives none."""
         if self.exit_code is None:
             return ""
         if self.exit_code >= 0:
@@ -166,7 +169,7 @@ class Group:
 
     @property
     def doubt(self) -> tuple[bool, ...]:
-        """Why another one may rather be the cause: programs log what they handle, and handle what they raise."""
+        """Explains why another exception may be the cause instead: programs log the exceptions that they handle."""
         first = self.first
         is_bare = not first.frames
         is_unknown = not any(match.grade != "possible" for match in self.matches)
@@ -377,7 +380,7 @@ class _Logs:
 
 
 def _names_fsdp(message: str, frames: Sequence[str], *, under_fsdp: bool) -> bool:
-    """Whether the message, or the innermost frames, name FSDP, a DTensor or a sharded checkpoint.
+    """Returns whether the message, or the innermost frames, name FSDP, a DTensor or a sharded checkpoint.
 
     Under FSDP any traceback that goes through a state dict or a gather does.
     """
@@ -390,12 +393,12 @@ def _names_fsdp(message: str, frames: Sequence[str], *, under_fsdp: bool) -> boo
 
 
 def _is_raised_anywhere(message: str) -> bool:
-    """Whether its traceback shows only where the program happened to be."""
+    """Returns whether the traceback shows only the place at which the program was interrupted."""
     return _ANYWHERE.search(message) is not None
 
 
 def _gathers(frames: str) -> bool:
-    """Whether a traceback goes through a state dict or a gather of a model."""
+    """Returns whether a traceback goes through a state dict or a gather of a model."""
     return _GATHERING.search(frames) is not None
 
 
@@ -438,14 +441,14 @@ def _make_group_key(line: str) -> str:
 
 
 def _is_earlier(raised: Raised, other: Raised) -> bool:
-    """By line within a file, else by time. Exceptions arrive in the order in which their tracebacks end."""
+    """Compares by line within a file, else by time. Exceptions arrive in the order in which their tracebacks end."""
     if raised.file == other.file:
         return raised.line < other.line
     return raised.time is not None and other.time is not None and raised.time < other.time
 
 
 def _sort_groups(groups: list[Group]) -> list[Group]:
-    """By time where all have one; else in the order of the files and of their lines."""
+    """Sorts by time where all have one; else in the order of the files and of their lines."""
     files = {name: index for index, name in enumerate(dict.fromkeys(group.first.file for group in groups))}
     all_timed = all(group.first.time is not None for group in groups)
 

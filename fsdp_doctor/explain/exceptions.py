@@ -495,7 +495,7 @@ def _has_words_of(source: str, message: str) -> bool:
 
 
 def _begins_box(text: str) -> bool:
-    """Whether a line in a box belongs to a traceback: it has the marker, or a frame."""
+    """Returns whether a line in a box belongs to a traceback: it has the marker, or a frame."""
     content = _read_box_content(text)
     return "❱" in content or _RICH_BEGIN.match(content) is not None
 

@@ -81,7 +81,7 @@ def read_dump(path: pathlib.Path, index: int) -> Dump | None:
 
 
 def find_waiting_ranks(dumps: Sequence[Dump]) -> list[Waiting]:
-    """Each rank at the first collective that differs, in the first group that has one; else in what did not end."""
+    """Finds each rank's place: at the first collective that differs, or else in the one that did not end."""
     groups = list(dict.fromkeys(name for dump in dumps for name in dump.groups))
     for name in groups:
         members = [dump for dump in dumps if name in dump.groups]

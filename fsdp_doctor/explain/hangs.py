@@ -59,7 +59,7 @@ class Waiting:
 
     @property
     def group_size(self) -> int | None:
-        """How many ranks gather or scatter together, by the sizes; None where they do not say."""
+        """Counts the ranks that gather or scatter together, by the sizes; None where the sizes do not tell."""
         if not (self.sent.isdigit() and self.received.isdigit() and self.op in ("ALLGATHER", "REDUCE_SCATTER")):
             return None
         small, large = sorted((int(self.sent), int(self.received)))

@@ -90,7 +90,7 @@ class FormReader:
 
 
 def _find_separator(lines: Sequence[str]) -> str:
-    """What stands between a viewer's numbers and the lines, which are numbered one by one; empty where they are not."""
+    """Finds the separator between a viewer's line numbers and the lines; empty if the lines are not numbered."""
     matches = [match for line in lines[:400] if line.strip() and (match := _NUMBERED.match(line))]
     written = sum(bool(line.strip()) for line in lines[:400])
     if len(matches) < _FEWEST_NUMBERED or len(matches) < written:

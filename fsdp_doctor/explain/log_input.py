@@ -178,7 +178,7 @@ class LogInput:
 
 
 def _gather_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes in parts that are no smaller than those of a file."""
+    """Yields the same bytes in parts at least as large as those read from a file."""
     block = bytearray()
     for part in parts:
         block += part
@@ -189,7 +189,7 @@ def _gather_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _detect_encoding(first: bytes) -> str:
-    """By a mark; or by zeros at every other place, which UTF-16 has where a text is mostly ASCII."""
+    """Detects the encoding by a mark, or by zeros at every other place, as UTF-16 has them in ASCII text."""
     for mark, encoding in _MARKS:
         if first.startswith(mark):
             return encoding
@@ -216,7 +216,10 @@ def _inflate(data: Iterable[bytes], name: str) -> Iterator[bytes]:
 
 
 def _is_binary(data: bytes) -> bool:
-    """By its beginning: a known format, a tenth of control characters, or fewer among bytes that are no UTF-8."""
+    """Judges by the beginning.
+
+    Binary is a known format, a tenth of control characters, or fewer among bytes that are no UTF-8.
+    """
     begin = data[:4096]
     control = len(begin) - len(begin.translate(None, _NOT_TEXT))
     undecodable = begin.decode("utf-8", errors="replace").count("\ufffd")
@@ -241,7 +244,7 @@ def _break_into_lines(text: str) -> list[str]:
 
 
 def _find_common_label(lines: Sequence[str]) -> str:
-    """What stands before every line and says nothing: the same indentation, or the same label; else an empty text."""
+    """Finds the indentation or label that is the same before every line; empty without one."""
     written = [line for line in lines if line.strip()]
     if len(set(written)) < 2:
         return ""
@@ -266,7 +269,7 @@ def _measure_wrapped_width(lines: Sequence[str]) -> int:
 
 
 def _goes_on(line: str, following: str) -> bool:
-    """Whether the rest of a broken line may follow. line: as far as it was read."""
+    """Returns whether the rest of a broken line may follow. line: the part that was read."""
     if line[:1] in BOX:
         return following[:1] not in BOX and line[-1:] not in _ENDS
     if (
@@ -281,12 +284,12 @@ def _goes_on(line: str, following: str) -> bool:
 
 
 def _begins_line(line: str) -> bool:
-    """Whether a line begins as no rest of a broken one does: with a prefix, a traceback, or an exception."""
+    """Returns whether a line begins a new message: with a prefix, a traceback, or an exception."""
     return any(pattern.match(line) for pattern in (_PREFIX, _BEGINNING, _EXCEPTION))
 
 
 def _find_shape(line: str) -> str:
-    """How the line begins, whatever its numbers: alike in the lines of a progress bar."""
+    """Reduces a line to its beginning without numbers, which is the same for all lines of a progress bar."""
     return _DIGIT.sub("0", line[:6])
 
 
@@ -341,7 +344,7 @@ def _name_source(match: re.Match[str]) -> str:
 
 
 def has_clock(raw: str) -> bool:
-    """Whether a time of day stands near the beginning of the line."""
+    """Returns whether a time of day stands near the beginning of the line."""
     return raw.count(":", 0, _CLOCK_END) > 1 and _CLOCK.search(raw, 0, _CLOCK_END) is not None
 
 

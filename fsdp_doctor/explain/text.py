@@ -96,7 +96,7 @@ def choose_frames(raised: Raised) -> list[str]:
 
 
 def _needs_report(explanation: Explanation) -> bool:
-    """Whether it is a failure of FSDP that the catalogue does not know for certain."""
+    """Returns whether the failure is of FSDP and not known for certain to the catalogue."""
     return explanation.showing != "nothing" and explanation.about_fsdp and explanation.entry is None
 
 
@@ -214,7 +214,7 @@ def _render_notes(explanation: Explanation) -> list[str]:
 
 
 def _came_first(other: Raised, cause: Group | None) -> bool:
-    """Whether it ended another rank, as far as the log shows, before the cause was raised: it may be one, too."""
+    """Returns whether the exception ended another rank before the cause was raised, as far as the log shows."""
     if cause is None or not other.source or other.source in cause.sources or not other.frames:
         return False
     if other.swallowed or other.logged or other.quoted or other.file != cause.first.file:
@@ -232,7 +232,7 @@ def _name_raising_ranks(group: Group) -> str:
 
 
 def _make_natural_key(source: str) -> tuple[str, int]:
-    """For sorting: ``rank 10`` after ``rank 9``."""
+    """Makes a key that sorts ``rank 10`` after ``rank 9``."""
     word, _, number = source.partition(" ")
     first = number.split(" ")[0]
     return word, int(first) if first.isdecimal() and len(first) < 20 else 0
@@ -415,7 +415,7 @@ def _format_rank_numbers(waiting: list[Waiting]) -> str:
 
 
 def _format_longest_wait(waiting: list[Waiting]) -> str:
-    """In seconds."""
+    """Formats the longest wait, in seconds."""
     times = [rank.waited_s for rank in waiting if rank.waited_s is not None]
     return f"{max(times):.0f}" if times else ""
 

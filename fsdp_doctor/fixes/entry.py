@@ -1,4 +1,4 @@
-"""What a fix is, and the table of fixes."""
+"""The table of fixes, and the type of its entries."""
 
 from __future__ import annotations
 

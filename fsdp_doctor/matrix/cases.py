@@ -176,7 +176,10 @@ class Case:
 
     @property
     def that_must_load(self) -> Case:
-        """The same case where it has to load: with the exact checkpoint, into a model whose backward did not raise."""
+        """Makes the same case with the exact checkpoint, and a model whose backward did not raise.
+
+        Such a case must load.
+        """
         exact = self.scenario.change(checkpoint=AXIS["checkpoint"].default)
         return Case(exact if exact.must_load else exact.change(phase="fresh"), self.method)
 

@@ -59,7 +59,7 @@ class ModelShape:
 
     @property
     def units(self) -> tuple[ShapedUnit, ...]:
-        """All units in the order of a forward, the root first."""
+        """Lists the units in the order of a forward, the root first."""
         return (self.root, *((self.embedding,) if self.embedding else ()), *self.layers)
 
     @property

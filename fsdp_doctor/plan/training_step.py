@@ -32,7 +32,7 @@ class UnitShard:
 
 @dataclass(frozen=True, kw_only=True)
 class RankShards:
-    """All units of a model on one rank of a shard group."""
+    """Units of a model on one rank of a shard group."""
 
     root: UnitShard
     embedding: UnitShard | None

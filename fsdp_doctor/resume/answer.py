@@ -40,7 +40,7 @@ def _list_causes(finding: ResumeFinding) -> Iterator[str]:
 
 
 def render_markdown(answer: ResumeAnswer) -> str:
-    """For an issue: the sentence, what differs, the known causes, and how it was run."""
+    """Renders an answer for an issue: the sentence, the differences, the known causes, and the commands."""
     lines = [f"**{answer.sentence}**", ""]
     if answer.findings:
         lines += ["| step | what | difference | ranks |", "|---|---|---|---|"]

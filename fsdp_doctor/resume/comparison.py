@@ -87,7 +87,7 @@ _COUNTERS = ("step", "steps", "_step")
 
 @dataclass(frozen=True, kw_only=True)
 class RunDifference:
-    """What differs on one rank. names: of all parameters, or other things, that differ."""
+    """Differences on one rank. names: those of all parameters, or other values, that differ."""
 
     kind: StateKind
     symptom: ResumeSymptom
@@ -244,7 +244,7 @@ class RankComparison:
             yield _make("optimizer", "step-counters", wrong, f"{counters[0]} of {text} is {now[0]}, not {was[0]}")
 
     def _find_owners(self, wrong: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
-        """Whose state each of the wrong parameters has; empty unless all of them have another's."""
+        """Maps each wrong parameter to the one whose state it has; empty unless every one has another's state."""
         expected, begun = self._expected.state, self._begun.state
         owners = {}
         for name in wrong:
@@ -257,7 +257,7 @@ class RankComparison:
         return owners
 
     def _compare_options(self) -> Iterator[RunDifference]:
-        """By parameter: the number of a group is no state, and groups may come in another order."""
+        """Compares options by parameter: the number of a group is no state, and groups may come in another order."""
         schedules = find_unlike(*self._read_schedules())
         members: dict[tuple[str, str], list[str]] = {}
         for name, group in self._expected.groups.items():
@@ -293,7 +293,7 @@ class RankComparison:
         return _make("options", symptom, [group], f"{text}: that of step {steps[0]}")
 
     def _read_schedules(self) -> tuple[RecordedValues, RecordedValues]:
-        """Of the schedulers that both runs have, the state that decides the learning rate."""
+        """Reads the state that decides the learning rate, of the schedulers that both runs have."""
         kept = [
             {
                 name: {key: value for key, value in values.items() if key not in _IGNORED_OF_SCHEDULERS}
@@ -395,7 +395,7 @@ class RankComparison:
             yield _make("generators", symptom, [name], text)
 
     def _is_drawn(self, name: str) -> bool:
-        """Whether the straight run draws from the generator after the save."""
+        """Returns whether the straight run draws from the generator after the save."""
         after = self._straight[max(self._at - 1, 0) :]
         return len({record.generators[name] for record in after if name in record.generators}) > 1
 
@@ -442,7 +442,7 @@ def _flatten(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def find_unrepeatable(one: Sequence[StepRecord], other: Sequence[StepRecord]) -> str:
-    """What first differs between two runs that should be alike, on one rank; empty if nothing does."""
+    """Describes the first difference between two runs that should be the same, on one rank; empty without one."""
     for was, now in zip(one, other, strict=False):
         for name in ("weights", "batches", "gradients"):
             if getattr(was, name) != getattr(now, name):

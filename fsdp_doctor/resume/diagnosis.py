@@ -50,7 +50,7 @@ class ResumeFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """How one run went. recorder_seconds: what recording took of it, a step, on the slowest rank."""
+    """Facts about one run. recorder_seconds: time for recording a step, on the slowest rank."""
 
     name: RunName
     command: list[str]
@@ -292,7 +292,7 @@ class _Diagnosis:
                 assert_never(unreachable)
 
     def _list_unseen(self, record: RankRecord) -> Iterator[str]:
-        """What the records cannot show of this program."""
+        """Lists the parts of this program that the records cannot show."""
         steps = record.steps
         batches = [batch for step in steps for batch in step.batches]
         if not batches:

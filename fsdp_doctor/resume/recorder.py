@@ -136,7 +136,7 @@ def _digest_all(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
 
 
 class _Heap:
-    """What a search of the heap finds, in an order that two runs of one program share.
+    """Objects found on the heap, in an order that two runs of one program share.
 
     roots: modules with parameters that are no other's children. schedulers, scalers, averages: by name.
     """

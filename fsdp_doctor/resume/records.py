@@ -27,7 +27,7 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step starts from, on one rank; digests are of this rank's shards.
+    """State from which a step starts, on one rank; digests are of this rank's shards.
 
     step: from 1, in this process. weights: of the optimizers' parameters; rounded: the same, rounded to bfloat16.
     others: parameters of the model that no optimizer has. options: of each parameter group. groups: that of each
@@ -60,12 +60,12 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def options_of(self) -> RecordedValues:
-        """Those of each parameter: the order of groups is no state."""
+        """Options of each parameter: the order of groups is no state."""
         return {name: self.options[group] for name, group in self.groups.items()}
 
 
 class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """All that one rank wrote. final: None for a process that ended by itself. error: why the recorder gave up."""
+    """Records of one rank. final: None for a process that ended by itself. error: why the recorder gave up."""
 
     facts: ProcessFacts
     steps: list[StepRecord]
@@ -84,7 +84,7 @@ def read_ranks(directory: pathlib.Path) -> dict[int, RankRecord]:
 
 
 def read_start_failures(directory: pathlib.Path) -> list[str]:
-    """Why the recorder could not start, of each process in which it could not."""
+    """Reads the reason of each process in which the recorder could not start."""
     return sorted({file.read_text() for file in directory.glob("failed-*")})
 
 

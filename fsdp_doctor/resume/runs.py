@@ -33,7 +33,7 @@ _UNSEEN = (
 
 @dataclass(frozen=True, kw_only=True)
 class UserJob:
-    """What the user wants to be run.
+    """A job of the user's, and the way to run it.
 
     command: with ``{dir}`` and ``{n}``. resume: the words that are added to resume. at: the step after which the job
     saves. work: a directory for the logs, the records and the job's own directories. hang_after, longest: seconds.
@@ -52,7 +52,7 @@ class UserJob:
         return [word.replace("{dir}", str(directory)).replace("{n}", str(step)) for word in words]
 
     def make_options(self, record: pathlib.Path, stop: int, directory: pathlib.Path) -> str:
-        """What ``recorder.start`` reads from the environment of the job's processes."""
+        """Makes the JSON that ``recorder.start`` reads from the environment of the job's processes."""
         options = {"record": str(record), "stop": stop, "job": str(directory)}
         return json.dumps({**options, "emulated": self.emulated, "deterministic": self.deterministic})
 
@@ -69,12 +69,15 @@ class UserJobRun:
 
     @property
     def num_steps(self) -> int:
-        """That every rank took."""
+        """Number of steps that every rank took."""
         return min((len(record.steps) for record in self.ranks.values()), default=0)
 
     @property
     def failed(self) -> bool:
-        """Whether it ended otherwise than by itself with 0, or where it was to end."""
+        """Returns whether the run failed.
+
+        It neither ended by itself with 0, nor reached the step at which it is ended.
+        """
         reached = bool(self.ranks) and all(record.final is not None for record in self.ranks.values())
         return not reached and self.ended.exit_code != 0
 

@@ -88,7 +88,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line \d+ in (?P<function>\S+)')
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What happened to a case.
+    """The outcome of a case.
 
     ranks: the ranks that the reason is about. also: further problems, and consequences.
     """
@@ -150,7 +150,7 @@ def judge_refusal(refusal: Verdict, exact: Verdict, world_size: int) -> Verdict:
 
 
 def are_workers_whole(reports: Sequence[RankReport]) -> bool:
-    """Whether every rank ended the case alike and the process group still works, so that the workers can go on."""
+    """Returns whether all ranks ended the case alike with a working process group, so that the workers can go on."""
     records = [report.record for report in reports]
     if any(record is None or not record.done or not record.healthy or record.retire for record in records):
         return False
@@ -160,7 +160,7 @@ def are_workers_whole(reports: Sequence[RankReport]) -> bool:
 
 
 def has_died_before(reports: Sequence[RankReport]) -> bool:
-    """Whether a worker had ended when the case began."""
+    """Returns whether a worker had ended when the case began."""
     return any(report.exit and report.record is None for report in reports)
 
 
@@ -175,7 +175,7 @@ def strip_seconds(text: str) -> str:
 
 
 def is_cascade(failure: Failure) -> bool:
-    """Whether the exception only says that another process went away."""
+    """Returns whether the exception only says that another process went away."""
     return _CASCADE.search(failure.message) is not None
 
 
@@ -199,7 +199,7 @@ def _read_frames(stack: str) -> list[tuple[str, str]]:
 
 
 def _is_idle(stack: str) -> bool:
-    """Whether the rank waited for a thread, process or file, and for no other rank."""
+    """Returns whether the rank waited for a thread, process or file, and for no other rank."""
     frames = _read_frames(stack)
     return bool(frames and _WAITS_OF_PYTHON.search(frames[0][0]))
 
@@ -212,7 +212,7 @@ def _list_refusals(reports: Sequence[RankReport]) -> list[str]:
 
 
 def _has_ended(report: RankReport) -> bool:
-    """Whether the rank ended, or its supervisor ended it."""
+    """Returns whether the rank ended, or its supervisor ended it."""
     return bool(report.exit or report.garbled or report.stopped)
 
 
@@ -272,7 +272,7 @@ def _describe_other_rank(report: RankReport, events: list[_Event]) -> str:
 
 
 def _describe_activity(report: RankReport) -> str:
-    """What a rank was doing when it was stopped."""
+    """Describes the rank's activity at the moment when it was stopped."""
     if report.process_state:
         return report.process_state + _describe_stage(report)
     if waits := find_wait(report.stack):
@@ -314,7 +314,7 @@ class _SharedProblem:
 
 
 def _list_problems(reports: Sequence[RankReport]) -> list[_SharedProblem]:
-    """All problems, the worst kind first, each once with the ranks that share it."""
+    """Lists the problems, the worst kind first, each once with the ranks that share the problem."""
     ranks_of: dict[tuple[ProblemKind, str], list[int]] = {}
     for report in reports:
         for problem in report.record.problems if report.record else ():

@@ -146,7 +146,7 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseReport:
-    """What one phase of a test came to on one rank.
+    """The outcome of one phase of a test on one rank.
 
     report: as pytest serializes its reports. xfailed: the reason of a ``pytest.xfail()`` in it; None without one.
     """

@@ -88,7 +88,7 @@ class FsdpConfigFramework(FsdpFramework[V]):
         return (*(f"fsdp_{word}" for word in words), *words)
 
     def read_state_dict_type(self, versions: V) -> str:
-        """In capitals; empty for the plugin's default."""
+        """Reads the type in capitals; empty for the plugin's default."""
         return self.settings.read_word(*_name_keys("state_dict_type")).upper()
 
     def list_extractions(self, role: Role, versions: V, scenario: Scenario) -> Iterator[ExtractionPoint]:
@@ -147,7 +147,7 @@ class FsdpConfigFramework(FsdpFramework[V]):
         ]
 
     def _find_keys_of_other_version(self, version: FsdpVersion) -> Iterator[ConfigFinding]:
-        """As FullyShardedDataParallelPlugin.__post_init__ treats them."""
+        """Finds keys of the other version, as FullyShardedDataParallelPlugin.__post_init__ treats them."""
         reshard = self.settings.find_first(*_name_keys("reshard_after_forward"))
         if version == 1:
             if reshard and isinstance(reshard.value, bool):
@@ -215,7 +215,7 @@ class Accelerate(FsdpConfigFramework[_AccelerateVersions]):
 
     @staticmethod
     def complete(settings: Settings) -> Settings:
-        """With the file that ``--config_file`` names, and with the flags, which go before it."""
+        """Adds the file that ``--config_file`` names, and with the flags, which go before it."""
         completed = Settings.join(_read_config_file(settings), settings)
         for flag, engine in _ENGINES.items():
             if row := settings.find_first_true(f"{LAUNCH}.{flag}"):
@@ -491,7 +491,10 @@ class Axolotl(FsdpConfigFramework[_AxolotlVersions]):
 
     @staticmethod
     def count_ranks(settings: Settings) -> int | None:
-        """As the command tells its launcher: accelerate the ranks of all nodes, torchrun those of each."""
+        """Counts the ranks that the command tells its launcher to start.
+
+        accelerate is told the ranks of all nodes, torchrun those of each node.
+        """
         per_node = settings.count("nproc_per_node")
         return settings.read_number("num_processes") or (per_node and per_node * (settings.count("nnodes") or 1))
 

@@ -75,7 +75,7 @@ class Lightning(FsdpFramework[_Versions]):
         raise Unreadable(f"{row} does not say which strategy it is")
 
     def read_model(self, role: Role) -> ConfiguredModel:
-        """None that is known: the model is in the script."""
+        """Returns None: the model is in the script."""
         return ConfiguredModel()
 
     def choose_axes(self, role: Role, versions: _Versions) -> dict[AxisName, Chosen]:

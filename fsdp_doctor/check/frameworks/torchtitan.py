@@ -40,7 +40,7 @@ class Torchtitan(FsdpFramework[VersionRange]):
         return self.read_role(role, self.find_other_parallelisms(_SECTION, _DEGREES))
 
     def read_model(self, role: Role) -> ConfiguredModel:
-        """None that is known: the configuration names a size of torchtitan's own model."""
+        """Returns None: the configuration names a size of torchtitan's own model."""
         return ConfiguredModel()
 
     def choose_axes(self, role: Role, versions: VersionRange) -> dict[AxisName, Chosen]:

@@ -102,7 +102,7 @@ class VerlModel(KeyTable, frozen=True, kw_only=True):
         return settings.find_first(*self.name_keys(self.policy_names[0])) if is_asked else None
 
     def find_manual_offloads(self, settings: Settings) -> dict[str, Setting]:
-        """By name, the manual offloads that are on."""
+        """Names the manual offloads that are on."""
         rows = {
             name: settings.find_first_true(*self.name_keys(name)) for name in ("param_offload", "optimizer_offload")
         }
@@ -266,7 +266,7 @@ class Verl(FsdpFramework[VerlVersions]):
         return [item for item in ranges if model is not _REF or item.always_ref or is_asked]
 
     def _asks_for_newer(self, model: VerlModel) -> bool:
-        """Whether the settings ask for what came with v0.4: FSDP2, adapters, the newer layouts."""
+        """Returns whether the settings use features of v0.4 and newer: FSDP2, adapters, the newer layouts."""
         asks_fsdp2 = (
             model.find_strategy_setting(self.settings) is not None
             and model.read_strategy(self.settings) is Strategy.FSDP2
@@ -456,7 +456,7 @@ def _choose_transfer(strategy: Strategy, offload: OffloadChoice, versions: VerlV
 
 
 def _sync_is_staged(versions: VerlVersions, scenario: Scenario) -> bool:
-    """Whether get_per_tensor_param of the engine, or rollout_mode of the worker, moves the model first."""
+    """Returns whether get_per_tensor_param of the engine, or rollout_mode of the worker, moves the model first."""
     if scenario.policy:
         return versions.stages_policy
     if not versions.stages:
@@ -470,7 +470,7 @@ def _read_dtype(row: Setting | None, default: str) -> str:
 
 
 def _is_ppo(settings: Settings) -> bool:
-    """Whether the run is of PPO or a relative of it."""
+    """Returns whether the run trains by PPO or a relative of PPO."""
     has_critic = any(settings.list_below(section) for section in _CRITIC.sections) or "critic.strategy" in settings
     script = settings.read_text(SCRIPT)
     return bool(settings.list_below("actor_rollout_ref")) or has_critic or ("main_ppo" in script and "verl" in script)
@@ -529,7 +529,7 @@ def _find_other_engine(settings: Settings) -> Setting | None:
 
 
 def _names_other_engine(text: str) -> bool:
-    """Whether a name or a key has one of the other engines as one of its words, as ``ppo_megatron_trainer`` has."""
+    """Returns whether a name or a key has another engine among its words, as ``ppo_megatron_trainer`` has."""
     return not _split_words(text).isdisjoint(_OTHER_ENGINES)
 
 

@@ -190,7 +190,10 @@ def _build(compiler: list[str], key: str) -> pathlib.Path:
 
 
 def _expect_seconds(num_cores: int) -> int:
-    """How long the compilers take: _BUILD_SECONDS of one core in all, and the largest unit 48 % of it (36 of 76 s)."""
+    """Estimates the seconds that the compilers take.
+
+    _BUILD_SECONDS of one core in all, and the largest unit 48 % of it (36 of 76 s).
+    """
     return int(max(_BUILD_SECONDS / num_cores, _BUILD_SECONDS / 2))
 
 
@@ -219,7 +222,7 @@ def _copy(linked: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
 
 
 def _list_units() -> list[tuple[str, ...]]:
-    """For each run of the compiler the names of the sources that it compiles."""
+    """Lists the sources of each run of the compiler."""
     grouped = {name for unit in _UNITS for name in unit}
     return [*_UNITS, *((path.stem,) for path in sorted(_SOURCES.glob("*.cpp")) if path.stem not in grouped)]
 

@@ -367,7 +367,7 @@ def find_order_cycle(directory: str | os.PathLike[str]) -> str:
 
 
 def _name_launches(launches: Iterable[list[str]], chosen: list[str]) -> dict[str, str]:
-    """What a line says of a launch, the same in every run: groups are letters, counted from their first launches."""
+    """Names launches in a way that is the same in every run: groups are letters, counted from their first launches."""
     first: dict[str, int] = {}
     for group, number, _ in map(str.split, itertools.chain.from_iterable(launches)):
         first[group] = min(first.get(group, int(number)), int(number))

@@ -1,4 +1,4 @@
-"""Which device a caller means."""
+"""The device that a caller means."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class FrameworkScenario:
         return self.values[_OFFLOAD]
 
     def list_offloads(self) -> tuple[str, ...]:
-        """All values of the framework's axis ``offload``, in order."""
+        """Lists the values of the framework's axis ``offload``, in order."""
         return tuple(self.matrix.find_axis(_OFFLOAD).values)
 
     def list_id_values(self, without: str = "") -> list[str]:

@@ -56,7 +56,7 @@ class ShardOptions(TypedDict, total=False):
 
 
 class ExtractionOptions(ShardOptions, total=False):
-    """The same for :func:`fsdp_doctor.full_tensors`."""
+    """Options that :func:`fsdp_doctor.full_tensors` takes by the same names."""
 
     in_step: bool
 
@@ -201,7 +201,7 @@ def sglang_buckets(
 def verl_weights(
     model: nn.Module, **options: Unpack[ExtractionOptions]
 ) -> tuple[ClosingIterator[tuple[str, torch.Tensor]], None]:
-    """In place of ``get_per_tensor_param``: the iterator for ``send_weights``, and no configuration of an adapter.
+    """Replaces ``get_per_tensor_param``: the iterator for ``send_weights``, and no configuration of an adapter.
 
     Adapters are merged. Arguments, errors and which ranks must call as :func:`fsdp_doctor.full_tensors`.
     """
@@ -212,7 +212,7 @@ def verl_weights(
 def verl_shards(
     model: nn.Module, **options: Unpack[ShardOptions]
 ) -> tuple[Iterator[tuple[str, torch.Tensor, Any]], None]:
-    """In place of ``get_per_tensor_param_shard``: (name, this rank's shard, 1-D, on the device, verl's ShardSpec).
+    """Replaces ``get_per_tensor_param_shard``: (name, this rank's shard, 1-D, on the device, verl's ShardSpec).
 
     FSDP1's flat shards too, which verl has as DTensors only. verl must be installed. Arguments, errors and
     which ranks must call as :func:`fsdp_doctor.local_shards`.

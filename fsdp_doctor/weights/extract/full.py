@@ -57,7 +57,10 @@ CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class WeightInfo:
-    """What :func:`full_tensors` would yield under a name: the global shape, and the dtype that is asked for."""
+    """A tensor that :func:`full_tensors` would yield under a name.
+
+    Fields: the global shape, and the requested dtype.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
@@ -167,7 +170,9 @@ def weights_info(
     experts: Experts | None = None,
     tensors: GivenTensors | None = None,
 ) -> dict[str, WeightInfo]:
-    """What :func:`full_tensors` would yield, in its order: no communication, no copy, no device is touched.
+    """Describes the tensors that :func:`full_tensors` would yield, in the same order.
+
+    It communicates nothing, copies nothing, and touches no device.
 
     Any rank may call it alone (verl's ``get_actor_weights_info``, which PR 4726 mends, gathers).
     Arguments and errors are those of :func:`full_tensors`.
@@ -483,7 +488,7 @@ class Pipeline:
         self._promised = self._agreement.promise(num_next, one_only=one_only)
 
     def _list_promised_buckets(self) -> Sequence[Bucket]:
-        """Those that are yet to be launched, because other ranks rely on it."""
+        """Lists the buckets that are still to be launched, because other ranks rely on them."""
         if len(self._plan.ranks) == 1:
             return ()
         return self._plan.buckets[self._num_launched : self._num_launched + self._promised]
@@ -515,7 +520,7 @@ class Pipeline:
         return {name: adapters[name] for name in dict.fromkeys(bucket.list_names()) if name in adapters}
 
     def _load_factors(self, merged: Mapping[str, list[LoraAdapter]]) -> tuple[list[TensorTransfer], Loader]:
-        """This rank's part of the factors, and the loader, which holds what is being copied."""
+        """Loads this rank's part of the factors. Returns the loader, too, which holds running copies."""
         # The factors of one unit of FSDP1 are as many units.
         call = Call(self._plan.device, self._call.shards, frozenset())
         factors = [self._plan.factors[name] for name in list_factor_names(merged)]

@@ -1,4 +1,4 @@
-"""This rank's shards: what it holds of each tensor, its place in the whole, and an iterator that loads all of them.
+"""Shards of this rank: its part of each tensor, its place in the whole, and an iterator that loads all of them.
 
 They come on the device, cast and merged as full tensors are. No weight is gathered.
 """
@@ -202,7 +202,7 @@ def gather_deltas(request: ShardRequest, factors: TensorStream | None) -> dict[s
 
 
 class LoadedShard(NamedTuple):
-    """As :class:`LocalShard`, with all names of the tensor. is_copy: whether its memory is no parameter's."""
+    """A :class:`LocalShard` with all names of the tensor. is_copy: whether its memory belongs to no parameter."""
 
     spec: TensorSpec
     tensor: torch.Tensor
@@ -279,7 +279,10 @@ def _cut(shard: LoadedShard, part: TensorSpec, view: TensorView) -> LoadedShard:
 
 
 def _dividing_group(place: ShardPlace) -> dist.ProcessGroup | None:
-    """Of a shard that is a range of its tensor: of a DTensor, of the one dim of the mesh that divides it."""
+    """Finds the group of a shard that is a range of its tensor.
+
+    For a DTensor the group is that of the one dim of the mesh that divides it.
+    """
     if place.mesh is None:
         return place.group
     placements = place.placements or ()

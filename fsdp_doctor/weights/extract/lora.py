@@ -289,7 +289,7 @@ def _make_adapter_names(layers: Layers) -> Callable[[str], str | None]:
 
 
 def _saves_embeddings(layers: Layers, adapter: str) -> bool:
-    """Whether peft saves the embeddings, too: where the configuration names one of them by its usual name."""
+    """Returns whether peft saves the embeddings, too: where the configuration names one of them by its usual name."""
     from peft.utils.other import EMBEDDING_LAYER_NAMES
 
     targets = layers.targets.get(adapter, frozenset())

@@ -93,7 +93,7 @@ class Arguments:
 
 @dataclass(kw_only=True, eq=False)
 class Plan:
-    """All that follows from a model and the arguments of a call. It may be kept, for nothing in it is a tensor.
+    """Everything derived from a model and the arguments of a call. A plan holds no tensor, so it may be kept.
 
     all_sources: the adapters among them; sources: what is yielded. ranks: all that take part. groups: of ranks of which
     some may have other tensors than the others. merges: whether there are adapters, active ones or not, and they are to
@@ -120,7 +120,7 @@ class Plan:
     names: OutputNames
 
     def count_promisable(self, first: int, wanted: int) -> int:
-        """How many buckets from ``first`` on a rank may promise at once: 1 at least, ``wanted`` at most.
+        """Counts the buckets from ``first`` on that a rank may promise at once: 1 at least, ``wanted`` at most.
 
         While the caller has the tensors of one, there is to be memory to launch any of the later ones. Those before
         ``first`` that may be pending beside it are yet to be handed out, too.
@@ -161,7 +161,7 @@ class _KeptPlan:
         self._devices = self._read_devices()
 
     def find_shards(self, model: nn.Module) -> list[torch.Tensor] | None:
-        """None if the model is no longer what the plan was made from."""
+        """Finds the shards; None if the model has changed since the plan was made."""
         shards = self._snapshot.find_shards(model)
         if shards is None or self._read_devices() != self._devices:
             return None
@@ -169,7 +169,10 @@ class _KeptPlan:
         return shards if layers == self._layers else None
 
     def _read_devices(self) -> list[torch.device]:
-        """This rank's, of the types that shards are gathered on or that were asked for: a thread may change them."""
+        """Reads this rank's devices of the types that shards are gathered on or that were asked for.
+
+        A thread may change them.
+        """
         return [find_device(device_type) for device_type in self._device_types]
 
 
@@ -324,7 +327,7 @@ def list_shard_groups(sources: Sequence[Source]) -> list[ShardGroup]:
 
 
 def list_ranks(sources: Sequence[Source]) -> tuple[int, ...]:
-    """All that take part: of the shard groups of a model the largest has the others in it."""
+    """Lists the ranks that take part: the largest of the model's shard groups contains the others."""
     return max((shard_group.ranks for shard_group in list_shard_groups(sources)), key=len, default=(0,))
 
 

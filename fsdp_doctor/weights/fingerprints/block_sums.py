@@ -27,7 +27,7 @@ class BlockSums:
             self._table = sum_kernels.SumTable(self._runs, self._grids, device)
 
     def reads_only(self, storages: Collection[int]) -> bool:
-        """Whether all that is read lies in the storages at these addresses, and nothing in a copy."""
+        """Returns whether all that is read lies in the storages at these addresses, and nothing in a copy."""
         read = [*(run.words for run in self._runs), *(grid.tensor for grid in self._grids)]
         return all(tensor.untyped_storage().data_ptr() in storages for tensor in read)
 

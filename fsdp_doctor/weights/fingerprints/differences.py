@@ -65,7 +65,7 @@ def compare_fingerprints(
     not_comparable: Mapping[str, str] | None = None,
     called: tuple[str, str] = ("the trainer", "the engine"),
 ) -> list[FingerprintDifference]:
-    """Every tensor that differs, in the trainer's order, then those that only the engine has.
+    """Lists the tensors that differ, in the trainer's order, then those that only the engine has.
 
     A tensor that the engine lacks is no difference if the trainer ties it to one that the engine has.
 

@@ -217,7 +217,9 @@ class RepeatedFingerprint:
 
     @disable_autograd
     def read(self) -> Fingerprints:
-        """Of the last start, or of the last :meth:`full_tensors`. Waits for the device; no other rank is needed.
+        """Returns the fingerprint of the last start, or of the last :meth:`full_tensors`.
+
+        Waits for the device; no other rank is needed.
 
         Raises RuntimeError before the first, and where an iteration has not ended.
         """
@@ -230,7 +232,7 @@ class RepeatedFingerprint:
 
 
 def _list_parts(request: ShardRequest) -> list[TensorSpec]:
-    """What is summed under names of its own: the tensors, or their parts."""
+    """Lists the units of summation: the tensors, or their parts."""
     names = request.plan.names
     return [part for source in request.sources for spec in list_specs(source) for part, _ in names.list_parts(spec)]
 
@@ -300,7 +302,7 @@ def _agree_on_request(request: ShardRequest, settings: str) -> Iterator[Callable
 
 
 def _sum_shards(request: ShardRequest, deltas: Mapping[str, list[Delta]]) -> FingerprintSums:
-    """This rank's part of the sums, by the first name of each tensor; of one group after those of another."""
+    """Sums this rank's part, by the first name of each tensor, one group after another."""
     sums = FingerprintSums(repeats=True)
     request = replace(request, sources=_list_by_groups(request.sources))
     with contextlib.closing(load_shards(request, deltas, shows="finished")) as shards:
@@ -321,7 +323,7 @@ def _add_shard(sums: FingerprintSums, shard: LoadedShard, blocks_of: _BlocksOf |
 
 
 def _list_by_groups(sources: Sequence[Source]) -> list[Source]:
-    """Those of one group after those of another, in the order of their first tensors: the same on every rank."""
+    """Sorts the tensors group by group, in the order of their first tensors: the same on every rank."""
     by_groups: dict[tuple[int, ...], list[Source]] = {}
     for source in sources:
         by_groups.setdefault(tuple(map(id, _find_dividing_groups(source))), []).append(source)
@@ -354,7 +356,7 @@ class _GatheredSums:
 
     @disable_autograd
     def make_sums(self) -> _SumsOverRanks:
-        """Of which nothing has been added yet."""
+        """Makes sums to which nothing has been added yet."""
         return _SumsOverRanks(self.request, self._parts, self._begin.clone())
 
     def add(self, rows: torch.Tensor, bucket: int, transfers: Sequence[TensorTransfer]) -> None:
@@ -384,7 +386,7 @@ class _GatheredSums:
 
 
 class _SumsOverRanks:
-    """This rank's part of the sums of tensors, and the device memory to add them over the groups that divide these.
+    """Sums of this rank's part of tensors, and the device memory to add them over the groups that divide these.
 
     parts: the names, in the order of ``_list_by_groups``, and what is summed of each. rows: theirs, as those of
     :class:`FingerprintSums`. Made before the ranks agree, so that no rank waits in a collective for one that lacks the
@@ -485,7 +487,7 @@ def _sum_variant(
     first_to: torch.dtype | None = None,
     back_from: torch.dtype | None = None,
 ) -> FingerprintSums:
-    """This rank's part of the sums after a mistake, of the tensors that it changes, by first name.
+    """Sums this rank's part after a mistake, of the tensors that it changes, by first name.
 
     first_to: a dtype to which they are cast before that of the fingerprint. back_from: a dtype to which they are cast
     after it, and back.

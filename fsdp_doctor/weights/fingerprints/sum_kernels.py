@@ -27,7 +27,9 @@ from fsdp_doctor.weights.fingerprints.keyed_sum import (
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramShape:
-    """What one program sums: columns and rows of a run of words, or tiles one below the other, of ``rows`` at most.
+    """The shape that one program sums.
+
+    Columns and rows of a run of words, or tiles one below the other, of ``rows`` at most.
 
     So small that many fit on a multiprocessor at once: while one multiplies, others read.
     """

@@ -165,7 +165,7 @@ class FingerprintSums:
         return self._repeats
 
     def rows(self, device: torch.device) -> torch.Tensor:
-        """Of each name that was added, in order: both lanes and how many elements were summed. int64, on the device."""
+        """Returns for each added name, in order, both lanes and the number of summed elements. int64, on the device."""
         if len(self._launches) == 1:
             return self._launches[0].rows.to(device)
         empty = torch.empty(0, 3, dtype=torch.int64, device=device)
@@ -246,7 +246,7 @@ class RepeatedFingerprintOfTensors:
             self._sums, self._addresses = self._sum(), self._find_addresses()
 
     def read(self) -> Fingerprints:
-        """Of the last start. Waits for the device."""
+        """Returns the fingerprint of the last start. Waits for the device."""
         sums: dict[str, TensorFingerprint] = {}
         rows = self._sums.rows(torch.device("cpu")).tolist()
         for (name, part), row in zip(self._sums.named_parts(), rows, strict=True):

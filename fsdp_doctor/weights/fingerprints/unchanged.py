@@ -23,7 +23,7 @@ _MOST_CALLS = 6
 
 
 class WeightsChanged(RuntimeError):
-    """What :func:`unchanged` raises. names: of the tensors that changed. rank: of this process."""
+    """The error of :func:`unchanged`. names: the tensors that changed. rank: of this process."""
 
     def __init__(self, message: str, names: list[str], rank: int) -> None:
         super().__init__(message)
@@ -113,7 +113,7 @@ def _list_shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> I
 
 
 def _find_body() -> str:
-    """Where the context is, and the calls in its body as they are written; the place alone without the source."""
+    """Finds the context's place, and the calls in its body as written; the place alone without the source."""
     frame = inspect.currentframe()
     # Behind this function, the context's own, and contextlib's.
     for _ in range(3):

@@ -131,7 +131,9 @@ def _place(parameter: ModelTensor, mesh: DeviceMesh, ordered: DeviceMesh) -> DTe
 def extend_mesh(
     mesh: DeviceMesh, placements: Sequence[Placement], meshes: Sequence[DeviceMesh]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
-    """The same division in terms of a mesh in ``meshes`` that is ``mesh`` or contains it as a submesh; None if none is.
+    """Describes the same division in terms of a mesh in ``meshes`` that is ``mesh`` or contains it as a submesh.
+
+    Returns None if there is no such mesh.
 
     It is replicated over the dims that the submesh lacks: each neighbour along them has a submesh with the same shards.
     """

@@ -58,7 +58,7 @@ def refuse(forms: Mapping[str, str]) -> None:
 
 
 def describe_form(tensor: torch.Tensor) -> str:
-    """What a model's tensor is that cannot be read and filled where it lies, on the meta device or not; empty for
+    """Describes a tensor that cannot be read and filled in place, on the meta device or not; empty for
     others.
     """
     lazy_view = "a view that is conjugated or negated when it is read"
@@ -86,7 +86,7 @@ def _describe_layout(tensor: torch.Tensor) -> str:
 
 
 def has_strides(tensor: torch.Tensor) -> bool:
-    """Whether shape, strides and dtype can be read, so that a plan for other tensors of its model can be made."""
+    """Returns whether shape, strides and dtype can be read, which a plan for the model's other tensors needs."""
     return not isinstance(tensor, _LAZY) and tensor.layout == torch.strided and not tensor.is_nested
 
 
@@ -104,7 +104,7 @@ class CodeFinder:
         self._method = next((_name_method(quantizer) for quantizer in quantizers if quantizer is not None), "")
 
     def describe(self, owner: ModuleTensors, key: str, tensor: torch.Tensor, shape: torch.Size | None = None) -> str:
-        """Which codes the module's tensor of that name is; empty for values.
+        """Names the codes that the module's tensor of that name has; empty for values.
 
         shape: of a parameter in an FSDP1 unit, whose flat parameter is ``tensor`` then.
         """
@@ -153,7 +153,7 @@ def _find_kind_of_bitsandbytes(kind: type) -> str:
 
 
 def _is_weight_of(module: nn.Module, dtype: torch.dtype, shape: torch.Size) -> bool:
-    """Whether it is not quantized, or not yet: codes have another shape, or one byte an element."""
+    """Returns whether it is not quantized, or not yet: codes have another shape, or one byte an element."""
     sides = (("out_features", "in_features"), ("num_embeddings", "embedding_dim"))
     shapes = [tuple(getattr(module, side, None) for side in both) for both in sides]
     return dtype.is_floating_point and dtype.itemsize > 1 and tuple(shape) in shapes

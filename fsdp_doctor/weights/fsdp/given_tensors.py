@@ -84,7 +84,7 @@ def _check_shape(name: str, tensor: torch.Tensor, own: ModelTensor) -> None:
 
 
 def _is_one(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two names of a tied tensor have one here, too: a state dict has an object for each name."""
+    """Returns whether two names of a tied tensor have one here, too: a state dict has an object for each name."""
     if one is other:
         return True
     first, second = private.read_local_tensor(one), private.read_local_tensor(other)

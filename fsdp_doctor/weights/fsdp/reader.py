@@ -51,7 +51,7 @@ class ModelTensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelContents:
-    """All that a model holds, in the order of its modules.
+    """Contents of a model, in the order of its modules.
 
     fsdp1_units: their parameters are not among ``parameters``.
     parameters; buffers: those that a state dict has; transient_buffers: the others.
@@ -86,7 +86,7 @@ class ModelContents:
 
     @property
     def refusal(self) -> str:
-        """Why the model can be neither extracted nor loaded; empty if it can."""
+        """The reason why the model can be neither extracted nor loaded; empty if it can."""
         if self.ambiguous:
             return describe_ambiguous(self.ambiguous)
         if self.lost_shards:
@@ -149,7 +149,7 @@ class ModelContents:
         return [*named, *(f"{type(module).__name__}.{key}" for module, key in missing)]
 
     def list_all_names(self) -> Iterator[tuple[str, ...]]:
-        """All names of each parameter and of each buffer of a state dict, those in FSDP1 units too."""
+        """Lists all names of each parameter and of each buffer of a state dict, those in FSDP1 units too."""
         yield from (tensor.names for tensor in self.list_tensors())
         yield from (names for unit in self.fsdp1_units for names in unit.names)
 
@@ -250,7 +250,7 @@ def find_innermost(model: nn.Module) -> nn.Module:
 
 
 def _read_fsdp1_units(modules: list[private.ModuleTensors], codes: CodeFinder) -> tuple[Fsdp1Unit, ...]:
-    """Each once, under its module's first name."""
+    """Reads each FSDP1 unit once, under its module's first name."""
     owners = {id(module_tensors.module): module_tensors for module_tensors in modules}
     prefixes: dict[int, list[str]] = {}
     for module_tensors in modules:
@@ -272,7 +272,7 @@ def _read_fsdp1_units(modules: list[private.ModuleTensors], codes: CodeFinder) -
 
 
 def _list_names(places: list[fsdp1.PlaceInModule], unit: str, prefixes: dict[int, list[str]]) -> tuple[str, ...]:
-    """Every name of a parameter: a module that the model has in several places has its parameter in each of them.
+    """Lists the names of a parameter: a module that the model has in several places has its parameter in each of them.
 
     unit: the prefix of the unit's names, for a module that is not in the model any more.
     """
@@ -294,7 +294,10 @@ def _read_parameters(
     sharded: dict[int, nn.Parameter],
     codes: CodeFinder,
 ) -> tuple[ModelTensor, ...]:
-    """Those that are in no FSDP1 unit; the others that modules have now are added to their units' ``shown``."""
+    """Reads the parameters that are in no FSDP1 unit.
+
+    The others that modules have now are added to their units' ``shown``.
+    """
     unit_of = {name: unit for unit in fsdp1_units for names in unit.names for name in names}
     parameters: dict[int, ModelTensor] = {}
     for module_tensors in modules:

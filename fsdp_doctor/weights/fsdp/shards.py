@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds, worked out from the placements alone."""
+"""The part of a tensor that a rank holds, computed from the placements alone."""
 
 from __future__ import annotations
 
@@ -98,7 +98,9 @@ class LocalPart:
 
 
 def compute_part(rank: int, shape: Sequence[int], mesh: torch.Tensor, placements: Sequence[Placement]) -> LocalPart:
-    """What a rank holds of a tensor of ``shape``, by torch.chunk's division; nothing if the mesh does not have it.
+    """Computes the part of a tensor of ``shape`` that a rank holds, by torch.chunk's division.
+
+    Nothing if the mesh does not have it.
 
     mesh: the ranks, as ``DeviceMesh.mesh``. Its dims are applied from the first to the last; each divides the parts
     that the dims before it left. Raises LayoutError for a placement that is neither replicated nor sharded.

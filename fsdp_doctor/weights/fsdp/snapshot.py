@@ -1,4 +1,4 @@
-"""What a model was made of when it was read, and a look whether it still is: much cheaper than to read it again."""
+"""A snapshot of a model's parts, and a check that the model still has them: cheaper than reading again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ class Snapshot:
         self._facts = self._read_facts(modules, names, tensors)
 
     def find_shards(self, model: nn.Module) -> list[torch.Tensor] | None:
-        """This rank's shards, in the order of the FSDP1 units and of ``ModelContents.tensors``; None after a change."""
+        """Finds this rank's shards, in the order of the FSDP1 units and of ``ModelContents.tensors``.
+
+        Returns None after a change.
+        """
         modules, names, tensors = private.list_modules_and_tensors(reader.find_innermost(model))
         if -1 in self._places or [known() for known in self._modules] != modules:
             return None

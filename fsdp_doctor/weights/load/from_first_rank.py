@@ -255,7 +255,10 @@ class FromFirstRank:
         return self._targets[piece.index].layout
 
     def _is_sent(self, layout: Layout) -> bool:
-        """Whether this rank gets its part in buckets; rank 0 writes its own directly where it passes none on."""
+        """Returns whether this rank gets its part in buckets.
+
+        Rank 0 writes its own directly where it passes none on.
+        """
         return bool(layout.replicas) or self._rank != self._first
 
     def _choose_destination(self, piece: _Piece) -> Destination:
@@ -268,7 +271,7 @@ class FromFirstRank:
         return target.layout.compute_part(target.shape, self._rank).shape.numel() * target.dtype.itemsize
 
     def _count_bytes(self, piece: _Piece) -> int:
-        """How many bytes of this rank's part are in the piece."""
+        """Counts the bytes of this rank's part that are in the piece."""
         return max(min(self._count_part_bytes(piece) - piece.start, piece.length), 0)
 
     def _take_memory(self) -> _Memory:

@@ -1,4 +1,4 @@
-"""How tensors are divided over the ranks, and which ranks get their parts from which."""
+"""The division of tensors over ranks, and the ranks from which others get their parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Replicas:
 
 
 class Layout(ABC):
-    """How one tensor, or many of one kind, are divided.
+    """The division of one tensor, or of many of one kind.
 
     owners: the ranks that get their parts from rank 0 directly; on a rank that is neither one of them nor rank 0, maybe
     others. replicas: the groups in which the parts are then passed on, one group after the other.
@@ -157,7 +157,7 @@ class Layouts:
 
 
 class ShardsOfUnit:
-    """How the flat parameter of one FSDP1 unit is divided.
+    """The division of the flat parameter of one FSDP1 unit.
 
     length: of each shard. places: by rank, the index of its shard.
     """

@@ -26,7 +26,7 @@ _MOST_NAMES = 3
 
 
 class Matching:
-    """Which tensors of the source fill which targets.
+    """Pairs of tensors of the source and the targets that they fill.
 
     A tied target may come under several of its names, if the values are the same. names: by the target's index, the
     names under which the source has it. superfluous: names of no target.

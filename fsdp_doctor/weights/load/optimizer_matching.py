@@ -1,4 +1,4 @@
-"""What a checkpoint has of an optimizer's state, what the optimizer has, and whether the two fit."""
+"""The optimizer state in a checkpoint, the optimizer's own, and whether the two fit."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def read_option(option: Any) -> Any:
 
 
 class StateForm(enum.Enum):
-    """Whose elements a tensor in a parameter's state has, as its shape on this rank tells.
+    """Owners of the elements of a state tensor, as its shape on this rank tells.
 
     EITHER: this rank's shard has the shape of the whole parameter.
     """
@@ -197,7 +197,7 @@ class OptimizerParameter:
 
     @property
     def has_state(self) -> bool:
-        """Whether the optimizer makes state for it on this rank: FSDP1's makes none for an empty part."""
+        """Returns whether the optimizer makes state for it on this rank: FSDP1's makes none for an empty part."""
         return isinstance(self.parameter, DTensor) or self.parameter.numel() > 0
 
     @property
@@ -296,7 +296,7 @@ def _list_trainable_of_unit(
 
 
 class StateForms:
-    """How an optimizer keeps the tensors of its state: divided like their parameter, or whole on each rank.
+    """Forms in which an optimizer keeps the tensors of its state: divided like their parameter, or whole on each rank.
 
     What it has tells. Of a key that it has of no parameter, ``whole`` says it; where that is None, torch's own
     optimizers divide them, and of others nothing is known.
@@ -347,7 +347,7 @@ class StateForms:
         return False
 
     def describe(self, parameter: OptimizerParameter) -> str:
-        """Which keys are whole of those that it has: what all ranks must have alike."""
+        """Describes the keys that are whole, which must be the same on all ranks."""
         keys = [key for at, key in self._forms if at == id(parameter) and self.is_whole(parameter, key)]
         return f" with {join_some(sorted(keys))} whole on each rank" if keys else ""
 

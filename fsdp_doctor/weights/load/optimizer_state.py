@@ -240,7 +240,7 @@ class _NewState:
         return torch.tensor(entry.value, dtype=entry.dtype, device=self._choose_scalar_device(parameter, key))
 
     def _choose_scalar_device(self, parameter: OptimizerParameter, key: str) -> torch.device:
-        """Where a tensor with one value belongs."""
+        """Chooses the device of a tensor with one value."""
         before = self._optimizer.state.get(parameter.parameter, {}).get(key)
         if isinstance(before, torch.Tensor):
             return before.device

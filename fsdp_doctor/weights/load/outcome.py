@@ -11,7 +11,7 @@ class LoadError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """The same on every rank.
+    """Report of a load, the same on every rank.
 
     loaded: how many tensors were written.
     checked: how many of them were compared, in their files, with the sums that :func:`save_full_tensors` left.

@@ -104,7 +104,7 @@ def compute_checksum(source: Portion) -> int:
 
 
 class Destination:
-    """Where this rank's part of a tensor is written in any pieces: ``memory``, 1-D bytes.
+    """The memory into which this rank's part of a tensor is written, in any pieces: ``memory``, 1-D bytes.
 
     That is the shard itself, or, where its elements are not contiguous, a buffer from which ``complete`` copies it.
     """

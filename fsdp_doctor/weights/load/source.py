@@ -49,7 +49,7 @@ class LoadSource:
 
     @property
     def makes_values(self) -> bool:
-        """Whether a mapping may make a tensor each time it is asked for it, so that not all may be kept."""
+        """Returns whether a mapping may make a tensor each time it is asked for it, so that not all may be kept."""
         return self.kind == "mapping" and type(self.tensors) not in (dict, collections.OrderedDict)
 
     def read_items(self) -> Iterator[tuple[str, Value]]:

@@ -1,4 +1,4 @@
-"""In which names a source has the tensors: the model's, or those that the Hub's files have."""
+"""Names under which a source has the tensors: the model's, or those that the Hub's files have."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class SourceNames:
             raise LoadError(str(error)) from None
 
     def _find_in(self, tensors: Mapping[str, object]) -> HubNames | None:
-        """None for the model's names, and where the source does not say its names before it has been read."""
+        """Finds the names; None for the model's, and if the source does not tell its names before it is read."""
         strangers = [name for name in tensors if name not in self._shapes]
         hub = self._choose("auto") if strangers else None
         of_hub = [name for name in strangers if hub is not None and name in hub.views]

@@ -108,7 +108,7 @@ def find_place(contents: ModelContents) -> ModelPlace:
 
 @defer_garbage_collection
 def list_targets(contents: ModelContents, place: ModelPlace) -> list[Target]:
-    """Every parameter and persistent buffer once, in the order of the model, those of FSDP1 units first."""
+    """Lists each parameter and persistent buffer once, in the order of the model, those of FSDP1 units first."""
     if unused := contents.list_unused(but_followed=True):
         raise LoadError(
             f"FSDP2 does not compute with what the model has as {join_some(unused)}: another parameter was assigned "
@@ -134,7 +134,7 @@ def compare_groups(contents: ModelContents, place: ModelPlace) -> Comparison:
 
 
 def find_home(tensor: ModelTensor, compute_device: torch.device) -> torch.device:
-    """Where a parameter or buffer is in training: on the CPU for a DTensor under CPUOffloadPolicy."""
+    """Finds the device on which a parameter or buffer trains: on the CPU for a DTensor under CPUOffloadPolicy."""
     is_offloaded = tensor.unit is not None and isinstance(tensor.unit.policy, CPUOffloadPolicy)
     return torch.device("cpu") if is_offloaded and isinstance(tensor.tensor, DTensor) else compute_device
 

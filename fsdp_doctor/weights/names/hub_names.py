@@ -67,13 +67,13 @@ class HubNames:
 
     @functools.cached_property
     def digest(self) -> str:
-        """The same for the same names of the same parts."""
+        """A digest, equal for equal names of equal parts."""
         lines = (f"{name} = {view}\n" for name, view in self.views.items())
         return hashlib.blake2b("".join(lines).encode(), digest_size=8).hexdigest()
 
 
 def read_hub_view(model: nn.Module) -> dict[str, TensorView]:
-    """Which part of which of the model's tensors each tensor is that ``save_pretrained`` would write, by its Hub name.
+    """Maps the Hub name of each tensor that ``save_pretrained`` would write to the part of the model's tensors.
 
     A fused ``experts.gate_up_proj`` has a view for each projection of each expert. Attributes alone are read: any rank
     may call it alone, for a model under FSDP in any state, on the meta device too. Both names of a tied tensor are in
@@ -87,7 +87,7 @@ def read_hub_view(model: nn.Module) -> dict[str, TensorView]:
 
 
 def read_hub_parts(config: str) -> dict[str, HubPart]:
-    """What :func:`read_hub_view` says of a model that only its configuration is known of; without what is the same.
+    """Returns :func:`read_hub_view` of a model of which the configuration alone is known, without equal parts.
 
     config: a directory with a ``config.json``, or the name of a model on the Hub. It is built on the meta device.
 
@@ -125,7 +125,7 @@ def read_hub_parts(config: str) -> dict[str, HubPart]:
 
 
 def list_shapes(contents: reader.ModelContents) -> dict[str, torch.Size]:
-    """Of each parameter and each buffer of a state dict, by all of its names."""
+    """Lists the shape of each parameter and buffer of a state dict, by all of its names."""
     shapes = {name: tensor.tensor.shape for tensor in contents.list_tensors() for name in tensor.names}
     for unit in contents.fsdp1_units:
         shapes |= {name: shape for names, shape in zip(unit.names, unit.shapes, strict=True) for name in names}
@@ -133,7 +133,7 @@ def list_shapes(contents: reader.ModelContents) -> dict[str, torch.Size]:
 
 
 def choose_names(names: Names, model: nn.Module, shapes: Mapping[str, torch.Size]) -> HubNames | None:
-    """None for the model's names. shapes: of its tensors, by all names that they have without adapters.
+    """Chooses the names; None for the model's. shapes: of its tensors, by all names that they have without adapters.
 
     Raises NamesError, HubNamesUnknown unless the model's names will do, and TypeError for what is neither of these.
     """
@@ -164,7 +164,7 @@ def check_names(names: Names) -> None:
 
 @disable_autograd
 def revert_names(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, TensorView]:
-    """As :func:`read_hub_view`, of tensors of these names and shapes instead of the model's."""
+    """Does the work of :func:`read_hub_view` for tensors of these names and shapes instead of the model's."""
     revert, pretrained = _find_reversion(model)
     if any(name != strip_adapters(name) for name in shapes):
         raise HubNamesUnknown("the model has adapters: its tensors are not those that the Hub has of the model below")
@@ -215,7 +215,7 @@ def find_pretrained(model: nn.Module) -> Any:
 
 
 def find_original_class(module: nn.Module) -> Any:
-    """That which it had before FSDP2 gave it one of its own."""
+    """Finds the class that a module had before FSDP2 gave it one of its own."""
     return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
@@ -235,7 +235,7 @@ def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _copy_unwrapped(module: nn.Module, copied: dict[int, nn.Module]) -> nn.Module:
-    """The same modules in a tree without wrappers, each of the class that it had before FSDP2 gave it its own.
+    """Copies the modules into a tree without wrappers, each of the class that it had before FSDP2 gave it its own.
 
     transformers looks at their places and at the names of their classes.
     """

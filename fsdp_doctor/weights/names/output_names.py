@@ -20,11 +20,11 @@ class OutputNames:
         self._parts: dict[tuple[str, ...], list[tuple[TensorSpec, TensorView | None]]] = {}
 
     def __str__(self) -> str:
-        """The same on ranks that have the same names."""
+        """A text that is the same on ranks with the same names."""
         return f"names={self._hub.digest if self._hub is not None else 'model'}"
 
     def list_parts(self, spec: TensorSpec) -> list[tuple[TensorSpec, TensorView | None]]:
-        """What is handed out of a tensor, and which part of it that is; None for all of it."""
+        """Lists the parts of a tensor that are handed out; None for the whole tensor."""
         if self._hub is None:
             return [(spec, None)]
         if spec.names not in self._parts:

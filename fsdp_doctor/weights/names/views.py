@@ -31,7 +31,7 @@ class TensorView(NamedTuple):
     offset: int
 
     def is_whole(self, shape: Sequence[int]) -> bool:
-        """Whether it is the tensor of that shape as it is."""
+        """Returns whether it is the tensor of that shape as it is."""
         return self.shape == tuple(shape) and not self.offset and (self.is_contiguous or not math.prod(shape))
 
     @property
@@ -58,7 +58,7 @@ class Box:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether the view's elements follow one another as the tensor's do."""
+        """Returns whether the view's elements follow one another as the tensor's do."""
         return self.dims is None or self._order == [*range(len(self.dims))]
 
     @property
@@ -71,7 +71,10 @@ class Box:
         return (view if self.dims is None else view.permute(self._order)).reshape(self.lengths)
 
     def cut(self, part: LocalPart) -> tuple[LocalPart, Slices]:
-        """What a rank has of the box: as indices of the box, and in the rank's shard. held: its part of the tensor."""
+        """Cuts a rank's part of the box: as indices of the box, and in the rank's shard.
+
+        held: its part of the tensor.
+        """
         runs, places = [], []
         for begin, length, parts in zip(self.begins, self.lengths, part.runs, strict=True):
             # Of a rising sequence of indices those in the box follow one another.
@@ -82,7 +85,7 @@ class Box:
         return LocalPart(tuple(runs)), tuple(places)
 
     def restore(self, cut: LocalPart, block: torch.Tensor) -> tuple[LocalPart, torch.Tensor]:
-        """What a rank has of the box, with the view's dims: as indices of the view, and the elements."""
+        """Restores a rank's part of the box, with the view's dims: as indices of the view, and the elements."""
         assert self.dims is not None
         runs = [cut.runs[dim] if dim >= 0 else (range(1),) for dim in self.dims]
         if not cut.shape.numel() and runs:
@@ -93,7 +96,7 @@ class Box:
 
 
 def find_box(view: TensorView, shape: Sequence[int]) -> Box | None:
-    """Where the view lies in a tensor of that shape; None for one that is no box of it, or not in it."""
+    """Finds the view's box in a tensor of that shape; None if it is no box, or not inside."""
     if view.is_whole(shape):
         return Box((0,) * len(shape), view.shape, tuple(range(len(shape))))
     strides, numel = compute_row_major_strides(shape), math.prod(view.shape)

@@ -228,7 +228,7 @@ class SaveDirectory:
         return self.path / LOCK if rank == self._ranks[0] else self.partial / f"rank-{rank}.lock"
 
     def _lock(self, path: pathlib.Path) -> bool:
-        """Whether this process has the lock now, or the file system has none."""
+        """Returns whether this process has the lock now, or the file system has none."""
         file = self._locks.enter_context(open(path, "wb"))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -266,7 +266,7 @@ class _Commit:
 
     @classmethod
     def read(cls, partial: pathlib.Path) -> _Commit:
-        """What a save left whose first rank was killed; raises SaveError where that cannot be read."""
+        """Reads what a save left whose first rank was killed; raises SaveError where that cannot be read."""
         try:
             stated = json.loads((partial / _COMMIT).read_bytes())
             former, new, replaces = tuple(stated["former"]), tuple(stated["new"]), bool(stated["replaces"])

@@ -1,4 +1,7 @@
-"""What an optimizer has on each rank, and whose each tensor is: the ranks' state is compared before it is written."""
+"""The optimizer's state on each rank, and the owner of each tensor.
+
+The ranks' state is compared before it is written.
+"""
 
 from __future__ import annotations
 
@@ -179,7 +182,10 @@ def _merge_entry(entry: str, entries: Mapping[int, RankEntry], turn: int) -> Sav
 
 
 def _describe(entry: RankEntry) -> str:
-    """What all ranks must have alike: its dtype, and the value of a single one, by which a NaN is like another."""
+    """Describes what must be the same on all ranks.
+
+    These are its dtype, and the value of a tensor of one element, where a NaN equals another.
+    """
     if entry.form is not StateForm.SINGLE:
         return f"a tensor of {entry.dtype}"
     return f"{entry.value.item()!r} of {entry.dtype}" if isinstance(entry.value, torch.Tensor) else repr(entry.value)

@@ -50,7 +50,7 @@ def open_save(path: pathlib.Path, place: RankPlace) -> Iterator[tuple[Agreement,
 
 @dataclass(frozen=True)
 class RankPlace:
-    """This rank among those that save: those of the model; of one that is not sharded, all."""
+    """The place of this rank among those that save: the model's ranks, or all for a model without shards."""
 
     contents: ModelContents
     ranks: tuple[int, ...]
@@ -110,7 +110,7 @@ class RankPlace:
 
 
 class _RankSums(NamedTuple):
-    """What a rank has written. sums: its part of the CRC of each tensor."""
+    """Sums of a rank's writes. sums: its part of the CRC of each tensor."""
 
     num_bytes: int
     sums: dict[str, LinearCrc]

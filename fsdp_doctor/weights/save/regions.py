@@ -1,4 +1,4 @@
-"""Where the elements of a shard belong in the bytes of a tensor: ranges of a file, in the order of the shard."""
+"""Places of a shard's elements in the bytes of a tensor: ranges of a file, in the order of the shard."""
 
 from __future__ import annotations
 

@@ -25,8 +25,9 @@ MOST_THREADS = 6
 
 
 class Turn(NamedTuple):
-    """Which chunks this rank writes of a tensor that several ranks hold alike: every ``num_ranks``-th, from ``first``
-    on; none where ``first`` is not below ``num_ranks``.
+    """The chunks that this rank writes of a tensor that several ranks hold alike.
+
+    Every ``num_ranks``-th, from ``first`` on; none where ``first`` is not below ``num_ranks``.
     """
 
     first: int

@@ -128,7 +128,7 @@ class Agreement:
         self._store.add(self._counted[-1], number)
 
     def count_next(self, num_left: int) -> int:
-        """How many buckets the next promise may be for: one more than there were, so 1, 2, 4, ..."""
+        """Counts the buckets that the next promise may be for: one more than there were, so 1, 2, 4, ..."""
         return num_left if self._over else min(self._buckets + 1, num_left)
 
     def promise(self, num_buckets: int, *, one_only: bool) -> int:
@@ -201,7 +201,7 @@ class Agreement:
         return not set(self._ranks).isdisjoint(other._ranks)
 
     def is_of_another_thread(self) -> bool:
-        """Whether another thread, still alive, came to the first stage."""
+        """Returns whether another thread, still alive, came to the first stage."""
         return self._thread is not threading.current_thread() and self._thread.is_alive()
 
     def _begin(self) -> None:
@@ -394,7 +394,7 @@ _connections = threading.local()
 
 
 def connect(store: dist.Store) -> dist.Store:
-    """This thread's connection to it: while one waits, other threads, torch's too, must be able to use theirs.
+    """Returns this thread's connection: while one waits, other threads, torch's too, must be able to use theirs.
 
     Not every kind of store can be cloned, and before torch 2.7 none can: then it is the store itself.
     """

@@ -58,7 +58,7 @@ class Bucket:
 
     @functools.cached_property
     def rounding_bytes(self) -> int:
-        """How much more an allocator may take for that: 512 bytes for each tensor, and 2 MiB for one of 10 MiB."""
+        """Computes how much more an allocator may take: 512 bytes for each tensor, and 2 MiB for one of 10 MiB."""
         num_tensors = len(self.list_names()) + len(self.transfers)
         return 512 * num_tensors + (2 << 20) * min(num_tensors, self.launched_bytes // (10 << 20))
 
@@ -150,7 +150,9 @@ class Division:
         return count_most_bytes(self._sizes_by_source, self.bucket_bytes)
 
     def make_buckets(self) -> Iterator[Bucket]:
-        """Each takes ``bucket_bytes`` at most, unless one tensor alone takes more; the last ones take less.
+        """Makes buckets that take ``bucket_bytes`` at most each, unless one tensor alone takes more.
+
+        The last ones take less.
 
         Where two larger ones and a tensor fit into ``most_bytes`` they are larger: what the largest tensor needs is
         there anyway. A part of an FSDP1 unit is a bucket of its own, beside the tensors that those before it began.

@@ -43,7 +43,7 @@ class Portion(ABC):
 
     @abstractmethod
     def fill(self, target: torch.Tensor, start: int) -> None:
-        """Its bytes from ``start`` on into a target in host memory, 1-D. Any thread may call it."""
+        """Copies the bytes from ``start`` on into a target in host memory, 1-D. Any thread may call it."""
 
 
 class InMemory(Portion):
@@ -192,7 +192,7 @@ def _is_copied_by_device(memory: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 class _Readers:
-    """As many threads as the system gives, up to ``most``. Without any, what is submitted is read at once."""
+    """Reading threads, as many as the system gives, up to ``most``. Without any, what is submitted is read at once."""
 
     def __init__(self, streams: Streams, most: int, chunk_bytes: int) -> None:
         self._streams, self._chunk_bytes = streams, chunk_bytes

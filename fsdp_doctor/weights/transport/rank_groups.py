@@ -1,4 +1,4 @@
-"""Whether several groups of ranks have one tensor under a name, or several, as far as that can be known.
+"""The check whether several groups of ranks have one tensor under a name, or several.
 
 A placement covers the ranks of its mesh alone. Where the mesh lacks ranks of the model, those may have copies, as of
 norms under tensor parallelism, or other values of the same shape, as of experts that each group has some of. A plain
@@ -52,7 +52,7 @@ class BuffersDiffer(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """This rank's part of tensors that other groups of ranks may have, too.
+    """Parts of tensors on this rank that other groups of ranks may have, too.
 
     names: of a tensor the first, of an FSDP1 unit each parameter's. place: among the model's shards. ranks: which have
     the tensor together; none where each has all of it.
@@ -74,7 +74,7 @@ class Conflict:
 
 @dataclass
 class RankGroups:
-    """Of one model. Nothing in it is a tensor.
+    """Groups of ranks of one model. They hold no tensor.
 
     ranks: all of the model's, where a mesh has a part of them; otherwise none. is_settled: whether the ranks have
     compared their parts since the model was read. differing: buffers that differed when they were last compared.
@@ -89,7 +89,7 @@ class RankGroups:
         return replace(self, parts=[part for part in self.parts if part.place in places])
 
     def find_unknown(self) -> dict[str, Conflict]:
-        """What is refused without asking the other ranks, by name."""
+        """Lists the names that are refused without asking the other ranks."""
         return {
             name: Conflict("unknown", (part.ranks, tuple(sorted({*self.ranks} - {*part.ranks}))))
             for part in self.parts
@@ -188,12 +188,12 @@ class Comparison:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is anything left to compare."""
+        """Returns whether there is anything left to compare."""
         is_settled = self._groups.is_settled and not self._anew
         return bool(self._compared or self._buffers or self._unknown) and not is_settled
 
     def make_statement(self) -> str:
-        """This rank's groups and values. Waits for its device, which may still be writing to a shard."""
+        """Describes this rank's groups and values. Waits for its device, which may still be writing to a shard."""
         compared, buffers = _choose_some(self._compared), _choose_some(self._buffers)
         if (compared or buffers) and self._device.type not in ("cpu", "meta"):
             torch.get_device_module(self._device.type).synchronize(self._device)

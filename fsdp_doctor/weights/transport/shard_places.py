@@ -1,4 +1,4 @@
-"""This rank's shard of every tensor, and where it lies in the whole: nothing is communicated, nothing is copied."""
+"""Shards of this rank and their places in the whole tensors, without communication or copies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdp_doctor.weights.transport.sources import FlatUnit, Placed, Plain, Rows,
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardPlace:
-    """Where a shard lies in the whole tensor.
+    """The place of a shard in the whole tensor.
 
     numel: how many elements it has; a rank may have none of a tensor.
     offset: the number of its first element in the flattened tensor, where its elements follow one another there; None
@@ -39,7 +39,7 @@ class ShardPlace:
     part: LocalPart | None = None
 
     def held_part(self, shape: Sequence[int]) -> LocalPart:
-        """Which indices of each dim the shard has. Of a DTensor's shard alone, and where ``part`` says it."""
+        """Indices of each dim that the shard has; for a DTensor's shard alone, and where ``part`` says so."""
         if self.part is not None:
             return self.part
         assert self.mesh is not None
@@ -66,7 +66,7 @@ class SourceShard:
 
 
 def read_own_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -> Iterator[SourceShard]:
-    """This rank's shard of each tensor, in the order of the sources; without elements where it has no part of it.
+    """Reads this rank's shard of each tensor, in the order of the sources; without elements where it has no part of it.
 
     shards: what this rank holds, by the places of the sources.
     """

@@ -75,7 +75,7 @@ class Rows:
 
     @property
     def held(self) -> int:
-        """How many elements this rank has."""
+        """Number of elements on this rank."""
         return min(max(self.spec.numel - self.shard_group.rank * self.chunk, 0), self.chunk)
 
 
@@ -118,7 +118,7 @@ def list_specs(source: Source) -> list[TensorSpec]:
 
 
 def name_dtype(dtype: torch.dtype) -> str:
-    """As torch names it, without ``torch.``."""
+    """Names a dtype as torch does, without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -150,7 +150,7 @@ class OutputDtypes:
 
 
 def list_sources(contents: ModelContents) -> list[Source]:
-    """Every parameter and persistent buffer, each once, in the order of the model; FSDP1's units come first.
+    """Lists each parameter and persistent buffer once, in the order of the model; FSDP1's units come first.
 
     Raises RuntimeError for a parameter that is only a piece of another unit's flat parameter, for tensors that have one
     name, and for a lost shard.
@@ -169,7 +169,7 @@ def list_sources(contents: ModelContents) -> list[Source]:
 
 
 def list_shards(contents: ModelContents) -> list[torch.Tensor]:
-    """This rank's shards as they lie, by the places of the sources."""
+    """Lists this rank's shards as they are, by the places of the sources."""
     units = [unit.shard for unit in contents.fsdp1_units]
     return [*units, *(private.read_local_tensor(tensor.tensor) for tensor in contents.list_tensors())]
 
@@ -195,7 +195,7 @@ def check_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -> N
 
 
 def compute_device(contents: ModelContents, sources: Sequence[Source]) -> torch.device:
-    """Where the model's collectives run; for a model without shards, where its parameters are."""
+    """Finds the device of the model's collectives; for a model without shards, where its parameters are."""
     for source in sources:
         if not isinstance(source, Plain):
             return source.shard_group.device
@@ -208,7 +208,7 @@ def compute_device(contents: ModelContents, sources: Sequence[Source]) -> torch.
 
 
 def find_device(device_type: str) -> torch.device:
-    """This rank's device of that type."""
+    """Finds this rank's device of that type."""
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
@@ -262,7 +262,7 @@ class _ShardGroups:
         return self._known[key]
 
     def find_for_mesh(self, mesh: DeviceMesh) -> ShardGroup:
-        """All ranks of a mesh of several dims; the group, of the first, stands for the backends of all."""
+        """Finds the ranks of a mesh of several dims; the group, of the first, stands for the backends of all."""
         key = id(mesh), -1
         if key not in self._known:
             ranks = tuple(mesh.mesh.flatten().tolist())

@@ -107,7 +107,7 @@ class Streams:
             self._other_loading.synchronize()
 
     def enter_thread(self) -> contextlib.AbstractContextManager[Any]:
-        """For another thread: its copies inside are loads of turn 0, after this one's ``wait_for_threads``."""
+        """Lets another thread copy: its copies inside are loads of turn 0, after this one's ``wait_for_threads``."""
         return self._enter(self._loading)
 
     def wait_for_threads(self) -> None:
@@ -175,7 +175,7 @@ def wait_for_device(device: torch.device) -> None:
 
 @functools.cache
 def _make_streams(device: torch.device) -> tuple[Any, ...]:
-    """The same ones every time: what an allocator has kept for a stream is of use to no other."""
+    """Returns the same streams every time: what an allocator has kept for a stream is of use to no other."""
     if device.type == "cpu":
         return (None,) * 5
     module = torch.get_device_module(device.type)

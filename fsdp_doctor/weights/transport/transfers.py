@@ -1,4 +1,4 @@
-"""How tensors are gathered: each transfer allocates its outputs, loads this rank's part and takes part in a collective.
+"""Transfers that gather tensors: each allocates its outputs, loads this rank's part and takes part in a collective.
 
 Outputs are allocated while the caller's stream is current, so that memory which the caller lets go of
 is used again in the order of its stream, whatever the host has run ahead of.
@@ -72,7 +72,7 @@ class Call:
 
 
 class TensorTransfer(ABC):
-    """How some of the model's tensors are gathered. It is kept with the plan; ``begun`` makes the one of a call.
+    """A transfer that gathers some of the model's tensors. It is kept with the plan; ``begun`` makes the one of a call.
 
     order: the place of its first tensor among all. names: the first name of each tensor of which it has a part.
     nbytes: the device memory that it takes at most, of which collecting_bytes in ``collect`` and opened_bytes when its
@@ -125,7 +125,10 @@ class TensorTransfer(ABC):
 
     @abstractmethod
     def list_own_shards(self) -> Iterable[SourceShard]:
-        """This rank's part of the tensors as it was gathered: on the device, cast and merged, until the results."""
+        """Lists this rank's part of the tensors as it was gathered.
+
+        On the device, cast and merged, until the results.
+        """
 
     @abstractmethod
     def make_results(self) -> Iterable[OrderedResult]:
@@ -389,7 +392,7 @@ class FlatLayout:
         self.names = [span.spec.names[0] for span in source.spans]
 
     def list_rows(self, dtype: torch.dtype) -> list[list[_Segment]]:
-        """Each rank's segments of the spans that are gathered in that dtype, in the order of its shard."""
+        """Lists each rank's segments of the spans that are gathered in that dtype, in the order of its shard."""
         shard = self.source.chunk
         rows: list[list[_Segment]] = [[] for _ in range(self.source.shard_group.size)]
         for index, span in enumerate(self.source.spans):
@@ -518,7 +521,7 @@ class FlatGather(TensorTransfer):
         self._start = self._find_stretch()
 
     def _find_stretch(self) -> int | None:
-        """Where this rank's part begins in its shard, if it lies there as it is to be gathered."""
+        """Finds where this rank's part begins in its shard, if the part is ready there to be gathered."""
         start = self._local[0].source if self._local else 0
         in_one = all(segment.source - segment.offset == start for segment in self._local)
         return start if in_one and start + self._length <= self.unit.source.chunk else None
@@ -587,7 +590,7 @@ class UnitGather(TensorTransfer):
         )
 
     def _find_index_in_place(self) -> int | None:
-        """Which tensor is all but a small part of the unit, and begins where memory may."""
+        """Finds the tensor that is almost the whole unit, and begins where memory may."""
         for index, span in enumerate(self._unit.source.spans):
             is_aligned = span.offset * self._dtype.itemsize % _ALIGNMENT == 0
             if is_aligned and (self.nbytes - self._unit.nbytes[index]) * _SMALL_PART <= self.nbytes:

@@ -31,6 +31,7 @@ _OF_OTHERS = {
     "engine._qat_enabled",
     "engine._is_offload_param",
     "generation._fix_param_name_to_vllm",
+    "getattr(utils, '_ChunkedLogProbFunction', self)",
 }
 _DOCUMENTED = {
     "torch",

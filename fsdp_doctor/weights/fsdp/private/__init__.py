@@ -1,4 +1,4 @@
-"""Every private name of torch that the project uses, and nothing else; ``fsdp1`` and ``fsdp2`` have the names of the
+"""Private names of torch that the project uses, and nothing else; ``fsdp1`` and ``fsdp2`` have the names of the
 FSDPs.
 
 Each function says for what there is no public API. Read in the source, and run, on the versions in ``CHECKED``; where
@@ -61,7 +61,7 @@ MODULE_CALL = nn.Module._call_impl.__code__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientSwitches:
-    """How one unit reduces its gradients, as whoever set it last left it; the defaults are torch's.
+    """Settings of one unit's gradient reduction, as last set; the defaults are torch's.
 
     synchronizes: whether a backward reduces its gradients. all_reduces: over the replicas, too.
     ends: whether a backward is the last before the optimizer's step, at whose end torch waits for what it has reduced.
@@ -76,7 +76,7 @@ class GradientSwitches:
 
     @property
     def effects(self) -> tuple[bool, bool, bool, str]:
-        """What a backward does by them: setting the divisor to torch's own changes nothing."""
+        """Describes what a backward does under these switches: setting the divisor to torch's own changes nothing."""
         return self.synchronizes, self.all_reduces, self.ends, self.divided_by or str(self.num_ranks)
 
 
@@ -217,7 +217,10 @@ def list_step_hooks(module: nn.Module) -> list[Any]:
 
 
 def run_fsdp1_lazy_init(model: FullyShardedDataParallel) -> None:
-    """What the first forward does before it computes, and makes the local shards: ``_runtime_utils._lazy_init``."""
+    """Does what the first forward does before it computes, and makes the local shards.
+
+    Calls ``_runtime_utils._lazy_init``.
+    """
     from torch.distributed.fsdp import _runtime_utils
 
     get(_runtime_utils, "_lazy_init")(model, model)
@@ -291,7 +294,10 @@ def make_placement(mesh: DeviceMesh) -> Any:
 
 
 def has_placements_on_meshes() -> bool:
-    """Whether there is a ``ShardPlacementResult``: in torch 2.12 and newer, as is ``replicate`` in its present form."""
+    """Returns whether there is a ``ShardPlacementResult``.
+
+    It is in torch 2.12 and newer, as is ``replicate`` in its present form.
+    """
     from torch.distributed.fsdp._fully_shard import _fsdp_common
 
     return hasattr(_fsdp_common, "ShardPlacementResult")
@@ -308,7 +314,7 @@ def replicate(module: nn.Module, **options: Any) -> Any:
 
 
 def has_backend_for(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group has a backend for tensors on the device: ``ProcessGroup._device_types``."""
+    """Returns whether the group has a backend for tensors on the device: ``ProcessGroup._device_types``."""
     return any(kind.type == device.type for kind in get(group, "_device_types"))
 
 

@@ -16,7 +16,7 @@ from fsdp_doctor.weights.fsdp.private import GradientSwitches, OpenStep, get
 
 @dataclass(frozen=True)
 class FlatSlice:
-    """Where one parameter lies in a unit's flat parameter: as ``flat.as_strided(shape, stride, offset)``."""
+    """The place of one parameter in a unit's flat parameter: as ``flat.as_strided(shape, stride, offset)``."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -58,7 +58,7 @@ class Fsdp1Unit:
 
     @property
     def memories(self) -> list[torch.Tensor]:
-        """Every memory that this rank's shard has now, 1-D: one as a rule, two where ``_local_shard`` is another.
+        """Memories that this rank's shard has now, 1-D: one as a rule, two where ``_local_shard`` is another.
 
         A forward under mixed precision reads ``_local_shard``; everything else reads the first one.
         """
@@ -97,7 +97,7 @@ class Fsdp1Unit:
 
     @property
     def is_recast(self) -> bool:
-        """Whether it was cast after lazy initialization, which left its local shard in the dtype of before."""
+        """Returns whether it was cast after lazy initialization, which left its local shard in the dtype of before."""
         return len({memory.dtype for memory in self.memories}) > 1
 
     def unite_memories(self) -> None:
@@ -132,7 +132,7 @@ class Fsdp1Unit:
 
     @property
     def is_initialized(self) -> bool:
-        """Whether lazy initialization, at the first forward, made ``FlatParameter._local_shard``."""
+        """Returns whether lazy initialization, at the first forward, made ``FlatParameter._local_shard``."""
         return hasattr(self.flat_parameter, "_local_shard")
 
     @property
@@ -152,7 +152,7 @@ class Fsdp1Unit:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All that have a part of it, or a copy of one: of the mesh that it was given, else of its groups.
+        """Ranks that have a part of the unit or a copy: those of the given mesh, else of its groups.
 
         ``FullyShardedDataParallel._device_mesh``. Without one, each rank's two groups are a row and a column of a grid.
         """
@@ -170,14 +170,17 @@ class Fsdp1Unit:
 
     @property
     def is_summoned(self) -> bool:
-        """Whether ``summon_full_params`` will write over the shards at its end: ``FlatParamHandle._training_state``."""
+        """Returns whether ``summon_full_params`` will write over the shards at its end.
+
+        Read from ``FlatParamHandle._training_state``.
+        """
         return str(get(get(self._handle, "_training_state"), "name")) == "SUMMON_FULL_PARAMS"
 
     @property
     def open_step(self) -> OpenStep | None:
         """The part of a training step that has begun and has not ended, as one that raised leaves it.
 
-        ``FlatParamHandle._training_state``.
+        Read from ``FlatParamHandle._training_state``.
         """
         stage = str(get(get(self._handle, "_training_state"), "name"))
         if stage in ("BACKWARD_PRE", "BACKWARD_POST"):
@@ -209,17 +212,20 @@ class Fsdp1Unit:
 
     @property
     def offloads(self) -> bool:
-        """Whether it is under ``CPUOffload(offload_params=True)``: ``FlatParamHandle._offload_params``."""
+        """Returns whether it is under ``CPUOffload(offload_params=True)``: ``FlatParamHandle._offload_params``."""
         return bool(get(self._handle, "_offload_params"))
 
     @property
     def keeps_originals(self) -> bool:
-        """Whether the optimizer has each parameter's part of the shard: ``FlatParamHandle._use_orig_params``."""
+        """Returns whether the optimizer has each parameter's part of the shard.
+
+        Read from ``FlatParamHandle._use_orig_params``.
+        """
         return bool(get(self._handle, "_use_orig_params"))
 
     @property
     def originals(self) -> list[nn.Parameter]:
-        """What the optimizer has of each parameter, in the order of the names: ``FlatParameter._params``.
+        """Parts of each parameter that the optimizer has, in the order of the names: ``FlatParameter._params``.
 
         None without ``use_orig_params``.
         """
@@ -227,7 +233,7 @@ class Fsdp1Unit:
 
     @property
     def optimized(self) -> list[nn.Parameter]:
-        """All parameters that an optimizer may have, including tied ones: ``FlatParameter._shared_params``."""
+        """Parameters that an optimizer may have, including tied ones: ``FlatParameter._shared_params``."""
         return [self.flat_parameter, *self.originals, *(get(self.flat_parameter, "_shared_params") or ())]
 
     @property
@@ -249,7 +255,7 @@ class Fsdp1Unit:
         return list(get(self.flat_parameter, "_shapes"))
 
     def read_layout(self) -> list[FlatSlice]:
-        """Where the parameters lie in the flat parameter, in the order of the names.
+        """Reads the places of the parameters in the flat parameter, in the order of the names.
 
         It keeps each parameter's strides, and with ``use_orig_params`` an alignment gap between two:
         ``FlatParamHandle._get_unflat_views``, of a flat parameter on the meta device.
@@ -302,19 +308,22 @@ def is_flat_parameter(tensor: torch.Tensor) -> bool:
 
 
 def is_flattened(tensor: torch.Tensor) -> bool:
-    """Whether a parameter is a piece of some unit's flat parameter: ``_common_utils._is_fsdp_flattened``."""
+    """Returns whether a parameter is a piece of some unit's flat parameter: ``_common_utils._is_fsdp_flattened``."""
     return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
 def read_plan_facts(handle: Any) -> Any:
-    """What an extraction's plan depends on: ``FlatParamHandle.uses_sharded_strategy``, ``.process_group``."""
+    """Reads the facts that an extraction's plan depends on.
+
+    Read from ``FlatParamHandle.uses_sharded_strategy``, ``.process_group``.
+    """
     shard = read_flat_shard(handle)
     is_sharded, group = get(handle, "uses_sharded_strategy"), get(handle, "process_group")
     return weakref.ref(handle), is_sharded, group, shard.shape, shard.dtype, shard.device
 
 
 def read_flat_shard(handle: Any) -> torch.Tensor:
-    """This rank's shard as torch's next unshard in full precision reads it: 1-D, as long as every other rank's.
+    """Reads this rank's shard as torch's next unshard in full precision reads it: 1-D, as long as every other rank's.
 
     While the unit is sharded that is ``FlatParameter.data``: ``summon_full_params``, a state dict, and without mixed
     precision the forward gather it. It is other memory than ``FlatParameter._local_shard`` after lazy initialization
@@ -332,7 +341,7 @@ def read_flat_shard(handle: Any) -> torch.Tensor:
 
 
 def _is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors begin at the same address of the same device."""
+    """Returns whether two tensors begin at the same address of the same device."""
     return tensor.device == other.device and tensor.data_ptr() == other.data_ptr()
 
 

@@ -18,7 +18,7 @@ _SHOWN_IN_ITS_PLACE = ("_unsharded_param", "_sharded_post_forward_param")
 
 @dataclass(frozen=True)
 class Fsdp2Unit:
-    """What ``fully_shard`` made of one module, or list of modules, that owns parameters.
+    """The state that ``fully_shard`` made for one module, or list of modules, that owns parameters.
 
     is_initialized: whether torch's lazy initialization, at the first forward, was done. state: its FSDPState.
     """
@@ -30,7 +30,7 @@ class Fsdp2Unit:
 
     @classmethod
     def read(cls, state: Any) -> Fsdp2Unit | None:
-        """None for an ``FSDPState`` whose module owns no parameter.
+        """Reads a unit; None for an ``FSDPState`` whose module owns no parameter.
 
         ``FSDPParamGroup.device``, ``.offload_policy``, ``FSDPState._is_root``, which is None until the first forward:
         no public name says under which policy a module was sharded.
@@ -41,7 +41,7 @@ class Fsdp2Unit:
 
     @property
     def offloads(self) -> bool:
-        """Whether it is under CPUOffloadPolicy."""
+        """Returns whether it is under CPUOffloadPolicy."""
         return isinstance(self.policy, CPUOffloadPolicy)
 
     @property
