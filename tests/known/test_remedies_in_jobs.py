@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import pathlib
 import subprocess
 import sys
@@ -24,7 +25,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    fully_shard,
+)
 
 from fsdp_doctor.known.catalogue import match_message
 
@@ -286,3 +292,112 @@ def test_an_import_before_the_load_lets_it_read_a_dtensor(tmp_path: pathlib.Path
     read = run_python(_LOAD, more=", torch.distributed.tensor")
     assert (read.returncode, read.stdout) == (0, "[0.0, 1.0, 2.0, 3.0]\n"), read
     assert "FD193" in {entry.short_code for entry in match_message(refused.stderr, refused.stderr)}, refused.stderr
+
+
+@on_the_device
+def test_weights_that_are_tied_on_meta_before_sharding_train_as_one() -> None:
+    def wrap(net: Any, *, tie: bool) -> nn.Module:
+        weights = net.state_dict()
+        net.to("meta")
+        if tie:
+            net.tie_weights()
+        sharded = fully_shard(net).to_empty(device=this_device())
+        set_model_state_dict(sharded, weights, options=_FULL)
+        return sharded
+
+    broken = Job(functools.partial(wrap, tie=False), make=make_tied, steps=1)
+    assert broken.net.up.weight is not broken.net.down.weight
+    job = Job(functools.partial(wrap, tie=True), make=make_tied, steps=0)
+    assert_same_steps(job, Job(lambda net: fully_shard(net.to(this_device())), make=make_tied, steps=0))
+
+
+@on_the_device
+def test_a_mesh_flattened_to_one_dimension_shards_over_all_of_it() -> None:
+    def wrap(net: Any, *, flatten: bool) -> nn.Module:
+        mesh = init_device_mesh(this_device().type, (2, 1), mesh_dim_names=("dp_shard", "cp"))
+        if flatten:
+            mesh = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+        return wrap_fsdp2(net, mesh=mesh)
+
+    whole, job = (Job(functools.partial(wrap, flatten=flatten)) for flatten in (False, True))
+    twin = Job(wrap_fsdp2)
+
+    def count(one: Job) -> int:
+        return sum(shard.to_local().numel() for shard in one.shards.values())
+
+    assert count(whole) > count(job) == count(twin)
+    assert_same_steps(job, twin)
+
+
+@on_the_device
+def test_local_shards_that_are_initialized_draw_other_numbers_on_each_rank() -> None:
+    def initialize(job: Job, *, local: bool) -> list[bool]:
+        torch.manual_seed(this_rank())
+        drawn = []
+        for _ in range(2):
+            for shard in job.shards.values():
+                torch.nn.init.normal_(shard.to_local() if local else shard, std=0.02)
+            weight = job.shards["1.up.weight"].to_local()
+            drawn.append(weight.detach().clone())
+        return [torch.equal(*drawn)]
+
+    offloaded = functools.partial(wrap_fsdp2, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    broken, job = Job(offloaded, steps=0), Job(offloaded, steps=0)
+    assert initialize(broken, local=False) == [True]
+    assert initialize(job, local=True) == [False]
+    first, second = job.step(1)[0], job.step(1)[0]
+    assert second < first
+
+
+class _WithOwnExperts(nn.Module):
+    """Experts of its own on each rank, as expert parallelism divides them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = nn.Linear(3, 5)
+        self.experts = nn.Parameter(torch.full((5,), 1.0 + this_rank()))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.dense(hidden) * self.experts
+
+
+class _ExpertJob(Job):
+    def make_optimizer(self) -> None:
+        """Makes one that steps tensor by tensor: experts are plain tensors beside DTensors."""
+        super().make_optimizer()
+        self.optimizer = torch.optim.AdamW(self.shards.values(), lr=0.05, foreach=False)
+
+
+@on_the_device
+def test_experts_left_out_of_a_broadcast_keep_what_each_rank_loads() -> None:
+    def wrap(net: nn.Module) -> nn.Module:
+        net.to(this_device())
+        fully_shard(net, ignored_params={net.experts})  # type: ignore[arg-type]
+        return net
+
+    def load(job: Job, *, whole: bool) -> None:
+        state = {name: tensor.cpu() for name, tensor in get_model_state_dict(twin.model, options=_FULL).items()}
+        own = twin.model.experts.detach().clone()
+        if not whole:
+            state.pop("experts", None)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=whole)
+        set_model_state_dict(job.model, state if this_rank() == 0 else {}, options=options)
+        if not whole:
+            job.model.experts.data.copy_(own)
+
+    def make_zeros() -> nn.Module:
+        net = _WithOwnExperts()
+        for parameter in net.parameters():
+            nn.init.zeros_(parameter)
+        return net
+
+    twin = _ExpertJob(wrap, make=_WithOwnExperts, steps=1)
+    broken, job = (_ExpertJob(wrap, make=make_zeros, steps=0) for _ in range(2))
+    load(broken, whole=True)
+    load(job, whole=False)
+    if this_rank() == 1:
+        assert not torch.equal(broken.model.experts, twin.model.experts)
+    for one in (twin, job):
+        one.make_optimizer()
+    assert_same_steps(job, twin)
