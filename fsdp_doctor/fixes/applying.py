@@ -192,12 +192,16 @@ def _wrap(applied: AppliedFix) -> Callable[..., Any]:
 
 
 def describe_rank() -> dict[str, int]:
-    """Names this rank and the number of ranks, for an event."""
+    """Names this rank, the number of ranks, and the ranks of this node where the launcher tells them, for an event."""
     import torch.distributed as dist
 
-    if dist.is_available() and dist.is_initialized():
-        return {"rank": dist.get_rank(), "world": dist.get_world_size()}
-    return {"rank": 0, "world": 1}
+    if not (dist.is_available() and dist.is_initialized()):
+        return {"rank": 0, "world": 1, "first_of_node": 0, "ranks_of_node": 1}
+    facts = {"rank": dist.get_rank(), "world": dist.get_world_size()}
+    if "LOCAL_RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
+        facts["first_of_node"] = facts["rank"] - int(os.environ["LOCAL_RANK"])
+        facts["ranks_of_node"] = int(os.environ["LOCAL_WORLD_SIZE"])
+    return facts
 
 
 def _say(fix: FrameworkFix, what: str) -> None:

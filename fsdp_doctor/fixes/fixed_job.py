@@ -31,8 +31,9 @@ _WITH_VALUE = ("-m", "-c", "-W", "-X")
 class FixReport:
     """Reports of the processes of a job about one fix.
 
-    called, left: calls of the replacement, and those that the original answered. callers, missing: ranks that called
-    it and that never did, of as many as the widest process group had. processes: in which the function was replaced.
+    called, left: calls of the replacement, and those that the original answered. callers: ranks that called it.
+    missing: ranks of a caller's node that never did. unheard: the other ranks of the widest process group, which may
+    be on another node. processes: in which the function was replaced.
     overridden: classes with a function of their own. verified: of the ranks that compared a sync, by rank, how many
     tensors were sent, and the differences.
     """
@@ -42,6 +43,7 @@ class FixReport:
     left: int
     callers: tuple[int, ...]
     missing: tuple[int, ...]
+    unheard: tuple[int, ...]
     processes: int
     overridden: tuple[str, ...]
     verified: Mapping[int, tuple[int, tuple[str, ...]]]
@@ -59,12 +61,15 @@ class FixReport:
             by = f": {join_some(self.overridden)} overrides the function" if self.overridden else ""
             yield f"fix {self.id} was in {self.processes} processes, and was never called{by}"
             return
-        world = len(self.callers) + len(self.missing)
+        world = len(self.callers) + len(self.missing) + len(self.unheard)
         left = f", {self.left} of them left to the original" if self.left else ""
         yield f"fix {self.id}: replaced on {len(self.callers)} of {world} ranks, called {self.called} times{left}"
         if self.missing:
             ranks = join_some([str(rank) for rank in self.missing])
             yield f"fix {self.id} did not reach rank {ranks}: PYTHONPATH must reach every rank"
+        if self.unheard:
+            ranks = join_some([str(rank) for rank in self.unheard])
+            yield f"fix {self.id}: nothing was heard of rank {ranks}, which may be on another node: see its own output"
         for rank, (num_tensors, differences) in sorted(self.verified.items()):
             equal = "what was sent first is what the model had" if not differences else "; ".join(differences)
             yield f"fix {self.id}: rank {rank}, {num_tensors} tensors: {equal}"
@@ -186,12 +191,19 @@ def _summarize(id: str, events: Iterable[Mapping[str, Any]]) -> FixReport:
     calls = by_kind.get("called", [])
     callers = {event["rank"] for event in calls}
     world = max((event["world"] for event in calls), default=0)
+    of_nodes = {
+        rank
+        for event in calls
+        if "first_of_node" in event
+        for rank in range(event["first_of_node"], event["first_of_node"] + event["ranks_of_node"])
+    }
     return FixReport(
         id=id,
         called=len(calls),
         left=len(by_kind.get("left", [])),
         callers=tuple(sorted(callers)),
-        missing=tuple(rank for rank in range(world) if rank not in callers),
+        missing=tuple(sorted(of_nodes - callers)),
+        unheard=tuple(rank for rank in range(world) if rank not in callers | of_nodes),
         processes=len({event["process"] for event in by_kind.get("replaced", [])}),
         overridden=tuple(dict.fromkeys(event["by"] for event in by_kind.get("overridden", []))),
         verified={

@@ -32,7 +32,8 @@ def write_event(kind: str, **facts: Any) -> None:
         with open(os.path.join(options["events"], f"{name}.jsonl"), "a") as file:
             file.write(json.dumps(facts) + "\n")
     except OSError as error:
-        sys.stderr.write(f"fsdp-doctor: fix: {options['events']} cannot be written: {error}\n")
+        # On a node that `fsdp-doctor fix` does not run on.
+        sys.stderr.write(f"fsdp-doctor: fix: {kind} is not reported: {error}\n")
 
 
 def start(imported: str) -> None:

@@ -113,6 +113,27 @@ def test_a_rank_that_the_fix_did_not_reach_is_named(place: pathlib.Path) -> None
     assert answer["reports"][0]["missing"] == [1]
 
 
+def test_ranks_of_another_node_are_not_called_missing(place: pathlib.Path) -> None:
+    """A node of two that is told of no rank but its own: each runs the doctor, as under torchrun's --nnodes."""
+    store = place / "store"
+    script = _SEND.replace(
+        'dist.init_process_group("gloo")',
+        f'dist.init_process_group("gloo", init_method="file://{store}", rank=int(os.environ["RANK"]), world_size=2)',
+    )
+    (place / "job.py").write_text(script)
+    both = []
+    for node in range(2):
+        variables = (f"RANK={node}", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1", "WORLD_SIZE=2")
+        words = ("fix", f"--json={place / f'{node}.json'}", "--", "env", *variables, sys.executable, "job.py", "3")
+        environment = {"PYTHONPATH": f"{place}{os.pathsep}{ROOT}"}
+        both.append(Started(sys.executable, "-m", "fsdp_doctor", *words, env=environment, cwd=place))
+    for node, started in enumerate(both):
+        done = started.wait()
+        (report,) = json.loads((place / f"{node}.json").read_text())["reports"]
+        assert (done.code, done.left) == (0, []), done
+        assert (report["callers"], report["missing"], report["unheard"]) == ([node], [], [1 - node])
+
+
 def test_the_jobs_own_exit_code_is_passed_on(place: pathlib.Path) -> None:
     script = f"{_SEND.replace('sys.argv[1]', '3')}\nsys.exit(7)"
     assert _run_script(place, script)[0].code == 7
