@@ -7,17 +7,21 @@ import functools
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file
 from support.broken_steps import Job, assert_same_steps, make_net, wrap_fsdp1, wrap_fsdp2
-from support.ranks import Setting, on_ranks, this_device, this_rank
+from support.ranks import Setting, of_all_ranks, on_ranks, this_device, this_rank
 from support.saving import new_directory
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -29,9 +33,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
+    StateDictType,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from fsdp_doctor import compare_fingerprints, fingerprint_tensors, load_full_tensors
 from fsdp_doctor.known.catalogue import match_message
 
 on_the_device = on_ranks(Setting("emulated", 2))
@@ -401,3 +410,188 @@ def test_experts_left_out_of_a_broadcast_keep_what_each_rank_loads() -> None:
     for one in (twin, job):
         one.make_optimizer()
     assert_same_steps(job, twin)
+
+
+@on_the_device
+def test_entries_broadcast_by_sorted_name_load_beside_entries_of_one_rank() -> None:
+    twin = Job(wrap_fsdp2, steps=0)
+    job = Job(wrap_fsdp2, make=lambda: make_net(seed=1), steps=0)
+    shapes = {name: parameter.shape for name, parameter in job.model.named_parameters()}
+    full: dict[str, torch.Tensor] = {"1.up.scale": torch.ones(1)} if this_rank() == 0 else {}
+    full |= {name: tensor.cpu() for name, tensor in get_model_state_dict(twin.model, options=_FULL).items()}
+    assert [name for name, _ in zip(full, shapes, strict=False)] != list(shapes) or this_rank() == 1
+    state = {}
+    for name in sorted(shapes):
+        tensor = full[name].to(this_device()) if this_rank() == 0 else torch.empty(shapes[name], device=this_device())
+        dist.broadcast(tensor, 0)
+        state[name] = tensor
+    set_model_state_dict(job.model, state, options=_FULL)
+    assert_same_steps(job, twin)
+
+
+@on_ranks(Setting("emulated", 4))
+def test_shards_redistributed_before_a_save_are_contiguous_rows() -> None:
+    def wrap(net: nn.Sequential) -> nn.Module:
+        mesh = init_device_mesh(this_device().type, (2, 2), mesh_dim_names=("fsdp", "tp"))
+        net.to(this_device())
+        for layer in (net[1], net[2]):
+            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return fully_shard(net, mesh=mesh["fsdp"])
+
+    job, twin = Job(wrap, steps=1), Job(wrap, steps=1)
+    strided = job.model.get_submodule("1.up").weight
+    whole = strided.full_tensor()
+
+    def join(tensor: DTensor) -> torch.Tensor:
+        return torch.cat(of_all_ranks(tensor.to_local().cpu()))
+
+    plain = strided.redistribute(placements=[Replicate(), Shard(0)])
+    joined = torch.cat(of_all_ranks(plain.to_local().cpu())[:2])
+    assert not torch.equal(join(strided), whole.cpu())
+    assert torch.equal(joined, whole.cpu())
+    assert_same_steps(job, twin)
+
+
+@on_the_device
+def test_state_dicts_of_torchs_own_functions_fit_another_wrapping() -> None:
+    saved = Job(functools.partial(wrap_fsdp1, use_orig_params=False))
+
+    def wrap_once(net: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(net, device_id=this_device(), use_orig_params=True)
+
+    def load(take: Callable[[Job], Any], put: Callable[[Job, Any], Any], directory: pathlib.Path) -> Job:
+        dcp.save({"model": take(saved)}, checkpoint_id=directory)
+        job = Job(wrap_once, make=lambda: make_net(seed=1), steps=0)
+        state = {"model": take(job)}
+        dcp.load(state, checkpoint_id=directory)
+        put(job, state["model"])
+        return job
+
+    def take_local(job: Job) -> Any:
+        with FullyShardedDataParallel.state_dict_type(job.model, StateDictType.LOCAL_STATE_DICT):
+            return job.model.state_dict()
+
+    with new_directory() as directory, pytest.raises((dcp.api.CheckpointException, RuntimeError)):
+        load(take_local, lambda job, state: job.model.load_state_dict(state), directory)
+    with new_directory() as directory:
+        job = load(
+            lambda job: get_model_state_dict(job.model),
+            lambda job, state: set_model_state_dict(job.model, state),
+            directory,
+        )
+    assert job.step(1)[0] == saved.step(1)[0]
+
+
+@on_the_device
+def test_torchs_converter_writes_a_sharded_checkpoint_as_one_file() -> None:
+    job, twin = Job(wrap_fsdp2), Job(wrap_fsdp2)
+    full = get_model_state_dict(job.model, options=_FULL)
+    with new_directory() as directory:
+        dcp.save({"state_dict": job.model.state_dict()}, checkpoint_id=directory)
+        if this_rank() == 0:
+            dcp_to_torch_save(directory, directory / "whole.pt")
+            written = torch.load(directory / "whole.pt")["state_dict"]
+            assert all(torch.equal(written[name].cpu(), tensor.cpu()) for name, tensor in full.items())
+    assert_same_steps(job, twin)
+
+
+def test_what_is_read_in_its_own_dtype_and_copied_reaches_the_experts() -> None:
+    saved = {str(index): torch.full((4, 4), 2.0 + index) for index in range(3)}
+
+    def load(*, copies: bool) -> torch.Tensor:
+        experts = nn.Parameter(torch.zeros(3, 4, 4, dtype=torch.float32))
+        with torch.no_grad():
+            for index in range(3):
+                view = experts[index]
+                place = torch.empty(4, 4) if copies else view.to(torch.float8_e4m3fn)
+                place.copy_(saved[str(index)])
+                if copies:
+                    view.copy_(place)
+        return experts.detach()
+
+    expected = fingerprint_tensors(saved)
+    assert compare_fingerprints(expected, fingerprint_tensors({str(i): t for i, t in enumerate(load(copies=False))}))
+    assert not compare_fingerprints(expected, fingerprint_tensors({str(i): t for i, t in enumerate(load(copies=True))}))
+
+
+@on_the_device
+def test_a_norm_summed_over_all_experts_clips_alike_on_every_rank() -> None:
+    def wrap(net: nn.Module) -> nn.Module:
+        net.to(this_device())
+        fully_shard(net, ignored_params={net.experts})  # type: ignore[arg-type]
+        return net
+
+    def clip(job: Job, *, over_experts: bool) -> tuple[float, torch.Tensor]:
+        job.compute_loss(1).backward()
+        dense = [shard for shard in job.shards.values() if isinstance(shard, DTensor)]
+        squares = torch.nn.utils.get_total_norm([shard.grad for shard in dense]).full_tensor() ** 2  # type: ignore[union-attr]
+        of_experts = job.model.experts.grad.square().sum()
+        if over_experts:
+            dist.all_reduce(of_experts)
+        norm = float((squares + of_experts).sqrt())
+        for shard in job.shards.values():
+            shard.grad.mul_(min(1.0, 0.5 / norm))
+        own = sum(float(shard.grad.to_local().square().sum()) for shard in dense)
+        experts = float(job.model.experts.grad.square().sum())
+        return norm, torch.tensor(own + experts)
+
+    norms = of_all_ranks(clip(_ExpertJob(wrap, make=_WithOwnExperts, steps=0), over_experts=False)[0])
+    assert norms[0] != norms[1]
+    job = _ExpertJob(wrap, make=_WithOwnExperts, steps=0)
+    norm, clipped = clip(job, over_experts=True)
+    assert len({*of_all_ranks(norm)}) == 1
+    assert sum(map(float, of_all_ranks(clipped))) ** 0.5 == pytest.approx(0.5, rel=1e-5)
+    job.optimizer.step()
+
+
+def _make_adapted(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    net = Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    adapted = get_peft_model(net, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], r=2))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name or "modules_to_save" in name:
+            torch.nn.init.normal_(parameter)
+    return adapted
+
+
+def _shard_adapted(net: Any) -> Any:
+    net.to(this_device())
+    for layer in net.base_model.model.model.layers:
+        fully_shard(layer)
+    return fully_shard(net)
+
+
+@on_the_device
+def test_an_adapter_written_of_a_gathered_state_has_every_module_to_save() -> None:
+    plain = _make_adapted()
+    sharded = _shard_adapted(_make_adapted())
+    with new_directory() as directory:
+        state = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if this_rank() == 0:
+            sharded.save_pretrained(directory, state_dict=state)
+            expected = get_peft_model_state_dict(plain)
+            written = load_file(directory / "adapter_model.safetensors")
+            assert written.keys() == expected.keys()
+            assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+    sharded(torch.ones(1, 4, dtype=torch.long, device=this_device())).logits.sum().backward()
+
+
+@on_the_device
+def test_an_adapter_load_that_reports_unexpected_names_loaded_nothing() -> None:
+    adapter = {name: tensor + 1 for name, tensor in get_peft_model_state_dict(_make_adapted()).items()}
+    wrapped = _make_adapted()
+    wrapped.base_model.model.model.layers[0] = FullyShardedDataParallel(
+        wrapped.base_model.model.model.layers[0], device_id=this_device(), use_orig_params=True
+    )
+    layer = "layers.0."
+    refused = set_peft_model_state_dict(wrapped, adapter)
+    assert any(layer in name for name in refused.unexpected_keys)
+    plain = _make_adapted()
+    taken = set_peft_model_state_dict(plain, adapter)
+    assert not taken.unexpected_keys
+    now = get_peft_model_state_dict(plain)
+    assert all(torch.equal(now[name], tensor) for name, tensor in adapter.items())
+    load_full_tensors(sharded := _shard_adapted(_make_adapted(seed=1)), plain.state_dict())
+    ids = torch.ones(1, 4, dtype=torch.long)
+    assert torch.allclose(sharded(ids.to(this_device())).logits.cpu(), plain(ids).logits, atol=1e-5)
