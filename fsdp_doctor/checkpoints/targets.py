@@ -252,8 +252,8 @@ def _number_parameters(optimizer: dict[str, Any]) -> dict[str, Any]:
     return {"state": {numbers[name]: slots for name, slots in optimizer["state"].items()}, "param_groups": groups}
 
 
-# Of which the form of a mesh was read.
-_NEWEST_TORCH = "2.13"
+# Releases of torch whose pickled mesh is known: the first, that with the present form, and the first that is not.
+_OLDEST_TORCH, _NEWEST_TORCH, _UNKNOWN_TORCH = "2.11", "2.13", "2.14"
 _DEVICE, _SIZE = PickledGlobal("torch", "device"), PickledGlobal("torch", "Size")
 
 
@@ -273,9 +273,10 @@ def _make_mesh(rank: int, world_size: int, device: str) -> PickledInstance:
     layouts = "torch.distributed._mesh_layout"
     extent: dict[str, Any] = {"shape": (world_size,), "stride": (1,)}
     installed = read_installed_versions(["torch"]).get("torch", _NEWEST_TORCH)
-    if not is_at_least(installed, "2.11"):
+    if not is_at_least(installed, _OLDEST_TORCH) or is_at_least(installed, _UNKNOWN_TORCH):
         raise BadFile(
-            f"cannot be written as DTensors of torch {installed}, which has another mesh: convert it --to dcp"
+            f"cannot be written as DTensors of torch {installed}: how torch pickles a mesh is known of "
+            f"{_OLDEST_TORCH} to {_NEWEST_TORCH}; convert it --to dcp, which has none"
         )
     if is_at_least(installed, _NEWEST_TORCH):
         # It has no dim of length 1.

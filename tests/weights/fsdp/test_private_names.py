@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import pathlib
+import re
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.tensor
 
 import fsdp_doctor
+from fsdp_doctor.checkpoints import targets
+from fsdp_doctor.checkpoints.files import BadFile
 
 _PACKAGE = pathlib.Path(fsdp_doctor.__file__).parent
 _HOME = _PACKAGE / "weights" / "fsdp" / "private"
@@ -33,6 +39,8 @@ _OF_OTHERS = {
     "generation._fix_param_name_to_vllm",
     "getattr(utils, '_ChunkedLogProbFunction', self)",
 }
+# TRL's, os's, and two of torch's that have a test of their own.
+_OF_OTHERS_IN_SCRIPTS = {"_dist", "_weight_metadata", "_exit", "__main__", "_runtime_utils", "_local_tensor"}
 _DOCUMENTED = {
     "torch",
     "torch.distributed",
@@ -112,3 +120,40 @@ def test_no_other_module_uses_a_private_name_of_torch() -> None:
     uses = {path: list(private_uses(ast.parse(path.read_text(encoding="utf-8")))) for path in _MODULES}
     assert len(uses) > 100
     assert {str(path.relative_to(_PACKAGE)): names for path, names in uses.items() if names} == {}
+
+
+def _names_in(text: str) -> set[str]:
+    """The private names that a script uses: attributes, imports, and strings that are such a name."""
+    found = re.findall(r"""\.(_[a-z]\w*)|import (_[a-z]\w*)|["'](_[a-z]\w*)["']""", text)
+    return {name for names in found for name in names if name}
+
+
+def test_a_private_name_in_a_script_is_one_whose_loss_is_told() -> None:
+    """Those of ``weights.fsdp.private`` raise PrivateApiGone, in tests of theirs."""
+    told = {name for path in _HOME.glob("*.py") for name in _names_in(path.read_text(encoding="utf-8"))}
+    used = {
+        name: str(path.relative_to(_PACKAGE))
+        for path in _PACKAGE.rglob("*.jinja")
+        for name in _names_in(path.read_text(encoding="utf-8"))
+    }
+    assert "_handle" in used
+    assert {name: path for name, path in used.items() if name not in told | _OF_OTHERS_IN_SCRIPTS} == {}
+
+
+def test_what_scripts_use_beside_those_is_torchs() -> None:
+    module = importlib.import_module("torch.distributed.fsdp._runtime_utils")
+    assert callable(module._lazy_init)
+    assert hasattr(torch.distributed.tensor.DTensor, "_local_tensor")
+
+
+def test_the_frame_that_the_recorder_looks_for_is_a_function_of_torchs() -> None:
+    text = (_PACKAGE / "resume" / "recorder.py").read_text(encoding="utf-8")
+    (name,) = re.findall(r'co_name == "(\w+)"', text)
+    assert callable(getattr(torch.distributed.checkpoint.state_dict, name))
+
+
+@pytest.mark.parametrize("release", ["2.10.1", "2.14.0", "2.14.0.dev20260801", "3.0"])
+def test_no_mesh_is_written_for_a_torch_whose_form_is_not_known(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "read_installed_versions", lambda names: {"torch": release})
+    with pytest.raises(BadFile, match=re.escape(release)):
+        targets._make_mesh(0, 2, "cuda")
