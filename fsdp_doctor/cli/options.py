@@ -145,7 +145,10 @@ def find_model_directory(value: str, built_in: Collection[str]) -> pathlib.Path:
     directory = pathlib.Path(os.path.expanduser(value))
     # pathlib's is_dir raises for a name that is too long.
     if not value.strip() or not os.path.isdir(directory):
-        raise UsageError(f"--model {value}: neither a built-in model ({', '.join(built_in)}) nor a directory")
+        hint = ""
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", value):
+            hint = f"; of a model of the Hub: `hf download {value} config.json --local-dir DIR`, then --model DIR"
+        raise UsageError(f"--model {value}: neither a built-in model ({', '.join(built_in)}) nor a directory{hint}")
     try:
         data = json.loads((directory / "config.json").read_text())
     except FileNotFoundError:

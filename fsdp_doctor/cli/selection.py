@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,15 +15,16 @@ import typer
 
 from fsdp_doctor.cli.options import declare_choice, declare_words, find_model_directory, split
 from fsdp_doctor.errors import UsageError
+from fsdp_doctor.machine.imports import find_source_file
 from fsdp_doctor.machine.versions import read_installed_versions
-from fsdp_doctor.matrix.axes import AXES, AXIS, Axis, AxisName, Model
+from fsdp_doctor.matrix.axes import AXES, AXIS, Axis, AxisName, Model, describe_nearest
 from fsdp_doctor.matrix.cases import AnyCase
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.extent import Level
 from fsdp_doctor.matrix.frameworks.adapters import BUILT_IN
 from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMethod, read_matrix
 from fsdp_doctor.matrix.frameworks.framework_scenarios import find_frameworks
-from fsdp_doctor.matrix.methods import METHODS, MatrixMethod
+from fsdp_doctor.matrix.methods import METHODS, MatrixMethod, is_user_method
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.text import format_count
 
@@ -111,6 +113,8 @@ class SelectionOptions:
         """Raises UsageError for a value, method or id that does not exist, CannotRun if no case is left."""
         if self.full and self.level not in (None, "full"):
             raise UsageError(f"--full is --level full, and cannot be combined with --level {self.level}")
+        for name in filter(is_user_method, self.method or ()):
+            _check_user_method(name)
         names = split(self.model)
         directories = [find_model_directory(name, _BUILT_IN_MODELS) for name in names if name not in _BUILT_IN_MODELS]
         if len(directories) > 1:
@@ -129,6 +133,20 @@ class SelectionOptions:
             frameworks=tuple(find_frameworks(self.framework or ())),
         )
         return Selected(cases=tuple(select(selection)), model=directories[0] if directories else None)
+
+
+def _check_user_method(name: str) -> None:
+    """Refuses a misspelt ``module:function`` without importing the module. Raises UsageError."""
+    module, _, function = name.partition(":")
+    try:
+        file = find_source_file(module, pathlib.Path.cwd())
+    except ModuleNotFoundError as error:
+        raise UsageError(f"--method {name}: {error}, neither in this directory nor on Python's path") from None
+    text = file.read_text(encoding="utf-8", errors="replace") if file is not None else ""
+    if file is None or re.search(rf"\b{re.escape(function)}\b|import \*|__getattr__|globals\(", text):
+        return
+    nearest = describe_nearest(function, re.findall(r"^(?:async )?(?:def|class) (\w+)", text, re.MULTILINE))
+    raise UsageError(f"--method {name}: {file} has no {function}{nearest}")
 
 
 def _read_bad_cases(file: pathlib.Path) -> tuple[str, ...]:

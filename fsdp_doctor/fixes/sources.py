@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import importlib.util
 import pathlib
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from packaging.specifiers import SpecifierSet
 
 from fsdp_doctor.errors import CannotRun
 from fsdp_doctor.fixes.entry import FrameworkFix, list_fixes
+from fsdp_doctor.machine.imports import find_source_file
 from fsdp_doctor.machine.versions import read_installed_versions
 
 
@@ -52,13 +52,10 @@ def find_function(fix: FrameworkFix) -> FixedFunction:
     module, _, path = fix.target.partition(":")
     version = _read_version(fix)
     what = f"{fix.distribution} {version}"
-    package, *parts = module.split(".")
-    spec = importlib.util.find_spec(package)
-    places = spec.submodule_search_locations if spec is not None and parts else None
-    origins = [pathlib.Path(place, *parts).with_suffix(".py") for place in places or ()]
-    if spec is not None and spec.origin is not None and not parts:
-        origins = [pathlib.Path(spec.origin)]
-    file = next((origin for origin in origins if origin.is_file()), None)
+    try:
+        file = find_source_file(module)
+    except ModuleNotFoundError:
+        file = None
     if file is None:
         raise CannotRun(f"fix {fix.id}: {what} has no module {module}; the release is not known")
     text = file.read_text(encoding="utf-8")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.machinery
+import pathlib
 import sys
 from collections.abc import Iterator
 
@@ -23,3 +25,23 @@ def freeze_imports() -> Iterator[None]:
             gc.freeze()
         if enabled:
             gc.enable()
+
+
+def find_source_file(module: str, *directories: pathlib.Path) -> pathlib.Path | None:
+    """Finds the source of a module in the directories and on the path, without importing anything; None without one.
+
+    Raises ModuleNotFoundError where the module, or the package that it is in, is not there.
+    """
+    package, *parts = module.split(".")
+    spec = importlib.machinery.PathFinder.find_spec(package, [*map(str, directories), *sys.path])
+    if spec is None:
+        raise ModuleNotFoundError(f"No module named {package!r}")
+    if not parts:
+        origins = [pathlib.Path(spec.origin)] if spec.origin else []
+    else:
+        origins = [
+            file
+            for place in spec.submodule_search_locations or ()
+            for file in (pathlib.Path(place, *parts).with_suffix(".py"), pathlib.Path(place, *parts, "__init__.py"))
+        ]
+    return next((origin for origin in origins if origin.suffix == ".py" and origin.is_file()), None)
