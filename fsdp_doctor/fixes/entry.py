@@ -68,7 +68,7 @@ FIXES = (
         target="verl.workers.engine.fsdp.transformer_impl:FSDPEngine.get_per_tensor_param",
         versions=">=0.9,<0.10",
         sources={"30802c73cfcc5ba2d16c8e1936713bdb47cdc12d78abe0884d7e4f2ff293e8c3": "0.9.0 and 0.9.1"},
-        mends=("FD093",),
+        mends=("FD093", "FD234"),
         cures=("verl:fsdp/param+optimizer/lora/get_per_tensor_param.adapter",),
         promises="the weights under the names of the Hub, in their own dtype, or with merge: true in bfloat16 with the "
         "adapters in them, as verl sends them; the adapter alone on the CPU, in its own dtype; "

@@ -40,7 +40,7 @@ _REPRODUCED = [entry for entry in read_catalogue() if entry.reproduced]
 
 
 # Of frameworks that their entries speak of, the newest of these that shows it is taken.
-_PACKAGES = [{"accelerate": version, "peft": "0.21.2"} for version in ("1.6.0", "1.12.0", "1.15.0")]
+_PACKAGES = [{"accelerate": version, "peft": "0.21.2", "verl": "0.9.1"} for version in ("1.6.0", "1.12.0", "1.15.0")]
 
 
 def _case(case_id: str) -> AnyCase:
