@@ -143,7 +143,9 @@ def run_with_fixes(command: Sequence[str], functions: Sequence[FixedFunction], *
         options = {"events": directory, "ids": ids, "verify": verify, "injected": str(INJECTED)}
         variables = {**make_variables({**modules, "ray": _HOOK}), "FSDP_DOCTOR_FIX": json.dumps(options)}
         code = _run(command, os.environ | variables)
-        events = [json.loads(line) for file in sorted(pathlib.Path(directory).iterdir()) for line in open(file)]
+        files = sorted(pathlib.Path(directory).iterdir())
+        # A process that was killed may have left part of a line at the end.
+        events = [json.loads(line) for file in files for line in file.read_text().split("\n")[:-1]]
     refusals = dict.fromkeys(event["reason"] for event in events if event["kind"] == "refused")
     return FixedJobRun(
         # As a shell has it.
