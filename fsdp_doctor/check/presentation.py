@@ -149,6 +149,13 @@ def _find_fix(entry: KnownFailure, result: CheckResult) -> str:
     return find_fix_command(entry.short_code, framework=result.framework, version=version)
 
 
+def list_remedies(result: CheckResult) -> dict[str, str]:
+    """Maps each bad finding's entry of the catalogue to its remedy for users of the framework, where there is one."""
+    entries = [catalogue.find_entry(finding.entry) for finding in result.findings if finding.bad and finding.entry]
+    advice = {entry.short_code: entry.advise(result.version.of) for entry in entries}
+    return {code: text for code, text in advice.items() if text}
+
+
 def _list_conditions(entry: KnownFailure, result: CheckResult) -> Iterator[str]:
     """The versions and ranks that a failure depends on, with what is known of them here; and where it was measured."""
     yield f"torch: {entry.torch or 'every version that was tried'}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -71,7 +72,7 @@ def check(
     )
     result = run(config)
     if fix and any(finding.bad for finding in result.findings):
-        _print_fix(find_fix(config, run), write=write)
+        _print_fix(find_fix(config, run), presentation.list_remedies(result), write=write)
     output.replace_unprintable("backslashreplace")
     text = presentation.render_json(result) if as_json else presentation.render_text(result, measure_width())
     sys.stdout.write(text)
@@ -85,11 +86,16 @@ def check(
     options.start_ranks(RankOptions(nproc=world_size), ["probe", *selection])
 
 
-def _print_fix(fix: Fix | None, *, write: bool) -> None:
-    """Prints or writes the changed file, and ends the command."""
+def _print_fix(fix: Fix | None, remedies: Mapping[str, str], *, write: bool) -> None:
+    """Prints or writes the changed file, and ends the command.
+
+    remedies: by entry of the catalogue, the whole remedy, of which the change of one setting may be a part.
+    """
     if fix is None:
         raise CannotRun("no change of one setting in a file mends it; see the findings without --fix")
     print(f"fsdp-doctor: {fix}", file=sys.stderr)
+    for entry, remedy in remedies.items():
+        print(f"fsdp-doctor: this setting alone was changed; the whole remedy of {entry}: {remedy}", file=sys.stderr)
     if write:
         fix.file.write_text(fix.text, encoding="utf-8")
     else:

@@ -9,6 +9,8 @@ import pytest
 from support.checked import CONFIGS, checked
 from support.inside import doctor
 
+from fsdp_doctor.known.catalogue import find_entry
+
 
 def _list_changed_lines(before: str, after: str) -> list[str]:
     lines = difflib.ndiff(before.splitlines(), after.splitlines())
@@ -32,6 +34,17 @@ def test_the_file_with_one_setting_changed_is_printed_and_breaks_nothing(
     copy = tmp_path / file
     copy.write_text(done.stdout)
     assert checked(str(copy), version=version).exit_code == 0
+
+
+def test_what_one_setting_leaves_out_of_a_remedy_is_told() -> None:
+    file = CONFIGS / "verl_policy.sh"
+    done = doctor("check", str(file), "--framework-version", "0.7.1", "--fix")
+    broken = {
+        finding.entry for finding in checked(file.name, version="0.7.1").findings if finding.bad and finding.entry
+    }
+    remedies = [find_entry(name).advise("verl") for name in broken]
+    assert any(remedies)
+    assert all(remedy in done.stderr for remedy in remedies)
 
 
 def test_write_changes_the_file_and_keeps_its_comments(tmp_path: pathlib.Path) -> None:
