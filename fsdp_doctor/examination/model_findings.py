@@ -232,6 +232,7 @@ def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iter
             sentence=f"With gradients, and moved by model.to(), which restores those that zero_grad() has dropped: "
             f"{join_few(restored)}; the next backward adds to them.",
             names=restored,
+            entry="fsdp1-move-brings-gradients-back",
             remedy="optimizer.zero_grad() before the next backward, unless an accumulation is under way.",
         )
     if contents.ambiguous:
