@@ -16,7 +16,7 @@ from fsdp_doctor.checkpoints.dtypes import is_floating_point
 from fsdp_doctor.checkpoints.files import BadFile
 from fsdp_doctor.checkpoints.hub_parts import HubPart, join_from_hub, split_for_hub
 from fsdp_doctor.checkpoints.names import strip_prefixes, strip_wrappers
-from fsdp_doctor.checkpoints.optimizer import SavedOptimizer, choose_optimizer
+from fsdp_doctor.checkpoints.optimizer import ParameterOrder, SavedOptimizer, choose_optimizer
 from fsdp_doctor.checkpoints.reading import read_checkpoint
 from fsdp_doctor.checkpoints.record import (
     Arrangement,
@@ -79,6 +79,7 @@ def convert(
     config: str | None = None,
     part: str | None = None,
     find_parts: Callable[[str], Mapping[str, HubPart]] | None = None,
+    find_order: Callable[[str], ParameterOrder | None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
     """Writes the model in ``source``, and the optimizer where the target has a place for it, to a new directory.
@@ -93,7 +94,9 @@ def convert(
     tensors that FSDP does not divide, where the files do not say which these are. largest_file: bytes, of Hugging Face
     files. config: as of ``read_hub_parts``; by default what lies beside the source. part: as of ``read_checkpoint``.
     find_parts: ``read_hub_parts``, by which Hugging Face files get the Hub's names, and what is made of such files the
-    model's; without it all names are kept. progress: as of ``verify``.
+    model's; without it all names are kept. find_order: ``read_parameter_order``, asked where an optimizer numbers its
+    parameters and the files do not keep their order; without it such an optimizer is refused. progress: as of
+    ``verify``.
 
     Raises ConversionError for what cannot be converted, OSError.
     """
@@ -119,7 +122,11 @@ def convert(
                 raise ConversionError(f"{source} is not of ranks; say with --world-size how many are to read {target}")
             parameters = model.select_parameters(buffers)
             has_place = with_optimizer and to is not ConversionTarget.HF
-            optimizer = choose_optimizer(checkpoint, model, parameters) if has_place else None
+            optimizer = (
+                choose_optimizer(checkpoint, model, parameters, functools.partial(_find_order, find_order, config))
+                if has_place
+                else None
+            )
             states = _choose_states(model, optimizer, parameters, dtype)
             layout = lay_out(to, states, ranks or 1, largest_file, device)
             with contextlib.closing(Copy(directory, layout, _cast)) as copy:
@@ -160,6 +167,10 @@ def _rename_tensors(
     else:
         tensors, names = join_from_hub(model.tensors, parts), [(new, old) for old, new in names]
     return SavedModel(tensors, model.states), [(old, new) for old, new in names if old in model.tensors]
+
+
+def _find_order(find: Callable[[str], ParameterOrder | None] | None, config: str | None) -> ParameterOrder | None:
+    return find(config) if find is not None and config is not None else None
 
 
 def _count_ranks(model: SavedModel) -> int:

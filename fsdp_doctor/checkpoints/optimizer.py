@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import pathlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 from fsdp_doctor.checkpoints.files import BadFile
@@ -22,14 +24,27 @@ class SavedOptimizer(NamedTuple):
     groups: list[dict[str, Any]]
 
 
+class ParameterOrder(NamedTuple):
+    """names: of the model's parameters, as ``named_parameters`` has them. decayed: those to which Trainer applies
+    weight decay, which are its first group, the others its second; None if transformers' Trainer is not installed.
+    """
+
+    names: tuple[str, ...]
+    decayed: frozenset[str] | None
+
+
 def choose_optimizer(
-    checkpoint: SavedCheckpoint, model: SavedModel, parameters: Iterable[str]
+    checkpoint: SavedCheckpoint,
+    model: SavedModel,
+    parameters: Iterable[str],
+    find_order: Callable[[], ParameterOrder | None],
 ) -> SavedOptimizer | None:
     """Chooses the optimizer's state; None if there is none.
 
     Raises BadFile if its parameters' names are not known, or there are several.
 
-    parameters: the names of the model's, in the order of the file.
+    parameters: the names of the model's, in the order of the file. find_order: called where the optimizer numbers its
+    parameters and the files do not keep their order, as safetensors files do not; None where nothing says it.
     """
     heads: set[tuple[str, ...]] = set()
     state: dict[str, dict[str, _Leaf]] = {}
@@ -54,7 +69,7 @@ def choose_optimizer(
     if len(heads) > 1:
         raise BadFile(f"has several optimizers: {join_some(sorted('.'.join(head) for head in heads))}")
     groups = [_restore_sequences(nested[key]) for key in sorted(nested, key=int)] or _join_groups(flat)
-    names = _name_parameters(groups, state, model, parameters)
+    names = _name_parameters(checkpoint, groups, state, model, parameters, find_order)
     return SavedOptimizer(
         {names[key]: _restore_sequences(slots) for key, slots in state.items()},
         [_rename(group, names) for group in groups],
@@ -95,7 +110,12 @@ def _join_groups(flat: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _name_parameters(
-    groups: list[dict[str, Any]], state: dict[str, Any], model: SavedModel, parameters: Iterable[str]
+    checkpoint: SavedCheckpoint,
+    groups: list[dict[str, Any]],
+    state: dict[str, Any],
+    model: SavedModel,
+    parameters: Iterable[str],
+    find_order: Callable[[], ParameterOrder | None],
 ) -> dict[str, str]:
     """Returns each parameter's name by its key in the state. Numbers count the model's parameters in their order."""
     keys = [key for group in groups for key in group.get("params", ())]
@@ -107,15 +127,12 @@ def _name_parameters(
         places: dict[tuple[Any, ...], str] = {}
         for name in parameters:
             places.setdefault((name,) if not model.tensors[name].numel else tuple(model.tensors[name].pieces), name)
-        names = list(places.values())
-        keeps_order = all(
-            of.arrangement in (Arrangement.RANK_FILES, Arrangement.WHOLE) and not of.files[0].endswith(".safetensors")
-            for of in model.states
-        )
-        if len(groups) > 1 or len(names) != len(keys) or not keeps_order:
+        saved = _find_saved_order(checkpoint, model, set(places.values())) if len(groups) == 1 else None
+        names = saved or _order_by_class(checkpoint, groups, model, find_order())
+        if len(names) != len(keys):
             raise BadFile(
                 f"has an optimizer that numbers its {len(keys)} parameters in {len(groups)} groups, and nothing says "
-                f"which of the model's {len(names)} they are; say --no-optimizer"
+                f"which of the model's {len(places)} they are; say --no-optimizer"
             )
     numbered = {str(key): name for key, name in zip(keys, names, strict=True)}
     for key, slots in state.items():
@@ -124,6 +141,42 @@ def _name_parameters(
             if tensor is None or (isinstance(slot, SavedTensor) and slot.shape not in ((), (1,), tensor.shape)):
                 raise BadFile("is of another shape than the parameter of its number, or there is none", f"state {key}")
     return numbered
+
+
+def _find_saved_order(checkpoint: SavedCheckpoint, model: SavedModel, names: set[str]) -> list[str] | None:
+    """Returns the names in the order of ``state_dict()``, if the model or another form of it was saved in that order.
+
+    Files of torch.save keep it; DCP's metadata and safetensors do not.
+    """
+    for states in (model.states, *([state] for state in checkpoint.states)):
+        keep = all(
+            state.arrangement in (Arrangement.RANK_FILES, Arrangement.WHOLE)
+            and not state.files[0].endswith(".safetensors")
+            for state in states
+        )
+        saved = [strip_wrappers(state.get_saved_name(each)) for state in states for each in state.select("model")]
+        if keep and names <= set(saved):
+            return [name for name in saved if name in names]
+    return None
+
+
+def _order_by_class(
+    checkpoint: SavedCheckpoint, groups: list[dict[str, Any]], model: SavedModel, order: ParameterOrder | None
+) -> list[str]:
+    """Returns the names as the groups number them: one group has all, Trainer's two the decayed and the others.
+
+    Returns none if the groups are others, or the class of the config has a parameter that the model has not.
+    """
+    if order is None or not model.tensors.keys() >= set(order.names):
+        return []
+    if len(groups) == 1:
+        return list(order.names)
+    is_of_trainer = any(path.name == "trainer_state.json" for path in map(pathlib.PurePath, checkpoint.settings))
+    if order.decayed is None or not is_of_trainer or len(groups) != 2:
+        return []
+    of_groups = [[name for name in order.names if (name in order.decayed) is first] for first in (True, False)]
+    are_alike = all(len(names) == len(group["params"]) for names, group in zip(of_groups, groups, strict=True))
+    return list(itertools.chain(*of_groups)) if are_alike else []
 
 
 def _rename(group: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     import torch
 
     from fsdp_doctor.checkpoints.hub_parts import HubPart
+    from fsdp_doctor.checkpoints.optimizer import ParameterOrder
     from fsdp_doctor.checkpoints.troubles import Symptom
     from fsdp_doctor.weights.fingerprints import Fingerprints
 
+_Answer = TypeVar("_Answer")
 FINGERPRINT_EXIT_CODES = "Exit codes: 0 done; 2 usage; 4 the output cannot be written."
 CONVERT_EXIT_CODES = "Exit codes: 0 written; 1 the checkpoint is damaged; 2 it cannot be judged, or usage."
 DIFF_EXIT_CODES = "Exit codes: 0 no difference; 1 a difference; 2 usage; 4 the output cannot be written."
@@ -103,7 +105,8 @@ def _compare_with(
         if reference is against:
             for each in found.differences:
                 file, rows = found.places.get(each.name, ("", None))
-                symptoms.append(Symptom(Trouble.DIFFERS, each.detail, file, each.name, rows))
+                trouble = Trouble.ROUNDED if each.kind == "rounded" else Trouble.DIFFERS
+                symptoms.append(Symptom(trouble, each.detail, file, each.name, rows))
         elif found.equal:
             trouble = Trouble.UNTRAINED if len(found.equal) == found.compared else Trouble.PARTLY_UNTRAINED
             what = f"{len(found.equal)} of {found.compared} tensors are those of {base}: {join_some(found.equal)}"
@@ -224,7 +227,8 @@ def convert(
             part=part,
             find_parts=None
             if keep_names
-            else functools.partial(_find_parts, must_know=config is not None, needs_class=to is ConversionTarget.HF),
+            else lambda place: _ask_in_process(_ask_for_parts, place, config is not None, to is ConversionTarget.HF),
+            find_order=lambda config: _ask_in_process(_ask_for_order, config),
             progress=_choose_progress(),
         )
     except ConversionError as error:
@@ -250,13 +254,13 @@ def convert(
     raise SystemExit(EXIT_OK)
 
 
-def _find_parts(config: str, *, must_know: bool, needs_class: bool) -> Mapping[str, HubPart]:
+def _ask_in_process(ask: Callable[..., _Answer], *arguments: Any) -> _Answer:
     """Asks transformers in a process of its own, so that this one stays small."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_ask_for_parts, config, must_know, needs_class).result()
+        return pool.submit(ask, *arguments).result()
 
 
 def _ask_for_parts(config: str, must_know: bool, needs_class: bool = False) -> Mapping[str, HubPart]:
@@ -271,6 +275,18 @@ def _ask_for_parts(config: str, must_know: bool, needs_class: bool = False) -> M
             raise UsageError(f"{error}; --keep-names keeps the names as they are") from None
         print(f"the names are as they were saved: {error}", file=sys.stderr)
         return {}
+
+
+def _ask_for_order(config: str) -> ParameterOrder | None:
+    from fsdp_doctor.weights.names import NamesError, read_parameter_order
+
+    try:
+        order = read_parameter_order(config)
+    except NamesError as error:
+        print(f"the order of the optimizer's parameters is not known: {error}", file=sys.stderr)
+        return None
+    print("the optimizer numbers its parameters: in the order that transformers' class gives them", file=sys.stderr)
+    return order
 
 
 def fingerprint(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pathlib
 import shutil
@@ -11,13 +12,14 @@ import sys
 
 import pytest
 import torch
+from accelerate import Accelerator
 from program import doctor, run
 from safetensors.torch import load_file, save_file
 from support import saved_checkpoints as saved
 from support.forked import run_script
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
 
 from fsdp_doctor.checkpoints.conversion import convert
 from fsdp_doctor.checkpoints.target_directory import RECORD, ConversionError
@@ -419,6 +421,53 @@ def test_what_is_not_known_is_asked_for(originals: pathlib.Path, tmp_path: pathl
         convert(originals / "trainer", tmp_path / "out", DCP)
     assert not convert(originals / "trainer", tmp_path / "out", DCP, with_optimizer=False).has_optimizer
 
+
+@pytest.mark.parametrize("writer", ["trainer", "accelerate"])
+def test_a_numbered_optimizer_is_named_by_the_class_of_the_config(tmp_path: pathlib.Path, writer: str) -> None:
+    """Both files hold numbers and the model's file is sorted by name: the moments are compared with the live ones."""
+    saved_in, model, optimizer = _SAVE_NUMBERED[writer](tmp_path / "job")
+    shutil.copytree(saved_in, tmp_path / "saved")
+    model.config.save_pretrained(tmp_path / "saved")
+    done = doctor("checkpoint", "convert", str(tmp_path / "saved"), str(tmp_path / "out"), "--to", "torch")
+    assert done.code == 0, str(done)
+    state = torch.load(tmp_path / "out" / "optimizer.bin", weights_only=True)["state"]
+    live = {name: optimizer.state[parameter]["exp_avg"] for name, parameter in model.named_parameters()}
+    assert len({moments.norm().item() for moments in live.values()}) == len(live)
+    assert are_equal({name: slots["exp_avg"] for name, slots in state.items()}, live)
+    # Other shapes in the config are another class: refused, and no moment gets a neighbour's name.
+    settings = json.loads((tmp_path / "saved" / "config.json").read_text())
+    (tmp_path / "saved" / "config.json").write_text(json.dumps(settings | {"model_type": "mine"}))
+    done = doctor("checkpoint", "convert", str(tmp_path / "saved"), str(tmp_path / "no"), "--to", "torch")
+    assert (done.code, "--no-optimizer" in done.stderr) == (2, True), str(done)
+
+
+def _make_with_biases() -> Qwen2ForCausalLM:
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=40, num_hidden_layers=2, tie_word_embeddings=True, **sizes))
+
+
+def _save_by_trainer(directory: pathlib.Path) -> tuple[pathlib.Path, Qwen2ForCausalLM, torch.optim.Optimizer]:
+    data = [{"input_ids": torch.arange(9), "labels": torch.arange(9)}]
+    arguments = TrainingArguments(
+        output_dir=str(directory), max_steps=2, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    trainer = Trainer(_make_with_biases(), arguments, train_dataset=data)
+    trainer.train()
+    return directory / "checkpoint-2", trainer.model, trainer.optimizer.optimizer
+
+
+def _save_by_accelerate(directory: pathlib.Path) -> tuple[pathlib.Path, Qwen2ForCausalLM, torch.optim.Optimizer]:
+    accelerator = Accelerator(cpu=True)
+    model = _make_with_biases()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    accelerator.backward(model(input_ids=torch.arange(9)[None], labels=torch.arange(9)[None]).loss)
+    optimizer.step()
+    accelerator.save_state(str(directory))
+    return directory, model, optimizer.optimizer
+
+
+_SAVE_NUMBERED = {"trainer": _save_by_trainer, "accelerate": _save_by_accelerate}
 
 _BOUNDED = """
 import pathlib, re, resource, sys, threading

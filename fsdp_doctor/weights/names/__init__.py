@@ -5,7 +5,14 @@ hub_names      the names, asked of transformers or given by the caller
 output_names   the names under which tensors are handed out
 """
 
-from fsdp_doctor.weights.names.hub_names import HubNamesUnknown, ModelClassUnknown, Names, read_hub_parts, read_hub_view
+from fsdp_doctor.weights.names.hub_names import (
+    HubNamesUnknown,
+    ModelClassUnknown,
+    Names,
+    read_hub_parts,
+    read_hub_view,
+    read_parameter_order,
+)
 from fsdp_doctor.weights.names.views import NamesError, TensorView
 
 __all__ = [
@@ -16,4 +23,5 @@ __all__ = [
     "TensorView",
     "read_hub_parts",
     "read_hub_view",
+    "read_parameter_order",
 ]

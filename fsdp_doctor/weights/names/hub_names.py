@@ -15,7 +15,7 @@ import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import nn
@@ -24,10 +24,14 @@ from typing_extensions import assert_never
 
 from fsdp_doctor.checkpoints.hub_parts import HubPart
 from fsdp_doctor.checkpoints.names import WRAPPER_NAMES, strip_adapters
+from fsdp_doctor.checkpoints.optimizer import ParameterOrder
 from fsdp_doctor.text import join_some, read_first_line
 from fsdp_doctor.weights.fsdp import private, reader
 from fsdp_doctor.weights.fsdp.decorators import disable_autograd
 from fsdp_doctor.weights.names.views import NamesError, TensorView, check_one_to_one, find_box
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NameChoice = Literal["auto", "model", "hub"]
 Names: TypeAlias = NameChoice | Mapping[str, TensorView]
@@ -94,6 +98,37 @@ def read_hub_parts(config: str) -> dict[str, HubPart]:
     Without ``architectures`` it is the class that ``AutoModelForCausalLM`` makes of it. Raises ModelClassUnknown
     (HubNamesUnknown) if it is none of transformers, and what :func:`read_hub_view` raises.
     """
+    model = _build_on_meta(config)
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise HubNamesUnknown(f"the model of {config} is quantized: what the Hub has of it are no parts of its tensors")
+    shapes = list_shapes(reader.read(model))
+    parts = {}
+    for name, view in revert_names(model, shapes).items():
+        whole = tuple(shapes[view.name])
+        if name != view.name or not view.is_whole(whole):
+            box = find_box(view, whole)
+            assert box is not None  # as revert_names has checked
+            parts[name] = HubPart(view.name, whole, box.begins, box.lengths, box.dims, view.shape)
+    return parts
+
+
+def read_parameter_order(config: str) -> ParameterOrder:
+    """Returns the names of a model's parameters in the order of ``named_parameters``, by which optimizers number them.
+
+    config, errors: as of :func:`read_hub_parts`. Which of them are decayed is what ``Trainer`` of the installed
+    transformers says (``get_decay_parameter_names``; read in 4.57.6 and 5.23.0).
+    """
+    model = _build_on_meta(config)
+    names = tuple(name for name, _ in model.named_parameters())
+    try:
+        from transformers import Trainer
+
+        return ParameterOrder(names, frozenset(Trainer.get_decay_parameter_names(cast(Any, None), model)))
+    except Exception:  # transformers may raise anything: its Trainer needs accelerate
+        return ParameterOrder(names, None)
+
+
+def _build_on_meta(config: str) -> PreTrainedModel:
     named: list[str] = []
     try:
         import transformers
@@ -111,17 +146,7 @@ def read_hub_parts(config: str) -> dict[str, HubPart]:
         has_class = bool(named) and all(hasattr(transformers, each) for each in named)
         unknown = HubNamesUnknown if has_class else ModelClassUnknown
         raise unknown(f"transformers cannot build the model of {config}: {read_first_line(error)}") from error
-    if getattr(settings, "quantization_config", None) is not None:
-        raise HubNamesUnknown(f"the model of {config} is quantized: what the Hub has of it are no parts of its tensors")
-    shapes = list_shapes(reader.read(model))
-    parts = {}
-    for name, view in revert_names(model, shapes).items():
-        whole = tuple(shapes[view.name])
-        if name != view.name or not view.is_whole(whole):
-            box = find_box(view, whole)
-            assert box is not None  # as revert_names has checked
-            parts[name] = HubPart(view.name, whole, box.begins, box.lengths, box.dims, view.shape)
-    return parts
+    return model
 
 
 def list_shapes(contents: reader.ModelContents) -> dict[str, torch.Size]:
