@@ -36,7 +36,12 @@ _START_PROCESSES = (
 # matrix.
 _SECOND_TIER = (
     *("benchmarks/", "examples/", "fuzz/", "plan/test_plan_accuracy.py", "random_models/", "resume/"),
-    *("checkpoints/test_convert", "emulated/test_pytorch_suite.py", "probe/test_default_matrix.py"),
+    *(
+        "checkpoints/test_convert",
+        "checkpoints/test_written_by_frameworks.py",
+        "emulated/test_pytorch_suite.py",
+        "probe/test_default_matrix.py",
+    ),
     *("repro/test_scripts_run.py", "weights/save/test_save_commit.py", "report/versions/test_sweep.py"),
 )
 _EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"})

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -342,8 +343,10 @@ class _Reading:
             found = _RANK_FILE.fullmatch(name)
             if _ANY_CLASSES.fullmatch(name):
                 self._read_torch(_join(directory, name), None)
+            elif found is None and (match := _WHOLE.fullmatch(name)) is not None:
+                whole += [name] if match["suffix"] != "safetensors" else []
             elif found is None:
-                whole += [name] if (match := _WHOLE.fullmatch(name)) and match["suffix"] != "safetensors" else []
+                whole += [name] if self._is_torch_file(directory, name) else []
             else:
                 rank, world = int(found["rank"] or found["number"]), found["world"]
                 by_label[found["label"] or found["item"]][name] = rank, int(world) if world else None
@@ -351,6 +354,17 @@ class _Reading:
             if not self._read_rank_files(directory, label, files):
                 whole += files
         self._read_whole(directory, sorted(whole), names)
+
+    def _is_torch_file(self, directory: str, name: str) -> bool:
+        """Returns whether a file whose name says nothing is of torch.save: ``Trainer.save_checkpoint("last")``."""
+        path = self.checkpoint.root / directory / name
+        if not (self.checkpoint.is_one_file or "." not in name) or not path.is_file():
+            return False
+        try:
+            with zipfile.ZipFile(path) as archive:
+                return any(each.endswith("/data.pkl") for each in archive.namelist())
+        except (OSError, zipfile.BadZipFile):
+            return False
 
     def _read_rank_files(self, directory: str, label: str, files: dict[str, tuple[int, int | None]]) -> bool:
         """Returns whether the files are ranks' parts; ``model_3.pt`` is one only if its contents say so."""
@@ -612,9 +626,9 @@ def _group_by_stem(files: Iterable[str], indexes: Mapping[str, Mapping[str, str]
     stems = {file: stem for stem, weight_map in indexes.items() for file in weight_map.values()}
     groups: dict[str, list[str]] = {stem: [] for stem in indexes}
     for name in files:
-        if (found := _WHOLE.fullmatch(name)) is not None:
-            stem = found["stem"] if found["suffix"] in ("bin", "safetensors") else name
-            groups.setdefault(stems.get(name, stem), []).append(name)
+        found = _WHOLE.fullmatch(name)
+        stem = found["stem"] if found is not None and found["suffix"] in ("bin", "safetensors") else name
+        groups.setdefault(stems.get(name, stem), []).append(name)
     return groups
 
 

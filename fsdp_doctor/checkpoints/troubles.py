@@ -141,6 +141,12 @@ class Trouble(Enum):
     STEP_NAME = Kind("warning", "a resume counts from the step inside", TroubleRemedy.LOOK)
     SETTINGS_DAMAGED = Kind("damage", "the load that needs this file fails", TroubleRemedy.RESTORE)
     DIFFERS = Kind("damage", "a load returns other weights than the reference has", TroubleRemedy.COMPARE)
+    ROUNDED = Kind(
+        "warning",
+        "a load returns the reference's weights in this dtype",
+        TroubleRemedy.LOOK,
+        "exports often are",
+    )
     UNTRAINED = Kind("damage", "a load returns the base model", TroubleRemedy.SAVE_AGAIN, "with adapters merged")
     PARTLY_UNTRAINED = Kind(
         "warning", "a load returns the base's weights there", TroubleRemedy.LOOK, "frozen layers are equal"

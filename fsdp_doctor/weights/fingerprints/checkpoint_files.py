@@ -241,7 +241,7 @@ def _sum_variants(
             mistakes.append(("halves swapped", detail, functools.partial(_swap_halves, expected, shape, dim)))
     if actual.shape == shape and expected.is_floating_point and other != expected:
         detail = f"it is {actual.dtype}, not {name_dtype(expected)}: the same values, rounded"
-        mistakes.append(("dtype", detail, functools.partial(_cast, (other,), shape)))
+        mistakes.append(("rounded", detail, functools.partial(_cast, (other,), shape)))
     elif actual.shape == shape and expected.is_floating_point:
         for between in _ROUNDED_TO:
             detail = f"cast twice: to {name_dtype(between)} and back"

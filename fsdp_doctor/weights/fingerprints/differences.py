@@ -26,12 +26,13 @@ DifferenceKind: TypeAlias = Literal[
     "transposed",
     "halves swapped",
     "cast twice",
+    "rounded",
     "shape",
     "dtype",
     "values",
     "not comparable",
 ]
-VariantKind: TypeAlias = Literal["transposed", "halves swapped", "cast twice", "dtype"]
+VariantKind: TypeAlias = Literal["transposed", "halves swapped", "cast twice", "rounded"]
 
 
 @dataclass(frozen=True)
