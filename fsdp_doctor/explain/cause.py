@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from fsdp_doctor.explain.exceptions import ExceptionReader, Raised
@@ -32,9 +32,9 @@ Showing: TypeAlias = Literal["failure", "hang", "consequences", "cut", "nothing"
 # Messages of the kernel, Slurm and Ray about a process that they killed for lack of host memory.
 _KILLED_FOR_MEMORY = re.compile(
     r"invoked oom-killer|\boom-kill:constraint|\boom_kill events?\b|[Oo]ut of memory: Killed process \d"
-    r"|\bOOM[ -]?Killed|node running low on memory"
+    r"|\bOOM[ -]?Killed|node running low on memory|killed due to memory pressure"
 )
-_HINTS_OF_KILLERS = ("oom-kill", "oom_kill", "OOM", "Killed process", "running low on memory")
+_HINTS_OF_KILLERS = ("oom-kill", "oom_kill", "OOM", "Killed process", "running low on memory", "memory pressure")
 _DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
 _ZEROS = str.maketrans("123456789", "0" * 9)
 _MAX_GROUPS = 2_000
@@ -64,6 +64,7 @@ def _load_kinds(table: str) -> dict[str, list[re.Pattern[str]]]:
     return {name: [re.compile(pattern) for pattern in patterns] for name, patterns in tables[table].items()}
 
 
+_ASK_FOR_TENSORS = "What were the tensors of that call: `fsdp_doctor.examine(model, optimizer)` right before it?"
 _FOREIGN = _load_kinds("foreign")
 _FOREIGN_PLACES = _load_kinds("foreign_places")
 _UNDECIDED = _load_kinds("undecided")
@@ -319,7 +320,7 @@ class _Logs:
             under_fsdp=cause is not None and self._collect_evidence(cause).shows("fsdp"),
             foreign=foreign,
             about=_find_first_kind(_UNDECIDED, text) if is_failure and not about_fsdp else "",
-            reading=self._read(cause, showing, matches, foreign),
+            reading=self._read(cause, showing, matches, foreign, about_fsdp=about_fsdp),
             hang=hang,
             consequences=_count_consequences(groups, cause),
             others=tuple(group.first for group in causes if group is not cause and not (whole and group.first.cut)),
@@ -331,11 +332,27 @@ class _Logs:
             torch=self._clues.torch,
         )
 
-    def _read(self, cause: Group | None, showing: Showing, matches: Sequence[Match], foreign: str) -> Reading | None:
+    def _read(
+        self,
+        cause: Group | None,
+        showing: Showing,
+        matches: Sequence[Match],
+        foreign: str,
+        *,
+        about_fsdp: bool,
+    ) -> Reading | None:
         """The reading of what is neither known nor another cause's: of a symptom, or of the exception itself."""
-        if foreign or showing not in ("failure", "nothing") or any(match.grade == "known" for match in matches):
+        if foreign or showing not in ("failure", "nothing", "cut") or any(match.grade == "known" for match in matches):
             return None
-        return self._symptom or (read_failure(cause.first) if cause is not None else None)
+        if cause is None:
+            return self._symptom
+        reading = read_failure(cause.first)
+        # A symptom says more than a message that shows nothing but its place.
+        if reading is None or not reading.clash:
+            reading = self._symptom or reading
+        if reading is None or reading.decide or not about_fsdp or showing == "cut":
+            return reading
+        return replace(reading, decide=_ASK_FOR_TENSORS)
 
     def _collect_evidence(self, group: Group) -> Evidence:
         first = group.first
@@ -413,7 +430,8 @@ def _find_foreign_cause(raised: Raised) -> str:
     if placed := _find_first_kind(_FOREIGN_PLACES, "\n".join(raised.frames[-_INNERMOST:])):
         return placed
     is_own = raised.type in _MISTAKES or raised.script
-    return "the job's own code" if is_own and raised.frames and not _OF_TENSORS.search(raised.text) else ""
+    is_of_tensors = _OF_TENSORS.search(f"{raised.text} {raised.asserted}")
+    return "the job's own code" if is_own and raised.frames and not is_of_tensors else ""
 
 
 def _decide_showing(cause: Group | None, hang: Hang | None) -> Showing:

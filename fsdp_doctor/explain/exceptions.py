@@ -81,6 +81,8 @@ _RICH = re.compile(r"(?P<file>\S.{0,600}?):(?P<line>\d{1,9}) in (?P<function>\S.
 _RICH_SOURCE = re.compile(r"\s{0,20}(?:❱\s{0,20})?\d{1,9} [│|]|[│╭╰]")
 _RICH_BEGIN = re.compile(r"\S.{0,600}?\.pyx?:\d{1,9}(?: in\b|$)")
 _FILE = re.compile(r'File "(?P<file>[^"]+)"')
+# FSDP1's assertions print the message by itself, behind the stack of the call.
+_ASSERTED = re.compile(r"Expects? [`\w]|Non-root FSDP instance|Asserting FSDP instance")
 _RAISES = re.compile(r"raise\s+\S|assert\b")
 # Files of torch, installed or as source, of Python itself, and names that are no file.
 _TORCH_OR_PYTHON = re.compile(
@@ -112,6 +114,7 @@ class Raised:
     handler recovers from. quoted: a message in prose, which nothing raised here.
     cut: a traceback that ends before its exception; its message says only that. code: the line that it came from,
     as the log shows it below the innermost frame, or alone above the message; empty where that line only raises.
+    asserted: that line, where it is an assertion.
     """
 
     file: str
@@ -128,6 +131,7 @@ class Raised:
     quoted: bool = False
     cut: bool = False
     code: str = ""
+    asserted: str = ""
 
     @property
     def text(self) -> str:
@@ -347,10 +351,14 @@ class ExceptionReader:
             match = bare
         if match is not None:
             opened.raised = self._parse_raised(line, match, opened.frames, opened.time)
+            if opened.source is not None and opened.source.startswith("assert "):
+                opened.raised.asserted = opened.source[:_MAX_FRAME]
             if opened.source is not None and not _RAISES.match(opened.source):
                 opened.raised.code = opened.source[:_MAX_FRAME]
             if opened.frames and opened.source is not None:
                 opened.raised.script = _find_raising_file(opened.frames[-1], opened.source, opened.raised.message)
+        elif opened.frames and _ASSERTED.match(text):
+            opened.raised = self._make_raised(line, opened.frames, "AssertionError", text)
         elif not text[:1].isspace() and not _SOURCE.match(text) and has_signature(text):
             opened.raised = self._make_raised(line, opened.frames)
         elif opened.source is None and opened.frames:
@@ -367,6 +375,7 @@ class ExceptionReader:
             raised = self._parse_raised(line, match, [])
             raised.logged = _LEVEL.search(line.raw[:200]) is not None
             raised.code = self._find_code_above(line)
+            raised.asserted = self._find_assertion_above(line)
             self._open[line.source] = _Open(line, raised.time, indent=_measure_indent(line.text), raised=raised)
         elif _FATAL.match(line.text.lstrip()):
             raised = self._make_raised(line, [])
@@ -374,6 +383,7 @@ class ExceptionReader:
         elif any(a in line.text for a in present()) and not _SOURCE.match(line.text) and has_signature(line.text):
             message = self._make_raised(line, [])
             message.quoted = "Warning: " not in line.text
+            message.asserted = self._find_assertion_above(line)
             self._found.append(message)
         elif match := _TERMINATED.search(line.text):
             raised = self._make_raised(line, [], match["type"], "")
@@ -387,6 +397,12 @@ class ExceptionReader:
         code = marked if _MARKS.match(above.text) else above
         is_code = code.source == line.source and _CALLING.match(code.text) and not _RAISES.match(code.text.strip())
         return code.text.strip()[:_MAX_FRAME] if is_code else ""
+
+    def _find_assertion_above(self, line: Line) -> str:
+        """The assertion right above an exception that has no frames, of the same source; empty if there is none."""
+        above = parse_line(0, self._above[1])
+        text = above.text.strip()
+        return text[:_MAX_FRAME] if above.source == line.source and text.startswith("assert ") else ""
 
     def _parse_raised(self, line: Line, match: re.Match[str], frames: list[str], time: float | None = None) -> Raised:
         # Ray's RayTaskError(RuntimeError) carries a RuntimeError.

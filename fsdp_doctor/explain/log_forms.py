@@ -33,6 +33,10 @@ _STRUCTURE = re.compile(
 _ESCAPED = re.compile(r'last\):(?P<end>\\+n)|(?P<other>\\+n)\s{0,8}File \\{0,9}["\']')
 _ESCAPES = ((re.compile(r"\\+n"), "\n"), (re.compile(r"\\+t"), "\t"), (re.compile(r"\\+(?:u001[bB]|x1[bB])"), "\x1b"))
 _ESCAPED_QUOTE = re.compile(r"\\+([\"'/])")
+# An editor makes the left ones of plain ones.
+_PLAIN_QUOTES = str.maketrans("\u201c\u201d\u2018\u2019", "\"\"''")
+# pystack marks the frames of Python among those of C.
+_OF_STACK = re.compile(r"^(\s{0,40})\(Python\) (?=File )")
 _RANK_BEFORE = re.compile(r"""\[rank(\d{1,9})\]:|["']?\brank["']?\s?[:=]\s?["']?(\d{1,9})""")
 
 _TAG = re.compile(
@@ -79,6 +83,10 @@ class FormReader:
             steps.append(_undo_json)
         if self._is_html:
             steps.append(_undo_html)
+        if "File \u201c" in whole:
+            steps.append(lambda line: [line.translate(_PLAIN_QUOTES) if "File \u201c" in line else line])
+        if "(Python) File" in whole:
+            steps.append(lambda line: [_OF_STACK.sub(r"\1", line)])
         for step in steps:
             pairs = [(text, at) for line, at in zip(lines, begins, strict=True) for text in step(line)]
             lines, begins = [text for text, _ in pairs], [at for _, at in pairs]

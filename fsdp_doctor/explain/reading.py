@@ -32,6 +32,12 @@ _WHO = (
     (r"-packages/(?!torch/)(?P<name>\w+)/", ""),
 )
 _WHEN = (
+    (r"model_merger|in \w*(?:merge_(?:and|fsdp|weights)|consolidate)\w*", "a merge of saved shards"),
+    (r"in __setstate__", "a load"),
+    (
+        r"(?:optim|adam|shampoo|muon)\w*(?:/\w+)?\.py.* in (?:__init__|_instantiate\w*|add_param_group)",
+        "the construction of the optimizer",
+    ),
     (r"in \w*clip_grad\w*|in get_total_norm", "gradient clipping"),
     (r"\btorch/optim/|optim\w*\.py.*in (?:update_)?step|in optimizer_step", "the optimizer's step"),
     (r"in (?:_?save\w*|async_save)|state_dict_saver", "a save"),
@@ -51,8 +57,24 @@ _NEAR = 64
 # By how much the first figure after a load is above the last before it, where it is no noise.
 _JUMPS = {"loss": 1.5, "grad_norm": 8.0}
 # Each mechanism of a symptom needs one of them, and looking for a word is a tenth of looking for a pattern.
-_SYMPTOM_WORDS = ("newly initialized", "diff")
-_HINTS = ("loss", "grad_norm", "esum", "oad", "estored", "sav", "Sav", *_SYMPTOM_WORDS)
+_SYMPTOM_WORDS = (
+    *("newly initialized", "diff", "empty for", "keys", "nan", "NaN", "grad_norm"),
+    *("gibberish", "garbled", "!!!!!!!!", "stuck", "hang"),
+)
+# Words of a line that may be a failure without the form of an exception.
+_ALONE_WORDS = (
+    "rror",
+    "RROR",
+    "Expect",
+    "mismatch",
+    "metadata:",
+    "WARN",
+    "Xid",
+    "device handle",
+    "has no attribute",
+    "failed to bind",
+)
+_HINTS = ("loss", "grad_norm", "esum", "oad", "estored", "sav", "Sav", *_SYMPTOM_WORDS, *_ALONE_WORDS)
 
 
 class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,6 +84,7 @@ class Mechanism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     clash: str
     decide: str
     symptom: bool = False
+    alone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +108,7 @@ def read_mechanisms() -> tuple[Mechanism, ...]:
 
 def read_failure(raised: Raised) -> Reading | None:
     """The reading of one exception; None where neither its message nor its frames say anything."""
-    text = " ".join(raised.text.split())
+    text = " ".join((*raised.text.split(), raised.asserted))
     clash, decide = next(
         (found for mechanism in read_mechanisms() if not mechanism.symptom and (found := _apply(mechanism, text))),
         ("", ""),
@@ -93,7 +116,6 @@ def read_failure(raised: Raised) -> Reading | None:
     who, when = (_find_place(table, raised.frames) for table in (_WHO, _WHEN))
     if not (clash or who or when):
         return None
-    decide = decide or "What were the tensors of that call: `fsdp_doctor.examine(model, optimizer)` right before it?"
     return Reading(clash=clash, decide=decide, who=who, when=when, lines=(f"{raised.file}, line {raised.line}",))
 
 
@@ -148,9 +170,11 @@ class SymptomReader:
         elif _LOADED.search(line.text):
             self._loaded = number
         self._compare_directories(number, line.text, line.source)
-        if any(word in line.text for word in _SYMPTOM_WORDS):
+        may_be_alone = any(word in raw for word in _ALONE_WORDS)
+        if may_be_alone or any(word in line.text for word in _SYMPTOM_WORDS):
             for mechanism in read_mechanisms():
-                if mechanism.symptom and (found := _apply(mechanism, line.text)):
+                is_meant = mechanism.symptom or (mechanism.alone and may_be_alone)
+                if is_meant and (found := _apply(mechanism, line.text)):
                     self._find(*found, number)
 
     def _compare_directories(self, number: int, text: str, source: str) -> None:

@@ -111,8 +111,12 @@ def _render_answer(explanation: Explanation) -> list[str]:
         return [f"No failure of FSDP's: it is about {explanation.foreign}.", ""]
     if not explanation.matches:
         about = f"It is about {explanation.about}, and" if explanation.about else "It is"
-        clash = f" {_write_clash(explanation.reading)}" if explanation.reading is not None else ""
-        return [f"{about} not in the catalogue of known failures.{clash}", *_write_decision(explanation.reading), ""]
+        clash = _write_clash(explanation.reading) if explanation.reading is not None else ""
+        return [
+            f"{about} not in the catalogue of known failures. {clash}".rstrip(),
+            *_write_decision(explanation.reading),
+            "",
+        ]
     if explanation.grade == "possible":
         return ["It may be a known failure, and the log does not say which.", ""]
     entry, places = explanation.matches[0].entry, _join_places(explanation)
@@ -126,7 +130,7 @@ def _write_clash(reading: Reading) -> str:
 
 
 def _write_decision(reading: Reading | None) -> list[str]:
-    return [f"What would decide: {reading.decide}"] if reading is not None else []
+    return [f"What would decide: {reading.decide}"] if reading is not None and reading.decide else []
 
 
 def _render_reading(explanation: Explanation) -> list[str]:
@@ -135,9 +139,10 @@ def _render_reading(explanation: Explanation) -> list[str]:
     if reading is None:
         return []
     lines = ["", f"Read from {', '.join(reading.lines)}:"]
+    is_in_answer = explanation.showing == "nothing" or (explanation.showing == "failure" and not explanation.matches)
     lines += [f"  who: {reading.who}"] if reading.who else []
     lines += [f"  when: {reading.when}"] if reading.when else []
-    if explanation.matches and explanation.showing == "failure":
+    if not is_in_answer:
         lines += [f"  {line}" for line in (_write_clash(reading), *_write_decision(reading)) if line]
     return lines if len(lines) > 2 or explanation.showing == "nothing" else []
 

@@ -17,6 +17,10 @@ Grade: TypeAlias = Literal["known", "likely", "possible"]
 _PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](?!torch[/\\])([\w.-]+)")
 # Libraries with a sharding of their own, whose messages are like torch's.
 _OTHER_SHARDING = re.compile(r"/(fairscale|deepspeed|torch_xla)/")
+# Every program runs out of memory.
+_OF_ANY_PROGRAM = re.compile(r"(?i)out of memory|OutOfMemory")
+# A signature that says no more than the type of the exception.
+_TYPE_ALONE = re.compile(r"\w+(?:: ?|:\?\$)")
 _SIZE = re.compile(r"torch\.Size\(\[(\d+, [\d, ]+)\]\)")
 _CALLED = re.compile(r"([A-Za-z_]\w*)\(")
 _ORDER: tuple[Grade, ...] = ("known", "likely", "possible")
@@ -107,6 +111,12 @@ def _grade(entry: KnownFailure, evidence: Evidence, *, is_shared: bool) -> Match
     is_elsewhere = not has_frame or any(not CLUES[name].hints for name in lacking)
     # A message that many programs raise, in a traceback that goes elsewhere, is another failure.
     if traceback and is_elsewhere and (entry.frames or not evidence.shows("fsdp")) and not evidence.names_fsdp:
+        return None
+    signatures = [each.pattern for each in entry.signatures if each.search(evidence.message)]
+    is_type_alone = bool(signatures) and all(map(_TYPE_ALONE.fullmatch, signatures))
+    if not has_frame and is_type_alone and (traceback or not evidence.shows("fsdp")):
+        return None
+    if not traceback and not evidence.shows("fsdp") and _OF_ANY_PROGRAM.search(evidence.message):
         return None
     questions = [CLUES[name].ask for name in lacking]
     if not has_frame:

@@ -59,6 +59,80 @@ def test_who_and_when_are_read_from_the_frames(
     assert reading.lines[0].endswith("line 3")
 
 
+@pytest.mark.parametrize(
+    ("raised", "words"),
+    [
+        ("KeyError: \"Invalid mesh_dim_name ('fsdp',) specified. Valid mesh_dim_names are ['dp', 'tp'].\"", "'fsdp'"),
+        ("ValueError: Expected device_mesh to have ndim=2 but got 1", "ndim=2"),
+        ("ValueError: The arg 'group_size' (4) must not exceed the world size (3)", "groups of 4"),
+        ("ValueError: Inconsistent compute device and `device_id` on rank 3: cuda:0 vs cuda:3", "cuda:0"),
+        ("ValueError: optimizer got an empty parameter list", "no parameter"),
+        ("KeyError: 'exp_avg'", "lacks exp_avg"),
+        ("AttributeError: 'Parameter' object has no attribute 'placements'", "plain tensor"),
+        ("AttributeError: `rope_freqs` is not an nn.Parameter", "rope_freqs is a buffer"),
+        ("RuntimeError: zero-dimensional tensor (at position 1) cannot be concatenated", "without dimensions"),
+        ("SafetensorError: Error while deserializing header: HeaderTooLarge", "cut off"),
+        ("AssertionError: Attempted to load weight (torch.Size([0])) into parameter (torch.Size([8, 4]))", "[8, 4]"),
+        ("RuntimeError: setStorage: sizes [8, 4] requiring 128 out of bounds for storage of size 112", "16 fewer"),
+        ("RuntimeError: 'weight' must be 2-D", "shard of a rank"),
+        ("RuntimeError: The size of tensor a (1048576) must match the size of tensor b (64) at dimension 1", "flat"),
+        ("ValueError: shard_dim=1 is not a valid data dimension for a 2D tensor", "shard_dim=1"),
+        ("TypeError: Sender.push() got an unexpected keyword argument 'flush'", "argument flush"),
+        ("AssertionError: Expects `FORWARD` state but got HandleTrainingState.IDLE", "another state"),
+        ("RuntimeError: size mismatch for a.weight: copying a param with shape torch.Size([16, 8]) from checkpoint, "
+         "the shape in current model is torch.Size([32, 24]).", "another model in both"),
+    ],
+)  # fmt: skip
+def test_a_message_without_a_traceback_is_read_by_its_mechanism(
+    tmp_path: pathlib.Path, raised: str, words: str
+) -> None:
+    reading = _read(tmp_path, "step 3", raised)
+    assert words in reading.clash
+    assert reading.decide
+
+
+@pytest.mark.parametrize(
+    ("frame", "raised", "when"),
+    [
+        ('torch/optim/adam.py", line 8, in __setstate__', "KeyError: 'step'", "a load"),
+        ('soap/shampoo_optimizer.py", line 8, in __init__', "KeyError: 7", "the construction of the optimizer"),
+        ('verl/model_merger/base.py", line 8, in merge_and_save', "ValueError: 7", "a merge of saved shards"),
+    ],
+    ids=["load", "construction", "merge"],
+)
+def test_a_load_a_construction_and_a_merge_are_told_apart(
+    tmp_path: pathlib.Path, frame: str, raised: str, when: str
+) -> None:
+    assert _read(tmp_path, BEGIN, f'  File "{_SITE}/{frame}', "    x = y", raised).when == when
+
+
+def test_an_assertion_is_read_from_its_line(tmp_path: pathlib.Path) -> None:
+    lines = ["    assert isinstance(tensor, torch.distributed.tensor.DTensor)", "AssertionError"]
+    for log in (lines, [BEGIN, '  File "/opt/merge.py", line 8, in run', *lines]):
+        assert "tensor is a plain tensor" in _read(tmp_path, "strategy: fsdp", *log).clash
+
+
+def test_the_message_of_a_fsdp1_assertion_is_read_behind_its_stack(tmp_path: pathlib.Path) -> None:
+    frames = [f'  File "{_SITE}/torch/distributed/utils.py", line 144, in _p_assert', "    traceback.print_stack()"]
+    explanation = explained(tmp_path, *frames, "Expects storage to be freed but got storage with size 4096")
+    assert explanation.cause is not None
+    assert explanation.cause.first.type == "AssertionError"
+    assert explanation.reading is not None
+
+
+def test_a_traceback_that_was_cut_off_is_read_by_its_frames(tmp_path: pathlib.Path) -> None:
+    explanation = explained(tmp_path, BEGIN, f'  File "{_SITE}/torch/optim/adam.py", line 7, in step', "    self.up")
+    assert explanation.showing == "cut"
+    assert explanation.reading is not None
+    assert (explanation.reading.who, explanation.reading.decide) == ("torch's optimizer", "")
+
+
+def test_memory_that_runs_out_without_fsdp_in_the_log_has_no_candidates(tmp_path: pathlib.Path) -> None:
+    raised = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    assert explained(tmp_path, raised).matches == ()
+    assert explained(tmp_path, "strategy: fsdp", raised).matches != ()
+
+
 def test_a_known_failure_and_another_cause_have_no_reading(tmp_path: pathlib.Path) -> None:
     assert explained(tmp_path, *traceback(UNSHARD.format(0))).reading is None
     assert explained(tmp_path, "OSError: [Errno 28] No space left on device").reading is None
@@ -75,8 +149,22 @@ def test_a_known_failure_and_another_cause_have_no_reading(tmp_path: pathlib.Pat
         (["[rank1]: saving to /c/step-2026-01", "[rank0]: saving to /c/step-2026-00"],
          "rank 1 saves to /c/step-2026-01", "checkpoint verify", (1, 2)),
         (["step:3 - actor/rollout_probs_diff_max:0.97"], "is 0.97", "fingerprint", (1,)),
+        (["root - WARNING - DataLoader state is empty for dp rank 3, expected key dp_rank_3."],
+         "place in the data", "fsdp-doctor resume", (1,)),
+        (["UserWarning: Found missing adapter keys while loading"], "lora_B", "checkpoint verify", (1,)),
+        (["{'loss': nan, 'grad_norm': 0.0}"], "NaN", "examine", (1,)),
+        (["step 4 loss 11.93 grad_norm: 0.0"], "no gradient", "examine", (1,)),
+        (["ERROR 12-04 14:11:23 [ema.py:49] Failed to save: FSDP does not support deepcopy"],
+         "copied as an object", "state dict", (1,)),
+        (["size mismatch for a.weight: copying a param with shape torch.Size([65667584]) from checkpoint, the sh"],
+         "flat shard", "checkpoint verify", (1,)),
+        (["h:1:2 [4] ib_plugin.c:1615 NCCL WARN NET/IB : Got completion from peer with status=12"],
+         "network", "NCCL", (1,)),
     ],
-    ids=["loss", "gradient norm", "random weights", "two directories", "drift"],
+    ids=[
+        *("loss", "gradient norm", "random weights", "two directories", "drift", "data", "adapter"),
+        *("nan", "no gradient", "copy", "flat", "network"),
+    ],
 )  # fmt: skip
 def test_a_symptom_without_an_exception_is_read(
     tmp_path: pathlib.Path, lines: list[str], clash: str, decide: str, places: tuple[int, ...]
