@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import pathlib
 import re
 import sys
@@ -50,6 +51,12 @@ def explain(
         )
 
 
+def _mark_answer(rendered: str) -> str:
+    """Makes the first paragraph, which is the answer and its remedy, bold on a terminal."""
+    answer, gap, rest = rendered.partition("\n\n")
+    return f"\x1b[1m{answer}\x1b[0m{gap}{rest}"
+
+
 def _names_entry(word: str) -> bool:
     """Returns whether a word is an id or a short code, well or badly spelt, and no file."""
     return re.fullmatch(r"\w[\w-]*", word) is not None and not pathlib.Path(word).exists()
@@ -75,5 +82,10 @@ def _print_explanation(logs: list[pathlib.Path | None], *, as_json: bool, width:
     # A log of thousands of failures makes no cycles; to look for them as often as usual takes a fifth of the time.
     gc.set_threshold(20_000)
     explanation = explain(logs)
-    sys.stdout.write(text.render_json(explanation) + "\n" if as_json else text.render_text(explanation, width))
+    if as_json:
+        print(text.render_json(explanation))
+    else:
+        rendered = text.render_text(explanation, width)
+        is_marked = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        sys.stdout.write(_mark_answer(rendered) if is_marked else rendered)
     raise SystemExit(EXIT_OK if explanation.entry is not None else EXIT_BAD_VERDICT)

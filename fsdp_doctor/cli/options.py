@@ -27,6 +27,9 @@ from fsdp_doctor.matrix.model_shapes import MODEL_SHAPES
 if TYPE_CHECKING:
     from fsdp_doctor.probe.baseline import Baseline
 
+VERBOSE: Any = typer.Option(
+    "--verbose", "-v", help="In the table: every failure with its stack, remedy and commands, also what is known."
+)
 _NEEDED = {"torch": "2.6", "transformers": "4.56"}
 _OUTPUTS = "fsdp_doctor.outputs"
 

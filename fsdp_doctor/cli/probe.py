@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 import typer
 
 from fsdp_doctor.cli import options, output
-from fsdp_doctor.cli.options import DeviceOptions, declare_output_file, declare_report_format, declare_size
+from fsdp_doctor.cli.options import VERBOSE, DeviceOptions, declare_output_file, declare_report_format, declare_size
 from fsdp_doctor.cli.selection import SelectionOptions
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine import launch
@@ -78,6 +78,7 @@ class OutputOptions:
     PANEL: ClassVar[str] = "Output"
 
     format: Annotated[str, declare_report_format("auto", help="memory needs --memory.")] = "auto"
+    verbose: Annotated[bool, VERBOSE] = False
     json_file: Annotated[pathlib.Path | None, declare_output_file("--json", help="Write the whole report.")] = None
     markdown: Annotated[pathlib.Path | None, declare_output_file(help="Write the report for a GitHub issue.")] = None
     junit: Annotated[pathlib.Path | None, declare_output_file(help="Write JUnit XML.")] = None
@@ -150,6 +151,7 @@ def probe(
             confirm=confirm,
             with_ledgers=outputs.memory,
             format=cast("AnyFormat | Literal['auto']", outputs.format),
+            is_verbose=outputs.verbose,
             outputs=outputs.files,
             page=outputs.html,
             expect=options.read_expectation(expect, strict=strict),

@@ -16,6 +16,7 @@ import typer
 
 from fsdp_doctor.cli import output
 from fsdp_doctor.cli.options import (
+    VERBOSE,
     declare_choice,
     declare_output_file,
     declare_report_format,
@@ -46,11 +47,12 @@ def show(
     *,
     file: Annotated[pathlib.Path, typer.Argument(help="A JSON report, complete or partial, also as .json.gz.")],
     format: Annotated[str, declare_report_format(help="memory is for a report made with --memory.")] = "table",
+    verbose: Annotated[bool, VERBOSE] = False,
     expect: Annotated[
         str | None,
         typer.Option(
             metavar="known|TOML|REPORT",
-            help="For github and junit: the expected verdicts, as for `fsdp-doctor probe --expect`.  [default: known]",
+            help="The expected verdicts, as of `fsdp-doctor probe`, for table, github and junit.  [default: known]",
         ),
     ] = None,
     out: Annotated[
@@ -76,6 +78,7 @@ def show(
         color=on_terminal and "NO_COLOR" not in os.environ,
         unexpected=judgement.unexpected if format == "github" else (),
         expected=judgement.expected_failures,
+        is_verbose=verbose,
     )
     print(summarize(report), file=sys.stderr)
     output.write(out, text)

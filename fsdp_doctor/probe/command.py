@@ -262,6 +262,7 @@ def _print(judgement: Judgement, options: ProbeOptions) -> None:
         color=color,
         unexpected=judgement.unexpected,
         expected=judgement.expected_failures,
+        is_verbose=options.is_verbose,
     )
     if name == "table":
         print(f"{'FAIL' if judgement.unexpected else 'PASS'}: {judgement.conclusion}\n")

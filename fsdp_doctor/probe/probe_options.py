@@ -24,7 +24,8 @@ class ProbeOptions:
     host_memory: bytes that a worker may hold, None for no limit.
     saved_by: how many ranks save a checkpoint of another number of ranks; None for one more or one less.
     training: the size of the scenarios' steps. with_ledgers: whether the memory of their stages is measured.
-    outputs: files to write, by format. page: the HTML file to write. expect: with which the verdicts are compared.
+    is_verbose: as of the table. outputs: files to write, by format. page: the HTML file to write. expect: with which
+    the verdicts are compared.
     """
 
     cases: tuple[AnyCase, ...]
@@ -39,6 +40,7 @@ class ProbeOptions:
     training: TrainingSize = SMALL_STEP
     with_ledgers: bool = False
     format: AnyFormat | Literal["auto"] = "auto"
+    is_verbose: bool = False
     outputs: Mapping[AnyFormat, pathlib.Path] = dataclasses.field(default_factory=dict)
     page: pathlib.Path | None = None
     expect: Baseline = "known"

@@ -37,11 +37,13 @@ def render(
     color: bool = False,
     unexpected: Sequence[str] = (),
     expected: Collection[str] = (),
+    is_verbose: bool = False,
 ) -> str:
     """Renders the report in a format, ending in a newline.
 
     width, color: of the table; the width in columns. unexpected: sentences on unexpected results, for annotations.
-    expected: the ids of bad cases that were expected; JUnit does not count them as failures.
+    expected: the ids of bad cases that were expected; JUnit does not count them as failures, and the table sums them up
+    unless is_verbose.
     """
     # Imported here: rich costs `fsdp-doctor list` a third of its time, and `list` renders nothing.
     from fsdp_doctor.examination.memory_views import render_memory_svg, render_memory_table
@@ -50,7 +52,7 @@ def render(
 
     match name:
         case "table":
-            return table.render(report, max(width, _NARROWEST), color)
+            return table.render(report, max(width, _NARROWEST), color, expected=expected, is_verbose=is_verbose)
         case "lines":
             return make_printable(render_lines(report))
         case "json":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+import itertools
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -33,12 +35,30 @@ _BETWEEN_COLUMNS = 3
 _STACK_LINES = 7
 
 
-def render(report: Report, width: int, color: bool) -> str:
-    """The whole report as text, ``width`` columns wide; nothing is cut, and of a command no line is broken."""
+def render(report: Report, width: int, color: bool, *, expected: Collection[str] = (), is_verbose: bool = False) -> str:
+    """The report as text, ``width`` columns wide; nothing is cut, and of a command no line is broken.
+
+    expected: the ids of bad cases that were expected. Unless is_verbose, those that the catalogue knows are summed up
+    in a line for each of its entries.
+    """
     failures = group_failures(report)
-    parts = Group(_render_matrix(report, failures, width), *_render_beside_fix(report))
+    known: dict[str, list[FailureGroup]] = {}
+    if not is_verbose:
+        for failure in failures:
+            if failure.known is not None and all(result.id in expected for result in failure.results):
+                known.setdefault(failure.known.id, []).append(failure)
+    quiet = {failure.number for groups in known.values() for failure in groups}
+    shown = [failure for failure in failures if failure.number not in quiet]
+    shown = [replace(failure, number=number) for number, failure in enumerate(shown, 1)]
+    entries = [
+        replace(failure, number=number)
+        for number, groups in enumerate(known.values(), len(shown) + 1)
+        for failure in groups
+    ]
+    parts = Group(_render_matrix(report, [*shown, *entries], width), *_render_beside_fix(report))
     text = _render_text(parts, width, color)
-    return text + _render_text(_render_failures(report, failures, width), width, color, soft_wrap=True)
+    text += _render_text(_render_failures(report, shown, width), width, color, soft_wrap=True)
+    return text + _render_text(_render_known(entries, width), width, color, soft_wrap=True)
 
 
 def _render_text(part: RenderableType, width: int, color: bool, soft_wrap: bool = False) -> str:
@@ -148,6 +168,21 @@ def _render_failures(report: Report, failures: list[FailureGroup], width: int) -
         if len(failure.results) > _SHOWN_CASES:
             text.append(f"   and {len(failure.results) - _SHOWN_CASES} more\n", style="dim")
     return text
+
+
+def _render_known(failures: list[FailureGroup], width: int) -> RenderableType:
+    """A line for each entry of the catalogue; failures: those of one entry have one number."""
+    if not failures:
+        return Text()
+    heading = "Known failures, as expected (fsdp-doctor explain FDNNN has cause and remedy; --verbose the cases here):"
+    lines = ["", heading]
+    for number, groups in itertools.groupby(failures, key=lambda failure: failure.number):
+        alike = list(groups)
+        kinds = ", ".join(dict.fromkeys(failure.kind for failure in alike))
+        count = format_count(sum(len(failure.results) for failure in alike), "case")
+        if (entry := alike[0].known) is not None:
+            lines.append(f"{number:>3}  {entry.short_code} {kinds}, {count}: {entry.title}")
+    return Text(wrap_all(lines, width))
 
 
 def _render_failure(failure: FailureGroup, width: int) -> Text:

@@ -29,7 +29,7 @@ _SITE = "/env/lib/python3.12/site-packages"
             "own code",
         ),
         ([BEGIN, '  File "/app/fit.py", line 3, in main', "NameError: name 'epohcs' is not defined"], "own code"),
-        (["OSError: [Errno 28] No space left on device"], "file"),
+        (["OSError: [Errno 28] No space left on device"], "disk"),
         (
             ["slurmstepd: error: *** STEP 71.0 ON n3 CANCELLED AT 2026-11-20T10:00:00 DUE TO TIME LIMIT ***"],
             "time limit",

@@ -107,7 +107,7 @@ def test_what_fails_while_an_import_error_is_handled_is_the_cause(tmp_path: path
     ("raised", "what"),
     [
         ("torch.AcceleratorError: CUDA error: device-side assert triggered", "a kernel on the device"),
-        ("OSError: [Errno 28] No space left on device", "a file, or the right to use something"),
+        ("OSError: [Errno 28] No space left on device", "a disk that is full"),
     ],
 )
 def test_what_is_raised_wherever_the_program_is_is_no_failure_of_fsdps(

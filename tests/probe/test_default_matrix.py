@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import pathlib
+import re
+
 import pytest
 import torch
 from program import default_matrix, default_matrix_file
@@ -68,12 +72,32 @@ def test_the_catalogue_foretells_every_verdict() -> None:
         assert result.verdict.kind in {"unsupported", *([known[0].verdict] if known else GOOD)}, result.id
 
 
-@pytest.mark.parametrize("form", ["table", "lines", "markdown", "junit", "json"])
-def test_every_format_for_people_names_the_entry(form: str) -> None:
+@pytest.mark.parametrize("form", ["lines", "markdown", "junit", "json"])
+def test_every_format_names_the_entry(form: str) -> None:
     shown = doctor("report", "show", str(default_matrix_file()), "--format", form).stdout
     assert "fsdp2-pinned-policy-half-moved" in shown
 
 
-def test_the_table_prints_the_remedy() -> None:
-    shown = doctor("report", "show", str(default_matrix_file())).stdout
+def test_the_table_has_a_line_for_each_known_entry() -> None:
+    shown = doctor("report", "show", str(default_matrix_file()), "--expect", "known").stdout
+    codes = re.findall(r"^ *\d+  (FD\d{3}) \w", shown, re.MULTILINE)
+    known = {failure.known.short_code for failure in group_failures(default_matrix()) if failure.known is not None}
+    assert (len(codes), set(codes)) == (len(known), known)
+    assert "remedy:" not in shown
+
+
+def test_the_verbose_table_has_remedies_and_commands() -> None:
+    shown = doctor("report", "show", str(default_matrix_file()), "--verbose").stdout
+    assert "remedy: Leave a model under CPUOffloadPolicy where it is." in shown
+    assert "--case 'fsdp2/policy/staged/state_dict'" in shown
+
+
+def test_an_unexpected_failure_is_whole_in_the_table(tmp_path: pathlib.Path) -> None:
+    """Held against a report in which all was well, every failure is unexpected."""
+    document = json.loads(default_matrix_file().read_text())
+    for case in document["results"]:
+        case["verdict"] = {"kind": "ok", "reason": "", "ranks": [], "also": []}
+        case["known"] = ""
+    (tmp_path / "well.json").write_text(json.dumps(document))
+    shown = doctor("report", "show", str(default_matrix_file()), "--expect", str(tmp_path / "well.json")).stdout
     assert "remedy: Leave a model under CPUOffloadPolicy where it is." in shown
