@@ -38,10 +38,9 @@ def enter_device(device: torch.device | None) -> contextlib.AbstractContextManag
     """Context in which the device is the current one of its kind; of the CPU, or of None, nothing changes."""
     if device is None or device.type == "cpu":
         return contextlib.nullcontext()
-    module = torch.get_device_module(device.type)
-    if device.index in (None, module.current_device()):
+    if device.index in (None, private.read_device_index(device.type)):
         return contextlib.nullcontext()
-    context: contextlib.AbstractContextManager[Any] = module.device(device)
+    context: contextlib.AbstractContextManager[Any] = torch.get_device_module(device.type).device(device)
     return context
 
 

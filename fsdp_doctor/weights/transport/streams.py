@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fsdp_doctor.weights.fsdp import private
 from fsdp_doctor.weights.fsdp.decorators import enter_device
 
 _T = TypeVar("_T")
@@ -30,36 +31,49 @@ class HomeStream:
         self._device = device
         self._module: Any = torch.get_device_module(device.type) if device.type != "cpu" else None
         self._stream: Any = self._module.current_stream(device) if self._module else None
+        self._key: Any = private.read_stream_key(device) if self._module else None
+        # The caller's stream, where it is another, as of the step that ``run`` has made last.
+        self._callers: Any = None
 
     def run(self, items: Generator[_T]) -> Generator[_T]:
         """Runs each step of ``items`` in this stream, and the first after the current one."""
-        if self._is_away():
-            self._stream.wait_stream(self._module.current_stream(self._device))
+        if (callers := self._find_callers()) is not None:
+            self._stream.wait_stream(callers)
         try:
             while True:
-                with self._enter_current():
+                self._callers = self._find_callers()
+                with self._enter(self._callers):
                     item = next(items, None)
                 if item is None:
                     return
                 yield item
                 del item
         finally:
-            with self._enter_current():
+            with self._enter(self._find_callers()):
                 items.close()
 
     def hand_out(self, tensor: torch.Tensor) -> None:
         """The current stream may use the tensor: after what wrote it, and before its memory is used again."""
-        if self._is_away():
-            current = self._module.current_stream(self._device)
-            current.wait_event(self._stream.record_event())
-            tensor.record_stream(current)
+        self._hand_to(self._find_callers(), tensor)
 
-    def _is_away(self) -> bool:
-        return self._module is not None and self._module.current_stream(self._device) != self._stream
+    def hand_out_last(self, tensor: torch.Tensor) -> None:
+        """As ``hand_out``, for what ``run`` has just given: asking for the current stream takes microseconds."""
+        self._hand_to(self._callers, tensor)
 
-    def _enter_current(self) -> contextlib.AbstractContextManager[Any]:
+    def _hand_to(self, callers: Any, tensor: torch.Tensor) -> None:
+        if callers is not None:
+            callers.wait_event(self._stream.record_event())
+            tensor.record_stream(callers)
+
+    def _find_callers(self) -> Any:
+        """Finds the current stream; None if it is this one, and on the CPU."""
+        if self._module is None or private.read_stream_key(self._device) == self._key:
+            return None
+        return self._module.current_stream(self._device)
+
+    def _enter(self, callers: Any) -> contextlib.AbstractContextManager[Any]:
         """Enters the stream, on its device: another thread may take the next tensor."""
-        if self._is_away():
+        if callers is not None:
             context: contextlib.AbstractContextManager[Any] = self._module.stream(self._stream)
             return context
         return enter_device(self._device)
