@@ -1,6 +1,6 @@
 """accelerate, FSDP1 and LoRA: load_fsdp_model(adapter_only=True), with which Trainer resumes, loads no adapter.
 
-torchrun --nproc-per-node 2 accelerate_fsdp1_adapter_is_not_loaded.py    on accelerators; exit code 1: so it is.
+torchrun --nproc-per-node 2 accelerate_fsdp1_adapter_is_not_loaded.py    on accelerators
 """
 
 import tempfile
@@ -37,4 +37,4 @@ unexpected = len(getattr(result, "unexpected_keys", ()))
 print(f"rank {accelerator.process_index}: the file has {saved} tensors, {unexpected} of them unexpected")
 print(f"rank {accelerator.process_index}: of {there} shards of the adapter {equal} were loaded")
 accelerator.end_training()
-raise SystemExit(equal < there)
+print("shown" if equal < there else "not shown", flush=True)

@@ -1,6 +1,6 @@
 """accelerate, FSDP1 and SHARDED_STATE_DICT: load_state in a new run silently restores no optimizer state.
 
-torchrun --nproc-per-node 2 accelerate_fsdp1_sharded_resume_loses_optimizer.py    on accelerators; exit code 1: it does.
+torchrun --nproc-per-node 2 accelerate_fsdp1_sharded_resume_loses_optimizer.py    on accelerators
 """
 
 import tempfile
@@ -35,4 +35,4 @@ loaded = sum("exp_avg" in state for state in optimizer.optimizer.state.values())
 word = "wrong" if loaded < saved else "right"
 print(f"{word}: rank {accelerator.process_index} saved the state of {saved} parameters, load_state restored {loaded}")
 accelerator.end_training()
-raise SystemExit(loaded < saved)
+print("shown" if loaded < saved else "not shown", flush=True)

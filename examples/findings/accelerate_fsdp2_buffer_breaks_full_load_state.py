@@ -1,6 +1,6 @@
 """accelerate, FSDP2, FULL_STATE_DICT and offload: save_state of a model with a buffer cannot be loaded.
 
-torchrun --nproc-per-node 2 accelerate_fsdp2_buffer_breaks_full_load_state.py    on accelerators; exit code 1: so it is.
+torchrun --nproc-per-node 2 accelerate_fsdp2_buffer_breaks_full_load_state.py    on accelerators
 """
 
 import tempfile
@@ -27,4 +27,4 @@ try:
 except Exception as error:
     wrong, said = True, f"load_state of what save_state saved: {type(error).__name__}: {error}"
 print(f"{'wrong' if wrong else 'right'}: rank {accelerator.process_index}: {said}", flush=True)
-raise SystemExit(wrong)
+print("shown" if wrong else "not shown", flush=True)

@@ -1,6 +1,6 @@
 """What dcp.load raises is no Exception: "except Exception" around a resume does not see it.
 
-torchrun --nproc-per-node 2 checkpoint_exception_passes_except.py    exit code 1: so it is.
+torchrun --nproc-per-node 2 checkpoint_exception_passes_except.py
 """
 
 import tempfile
@@ -23,4 +23,4 @@ except BaseException as error:
     shown = True
     print(f"rank {dist.get_rank()}: not seen by except Exception: {type(error).__mro__[:2]}")
 dist.destroy_process_group()
-raise SystemExit(shown)
+print("shown" if shown else "not shown", flush=True)

@@ -1,6 +1,6 @@
 """FSDP1 on one GPU with CPU offload and use_orig_params forgets what was loaded before the first forward.
 
-torchrun --nproc-per-node 1 fsdp1_load_before_forward_is_lost.py    on an accelerator; exit code 1: it does.
+torchrun --nproc-per-node 1 fsdp1_load_before_forward_is_lost.py    on an accelerator
 """
 
 import torch
@@ -24,4 +24,4 @@ out = model(torch.ones(1, 4, device=device)).item()
 weight = model.state_dict()["weight"].flatten().tolist()
 print(f"the forward gives {out}, not 8; the weight is {weight}, not 2")
 dist.destroy_process_group()
-raise SystemExit(out != 8 and weight != [2.0] * 4)
+print("shown" if out != 8 and weight != [2.0] * 4 else "not shown", flush=True)

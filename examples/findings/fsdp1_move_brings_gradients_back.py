@@ -1,6 +1,6 @@
 """FSDP1 with use_orig_params: a move to the CPU and back restores gradients that zero_grad() has dropped.
 
-torchrun --nproc-per-node 2 fsdp1_move_brings_gradients_back.py    on accelerators; exit code 1: so it is.
+torchrun --nproc-per-node 2 fsdp1_move_brings_gradients_back.py    on accelerators
 """
 
 import os
@@ -25,4 +25,4 @@ print(f"rank {dist.get_rank()}: after zero_grad() and the move the gradient is {
 model(batch).sum().backward()
 print(f"rank {dist.get_rank()}: the next backward gives {(weight.grad / right).unique().tolist()} times the gradient")
 dist.destroy_process_group()
-raise SystemExit(not torch.equal(weight.grad, right))
+print("shown" if not torch.equal(weight.grad, right) else "not shown", flush=True)

@@ -1,6 +1,6 @@
 """FSDP1 under CPUOffload: after a forward that raised, the next step trains with the gradients of the step before.
 
-torchrun --nproc-per-node 2 fsdp1_offload_trains_on_old_gradients.py    on accelerators; exit code 1: so it is.
+torchrun --nproc-per-node 2 fsdp1_offload_trains_on_old_gradients.py    on accelerators
 """
 
 import os
@@ -36,4 +36,4 @@ except ZeroDivisionError:
 found = step(2.0)
 print(f"rank {dist.get_rank()}: right {torch.equal(found, right)}, as in the step before {torch.equal(found, before)}")
 dist.destroy_process_group()
-raise SystemExit(not torch.equal(found, right))
+print("shown" if not torch.equal(found, right) else "not shown", flush=True)

@@ -1,6 +1,6 @@
 """Under CPUOffload ShardedGradScaler forgets that a gradient is infinite, and the optimizer takes the step.
 
-torchrun --nproc-per-node 2 fsdp1_scaler_misses_inf_under_offload.py    on accelerators; exit code 1: it does.
+torchrun --nproc-per-node 2 fsdp1_scaler_misses_inf_under_offload.py    on accelerators
 On a GPU it is a race: work is queued first, so that the scaler's copies to the host are still to come when it goes on.
 """
 
@@ -37,4 +37,4 @@ print(f"rank {dist.get_rank()}: weights {'kept' if finite else 'lost'}: {weights
 missed: list[bool] = [False] * dist.get_world_size()
 dist.all_gather_object(missed, infinite and (scaler.get_scale() != 2.0**15 or not finite))
 dist.destroy_process_group()
-raise SystemExit(any(missed))
+print("shown" if any(missed) else "not shown", flush=True)

@@ -1,6 +1,6 @@
 """FSDP1, tied weights and broadcast_from_rank0: every rank but rank 0 misses the second name, and rank 0 goes on.
 
-torchrun --nproc-per-node 2 fsdp1_tied_key_is_missing_off_rank0.py    on accelerators; exit code 1: so it is.
+torchrun --nproc-per-node 2 fsdp1_tied_key_is_missing_off_rank0.py    on accelerators
 """
 
 import torch
@@ -37,4 +37,4 @@ print(f"rank {dist.get_rank()}: {said}", flush=True)
 first = dist.get_rank() == 0
 # No collective after this: the ranks are in different ones.
 shown = "matched" in said if first else 'Missing key(s) in state_dict: "head.weight"' in said
-raise SystemExit(shown)
+print("shown" if shown else "not shown", flush=True)

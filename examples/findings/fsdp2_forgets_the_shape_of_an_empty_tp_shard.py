@@ -1,6 +1,6 @@
 """fully_shard after RowwiseParallel, a rank without a column: full_tensor() hangs on one rank, is wrong on another.
 
-torchrun --nproc-per-node 2 fsdp2_forgets_the_shape_of_an_empty_tp_shard.py    exit code 1: so it is.
+torchrun --nproc-per-node 2 fsdp2_forgets_the_shape_of_an_empty_tp_shard.py
 """
 
 import datetime
@@ -29,4 +29,4 @@ try:
 except RuntimeError as error:
     said = f"full_tensor() waits for the other rank: {str(error).splitlines()[0]}"
 print(f"rank {dist.get_rank()}: right before: {right_before}; shard {tuple(before)}, then {tuple(after)}; {said}")
-raise SystemExit(not said.endswith("right"))
+print("shown" if not said.endswith("right") else "not shown", flush=True)

@@ -1,6 +1,6 @@
 """set_model_state_dict puts DTensors into the caller's full dictionary, so that it can be loaded once.
 
-torchrun --nproc-per-node 2 full_dictionary_becomes_sharded.py    exit code 1: it does.
+torchrun --nproc-per-node 2 full_dictionary_becomes_sharded.py
 """
 
 import torch
@@ -21,4 +21,4 @@ kinds = {name: type(value).__name__ for name, value in full.items()}
 rank = dist.get_rank()
 print(f"rank {rank}: the caller's dictionary holds {kinds}")
 dist.destroy_process_group()
-raise SystemExit(kinds == {"0.weight": "DTensor"})
+print("shown" if kinds == {"0.weight": "DTensor"} else "not shown", flush=True)

@@ -1,6 +1,6 @@
 """dcp.save takes other experts of the same name for replicas: after the load no rank has both of its tensors back.
 
-torchrun --nproc-per-node 2 hidden_experts_mixed_by_dcp.py    exit code 1: it does.
+torchrun --nproc-per-node 2 hidden_experts_mixed_by_dcp.py
 """
 
 import tempfile
@@ -35,4 +35,4 @@ print(f"rank {rank} has the experts of rank {loaded}")
 lost = torch.tensor(int(set(loaded.values()) != {rank}))
 dist.all_reduce(lost)
 dist.destroy_process_group()
-raise SystemExit(int(lost > 0))
+print("shown" if lost > 0 else "not shown", flush=True)

@@ -1,6 +1,6 @@
 """Lightning: what ModelParallelStrategy has saved, Lightning's consolidate_checkpoint cannot read.
 
-torchrun --nproc-per-node 2 lightning_fsdp2_consolidate_fails.py    on accelerators; exit code 1: it cannot.
+torchrun --nproc-per-node 2 lightning_fsdp2_consolidate_fails.py    on accelerators
 """
 
 import subprocess
@@ -37,4 +37,4 @@ code = 0
 if trainer.is_global_zero:
     tool = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint"]
     code = subprocess.run([*tool, f"{folder}/one.ckpt"]).returncode
-raise SystemExit(code)
+print("shown" if code else "not shown", flush=True)

@@ -1,6 +1,6 @@
 """Lightning: ModelParallelStrategy cannot train a model that configure_model has sharded with CPUOffloadPolicy.
 
-torchrun --nproc-per-node 2 lightning_fsdp2_cpu_offload_fails.py    on accelerators; exit code 1: it cannot.
+torchrun --nproc-per-node 2 lightning_fsdp2_cpu_offload_fails.py    on accelerators
 """
 
 import os
@@ -36,4 +36,4 @@ try:
 except Exception as error:
     wrong, said = True, f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
 print(f"{'wrong' if wrong else 'right'}: rank {os.environ['RANK']}: {said}", flush=True)
-raise SystemExit(wrong)
+print("shown" if wrong else "not shown", flush=True)

@@ -1,6 +1,6 @@
 """set_model_state_dict accepts a full dictionary that lacks a parameter, with strict=True, and says that all matched.
 
-torchrun --nproc-per-node 2 missing_key_passes_for_strict.py    exit code 1: it does.
+torchrun --nproc-per-node 2 missing_key_passes_for_strict.py
 """
 
 import torch
@@ -36,4 +36,4 @@ def loaded(broadcast: bool, strict: bool) -> bool:
 
 shown = [loaded(broadcast=False, strict=True), loaded(broadcast=True, strict=False)]
 dist.destroy_process_group()
-raise SystemExit(any(shown))
+print("shown" if any(shown) else "not shown", flush=True)

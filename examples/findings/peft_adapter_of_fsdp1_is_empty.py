@@ -1,6 +1,6 @@
 """peft and FSDP1: the adapter that is taken out of a prepared model is empty, so that a file of it has no weights.
 
-torchrun --nproc-per-node 2 peft_adapter_of_fsdp1_is_empty.py    on accelerators; exit code 1: so it is.
+torchrun --nproc-per-node 2 peft_adapter_of_fsdp1_is_empty.py    on accelerators
 """
 
 import peft
@@ -37,4 +37,4 @@ if accelerator.is_main_process:
     word = "wrong" if wrong else "right"
     print(f"{word}: of {there} tensors of the adapter get_peft_model_state_dict gives {len(adapter)}")
 accelerator.end_training()
-raise SystemExit(wrong)
+print("shown" if wrong else "not shown", flush=True)

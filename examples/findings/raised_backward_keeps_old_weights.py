@@ -1,6 +1,6 @@
 """FSDP2: a backward raises, the job loads its checkpoint, and the next forward computes with the weights from before.
 
-torchrun --nproc-per-node 2 raised_backward_keeps_old_weights.py    on CPU ranks; exit code 1: so it is.
+torchrun --nproc-per-node 2 raised_backward_keeps_old_weights.py    on CPU ranks
 """
 
 import copy
@@ -36,4 +36,4 @@ right = torch.allclose(output, plain(torch.ones(2, 8)))
 trained = sum(shard.grad is not None for shard in shards)
 print(f"the output is right: {right}; {trained} of {len(shards)} parameters have a gradient")
 dist.destroy_process_group()
-raise SystemExit(not right or trained < len(shards))
+print("shown" if not right or trained < len(shards) else "not shown", flush=True)

@@ -1,6 +1,6 @@
 """FSDP2, torch 2.13: reset_iter_state() after a raised backward leaves gradients, to which the next backward adds.
 
-torchrun --nproc-per-node 2 reset_iter_state_leaves_gradients.py    on CPU ranks; exit code 1: so it is.
+torchrun --nproc-per-node 2 reset_iter_state_leaves_gradients.py    on CPU ranks
 """
 
 import torch
@@ -36,4 +36,4 @@ model.reset_iter_state()
 found = step()
 print(f"the gradient of 2.weight is {(found / right).mean().item():.2f} times what it should be")
 dist.destroy_process_group()
-raise SystemExit(not torch.equal(found, right))
+print("shown" if not torch.equal(found, right) else "not shown", flush=True)

@@ -1,6 +1,6 @@
 """Trainer: fsdp_config={"fsdp_offload_params": True}, accelerate's own name, is accepted and offloads nothing.
 
-torchrun --nproc-per-node 2 trainer_ignores_fsdp_offload_params.py    on accelerators; exit code 1: so it is.
+torchrun --nproc-per-node 2 trainer_ignores_fsdp_offload_params.py    on accelerators
 """
 
 import tempfile
@@ -18,4 +18,4 @@ word = "wrong" if wrong else "right"
 print(f"{word}: with fsdp_offload_params=True accelerate's plugin has {offload}", flush=True)
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
-raise SystemExit(wrong)
+print("shown" if wrong else "not shown", flush=True)

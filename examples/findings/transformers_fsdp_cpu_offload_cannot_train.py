@@ -1,6 +1,6 @@
 """transformers: a model that is read with DistributedConfig(fsdp_cpu_offload=True) refuses its first forward.
 
-torchrun --nproc-per-node 2 transformers_fsdp_cpu_offload_cannot_train.py    exit code 1: it does.
+torchrun --nproc-per-node 2 transformers_fsdp_cpu_offload_cannot_train.py
 """
 
 import os
@@ -28,4 +28,4 @@ try:
 except RuntimeError as error:
     shown = "materialized on CPU" in str(error)
     print(f"rank {dist.get_rank()}: {str(error).splitlines()[0]}")
-raise SystemExit(shown)
+print("shown" if shown else "not shown", flush=True)

@@ -1,6 +1,6 @@
 """TRL, FSDP1 and use_orig_params=False: sync_weights gives vLLM flat parameters, under names that no model has.
 
-torchrun --nproc-per-node 2 trl_fsdp1_sync_sends_flat_parameters.py    on accelerators; exit code 1: it does.
+torchrun --nproc-per-node 2 trl_fsdp1_sync_sends_flat_parameters.py    on accelerators
 """
 
 from types import SimpleNamespace as Part
@@ -37,4 +37,4 @@ wrong = sorted(received) != sorted(names)
 word = "wrong" if wrong else "right"
 print(f"{word}: rank {accelerator.process_index}: vLLM was given {received}, the model has {names}")
 accelerator.end_training()
-raise SystemExit(wrong)
+print("shown" if wrong else "not shown", flush=True)

@@ -1,6 +1,6 @@
 """FSDP2 loses a shard that is shorter than the others' when the model goes to the CPU without blocking.
 
-torchrun --nproc-per-node 2 uneven_shards_lost_by_nonblocking_offload.py    on accelerators; exit code 1: it does.
+torchrun --nproc-per-node 2 uneven_shards_lost_by_nonblocking_offload.py    on accelerators
 On a GPU it is a race: large tensors are moved first, so that the copy of the uneven one is still under way.
 """
 
@@ -33,4 +33,4 @@ print(
 lost_somewhere: list[bool] = [False] * dist.get_world_size()
 dist.all_gather_object(lost_somewhere, lost)
 dist.destroy_process_group()
-raise SystemExit(any(lost_somewhere))
+print("shown" if any(lost_somewhere) else "not shown", flush=True)

@@ -1,6 +1,6 @@
 """set_model_state_dict(broadcast_from_rank0=True, strict=True) refuses an unexpected key on rank 0 alone.
 
-torchrun --nproc-per-node 2 unexpected_key_on_rank0_alone.py    exit code 1: it does.
+torchrun --nproc-per-node 2 unexpected_key_on_rank0_alone.py
 """
 
 import torch
@@ -26,4 +26,4 @@ if dist.get_rank() == 0:
     for rank, words in enumerate(everyone):
         print(f"rank {rank}: {' '.join(words.split())}")
 dist.destroy_process_group()
-raise SystemExit("Unexpected key" in everyone[0] and "matched" in everyone[1])
+print("shown" if "Unexpected key" in everyone[0] and "matched" in everyone[1] else "not shown", flush=True)

@@ -1,6 +1,6 @@
 """verl, FSDP1 and LoRA: collect_lora_params, which the rollout's adapter is taken from, gives no tensor.
 
-torchrun --nproc-per-node 2 verl_fsdp1_adapter_for_the_rollout_is_empty.py    on accelerators; exit code 1: so it is.
+torchrun --nproc-per-node 2 verl_fsdp1_adapter_for_the_rollout_is_empty.py    on accelerators
 """
 
 import os
@@ -35,4 +35,4 @@ wrong = given < there
 word = "wrong" if wrong else "right"
 print(f"{word}: rank {rank}: of {there} tensors of the adapter the rollout is given {given}", flush=True)
 dist.destroy_process_group()
-raise SystemExit(wrong)
+print("shown" if wrong else "not shown", flush=True)

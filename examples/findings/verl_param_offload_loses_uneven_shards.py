@@ -1,6 +1,6 @@
 """verl, FSDP2 and param_offload: offload_fsdp2_model_to_cpu and load_fsdp2_model_to_gpu lose shards of uneven tensors.
 
-torchrun --nproc-per-node 2 verl_param_offload_loses_uneven_shards.py    on accelerators; exit code 1: they do.
+torchrun --nproc-per-node 2 verl_param_offload_loses_uneven_shards.py    on accelerators
 On a GPU it is a race: the device is kept busy before the offload, so that the copies are still under way.
 """
 
@@ -36,4 +36,4 @@ dist.all_gather_object(lost_anywhere, lost)
 wrong = any(lost_anywhere)
 print(f"{'wrong' if wrong else 'right'}: rank {rank} lost {lost} of {before.numel()} values of its shard", flush=True)
 dist.destroy_process_group()
-raise SystemExit(wrong)
+print("shown" if wrong else "not shown", flush=True)

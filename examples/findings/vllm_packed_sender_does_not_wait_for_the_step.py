@@ -1,7 +1,7 @@
 """vLLM: the packed sender reads weights on streams of its own, which do not wait for the step that is writing them.
 
-torchrun --nproc-per-node 1 vllm_packed_sender_does_not_wait_for_the_step.py    on an accelerator; exit code 1: it sent
-what the weights were before the step.
+torchrun --nproc-per-node 1 vllm_packed_sender_does_not_wait_for_the_step.py    on an accelerator
+It sends what the weights were before the step.
 """
 
 import os
@@ -36,4 +36,4 @@ packed_nccl_broadcast_producer(iter([("weights", weights)]), communicator, 0, la
 torch.accelerator.synchronize()
 old = int((communicator.sent[0].view(torch.float32) == 0).sum())
 print(f"{'wrong' if old else 'right'}: {old} of {weights.numel()} weights were sent as they were before the step")
-raise SystemExit(bool(old))
+print("shown" if old else "not shown", flush=True)

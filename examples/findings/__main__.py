@@ -1,0 +1,89 @@
+"""Runs the scripts of the findings, and tells what each shows: ``python -m examples.findings [NAME]... [--log FILE]``.
+
+A script ends with the line ``shown`` or ``not shown``. One that does not end so could not run, and its last exception
+says why: a package is not installed, or this torch lacks a name. Exit code 0: each is shown; 1: some are not; 3: some
+could not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+_HERE = pathlib.Path(__file__).parent
+_EXCEPTION = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE)
+_SECONDS = 300
+_EXIT_NOT_SHOWN, _EXIT_COULD_NOT_RUN = 1, 3
+
+
+class Ended(NamedTuple):
+    """outcome: ``shown``, ``not shown`` or ``could not run: REASON``."""
+
+    name: str
+    outcome: str
+    seconds: float
+    output: str
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a script's name, or a part of it; by default all")
+    parser.add_argument("--log", type=pathlib.Path, help="write what the scripts print there")
+    parser.add_argument("--jobs", type=int, default=1, help="how many scripts run at once")
+    options = parser.parse_args()
+    scripts = [path for path in sorted(_HERE.glob("*.py")) if path != pathlib.Path(__file__)]
+    scripts = [path for path in scripts if not options.names or any(name in path.stem for name in options.names)]
+    if not scripts:
+        parser.error(f"no script has {' or '.join(options.names)} in its name")
+    with ThreadPoolExecutor(options.jobs) as pool:
+        ended = list(pool.map(_run, scripts))
+    for each in ended:
+        print(f"{each.name:55} {each.seconds:5.0f} s  {each.outcome}")
+    if options.log is not None:
+        options.log.write_text("\n".join(f"== {each.name}: {each.outcome}\n{each.output}" for each in ended))
+    outcomes = {each.outcome for each in ended}
+    if outcomes - {"shown", "not shown"}:
+        return _EXIT_COULD_NOT_RUN
+    return _EXIT_NOT_SHOWN if "not shown" in outcomes else 0
+
+
+def _run(script: pathlib.Path) -> Ended:
+    text = script.read_text()
+    if "current_accelerator" in text and torch.accelerator.current_accelerator() is None:
+        return Ended(script.stem, "could not run: there is no accelerator", 0.0, "")
+    ranks = 1 if "--nproc-per-node 1" in text else 2
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    # A line is written whole, beside those of the other rank.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    begin = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, *launch, str(script)],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            env=environment,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Ended(script.stem, f"could not run: it did not end in {_SECONDS} s", time.monotonic() - begin, "")
+    lines = done.stdout.splitlines()
+    if done.returncode == 0 and {"shown", "not shown"} & set(lines):
+        outcome = "shown" if "shown" in lines else "not shown"
+    else:
+        raised = [each for each in _EXCEPTION.findall(done.stderr) if "ChildFailedError" not in each]
+        outcome = f"could not run: {raised[0] if raised else f'exit code {done.returncode}'}"
+    return Ended(script.stem, outcome, time.monotonic() - begin, done.stdout)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
