@@ -8,11 +8,11 @@ could not run.
 from __future__ import annotations
 
 import argparse
-import os
 import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 _HERE = pathlib.Path(__file__).parent
-_EXCEPTION = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE)
+_EXCEPTION = re.compile(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE)
 _SECONDS = 300
 _EXIT_NOT_SHOWN, _EXIT_COULD_NOT_RUN = 1, 3
 
@@ -61,28 +61,28 @@ def _run(script: pathlib.Path) -> Ended:
     if "current_accelerator" in text and torch.accelerator.current_accelerator() is None:
         return Ended(script.stem, "could not run: there is no accelerator", 0.0, "")
     ranks = 1 if "--nproc-per-node 1" in text else 2
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    # A line is written whole, beside those of the other rank.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--redirects", "3"]
     begin = time.monotonic()
-    try:
-        done = subprocess.run(
-            [sys.executable, *launch, str(script)],
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            env=environment,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return Ended(script.stem, f"could not run: it did not end in {_SECONDS} s", time.monotonic() - begin, "")
-    lines = done.stdout.splitlines()
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, *launch, "--log-dir", directory, str(script)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            return Ended(script.stem, f"could not run: it did not end in {_SECONDS} s", time.monotonic() - begin, "")
+        # Files of each rank: in one stream their lines would mix.
+        printed, errors = (_read_all(pathlib.Path(directory), name) for name in ("stdout.log", "stderr.log"))
+    lines = printed.splitlines()
     if done.returncode == 0 and {"shown", "not shown"} & set(lines):
         outcome = "shown" if "shown" in lines else "not shown"
     else:
-        raised = [each for each in _EXCEPTION.findall(done.stderr) if "ChildFailedError" not in each]
+        raised = _EXCEPTION.findall(errors)
         outcome = f"could not run: {raised[0] if raised else f'exit code {done.returncode}'}"
-    return Ended(script.stem, outcome, time.monotonic() - begin, done.stdout)
+    return Ended(script.stem, outcome, time.monotonic() - begin, printed)
+
+
+def _read_all(directory: pathlib.Path, name: str) -> str:
+    """Returns the text of the files of all ranks, one rank after the other."""
+    return "".join(file.read_text(errors="replace") for file in sorted(directory.rglob(name)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """FSDP2 loses a shard that is shorter than the others' when the model goes to the CPU without blocking.
 
 torchrun --nproc-per-node 2 uneven_shards_lost_by_nonblocking_offload.py    on accelerators
-On a GPU it is a race: large tensors are moved first, so that the copy of the uneven one is still under way.
+On a GPU it is a race: work is queued first, so that the copies to the host are still to come when it goes on.
 """
 
 import torch
@@ -22,6 +22,9 @@ fully_shard(model, mesh=mesh)
 uneven = model[4].weight
 before = uneven.to_local().cpu().clone()
 
+busy = torch.ones(2 * size, 2 * size, device=device)
+for _ in range(200):
+    busy = busy @ busy
 model.to("cpu", non_blocking=True)
 torch.accelerator.synchronize()
 
