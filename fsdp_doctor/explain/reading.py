@@ -149,15 +149,19 @@ class SymptomReader:
         self._paths: dict[str, tuple[str, int]] = {}
 
     def read(self, piece: LogPiece) -> None:
-        if self.found is not None or not any(hint in piece.text for hint in _HINTS):
+        # Few of them are in a piece, and each is looked for in every line.
+        hints = [hint for hint in _HINTS if self.found is None and hint in piece.text]
+        if not hints:
             return
         for number, raw in zip(piece.numbers, piece.lines, strict=True):
-            if self.found is None and any(hint in raw for hint in _HINTS):
-                self._read_line(number, raw)
+            if self.found is None and any(hint in raw for hint in hints):
+                self._read_line(number, raw, hints)
 
-    def _read_line(self, number: int, raw: str) -> None:
-        line = parse_line(number, raw)
-        figures = {match["name"]: float(match["value"]) for match in _FIGURE.finditer(line.text)}
+    def _read_line(self, number: int, raw: str, hints: Sequence[str]) -> None:
+        """hints: those that are somewhere in the piece."""
+        figures = {}
+        if "loss" in raw or "grad_norm" in raw:
+            figures = {match["name"]: float(match["value"]) for match in _FIGURE.finditer(raw)}
         for name, value in figures.items():
             before, at = self._before.get(name, (0.0, 0))
             if self._loaded is not None and before and value > _JUMPS[name] * before:
@@ -167,11 +171,17 @@ class SymptomReader:
             self._before[name] = value, number
         if figures:
             self._loaded = None
-        elif _LOADED.search(line.text):
+        elif _LOADED.search(raw):
             self._loaded = number
-        self._compare_directories(number, line.text, line.source)
-        may_be_alone = any(word in raw for word in _ALONE_WORDS)
-        if may_be_alone or any(word in line.text for word in _SYMPTOM_WORDS):
+        may_be_alone = any(hint in raw for hint in hints if hint in _ALONE_WORDS)
+        is_symptom = any(hint in raw for hint in hints if hint in _SYMPTOM_WORDS)
+        names_save = "sav" in raw or "Sav" in raw
+        if not (may_be_alone or is_symptom or names_save):
+            return
+        line = parse_line(number, raw)
+        if names_save:
+            self._compare_directories(number, line.text, line.source)
+        if may_be_alone or is_symptom:
             for mechanism in read_mechanisms():
                 is_meant = mechanism.symptom or (mechanism.alone and may_be_alone)
                 if is_meant and (found := _apply(mechanism, line.text)):
@@ -179,8 +189,6 @@ class SymptomReader:
 
     def _compare_directories(self, number: int, text: str, source: str) -> None:
         """Compares where the ranks say that they save: two names in one directory are two checkpoints."""
-        if "sav" not in text.casefold():
-            return
         saved, rank = _SAVED_TO.search(text), _RANK.search(text)
         source = source or (rank[0].strip("[]") if rank else "")
         if saved is None or not source or "rank" in saved["path"]:
