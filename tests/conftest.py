@@ -1,4 +1,4 @@
-"""Which tests start processes, which are of the second tier, and what all tests share of those that cost much.
+"""Settings of all tests: which start processes, which are of the second tier, and what they share of what costs much.
 
 A test whose file imports what starts them (``_START_PROCESSES``) is marked ``processes``.
 Any other one belongs to ``make check`` and fails if it starts a process. ``make test`` runs the first tier, which a

@@ -42,7 +42,7 @@ class Run:
     report: Report | None = None
 
     def __str__(self) -> str:
-        """For the message of a test, which pytest shortens unless it is a string."""
+        """Makes the message of a test, which pytest shortens unless it is a string."""
         return f"exit code {self.code}, left {self.left}\n{self.stdout}\n{self.stderr}"
 
     def result(self, ending: str) -> CaseResult:
@@ -110,7 +110,7 @@ class Started:
         return Run(self._process.returncode, stdout, stderr, left, report)
 
     def _end_what_is_left(self) -> list[str]:
-        """What the kernel is told to kill with its supervisor may need a moment to be gone."""
+        """Ends what is left: what the kernel kills with its supervisor may need a moment to be gone."""
         end = time.monotonic() + 5
         while (alive := self._tagged()) and time.monotonic() < end:
             psutil.wait_procs(alive, timeout=0.1)
@@ -125,7 +125,7 @@ def run(*command: str, env: dict[str, str] | None = None, cwd: pathlib.Path | No
 
 
 def python_prints(code: str, env: dict[str, str] | None = None) -> str:
-    """What the code prints in a new interpreter; its failure is one of the test."""
+    """Returns what the code prints in a new interpreter; its failure is one of the test."""
     done = run(sys.executable, "-W", "ignore", "-c", code, env=env)
     assert done.code == 0, done.stderr
     return done.stdout

@@ -1,4 +1,4 @@
-"""What a bundle holds, and what it says where it cannot be made."""
+"""Tests what a bundle holds, and what it says where it cannot be made."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ device_mesh=DeviceMesh('cuda', [0, 1], mesh_dim_names=('fsdp',)) placements=(Sha
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Of a log, a report and an environment, each of which has all that is planted."""
+    """Makes a log, a report and an environment, each with all that is planted."""
     lines = "\n".join(line for line, _ in PLANTED.values())
     log = tmp_path_factory.mktemp("planted") / "log.txt"
     log.write_text(f"Traceback (most recent call last):\n{lines}\nRuntimeError: {lines}\n")

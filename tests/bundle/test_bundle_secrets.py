@@ -58,7 +58,7 @@ _QUOTED_ARGUMENTS = ("{}", '"{}"', "'{}'", " {}", '"{}" ')
 
 
 def _texts_by_kind() -> dict[str, tuple[str, list[str]]]:
-    """By kind, a secret and the texts that have it."""
+    """Maps each kind to a secret and the texts that have it."""
     texts = {kind: (secret, [quoted.format(secret) for quoted in _QUOTED_FORMS]) for kind, secret in _BY_FORM.items()}
     for name in _BY_NAME:
         secret = " ".join(_random(5, _LOWER) for _ in range(3))

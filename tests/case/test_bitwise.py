@@ -1,4 +1,4 @@
-"""What two host tensors have to have in common to be called equal."""
+"""Tests what two host tensors have to have in common to be called equal."""
 
 from __future__ import annotations
 

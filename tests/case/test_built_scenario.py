@@ -111,7 +111,7 @@ def test_experts_on_no_mesh_of_their_own_and_another_number_of_ranks_are_noticed
 
 @on_ranks(_TWO)
 def test_a_model_of_anybodys_is_held_against_facts_that_are_asked_for_alone() -> None:
-    """As a framework's: that its key was ignored, and nothing else, is what it says."""
+    """Says that its key was ignored, and nothing else, as of a framework's model."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(this_device())
     optimizer = torch.optim.AdamW(fully_shard(model).parameters())
     actual = read_facts(model, optimizer)

@@ -1,4 +1,4 @@
-"""What a method under test is called with: the model, and by name what its further parameters ask for."""
+"""Tests what a method under test is called with: the model, and by name what its further parameters ask for."""
 
 from __future__ import annotations
 

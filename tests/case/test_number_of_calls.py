@@ -1,4 +1,4 @@
-"""What a probe calls twice, and that all ranks agree on it: one that called alone would wait for the others."""
+"""Tests what a probe calls twice, and that all ranks agree on it: one that called alone would wait for the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the axes precision and context change of a case."""
+"""Tests what the axes precision and context change of a case."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def _verdict(run: Run, case: str) -> tuple[str, set[int], str]:
-    """Its kind, the ranks that show it, its reason."""
+    """Returns the verdict's kind, the ranks that show it, and its reason."""
     verdict = run.result(_name(case)).verdict
     others = " ".join(sentence for sentence in verdict.also if "elements differ" in sentence)
     return verdict.kind, {*verdict.ranks, *map(int, re.findall(r"\brank (\d)", others))}, verdict.reason

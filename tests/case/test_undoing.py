@@ -1,4 +1,4 @@
-"""What a method left in the process is put back; what cannot be is named."""
+"""Tests that what a method left in the process is put back, and that what cannot be is named."""
 
 import contextlib
 import os

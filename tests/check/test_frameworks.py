@@ -32,7 +32,7 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 def _scenarios(result: CheckResult) -> dict[str, str]:
-    """By role the scenario, or why there is none."""
+    """Maps each role to the scenario, or to why there is none."""
     return {use.role: use.scenario.id if use.scenario else use.why_not for use in result.uses}
 
 

@@ -1,4 +1,4 @@
-"""What `fsdp-doctor check` prints, as text and as JSON, and how it ends."""
+"""Tests what `fsdp-doctor check` prints, as text and as JSON, and how it ends."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_columns_of_each_rank_and_dtypes_of_all_sizes_are_put_together(
 
 
 def test_a_tied_head_is_written_once(originals: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """Whether it shares the embedding's memory or is a copy of it; but not if it differs from it."""
+    """A head that shares the embedding's memory, or is a copy of it, is left out; one that differs is not."""
     state = load_file(originals / "tied" / "model.safetensors")
     head = state["model.embed_tokens.weight"]
     for name, of_head in (("shared", head), ("copied", head.clone()), ("other", head + 1)):

@@ -26,7 +26,7 @@ WEIGHTS = {f"model.layers.{i}.mlp.up_proj.weight": torch.randn(8, 8) for i in ra
 
 
 def zero(directory: pathlib.Path) -> None:
-    """As ZeRO 3 of DeepSpeed 0.18: rank by rank, flat; the module's tensors are empty."""
+    """Writes files as ZeRO 3 of DeepSpeed 0.18: rank by rank, flat; the module's tensors are empty."""
     step = directory / "global_step10"
     step.mkdir()
     for rank in range(2):

@@ -24,7 +24,7 @@ CONFIG = LlamaConfig(**saved.SIZES, tie_word_embeddings=False, architectures=["L
 
 
 def save(state: dict[str, Any], directory: pathlib.Path, *, as_file: bool) -> None:
-    """As DCP, or as a file of torch.save; with a config.json."""
+    """Saves as DCP, or as a file of torch.save; with a config.json."""
     directory.mkdir()
     if as_file:
         torch.save(state, directory / "last.pt")

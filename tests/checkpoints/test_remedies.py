@@ -68,7 +68,7 @@ def remove(directory: pathlib.Path, _: pathlib.Path, finding: CheckpointFinding)
 
 
 def write_index(directory: pathlib.Path, _: pathlib.Path, finding: CheckpointFinding) -> pathlib.Path:
-    """From the headers of the files, as the remedy says."""
+    """Writes the index from the headers of the files, as the remedy says."""
     where = {}
     ending = ".bin" if ".bin" in finding.file else ".safetensors"
     for file in sorted(directory.glob(f"*{ending}")):

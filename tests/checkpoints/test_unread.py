@@ -80,7 +80,7 @@ def test_what_is_beside_a_model_is_mentioned_and_not_judged(tmp_path: pathlib.Pa
 
 
 class Placed:
-    """As a placement is read from a file."""
+    """Placement as it is read from a file."""
 
     def __init__(self, name: str, **facts: int) -> None:
         self.name, self.facts = name, facts

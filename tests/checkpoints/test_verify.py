@@ -111,7 +111,7 @@ def add_leftovers(directory: pathlib.Path) -> None:
 
 
 def link_to_blobs(directory: pathlib.Path) -> None:
-    """As the cache of huggingface_hub."""
+    """Links files as the cache of huggingface_hub does."""
     blobs = directory.parent / "blobs"
     blobs.mkdir()
     for number, file in enumerate(sorted(directory.glob("*.safetensors"))):
@@ -130,13 +130,13 @@ def save_sparse_moments(directory: pathlib.Path) -> None:
 
 
 def save_two_layers(directory: pathlib.Path) -> None:
-    """As T5, whose first layer alone has the biases of positions."""
+    """Saves layers as T5 has them: the first alone has the biases of positions."""
     layers = {f"decoder.block.{number}.q.weight": torch.randn(8, 8) for number in range(2)}
     save_file(layers | {"decoder.block.0.bias.weight": torch.randn(8, 4)}, directory / TIED)
 
 
 def prune(state: dict[str, Any]) -> None:
-    """As structured pruning, alike in all layers; config.json is that of the model before."""
+    """Prunes all layers alike; config.json stays that of the model before."""
     for name in state:
         if ".mlp." in name and "_proj" in name:
             state[name] = state[name][:, :64] if "down" in name else state[name][:64]

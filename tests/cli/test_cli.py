@@ -1,4 +1,4 @@
-"""What a user can get wrong is one sentence and an exit code, never a traceback."""
+"""Tests that what a user can get wrong is one sentence and an exit code, never a traceback."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _OF_THE_CHECKOUT = {"PYTHONPATH": ""}
 
 
 def _build(kind: str, tree: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
-    """As ``python -m build --no-isolation`` does: no network is needed."""
+    """Builds as ``python -m build --no-isolation`` does: no network is needed."""
     code = f"from setuptools.build_meta import build_{kind}; print(build_{kind}({str(directory)!r}))"
     done = run(sys.executable, "-c", code, cwd=tree, env=_OF_THE_CHECKOUT)
     assert done.code == 0, done.stderr
@@ -34,7 +34,7 @@ def _build(kind: str, tree: pathlib.Path, directory: pathlib.Path) -> pathlib.Pa
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """With the wheel that is built from the source distribution, beside this environment's other packages."""
+    """Environment with the wheel that is built from the source distribution, and this one's other packages."""
     directory = tmp_path_factory.mktemp("distribution")
     tree = directory / "tree"
     shutil.copytree(ROOT / "fsdp_doctor", tree / "fsdp_doctor", ignore=shutil.ignore_patterns("__pycache__"))

@@ -39,7 +39,7 @@ _OF_ANOTHER_PROGRAM = re.compile(r"^(?:torchrun|pip|git|make|python3?|apt|kubect
 
 
 def _options_of_commands() -> dict[str, set[str]]:
-    """What ``--help`` of each command lists, but for itself; of a group, each of its commands by both words."""
+    """Returns what ``--help`` of each command lists, but for itself; of a group, each of its commands by both words."""
     commands = {}
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
         within = getattr(command, "commands", {})
@@ -101,7 +101,7 @@ def test_every_file_of_ours_that_is_named_is_there() -> None:
 
 
 def _all_markdown() -> list[pathlib.Path]:
-    """Of the checkout, but not what is built or installed in it."""
+    """Lists the Markdown of the checkout, without what is built or installed in it."""
     pages = (page.relative_to(ROOT) for page in ROOT.rglob("*.md"))
     return [
         ROOT / page for page in pages if not page.parts[0].startswith(".") and page.parts[0] not in ("build", "dist")
@@ -121,7 +121,7 @@ def test_every_relative_link_of_every_page_leads_to_a_file_and_a_heading() -> No
 
 
 def _anchors(text: str) -> set[str]:
-    """As GitHub makes them of headings: the second of the same name ends in -1."""
+    """Makes anchors of headings as GitHub does: the second of the same name ends in -1."""
     seen: collections.Counter[str] = collections.Counter()
     anchors = set(re.findall(r"<a (?:id|name)=\"([^\"]+)\"", text))
     for heading in re.findall(r"^#+ (.*)$", _FENCE.sub("", text), re.MULTILINE):

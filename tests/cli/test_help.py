@@ -19,7 +19,7 @@ from fsdp_doctor.matrix.axes import AXES
 
 
 def _commands(command: Any, *words: str) -> dict[tuple[str, ...], Any]:
-    """By its words, the program, its groups and their commands."""
+    """Maps words to the program, its groups and their commands."""
     commands = {words: command}
     for name, inner in getattr(command, "commands", {}).items():
         commands |= _commands(inner, *words, name)

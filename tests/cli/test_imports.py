@@ -1,4 +1,4 @@
-"""What must work without torch does not import it."""
+"""Tests that what must work without torch does not import it."""
 
 from __future__ import annotations
 

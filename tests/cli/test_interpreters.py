@@ -60,7 +60,7 @@ def _packages(python: str, version: str, cache: pytest.Cache) -> pathlib.Path:
 
 
 def _commands(command: object, words: tuple[str, ...] = ()) -> dict[str, set[str]]:
-    """By command, its options in this interpreter, without those that typer adds."""
+    """Maps each command to its options in this interpreter, without those that typer adds."""
     options = {" ".join(words): {name for each in command.params for name in each.opts if name.startswith("--")}}  # type: ignore[attr-defined]
     for name, inner in getattr(command, "commands", {}).items():
         options |= _commands(inner, (*words, name))

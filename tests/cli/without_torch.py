@@ -36,7 +36,7 @@ class Failed(Exception):
 
 
 def _run(*arguments: str, code: int = 0) -> str:
-    """What the command prints. Raises Failed where it ends with another code."""
+    """Returns what the command prints. Raises Failed where it ends with another code."""
     stdout, stderr = io.StringIO(), io.StringIO()
     sys.argv = ["fsdp-doctor", *arguments]
     ended = 0
@@ -56,7 +56,7 @@ def _expect(what: bool, sentence: str) -> None:
 
 
 def _options() -> dict[str, list[str]]:
-    """By command, the options that its help prints."""
+    """Maps each command to the options that its help prints."""
     options = {}
     commands: list[tuple[tuple[str, ...], Any]] = [((), typer.main.get_command(app.app))]
     for words, command in commands:
@@ -69,7 +69,7 @@ def _options() -> dict[str, list[str]]:
 
 
 def _check_commands(directory: pathlib.Path) -> None:
-    """Those that need no torch, with their arguments and options."""
+    """Checks the commands that need no torch, with their arguments and options."""
     _expect(len(json.loads(_run("list", "--level", "quick", "--json"))) > 10, "list prints no cases")
     explained = json.loads(_run("explain", str(_EXAMPLE / "log.txt"), "--json"))
     _expect(bool(explained["matches"]), "explain finds nothing in a log that it knows")

@@ -1,4 +1,4 @@
-"""How many of the configurations in configs.toml `fsdp-doctor check` reads rightly, in both halves of the corpus.
+"""Counts the configurations in configs.toml that `fsdp-doctor check` reads rightly, in both halves of the corpus.
 
     python tests/corpus/score_configs.py --files DIR [--download] [--half seen|unseen|last|third|fourth] [--verbose]
 

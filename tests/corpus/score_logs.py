@@ -34,7 +34,7 @@ _GRADES = ("known", "likely", "possible", None)
 
 
 def set_of(row: dict[str, Any]) -> str:
-    """By the hash of its name; what was collected later is by itself."""
+    """Chooses the set by the hash of its name; what was collected later is a set by itself."""
     name: str = row["file"]
     if later := row.get("set"):
         return str(later)
@@ -67,7 +67,7 @@ def _score(row: dict[str, Any], explanation: Explanation) -> Score:
 
 
 def table(which: str) -> Iterator[str]:
-    """Of one set: the sums, for logs within the scope and for the others, and each log that is not right."""
+    """Yields the table of one set: the sums, for logs in scope and for the others, and each log that is not right."""
     counts: dict[bool, Counter[Score]] = {True: Counter(), False: Counter()}
     rest = []
     for row in logs(which):

@@ -24,7 +24,7 @@ def _with_prefix(prefix: str, suffix: str = "") -> Callable[[str], str]:
 
 
 def _wrapped(width: int) -> Callable[[str], str]:
-    """As a terminal of that width shows it."""
+    """Wraps as a terminal of that width does."""
 
     def wrap(log: str) -> str:
         lines = (line.expandtabs() for line in log.splitlines())
@@ -34,13 +34,13 @@ def _wrapped(width: int) -> Callable[[str], str]:
 
 
 def _wrapped_at_words(log: str) -> str:
-    """As an editor wraps it at 80 columns."""
+    """Wraps as an editor does at 80 columns."""
     lines = (textwrap.wrap(line, 80, drop_whitespace=True, break_on_hyphens=False) or [""] for line in log.splitlines())
     return "".join(f"{piece}\n" for line in lines for piece in line)
 
 
 def _as_json_lines(log: str) -> str:
-    """As a collector keeps it: an object for each line."""
+    """Makes an object of each line, as a collector does."""
     rows = ({"time": _STAMP, "level": "ERROR", "message": line} for line in log.splitlines())
     return "".join(json.dumps(row) + "\n" for row in rows)
 

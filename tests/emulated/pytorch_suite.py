@@ -202,7 +202,7 @@ def failures_of(expected: dict[str, Any]) -> dict[str, FailureClass]:
 
 
 def totals_of(results: Sequence[Result]) -> dict[str, list[int]]:
-    """How many tests passed, failed and were skipped, by file and ranks."""
+    """Returns how many tests passed, failed and were skipped, by file and ranks."""
     totals: dict[str, list[int]] = {}
     for result in results:
         totals.setdefault(result.run, [0] * len(OUTCOMES))[OUTCOMES.index(result.outcome)] += 1

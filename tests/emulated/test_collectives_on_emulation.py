@@ -38,7 +38,7 @@ on_four = on_ranks(Setting("emulated", 4))
 
 
 def input_of(rank: int | None = None, numel: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What a rank brings, on the CPU: different everywhere, small enough to be exact in bfloat16."""
+    """Returns what a rank brings, on the CPU: different everywhere, small enough to be exact in bfloat16."""
     return (torch.arange(1, numel + 1) + 4 * (this_rank() if rank is None else rank)).to(dtype)
 
 

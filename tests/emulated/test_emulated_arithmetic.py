@@ -35,7 +35,7 @@ View = Callable[[Tensor], Tensor]
 
 
 def changed(tensor: Tensor, change: Callable[[Tensor], Any]) -> tuple[Tensor, Any]:
-    """What is left in ``tensor`` after ``change``, and what that returned."""
+    """Returns what is left in ``tensor`` after ``change``, and what that returned."""
     returned = change(tensor)
     return tensor, returned
 

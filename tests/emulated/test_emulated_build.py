@@ -61,7 +61,7 @@ REFUSALS: dict[str, tuple[Callable[[pathlib.Path], dict[str, str]], str]] = {
 
 
 def build_with(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> str:
-    """What the refusal of a build in this environment says."""
+    """Returns what the refusal of a build in this environment says."""
     monkeypatch.delenv("CXX", raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)

@@ -289,7 +289,7 @@ def test_a_data_loader_pins_its_batches() -> None:
 
 
 def copied_on_a_stream_and_freed(*, record: bool = False, wait: str = "") -> list[float]:
-    """What a copy on another stream delivers of a tensor that is freed while it is in flight.
+    """Returns what a copy on another stream delivers of a tensor that is freed while it is in flight.
 
     ``wait``: whether the stream of the tensor waits for the other one "before" or "after" the tensor is freed.
     """

@@ -1,4 +1,4 @@
-"""What users do with tensors of the emulated device: keep, copy, move, print, resize and free them."""
+"""Tests what users do with tensors of the emulated device: keep, copy, move, print, resize and free them."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_fsdp2_keeps_offloaded_shards_and_gradients_on_the_cpu_and_pinned_if_con
 
 @on_the_device
 def test_fsdp2_gradients_are_those_of_one_process() -> None:
-    """Of two ranks to the last bit: their sum has one order only, and halves are exact."""
+    """Two ranks are equal to the last bit: their sum has one order only, and halves are exact."""
     for dims in (EVEN, UNEVEN):
         model = fsdp2_of(new_net(dims))
         backward(model, 0, [this_rank()], this_device(), dims.vocabulary)
@@ -361,7 +361,7 @@ def test_fsdp1_offloaded_by_hand_frees_its_shards_and_trains_on() -> None:
     from fsdp_doctor.weights.fsdp import reader
 
     def blocks(tensor: torch.Tensor) -> int:
-        """What the device counts for a tensor."""
+        """Returns what the device counts for a tensor."""
         return -(-tensor.nbytes // 512) * 512
 
     freed, shards = [], []

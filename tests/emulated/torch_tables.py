@@ -64,7 +64,7 @@ class Entry:
 
 
 def copied(value: Any, device: str) -> Any:
-    """The same tensors on the device, as leaves of their own, with the strides and the memory that they have."""
+    """Copies the tensors to the device, as leaves of their own, with the strides and the memory that they have."""
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -221,7 +221,7 @@ def _backward(op: Any, sample: Sample) -> Callable[[str], Any]:
 
 
 def errors(*, one_in: int = 1) -> Iterator[Entry]:
-    """Of each error that torch expects of an operator: is it raised, with that text?"""
+    """Tells of each error that torch expects of an operator whether it is raised, with that text."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     for op in [op for op in op_db if op.error_inputs_func is not None][::one_in]:
@@ -320,7 +320,7 @@ def _optimizer(info: Any, given: Any, kind: str) -> Callable[[str], Any]:
 
 
 def exceptions() -> dict[str, str]:
-    """Why an entry is not equal, by ``table name``, or by ``name`` for every table."""
+    """Returns why an entry is not equal, by ``table name``, or by ``name`` for every table."""
     return {name: why for reasons in tomllib.loads(EXCEPTIONS.read_text()).values() for name, why in reasons.items()}
 
 

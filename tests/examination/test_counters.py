@@ -1,4 +1,4 @@
-"""What is counted of a device: its counters, the classes of storages, and a device that cannot be counted."""
+"""Tests what is counted of a device: its counters, the classes of storages, and a device that cannot be counted."""
 
 from __future__ import annotations
 

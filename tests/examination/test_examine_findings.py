@@ -259,7 +259,7 @@ class TyingNet(Net):
 
 
 class OlderTyingNet(TyingNet):
-    """With those of transformers 4, which names what is tied, and ties it to the embedding."""
+    """Model that ties as transformers 4 does: it names what is tied, and ties it to the embedding."""
 
     _tied_weights_keys = ["head.weight"]  # type: ignore[assignment]  # noqa: RUF012
 

@@ -77,7 +77,7 @@ def has(job: Job, kind: str) -> bool:
 
 
 def move_state(job: Job, device: torch.device) -> None:
-    """As a framework offloads the optimizer, and brings it back."""
+    """Moves the state as a framework does that offloads the optimizer and brings it back."""
     for state in job.optimizer.state.values():
         state |= {key: value.to(device) for key, value in state.items() if value.ndim}
 

@@ -70,7 +70,7 @@ def wrap_tied(net: Any) -> nn.Module:
 
 
 def wrap_from_meta(net: Any) -> nn.Module:
-    """As a framework builds on meta, shards, and loads what rank 0 has read."""
+    """Builds on meta, shards, and loads what rank 0 has read, as a framework does."""
     full = {name: tensor.clone().to(this_device()) for name, tensor in net.state_dict().items()}
     with torch.device("meta"):
         model = type(net)()
@@ -91,7 +91,7 @@ def wrap_fsdp1_untied(net: Any) -> nn.Module:
 
 
 def wrap_untied(net: Any) -> nn.Module:
-    """As a framework that moves a model to meta entry by entry before it shards it."""
+    """Moves a model to meta entry by entry before it shards it, as a framework does."""
     net.to(this_device())
     net.head.weight = nn.Parameter(net.embed.weight.detach().clone())
     return wrap_tied(net)
@@ -331,7 +331,7 @@ def test_the_remedy_for_state_that_is_no_tensor_leads_to_right_steps() -> None:
 
 
 class Shadowing(nn.Linear):
-    """Its child is called as torch.compile calls what it wraps, unless it is renamed."""
+    """Module whose child is called as torch.compile calls what it wraps, unless it is renamed."""
 
     def __init__(self, child: str) -> None:
         super().__init__(3, 3)

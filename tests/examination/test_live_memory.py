@@ -89,7 +89,7 @@ def test_an_fsdp1_model_without_shards_stays_on_the_device_through_an_offload_an
 
 
 def _parameters_held(net: nn.Module) -> tuple[int, int]:
-    """In shards, and beside them."""
+    """Counts the bytes of parameters in shards, and beside them."""
     device = measure_memory(net).device
     assert device is not None
     return device.held.get("parameters", 0), device.held.get("unsharded parameters", 0)

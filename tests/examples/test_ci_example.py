@@ -37,7 +37,7 @@ _ONE_CASE = f"--device cpu --case '{_CASE}'"
 
 
 def _bash(script: str, cwd: pathlib.Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """As GitHub's ``shell: bash`` and GitLab run a step; this interpreter is the python that it finds."""
+    """Runs a step as GitHub's ``shell: bash`` and GitLab do; this interpreter is the python that it finds."""
     program = pathlib.Path(sys.executable).parent
     env = os.environ | {"PATH": f"{program}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)} | variables
     command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]
@@ -98,7 +98,7 @@ def test_with_versions_of_torch_each_has_an_environment_and_what_is_known_is_exp
 
 
 def _cache_key(directory: pathlib.Path, torch: str) -> str:
-    """With the digest that the step computes; what GitHub says of the machine stays as it is written."""
+    """Makes the key with the digest that the step computes; what GitHub says of the machine stays as it is."""
     output = directory / "output"
     output.touch()
     named = {"TORCH": torch, "GITHUB_ACTION_PATH": str(ROOT / "ci"), "GITHUB_OUTPUT": str(output)}

@@ -125,7 +125,7 @@ if __name__ == "__main__":
 
 
 def _run(script: pathlib.Path, *arguments: str) -> str:
-    """What it prints, started as its README does."""
+    """Returns what it prints, started as its README does."""
     run = torchrun("--standalone", "--nproc-per-node=2", str(script), *arguments, env={"CUDA_VISIBLE_DEVICES": ""})
     assert run.left == []
     assert run.code == 0, run.stdout + run.stderr
@@ -133,7 +133,7 @@ def _run(script: pathlib.Path, *arguments: str) -> str:
 
 
 def _run_forked(script: pathlib.Path, text: str, *arguments: str, code: int, directory: pathlib.Path) -> str:
-    """What ``text`` prints, which imports the script; ``code``: how rank 0 ends, which says what was found."""
+    """Returns what ``text`` prints, which imports the script; ``code``: how rank 0 ends, which says what was found."""
     program = directory / "program.py"
     program.write_text(_ON_THE_CPU.format(directory=str(script.parent)) + text)
     run = run_script(program, device="cpu", arguments=arguments)

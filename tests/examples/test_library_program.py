@@ -1,4 +1,4 @@
-"""What docs/library.md has its reader save and run sends, saves and loads the weights on two ranks."""
+"""Tests that the program of docs/library.md sends, saves and loads the weights on two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/tutorial.md has its reader save and run does what it says."""
+"""Tests that what docs/tutorial.md has its reader save and run does what it says."""
 
 from __future__ import annotations
 

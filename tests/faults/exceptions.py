@@ -17,7 +17,7 @@ class Unprintable(Exception):
 
 
 class WithoutNotes(Exception):
-    """What the traceback module asks every exception for raises."""
+    """An exception that raises where the traceback module asks for its notes."""
 
     @property
     def __notes__(self) -> list[str]:

@@ -39,7 +39,7 @@ def _half(full: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 
 def _interleaved(full: torch.Tensor) -> torch.Tensor:
-    """Of each half of the rows a half."""
+    """Interleaves half of each half of the rows."""
     return torch.cat([_half(half) for half in full.chunk(2)])
 
 

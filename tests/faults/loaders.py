@@ -56,7 +56,7 @@ def honest(model: nn.Module, state: State) -> None:
 
 @_loads
 def loads_nothing(model: nn.Module, state: State) -> None:
-    """As a load under the wrong names does with strict=False."""
+    """Loads nothing, as a load under the wrong names does with strict=False."""
 
 
 def _leave_one_out(model: nn.Module, state: State, ranks: tuple[int, ...]) -> None:

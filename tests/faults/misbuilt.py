@@ -9,7 +9,7 @@ from fsdp_doctor.case import offloading
 
 
 def _move_nothing(*_: Any, **__: Any) -> None:
-    """In the place of the manual offload."""
+    """Moves nothing in place of the manual offload."""
 
 
 offloading.offload = _move_nothing

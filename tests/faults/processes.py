@@ -146,7 +146,7 @@ def keeps_the_run_busy(model: nn.Module) -> Any:
 
 
 def waits_8_seconds_for_a_service(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """On every rank, as a sync does whose receiver is slow; nothing of torch is in it."""
+    """Waits on every rank, as a sync does whose receiver is slow; nothing of torch is in it."""
     select.select([], [], [], 8)
     yield from healthy(model)
 

@@ -43,7 +43,7 @@ def loads_another_moment(model: nn.Module, optimizer: torch.optim.Optimizer, sta
 
 @fsdp_doctor.promises(direction="in", given="dcp", loads="both")
 def loads_all_and_trains_otherwise(model: nn.Module, optimizer: torch.optim.Optimizer, state: pathlib.Path) -> None:
-    """What it leaves is right, shard by shard; only the next step tells."""
+    """Leaves what is right, shard by shard; only the next step tells."""
     _load(model, optimizer, state)
     optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: _double_the_gradients(optimizer))
 

@@ -77,7 +77,7 @@ def _change_the_device() -> None:
 
 
 def _break_the_next_build() -> None:
-    """In a way that nobody can look for."""
+    """Breaks the next build in a way that nobody can look for."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("left by another case")
@@ -142,7 +142,7 @@ def looks(model: nn.Module) -> Entries:
 
 
 def _random_numbers_go_on() -> bool:
-    """Whether the generators stand where they did at the last look in this process."""
+    """Returns whether the generators stand where they did at the last look in this process."""
     import numpy
 
     state = [torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()]

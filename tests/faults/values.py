@@ -177,7 +177,7 @@ def _move_a_buffer(model: nn.Module) -> None:
 
 
 def _replace_a_parameter(model: Any) -> None:
-    """With an equal one, which the optimizer does not know."""
+    """Replaces a parameter by an equal one, which the optimizer does not know."""
     model.model.norm.weight = nn.Parameter(model.model.norm.weight.detach().clone())
 
 

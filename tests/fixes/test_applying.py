@@ -1,4 +1,4 @@
-"""Which functions are replaced and which are refused, on a framework of three lines."""
+"""Tests which functions are replaced and which are refused, on a framework of three lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a framework's sender gives in its own engine, with the fix and without, on the installed release."""
+"""Tests what a framework's sender gives in its own engine, with the fix and without, on the installed release."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _given: tuple[str, str] = ("", "")
 
 
 def one_input(data: bytes) -> None:
-    """What `check` does with a file that has ``data[1:]`` in it."""
+    """Returns what `check` does with a file that has ``data[1:]`` in it."""
     global _given
     text = data[1:].decode("utf-8", errors="ignore").replace("\0", "")
     if not text.strip():

@@ -48,7 +48,7 @@ def _case(case_id: str) -> AnyCase:
 
 
 def _context(entry: KnownFailure, torch: str) -> RunContext:
-    """Where the evidence of an entry is to show it."""
+    """Returns where the evidence of an entry is to show it."""
     packages = next(packages for packages in reversed(_PACKAGES) if entry.shows_with(packages))
     return RunContext(torch=torch, device=entry.evidence_device or "emulated", packages=packages)
 

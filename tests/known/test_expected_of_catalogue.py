@@ -172,7 +172,7 @@ def test_no_failure_is_expected_of_our_loaders(world_size: int) -> None:
 
 
 def test_every_reproduced_entry_of_loading_is_expected_somewhere_in_the_matrix() -> None:
-    """In the full matrix of the emulated device or of the CPU, with two ranks."""
+    """Looks in the full matrix of the emulated device and of the CPU, with two ranks."""
     cases = select(Selection(directions=("in",), level="full"))
     contexts = [RunContext(device=device) for device in ("emulated", "cpu")]
     shown = {

@@ -1,4 +1,4 @@
-"""How sure an entry is: by its frames, by what it needs to be true, and by the version of torch."""
+"""Tests how sure an entry is: by its frames, by what it needs to be true, and by the version of torch."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _OF_FOUR_RANKS = ("/tp/", "/hidden-experts/")
 
 
 def _list_runs(entry: KnownFailure) -> Iterator[str]:
-    """How its remedies were run, those for users of frameworks among them."""
+    """Returns how its remedies were run, those for users of frameworks among them."""
     yield from (run for run in (entry.remedy_run, *entry.remedies_run.values()) if run != NOT_RUN)
 
 

@@ -1,4 +1,4 @@
-"""What the catalogue asks of a run: its shard groups, whose shards are uneven, when its copies are done."""
+"""Tests what the catalogue asks of a run: its shard groups, whose shards are uneven, when its copies are done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a device cannot be told is refused."""
+"""Tests that what a device cannot be told is refused."""
 
 from __future__ import annotations
 

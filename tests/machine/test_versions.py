@@ -1,4 +1,4 @@
-"""What is installed against what is needed: by release, and in one sentence where it is too old or missing."""
+"""Tests what is installed against what is needed: by release, and in one sentence where it is too old or missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``--full`` selects beside the options that name axis values."""
+"""Tests what ``--full`` selects beside the options that name axis values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cases the options mean."""
+"""Tests which cases the options mean."""
 
 import itertools
 

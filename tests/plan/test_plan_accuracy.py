@@ -75,7 +75,7 @@ def _accuracy() -> ModuleType:
 def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[MemoryFile, argparse.Namespace]:
-    """What was measured, and of which sizes."""
+    """Returns what was measured, and of which sizes."""
     needs_emulation()
     ranks, options = _RUNS[request.param]
     directory = tmp_path_factory.mktemp("plan")

@@ -1,4 +1,4 @@
-"""What the plan reads of a configuration: devices and nodes, shard groups, and how much is computed at once."""
+"""Tests what the plan reads of a configuration: devices and nodes, shard groups, and how much is computed at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models can be planned, and what is counted while one runs on the meta device."""
+"""Tests which models can be planned, and what is counted while one runs on the meta device."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _NCCL_RUNS_ON = {
 
 
 def test_it_agrees_with_two_h200s() -> None:
-    """In verdict, exception, message, what was yielded, and what training did next, over the cases that both have.
+    """Compares verdict, exception, message, what was yielded, and what training did next, over the cases of both.
 
     A method or an axis value that is newer than the committed report is listed and not compared, so adding one
     needs no GPU.

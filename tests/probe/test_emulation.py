@@ -81,7 +81,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def hanging(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Those of them that hang, for which nobody waits as long."""
+    """Makes those of them hang for which nobody waits as long."""
     needs_emulation()
     cases = [case for case in _list_cases() if case in _HANGS]
     return _probe_cases(tmp_path_factory.mktemp("hanging"), *cases, options=("--timeout", "8"))

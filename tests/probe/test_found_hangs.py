@@ -42,7 +42,7 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 
 @pytest.mark.parametrize("name", _HANGS)
 def test_a_hang_costs_10_seconds_at_most_where_no_deadline_is_given(hanging: dict[str, Run], name: str) -> None:
-    """On a machine that has time for it, as the healthy case before it tells.
+    """Holds on a machine that has time for it, as the healthy case before it tells.
 
     Whatever makes a worker run for a moment, or wait for a disk, begins the five seconds
     anew: of two the cheaper one counts.
@@ -68,7 +68,7 @@ def test_the_reason_says_in_which_stage_and_for_how_long_and_the_case_after_it_i
 
 @pytest.fixture
 def busy_machine() -> Iterator[None]:
-    """As many processes that do nothing but work as there are processors."""
+    """Starts as many processes that do nothing but work as there are processors."""
     command = [sys.executable, "-c", "while True: pass"]
     busy = [subprocess.Popen(command) for _ in range(os.cpu_count() or 1)]
     yield

@@ -28,7 +28,7 @@ def _ids(run: Run) -> list[str]:
 
 
 def test_torchrun_with_the_launcher_file_of_a_checkout(tmp_path: pathlib.Path) -> None:
-    """From a copy of the checkout that is not installed: the file finds the package beside itself."""
+    """Runs from a copy of the checkout that is not installed: the file finds the package beside itself."""
     shutil.copytree(ROOT / "fsdp_doctor", tmp_path / "fsdp_doctor")
     shutil.copy(ROOT / "fsdp-doctor", tmp_path / "fsdp-doctor")
     done = torchrun("--nproc-per-node=2", "fsdp-doctor", "probe", *_TWO_CASES, env={"PYTHONPATH": ""}, cwd=tmp_path)
@@ -111,7 +111,7 @@ def test_last_failed_selects_the_bad_cases_of_a_report(half_bad: tuple[Run, path
 
 
 def test_the_command_alone_starts_two_ranks_and_writes_every_output(tmp_path: pathlib.Path) -> None:
-    """On two ranks where there is no accelerator; each output is the same again from the JSON."""
+    """Two ranks run where there is no accelerator; each output is the same again from the JSON."""
     files = {name: tmp_path / f"out.{name}" for name in ("json", "markdown", "junit", "svg")}
     flags = [word for name, file in files.items() for word in (f"--{name}", str(file))]
     command = str(pathlib.Path(sys.executable).parent / "fsdp-doctor")

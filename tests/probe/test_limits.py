@@ -1,4 +1,4 @@
-"""How long a stage may last, and how long the other ranks have once one is in trouble."""
+"""Tests how long a stage may last, and how long the other ranks have once one is in trouble."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_a_run_under_the_same_conditions_goes_on(tmp_path: pathlib.Path, partial
 def test_the_device_is_the_one_that_the_report_had_however_it_was_asked_for(
     tmp_path: pathlib.Path, partial: str
 ) -> None:
-    """As where ``auto`` found an accelerator that is not there now, and would find the emulated device."""
+    """Covers ``auto`` that found an accelerator which is not there now, and would find the emulated device."""
     asked_for_auto = partial.replace(" --device cpu", "")
     assert asked_for_auto != partial
     of_a_gpu = json.dumps(json.loads(asked_for_auto) | {"device": "cuda"})

@@ -115,7 +115,7 @@ def test_another_number_is_one_more_where_each_has_a_device(
 def test_one_device_has_no_other_number_of_ranks(
     tmp_path: pathlib.Path, saved_by: int, num_nodes: int, kind: str | None
 ) -> None:
-    """On several nodes the case says itself why it cannot be run."""
+    """A case of several nodes says itself why it cannot be run."""
     scenario = make_scenario(
         {"strategy": "fsdp2", "offload": "none", "staging": "unstaged", "phase": "fresh", "checkpoint": "other-world"}
     )

@@ -1,4 +1,4 @@
-"""What a method leaves behind in the process decides no later case."""
+"""Tests that what a method leaves behind in the process decides no later case."""
 
 from __future__ import annotations
 

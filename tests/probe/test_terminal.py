@@ -17,7 +17,7 @@ _SELECTED = ("--strategy", "fsdp2", "--offload", "none", "--method", "unshard,su
 
 
 def _probe_on_a_terminal() -> str:
-    """What a terminal of 100 columns is sent."""
+    """Returns what a terminal of 100 columns is sent."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "fsdp_doctor", "probe", "--device", "cpu", *_SELECTED]
     environment = os.environ | {"COLUMNS": "100", "TERM": "xterm", "PYTHONPATH": str(ROOT)}

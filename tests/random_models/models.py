@@ -197,7 +197,7 @@ def _shard_fsdp1(model: nn.Module, recipe: Recipe) -> nn.Module:
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:
-    """Of this rank's batch."""
+    """Computes the loss of this rank's batch."""
     return model(torch.full((), 1.0 + this_rank(), device=this_device()))
 
 

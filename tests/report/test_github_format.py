@@ -1,4 +1,4 @@
-"""What GitHub Actions is told: annotations that its runner reads, and a summary within its limit."""
+"""Tests what GitHub Actions is told: annotations that its runner reads, and a summary within its limit."""
 
 from __future__ import annotations
 

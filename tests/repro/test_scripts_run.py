@@ -41,7 +41,7 @@ def _committed() -> Report:
 
 @functools.cache
 def _reported_features() -> dict[str, frozenset[str]]:
-    """By case, the facts and the lines in which the scripts of the default matrix differ."""
+    """Maps each case to the facts and the lines in which the scripts of the default matrix differ."""
     features = {}
     for result in _committed().results:
         method = find_method(result.method, result.case.scenario.version)
@@ -53,7 +53,7 @@ def _reported_features() -> dict[str, frozenset[str]]:
 
 
 def _evidence_features() -> dict[str, frozenset[str]]:
-    """The same of the evidence of the catalogue's entries, which has other axes and other ways to fail."""
+    """Maps the evidence of the catalogue's entries so: it has other axes and other ways to fail."""
     features = {}
     for entry in read_catalogue():
         shown_here = entry.reproduced and not entry.evidence_device and entry.shows_on(torch.__version__)
@@ -149,7 +149,7 @@ def test_a_script_that_expects_another_end_ends_with_1(tmp_path: pathlib.Path) -
 
 
 def test_a_script_runs_under_torchrun_as_its_docstring_says(tmp_path: pathlib.Path) -> None:
-    """On the CPU, without any code of fsdp-doctor in the process."""
+    """Runs on the CPU, without any code of fsdp-doctor in the process."""
     file = tmp_path / "r.py"
     made = doctor("repro", "fsdp2/none/unstaged/summon_full_params", "--out", str(file))
     assert (made.code, made.stdout) == (0, "")

@@ -164,7 +164,7 @@ class Right:
 
 
 class Sharded(Right):
-    """The same on two ranks under FSDP2; the head has three rows, so its shards are uneven."""
+    """Program on two ranks under FSDP2; the head has three rows, so its shards are uneven."""
 
     ranks = 2
 
@@ -229,7 +229,7 @@ class Closure(Right):
 
 
 class TwoOptimizers(Right):
-    """Each layer has an optimizer of its own."""
+    """Program in which each layer has an optimizer of its own."""
 
     def list_trained(self) -> list[Any]:
         self.second = torch.optim.SGD(self.model[2].parameters(), lr=0.1, momentum=0.9)

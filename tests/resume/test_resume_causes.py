@@ -100,7 +100,7 @@ def test_what_was_not_loaded_is_found_in_a_program_that_does_not_repeat_itself(t
 
 
 def test_a_program_with_kernels_that_do_not_repeat_themselves_can_be_made_deterministic(tmp_path: pathlib.Path) -> None:
-    """Of a kernel that asks torch, as those of CUDA do."""
+    """Covers a kernel that asks torch, as those of CUDA do."""
     assert _judge("Unordered", tmp_path / "as-it-is").exit_code == 3
     assert _judge("Unordered", tmp_path / "deterministic", deterministic=True).exit_code == 0
 

@@ -17,7 +17,7 @@ _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"
 
 
 def test_the_job_of_the_tutorial_gets_the_answer_that_it_shows(tmp_path: pathlib.Path) -> None:
-    """With a ``sitecustomize`` of the user's, which runs in the job as it always does."""
+    """Adds a ``sitecustomize`` of the user's, which runs in the job as it always does."""
     job, _, answer, *_ = re.findall(r"^```\w*\n(.*?)^```", (ROOT / "docs" / "resume.md").read_text(), re.M | re.S)
     (tmp_path / "train.py").write_text(job)
     (tmp_path / "sitecustomize.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').close()")

@@ -1,1 +1,1 @@
-"""What tests share: how they start processes, and what they build in them."""
+"""Code that tests share: how they start processes, and what they build in them."""

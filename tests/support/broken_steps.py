@@ -89,7 +89,7 @@ class Job:
         return inner.module if isinstance(inner, FullyShardedDataParallel) else inner
 
     def compute_loss(self, seed: int = 0) -> torch.Tensor:
-        """Of this rank's batch."""
+        """Computes the loss of this rank's batch."""
         generator = torch.Generator().manual_seed(10 * seed + this_rank())
         return self.model(torch.randn(4, 3, generator=generator).to(this_device())).square().sum()  # type: ignore[no-any-return]
 

@@ -22,7 +22,7 @@ FSDP2 = f"{ACTOR}.strategy=fsdp2"
 
 
 def checked(*arguments: str, version: str = "all", world: int | None = None) -> CheckResult:
-    """For every version of torch, and of the framework unless one is given, whatever is installed here."""
+    """Checks for every version of torch, and of the framework unless one is given, whatever is installed here."""
     named = [str(CONFIGS / argument) if (CONFIGS / argument).is_file() else argument for argument in arguments]
     return check(named, framework_version=version, world_size=world, torch_version="all")
 
@@ -37,7 +37,7 @@ def use_of(result: CheckResult, role: str) -> Use:
 
 
 def ids(use: Use) -> list[str]:
-    """Of what is extracted."""
+    """Lists the ids of what is extracted."""
     return _of_direction(use, "out")
 
 
@@ -74,5 +74,5 @@ def entry(name: str, **trigger: tuple[str, ...]) -> KnownFailure:
 
 
 def cases_of_roles(result: CheckResult) -> dict[str, list[str]]:
-    """By role the ids of the cases, of a configuration whose version is given."""
+    """Maps each role to the ids of the cases, of a configuration whose version is given."""
     return {use.role: ids(use) for use in result.uses}

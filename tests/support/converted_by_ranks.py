@@ -123,7 +123,7 @@ def load_fsdp1(directory: pathlib.Path, model: Any, optimizer: Any) -> None:
 
 
 def load_fsdp2(directory: pathlib.Path, model: Any, optimizer: Any) -> None:
-    """As verl does, and with weights_only."""
+    """Loads as verl does, and with weights_only."""
     model.load_state_dict(torch.load(directory / f"model_{OF_RANK}", weights_only=True))
     optimizer.load_state_dict(torch.load(directory / f"optim_{OF_RANK}", weights_only=True))
 
@@ -137,7 +137,7 @@ def load_dcp(directory: pathlib.Path, model: Any, optimizer: Any) -> None:
 
 
 def load_whole(directory: pathlib.Path, model: Any, optimizer: Any) -> None:
-    """As accelerate does for FSDP1, and as set_optimizer_state_dict does for FSDP2."""
+    """Loads as accelerate does for FSDP1, and as set_optimizer_state_dict does for FSDP2."""
     weights = torch.load(directory / "pytorch_model_fsdp.bin", weights_only=True)
     state = torch.load(directory / "optimizer.bin", weights_only=True)
     if isinstance(model, FSDP):

@@ -188,7 +188,7 @@ def two_layers(edit: Callable[[dict[str, Any]], Any]) -> Damage:
 
 
 def to_bits(state: dict[str, Any]) -> None:
-    """As a program that took the buffer of bfloat16 for one of float32."""
+    """Writes the buffer of bfloat16 as if it were one of float32."""
     for name, tensor in state.items():
         if name != EMBED and tensor.ndim == 2:
             state[name] = torch.cat([tensor, tensor.flip(1)], 1).bfloat16().view(torch.float32)

@@ -70,7 +70,7 @@ def in_stream(stream: torch.Stream, do: Callable[[], Any]) -> Any:
 
 
 class Inputs:
-    """The same random tensors on either device: made on the CPU, then moved."""
+    """Random tensors that are the same on either device: made on the CPU, then moved."""
 
     def __init__(self, device: str) -> None:
         self.device = device

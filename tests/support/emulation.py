@@ -1,4 +1,4 @@
-"""Whether this machine can have the emulated device: it needs torch 2.10 and a C++ compiler."""
+"""Tells whether this machine can have the emulated device, which needs torch 2.10 and a C++ compiler."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Experts(nn.Module):
 
 
 def moe(count: int) -> nn.Module:
-    """Its norm and its router have the same values on all ranks, its experts none."""
+    """Makes a layer whose norm and router have the same values on all ranks, and whose experts have others."""
     torch.manual_seed(0)
     parts = {
         "norm": nn.LayerNorm(WIDTH),

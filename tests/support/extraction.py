@@ -1,4 +1,4 @@
-"""What the checks of the extraction share: models, ways to shard them, comparisons.
+"""Code that the checks of the extraction share: models, ways to shard them, comparisons.
 
 Expected values are those of the model before it was sharded.
 """
@@ -35,7 +35,7 @@ on_the_device = on_ranks(Setting("emulated", 2))
 
 @functools.cache
 def mesh_over(*shape: int) -> DeviceMesh:
-    """All ranks in one dimension, or in those of ``shape``."""
+    """Makes a mesh of all ranks in one dimension, or in those of ``shape``."""
     dims = shape or (world_size(),)
     return init_device_mesh(device_type(), dims, mesh_dim_names=("outer", "inner")[: len(dims)])
 
@@ -260,7 +260,7 @@ def raises_soon(kind: type[BaseException], *words: str) -> Iterator[None]:
 
 
 def raised_by(rank: int, kind: type[BaseException], *words: str) -> contextlib.AbstractContextManager[None]:
-    """That rank raises, and the others are told that it left; all of them soon, with these words."""
+    """Asserts that this rank raises, and that the others are soon told that it left, with these words."""
     if this_rank() == rank:
         return raises_soon(kind, *words)
     return raises_soon(RankLeft, f"rank {rank} left", *words)

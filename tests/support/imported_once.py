@@ -1,4 +1,4 @@
-"""What every rank needs: the fork server imports it, and no rank that is forked from it has to."""
+"""Imports what every rank needs, once in the fork server, so that no rank that is forked from it has to."""
 
 import importlib
 

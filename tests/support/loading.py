@@ -19,7 +19,7 @@ BUCKET_BYTES = 256 << 10
 
 
 def other_tensors(**dims: Any) -> Tensors:
-    """Of a model as ``new_net`` makes it, with other weights; the buffers are others, too."""
+    """Makes the tensors of a model as ``new_net`` makes it, with other weights and other buffers."""
     torch.manual_seed(7)
     net = Net(**dims)
     tensors = tensors_of(net)
@@ -51,7 +51,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def places_of(model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Of each parameter: which object it is, and where it and its shard lie."""
+    """Notes of each parameter which object it is, and where it and its shard lie."""
     return {
         name: (id(p), p.device, local_of(p).device, local_of(p).is_pinned(), p.dtype, p.requires_grad)
         for name, p in model.named_parameters()

@@ -11,7 +11,7 @@ from torch.distributed.tensor import distribute_tensor
 
 
 class Gathering(torch.optim.Optimizer):
-    """It keeps the whole momentum on each rank, as a Muon does that gathers gradients.
+    """Optimizer that keeps the whole momentum on each rank, as a Muon does that gathers gradients.
 
     drifts: the ranks' momenta are not the same. owners: one rank alone has that of each parameter.
     """
@@ -38,7 +38,7 @@ class Gathering(torch.optim.Optimizer):
 
 
 class Local(torch.optim.Optimizer):
-    """It computes with plain shards, and keeps its momentum as those."""
+    """Optimizer that computes with plain shards, and keeps its momentum as those."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -54,7 +54,7 @@ class Local(torch.optim.Optimizer):
 
 
 class OfRows(torch.optim.Optimizer):
-    """It keeps a value for each row, as Adafactor's factors are."""
+    """Optimizer that keeps a value for each row, as Adafactor's factors are."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 0.1})

@@ -1,4 +1,4 @@
-"""Where things are."""
+"""Places of the checkout."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a check ended on one rank."""
+    """Returns how a check ended on one rank."""
 
     kind: Literal["passed", "failed", "skipped"]
     text: str = ""
@@ -142,7 +142,7 @@ class _Group:
         return [outcomes.get(rank, stuck) for rank in range(len(self._ours))]
 
     def _outcome(self, rank: int) -> Outcome | None:
-        """None while the rank is still at it."""
+        """Returns the outcome; None while the rank is still at it."""
         process = self._job.ranks[rank]
         try:
             if self._ours[rank].poll():

@@ -51,7 +51,7 @@ def shard(model: Any) -> Any:
 
 
 def try_family(family: str, directory: pathlib.Path) -> dict[str, str]:
-    """By direction, "yes" or what is wrong. All ranks must call it; rank 0's answers count."""
+    """Maps each direction to "yes" or what is wrong. All ranks must call it; rank 0's answers count."""
     disk = {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
     plain = new_family(family, seed=_SAVED_SEED)
     expected: State = {name: t.detach().clone() for name, t in plain.state_dict().items()}
@@ -104,7 +104,7 @@ def _save(model: nn.Module, kind: Any, config: Any, expected: State) -> str:
 
 
 def _announce(model: nn.Module, disk: State) -> str:
-    """What the engines are given: the tensors of the files, and the second names of tied ones."""
+    """Returns what the engines are given: the tensors of the files, and the second names of tied ones."""
     announced = fsdp_doctor.weights_info(model, names="auto")
     tensors = dict(fsdp_doctor.engines.verl_weights(model)[0])
     if any((info.shape, info.dtype) != (tensors[name].shape, tensors[name].dtype) for name, info in announced.items()):

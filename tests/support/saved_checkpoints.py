@@ -189,7 +189,7 @@ def save_flat_parameters(directory: pathlib.Path) -> None:
 
 
 def say_packed(directory: pathlib.Path) -> None:
-    """As with torch's ZStandard extension: what is packed is not looked at."""
+    """Says that it is packed, as torch's ZStandard extension does: what is packed is not looked at."""
 
     def edit(metadata: Any) -> None:
         for info in metadata.storage_data.values():

@@ -1,4 +1,4 @@
-"""What a script of a framework's users needs before it, to run on the emulated device."""
+"""Code that a script of a framework's users needs before it, to run on the emulated device."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 @functools.cache
 def trained_on_cpu(dims: Dims = EVEN, steps: int = STEPS) -> tuple[Tensors, Losses]:
-    """On the CPU, in one process, on the batches of all ranks."""
+    """Trains on the CPU, in one process, on the batches of all ranks."""
     net = new_net(dims)
     losses = train(net, adamw(net), ranks=all_ranks(), steps=range(steps), vocabulary=dims.vocabulary)
     return weights_of(net), losses
@@ -130,7 +130,7 @@ def trained_on_cpu(dims: Dims = EVEN, steps: int = STEPS) -> tuple[Tensors, Loss
 
 @functools.cache
 def gradients_on_cpu(dims: Dims = EVEN, steps: int = 1) -> Tensors:
-    """On the CPU, in one process, of all ranks, summed over the steps."""
+    """Computes on the CPU, in one process, the gradients of all ranks, summed over the steps."""
     net = new_net(dims)
     for step in range(steps):
         backward(net, step, all_ranks(), torch.device("cpu"), dims.vocabulary)
@@ -178,14 +178,14 @@ def group_of_the_device_alone() -> dist.ProcessGroup:
 
 
 def allocated_bytes() -> int:
-    """What garbage held before is given back, so that nothing but the caller can change it."""
+    """Counts after garbage has given its memory back, so that nothing but the caller can change it."""
     gc.collect()
     return torch.get_device_module("emulated").memory_allocated()
 
 
 @contextlib.contextmanager
 def shared_directory() -> Iterator[str]:
-    """The same for all ranks."""
+    """Makes a directory that is the same for all ranks."""
     name = [tempfile.mkdtemp() if this_rank() == 0 else None]
     dist.broadcast_object_list(name)
     yield name[0]
@@ -220,7 +220,7 @@ def assert_close_losses(actual: Losses, expected: Losses) -> None:
 
 
 def part_of(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """This rank's shard, as torch.chunk deals them out: the last ranks may get less or nothing."""
+    """Takes this rank's shard, as torch.chunk deals them out: the last ranks may get less or nothing."""
     chunks = tensor.chunk(world_size(), dim)
     return chunks[this_rank()] if this_rank() < len(chunks) else tensor.narrow(dim, 0, 0)
 

@@ -25,7 +25,7 @@ _PAGE = (ROOT / "docs" / "versions.md").read_text()
 
 
 def _counts(number: int, cases: list[MergedCase]) -> tuple[int, int, int, int]:
-    """In the environment of that number: ok, bad, not measurable, and without a verdict."""
+    """Counts in the environment of that number: ok, bad, not measurable, and without a verdict."""
     kinds = Counter(_MERGED.show(case, number) for case in cases)
     not_run = kinds["unsupported"] + kinds["skipped"] + kinds["not run"]
     good, unmeasurable = kinds["ok"] + kinds["refused"], kinds["unmeasurable"]

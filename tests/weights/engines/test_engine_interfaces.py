@@ -1,4 +1,4 @@
-"""What an engine's own receiving code makes of what we give it is the model before it was sharded."""
+"""Tests that what an engine's own receiving code makes of what we give it is the model before it was sharded."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_source_that_is_closed_lets_the_other_ranks_go_on_while_an_error_is_ha
 
 
 def _through_packing(vllm: object, source: object) -> dict[str, torch.Tensor]:
-    """As vLLM's senders pack what they read and its workers unpack it; a dtype by itself, for alignment."""
+    """Packs as vLLM's senders and unpacks as its workers do; a dtype by itself, for alignment."""
     packing = vllm.packed_tensor  # type: ignore[attr-defined]
     if packing is None:
         return dict(source.iter_full())  # type: ignore[attr-defined]
@@ -193,7 +193,7 @@ def test_vllm_reads_shards_by_their_placements_by_its_own_code() -> None:
 
 
 def _assert_shapes_of_m2n(m2n: object, source: object, local: dict[str, torch.Tensor]) -> None:
-    """Where a tensor is divided evenly vLLM's NCCL M2N expects these shapes; others it refuses."""
+    """Asserts the shapes that vLLM's NCCL M2N expects where a tensor is divided evenly; others it refuses."""
     checked = 0
     for one in source.metadata:  # type: ignore[attr-defined]
         if one.shape and one.placements and one.shape[0] % world_size() == 0:

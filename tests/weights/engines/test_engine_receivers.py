@@ -46,7 +46,7 @@ class _Fused(nn.Module):
 
 
 def _reload(layerwise: Any, sent: Sequence[str]) -> tuple[torch.Tensor, FingerprintSums]:
-    """What vLLM's reload makes of halves that are sent, and the sums of what arrived."""
+    """Returns what vLLM's reload makes of halves that are sent, and the sums of what arrived."""
     model = nn.Module()
     model.fused = _Fused()
     layerwise.record_metadata_for_reloading(model)

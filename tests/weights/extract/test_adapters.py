@@ -121,7 +121,7 @@ def test_merged_in_bfloat16_is_the_cast_of_the_merge_in_float32() -> None:
 
 
 def _ordinal(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a bfloat16 number among all of them."""
+    """Numbers a bfloat16 among all of them."""
     bits = tensor.view(torch.int16).int()
     return torch.where(bits < 0, -(bits & 0x7FFF), bits)
 

@@ -19,7 +19,7 @@ from fsdp_doctor.weights.transport import rank_groups
 
 
 class Router(nn.Module):
-    """Its bias is moved by each rank's own tokens, as of models without an auxiliary loss."""
+    """Router whose bias is moved by each rank's own tokens, as of models without an auxiliary loss."""
 
     def __init__(self) -> None:
         super().__init__()

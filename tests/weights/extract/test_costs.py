@@ -1,4 +1,4 @@
-"""What a call costs, counted: collectives, what they carry, copies and memory of the device."""
+"""Tests what a call costs, counted: collectives, what they carry, copies and memory of the device."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ROOT = ((151936, WIDTH), (WIDTH,))
 
 
 def _qwen3_4b(ranks: int) -> list[FlatUnit]:
-    """As FSDP1 has it: a unit for each layer, and one of the embedding and the last norm."""
+    """Makes the model as FSDP1 has it: a unit for each layer, and one of the embedding and the last norm."""
     group = ShardGroup(None, tuple(range(ranks)), ranks, 0, torch.device("cuda", 0))  # type: ignore[arg-type]
     return [_unit(place, shapes, group) for place, shapes in enumerate([ROOT, *[LAYER] * LAYERS])]
 
@@ -111,7 +111,7 @@ def _qwen3_4b_by_rows(ranks: int) -> list[Rows]:
 
 
 def _by_rows(units: list[FlatUnit]) -> list[Rows]:
-    """As FSDP2 has it, each tensor on its own, the embedding first."""
+    """Divides as FSDP2 does, each tensor on its own, the embedding first."""
     found = []
     for unit in units:
         for span in unit.spans:
@@ -303,7 +303,7 @@ def test_fused_experts_stay_within_what_is_promised_and_the_next_is_loaded_besid
 
 @on_the_device
 def test_parts_of_units_stay_within_what_is_promised_beside_experts_as_large_as_a_bucket() -> None:
-    """Where a bucket had several parts of a unit, a tensor that they had begun was not counted: 24 MiB of 17."""
+    """Covers buckets with several parts of a unit, where a tensor that they had begun was not counted: 24 MiB of 17."""
     bucket = 8 * MIB
     model = nn.Sequential(*(FullyShardedDataParallel(FusedExperts(8, 8, 8), device_id=this_device()) for _ in range(2)))
     model = FullyShardedDataParallel(model, device_id=this_device())

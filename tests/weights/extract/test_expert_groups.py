@@ -54,7 +54,7 @@ GATHERING: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def _refused(call: Callable[[nn.Module], Any], model: nn.Module) -> list[str]:
-    """What each rank said."""
+    """Returns what each rank said."""
     try:
         call(model)
     except PlanMismatch as error:
@@ -181,7 +181,7 @@ def test_copies_under_tensor_parallelism_are_extracted_although_they_have_drifte
 
 @on_four_devices
 def test_what_only_the_replicas_of_hsdp_shard_is_extracted() -> None:
-    """As a frozen tower, of which no gradients are reduced, beside a model under HSDP."""
+    """Covers a frozen tower, whose gradients are not reduced, in a model under HSDP."""
     model: Any = moe(4)
     expected = tensors_of(model)
     mesh = grid("replicate", "shard")

@@ -225,7 +225,7 @@ def test_an_fsdp1_unit_of_several_buckets_comes_in_strips() -> None:
 
 @everywhere
 def test_an_empty_parameter_in_an_fsdp1_unit_is_yielded_once() -> None:
-    """In the middle of the unit, and at its end, which is the end of the last rank's shard."""
+    """Covers the middle of the unit and its end, which is the end of the last rank's shard."""
     long, empty = 16 * world_size(), 0
     for lengths in ((long, empty, long), (long, empty)):
         for use_orig_params in (False, True):
@@ -377,7 +377,7 @@ def test_a_cast_leaves_what_is_not_floating_point_as_it_is() -> None:
 
 @everywhere
 def test_tensors_of_several_dtypes_in_one_bucket_are_as_before_sharding() -> None:
-    """Of their own, and by keep_dtype."""
+    """Covers dtypes of their own, and keep_dtype."""
     for group, shard in (("fsdp2", _whole_fsdp2), ("fsdp1", _whole_fsdp1)):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 6))

@@ -53,7 +53,7 @@ Average = dict[str, torch.Tensor]
 
 
 def _averaged(model: nn.Module, steps: int = 3) -> Average:
-    """As trainers keep it: float64 shards of the parameters that train, moved after each step."""
+    """Averages as trainers do: float64 shards of the parameters that train, moved after each step."""
     average = {n: p.detach().clone().double() for n, p in model.named_parameters() if p.requires_grad}
     for step in range(steps):
         train_step(model, step)

@@ -27,7 +27,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def _in_hub_names(model: nn.Module) -> Tensors:
-    """Of the unsharded model."""
+    """Names the tensors of the unsharded model."""
     state = model.state_dict()
     return {name: view.read(state[view.name]).detach().cpu() for name, view in read_hub_view(model).items()}
 

@@ -124,7 +124,7 @@ def _like(old: Any, local: torch.Tensor) -> nn.Parameter:
 
 @on_the_device
 def test_a_change_of_the_model_is_in_the_next_call() -> None:
-    """As in what a model yields that was changed before its first call."""
+    """Equals what a model yields that was changed before its first call."""
     for change in CHANGES:
         model, other = fsdp2(new_net(**EVEN)), fsdp2(new_net(**EVEN))
         before = extracted(model)
@@ -240,7 +240,7 @@ def test_adapters_that_are_added_switched_or_disabled_between_calls_are_noticed(
 
 @everywhere
 def test_a_model_that_is_sharded_over_another_group_of_the_same_ranks_has_another_plan() -> None:
-    """Of which torch says that the meshes are equal."""
+    """Covers meshes that torch says are equal."""
     every = list(range(world_size()))
     mesh = DeviceMesh.from_group(dist.new_group(every), device_type(), every, mesh_dim_names=mesh_over().mesh_dim_names)
     assert mesh == mesh_over()

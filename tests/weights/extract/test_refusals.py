@@ -1,4 +1,4 @@
-"""What is refused, on one rank alone too, is known to all of them, and the next call of the same model works."""
+"""Tests that all ranks know what one refuses, and that the next call of the same model works."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_arguments_that_make_no_sense_on_one_rank_are_refused_on_every_rank() ->
 
 @everywhere
 def test_what_is_refused_of_a_model_without_shards_is_known_to_the_ranks_that_wait_with_theirs() -> None:
-    """Who they are is not in that model."""
+    """The model does not say who they are."""
     model, odd = fsdp2(new_net()), world_size() - 1
     expected = extracted(model)
     whole: Any = new_net().to(this_device())
@@ -129,7 +129,7 @@ def test_an_fsdp1_unit_on_the_meta_device_of_one_rank_is_known_to_all() -> None:
 
 @everywhere
 def test_a_pipeline_that_cannot_be_made_on_one_rank_is_known_to_all() -> None:
-    """As where there is no stream to be had."""
+    """Covers a rank that can have no stream."""
     pytest.importorskip("peft")
     model, with_adapters = fsdp2(new_net()), shard_qwen2(adapted())
     expected = extracted(model)
@@ -195,7 +195,7 @@ def test_the_dtype_and_device_asked_for_are_delivered() -> None:
 
 
 def test_one_tensor_is_held_at_a_time() -> None:
-    """What was yielded and dropped is gone before the next is made."""
+    """A tensor that was yielded and dropped is gone before the next is made."""
     entries = full_tensors(nn.Linear(2, 2))
     _, tensor = next(entries)
     held = weakref.ref(tensor)

@@ -92,7 +92,7 @@ def _used(**options: Any) -> nn.Module:
 
 
 def _forward_of(tensors: Tensors, **options: Any) -> torch.Tensor:
-    """By a model that had these weights before it was sharded."""
+    """Computes the forward of a model that had these weights before it was sharded."""
     net = new_net(**_DIMS)
     net.load_state_dict(tensors, strict=False)
     with torch.no_grad():
@@ -151,7 +151,7 @@ def test_a_parameter_that_is_swapped_for_one_of_another_layout_is_refused_by_nam
 
 @everywhere
 def test_an_extraction_after_a_change_is_what_the_next_forward_uses_or_is_refused_by_name() -> None:
-    """With a plan that was made before the change, and with one that is made after it."""
+    """Covers a plan that was made before the change, and one that is made after it."""
     expected = tensors_of(new_net(**_DIMS))
     is_kept = itertools.cycle((True, False, False, True, True))
     for options, change in itertools.product(_policies(), (*FOLLOWED, *MOVED, _replaced)):

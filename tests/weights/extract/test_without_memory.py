@@ -82,7 +82,7 @@ def test_nothing_is_allocated_between_a_ranks_promise_and_the_collectives() -> N
 
 @on_the_device
 def test_a_merge_that_has_no_memory_on_one_rank_leaves_no_rank_waiting() -> None:
-    """Its factors have memory before it promises; the products are computed after that."""
+    """The factors have memory before the rank promises; the products are computed after that."""
     pytest.importorskip("peft")
     for model in (shard_qwen2(adapted()), shard_qwen1(adapted())):
         expected = extracted(model, bucket_bytes=1 << 16)
@@ -203,7 +203,7 @@ def test_memory_that_others_take_while_the_caller_has_a_tensor_leaves_no_rank_wa
 
 
 def _ended(model: nn.Module, options: dict[str, Any], expected: dict[str, torch.Tensor], place: int) -> str:
-    """What an extraction raises in which rank 1 has no more memory from the tensor at that place on."""
+    """Returns what an extraction raises in which rank 1 has no more memory from the tensor at that place on."""
     device = accelerator()
     begin = time.monotonic()
     try:

@@ -73,7 +73,7 @@ def test_every_form_has_the_fingerprint_of_the_model(model: nn.Module, tmp_path:
 
 
 def command(*paths: pathlib.Path, **options: Any) -> int:
-    """Its exit code."""
+    """Runs the command and returns its exit code."""
     with pytest.raises(SystemExit) as ended:
         (diff_command if len(paths) > 1 else fingerprint_command)(
             **dict(zip(("checkpoint", "other"), paths, strict=False)), **options

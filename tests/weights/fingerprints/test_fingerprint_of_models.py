@@ -65,7 +65,7 @@ def assert_equal(actual: Fingerprints, expected: Fingerprints) -> None:
 
 
 def taken(model: nn.Module, **options: Any) -> Fingerprints:
-    """Of the shards where they lie, which is what a sync sums of them on their way."""
+    """Sums the shards where they lie, as a sync does on their way."""
     trained = RepeatedFingerprint(model, **options)
     for _ in range(2):
         names = [name for name, _ in trained.full_tensors()]

@@ -25,7 +25,7 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.float8
 
 
 def defined(tensor: torch.Tensor) -> list[int]:
-    """As ``keyed_sum`` says it, word by word, in Python's numbers."""
+    """Computes as ``keyed_sum`` says it, word by word, in Python's numbers."""
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     data += b"\0" * (-len(data) % 4)
     lanes = [0, 0]
@@ -47,7 +47,7 @@ def _key(counter: int, family: int) -> int:
 
 
 def divisions(tensor: torch.Tensor) -> dict[str, list[IndexedBlock]]:
-    """The same tensor in several ways: the sums of each must be the same."""
+    """Divides one tensor in several ways: the sums of each must be the same."""
     flat, (rows, columns) = tensor.reshape(-1), tensor.shape
     left, right = tensor[:, :44].contiguous(), tensor[:, 44:].contiguous()
     shifted = torch.empty(flat.numel() + 1, dtype=tensor.dtype)[1:].copy_(flat)
@@ -67,7 +67,7 @@ def divisions(tensor: torch.Tensor) -> dict[str, list[IndexedBlock]]:
 
 
 def large_blocks() -> list[list[IndexedBlock]]:
-    """Of several programs of the kernel: words, and more dims than two."""
+    """Makes blocks of several programs of the kernel: words, and more dims than two."""
     tensor, sizes, strides = torch.randn(2, 3, 40, 150).bfloat16(), (2, 3, 40, 75), (18000, 6000, 150, 2)
     halves = [IndexedBlock(0, tensor[..., at::2].contiguous(), at, sizes, strides) for at in (0, 1)]
     return [[make_range_block(0, torch.randn(200_001), 17)], halves]

@@ -129,7 +129,7 @@ def _names_in(text: str) -> set[str]:
 
 
 def test_a_private_name_in_a_script_is_one_whose_loss_is_told() -> None:
-    """Those of ``weights.fsdp.private`` raise PrivateApiGone, in tests of theirs."""
+    """Names of ``weights.fsdp.private`` raise PrivateApiGone, in tests of theirs."""
     told = {name for path in _HOME.glob("*.py") for name in _names_in(path.read_text(encoding="utf-8"))}
     used = {
         name: str(path.relative_to(_PACKAGE))

@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds: against torch.chunk, mesh dim by mesh dim."""
+"""Tests which part of a tensor a rank holds: against torch.chunk, mesh dim by mesh dim."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ def test_a_lazy_module_is_refused_by_every_function() -> None:
 
 
 def float8_model() -> nn.Module:
-    """Its rows divide by 2 and 3 ranks, as torchao's hook of the gather expects."""
+    """Makes a model whose rows divide by 2 and 3 ranks, as torchao's hook of the gather expects."""
     float8 = pytest.importorskip("torchao.float8")
     torch.manual_seed(0)
     config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)

@@ -1,4 +1,4 @@
-"""What a load takes while it runs, what it leaves alone, and tensors that few models have."""
+"""Tests what a load takes while it runs, what it leaves alone, and tensors that few models have."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_adapters_and_the_weights_below_them_are_loaded_under_their_own_names() 
 
 
 class _Rare(nn.Module):
-    """Of dtypes and shapes that few models have."""
+    """Model of dtypes and shapes that few models have."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

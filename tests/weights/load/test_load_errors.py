@@ -1,4 +1,4 @@
-"""What cannot be loaded is an error on every rank, soon, which says whether anything was written."""
+"""Tests that what cannot be loaded is soon an error on every rank, which says whether anything was written."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ OTHERS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
 
 @everywhere
 def test_a_rank_with_files_of_its_own_that_differ_is_an_error_on_every_rank_and_nothing_is_written() -> None:
-    """As where each node has a disk of its own."""
+    """Covers nodes with a disk of their own."""
     for change, message in OTHERS.values():
         model = fsdp2(new_net())
         before, tensors = extracted(model), _saved(other_tensors())
@@ -206,14 +206,14 @@ def test_a_file_that_gets_shorter_while_it_is_read_is_an_error_on_every_rank() -
 
 
 def _overwrite(path: pathlib.Path) -> None:
-    """With as many bytes, in the same file."""
+    """Overwrites as many bytes, in the same file."""
     with path.open("r+b") as file:
         file.seek(-4096, os.SEEK_END)
         file.write(bytes(4096))
 
 
 def _replace(path: pathlib.Path) -> None:
-    """With a file of the same size and time."""
+    """Replaces by a file of the same size and time."""
     before = path.stat()
     other = path.with_suffix(".new")
     other.write_bytes(path.read_bytes())

@@ -37,7 +37,7 @@ SOURCES: dict[str, Callable[[Tensors], Any]] = {
 
 
 def _refused(call: Callable[[], object]) -> list[str]:
-    """What each rank said."""
+    """Returns what each rank said."""
     try:
         call()
     except LoadError as error:
@@ -46,7 +46,7 @@ def _refused(call: Callable[[], object]) -> list[str]:
 
 
 def _experts(model: Any) -> torch.Tensor:
-    """This rank's, as they lie."""
+    """Takes this rank's experts, as they lie."""
     parameter = model.experts.up if isinstance(model.experts.up, nn.Parameter) else next(model.experts.parameters())
     return local_of(parameter).detach().cpu().clone()
 
@@ -64,7 +64,7 @@ def test_experts_on_meshes_of_some_ranks_are_left_as_they_are_and_refused_with_a
 
 @on_four_devices
 def test_plain_experts_are_left_as_they_are_and_refused_with_all_groups() -> None:
-    """From the full state dict of such a model, which has the experts of rank 0."""
+    """Loads the full state dict of such a model, which has the experts of rank 0."""
     for source in SOURCES.values():
         model = plain()
         before = _experts(model)
@@ -86,7 +86,7 @@ def test_a_source_without_the_experts_is_loaded() -> None:
 
 @on_four_devices
 def test_plain_copies_of_other_values_are_loaded_once_they_are_made_alike() -> None:
-    """As each rank has made them at random."""
+    """Covers copies that each rank has made at random."""
     model: Any = plain()
     expected = half_of(1)
     assert all(NAME in one for one in _refused(lambda: load_full_tensors(model, expected)))
@@ -97,7 +97,7 @@ def test_plain_copies_of_other_values_are_loaded_once_they_are_made_alike() -> N
 
 @on_four_devices
 def test_what_tensor_parallelism_copies_may_differ_before_a_load() -> None:
-    """As a rank whose memory is empty until then; the load makes copies of it."""
+    """Covers a rank whose memory is empty until then; the load makes copies of it."""
     model: Any = tensor_parallel(((0, 1, 2, 3),))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -139,7 +139,7 @@ def test_moments_of_experts_are_loaded_along_the_mesh_that_the_caller_names() ->
 
 
 def _part_of(model: Any, mesh: DeviceMesh, full: torch.Tensor) -> torch.Tensor:
-    """This rank's part of what the experts' parameter is a part of, by its own mesh."""
+    """Takes this rank's part of what the experts' parameter is a part of, by its own mesh."""
     group = full.chunk(mesh.size())[mesh.get_local_rank()]
     return (
         distribute_tensor(group, up.device_mesh, up.placements, src_data_rank=None).to_local().cpu()
@@ -158,7 +158,7 @@ def test_experts_that_are_distributed_over_all_ranks_are_loaded() -> None:
 
 
 def _optimizers() -> Iterator[tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]]:
-    """With the state of the experts of rank 0, and of nothing else."""
+    """Makes optimizers with the state of the experts of rank 0, and of nothing else."""
     for build in (plain, ON_MESHES["columns of a mesh"][1]):
         model: Any = build()
         state = {key: torch.ones_like(half_of(0)[NAME]) for key in ("exp_avg", "exp_avg_sq")}

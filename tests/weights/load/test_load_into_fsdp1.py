@@ -358,7 +358,7 @@ def test_an_original_parameter_in_other_memory_is_extracted_and_loaded_as_torch_
     weights = _other_weights()
 
     def swapped() -> Any:
-        """As an exponential moving average is swapped in, after a first extraction has kept its plan."""
+        """Swaps weights as an exponential moving average is swapped in, after a first extraction has kept its plan."""
         model = _model(use_orig_params=True)
         _loss(model).backward()
         model.zero_grad()

@@ -210,7 +210,7 @@ def test_a_model_under_tensor_parallelism_is_filled() -> None:
 
 
 def _own_part(full: torch.Tensor, mesh: torch.Tensor, placements: Sequence[Any]) -> torch.Tensor:
-    """By torch.chunk: tensor parallelism, over the last dim of the mesh, divides first, and FSDP what that leaves."""
+    """Takes the part by torch.chunk: tensor parallelism, over the mesh's last dim, divides first, FSDP the rest."""
     here = (mesh == this_rank()).nonzero()[0].tolist()
     for size, place, placement in reversed(list(zip(mesh.shape, here, placements, strict=True))):
         chunks = [*full.chunk(size, placement.dim), *[full.narrow(placement.dim, 0, 0)] * size]
@@ -298,7 +298,7 @@ def test_rank_0_fills_the_optimizer_of_what_tensor_parallelism_does_not_divide()
 
 @on_ranks(Setting("cpu", 4))
 def test_what_is_on_a_mesh_of_some_ranks_that_is_no_part_of_that_of_all_is_not_filled() -> None:
-    """As where experts are divided over other ranks than the rest: nothing says whether each group has the same."""
+    """Covers experts divided over other ranks than the rest: nothing says whether each group has the same."""
     net = nn.Sequential(OrderedDict(all=nn.Linear(8, 8, bias=False), some=nn.Linear(8, 8, bias=False)))
     fully_shard(net.all, mesh=mesh_over())
     half = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("groups", "half"))["half"]

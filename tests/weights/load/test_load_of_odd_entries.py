@@ -1,4 +1,4 @@
-"""What a model has beside the tensors of a checkpoint: the report of a load names what it did not bring."""
+"""Tests what a model has beside the tensors of a checkpoint: the report of a load names what it did not bring."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_another_models_extra_state_is_superfluous() -> None:
 
 
 class Ambiguous(nn.Linear):
-    """Its child is called as torch.compile calls what it wraps."""
+    """Module whose child is called as torch.compile calls what it wraps."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)

@@ -61,14 +61,14 @@ ON_DEVICE: dict[str, Callable[[], nn.Module]] = {
 
 
 def full_state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """On every rank, on the host."""
+    """Gathers the full state on every rank, on the host."""
     state = get_optimizer_state_dict(model, optimizer, options=_FULL)
     on_host = {n: {k: v.cpu() if torch.is_tensor(v) else v for k, v in e.items()} for n, e in state["state"].items()}
     return {"state": on_host, "param_groups": state["param_groups"]}
 
 
 def assert_same_state(actual: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> None:
-    """Of this rank, tensor by tensor: dtype, device and bits; and the options."""
+    """Compares this rank's tensors one by one: dtype, device and bits; and the options."""
     for ours, theirs in zip(actual.param_groups, expected.param_groups, strict=True):
         assert {k: v for k, v in ours.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
         for one, other in zip(ours["params"], theirs["params"], strict=True):
@@ -280,7 +280,7 @@ def test_a_number_of_steps_becomes_what_the_optimizer_has() -> None:
 
 
 class _Counting(torch.optim.Optimizer):
-    """It counts its steps in numbers, as optimizers outside of torch do."""
+    """Optimizer that counts its steps in numbers, as some outside of torch do."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})

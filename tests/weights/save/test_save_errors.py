@@ -30,7 +30,7 @@ from fsdp_doctor.weights.save.writing import Writer
 
 
 def contents(directory: pathlib.Path) -> dict[str, bytes]:
-    """Of all files, hidden ones too."""
+    """Reads all files, hidden ones too."""
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 

@@ -1,4 +1,4 @@
-"""What is saved is the model before it was sharded, for every strategy; written by each rank at its place."""
+"""Tests that what each rank saves at its place is the model before it was sharded, for every strategy."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def trained(build: Callable[[], nn.Module]) -> tuple[nn.Module, torch.optim.Opti
 
 
 def full_state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """On every rank."""
+    """Gathers the full state on every rank."""
     return get_optimizer_state_dict(model, optimizer, options=_FULL)
 
 
@@ -130,7 +130,7 @@ def _in_steps(optimizer_type: Any, build: Callable[[], nn.Module] = BUILDS["rows
 
 
 def _full_momentum(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """What the momentum is as a whole, of an optimizer that keeps it in any way."""
+    """Returns what the momentum is as a whole, of an optimizer that keeps it in any way."""
     full = {}
     for name, parameter in model.named_parameters():
         held = of_all_ranks(optimizer.state.get(parameter, {}).get("momentum"))
@@ -143,7 +143,7 @@ def _full_momentum(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 
 @on_ranks(Setting("emulated", 2), Setting("cpu", 1), Setting("cpu", 3))
 def test_whose_a_tensor_is_follows_from_its_shape_on_all_ranks() -> None:
-    """Of some parameters one rank's shard is all; another rank has none of them."""
+    """Covers parameters of which one rank's shard is all, and another rank has none."""
     for optimizer_type, options in ((Gathering, {}), (Gathering, {"owners": True}), (Local, {})):
         model, optimizer = _in_steps(optimizer_type, **options)
         expected = _full_momentum(model, optimizer)
@@ -172,7 +172,7 @@ class _SkipsOneStep(torch.optim.AdamW):
 
 
 class _WithLists(Local):
-    """As L-BFGS keeps its history."""
+    """Optimizer with lists, as L-BFGS keeps its history."""
 
     def step(self) -> None:  # type: ignore[override]
         super().step()
@@ -181,7 +181,7 @@ class _WithLists(Local):
 
 
 class _Counting(Local):
-    """It counts its steps under a key of its own, as some optimizers outside of torch do."""
+    """Optimizer that counts its steps under a key of its own, as some outside of torch do."""
 
     def step(self) -> None:  # type: ignore[override]
         super().step()

@@ -315,7 +315,7 @@ def _said(leaver: int) -> tuple[str, ...]:
 
 @on_four
 def test_a_bucket_that_fails_on_one_rank_first_middle_or_last_leaves_no_rank_waiting() -> None:
-    """As where the device has no more memory: it is asked for once more, for the others' sake."""
+    """Covers a device without more memory: it is asked for once more, for the others' sake."""
     leaver = world_size() - 1
     model, expected = sharded_net()
     buckets = num_buckets(model)

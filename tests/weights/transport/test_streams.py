@@ -117,7 +117,7 @@ def _shapes() -> Iterator[Callable[[], nn.Module]]:
 
 
 def _packed_in_turns(tensors: Iterator[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-    """As a sender with two buffers: each on a stream of its own, on which it takes tensors and packs them."""
+    """Packs as a sender with two buffers: each on a stream of its own, on which it takes tensors and packs them."""
     streams = [accelerator().Stream(this_device()) for _ in range(2)]
     packed = []
     for stream in itertools.cycle(streams):
@@ -146,7 +146,7 @@ def _unpacked_in_turns(tensors: Iterator[tuple[str, torch.Tensor]]) -> list[torc
 
 
 def _stopped_early(tensors: ClosingIterator[Any]) -> None:
-    """What was still being loaded is let go of, and its memory is allocated again."""
+    """Stops early: what was still being loaded is let go of, and its memory is allocated again."""
     streams = itertools.cycle([accelerator().Stream(this_device()) for _ in range(2)])
     for stream in itertools.islice(streams, 7):
         with accelerator().stream(stream):
@@ -159,7 +159,7 @@ def _stopped_early(tensors: ClosingIterator[Any]) -> None:
 
 @on_the_device
 def test_tensors_may_be_taken_on_other_streams_in_turns() -> None:
-    """Of what is yielded, nobody else writes to its memory before the stream that took it has read it."""
+    """Nobody writes to the memory of what is yielded before the stream that took it has read it."""
     for build in _shapes():
         model = build()
         pulls: list[Callable[[], Iterator[tuple[str, torch.Tensor]]]] = [
@@ -200,7 +200,7 @@ ROWS = {"large_rows": 9001}
 
 
 def _offloaded() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """Of which each rank has 9 MiB, in pageable memory."""
+    """Makes a model of which each rank has 9 MiB, in pageable memory."""
     model = fsdp2(new_net(**ROWS))
     expected = extracted(model)
     model.to("cpu")
@@ -257,7 +257,7 @@ def test_what_counts_as_read_is_referred_to_by_no_thread() -> None:
 
 @on_the_device
 def test_without_threads_or_with_less_pinned_memory_the_values_are_the_same() -> None:
-    """On one rank alone, too."""
+    """Covers one rank alone, too."""
     model, expected = _offloaded()
     half = {"dtype": torch.bfloat16, "keep_dtype": INTEGERS}
     for missing in (_threads(0), _threads(1), _pinned(0), _pinned(2), [*_threads(0), *_pinned(0)]):
@@ -270,7 +270,7 @@ def test_without_threads_or_with_less_pinned_memory_the_values_are_the_same() ->
 
 
 def _threads(most: int) -> list[Any]:
-    """As where the system starts no more than so many."""
+    """Has the system start no more than so many."""
     start, started = threading.Thread.start, iter(range(1 << 30))
 
     def limited(self: threading.Thread) -> None:
@@ -282,7 +282,7 @@ def _threads(most: int) -> list[Any]:
 
 
 def _pinned(most: int) -> list[Any]:
-    """As where the system pins no more than so many chunks."""
+    """Has the system pin no more than so many chunks."""
     empty, pinned = torch.empty, iter(range(1 << 30))
 
     def limited(*arguments: Any, **options: Any) -> torch.Tensor:
@@ -339,7 +339,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 
 
 def _use(tensors: Tensors, *where: str) -> None:
-    """As a caller may in any mode: in place, and in what a backward goes through."""
+    """Uses it as a caller may in any mode: in place, and in what a backward goes through."""
     for name, tensor in tensors.items():
         assert not tensor.requires_grad, (*where, name)
         assert not tensor.is_inference(), (*where, name)
