@@ -88,7 +88,7 @@ def test_a_smaller_bucket_takes_less_memory(tmp_path: pathlib.Path) -> None:
     assert row["peak_extra_bytes"] <= 2 * (256 << 10) + largest
 
 
-def test_a_method_of_the_users_own_is_measured_and_one_that_raises_is_a_row_with_its_error(
+def test_a_users_method_is_measured_or_is_a_row_with_its_error(
     tmp_path: pathlib.Path,
 ) -> None:
     (tmp_path / "mine.py").write_text(

@@ -86,7 +86,7 @@ def test_of_a_report_it_takes_the_case_that_broke_and_the_whole_report(tmp_path:
     assert read_report(tmp_path / "again.json").results[0].id == _CASE
 
 
-def test_the_environment_is_that_of_the_report_and_of_a_log_it_names_the_logs_own_torch(tmp_path: pathlib.Path) -> None:
+def test_a_bundles_environment_is_the_reports_or_names_the_logs_torch(tmp_path: pathlib.Path) -> None:
     environment = {"python": "3.10.9", "torch": "2.6.0", "packages": {"torch": "2.6.0"}}
     _, files = _bundle(tmp_path, "--report", _report(tmp_path, _broken(), environment=environment))
     assert "3.10.9" in files["environment.txt"]

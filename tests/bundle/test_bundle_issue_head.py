@@ -40,7 +40,7 @@ _RAISED = """[rank1]: Traceback (most recent call last):
         f"Fatal Python error: Aborted\n\n{_OTHER}\n\n{_MAIN.replace('Thread', 'Current thread')}",
     ],
 )
-def test_a_rank_is_at_the_users_own_line_of_its_main_thread_whichever_thread_took_the_signal(stack: str) -> None:
+def test_a_rank_is_located_at_the_users_line_of_its_main_thread(stack: str) -> None:
     assert RankStack(name="rank 0", stack=stack).place == 'File "/project/train.py", line 4 in gathers_alone'
 
 

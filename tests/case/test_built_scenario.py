@@ -86,7 +86,7 @@ def _named(facts: BuiltFacts, scenario: Scenario) -> set[str]:
 
 
 @on_ranks(_TWO)
-def test_what_is_built_otherwise_than_its_id_says_is_noticed_by_the_name_of_each_fact() -> None:
+def test_a_build_that_differs_from_its_id_is_named_by_each_fact() -> None:
     named = [_named(_facts(built), asked) for built, asked, _ in _OTHERWISE]
     assert named == [facts for _, _, facts in _OTHERWISE]
 

@@ -92,7 +92,7 @@ def test_the_modules_of_the_methods_import_nothing_of_ours() -> None:
             assert not [name for name in names if name.startswith(("fsdp_doctor", "."))], module
 
 
-def test_a_users_function_that_asks_for_what_there_is_not_is_refused_when_it_is_loaded(
+def test_a_users_function_with_an_unknown_parameter_is_refused_at_load(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine_loaded.py").write_text(_MINE)

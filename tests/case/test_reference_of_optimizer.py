@@ -59,7 +59,7 @@ def test_a_rank_without_a_piece_need_not_know_the_dtype_of_its_state() -> None:
 
 
 @on_ranks(_TWO)
-def test_an_optimizer_that_does_not_hold_the_flat_parameters_has_no_state_and_is_no_error() -> None:
+def test_an_optimizer_without_the_flat_parameters_has_no_state_and_no_error() -> None:
     plain = _net()
     optimizer = torch.optim.AdamW(plain.parameters())
     model = FullyShardedDataParallel(plain, use_orig_params=False, device_id=this_device())

@@ -70,7 +70,7 @@ def test_the_sync_of_the_actor_is_the_case_that_its_version_runs(
     assert ids(use_of(result, "actor")) == [expected]
 
 
-def test_a_checkpoint_is_taken_only_where_verl_saves_and_was_staged_under_the_policy_in_v0_8() -> None:
+def test_verl_takes_a_checkpoint_only_where_it_saves() -> None:
     asked = (FSDP2, flag("offload_policy"))
     assert len(use_of(checked(*asked, version="0.8.0"), "actor").extractions) == 1
     saving = (*asked, "trainer.save_freq=5", f"{ACTOR}.checkpoint.save_contents=[model,hf_model]")
@@ -136,7 +136,7 @@ def test_a_policy_is_ignored_under_fsdp1_and_its_case_has_none() -> None:
         ((flag("fsdp_size", "1"), flag("model_dtype", "bf16"), FSDP2), False),
     ],
 )
-def test_a_manual_offload_that_frees_nothing_is_known_of_fsdp1_without_shards_in_the_dtype_that_it_computes_in(
+def test_a_manual_offload_of_unsharded_fsdp1_in_its_compute_dtype_frees_nothing(
     arguments: tuple[str, ...], expected: bool
 ) -> None:
     entry = "fsdp1-no-shard-offload-frees-nothing"
@@ -152,7 +152,7 @@ def test_a_shard_group_of_no_ranks_is_refused_as_verl_divides_by_it() -> None:
     assert result.exit_code == 3
 
 
-def test_two_strategies_that_differ_are_a_conflict_and_an_engine_that_follows_its_own_is_noted() -> None:
+def test_two_different_strategies_are_a_conflict() -> None:
     (conflict,) = of_kind(checked(FSDP2, flag("strategy", "fsdp"), version="0.9.0"), "conflict")
     assert [row.partition(" ")[0] for row in conflict.settings] == [FSDP2, flag("strategy", "fsdp")]
     assert not of_kind(checked(FSDP2, flag("strategy", "fsdp2"), version="0.9.0"), "conflict")
@@ -173,7 +173,7 @@ def test_two_strategies_that_differ_are_a_conflict_and_an_engine_that_follows_it
     ],
     ids=" ".join,
 )
-def test_an_engine_a_strategy_or_a_key_beside_it_that_is_not_known_is_no_default(choice: tuple[str, ...]) -> None:
+def test_an_unknown_engine_strategy_or_key_is_no_default(choice: tuple[str, ...]) -> None:
     result = checked(*choice, "trainer.n_gpus_per_node=8", "engine.fsdp_size=-1")
     assert (result.framework, result.exit_code) == ("verl", 3)
     assert of_kind(result, "unknown")
@@ -200,7 +200,7 @@ def test_another_engine_has_no_case() -> None:
     assert result.findings == ()
 
 
-def test_an_unknown_key_is_said_with_its_neighbours_and_so_is_one_in_the_wrong_place() -> None:
+def test_an_unknown_or_misplaced_key_is_named_with_its_neighbours() -> None:
     sentence = said(checked("verl_fsdp1.yaml"), "unknown")
     assert "'offload_polcy'" in sentence
     assert "offload_policy" in sentence

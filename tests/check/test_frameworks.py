@@ -210,7 +210,7 @@ def test_the_trainer_does_not_read_accelerates_name_of_the_offload() -> None:
     assert str(use_of(result, "model").scenario.offload) == "none"
 
 
-def test_a_key_outside_of_accelerates_section_is_a_conflict_in_its_file_and_none_as_a_flag(
+def test_a_key_outside_accelerates_section_conflicts_only_in_its_file(
     tmp_path: pathlib.Path,
 ) -> None:
     file, script = tmp_path / "fsdp.yaml", tmp_path / "run.sh"
@@ -238,7 +238,7 @@ def test_a_load_on_one_rank_that_no_other_is_sent_is_a_conflict(
     assert bool(of_kind(check([str(file)]), "conflict")) == refused
 
 
-def test_a_flag_of_accelerate_launch_goes_before_its_file_and_a_file_that_is_not_here_is_asked_for(
+def test_a_flag_of_accelerate_launch_overrides_its_file(
     tmp_path: pathlib.Path,
 ) -> None:
     script = tmp_path / "run.sh"
@@ -478,7 +478,7 @@ def test_with_an_adapter_the_actor_is_the_reference() -> None:
     assert set(_scenarios(without)) == {"actor", "ref"}
 
 
-def test_the_old_sft_trainer_has_fsdp2_by_default_since_v0_4_and_hands_it_the_offload_of_fsdp1() -> None:
+def test_the_old_sft_trainer_gives_fsdp2_the_offload_of_fsdp1() -> None:
     before = checked("verl_sft_old.sh", "~model.strategy", version="0.3.0")
     since = checked("verl_sft_old.sh", "~model.strategy", version="0.4.0")
     assert _scenarios(before) == {"model": "fsdp1/policy/unstaged/device-only"}

@@ -106,9 +106,7 @@ def test_a_tied_head_is_written_once(originals: pathlib.Path, tmp_path: pathlib.
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "llama-tied", "qwen2-vl"])
-def test_files_of_the_hub_get_its_names_and_what_is_made_of_them_the_model_s(
-    tmp_path: pathlib.Path, family: str
-) -> None:
+def test_hub_files_get_the_hubs_names_and_others_the_models(tmp_path: pathlib.Path, family: str) -> None:
     """Fused experts as tensors of their own, and back: what save_pretrained writes, and from_pretrained reads."""
     families = pytest.importorskip("support.families")
     model = families.new_family(family)

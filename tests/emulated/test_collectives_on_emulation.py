@@ -354,7 +354,7 @@ def _reduce_and_change(tensor: torch.Tensor) -> None:
 
 
 @on_two
-def test_a_collective_that_nobody_waits_for_is_a_race_and_one_that_is_waited_for_is_none() -> None:
+def test_a_collective_is_a_race_only_where_nobody_waits_for_it() -> None:
     tensor = torch.ones(4, device=this_device())
     with accelerator().race_detection():
         tensor.mul_(2)
@@ -574,7 +574,7 @@ def test_what_nccl_refuses_is_refused_with_its_errors() -> None:
 
 
 @leaves_groups_stuck
-def test_ranks_that_bring_different_sizes_or_do_different_things_wait_for_ever_and_other_groups_go_on() -> None:
+def test_ranks_with_different_sizes_or_calls_wait_while_other_groups_go_on() -> None:
     group, numel = dist.new_group(), this_rank() + 1
     different: dict[str, Callable[[Any], dist.Work]] = {
         "what": lambda group: (

@@ -169,7 +169,7 @@ IN_PLACE: dict[str, Callable[[Inputs, Tensor], Any]] = {
 }
 
 
-def test_an_operation_in_place_leaves_and_returns_what_it_does_on_the_cpu_and_counts_a_version() -> None:
+def test_an_operation_in_place_equals_the_cpus_and_counts_a_version() -> None:
     def check(change: Callable[[Inputs, Tensor], Any]) -> None:
         def op(t: Inputs) -> list[Any]:
             x = t(3, 4)
@@ -238,7 +238,7 @@ FOREACH: dict[str, Lists] = {
 }
 
 
-def test_a_foreach_operation_gives_the_bits_of_the_cpu_and_leaves_the_rest_of_slices_alone() -> None:
+def test_a_foreach_operation_equals_the_cpus_and_leaves_other_elements_alone() -> None:
     def check(operation: Lists) -> None:
         def on_tensors(t: Inputs, dtype: torch.dtype) -> list[Any]:
             shapes = ((3, 4), (5, 1), (4,), (0, 2))

@@ -183,7 +183,7 @@ def test_without_any_place_for_the_library_both_are_named_in_one_sentence(
     assert re.search(r"file/cache.*: Not a directory, nor in .*other users can write", build_with(monkeypatch, env))
 
 
-def test_a_torch_that_is_too_old_is_refused_and_a_nightly_of_the_oldest_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_is_too_old_is_refused_but_no_oldest_nightly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(build, "_find_installed", lambda: pathlib.Path("built"))
     for version in ("2.9.1", "2.9.0+cu128", "1.13.1"):

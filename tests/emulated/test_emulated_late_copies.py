@@ -61,7 +61,7 @@ NO_WAITS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def test_a_late_copy_to_the_host_is_visible_after_what_waits_for_it_and_not_before() -> None:
+def test_a_late_copy_to_the_host_is_visible_only_after_a_wait() -> None:
     def check(do: Callable[[Tensor], Any], waits: bool) -> None:
         emulated.set_late_completion(True)
         x, here = on_device(3, 4), pinned(0, 0)

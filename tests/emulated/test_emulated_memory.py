@@ -321,7 +321,7 @@ def test_memory_that_is_freed_while_another_stream_reads_it_is_poisoned() -> Non
         emulated.poison_freed_memory(False)
 
 
-def test_memory_that_is_freed_without_record_stream_is_a_race_when_it_may_be_given_out_again() -> None:
+def test_memory_freed_without_record_stream_is_a_race_when_it_is_reused() -> None:
     with (
         pytest.raises(RuntimeError, match=r"is given out again while copy_ .* reads it.* without record_stream"),
         emulated.race_detection(),

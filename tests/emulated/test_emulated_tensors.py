@@ -251,7 +251,7 @@ def test_what_is_not_deterministic_on_cuda_alone_is_refused_on_the_device_alone(
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_storage_shrunk_to_nothing_and_back_is_that_of_the_same_tensor_and_its_views() -> None:
+def test_a_storage_shrunk_to_nothing_and_back_keeps_tensor_and_views() -> None:
     """As FSDP frees and refills its buffers."""
     x = torch.ones(1024, device=DEVICE)
     part, used = x[2:4], Used()

@@ -295,7 +295,7 @@ def test_fsdp1_trains_as_one_process_does() -> None:
 
 
 @on_the_device
-def test_summon_full_params_writes_back_frees_its_memory_and_can_give_cpu_tensors_to_rank_0() -> None:
+def test_summon_full_params_writes_back_and_frees_its_memory() -> None:
     model = _fsdp1(new_net(), use_orig_params=True)
     before = allocated_bytes()
     with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():

@@ -37,7 +37,7 @@ def test_a_failure_is_one():
 """
 
 
-def test_the_modules_that_are_named_find_the_device_and_the_exit_code_is_that_of_the_program(
+def test_named_modules_find_the_device_and_the_exit_code_is_kept(
     tmp_path: pathlib.Path,
 ) -> None:
     (tmp_path / "tests").mkdir()

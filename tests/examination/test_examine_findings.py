@@ -124,7 +124,7 @@ def test_a_module_moved_under_a_pinning_policy_is_half_moved_until_it_is_moved_b
 
 
 @on_two_ranks
-def test_a_manual_offload_is_a_note_of_fsdp2_and_bad_of_fsdp1_until_it_is_loaded() -> None:
+def test_a_manual_offload_is_a_note_under_fsdp2_and_bad_under_fsdp1() -> None:
     model: Any = trained(fsdp2_model())
     offloading.offload(model, non_blocking=False)
     equal([(one.kind, one.severity) for one in examine(model, raise_on_bad=True).findings], [("offloaded", "note")])
@@ -387,7 +387,7 @@ def test_a_tie_that_a_load_has_broken_is_a_hazard_where_the_configuration_ties()
 
 
 @on_two_ranks
-def test_what_is_tied_or_untied_after_the_first_forward_is_bad_for_fsdp2_gathers_the_old_weight() -> None:
+def test_tying_or_untying_after_the_first_forward_is_found_under_fsdp2() -> None:
     model = fsdp2_model()
     train(model)
     model.up.bias = model.embed.weight
@@ -404,7 +404,7 @@ def test_what_is_tied_or_untied_after_the_first_forward_is_bad_for_fsdp2_gathers
 
 
 @on_two_ranks
-def test_what_is_assigned_before_the_first_forward_or_by_a_load_is_gathered_and_no_finding() -> None:
+def test_an_assignment_before_the_first_forward_is_gathered_and_no_finding() -> None:
     net = Net()
     net.head.weight = nn.Parameter(torch.ones(4, 4))
     model = sharded(net.to(this_device()))

@@ -71,9 +71,7 @@ def test_gradients_and_what_a_forward_left_unsharded_have_their_classes() -> Non
 
 
 @on_two_ranks
-def test_an_fsdp1_model_without_shards_stays_on_the_device_through_an_offload_and_is_there_twice_after_the_load() -> (
-    None
-):
+def test_an_unsharded_fsdp1_model_stays_through_an_offload_and_doubles_after_loading() -> None:
     net = FullyShardedDataParallel(
         nn.Linear(64, 64), device_id=this_device(), sharding_strategy=ShardingStrategy.NO_SHARD
     )

@@ -109,7 +109,7 @@ def _cache_key(directory: pathlib.Path, torch: str) -> str:
     return key.replace("${{ steps.cache.outputs.digest }}", digest)
 
 
-def test_the_cache_has_a_key_of_its_own_for_each_selection_of_versions_that_github_takes(
+def test_the_cache_has_a_valid_key_for_each_selection_of_versions(
     tmp_path: pathlib.Path,
 ) -> None:
     selections = ["", "2.13", "2.10,2.11,2.13,2.15"]

@@ -44,7 +44,7 @@ def test_of_64_interleaved_ranks_every_one_that_raised_is_named(tmp_path: pathli
     assert _sources(explanation) == {f"rank {rank}" for rank in range(64)}
 
 
-def test_what_followed_on_other_ranks_is_not_the_cause_though_it_comes_first_in_the_log(tmp_path: pathlib.Path) -> None:
+def test_a_consequence_is_no_cause_though_it_comes_first(tmp_path: pathlib.Path) -> None:
     cascade = "[rank1]: RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:40214"
     watchdog = (
         "[rank2]:[E1121 12:34:56.789 ProcessGroupNCCL.cpp:616] [Rank 2] Watchdog caught collective operation timeout: "

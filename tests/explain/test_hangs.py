@@ -73,7 +73,7 @@ def _stack(rank: int, *callers: str) -> list[str]:
     ]
 
 
-def test_the_stack_of_a_failed_collective_is_read_and_makes_a_gather_on_one_rank_known(tmp_path: pathlib.Path) -> None:
+def test_a_failed_collectives_stack_reveals_a_gather_on_one_rank(tmp_path: pathlib.Path) -> None:
     lines = [*_watchdog(0, 9, "_ALLGATHER_BASE"), *_stack(0, "state_dict from /job/train.py:70")]
     lines += [*_watchdog(1, 9, "_REDUCE_SCATTER_BASE"), *_stack(1, "train_step from /job/train.py:71")]
     explanation = explained(tmp_path, *lines)

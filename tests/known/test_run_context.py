@@ -58,7 +58,7 @@ def test_every_model_but_the_users_own_has_its_even_dims() -> None:
         ("xpu", True, "at any time"),
     ],
 )
-def test_a_non_blocking_copy_is_done_late_on_the_emulated_device_and_at_any_time_on_an_accelerator(
+def test_non_blocking_copies_are_late_on_emulation_and_anytime_on_accelerators(
     device: str, late: bool, done: str
 ) -> None:
     assert RunContext(device=device, late_completion=late).non_blocking_copies == done

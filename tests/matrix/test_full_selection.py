@@ -55,7 +55,7 @@ def test_the_parts_of_full_by_strategy_add_up_to_it() -> None:
     assert sum(map(len, parts)) == len(_whole())
 
 
-def test_a_model_of_the_users_own_takes_the_place_of_the_default_one_and_departures_to_other_models_go() -> None:
+def test_a_users_model_replaces_the_default_model_and_all_others() -> None:
     selected = select(Selection(level="full", custom_model=True))
     assert {case.scenario.model for case in selected} == {"custom"}
     assert {case.scenario.change(model="qwen3") for case in selected} == {

@@ -45,7 +45,7 @@ def test_the_default_matrix_of_extraction_is_both_strategies_all_offloads_and_st
             assert values(cases, axis.name) == {axis.default}
 
 
-def test_the_default_matrix_of_loading_is_the_same_before_the_first_step_and_what_only_a_load_has():
+def test_the_default_loading_matrix_adds_what_only_a_load_has():
     cases = [
         case for case in select(Selection(directions=("in",))) if is_plain(case) and not case.scenario.phase.raised
     ]
@@ -117,7 +117,7 @@ def test_full_has_every_value_of_every_axis_but_the_custom_model():
         assert values(cases, axis.name) == set(axis.values) - {"custom"}
 
 
-def test_the_methods_of_adapters_are_selected_for_the_model_that_has_some_and_for_no_other():
+def test_adapter_methods_are_selected_only_for_the_model_with_adapters():
     cases = select(Selection(level="full"))
     assert {case.scenario.model for case in cases if case.method.startswith("lora.")} == {"qwen3-lora"}
 

@@ -146,7 +146,7 @@ def test_nothing_is_said_of_sizes_that_the_configuration_or_an_option_gives() ->
     assert _planned(*_VERL, *micro_batches).unread == _planned(*_VERL, sequences=2).unread == ()
 
 
-def test_a_critic_that_is_filled_up_has_twice_the_tokens_of_an_actor_by_default_as_in_verl() -> None:
+def test_a_verl_critic_has_twice_the_tokens_of_an_actor() -> None:
     actor, critic = _planned(*_VERL, f"{_ACTOR}.use_dynamic_bsz=true", "data.max_response_length=1024").roles
     assert critic.sequences * critic.length == 2 * actor.sequences * actor.length == 32768
 

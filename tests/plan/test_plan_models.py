@@ -108,7 +108,7 @@ def test_computed_positions_have_no_end(tmp_path: pathlib.Path) -> None:
 _MAMBA = {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512, "state_size": 8}
 
 
-def test_a_model_that_goes_through_its_tokens_one_by_one_is_refused_where_that_takes_long(
+def test_a_model_that_reads_tokens_one_by_one_is_refused_if_slow(
     tmp_path: pathlib.Path,
 ) -> None:
     code, said = _planned(tmp_path, 512, _MAMBA)
@@ -217,7 +217,7 @@ def test_gradients_of_a_layer_are_as_large_as_its_parameters_and_gone_at_the_nex
     assert first.end.gradients >= layer
 
 
-def test_everything_is_gone_when_a_step_is_over_but_the_gradients_of_the_root_and_the_first_layer() -> None:
+def test_only_gradients_of_root_and_first_layer_outlive_a_step() -> None:
     end = _traced(128)[-1].end
     assert end.activations < 128 * _HIDDEN * _BF16
 

@@ -55,7 +55,7 @@ def test_a_pinned_tensor_takes_the_next_power_of_two() -> None:
     assert [round_to_power_of_two(nbytes) for nbytes in sizes] == [0, 1, 512, 1024, 1 << 20, 2 << 20]
 
 
-def test_the_highest_moment_of_a_stage_is_kept_by_class_and_the_next_stage_begins_with_what_is_held() -> None:
+def test_each_stage_keeps_its_highest_moment_by_class() -> None:
     timeline = Timeline()
     timeline.allocate("parameters", 512)
     with timeline.allocate_temporarily("activations", 1024):

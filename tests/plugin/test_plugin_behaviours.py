@@ -52,7 +52,7 @@ def test_fixtures_and_bodies_run_on_every_rank(behaviours: PytestRun, name: str)
     assert behaviours[name].outcome == "passed", behaviours[name].text
 
 
-def test_a_fixture_of_a_module_is_set_up_once_on_each_rank_for_all_its_tests(behaviours: PytestRun) -> None:
+def test_a_module_fixture_is_set_up_once_on_each_rank(behaviours: PytestRun) -> None:
     assert behaviours["test_passes"].text.count("of_module is set up") == 2
     assert "of_module" not in behaviours["test_is_run_by_the_same_process"].text
     assert behaviours["test_passes_after_all_that"].text.count("of_module is torn down") == 2

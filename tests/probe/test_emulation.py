@@ -179,7 +179,7 @@ def test_the_case_of_an_entry_shows_it(request: pytest.FixtureRequest, entry: Kn
     assert (result.verdict.kind, result.known) == (entry.verdict, entry.id), result.verdict
 
 
-def test_without_an_accelerator_the_emulated_device_is_the_default_and_without_late_completion_no_race_shows(
+def test_emulation_is_the_default_and_shows_races_by_late_completion_alone(
     tmp_path: pathlib.Path,
 ) -> None:
     needs_emulation()

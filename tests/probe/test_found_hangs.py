@@ -56,9 +56,7 @@ def test_a_hang_costs_10_seconds_at_most_where_no_deadline_is_given(hanging: dic
 
 
 @pytest.mark.parametrize("name", _HANGS)
-def test_the_reason_says_in_which_stage_and_for_how_long_and_the_case_after_it_is_ok(
-    hanging: dict[str, Run], name: str
-) -> None:
+def test_a_timeout_names_stage_and_seconds_and_the_next_case_is_ok(hanging: dict[str, Run], name: str) -> None:
     reason = hanging[name].result(f":{name}").verdict.reason
     found = re.match(r"no progress in stage (extract|agree) for ([\d.]+) s: ", reason)
     assert found
@@ -98,7 +96,7 @@ def _session_of(program: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def test_a_process_is_idle_while_it_waits_or_is_stopped_and_not_while_it_works_or_has_another_work_for_it() -> None:
+def test_a_process_is_idle_only_while_it_waits_or_is_stopped() -> None:
     """Idle is how long it was so of a second in which it is looked at ten times."""
     idle = {"signal.pause()": True, "os.kill(os.getpid(), signal.SIGSTOP)": True}
     idle |= {"exec(WORK)": False, "subprocess.run([sys.executable, '-c', WORK])": False}

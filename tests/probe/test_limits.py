@@ -46,7 +46,7 @@ def test_a_given_deadline_follows_nothing() -> None:
     assert deadlines.choose("next step") == Deadline(idle=None, busy=12.0)
 
 
-def test_the_timeout_of_a_test_holds_for_its_own_stage_and_for_what_grows_with_the_model() -> None:
+def test_a_tests_timeout_holds_for_its_stage_and_grows_with_the_model() -> None:
     deadlines = Deadlines(Limits(), test_timeout=7.0)
     assert deadlines.choose("test").busy == deadlines.choose("build").busy == 7.0
     assert deadlines.choose("extract").busy == 30.0

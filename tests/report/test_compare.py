@@ -115,9 +115,7 @@ def files(report: Report, tmp_path_factory: pytest.TempPathFactory) -> tuple[str
     return str(left), str(right)
 
 
-def test_the_command_lists_the_differences_and_ends_with_1_unless_only_one_report_has_the_cases(
-    report: Report, files: tuple[str, str]
-) -> None:
+def test_diff_ends_with_1_unless_only_one_report_has_the_cases(report: Report, files: tuple[str, str]) -> None:
     first, second = report.results[:2]
     done = doctor("report", "diff", *files)
     assert (done.code, [line.split("\t") for line in done.stdout.splitlines()]) == (

@@ -55,7 +55,7 @@ def test_what_is_expected_is_not_reported_on_any_device(tmp_path: pathlib.Path) 
     assert _told(tmp_path, _result(_HALF_MOVED, "crash", _REASON), _result(_FINE, "ok")) == []
 
 
-def test_another_verdict_another_reason_and_a_case_of_no_expectation_are_told_the_bad_ones_first(
+def test_differences_from_the_expectation_are_told_bad_ones_first(
     tmp_path: pathlib.Path,
 ) -> None:
     told = _told(
@@ -79,7 +79,7 @@ def test_an_expectation_that_no_case_meets_any_more_is_stale(tmp_path: pathlib.P
     assert stale.startswith("stale: no case shows the crash of fsdp2/policy*/staged/{state_dict,dcp} any more")
 
 
-def test_a_pattern_of_no_case_is_stale_and_one_of_a_case_that_was_not_selected_is_not(tmp_path: pathlib.Path) -> None:
+def test_a_pattern_without_a_case_is_stale_unless_it_was_not_selected(tmp_path: pathlib.Path) -> None:
     assert _told(tmp_path, _result(_FINE, "ok")) == []
     (stale,) = _told(tmp_path, _result(_FINE, "ok"), text=_TABLE.replace("staged", "stagd"))
     assert stale.startswith("stale: there is no case fsdp2/policy*/stagd/{state_dict,dcp}")

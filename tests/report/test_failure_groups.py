@@ -90,7 +90,7 @@ def test_an_exceptions_message_is_told_as_it_is() -> None:
     assert failure.reason == message
 
 
-def test_failures_that_differ_only_in_ranks_and_devices_are_one_and_the_most_frequent_is_first():
+def test_failures_that_differ_only_in_ranks_and_devices_are_one():
     reasons = ["rank 0: other", "rank 0: on cuda:0", "ranks 1, 3: on cuda:1", "on cuda:7", "rank 2: OTHER"]
     results = [result(case, reason=reason) for case, reason in zip(CASES, reasons, strict=False)]
     results.append(result(CASES[10], "hang", "on cuda:0"))
@@ -117,7 +117,7 @@ def test_a_failure_shows_the_traceback_of_a_rank_that_the_verdict_names():
     assert group_failures(report(one))[0].traceback == "of rank 2"
 
 
-def test_a_result_sums_up_the_slowest_and_the_largest_rank_and_keeps_reports_of_bad_cases_alone():
+def test_a_result_sums_up_the_slowest_and_the_largest_rank():
     ranks = [
         RankReport(rank=r, record=Record(case_id="x", stage="next step", seconds=s, peak_extra_bytes=p, done=True))
         for r, (s, p) in enumerate([(0.25, 7), (0.75, None), (None, 3)])

@@ -242,7 +242,7 @@ def test_markdown_counts_the_distinct_failures_that_did_not_fit():
     assert f"\n{len(results) - shown} more distinct failures are in the JSON report.\n" in text
 
 
-def test_markdown_still_has_a_failure_whose_stacks_do_not_fit_and_those_after_one_that_does_not():
+def test_markdown_keeps_failures_whose_stacks_do_not_fit():
     ranks = [RankReport(rank=rank, stack=STACK * 4, stopped="deadline") for rank in range(128)]
     hang = result(CASES[0], "hang", "not done after 60 s", ranks=ranks)
     text = render(report(hang, result(CASES[1]), world_size=128), "markdown")

@@ -330,7 +330,7 @@ def killed(file, journal_file):
     return file
 
 
-def test_a_run_that_stops_before_its_workers_have_started_has_no_results_of_an_older_run(killed):
+def test_a_run_stopped_before_its_workers_start_has_no_older_results(killed):
     made, fault = ReportWriter(report(), CASES, {"json": killed}).finish(ended="stopped by SIGINT")
     assert fault is None
     assert read_report(killed) == made
@@ -340,9 +340,7 @@ def test_a_run_that_stops_before_its_workers_have_started_has_no_results_of_an_o
 
 @pytest.mark.parametrize("goes_on", [False, True])
 @pytest.mark.parametrize("dies", ["before", "after"])
-def test_a_run_that_is_killed_as_it_opens_its_report_keeps_only_the_results_that_it_goes_on_with(
-    killed, monkeypatch, dies, goes_on
-):
+def test_a_run_killed_as_it_opens_its_report_keeps_earlier_results(killed, monkeypatch, dies, goes_on):
     replace = journal_module.replace_file
 
     def replace_or_die(path, text):

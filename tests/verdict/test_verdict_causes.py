@@ -57,7 +57,7 @@ def test_a_closed_connection_is_the_cause_where_no_rank_has_a_better_one():
     ],
     ids=["stopped too", "done", "agreeing"],
 )
-def test_a_closed_connection_is_not_the_cause_while_another_rank_did_not_end_before_the_deadline(cascade):
+def test_a_closed_connection_is_no_cause_while_another_rank_missed_the_deadline(cascade):
     verdict = classify([stopped(0, BUSY), cascade], 2)
     assert verdict.kind == "hang"
     assert 0 in verdict.ranks

@@ -143,7 +143,7 @@ def test_a_report_without_results_has_no_page() -> None:
         render_page(merge({"a": pages.report_of("2.13.0", [])}))
 
 
-def test_of_reports_without_results_merge_writes_the_merged_report_and_says_why_there_is_no_page(
+def test_merge_says_why_reports_without_results_have_no_page(
     tmp_path: pathlib.Path,
 ) -> None:
     report = _report_file(tmp_path, "a.json", num_selected=5, complete=False)

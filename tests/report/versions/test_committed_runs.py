@@ -107,7 +107,7 @@ def test_the_catalogue_says_what_the_committed_runs_showed() -> None:
         )
 
 
-def test_releases_that_follow_one_another_are_a_range_and_what_did_not_run_is_in_none() -> None:
+def test_consecutive_releases_are_a_range_without_those_that_did_not_run() -> None:
     shown = [_report(torch, "emulated") for torch in ("2.10.0", "2.11.0", "2.13.0", "2.15.0", "2.15.1")]
     fine = [_report("2.12.0", "emulated", known=False), _report("2.6.0", "cpu")]
     found = list_measured(merge({str(number): one for number, one in enumerate([*shown, *fine])}))

@@ -50,7 +50,7 @@ def _statement(*reports: Report, case: int = 0) -> Statement:
     return statement
 
 
-def test_a_change_is_told_with_the_version_that_brought_it_and_versions_between_that_did_not_run() -> None:
+def test_a_change_names_its_version_and_those_that_did_not_run() -> None:
     said = _statement(_of("2.14.1", "ok"), _of("2.6.0+cpu", "crash"), _of("2.10.0", "crash"))
     assert said.text == "crash since torch 2.6, ok from 2.14; 2.7, 2.8, 2.9, 2.11, 2.12, 2.13 not run"
     assert [(period.kind, period.since, period.until) for period in said.periods] == [

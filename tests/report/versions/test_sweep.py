@@ -48,7 +48,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> _Swept:
     return _Swept(reports, variables, done)
 
 
-def test_a_version_has_its_report_and_one_that_does_not_install_is_a_row_that_says_so(swept: _Swept) -> None:
+def test_a_version_that_does_not_install_is_a_row_saying_so(swept: _Swept) -> None:
     assert swept.run.code == 3, swept.run.stderr
     missing, there = swept.run.stdout.splitlines()
     assert missing.startswith("torch 2.99\ttorch 2.99 does not install: ")
@@ -78,7 +78,7 @@ def test_both_are_in_the_merged_report(swept: _Swept) -> None:
     assert third.split("\t")[0] == _CASE
 
 
-def test_what_is_complete_is_not_run_again_and_a_report_of_other_options_is_not_written_over(swept: _Swept) -> None:
+def test_a_complete_report_is_neither_run_again_nor_written_over(swept: _Swept) -> None:
     before = (swept.directory / "torch2.98.json").read_bytes()
     again = swept.again("--torch", "2.98", *_OPTIONS)
     assert (again.code, again.stderr) == (0, "")
@@ -201,7 +201,7 @@ def test_a_package_that_is_named_twice_is_tried_in_both_versions_with_each_torch
     assert len({sweep.name_file(packages) for packages in sweep.list_packages()}) == len(names) == 4
 
 
-def test_what_the_requirements_name_exactly_is_in_the_report_of_a_version_that_does_not_install() -> None:
+def test_a_version_that_does_not_install_reports_its_exact_requirements() -> None:
     wanted = ("transformers==5.23.0", "accelerate>=1", "./mine", "a==1 ; python_version > '3'")
     assert read_exact_versions(wanted) == {"transformers": "5.23.0", "a": "1"}
 

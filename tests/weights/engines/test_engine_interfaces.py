@@ -136,7 +136,7 @@ def test_vllms_source_waits_for_a_training_step_on_another_stream() -> None:
 
 
 @on_ranks(Setting("emulated", 2), Setting("cpu", 4))
-def test_a_source_that_is_closed_lets_the_other_ranks_go_on_while_an_error_is_handled() -> None:
+def test_closing_a_source_during_error_handling_frees_the_other_ranks() -> None:
     model = fsdp2(new_net())
     for engine in ("vLLM", "verl"):
         with engine_modules.vllm("stand-in"):

@@ -73,7 +73,7 @@ def _nan_where_uninitialized() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_nan_where_uninitialized")
-def test_a_half_that_vllms_reload_counts_twice_or_never_gets_is_found_by_the_sums_of_what_arrived() -> None:
+def test_sums_find_a_half_that_vllms_reload_counts_twice_or_misses() -> None:
     with engine_modules.vllm_reload() as layerwise:
         weight, sums = _reload(layerwise, ("gate", "up"))
         trained = fingerprint_tensors(_TRAINED)

@@ -94,7 +94,7 @@ def test_qwen3_4b_under_fsdp2_is_gathered_in_a_few_buckets_within_what_is_promis
     assert planned[1].nbytes <= bucket_bytes
 
 
-def test_two_buckets_and_the_callers_last_tensor_fit_where_no_tensor_of_a_layer_is_small() -> None:
+def test_two_buckets_and_the_callers_last_tensor_fit_with_large_tensors() -> None:
     """The shape of Llama 70B: without that the next bucket would wait until the caller has had all of the last."""
     group = ShardGroup(None, tuple(range(8)), 8, 0, torch.device("cuda", 0))  # type: ignore[arg-type]
     attention = ((8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192))

@@ -135,7 +135,7 @@ def test_experts_are_gathered_along_the_mesh_that_the_caller_names() -> None:
 
 
 @on_four_devices
-def test_a_mesh_that_does_not_divide_the_experts_is_refused_on_every_rank_with_the_reason() -> None:
+def test_a_mesh_that_does_not_divide_the_experts_is_refused_everywhere() -> None:
     hidden, all_of_them = ON_MESHES["columns of a mesh"][1](), distributed()
     numbered = nn.Sequential(OrderedDict(experts=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))).to(this_device())
     mesh = grid("efsdp", "ep")
@@ -211,7 +211,7 @@ def test_stages_of_a_pipeline_are_extracted_each_by_its_own_ranks() -> None:
 
 
 @on_four_devices
-def test_the_ranks_compare_once_for_a_plan_even_where_one_rank_alone_has_to_make_it_anew() -> None:
+def test_ranks_compare_once_for_each_plan_also_where_one_remakes_it() -> None:
     model = tensor_parallel(((0, 1, 2, 3),))
     expected = extracted(model)
     with mock.patch.object(

@@ -170,7 +170,7 @@ def test_names_that_do_not_fit_are_an_error_on_every_rank() -> None:
 
 
 @on_ranks(Setting("emulated", 2))
-def test_a_part_that_fsdp1_has_divided_across_it_is_refused_as_a_shard_and_gathered_as_a_whole() -> None:
+def test_a_part_that_fsdp1_divides_is_gathered_but_no_shard() -> None:
     columns = {name: TensorView("0.weight", (8, 4), (8, 1), offset) for name, offset in (("left", 0), ("right", 4))}
     net = nn.Sequential(nn.Linear(8, 8, bias=False))
     weight = net[0].weight.detach().clone()

@@ -59,7 +59,7 @@ def test_arguments_that_make_no_sense_on_one_rank_are_refused_on_every_rank() ->
 
 
 @everywhere
-def test_what_is_refused_of_a_model_without_shards_is_known_to_the_ranks_that_wait_with_theirs() -> None:
+def test_ranks_with_shards_learn_what_a_rank_without_shards_refuses() -> None:
     """The model does not say who they are."""
     model, odd = fsdp2(new_net()), world_size() - 1
     expected = extracted(model)

@@ -121,7 +121,7 @@ def test_a_load_after_a_change_is_what_the_next_forward_uses() -> None:
 
 
 @everywhere
-def test_a_load_into_parameters_that_fsdp2_does_not_have_is_refused_by_name_on_every_rank() -> None:
+def test_a_load_into_parameters_unknown_to_fsdp2_is_refused_by_name() -> None:
     expected = other_tensors(**_DIMS)
     for options in _policies():
         for source in (on_first, lambda tensors: tensors):
@@ -150,7 +150,7 @@ def test_a_parameter_that_is_swapped_for_one_of_another_layout_is_refused_by_nam
 
 
 @everywhere
-def test_an_extraction_after_a_change_is_what_the_next_forward_uses_or_is_refused_by_name() -> None:
+def test_an_extraction_after_a_change_matches_the_next_forward_or_is_refused() -> None:
     """Covers a plan that was made before the change, and one that is made after it."""
     expected = tensors_of(new_net(**_DIMS))
     is_kept = itertools.cycle((True, False, False, True, True))

@@ -135,7 +135,7 @@ def test_a_redistribution_that_has_no_memory_on_one_rank_leaves_no_rank_waiting(
 
 
 @on_the_device
-def test_a_bucket_that_is_launched_in_spite_of_a_failure_has_the_memory_of_the_one_that_failed() -> None:
+def test_a_bucket_launched_after_a_failure_gets_the_failed_ones_memory() -> None:
     """So much as two buckets and no more: the second fails halfway, with what it has been given so far."""
     device, load = accelerator(), Pipeline._load
     for model in _unequal():
@@ -221,7 +221,7 @@ def _ended(model: nn.Module, options: dict[str, Any], expected: dict[str, torch.
 
 
 @everywhere
-def test_what_a_rank_that_leaves_cannot_load_either_is_nan_or_0_where_the_others_see_it_at_all() -> None:
+def test_a_leaving_rank_fills_with_nan_or_zero_what_it_cannot_load() -> None:
     """Whatever it fails with, and however often: the buckets that it has promised are launched."""
     begin = Loader.begin
     models = [(fsdp2(new_net()), {}), (fsdp2(new_net()), {"dtype": torch.bfloat16, "keep_dtype": INTEGERS})]

@@ -299,7 +299,7 @@ def test_no_parts_do_not_combine_to_a_fingerprint() -> None:
             combine_fingerprints(nothing)
 
 
-def test_a_conjugate_view_has_the_fingerprint_of_its_values_and_is_not_tied_to_what_it_is_a_view_of() -> None:
+def test_a_conjugate_view_has_its_own_fingerprint_and_no_tie() -> None:
     tensor = torch.randn(4, 6, dtype=torch.complex64)
     lazy, values = {"a": tensor, "b": tensor.conj()}, {"a": tensor, "b": tensor.conj().resolve_conj()}
     assert fingerprint_tensors(lazy) == fingerprint_tensors(values)

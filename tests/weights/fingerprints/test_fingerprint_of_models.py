@@ -207,7 +207,7 @@ def test_merged_adapters_are_in_the_fingerprint_as_in_the_full_tensors() -> None
 
 
 @everywhere
-def test_the_fingerprints_of_a_sync_are_of_its_weights_in_a_few_launches_for_which_nothing_waits() -> None:
+def test_the_fingerprints_of_a_sync_take_few_launches_and_no_wait() -> None:
     """A row for each tensor is set to zero, then summed; no table is made again where nothing is copied."""
     cast = {"dtype": torch.bfloat16, "keep_dtype": INTEGERS}
     for options, is_kept in (({}, True), (cast, False)):
@@ -234,7 +234,7 @@ def test_the_fingerprints_of_a_sync_are_of_its_weights_in_a_few_launches_for_whi
 
 
 @on_the_device
-def test_the_proof_of_an_offloaded_sync_launches_once_on_either_side_and_nothing_crosses_the_link_again() -> None:
+def test_the_proof_of_an_offloaded_sync_crosses_the_link_no_second_time() -> None:
     for options in ({}, {"dtype": torch.bfloat16, "keep_dtype": INTEGERS}):
         model = fsdp2(new_net(), offload_policy=CPUOffloadPolicy())
         held = {name: tensor.clone() for name, tensor in full_tensors(model, **options)}

@@ -124,7 +124,7 @@ def test_the_callers_context_is_the_same_inside_an_iterator_and_afterwards() -> 
 
 
 @on_the_device
-def test_a_tensor_that_is_on_its_way_to_the_device_is_loaded_as_it_will_be_there() -> None:
+def test_a_tensor_still_being_copied_is_loaded_as_it_will_be() -> None:
     model, expected = fsdp2(new_net()), other_tensors()
 
     def source() -> Iterator[tuple[str, torch.Tensor]]:

@@ -43,7 +43,7 @@ UNFIT: dict[str, Callable[[], Tensors]] = {
 
 
 @everywhere
-def test_a_source_that_does_not_fit_is_an_error_on_every_rank_and_a_mapping_writes_nothing() -> None:
+def test_a_source_that_does_not_fit_is_an_error_on_every_rank() -> None:
     model = fsdp2(new_net())
     before = extracted(model)
     for (message, make), source in itertools.product(UNFIT.items(), (on_first, lambda tensors: tensors)):
@@ -111,7 +111,7 @@ def _load_with(model: nn.Module, option: str, wrong: Any) -> None:
 
 
 @everywhere
-def test_what_makes_no_sense_on_any_rank_is_an_error_on_every_rank_and_nothing_is_written() -> None:
+def test_nonsense_on_any_rank_is_an_error_everywhere_and_writes_nothing() -> None:
     model = fsdp2(new_net())
     before = extracted(model)
     for words, call in REFUSED.items():
@@ -174,7 +174,7 @@ class _BreaksWhenAsked(dict[str, torch.Tensor]):
 
 
 @everywhere
-def test_a_source_that_breaks_is_that_error_on_its_rank_and_a_load_error_on_the_others() -> None:
+def test_a_breaking_source_is_a_load_error_on_the_other_ranks() -> None:
     # (the rank that breaks, its source, the others' sources, the error, what had been written)
     whole = lambda: items_of(other_tensors())  # noqa: E731
     broken: list[tuple[int, Any, Any, type[BaseException], str]] = [

@@ -122,7 +122,7 @@ SPOILED: dict[str, tuple[Callable[[pathlib.Path], None], str]] = {
 
 
 @everywhere
-def test_a_file_that_does_not_do_is_an_error_on_every_rank_and_nothing_is_written() -> None:
+def test_an_unusable_file_is_an_error_on_every_rank_and_writes_nothing() -> None:
     for (spoil, message), source in itertools.product(SPOILED.values(), (lambda path: path, on_first)):
         model = fsdp2(new_net())
         before = extracted(model)
@@ -156,7 +156,7 @@ OTHERS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
 
 
 @everywhere
-def test_a_rank_with_files_of_its_own_that_differ_is_an_error_on_every_rank_and_nothing_is_written() -> None:
+def test_files_that_differ_on_one_rank_are_an_error_on_every_rank() -> None:
     """Covers nodes with a disk of their own."""
     for change, message in OTHERS.values():
         model = fsdp2(new_net())

@@ -196,7 +196,7 @@ SPOILED: dict[str, tuple[Callable[[pathlib.Path], None], tuple[str, ...]]] = {
 
 
 @everywhere
-def test_a_directory_that_does_not_fit_is_an_error_on_every_rank_and_nothing_is_written() -> None:
+def test_a_directory_that_does_not_fit_is_an_error_and_writes_nothing() -> None:
     model = shard_qwen2(new_family(FAMILY))
     before = extracted(model)
     for spoil, words in SPOILED.values():

@@ -52,7 +52,7 @@ def _experts(model: Any) -> torch.Tensor:
 
 
 @on_four_devices
-def test_experts_on_meshes_of_some_ranks_are_left_as_they_are_and_refused_with_all_groups() -> None:
+def test_experts_on_meshes_of_some_ranks_are_left_or_refused() -> None:
     for groups, build in ON_MESHES.values():
         model = build()
         before = _experts(model)

@@ -354,7 +354,7 @@ def test_an_extraction_gives_the_weights_of_a_state_dict_after_a_step_on_moved_p
 
 
 @on_the_device
-def test_an_original_parameter_in_other_memory_is_extracted_and_loaded_as_torch_would_write_it_back() -> None:
+def test_an_original_parameter_in_other_memory_is_treated_as_torch_does() -> None:
     weights = _other_weights()
 
     def swapped() -> Any:

@@ -297,7 +297,7 @@ def test_rank_0_fills_the_optimizer_of_what_tensor_parallelism_does_not_divide()
 
 
 @on_ranks(Setting("cpu", 4))
-def test_what_is_on_a_mesh_of_some_ranks_that_is_no_part_of_that_of_all_is_not_filled() -> None:
+def test_a_parameter_on_a_foreign_mesh_of_some_ranks_is_not_filled() -> None:
     """Covers experts divided over other ranks than the rest: nothing says whether each group has the same."""
     net = nn.Sequential(OrderedDict(all=nn.Linear(8, 8, bias=False), some=nn.Linear(8, 8, bias=False)))
     fully_shard(net.all, mesh=mesh_over())

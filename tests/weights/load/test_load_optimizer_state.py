@@ -232,7 +232,7 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
 
 
 @everywhere
-def test_a_state_that_does_not_fit_is_an_error_on_every_rank_and_nothing_is_written() -> None:
+def test_a_state_that_does_not_fit_is_an_error_and_writes_nothing() -> None:
     """Into a used optimizer, and a fresh one."""
     model, optimizer, state = _trained()
     fresh = adamw(model)
@@ -377,7 +377,7 @@ def test_not_strict_leaves_what_is_missing_and_skips_what_is_superfluous() -> No
 
 
 @everywhere
-def test_the_state_of_another_optimizer_is_refused_on_every_rank_and_that_of_a_like_one_is_taken() -> None:
+def test_another_optimizers_state_is_refused_on_every_rank() -> None:
     model, _, state = _trained()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for other in (torch.optim.SGD(trained, momentum=0.9), torch.optim.RMSprop(trained), torch.optim.Adagrad(trained)):

@@ -118,7 +118,7 @@ def _list_saved(save: Callable[..., None], pair: Any, size: int) -> Tensors:
 
 
 @on_ranks(Setting("emulated", 2), seconds=400)
-def test_an_error_at_any_call_of_the_commit_loses_no_checkpoint_and_says_where_each_is() -> None:
+def test_an_error_in_the_commit_loses_no_checkpoint_and_locates_each() -> None:
     old, new = _new_model(0), _new_model(1)
     for save in _SAVES.values():
         before, after = _list_saved(save, old, _BEFORE), _list_saved(save, new, _AFTER)

@@ -154,7 +154,7 @@ def fsdp2_on_the_cpu() -> nn.Module:
     return fsdp2(new_net())
 
 
-def test_the_death_of_a_rank_in_the_middle_of_a_save_is_an_error_on_the_others_that_names_it(
+def test_a_rank_that_dies_in_a_save_is_named_on_the_others(
     tmp_path: pathlib.Path,
 ) -> None:
     with forked.job(_save_until_killed, [(tmp_path / "saved",)] * 3) as started:

@@ -208,7 +208,7 @@ def _impatiently_extracted(model: nn.Module) -> None:
 
 
 @everywhere
-def test_a_rank_that_calls_once_more_is_told_its_number_and_how_many_the_others_made() -> None:
+def test_a_rank_that_calls_once_more_is_told_both_numbers() -> None:
     """And they are told at their next call, without a wait; the one after it is in step again."""
     model, expected = sharded_net()
     assert_same(extracted(model), expected)
@@ -294,7 +294,7 @@ def _builds() -> Iterator[tuple[nn.Module, int]]:
 
 
 @on_four
-def test_a_consumer_that_raises_at_the_first_a_middle_or_the_last_tensor_leaves_no_rank_waiting() -> None:
+def test_a_consumer_that_raises_at_any_tensor_leaves_no_rank_waiting() -> None:
     leaver = world_size() - 1
     for model, nbytes in _builds():
         expected = extracted(model)
@@ -355,7 +355,7 @@ def test_a_rank_that_leaves_while_adapters_are_merged_leaves_no_rank_waiting() -
 
 
 @on_the_device
-def test_a_rank_without_memory_for_the_largest_of_a_window_promises_one_bucket_at_a_time() -> None:
+def test_a_rank_short_of_memory_promises_one_bucket_at_a_time() -> None:
     model, expected = sharded_net()
     promised = []
     promise = agreement.Agreement.promise
