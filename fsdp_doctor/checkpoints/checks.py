@@ -47,7 +47,7 @@ _MOST_PADDING = 1 / 8
 # Of a config.json: the embedding is narrower than the layers.
 _PROJECTIONS = frozenset({"embedding_size", "word_embed_proj_dim"})
 # How many matrices say what is usual, and by which factor one is of another order.
-_FEWEST_LIKE, _OTHER_ORDER, _SAME_ORDER = 3, 1000.0, 16.0
+_FEWEST_LIKE, _OTHER_ORDER, _SAME_ORDER = 3, 500.0, 16.0
 _PROJECTION = re.compile(
     r"(model\.|model\.language_model\.|language_model\.model\.)?layers\.\d+\.(self_attn|mlp)\."
     r"(?P<kind>(q|k|v|o|gate|up|down)_proj)\.weight"
@@ -375,9 +375,11 @@ def _judge_zero_runs(
         from_page = begin and -(piece.begin + begin) % PAGE_BYTES < slack
         to_page = end < scan.nbytes and (piece.begin + end) % PAGE_BYTES < slack
         at_end = end == scan.nbytes and piece.begin + end == file.size
-        if from_page or to_page or at_end:
-            what = f"the bytes {piece.begin + begin} to {piece.begin + end} of the file are zero, from page to page"
-            yield Symptom(Trouble.ZERO_BLOCK, what, piece.file, tensor.name, rows, piece.rank)
+        is_block = from_page or to_page or at_end
+        what = f"the bytes {piece.begin + begin} to {piece.begin + end} of the file are zero"
+        what += ", from page to page" if is_block else ", from within one row to within another"
+        trouble = Trouble.ZERO_BLOCK if is_block else Trouble.ZERO_ROWS
+        yield Symptom(trouble, what, piece.file, tensor.name, rows, piece.rank)
 
 
 def _describe_share(rows: int, first: int, after: int) -> str:

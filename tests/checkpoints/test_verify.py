@@ -211,6 +211,11 @@ MORE_LAWFUL: dict[str, tuple[str, Damage, set[str]]] = {
         lambda d: saved.edit_tensors(d / TIED, lambda t: t["model.layers.1.input_layernorm.weight"].mul_(1e-5)),
         set(),
     ),
+    "zeros that begin and end within rows": (
+        "tied",
+        lambda d: saved.edit_tensors(d / TIED, lambda t: t["model.embed_tokens.weight"].view(-1)[1000:5000].zero_()),
+        {"zero_rows"},
+    ),
     "links to blobs": ("hub", link_to_blobs, set()),
     "a wrong total_size": (
         "hub",

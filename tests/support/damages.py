@@ -452,7 +452,7 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     ),
     "bits of bfloat16 as float32": ("tied", tensors(TIED, to_bits), "other_bits"),
     "one value of 3e38": ("tied", tensors(TIED, lambda t: t[DOWN][7, 3].fill_(3e38)), "huge"),
-    "a matrix a million times too large": ("tied", tensors(TIED, lambda t: t[DOWN].mul_(1e6)), "magnitude"),
+    "a matrix a thousand times too large": ("tied", tensors(TIED, lambda t: t[DOWN].mul_(1e3)), "magnitude"),
     "half of a projection's rows zero": (
         "tied",
         zero_rows_of("model.layers.1.self_attn.q_proj.weight", 0, 31),
