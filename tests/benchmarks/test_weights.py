@@ -159,7 +159,7 @@ def test_options_that_make_no_sense_are_refused(
     ("strategy", "method", "has"),
     [("fsdp1", "unshard", "summon_full_params"), ("fsdp2", "summon_full_params", "unshard")],
 )
-def test_a_method_that_no_strategy_has_is_refused_with_those_that_it_has(
+def test_a_method_unknown_to_the_strategy_is_refused_with_the_known_methods(
     refusal: Callable[..., str], strategy: str, method: str, has: str
 ) -> None:
     said = refusal("--strategy", strategy, "--method", method)
@@ -167,7 +167,7 @@ def test_a_method_that_no_strategy_has_is_refused_with_those_that_it_has(
     assert has in said
 
 
-def test_what_an_offload_is_known_to_break_is_named_and_the_rest_is_measured(tmp_path: pathlib.Path) -> None:
+def test_cases_that_an_offload_breaks_are_named_and_other_cases_are_measured(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "bench.json"
     done = forked_script(_SCRIPT, *_CPU, "--offload", "none,param", "--method", "unshard", "--json", str(file), ranks=1)
     assert done.code == 0, done.stderr

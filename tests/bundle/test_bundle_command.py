@@ -87,7 +87,7 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return _bundle(directory, _HUNG, str(launcher), hang_after=5.0)
 
 
-def test_the_bundle_of_a_command_that_failed_has_its_output_and_exit_code(failed: Made) -> None:
+def test_the_bundle_of_a_failed_command_has_its_output_and_exit_code(failed: Made) -> None:
     assert failed.run.code == 0, failed.run.stderr
     assert "exit code 1" in failed.files["command.txt"]
     assert "Attempted to set the storage" in failed.files["log.txt"]
@@ -105,7 +105,7 @@ def test_nothing_but_the_bundle_and_no_process_is_left(failed: Made, hung: Made)
     assert failed.run.left == hung.run.left == []
 
 
-def test_each_rank_says_where_it_is_though_its_launcher_ends_all_when_one_ends(hung: Made) -> None:
+def test_each_rank_reports_its_stack_before_the_launcher_ends_all_ranks(hung: Made) -> None:
     assert hung.run.code == 0, hung.run.stderr
     stacks = hung.files["stacks.txt"]
     of_rank_0, of_rank_1 = stacks.split("rank 1:")

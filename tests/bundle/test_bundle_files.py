@@ -58,7 +58,7 @@ def test_of_a_log_and_a_configuration_it_has_answers_case_and_script(tmp_path: p
     assert set(done.stdout.splitlines()[0].split(": ")[1].split(", ")) == set(files)
 
 
-def test_the_first_ten_lines_of_the_issue_say_what_where_versions_and_how_to_reproduce(tmp_path: pathlib.Path) -> None:
+def test_an_issue_begins_with_the_failure_its_place_versions_and_reproduction(tmp_path: pathlib.Path) -> None:
     _, files = _bundle(tmp_path, "--log", str(_LOG))
     first = files["issue.md"].splitlines()[:10]
     for begin, content in {
@@ -78,7 +78,7 @@ def test_a_log_may_come_from_standard_input(tmp_path: pathlib.Path) -> None:
         assert "Attempted to set the storage" in archive.read("log.txt").decode()
 
 
-def test_of_a_report_it_takes_the_case_that_broke_and_the_whole_report(tmp_path: pathlib.Path) -> None:
+def test_a_reports_bundle_has_the_broken_case_and_the_whole_report(tmp_path: pathlib.Path) -> None:
     _, files = _bundle(tmp_path, "--report", _report(tmp_path, _broken()))
     assert files["case.txt"].startswith(f"{_CASE}\n")
     assert "crash: it broke" in files["case.txt"]
@@ -108,9 +108,7 @@ def test_what_was_replaced_in_a_message_matches_anything_in_the_script(tmp_path:
 
 
 @pytest.mark.parametrize("word", ["x", "`" * 9, "me@nowhere.de ", "</details>"])
-def test_an_issue_has_at_most_80_lines_and_fewer_characters_than_github_takes(
-    tmp_path: pathlib.Path, word: str
-) -> None:
+def test_an_issue_has_at_most_80_lines_and_fits_into_githubs_limit(tmp_path: pathlib.Path, word: str) -> None:
     log = tmp_path / "log.txt"
     line = word * (3_000 // len(word))
     log.write_text(

@@ -88,7 +88,7 @@ def test_no_word_of_a_secret_is_left_whatever_quotes_it(kind: str) -> None:
     "text",
     ["LITELLM_KEY={}", "x-service-key: {}", "DB_PASS: {}", "export FOO={}", "at = '{}'", r"{{\"at\": \"{}\"}}"],
 )
-def test_what_is_assigned_and_as_random_as_a_key_is_replaced_whatever_its_name(text: str) -> None:
+def test_a_random_assigned_value_is_replaced_whatever_its_variable_is_called(text: str) -> None:
     secret = _random(32)
     assert secret not in Redactor().clean(text.format(secret))
 

@@ -100,7 +100,7 @@ def test_what_is_built_as_its_id_says_differs_in_nothing() -> None:
 
 
 @on_ranks(_TWO)
-def test_experts_on_no_mesh_of_their_own_and_another_number_of_ranks_are_noticed() -> None:
+def test_missing_meshes_of_experts_and_a_wrong_number_of_ranks_are_noticed() -> None:
     trainer = _in_its_state(_PLAIN.change(model="qwen3-moe"))
     if private.has_placements_on_meshes():
         facts = read_facts(trainer.model, trainer.optimizer)
@@ -110,7 +110,7 @@ def test_experts_on_no_mesh_of_their_own_and_another_number_of_ranks_are_noticed
 
 
 @on_ranks(_TWO)
-def test_a_model_of_anybodys_is_held_against_facts_that_are_asked_for_alone() -> None:
+def test_a_model_of_a_framework_is_compared_only_by_the_requested_facts() -> None:
     """Says that its key was ignored, and nothing else, as of a framework's model."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(this_device())
     optimizer = torch.optim.AdamW(fully_shard(model).parameters())

@@ -52,7 +52,7 @@ def test_further_parameters_get_the_argument_of_their_name() -> None:
     assert call_by_name(method)(_GIVEN) == (_MODEL, _DEVICE, _OPTIMIZER)
 
 
-def test_a_parameter_with_a_default_keeps_it_even_if_its_name_is_an_arguments() -> None:
+def test_a_default_is_kept_although_its_parameter_is_named_like_an_argument() -> None:
     def method(model: Any, device: str = "meta", **others: Any) -> Any:
         return device, others
 

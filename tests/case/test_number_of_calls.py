@@ -31,7 +31,7 @@ def _calls(case_id: str, *, with_ledgers: bool = False) -> int:
 
 
 @_TWO_RANKS
-def test_a_function_of_the_users_is_called_twice_and_a_method_of_the_matrix_once() -> None:
+def test_a_user_function_is_called_twice_and_a_matrix_method_once() -> None:
     assert _calls(f"{_SCENARIO}/faults.values:honest") == 2
     assert _calls(f"{_SCENARIO}/state_dict") == 1
 
@@ -53,7 +53,7 @@ def test_what_is_found_on_one_rank_keeps_all_from_a_second_call() -> None:
 
 
 @_TWO_RANKS
-def test_what_is_left_in_the_process_of_one_rank_keeps_all_from_a_second_call() -> None:
+def test_leftovers_on_one_rank_prevent_the_second_call_on_all_ranks() -> None:
     assert _calls(f"{_SCENARIO}/faults.side_effects:thread_on_rank_1") == 1
 
 

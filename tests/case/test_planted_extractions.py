@@ -108,7 +108,7 @@ def test_a_planted_fault_is_found_for_what_it_is(planted: Run, fault: str) -> No
     assert reason in verdict.reason
 
 
-def test_a_fault_does_not_reach_the_case_after_it_and_every_format_is_written(planted: Run) -> None:
+def test_a_fault_spares_the_next_case_and_all_formats_are_written(planted: Run) -> None:
     """Weights changed, hooks registered, memory kept: the next case starts from a scenario of its own."""
     assert planted.kind("/state_dict") == "ok"
     assert planted.report is not None

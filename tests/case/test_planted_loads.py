@@ -65,7 +65,7 @@ def test_a_faulty_loader_does_not_reach_the_case_after_it(planted: Run) -> None:
     assert planted.report.complete
 
 
-def test_a_loader_of_one_of_two_memories_of_fsdp1_is_wrong_in_every_scenario(tmp_path: pathlib.Path) -> None:
+def test_a_load_that_misses_the_flat_parameter_is_wrong_in_every_scenario(tmp_path: pathlib.Path) -> None:
     scenarios = ("--strategy", "fsdp1,fsdp1-orig", "--offload", "none,policy", "--staging", "staged")
     loader = "loaders:leaves_the_old_values_in_the_flat_parameter"
     methods = (*user_methods(loader), "--method", "load_full_tensors")
@@ -117,9 +117,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_everywhere_or_loaded_right(
         ("refuses_what_does_not_fit_and_spoils_what_does", "wrong"),
     ],
 )
-def test_a_refusal_of_a_loader_that_is_bad_on_the_exact_checkpoint_says_so(
-    misfits: Run, loader: str, exact: str
-) -> None:
+def test_a_refusal_says_that_the_loader_also_fails_on_exact_checkpoints(misfits: Run, loader: str, exact: str) -> None:
     """The exact checkpoint was not selected: it is tried for the sake of the refusal, and has no result of its own."""
     verdict = misfits.result(f"extra-key/faults.loaders:{loader}").verdict
     (also,) = verdict.also
@@ -128,7 +126,7 @@ def test_a_refusal_of_a_loader_that_is_bad_on_the_exact_checkpoint_says_so(
     assert all(result.case.scenario.checkpoint != "exact" for result in misfits.report.results)
 
 
-def test_a_refusal_is_kept_with_what_every_rank_raised_where_it_is_no_refusal(misfits: Run) -> None:
+def test_the_exceptions_of_every_rank_are_kept_for_an_unjustified_refusal(misfits: Run) -> None:
     ranks = misfits.result("extra-key/faults.loaders:refuses_every_checkpoint").ranks
     failures = [report.record.failure for report in ranks if report.record is not None]
     assert [failure.type for failure in failures if failure is not None] == ["KeyError"] * 2
@@ -144,7 +142,7 @@ def test_both_names_of_a_tied_weight_are_a_checkpoint_that_fits(tmp_path: pathli
     assert (verdict.kind, verdict.also) == ("crash", ())
 
 
-def test_a_buffer_of_no_state_dict_that_a_load_leaves_on_the_host_is_misplaced(tmp_path: pathlib.Path) -> None:
+def test_a_nonpersistent_buffer_left_on_the_host_by_a_load_is_misplaced(tmp_path: pathlib.Path) -> None:
     name = "moves_a_buffer_that_no_state_dict_has_to_the_host"
     options = ("--init", "materialized", "--checkpoint", "exact", "--method", "load_full_tensors")
     run = probe(tmp_path, *_LOADING, *options, *user_methods(f"loaders:{name}"), device="emulated")

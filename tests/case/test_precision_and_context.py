@@ -37,9 +37,7 @@ def _returns_what_yields(given: MethodArguments) -> Any:
 
 @pytest.mark.parametrize("context", list(_MODES))
 @pytest.mark.parametrize("function", [_yields, _returns_what_yields])
-def test_a_method_and_what_it_yields_run_in_the_context_and_what_follows_outside(
-    function: Any, context: Context
-) -> None:
+def test_a_method_and_its_iterator_run_in_the_context_and_callers_outside(function: Any, context: Context) -> None:
     for mode in run_in_context(context, function)(_GIVEN):
         assert mode == _MODES[context]
         assert _mode() == _MODES["ordinary"]
@@ -89,7 +87,7 @@ def test_a_way_out_that_inference_mode_breaks_works_without_gradients(probed: Ru
     assert probed.kind("inference/state_dict") == "crash"
 
 
-def test_what_inference_mode_leaves_behind_after_a_load_shows_in_the_next_step(probed: Run) -> None:
+def test_a_load_in_inference_mode_poisons_the_next_step(probed: Run) -> None:
     assert probed.kind("no_grad/set_model_state_dict.full") == "ok"
     result = probed.result("inference/set_model_state_dict.full")
     assert result.verdict.kind == "poisoned"

@@ -60,7 +60,7 @@ def test_what_loads_each_groups_experts_is_right(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["counts_from_zero", "broadcasts_rank_0s"])
-def test_rank_0s_experts_elsewhere_are_wrong_on_the_ranks_of_the_other_group(run: Run, name: str) -> None:
+def test_experts_of_rank_0_are_wrong_on_ranks_of_the_other_group(run: Run, name: str) -> None:
     kind, ranks, reason = _verdict(run, f"fresh/hidden-experts/{name}")
     assert (kind, ranks) == ("wrong", _GROUP_1), reason
     assert "mlp.experts." in reason

@@ -48,7 +48,7 @@ def test_the_order_of_a_parameters_state_may_differ_between_ranks() -> None:
 
 
 @on_ranks(_TWO)
-def test_a_rank_without_a_piece_need_not_know_the_dtype_of_its_state() -> None:
+def test_a_rank_without_a_shard_does_not_need_the_states_dtype() -> None:
     model = FullyShardedDataParallel(_net(torch.bfloat16), use_orig_params=True, device_id=this_device())
     optimizer = torch.optim.AdamW(model.parameters())
     _trained(model, optimizer)

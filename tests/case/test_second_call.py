@@ -26,16 +26,14 @@ def called(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.parametrize("strategy", _STRATEGIES)
 @pytest.mark.parametrize("name", list(_EXPECTED))
-def test_what_a_function_keeps_is_judged_by_what_it_yields_after_the_next_step(
-    called: Run, strategy: str, name: str
-) -> None:
+def test_a_caching_function_is_judged_by_its_output_after_the_next_step(called: Run, strategy: str, name: str) -> None:
     kind, reason = _EXPECTED[name]
     verdict = called.result(f"{strategy}/param/unstaged/faults.caches:{name}").verdict
     assert verdict.kind == kind, verdict
     assert verdict.reason.startswith(reason)
 
 
-def test_what_is_kept_in_a_global_is_stale_and_what_is_read_anew_is_not(called: Run) -> None:
+def test_values_kept_in_a_global_are_stale_and_fresh_values_are_right(called: Run) -> None:
     verdict = called.result("fsdp2/param/unstaged/faults.caches:keeps_in_a_global").verdict
     assert verdict.kind == "wrong"
     names = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(2)]

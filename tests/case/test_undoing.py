@@ -21,7 +21,7 @@ def test_a_method_that_leaves_nothing_gives_no_reason_to_retire(side_effects):
     assert side_effects.undo() == ""
 
 
-def test_a_case_that_did_not_come_to_its_method_has_nothing_to_undo():
+def test_a_case_that_never_reached_its_method_has_nothing_to_undo():
     assert SideEffects(torch.device("cpu")).undo() == ""
 
 

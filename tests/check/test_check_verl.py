@@ -146,7 +146,7 @@ def test_a_manual_offload_of_unsharded_fsdp1_in_its_compute_dtype_frees_nothing(
     assert not [finding for finding in checked(*arguments, version="0.9.0").findings if finding.entry == entry]
 
 
-def test_a_shard_group_of_no_ranks_is_refused_as_verl_divides_by_it() -> None:
+def test_a_shard_group_of_size_zero_is_refused() -> None:
     result = checked(flag("fsdp_size", "0"), version="0.9.0")
     assert "fsdp_size=0 (command line)" in said(result, "unknown")
     assert result.exit_code == 3
@@ -179,12 +179,12 @@ def test_an_unknown_engine_strategy_or_key_is_no_default(choice: tuple[str, ...]
     assert of_kind(result, "unknown")
 
 
-def test_a_group_that_hydra_chooses_is_not_dropped_for_a_value_in_it() -> None:
+def test_a_config_group_chosen_by_hydra_survives_overrides_within_the_group() -> None:
     result = checked("engine=megatron", "engine.dtype=bfloat16", "engine.strategy=megatron")
     assert [use.why_not for use in result.uses] == ["not under FSDP: engine=megatron (command line)"]
 
 
-def test_a_size_that_cannot_be_read_prevents_no_finding_that_holds_for_every_size() -> None:
+def test_an_unreadable_size_does_not_hide_findings_that_hold_for_every_size() -> None:
     result = checked("verl_policy.sh", flag("fsdp_size", "${SIZE}"), version="0.7.1")
     entries = [catalogue.find_entry(finding.entry) for finding in of_kind(result, "known")]
     assert any("verl-project/verl#5995" in entry.references for entry in entries)
@@ -276,7 +276,7 @@ def test_a_package_that_is_not_verls_is_noted(tmp_path: pathlib.Path, module: st
 # Checkpoints that are loaded
 
 
-def test_a_resume_is_the_case_of_its_rank_files_staged_where_param_offload_stages_it() -> None:
+def test_a_resume_loads_rank_files_and_is_staged_under_param_offload() -> None:
     others = (flag("offload_policy", "false"), flag("optimizer_offload", "false"))
     asked = ("trainer.save_freq=10", FSDP2, flag("param_offload"), *others)
     result = checked("verl_grpo.yaml", *asked, version="0.9.0")

@@ -33,7 +33,9 @@ def test_the_versions_that_are_installed_are_taken_and_said(monkeypatch: pytest.
     assert (data["version"], data["torch"], data["read_in"]) == ("1.6.0", "2.7.1+cu126", "1.6.0 to 1.15.0")
 
 
-def test_a_given_version_goes_before_the_installed_one_and_all_is_every_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_given_version_overrides_the_installed_version_and_all_means_every_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _with_installed(monkeypatch, transformers="5.23.0")
     asked = ["fsdp=full_shard", "output_dir=out"]
     assert len(check(asked).uses) == 1
@@ -88,7 +90,7 @@ def test_uneven_shards_are_expected_where_the_ranks_are_no_power_of_two(monkeypa
     assert {ranks: bool(findings) for ranks, findings in by_ranks.items()} == {2: False, 3: True, 8: False, 12: True}
 
 
-def test_a_setting_that_is_not_there_has_the_default_of_the_version_that_is_given() -> None:
+def test_a_missing_setting_has_the_default_of_the_given_version() -> None:
     asked = (FSDP2, flag("offload_policy"))
     exit_codes = {
         word: checked(

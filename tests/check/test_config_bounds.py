@@ -27,7 +27,7 @@ for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):
 """
 
 
-def test_hostile_files_are_refused_within_two_seconds_for_each_mebibyte_and_300_megabytes(
+def test_hostile_files_are_refused_within_two_seconds_per_mebibyte_and_300_megabytes(
     tmp_path: pathlib.Path,
 ) -> None:
     for name, text in HOSTILE.items():
@@ -90,7 +90,7 @@ def _check(*arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "fsdp_doctor", "check", *arguments)
 
 
-def test_a_pipe_is_read_when_it_is_written_to_and_the_wait_is_said(tmp_path: pathlib.Path) -> None:
+def test_a_pipe_is_awaited_with_a_message_and_then_read(tmp_path: pathlib.Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     started = Started(*_check(str(pipe), "--framework-version", "5.9"))

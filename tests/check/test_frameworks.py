@@ -176,7 +176,7 @@ def test_fsdp_config_without_fsdp_is_a_conflict_without_a_case() -> None:
         ("5.10", "fsdp2/policy/unstaged/device-only/get_model_state_dict.full+cpu"),
     ],
 )
-def test_the_trainers_offload_is_a_policy_and_its_fsdp_is_that_of_transformers_version(
+def test_the_trainer_offloads_by_policy_with_the_fsdp_of_its_transformers_version(
     version: str, checkpoint: str
 ) -> None:
     assert ids(use_of(checked("trainer.json", version=version), "model"))[-1] == checkpoint
@@ -192,7 +192,7 @@ def test_trl_syncs_fsdp1_by_summoning_and_a_backend_with_gloo_is_mixed() -> None
     assert ids(use_of(result, "model"))[-1] == "fsdp1-orig/none/unstaged/summon_full_params"
 
 
-def test_a_sender_of_trls_async_grpo_whose_engine_fails_is_a_known_hang() -> None:
+def test_a_failing_engine_in_trls_async_grpo_is_a_known_hang() -> None:
     found = of_kind(checked("trainer.json", "weight_sync_steps=1", "fsdp_config.fsdp_version=2"), "known")
     (hang,) = [finding for finding in found if finding.entry == "consumer-leaves-the-others-in-a-gather"]
     assert all("/dies/" in case for case in hang.cases)
@@ -230,7 +230,7 @@ def test_a_key_outside_accelerates_section_conflicts_only_in_its_file(
         ("fsdp_cpu_ram_efficient_loading: true", False),
     ],
 )
-def test_a_load_on_one_rank_that_no_other_is_sent_is_a_conflict(
+def test_a_load_on_one_rank_without_a_broadcast_is_a_conflict(
     tmp_path: pathlib.Path, settings: str, refused: bool
 ) -> None:
     file = tmp_path / "fsdp.yaml"
@@ -331,7 +331,7 @@ def test_a_text_that_is_no_version_is_a_usage_error(text: str) -> None:
         parse_version(text, "--framework-version")
 
 
-def test_a_key_that_the_facts_of_a_framework_do_not_have_is_refused() -> None:
+def test_a_key_unknown_to_the_facts_of_a_framework_is_refused() -> None:
     with pytest.raises(ValidationError, match="`read_on`"):
         msgspec.convert({"name": "toy", "read_on": "1"}, FrameworkFacts[VersionRange, KeyTable])
 
@@ -430,7 +430,7 @@ def test_the_result_has_the_number_of_ranks_that_it_was_read_for(
         ([f"{ACTOR}.strategy=fsdp2", "trainer.nnodes=many"], "trainer.nnodes=many"),
     ],
 )
-def test_a_number_of_ranks_that_cannot_be_read_is_named_and_the_rest_is_read(arguments: list[str], row: str) -> None:
+def test_an_unreadable_number_of_ranks_is_named_and_other_settings_are_read(arguments: list[str], row: str) -> None:
     result = check(arguments)
     assert result.world_size is None
     assert list_cases(result)
@@ -487,12 +487,12 @@ def test_the_old_sft_trainer_gives_fsdp2_the_offload_of_fsdp1() -> None:
 
 
 @pytest.mark.parametrize(("version", "method"), [("0.4.0", "get_model_state_dict.full+cpu"), ("0.5.0", "state_dict")])
-def test_the_old_sft_trainer_saves_the_whole_model_before_v0_5_and_shards_since(version: str, method: str) -> None:
+def test_the_old_sft_trainer_saves_shards_instead_of_models_since_v0_5(version: str, method: str) -> None:
     result = checked("model.partial_pretrain=x", "model.strategy=fsdp2", version=version)
     assert cases_of_roles(result)["model"] == [f"fsdp2/none/unstaged/device-only/{method}"]
 
 
-def test_a_version_that_does_not_know_what_is_asked_for_is_never_a_pass() -> None:
+def test_a_version_that_lacks_the_requested_features_never_passes() -> None:
     result = checked("verl_grpo.yaml", version="0.2.0")
     assert (list_cases(result), result.determined) == ([], False)
     assert result.exit_code == 3
@@ -504,7 +504,7 @@ def test_fsdp1_syncs_whole_tensors_where_the_rollout_loads_hf_weights() -> None:
     assert roles["actor"] == ["fsdp1/none/unstaged/full_state_dict"]
 
 
-def test_releases_that_cannot_read_the_file_are_left_out_where_none_is_named() -> None:
+def test_releases_that_cannot_read_a_file_are_ignored_without_a_given_version() -> None:
     asked = ("base_model=x", "micro_batch_size=1", "fsdp_version=2", "fsdp_config.reshard_after_forward=true")
     assert checked(*asked).exit_code == 0
     assert checked(*asked, version="0.8").exit_code == 1

@@ -73,7 +73,7 @@ def test_of_several_commands_the_one_that_names_fsdp_is_the_training() -> None:
 
 
 @pytest.mark.parametrize(("second", "differs"), [("4", True), ("2", False)])
-def test_of_several_trainings_the_last_is_read_and_those_that_differ_are_noted(
+def test_the_last_of_several_trainings_is_read_and_different_trainings_are_noted(
     tmp_path: pathlib.Path, second: str, differs: bool
 ) -> None:
     script = tmp_path / "run.sh"

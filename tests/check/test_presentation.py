@@ -14,7 +14,7 @@ from fsdp_doctor.check import list_cases, presentation
 from fsdp_doctor.known import catalogue
 
 
-def test_what_the_catalogue_knows_of_a_case_is_one_finding_with_all_its_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_catalogue_entry_is_one_finding_with_all_of_its_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = (entry("first", offload=("policy*",), staging=("staged",)), entry("never", strategy=("fsdp1-orig",)))
     monkeypatch.setattr(catalogue, "read_catalogue", lambda: entries)
     asked = (FSDP2, flag("offload_policy"), "trainer.save_freq=1", "trainer.use_legacy_worker_impl=disable")
@@ -41,7 +41,7 @@ def test_the_json_has_what_its_documentation_says() -> None:
     assert data["exit_code"] == 1
 
 
-def test_no_line_of_the_text_that_could_be_broken_is_wider_than_120() -> None:
+def test_no_breakable_line_of_the_text_is_wider_than_120_characters() -> None:
     lines = [line for file in GOOD for line in presentation.render_text(checked(file)).splitlines()]
     assert [line for line in lines if len(line) > 120 and len(line.split()) > 2] == []
 
@@ -75,7 +75,7 @@ def test_the_command_ends_with_the_right_code_and_no_traceback(
 
 
 @pytest.mark.parametrize(("peft", "shown"), [("0.20.0", False), ("0.21.0", True), (None, True)])
-def test_a_failure_of_some_releases_of_peft_names_them_and_the_one_that_is_here(
+def test_a_failure_of_some_peft_releases_names_these_and_the_installed_release(
     peft: str | None, shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Measured with peft 0.18.1, 0.20.0 and 0.21.0: the adapter is empty from 0.21.0 on."""
@@ -98,7 +98,7 @@ def test_a_failure_of_some_releases_of_peft_names_them_and_the_one_that_is_here(
     ],
     ids=" ".join,
 )
-def test_every_known_failure_in_a_configuration_has_a_remedy_for_the_user_of_that_framework(
+def test_every_known_failure_in_a_configuration_has_a_remedy_for_its_framework(
     arguments: tuple[str, ...],
 ) -> None:
     for version in ("all", "0.7.1", "main"):

@@ -107,13 +107,13 @@ def test_a_file_that_is_named_like_an_override_is_a_file(
     assert [str(row) for row in reading.read(["run=1"])] == ["a.b=2 (run=1:1)"]
 
 
-def test_an_override_replaces_a_file_in_any_order_and_a_tilde_removes_a_setting() -> None:
+def test_overrides_replace_file_values_in_any_order_and_a_tilde_removes_settings() -> None:
     key, file = f"{ACTOR}.fsdp_config.offload_policy", "verl_policy.sh"
     for arguments in ((file, f"{key}=false"), (f"{key}=false", file), (file, f"~{key}")):
         assert str(use_of(checked(*arguments, version="0.9.0"), "actor").scenario.offload) == "none"
 
 
-def test_a_section_that_is_replaced_as_a_whole_loses_what_was_in_it() -> None:
+def test_a_section_that_is_replaced_loses_its_previous_settings() -> None:
     result = checked("verl_policy.sh", f"{ACTOR}.fsdp_config=null", version="0.9.0")
     assert str(use_of(result, "actor").scenario.offload) == "none"
 
@@ -146,7 +146,7 @@ def test_a_reference_to_itself_is_a_usage_error() -> None:
 
 
 @pytest.mark.parametrize("launched", [False, True])
-def test_two_values_in_one_file_are_noted_also_where_a_command_names_the_file(
+def test_duplicate_values_in_one_file_are_noted_even_through_a_launch_command(
     tmp_path: pathlib.Path, launched: bool
 ) -> None:
     file = tmp_path / "fsdp.yaml"
@@ -175,9 +175,7 @@ _YAML = "fsdp: full_shard\nfsdp_config: {fsdp_version: 2}\n"
         ("torchrun train.py --config sft.yaml --fsdp 'full_shard offload'", "policy"),
     ],
 )
-def test_a_file_that_a_command_names_is_read_and_the_command_goes_before_it(
-    command: str, offload: str, tmp_path: pathlib.Path
-) -> None:
+def test_a_command_overrides_the_file_that_it_names(command: str, offload: str, tmp_path: pathlib.Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"{command}\n")
     (tmp_path / "sft.yaml").write_text(_YAML)

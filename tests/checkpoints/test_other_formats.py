@@ -106,7 +106,7 @@ def test_another_program_s_checkpoint_is_named_and_refused(tmp_path: pathlib.Pat
         fingerprint_checkpoint(tmp_path / "source")
 
 
-def test_copies_in_other_forms_beside_a_model_do_not_keep_it_from_being_judged(
+def test_copies_in_other_formats_do_not_prevent_the_judgement_of_a_model(
     originals: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     shutil.copytree(originals / "hub", tmp_path / "hub")

@@ -130,7 +130,7 @@ def test_the_default_matrix_has_at_least_250_cases_and_every_verl_combination() 
     assert {row["staging"] for row in rows} == {"staged", "unstaged"}
 
 
-def test_a_misspelt_command_of_a_group_is_answered_with_the_one_that_is_meant() -> None:
+def test_a_misspelt_command_of_a_group_is_answered_with_the_intended_command() -> None:
     complaint = _complaint(doctor("report", "dif", "a.json", "b.json").stderr)
     assert "'dif'" in complaint
     assert "'diff'" in complaint

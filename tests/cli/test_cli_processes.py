@@ -22,7 +22,7 @@ def _complaint(stderr: str) -> str:
     return lines[0]
 
 
-def test_a_configuration_that_transformers_does_not_know_is_the_models_fault_and_told(tmp_path: pathlib.Path) -> None:
+def test_a_model_type_unknown_to_transformers_is_named_in_a_usage_error(tmp_path: pathlib.Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
     done = forked_doctor(*_PROBE, "--model", str(tmp_path), "--strategy", "fsdp2", "--offload", "none")
     assert done.code == 2, done.stderr

@@ -89,7 +89,7 @@ def test_a_project_sets_defaults_of_options_and_the_command_line_overrides_them(
     assert _listed(tmp_path, several) == {"fsdp1", "fsdp2"}
 
 
-def test_a_default_has_the_name_that_the_option_has_on_the_command_line(tmp_path: pathlib.Path) -> None:
+def test_a_project_default_uses_the_name_of_the_command_line_option(tmp_path: pathlib.Path) -> None:
     """``--json`` of ``probe`` is a file, and so not the parameter of this name."""
     (tmp_path / "pyproject.toml").write_text('[tool.fsdp-doctor.probe]\njson = "no/such/directory/report.json"\n')
     done = doctor("probe", "--device", "cpu", cwd=tmp_path)
@@ -107,7 +107,7 @@ def test_a_default_has_the_name_that_the_option_has_on_the_command_line(tmp_path
         ("[tool.fsdp-doctor.probe]\nnproc = 'many'\n", "nproc"),
     ],
 )
-def test_a_setting_of_a_project_that_cannot_be_is_a_usage_error_that_names_it(
+def test_an_invalid_project_setting_is_a_usage_error_that_names_the_setting(
     tmp_path: pathlib.Path, settings: str, word: str
 ) -> None:
     (tmp_path / "pyproject.toml").write_text(settings)

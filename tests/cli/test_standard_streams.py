@@ -108,7 +108,7 @@ def test_what_does_not_read_standard_input_does_without() -> None:
 
 
 @pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
-def test_messages_that_cannot_be_written_leave_output_and_exit_code_as_they_are(redirection: str) -> None:
+def test_unwritable_messages_change_neither_the_output_nor_the_exit_code(redirection: str) -> None:
     done = _run(redirection, "list")
     assert done.code == 0
     assert done.stdout.splitlines()[0].startswith("fsdp2/")

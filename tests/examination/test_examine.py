@@ -9,7 +9,7 @@ from torch import nn
 from fsdp_doctor import examine
 
 
-def test_without_a_process_group_a_plain_model_is_said_not_to_be_fsdp() -> None:
+def test_without_a_process_group_a_plain_model_is_reported_as_not_fsdp() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     (finding,) = examine(model, torch.optim.AdamW(model.parameters()), raise_on_bad=True).findings
     assert (finding.kind, finding.severity) == ("not-fsdp", "note")

@@ -106,14 +106,14 @@ FOUND: list[tuple[Callable[[], nn.Module], str, str, str, tuple[str, ...]]] = [
 
 
 @on_two_ranks
-def test_a_model_whose_parts_lie_apart_is_found_with_its_tensors_and_entry() -> None:
+def test_a_model_with_scattered_parts_is_found_with_its_tensors_and_entry() -> None:
     for build, kind, *expected in FOUND:
         found = finding(build(), kind)
         equal((kind, found.severity, found.entry, found.names), (kind, *expected))
 
 
 @on_two_ranks
-def test_a_module_moved_under_a_pinning_policy_is_half_moved_until_it_is_moved_back() -> None:
+def test_a_module_moved_under_a_pinning_policy_is_half_moved_until_returned() -> None:
     for model in (fsdp2_model(offload_policy=PINNED), trained(fsdp2_model(offload_policy=PINNED))):
         half = finding(moved(model), "half-moved")
         equal((half.severity, half.entry, half.names), ("bad", "fsdp2-pinned-policy-half-moved", FSDP2))
@@ -144,7 +144,7 @@ def test_a_manual_offload_is_a_note_under_fsdp2_and_bad_under_fsdp1() -> None:
 
 
 @on_two_ranks
-def test_optimizer_state_apart_from_its_parameter_is_bad_where_an_optimizer_is_given() -> None:
+def test_a_given_optimizer_with_state_away_from_its_parameters_is_bad() -> None:
     for name, build in HEALTHY.items():
         model = build()
         optimizer = train(model)
@@ -158,7 +158,7 @@ def test_optimizer_state_apart_from_its_parameter_is_bad_where_an_optimizer_is_g
 
 
 @on_two_ranks
-def test_a_nonblocking_copy_is_a_hazard_while_its_stream_works_and_a_note_after() -> None:
+def test_a_nonblocking_copy_is_a_hazard_while_running_and_a_note_afterwards() -> None:
     model = trained(fsdp2_model())
     torch.emulated.synchronize()
     offloading.offload(model, non_blocking=True)
@@ -196,7 +196,7 @@ def test_a_nonblocking_offload_of_the_optimizer_is_seen_too() -> None:
 
 
 @on_two_ranks
-def test_a_buffer_or_a_model_on_another_device_of_the_kind_is_bad() -> None:
+def test_a_buffer_or_model_on_the_device_of_another_rank_is_bad() -> None:
     """The usual mistake: every rank's buffers on device 0."""
     other = torch.device("emulated", 1 - dist.get_rank())
     model = trained(fsdp2_model())
@@ -222,7 +222,7 @@ def test_uneven_shards_and_a_nonblocking_offload_are_a_hazard_together_only() ->
 
 
 @on_two_ranks
-def test_shards_on_the_cpu_in_a_group_without_a_backend_for_it_are_a_hazard() -> None:
+def test_cpu_shards_in_a_group_without_a_cpu_backend_are_a_hazard() -> None:
     # Another name than the other mesh's: torch takes one mesh for an equal one, and with it its group.
     own = DeviceMesh.from_group(dist.new_group(backend="emulated"), "emulated", mesh_dim_names=("alone",))
     offloaded = trained(fsdp2_model(over=own))
@@ -323,7 +323,7 @@ def test_an_optimizer_from_before_an_assigning_load_holds_none_and_is_bad() -> N
 
 
 @on_two_ranks
-def test_an_optimizer_of_the_unsharded_model_holds_none_and_one_of_masters_is_no_finding() -> None:
+def test_an_optimizer_of_the_unsharded_model_is_bad_unlike_master_weights() -> None:
     net = Net().to(this_device())
     optimizer = torch.optim.AdamW(net.parameters())
     equal(finding(sharded(net), "optimizer-holds-none", optimizer).severity, "bad")
@@ -333,7 +333,7 @@ def test_an_optimizer_of_the_unsharded_model_holds_none_and_one_of_masters_is_no
 
 
 @on_two_ranks
-def test_two_optimizers_that_share_the_parameters_are_a_hazard_each_and_frozen_ones_need_none() -> None:
+def test_an_optimizer_of_only_some_trainable_parameters_is_a_hazard() -> None:
     for model in (fsdp2_model(), fsdp1_model(use_orig_params=True)):
         parameters = list(model.parameters())
         first, second = torch.optim.AdamW(parameters[:2]), torch.optim.SGD(parameters[2:])
@@ -346,7 +346,7 @@ def test_two_optimizers_that_share_the_parameters_are_a_hazard_each_and_frozen_o
 
 
 @on_two_ranks
-def test_between_forward_and_backward_an_optimizer_holds_what_the_modules_do_not_show() -> None:
+def test_a_fitting_optimizer_is_not_reported_between_forward_and_backward() -> None:
     for build in (fsdp2_model, lambda: fsdp1_model(use_orig_params=True), lambda: fsdp1_model(use_orig_params=False)):
         model = build()
         optimizer = train(model)
@@ -356,7 +356,7 @@ def test_between_forward_and_backward_an_optimizer_holds_what_the_modules_do_not
 
 
 @on_two_ranks
-def test_moments_of_fewer_bits_than_their_parameter_are_a_hazard_and_others_are_no_finding() -> None:
+def test_moments_are_a_hazard_only_with_fewer_bits_than_their_parameter() -> None:
     model = fsdp2_model()
     optimizer = train(model)
     set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
@@ -371,7 +371,7 @@ def test_moments_of_fewer_bits_than_their_parameter_are_a_hazard_and_others_are_
 
 
 @on_two_ranks
-def test_a_tie_that_a_load_has_broken_is_a_hazard_where_the_configuration_ties() -> None:
+def test_a_tie_broken_by_loading_is_a_hazard_if_the_configuration_ties() -> None:
     for net_type in (TyingNet, OlderTyingNet):
         model = sharded(net_type().to(this_device()))
         equal(kinds(examine(model)), [])
@@ -416,7 +416,7 @@ def test_an_assignment_before_the_first_forward_is_gathered_and_no_finding() -> 
 
 
 @on_two_ranks
-def test_a_cast_after_the_first_forward_is_bad_and_one_before_it_is_not() -> None:
+def test_a_cast_is_bad_only_after_the_first_forward() -> None:
     model = fsdp2_model()
     model.double()
     equal(kinds_of_loads(model), [])
@@ -438,7 +438,7 @@ def replicated(*, ranks: int) -> Any:
 
 
 @on_two_ranks
-def test_gradients_that_stay_on_their_rank_are_named_until_they_are_synchronized_again() -> None:
+def test_unsynchronized_gradients_are_named_until_synchronization_is_enabled_again() -> None:
     for model in (fsdp2_model(), trained(fsdp2_model())):
         model.up.set_requires_gradient_sync(False)
         found = finding(model, "gradients-unsynchronized")
@@ -482,7 +482,7 @@ def test_another_divisor_than_the_number_of_ranks_is_a_note() -> None:
 
 
 @on_two_ranks
-def test_experts_on_a_part_of_the_ranks_may_be_divided_by_the_number_of_all() -> None:
+def test_expert_gradients_may_be_divided_by_the_number_of_all_ranks() -> None:
     """Under expert parallelism each of them has had tokens of all ranks."""
     net = Net().to(this_device())
     fully_shard(net.down, mesh=init_device_mesh("emulated", (1, 2), mesh_dim_names=("efsdp", "ep"))["efsdp"])
@@ -494,7 +494,7 @@ def test_experts_on_a_part_of_the_ranks_may_be_divided_by_the_number_of_all() ->
 
 
 @on_two_ranks
-def test_what_trains_beside_the_shards_is_named_and_what_is_frozen_is_not() -> None:
+def test_trainable_parameters_without_shards_are_named_and_frozen_parameters_are_not() -> None:
     net = Net().to(this_device())
     fully_shard(net.up, mesh=mesh())
     found = finding(net, "gradients-unmanaged")
@@ -522,7 +522,7 @@ def _of_two_dtypes(prepare: Callable[[nn.Module], object]) -> nn.Module:
 
 
 @on_two_ranks
-def test_a_unit_of_two_dtypes_is_bad_where_both_train_and_its_first_forward_fails() -> None:
+def test_a_unit_with_two_trainable_dtypes_is_bad_and_its_forward_fails() -> None:
     model = _of_two_dtypes(lambda net: None)
     found = finding(model, "mixed-dtypes")
     equal((found.severity, found.entry, len(found.names)), ("bad", "fsdp2-unit-of-several-dtypes", 5))

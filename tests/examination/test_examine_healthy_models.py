@@ -36,7 +36,7 @@ from fsdp_doctor.weights.fsdp import private
 
 
 @on_two_ranks
-def test_nothing_is_found_in_a_healthy_model_fresh_trained_and_between_forward_and_backward() -> None:
+def test_nothing_is_found_in_a_healthy_model_at_any_stage_of_training() -> None:
     for name, build in HEALTHY.items():
         model = build()
         equal((name, "fresh", kinds(examine(model))), (name, "fresh", []))

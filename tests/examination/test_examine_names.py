@@ -9,7 +9,7 @@ from torch import nn
 from fsdp_doctor import examine
 
 
-def test_a_fused_tensor_has_a_name_on_the_hub_for_each_of_its_parts() -> None:
+def test_a_fused_tensor_has_a_hub_name_for_each_of_its_parts() -> None:
     examination = examine(new_family("qwen3-moe"))
     names = examination.facts.names
     assert (names.model_names, len(names.others)) == (25, 4)

@@ -94,7 +94,7 @@ def test_the_remedy_for_optimizer_state_elsewhere_leads_to_right_steps() -> None
 
 
 @on_the_device
-def test_the_remedy_for_an_fsdp1_module_that_was_moved_leads_to_right_steps() -> None:
+def test_the_remedy_for_a_moved_fsdp1_module_leads_to_right_steps() -> None:
     for use_orig_params in (False, True):
         wrap = functools.partial(wrap_fsdp1, use_orig_params=use_orig_params)
         job, twin = Job(wrap), Job(wrap)

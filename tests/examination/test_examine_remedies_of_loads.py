@@ -98,7 +98,7 @@ def wrap_untied(net: Any) -> nn.Module:
 
 
 @on_the_device
-def test_the_remedy_for_a_tie_that_a_load_has_broken_leads_to_right_steps() -> None:
+def test_the_remedy_for_a_tie_broken_by_loading_leads_to_right_steps() -> None:
     job, twin = Job(wrap_from_meta, make=make_tied, steps=0), Job(wrap_tied, make=make_tied, steps=0)
     assert "before the first forward" in find(job, "untied").remedy
     job.model.tie_weights()
@@ -108,7 +108,7 @@ def test_the_remedy_for_a_tie_that_a_load_has_broken_leads_to_right_steps() -> N
 
 
 @on_the_device
-def test_the_remedy_for_a_tie_that_was_broken_before_sharding_leads_to_right_steps() -> None:
+def test_the_remedy_for_a_tie_broken_before_sharding_leads_to_right_steps() -> None:
     for wrap, untie in ((wrap_tied, wrap_untied), (wrap_fsdp1_tied, wrap_fsdp1_untied)):
         for steps in (0, 2):
             twin = Job(wrap, make=make_tied)
@@ -123,7 +123,7 @@ def test_the_remedy_for_a_tie_that_was_broken_before_sharding_leads_to_right_ste
 
 
 @on_the_device
-def test_the_remedies_for_an_optimizer_that_a_load_has_left_behind_lead_to_right_steps() -> None:
+def test_the_remedies_for_an_optimizer_made_before_loading_lead_to_right_steps() -> None:
     for names in (None, ("0.", "1.")):
         job, twin = (Job(wrap_fsdp2, steps=0) for _ in range(2))
         state = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
@@ -195,7 +195,7 @@ def test_the_remedy_for_replaced_memory_leads_to_right_steps() -> None:
 
 
 @on_the_device
-def test_the_remedy_for_a_cast_after_the_first_forward_leads_to_right_steps() -> None:
+def test_the_remedy_for_a_late_cast_leads_to_right_steps() -> None:
     job, twin = Job(wrap_fsdp2), Job(wrap_fsdp2)
     job.model.half()
     assert has(job, "recast")
@@ -223,7 +223,7 @@ def test_the_remedy_for_a_unit_of_two_dtypes_leads_to_right_steps() -> None:
 
 
 @on_the_device
-def test_the_remedy_for_an_all_reduce_that_is_off_leads_to_right_steps() -> None:
+def test_the_remedy_for_a_disabled_all_reduce_leads_to_right_steps() -> None:
     mesh = init_device_mesh("emulated", (2, 1), mesh_dim_names=("replicate", "shard"))
     job, twin = (Job(lambda net: wrap_fsdp2(net, mesh=mesh)) for _ in range(2))
     for one in (job, twin):

@@ -127,7 +127,7 @@ def test_the_remedy_for_ignored_parameters_elsewhere_leads_to_right_steps() -> N
 
 
 @on_the_device
-def test_the_remedy_for_a_copy_that_is_under_way_leads_to_right_steps() -> None:
+def test_the_remedy_for_a_copy_in_flight_leads_to_right_steps() -> None:
     def make_even() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 6), nn.Linear(6, 4))
@@ -228,7 +228,7 @@ def test_the_remedy_for_pinned_memory_that_doubles_leads_to_right_steps() -> Non
 
 
 @on_the_device
-def test_the_remedies_for_a_group_without_a_backend_for_the_cpu_lead_to_right_steps() -> None:
+def test_the_remedies_for_a_missing_cpu_backend_lead_to_right_steps() -> None:
     own = DeviceMesh.from_group(dist.new_group(backend="emulated"), "emulated", mesh_dim_names=("device_alone",))
     policy = CPUOffloadPolicy()
     alone = Job(functools.partial(wrap_fsdp2, offload_policy=policy, mesh=own), steps=0)
@@ -315,7 +315,7 @@ def test_the_remedy_for_a_stray_piece_leads_to_right_steps() -> None:
 
 
 @on_the_device
-def test_the_remedy_for_shards_that_a_move_has_lost_leads_to_right_steps() -> None:
+def test_the_remedy_for_shards_lost_by_a_move_leads_to_right_steps() -> None:
     for wrap in _FSDP1:
         job, twin = Job(wrap), Job(wrap)
         checkpoint = {name: tensor.clone() for name, tensor in fsdp_doctor.full_tensors(twin.model)}

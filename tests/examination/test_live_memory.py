@@ -29,7 +29,7 @@ def _allocated() -> int:
 
 
 @on_two_ranks
-def test_the_ledger_of_a_live_model_adds_up_to_what_the_allocator_counts() -> None:
+def test_the_ledger_of_a_live_model_adds_up_to_the_allocated_memory() -> None:
     # A thread of gloo's lets go of a collective's tensors some time after it was done: they may be freed meanwhile.
     models = fsdp2_model, lambda: fsdp1_model(use_orig_params=False), lambda: fsdp1_model(use_orig_params=True)
     for new_model in models:
@@ -94,7 +94,7 @@ def _parameters_held(net: nn.Module) -> tuple[int, int]:
 
 
 @on_two_ranks
-def test_shards_under_a_pinning_policy_are_pinned_on_the_host_in_powers_of_two() -> None:
+def test_shards_under_a_pinning_policy_are_pinned_in_powers_of_two() -> None:
     found = measure_memory(fsdp2_model(offload_policy=PINNED))
     equal(found.host.pinned, found.host.held["parameters"])
     equal(found.host.pinned_reserved > found.host.pinned, True)
@@ -118,7 +118,7 @@ def test_examine_names_a_model_that_stands_unsharded_beside_its_shards() -> None
 
 
 @on_two_ranks
-def test_examine_names_a_state_dict_that_is_held_and_none_that_is_the_model_itself() -> None:
+def test_examine_names_a_held_state_dict_unless_it_shares_the_models_memory() -> None:
     model = fsdp2_model()
     own = model.state_dict()
     equal(kinds(examine(model)), [])
@@ -146,7 +146,7 @@ def test_examine_names_gradients_that_an_offload_leaves_on_the_device() -> None:
 
 
 @on_two_ranks
-def test_examine_names_an_offload_by_hand_that_frees_nothing_until_a_forward_frees_it() -> None:
+def test_examine_names_a_useless_manual_offload_until_a_forward_frees_the_memory() -> None:
     def stages(**options: Any) -> list[list[str]]:
         model = trained(fsdp1_model(sharding_strategy=ShardingStrategy.NO_SHARD, **options))
         found = [kinds(examine(model), "hazard")]
@@ -170,7 +170,7 @@ def test_examine_names_an_offload_by_hand_that_frees_nothing_until_a_forward_fre
 
 
 @on_two_ranks
-def test_an_offload_by_hand_of_original_parameters_that_are_not_sharded_frees_nothing() -> None:
+def test_a_manual_offload_of_unsharded_original_parameters_frees_nothing() -> None:
     model = trained(fsdp1_model(sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=True))
     before, (shards, _) = torch.emulated.memory_allocated(), _parameters_held(model)
     offloading.offload(model, non_blocking=False)

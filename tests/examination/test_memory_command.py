@@ -88,7 +88,7 @@ def test_classes_add_up_to_what_the_allocator_counts_with_1_percent_unexplained(
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs")
-def test_on_two_gpus_less_than_3_percent_of_the_peak_of_a_step_is_unexplained(tmp_path: pathlib.Path) -> None:
+def test_under_3_percent_of_a_steps_peak_on_two_gpus_is_unexplained(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "ledgers.json"
     size = ("--batch", "8", "--sequence", "2048")
     done = forked_doctor(
@@ -170,7 +170,7 @@ def test_a_limit_that_is_near_is_a_line_and_a_number() -> None:
     assert "of 1.0 KiB on the device" in render_memory_table([memory], 120)
 
 
-def test_a_probe_with_memory_has_ledgers_in_its_report_its_formats_and_its_page(tmp_path: pathlib.Path) -> None:
+def test_a_probe_with_memory_shows_ledgers_in_all_of_its_outputs(tmp_path: pathlib.Path) -> None:
     page = tmp_path / "page.html"
     done = probe(
         tmp_path, "--memory", "--case", "fsdp2/param/staged/state_dict", "--html", str(page), device="emulated"

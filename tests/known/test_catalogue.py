@@ -75,7 +75,7 @@ def test_a_short_code_is_of_one_entry_and_is_never_given_again() -> None:
         assert given.get(entry.short_code) == entry.id, f"{entry.id}: the next free code is FD{len(given) + 1:03}"
 
 
-def test_an_entry_has_a_cause_a_remedy_references_and_a_way_to_recognize_it() -> None:
+def test_an_entry_has_cause_remedy_references_and_means_of_recognition() -> None:
     for entry in read_catalogue():
         assert entry.verdict in MEANING, entry.id
         assert all((entry.title, entry.cause, entry.remedy, entry.references)), entry.id
@@ -190,7 +190,7 @@ def test_an_entry_that_does_not_exist_is_refused_with_the_nearest_ones() -> None
         find_entry("fsdp2-pinned-policy-halfmoved")
 
 
-def test_the_fix_is_expected_to_fail_nowhere_but_where_the_weights_are_lost_before_it() -> None:
+def test_the_fix_is_expected_to_fail_only_after_weights_are_lost() -> None:
     cases = select(Selection(level="full", methods=(FIX,)))
     expected = {entry.id for case in cases for entry in list_expected_failures(case, RunContext())}
     assert expected == {"nonblocking-offload-uneven-shards"}

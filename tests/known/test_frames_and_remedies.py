@@ -75,7 +75,7 @@ def test_packed_weights_are_stored_in_the_dtype_of_the_others() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_names_that_a_checkpoint_has_are_read_as_the_remedy_reads_them(tmp_path: pathlib.Path) -> None:
+def test_the_names_in_a_checkpoint_are_read_as_in_the_remedy(tmp_path: pathlib.Path) -> None:
     dcp.save({"model.blocks.0.weight": torch.ones(2)}, checkpoint_id=tmp_path)
     template = {"model.layers.0.weight": torch.zeros(2)}
     with pytest.raises(BaseException, match=r"Missing key in checkpoint state_dict: model\.layers\.0\.weight"):

@@ -43,7 +43,7 @@ def _grade(message: str, traceback: str = "", **evidence: object) -> str | None:
         (_OUT_OF_MEMORY, 'File "/env/transformers/llama.py", line 3, in forward', ("fsdp",), None),
     ],
 )
-def test_a_message_that_many_programs_raise_is_known_only_by_what_says_fsdp(
+def test_a_message_of_many_programs_is_known_only_with_signs_of_fsdp(
     message: str, traceback: str, log: tuple[str, ...], grade: str | None
 ) -> None:
     assert _grade(message, traceback, log=log) == grade

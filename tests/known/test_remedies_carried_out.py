@@ -138,7 +138,7 @@ def make_with_buffer() -> nn.Module:
 
 
 @on_the_device
-def test_buffers_are_on_the_cpu_for_a_load_and_on_the_device_after_it() -> None:
+def test_buffers_are_on_the_cpu_during_loading_and_on_the_device_afterwards() -> None:
     twin = Job(under_policy, make=make_with_buffer)
     full = {name: tensor.cpu() for name, tensor in read_whole(twin.model).items()}
     job = Job(under_policy, make=make_with_buffer, steps=0)
@@ -444,7 +444,7 @@ def test_a_tensor_is_distributed_as_its_parameter_is() -> None:
 
 
 @on_the_device
-def test_names_that_do_not_fit_are_found_on_every_rank_before_a_load() -> None:
+def test_mismatched_names_are_found_on_every_rank_before_a_load() -> None:
     job = Job(wrap_fsdp2)
     full = read_whole(job.model)
     lacking = {name: tensor for name, tensor in full.items() if name != "3.bias"}
