@@ -289,7 +289,7 @@ def test_asynchronous_work_is_complete_when_all_ranks_have_come() -> None:
 
 
 @on_the_device
-def test_works_of_one_group_complete_in_the_order_of_their_calls_whoever_waits() -> None:
+def test_collectives_of_one_group_complete_in_the_order_of_their_calls() -> None:
     """A group of NCCL has one stream, so who waits for the last has waited for all."""
     tensors = [torch.ones(numel, device=this_device()) for numel in (1_000_000, 1)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
@@ -390,7 +390,7 @@ def test_a_group_of_some_ranks_leaves_the_others_out() -> None:
 
 
 @on_the_device
-def test_groups_that_ranks_use_in_different_order_do_not_wait_for_each_other() -> None:
+def test_groups_used_in_different_orders_by_ranks_do_not_block_each_other() -> None:
     groups = [dist.new_group(), dist.new_group()]
     order = (0, 1) if this_rank() % 2 == 0 else (1, 0)
     tensors = [input_of().to(this_device()), -input_of().to(this_device())]
@@ -468,7 +468,7 @@ def test_a_group_that_was_destroyed_refuses_collectives_in_the_words_of_nccl() -
 
 
 @on_two
-def test_a_group_of_gloo_takes_tensors_of_the_device_and_of_inference_mode() -> None:
+def test_a_gloo_group_accepts_tensors_of_the_device_and_of_inference_mode() -> None:
     group = dist.new_group(backend="gloo")
     own = torch.tensor([1.0 + this_rank(), 2.0], device=this_device())
     with torch.inference_mode():
@@ -529,7 +529,7 @@ leaves_groups_stuck = on_ranks(Setting("emulated", 2), Setting("emulated", 3), l
 
 
 @on_the_device
-def test_a_tensor_of_a_device_that_the_group_has_no_backend_for_is_refused() -> None:
+def test_a_tensor_is_refused_if_the_group_lacks_its_devices_backend() -> None:
     alone = group_of_the_device_alone()
     with raises_saying("No backend type associated with device type cpu"):
         dist.all_reduce(torch.ones(1), group=alone)

@@ -89,7 +89,7 @@ def test_a_tensor_of_any_strides_and_dtype_moves_to_the_host_unchanged() -> None
     check_each(STRIDES | OVERLAPPING, check)
 
 
-def test_a_copy_to_or_from_the_device_changes_the_part_that_it_names_alone() -> None:
+def test_a_copy_to_or_from_the_device_changes_only_the_named_part() -> None:
     def check(part: View) -> None:
         for dtype, pin, to_device in itertools.product((FP32, BF16), (False, True), (False, True)):
             if to_device:
@@ -450,7 +450,7 @@ RANDOM: dict[str, Op] = {
 }
 
 
-def test_random_operations_draw_what_the_cpu_draws_first_and_leave_its_generator_alone() -> None:
+def test_random_operations_match_the_cpu_and_leave_its_generator_unchanged() -> None:
     def seeded(op: Op, t: Inputs) -> Any:
         torch.manual_seed(11)
         return op(t)

@@ -76,7 +76,7 @@ def test_a_late_copy_to_the_host_is_visible_only_after_a_wait() -> None:
     check_each(NO_WAITS, lambda do: check(do, waits=False))
 
 
-def test_a_query_is_false_while_a_copy_is_in_flight_and_true_soon() -> None:
+def test_a_query_is_false_during_a_copy_and_true_soon_afterwards() -> None:
     here, stream = pinned(0), emulated.current_stream()
     event = torch.Event(device=DEVICE)
     for query in (stream.query, event.query):
@@ -159,7 +159,7 @@ JOINS: dict[str, Callable[[torch.Stream, torch.Event], Any]] = {
 }
 
 
-def test_a_kernel_sees_a_copy_of_its_own_stream_and_of_another_if_it_waited() -> None:
+def test_a_kernel_sees_copies_of_its_stream_and_of_streams_it_awaited() -> None:
     def check(join: Callable[[torch.Stream, torch.Event], Any]) -> None:
         x, source, stream = on_device(0, 0), pinned(1, 2), emulated.Stream()
         with emulated.stream(stream):
@@ -203,7 +203,7 @@ def test_copies_of_one_stream_happen_in_their_order() -> None:
     assert (here.item(), x.item()) == (1, 2)
 
 
-def test_a_round_trip_through_the_host_without_a_wait_takes_the_old_bytes() -> None:
+def test_a_round_trip_through_the_host_without_waiting_reads_old_bytes() -> None:
     """The race of an offload that reads what it has just begun to write: two streams, no event."""
     x, y, here, out = on_device(5), on_device(0), pinned(1), emulated.Stream()
     with emulated.stream(out):
@@ -316,7 +316,7 @@ def test_a_tensor_of_the_device_that_is_freed_does_no_harm() -> None:
     assert all(other.sum().item() == 8000 for other in others)
 
 
-def test_a_storage_that_is_resized_while_a_copy_is_in_flight_does_no_harm() -> None:
+def test_resizing_a_storage_during_a_copy_does_no_harm() -> None:
     x, source = torch.zeros(1000, device=DEVICE), torch.ones(1000).pin_memory()
     with emulated.stream(emulated.Stream()):
         x.copy_(source, non_blocking=True)

@@ -185,7 +185,7 @@ def test_too_much_memory_raises_and_takes_nothing() -> None:
     check_each(TOO_MUCH, check)
 
 
-def test_a_limit_is_exact_concerns_each_device_and_not_the_host_and_can_be_removed() -> None:
+def test_a_memory_limit_is_exact_per_device_without_the_host_and_removable() -> None:
     emulated.set_memory_limit(max(emulated.memory_allocated(0), emulated.memory_allocated(1)) + 4096)
     one, other = torch.empty(1024, device="emulated:0"), torch.empty(1024, device=OTHER)
     for device in (one.device, other.device):

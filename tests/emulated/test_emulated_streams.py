@@ -233,7 +233,7 @@ def test_saved_tensors_can_be_offloaded_while_the_graph_lives() -> None:
     assert torch.equal(torch.autograd.grad(loss, x)[0], plain)
 
 
-def test_the_random_state_is_16_bytes_on_the_host_and_brings_the_numbers_back() -> None:
+def test_the_random_state_is_16_host_bytes_and_restores_the_numbers() -> None:
     torch.manual_seed(4)
     torch.randn(3, device=DEVICE)
     state = emulated.get_rng_state()

@@ -132,7 +132,7 @@ NEITHER: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", NEITHER)
-def test_a_tensor_that_is_neither_dense_nor_sparse_is_refused_in_a_sentence(name: str) -> None:
+def test_a_tensor_that_is_neither_dense_nor_sparse_is_refused(name: str) -> None:
     with pytest.raises(NotImplementedError, match=f"has dense and sparse tensors alone, and this one is {name}"):
         NEITHER[name](torch.ones(3, device=DEVICE))
 
@@ -222,7 +222,7 @@ if torch.__version__ < (2, 14):
 
 
 @pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter", "ignore:index_reduce")
-def test_what_is_not_deterministic_on_cuda_alone_is_refused_on_the_device_alone() -> None:
+def test_operations_nondeterministic_only_on_cuda_are_refused_only_on_the_device() -> None:
     def alert(device: str, call: _Call) -> str:
         x, i, v = torch.ones(3), torch.tensor([0, 1]), torch.ones(2)
         try:

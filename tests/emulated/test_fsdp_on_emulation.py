@@ -86,7 +86,7 @@ def test_fsdp2_trains_as_one_process_does() -> None:
 
 
 @on_the_device
-def test_fsdp2_keeps_offloaded_shards_and_gradients_on_the_cpu_and_pinned_if_configured() -> None:
+def test_fsdp2_keeps_offloaded_shards_and_gradients_on_the_cpu_pinned_if_configured() -> None:
     for pinned in (True, False):
         model = fsdp2_of(new_net(), offload_policy=CPUOffloadPolicy(pin_memory=pinned))
         backward(model, 0, [this_rank()], this_device())
@@ -192,7 +192,7 @@ def _losses_of_offloaded_training() -> list[float]:
 
 
 @on_ranks(Setting("emulated", 2))
-def test_offloaded_training_is_the_same_with_freed_memory_poisoned_and_has_no_race() -> None:
+def test_offloaded_training_has_no_race_and_does_not_use_freed_memory() -> None:
     plain = _losses_of_offloaded_training()
     accelerator().poison_freed_memory()
     with contextlib.ExitStack() as stack:

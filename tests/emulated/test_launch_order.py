@@ -79,7 +79,7 @@ def _receive(store: dist.Store, in_step: bool) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("in_step", [False, True])
-def test_orders_in_which_two_devices_wait_for_each_other_are_found_without_a_timeout(
+def test_launch_orders_that_deadlock_two_devices_are_found_without_a_timeout(
     tmp_path: pathlib.Path, in_step: bool
 ) -> None:
     needs_emulation()
@@ -100,7 +100,7 @@ def test_orders_in_which_two_devices_wait_for_each_other_are_found_without_a_tim
     assert {before.split()[0], after.split()[0]} == {"BROADCAST", "_ALLGATHER_BASE"}
 
 
-def test_orders_that_fit_together_are_no_cycle_and_one_over_three_devices_is(tmp_path: pathlib.Path) -> None:
+def test_a_cycle_is_found_over_three_devices_but_not_in_compatible_orders(tmp_path: pathlib.Path) -> None:
     def write(*devices: str) -> str:
         for number, names in enumerate(devices):
             (tmp_path / str(number)).write_text("".join(f"{name} 1 BROADCAST\n" for name in names))

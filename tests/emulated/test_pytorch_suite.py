@@ -22,7 +22,7 @@ _VERSIONS = {"torch": "2.13.0", "tests": "2.12.1"}
 _SUITE = (sys.executable, "-m", "tests.emulated.pytorch_suite")
 
 
-def test_a_sample_of_pytorchs_tables_differs_from_the_cpu_only_where_it_is_known_to() -> None:
+def test_a_sample_of_pytorchs_tables_differs_from_the_cpu_only_as_known() -> None:
     pytest.importorskip("expecttest", reason="torch's tables need expecttest")
     done = run(sys.executable, "-m", "tests.emulated.torch_tables", *_SAMPLE, cwd=ROOT)
     assert done.code == 0, done.stdout + done.stderr
@@ -62,7 +62,7 @@ class TestDevice(TestCase):
 """
 
 
-def test_each_test_of_a_checkout_gets_the_device_and_its_outcome_is_counted_and_compared(
+def test_tests_of_a_checkout_use_the_device_and_their_outcomes_are_compared(
     tmp_path: pathlib.Path,
 ) -> None:
     checkout, stub = tmp_path / "checkout", tmp_path / "stub"
@@ -89,7 +89,7 @@ def _result(test: str, outcome: Outcome, text: str = "") -> Result:
     return Result("test_x.py", 2, test, outcome, text)
 
 
-def test_a_difference_in_either_direction_is_reported_and_the_rest_of_an_expectation_is_kept(
+def test_differences_in_both_directions_are_reported_and_other_expectations_are_kept(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "expected.toml"

@@ -85,7 +85,7 @@ def test_the_step_leaves_the_files_that_the_job_keeps(
     assert names == {"installed.json", "installed.xml", "merged.json.gz"}
 
 
-def test_with_versions_of_torch_each_has_an_environment_and_what_is_known_is_expected(
+def test_each_torch_version_has_its_environment_and_known_failures_are_expected(
     tmp_path: pathlib.Path,
 ) -> None:
     index = index_with_torch(tmp_path / "wheels", "2.98.0")

@@ -48,7 +48,7 @@ def test_a_script_shows_its_finding(script: pathlib.Path, tmp_path: pathlib.Path
     assert "shown" in done.output.splitlines(), done.output
 
 
-def test_a_script_shows_its_finding_under_torchrun_with_nothing_of_ours_in_the_process(tmp_path: pathlib.Path) -> None:
+def test_a_script_shows_its_finding_under_torchrun_without_fsdp_doctor(tmp_path: pathlib.Path) -> None:
     done = torchrun_script(ROOT / "examples" / "findings" / "missing_key_passes_for_strict.py", tmp_path)
     assert done.code == 0, done.stdout + done.stderr
     assert "shown" in done.stdout.splitlines()
@@ -84,7 +84,7 @@ def _imported(script: pathlib.Path) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def test_every_script_is_named_in_the_document_and_every_one_named_is_there() -> None:
+def test_the_document_names_exactly_the_scripts_that_exist() -> None:
     document = (ROOT / "docs" / "findings.md").read_text()
     assert len(_SCRIPTS) > 5
     for script in _SCRIPTS:

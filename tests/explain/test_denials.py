@@ -111,7 +111,7 @@ def test_a_key_that_a_checkpoint_lacks_is_told_by_its_name(tmp_path: pathlib.Pat
     assert not (weight and "allow_partial_load" in text.render_text(explanation, 1000))
 
 
-def test_the_rank_that_failed_first_is_not_missed_where_the_log_names_it(tmp_path: pathlib.Path) -> None:
+def test_the_first_failed_rank_is_shown_if_the_log_names_it(tmp_path: pathlib.Path) -> None:
     closed = "[rank1]: RuntimeError: Connection closed by peer [127.0.0.1]:40214"
     summary = ["Root Cause (first observed failure):", "  rank      : 3 (local_rank: 3)", "  exitcode  : 1 (pid: 9)"]
     shown = text.render_text(explained(tmp_path, closed, *summary), 1000)

@@ -56,7 +56,7 @@ def test_a_consequence_is_no_cause_though_it_comes_first(tmp_path: pathlib.Path)
     assert sum(explanation.consequences.values()) == 2
 
 
-def test_time_stamps_decide_where_the_logs_of_ranks_stand_one_after_the_other(tmp_path: pathlib.Path) -> None:
+def test_time_stamps_order_the_logs_of_ranks_in_separate_files(tmp_path: pathlib.Path) -> None:
     late = ["2026-04-13 10:00:09,000 INFO sync", *traceback(UNSHARD.format(0))]
     early = ["2026-04-13 10:00:01,500 INFO sync", *traceback(STORAGE.format(1))]
     files = [tmp_path / "rank0.log", tmp_path / "rank1.log"]
@@ -67,7 +67,7 @@ def test_time_stamps_decide_where_the_logs_of_ranks_stand_one_after_the_other(tm
     assert cause_of(explanation).file == str(files[1])
 
 
-def test_rays_prefixes_and_colours_are_taken_off_whether_or_not_the_escape_survived(tmp_path: pathlib.Path) -> None:
+def test_rays_prefixes_and_colours_are_removed_with_or_without_the_escape_character(tmp_path: pathlib.Path) -> None:
     for colour in ("\x1b[36m{}\x1b[0m ", "[36m{}[0m "):
         prefix = colour.format("(WorkerDict pid=812, ip=10.0.0.1)")
         other = colour.format("(WorkerDict pid=813, ip=10.0.0.1)")
@@ -264,7 +264,7 @@ def test_words_of_memory_alone_are_no_process_that_was_killed(tmp_path: pathlib.
     assert not explained(tmp_path, *[words, *traceback(UNSHARD.format(0))]).killed_for_memory
 
 
-def test_what_ended_another_rank_before_the_known_failure_is_not_called_no_cause(tmp_path: pathlib.Path) -> None:
+def test_an_earlier_failure_of_another_rank_is_not_dismissed_as_a_cause(tmp_path: pathlib.Path) -> None:
     other = [BEGIN, '  File "/opt/me/reward.py", line 8, in score', "    return table[answer]", "IndexError: 7"]
     known = traceback(UNSHARD.format(0))
     file = tmp_path / "log.txt"
@@ -339,7 +339,7 @@ def _text(tmp_path: pathlib.Path, *lines: str) -> str:
     ],
     ids=["once", "twice", "two ranks", "many ranks"],
 )
-def test_after_the_answer_it_says_where_the_cause_is_and_who_raised_it(
+def test_the_answer_is_followed_by_the_place_and_origin_of_the_cause(
     tmp_path: pathlib.Path, lines: list[str], heading: str
 ) -> None:
     answer, _, place, *_ = _text(tmp_path, *lines).splitlines()
@@ -378,14 +378,14 @@ def test_what_is_not_sure_of_an_entry_stands_above_its_remedy(tmp_path: pathlib.
     assert shown.index("To be sure:") < shown.index("Remedy: ")
 
 
-def test_the_remedy_for_a_user_of_the_framework_in_the_traceback_comes_first(tmp_path: pathlib.Path) -> None:
+def test_the_remedy_for_the_framework_in_the_traceback_comes_first(tmp_path: pathlib.Path) -> None:
     lines = traceback(STORAGE.format(0))
     shown = _text(tmp_path, *lines)
     assert shown.index("Remedy in verl: ") < shown.index("Remedy: ")
     assert "Remedy in verl: " not in _text(tmp_path, *(line.replace("verl", "mine") for line in lines))
 
 
-def test_of_a_known_failure_the_second_line_is_the_remedy_and_stands_once(tmp_path: pathlib.Path) -> None:
+def test_the_second_line_for_a_known_failure_is_its_remedy_shown_once(tmp_path: pathlib.Path) -> None:
     lines = traceback(STORAGE.format(0))
     shown = _text(tmp_path, *lines)
     assert shown.splitlines()[1].startswith("Remedy in verl: ")

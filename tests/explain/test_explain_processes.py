@@ -64,7 +64,7 @@ def test_random_bytes_are_refused_after_a_few(tmp_path: pathlib.Path) -> None:
             explain([pathlib.Path(device)])
 
 
-def test_what_has_no_end_is_read_up_to_a_limit_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_input_is_read_up_to_a_limit_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_input, "MAX_STREAM", 1 << 20)
     end, begin = os.pipe()
 

@@ -11,9 +11,7 @@ from support.written_logs import BEGIN, DURING, UNSHARD, entry_of, explained
 @pytest.mark.parametrize(
     "raised", ["AssertionError", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"]
 )
-def test_a_message_that_anything_can_raise_has_no_entry_where_its_traceback_goes_elsewhere(
-    tmp_path: pathlib.Path, raised: str
-) -> None:
+def test_a_common_message_has_no_entry_if_its_traceback_leads_elsewhere(tmp_path: pathlib.Path, raised: str) -> None:
     lines = [BEGIN, '  File "/opt/train.py", line 3, in attend', "    x = y", raised]
     assert explained(tmp_path, *["strategy: fsdp", *lines]).matches == ()
     assert explained(tmp_path, *lines).matches == ()
@@ -32,9 +30,7 @@ _TORCHS_RAISE = _ending_in("/env/torch/distributed/utils.py", "raise AssertionEr
 
 @pytest.mark.parametrize("line", ["raise AssertionError(f'Expects {text}')", "assert tensor.device == device, text"])
 @pytest.mark.parametrize("file", ["/home/me/train.py", "C:\\jobs\\train.py", "train.py"])
-def test_what_a_script_raises_in_its_own_line_is_no_more_than_possible(
-    tmp_path: pathlib.Path, file: str, line: str
-) -> None:
+def test_an_error_raised_by_a_users_script_is_at_most_possible(tmp_path: pathlib.Path, file: str, line: str) -> None:
     explanation = explained(tmp_path, *_ending_in(file, line))
     assert explanation.grade == "possible"
     assert file in "".join(explanation.matches[0].against)
@@ -77,7 +73,7 @@ def test_what_another_package_raises_is_no_more_than_possible(tmp_path: pathlib.
     assert explained(tmp_path, *_ending_in(file, line)).grade == "possible"
 
 
-def test_what_a_framework_of_the_entry_raises_in_words_of_its_own_is_known(tmp_path: pathlib.Path) -> None:
+def test_a_message_of_a_framework_that_the_entry_names_is_known(tmp_path: pathlib.Path) -> None:
     file = "/env/lib/python3.12/site-packages/verl/utils/fsdp_utils.py"
     explanation = explained(tmp_path, *_ending_in(file, f'raise AssertionError("{_WORDS}")'))
     assert entry_of(explanation) == "fsdp1-manual-offload-then-state-dict"
@@ -118,7 +114,7 @@ def test_what_is_raised_wherever_the_program_is_is_no_failure_of_fsdps(
     assert explained(tmp_path, *_in_fsdp("RuntimeError: CUDA error: illegal memory access")).about_fsdp
 
 
-def test_a_checkpoint_that_failed_on_a_rank_is_not_the_cause_of_what_failed_there(tmp_path: pathlib.Path) -> None:
+def test_the_cause_of_a_failed_checkpoint_is_the_error_on_the_rank(tmp_path: pathlib.Path) -> None:
     carrier = "torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([1])"
     saver = '  File "/env/torch/distributed/checkpoint/utils.py", line 252, in all_reduce'
     inner = '  File "/env/torch/distributed/checkpoint/filesystem.py", line 420, in _write_files_from_queue'
@@ -136,7 +132,7 @@ def test_a_checkpoint_that_failed_on_a_rank_is_not_the_cause_of_what_failed_ther
         ('_unshard_param_utils.py", line 190 in _unshard_fsdp_state_params', "known"),
     ],
 )
-def test_a_segmentation_fault_is_known_only_where_it_is_known_to_come_from(
+def test_a_segmentation_fault_is_known_only_at_its_known_places(
     tmp_path: pathlib.Path, place: str, grade: str | None
 ) -> None:
     stack = ["Thread 0x00007f1 (most recent call first):", f'  File "/env/torch/distributed/fsdp/{place}']

@@ -40,7 +40,7 @@ def test_ranks_in_different_collectives_are_said_to_part_there(tmp_path: pathlib
     assert said == "Rank 0 is in REDUCE_SCATTER 122, rank 1 is in ALLGATHER 126: rank 0 is 4 behind."
 
 
-def test_a_rank_is_named_by_its_place_in_the_job_and_not_in_its_group(tmp_path: pathlib.Path) -> None:
+def test_a_rank_has_its_number_in_the_job_not_in_the_group(tmp_path: pathlib.Path) -> None:
     said = _parting(tmp_path, (line.replace("Rank 9]", "Rank 0]") for line in _watchdog(9, 7, "ALLREDUCE", (1, 1))))
     assert said.startswith("Rank 9 ")
 
@@ -89,7 +89,7 @@ _FULL_TENSOR = "full_tensor from /env/torch/distributed/tensor/_api.py:670"
 _DRAINS = _stack(1, _FULL_TENSOR, f"_streaming_iter from {_OF_TRL}:1120", f"_sync_weight from {_OF_TRL}:1143")
 
 
-def test_gathers_of_a_weight_sync_are_known_where_rank_0_makes_them_for_an_engine(tmp_path: pathlib.Path) -> None:
+def test_weight_sync_gathers_on_rank_0_for_an_engine_are_known(tmp_path: pathlib.Path) -> None:
     packed = "packed_nccl_broadcast_producer from /env/vllm/distributed/weight_transfer/packed_tensor.py:196"
     lines = [*_watchdog(0, 12, "COALESCED"), *_stack(0, _FULL_TENSOR, packed, f"send_weights from {_OF_TRL}:200")]
     explanation = explained(tmp_path, "fsdp_version: 2", *lines, *_watchdog(1, 40, "_ALLGATHER_BASE"), *_DRAINS)
@@ -99,7 +99,7 @@ def test_gathers_of_a_weight_sync_are_known_where_rank_0_makes_them_for_an_engin
     assert explanation.hang.differs
 
 
-def test_gathers_of_a_weight_sync_for_which_rank_0_never_comes_are_likely(tmp_path: pathlib.Path) -> None:
+def test_weight_sync_gathers_that_rank_0_never_joins_are_likely(tmp_path: pathlib.Path) -> None:
     lines = [*_watchdog(1, 40, "_ALLGATHER_BASE", (4, 16)), *_DRAINS]
     explanation = explained(tmp_path, "fsdp_version: 2", *lines)
     assert [match.entry.id for match in explanation.matches] == ["gather-interleaved-with-send"]
@@ -112,7 +112,7 @@ def test_a_failure_is_told_before_the_hang_that_it_caused(tmp_path: pathlib.Path
     assert explanation.hang is not None
 
 
-def test_the_dumps_of_a_flight_recorder_say_where_the_ranks_part_and_who_called() -> None:
+def test_dumps_of_a_flight_recorder_show_where_ranks_part_and_who_called() -> None:
     run = doctor("explain", *(str(_DUMPS / f"nccl_trace_rank_{rank}") for rank in (0, 1)))
     assert (run.code, run.stderr) == (0, "")
     assert "Rank 0 is in ALLGATHER 4, rank 1 is in ALLREDUCE 4." in run.stdout
@@ -120,7 +120,7 @@ def test_the_dumps_of_a_flight_recorder_say_where_the_ranks_part_and_who_called(
     assert "Known: rank0-only-gather-deadlock" in run.stdout
 
 
-def test_the_dumps_as_json_have_no_stacks_and_so_no_more_than_the_place() -> None:
+def test_json_dumps_have_no_stacks_and_therefore_show_only_the_place() -> None:
     run = doctor("explain", *(str(_DUMPS / f"trace_rank_{rank}.json") for rank in (0, 1)))
     assert (run.code, run.stderr) == (1, "")
     assert "Rank 0 is in ALLGATHER 4, rank 1 is in ALLREDUCE 4." in run.stdout
@@ -177,7 +177,7 @@ class _Evil:
     ],
     ids=["a function", "a function, protocol 4", "cut off", "an empty stack", "an announced size", "no list"],
 )
-def test_a_pickle_that_is_no_dump_is_refused_and_nothing_of_it_runs(
+def test_a_pickle_that_is_not_a_dump_is_refused_without_being_run(
     data: bytes, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "nccl_trace_rank_0"

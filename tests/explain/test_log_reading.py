@@ -105,7 +105,7 @@ def test_a_message_in_prose_is_not_known_for_certain(tmp_path: pathlib.Path) -> 
     assert (explanation.grade, explanation.matches[0].entry.id) == ("likely", "fsdp2-params-not-on-cpu-at-lazy-init")
 
 
-def test_a_drivers_traceback_is_not_cut_off_where_its_exception_follows_under_another_prefix(
+def test_a_drivers_traceback_continues_although_its_exception_has_another_prefix(
     tmp_path: pathlib.Path,
 ) -> None:
     explanation = explained(
@@ -129,7 +129,7 @@ def test_a_whole_exception_comes_before_a_traceback_that_was_cut_off(tmp_path: p
     assert explained(tmp_path, *cut).showing == "cut"
 
 
-def test_what_the_interpreter_says_of_its_end_is_a_failure_with_its_stack(tmp_path: pathlib.Path) -> None:
+def test_a_fatal_error_of_the_interpreter_is_a_failure_with_its_stack(tmp_path: pathlib.Path) -> None:
     explanation = explained(
         tmp_path,
         "Fatal Python error: Segmentation fault",
@@ -152,7 +152,7 @@ def test_what_the_interpreter_says_of_its_end_is_a_failure_with_its_stack(tmp_pa
     ],
     ids=["torchrun", "Ray", "c10d"],
 )
-def test_what_says_that_a_process_is_gone_is_a_consequence_and_no_silence(tmp_path: pathlib.Path, line: str) -> None:
+def test_a_message_that_a_process_is_gone_counts_as_a_consequence(tmp_path: pathlib.Path, line: str) -> None:
     assert explained(tmp_path, "step 1", line).showing == "consequences"
 
 

@@ -43,7 +43,7 @@ def test_a_name_that_the_installed_version_lacks_is_told_with_the_version(unlike
     assert "has no attribute 'get_state_dict'" in verdict.reason
 
 
-def test_a_package_that_is_imported_late_and_not_installed_is_told_with_its_name(unlike: Run) -> None:
+def test_a_missing_package_that_is_imported_late_is_named(unlike: Run) -> None:
     verdict = unlike.result(_LACKING).verdict
     assert verdict.kind == "unsupported", verdict
     assert "No module named 'a_package_of_fsdp1'" in verdict.reason
@@ -66,7 +66,7 @@ def test_what_comes_after_goes_on(unlike: Run) -> None:
     assert unlike.kind("/load_state.fresh") == "ok", unlike.result("/load_state.fresh").verdict
 
 
-def test_a_process_in_a_session_of_its_own_does_not_outlive_the_run(unlike: Run) -> None:
+def test_a_process_in_a_separate_session_does_not_outlive_the_run(unlike: Run) -> None:
     assert unlike.left == []
 
 

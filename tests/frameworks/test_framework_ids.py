@@ -25,7 +25,7 @@ _ALL = pytest.mark.parametrize("matrix", [read_matrix(name) for name in BUILT_IN
 
 
 @_ALL
-def test_every_case_can_be_read_back_from_its_id_and_from_a_report(matrix: FrameworkMatrix) -> None:
+def test_every_case_can_be_restored_from_its_id_and_from_a_report(matrix: FrameworkMatrix) -> None:
     cases = select(Selection(frameworks=(matrix.name,)))
     assert len({case.id for case in cases}) == len(cases) > 10
     for case in cases:
@@ -60,7 +60,7 @@ def test_the_script_of_each_case_is_short_and_has_nothing_of_ours(matrix: Framew
 
 
 @pytest.mark.parametrize("scenario", [{"framework": "accelerate", "configuration": "fsdp3/none"}, {"framework": "x"}])
-def test_a_scenario_that_is_not_known_here_is_not_taken_from_a_report(scenario: dict[str, str]) -> None:
+def test_an_unknown_scenario_is_not_accepted_from_a_report(scenario: dict[str, str]) -> None:
     with pytest.raises((KeyError, TypeError)):
         make_any_case(scenario, "prepare")
 
@@ -74,7 +74,7 @@ def test_a_scenario_that_is_not_known_here_is_not_taken_from_a_report(scenario: 
         ("accelerate:fsdp2/none/full/load_stat", "has no method 'load_stat' (did you mean load_state"),
     ],
 )
-def test_an_id_that_is_none_is_refused_by_the_part_that_is_wrong(case_id: str, sentence: str) -> None:
+def test_an_invalid_id_is_refused_with_the_part_that_is_wrong(case_id: str, sentence: str) -> None:
     with pytest.raises(UsageError) as refused:
         select(Selection(case_ids=(case_id,)))
     assert sentence in str(refused.value)

@@ -28,7 +28,7 @@ def test_what_fits_stays_as_it_is() -> None:
     assert wrap_all(text.splitlines(), 80) == text
 
 
-def test_the_width_is_that_of_the_terminal_and_no_more_than_is_readable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_width_is_the_terminals_up_to_a_readable_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "72")
     assert measure_width() == 72
     monkeypatch.setenv("COLUMNS", "300")

@@ -46,7 +46,7 @@ def test_a_scenario_has_a_field_for_each_axis_in_the_same_order():
         ({"strategy": "fsdp1-orig", "sharding": "hsdp", "phase": "fresh"}, "fsdp1-orig/none/staged/fresh/hsdp"),
     ],
 )
-def test_an_id_holds_three_axes_always_and_the_others_away_from_their_default(fields, expected):
+def test_an_id_holds_three_axes_and_all_values_other_than_defaults(fields, expected):
     assert make_scenario(BASE | fields).id == expected
 
 
@@ -79,7 +79,7 @@ def test_a_default_spelled_out_in_an_id_makes_no_other_case():
         ("fsdp2/none/staged/dcp ", ["there is no method 'dcp '"]),
     ],
 )
-def test_an_id_that_means_nothing_is_a_usage_error_that_names_the_part(text, complaints):
+def test_an_invalid_id_is_a_usage_error_that_names_the_wrong_part(text, complaints):
     with pytest.raises(UsageError) as caught:
         parse_case_id(text, METHOD_NAMES)
     assert repr(text) in str(caught.value)
@@ -142,7 +142,7 @@ def test_every_row_of_the_table_applies_somewhere():
     assert all(method.fsdp and set(method.fsdp) <= {1, 2} for method in METHODS)
 
 
-def test_a_row_that_is_for_some_values_of_an_axis_names_values_that_there_are():
+def test_a_row_restricted_to_values_of_an_axis_names_existing_values():
     for method in METHODS:
         for axis, values in method.only.items():
             assert set(values) <= set(AXIS[axis].values)
@@ -153,7 +153,7 @@ def test_no_method_of_the_table_is_taken_for_one_of_the_user():
 
 
 @pytest.mark.parametrize("fsdp", [1, 2])
-def test_a_method_of_the_user_is_found_in_both_versions_with_the_default_contract(fsdp):
+def test_a_user_method_has_the_default_contract_in_both_fsdp_versions(fsdp):
     assert find_method("mod:fn", fsdp).contract == Contract()
 
 

@@ -34,7 +34,7 @@ UNSTAGED = "fsdp1-orig/none/unstaged/state_dict"
         ("POLICY", STAGED, False),
     ],
 )
-def test_a_word_is_found_only_literally_and_at_the_beginning_of_a_word(word, case_id, found):
+def test_a_word_is_found_literally_and_only_at_word_beginnings(word, case_id, found):
     assert compile_expression(word)(case_id) is found
 
 

@@ -25,14 +25,14 @@ def _full(**axes: tuple[str, ...]) -> list[Case]:
     return select(Selection(level="full", axes=axes))
 
 
-def test_a_filter_beside_full_leaves_exactly_the_cases_of_full_that_have_the_value() -> None:
+def test_a_filter_with_full_keeps_exactly_the_cases_with_the_value() -> None:
     for axis in AXES:
         for value in set(axis.values) - {"custom"}:
             expected = [case for case in _whole() if case.scenario.values[axis.name] == value]
             assert _full(**{axis.name: (value,)}) == expected, (axis.name, value)
 
 
-def test_two_filters_beside_full_never_select_more_than_one_of_them_where_full_has_both() -> None:
+def test_two_filters_with_full_select_the_cases_common_to_both_filters() -> None:
     whole = set(_whole())
     met = 0
     for asked in _TWO_VALUES:

@@ -19,7 +19,7 @@ def test_each_level_is_a_part_of_the_next() -> None:
     assert _ids("quick") < _ids("default") < _ids("full")
 
 
-def test_quick_has_both_strategies_both_directions_and_the_two_failures_that_are_met_most() -> None:
+def test_quick_has_both_strategies_both_directions_and_the_two_commonest_failures() -> None:
     ids = _ids("quick")
     assert {"fsdp2/policy/staged/state_dict", "fsdp1/param/unstaged/full_state_dict.rank0+cpu"} <= ids
     assert any(name.endswith("fresh/meta/to_empty.broadcast") for name in ids)

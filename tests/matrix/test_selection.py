@@ -25,7 +25,7 @@ def is_plain(case):
     return ordinary and not scenario.model.has_experts
 
 
-def test_the_default_matrix_of_extraction_is_both_strategies_all_offloads_and_stagings_and_every_method():
+def test_default_extractions_combine_both_strategies_with_all_offloads_stagings_and_methods():
     cases = [
         case for case in select(Selection(directions=("out",))) if is_plain(case) and not case.scenario.phase.raised
     ]
@@ -75,7 +75,7 @@ def test_the_default_matrix_tries_every_method_after_a_step_that_raised():
         assert len({case.scenario for case in cases}) == 4
 
 
-def test_the_default_matrix_has_some_scenarios_without_mixed_precision_in_inference_mode_and_of_experts():
+def test_the_default_matrix_samples_full_precision_inference_mode_and_experts():
     sampled = [case for case in select(Selection()) if not is_plain(case)]
     assert values(sampled, "precision") == set(AXIS["precision"].values)
     assert values(sampled, "context") == {"ordinary", "inference"}
@@ -87,7 +87,7 @@ def test_the_default_matrix_has_some_scenarios_without_mixed_precision_in_infere
     assert all(find_method(case.method, case.scenario.version).used_by for case in sampled)
 
 
-def test_where_values_are_asked_for_every_method_is_tried_and_no_other_precision_or_context():
+def test_requested_values_get_every_method_and_no_other_precision_or_context():
     asked = {"strategy": ("fsdp1",), "offload": ("policy",), "staging": ("staged",)}
     assert all(map(is_plain, select(Selection(axes=asked))))
     cases = select(Selection(axes={**asked, "precision": ("fp32-compute",)}, directions=("in",)))
@@ -104,7 +104,7 @@ def test_the_directions_together_are_the_default_matrix():
     assert {find_method(c.method, c.scenario.version).direction for c in into} == {"in"}
 
 
-def test_a_method_that_extracts_is_in_no_scenario_that_only_a_load_has():
+def test_an_extracting_method_has_no_scenario_that_only_loads_have():
     only_loading = [
         c for c in select(Selection(level="full")) if c.scenario.init == "meta" or c.scenario.checkpoint != "exact"
     ]
@@ -122,7 +122,7 @@ def test_adapter_methods_are_selected_only_for_the_model_with_adapters():
     assert {case.scenario.model for case in cases if case.method.startswith("lora.")} == {"qwen3-lora"}
 
 
-def test_a_state_dict_is_held_across_an_offload_where_one_takes_shards_off_the_device():
+def test_a_state_dict_is_held_only_across_offloads_of_device_shards():
     held = [case.scenario for case in select(Selection()) if case.method == "state_dict.held"]
     assert {(s.strategy, str(s.offload), s.staging) for s in held} == {
         ("fsdp2", "param", "staged"),
@@ -153,7 +153,7 @@ def test_a_selected_case_has_no_value_that_was_not_asked_for(level):
             assert values(cases, axis) == set(wanted)
 
 
-def test_a_custom_model_takes_the_place_of_all_others_or_joins_those_that_are_named():
+def test_a_custom_model_replaces_all_models_or_joins_the_named_models():
     for level in ("default", "full"):
         assert values(select(Selection(custom_model=True, level=level)), "model") == {"custom"}
     cases = select(Selection(custom_model=True, axes={"model": ("qwen2", "custom")}))
@@ -167,7 +167,7 @@ def test_no_case_is_selected_twice():
     assert ids(case_ids=("fsdp2/none/staged/dcp", "fsdp2/none/staged/even/dcp")) == ["fsdp2/none/staged/dcp"]
 
 
-def test_cases_of_one_scenario_run_together_and_so_do_scenarios_of_one_backend():
+def test_cases_of_one_scenario_and_scenarios_of_one_backend_run_together():
     mixed = [f"fsdp2/none/staged/{rest}" for rest in ("device-only/dcp", "dcp", "device-only/unshard", "unshard")]
     for selection in (
         Selection(level="full", fix=True),
@@ -281,7 +281,7 @@ def test_what_selects_nothing_or_does_not_exist_is_a_usage_error(options, compla
 @pytest.mark.parametrize(
     "case_id", ["fsdp2/none/staged/full_state_dict", "fsdp1/none/staged/unshard", "fsdp1-orig/none/staged/dcp"]
 )
-def test_an_id_whose_strategy_does_not_have_the_method_is_a_usage_error(case_id):
+def test_an_id_whose_strategy_lacks_its_method_is_a_usage_error(case_id):
     with pytest.raises(UsageError):
         select(Selection(case_ids=(case_id,)))
 

@@ -100,7 +100,7 @@ def stages(run: tuple[MemoryFile, argparse.Namespace]) -> list[Any]:
     return found
 
 
-def test_of_every_offload_less_than_1_percent_of_the_peak_is_unexplained_in_every_stage(
+def test_less_than_1_percent_of_the_peak_is_unexplained_in_every_stage(
     run: tuple[MemoryFile, argparse.Namespace],
 ) -> None:
     for memory in run[0].ledgers:

@@ -58,7 +58,7 @@ def test_every_role_the_engine_and_the_host_are_planned() -> None:
         assert expected in done.stdout
 
 
-def test_what_does_not_fit_is_told_with_the_setting_that_makes_it_fit() -> None:
+def test_a_plan_that_does_not_fit_names_a_setting_that_helps() -> None:
     done = _plan(
         *_SMALL, "--gpu-memory", "4500MiB", config=(*_VERL, "actor_rollout_ref.rollout.gpu_memory_utilization=0.9")
     )
@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_told_with_the_setting_that_makes_it_fit() -> None:
     assert "gpu_memory_utilization=0." in done.stdout
 
 
-def test_more_activations_than_the_device_has_are_brought_down_by_a_smaller_batch_or_checkpointing() -> None:
+def test_a_smaller_batch_or_checkpointing_is_advised_for_too_many_activations() -> None:
     sizes = ("--model", "small", "--seq-len", "4096", "--micro-batch", "16", "--gpu-memory", "5GiB")
     setting = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
     done = _plan(*sizes, config=(*_VERL[:1], *_VERL[5:], setting))
@@ -86,7 +86,7 @@ def test_each_offload_that_makes_it_fit_is_told() -> None:
     assert done.stdout.count("  gpu_memory_utilization=") == 1
 
 
-def test_a_limit_smaller_than_the_model_is_said_and_no_setting_is_promised() -> None:
+def test_a_limit_below_the_models_size_is_reported_without_promising_a_setting() -> None:
     done = _plan(*_SMALL, "--gpu-memory", "1MiB")
     assert done.code == 1
     assert "GiB are lacking" in " ".join(done.stdout.split())
@@ -138,7 +138,7 @@ def test_every_framework_that_check_reads_is_planned(name: str) -> None:
     assert "trains" in done.stdout
 
 
-def test_the_model_of_a_configuration_is_known_by_its_name_on_the_hub() -> None:
+def test_the_model_of_a_configuration_is_recognized_by_its_hub_name() -> None:
     done = doctor("memory", "plan", "--config", str(_CONFIGS / "skyrl.sh"), "--layers", "2", "--seq-len", "128")
     assert "actor: qwen3-4b" in done.stdout
 
@@ -179,7 +179,7 @@ def test_more_layers_than_the_model_has_repeat_their_kinds() -> None:
 @pytest.mark.parametrize(
     "setting", ["critic.fsdp.fsdp_size=some", "actor_rollout_ref.actor.fsdp_config.fsdp_size=some"], ids=str
 )
-def test_a_role_that_cannot_be_read_is_not_left_out_of_the_plan(setting: str) -> None:
+def test_an_unreadable_role_is_not_omitted_from_the_plan(setting: str) -> None:
     config = (*_VERL, "algorithm.adv_estimator=gae", "critic.model.path=small", setting)
     _fails(_plan(*_SMALL, config=config), 3, "cannot be determined", setting)
 
@@ -200,7 +200,7 @@ def test_shards_in_float16_take_half() -> None:
         (("trainer.n_gpus_per_node=8", "trainer.nnodes=4"), ("--gpus", "2", "--nodes", "1"), (2, 1)),
     ],
 )
-def test_devices_and_nodes_are_as_configured_and_an_option_replaces_its_own_number_alone(
+def test_devices_and_nodes_are_as_configured_unless_an_option_replaces_the_number(
     settings: tuple[str, ...], options: tuple[str, ...], expected: tuple[int, int]
 ) -> None:
     done = _plan(*_SMALL, *options, config=(*_VERL, *settings))
@@ -225,7 +225,7 @@ def test_an_engine_that_is_not_colocated_is_on_devices_of_its_own(name: str, set
     assert "engine, asleep" not in apart
 
 
-def test_an_engine_whose_cache_is_not_freed_keeps_its_share_while_the_trainer_works() -> None:
+def test_an_engine_that_keeps_its_cache_holds_its_share_during_training() -> None:
     setting = "actor_rollout_ref.rollout.free_cache_engine=false"
     done = _plan(*_SMALL, "--gpu-memory", "5GiB", config=(*_VERL, setting))
     trains = done.stdout.partition("actor: trains")[2].partition("actor: weights")[0]

@@ -116,7 +116,7 @@ def test_a_model_that_reads_tokens_one_by_one_is_refused_if_slow(
     assert _planned(tmp_path, 32, _MAMBA)[0] == 0
 
 
-def test_one_that_goes_through_chunks_of_its_tokens_is_planned_at_any_length(tmp_path: pathlib.Path) -> None:
+def test_a_model_that_loops_over_chunks_is_planned_at_any_length(tmp_path: pathlib.Path) -> None:
     sizes = {**_MODELS["mamba2"], "model_type": "mamba2"}
     assert _planned(tmp_path, 8192, sizes)[0] == 0
 
@@ -174,7 +174,7 @@ def test_a_critic_has_one_output_and_no_logits_of_the_vocabulary() -> None:
     assert _after("value") < 10 * 256 * hidden * 2
 
 
-def test_the_layers_of_a_critic_keep_what_those_of_a_language_model_do() -> None:
+def test_the_layers_of_a_critic_and_a_language_model_keep_equal_memory() -> None:
     assert _kept(_traced(256, "value")) == _kept(_traced(256))
 
 
@@ -208,7 +208,7 @@ def test_logits_are_held_in_float32_with_their_gradients() -> None:
     assert after.highest.activations > 3 * 256 * _VOCABULARY * 4
 
 
-def test_gradients_of_a_layer_are_as_large_as_its_parameters_and_gone_at_the_next() -> None:
+def test_gradients_of_a_layer_match_its_parameters_and_vanish_one_layer_later() -> None:
     layer = sum(p.numel() for p in build_on_meta("small").model.layers[1].parameters()) * _BF16
     first, second = (
         next(s for s in _traced(128) if (s.of, s.place) == ("backward", place)) for place in (_LAYERS - 1, 1)

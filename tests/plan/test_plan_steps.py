@@ -34,13 +34,13 @@ def test_fsdp2_cuts_each_parameter_into_chunks_of_rows_as_torch_does() -> None:
             assert layer.padded == tuple(one[0].numel() for one in chunks)
 
 
-def test_fsdp1_has_one_flat_parameter_of_each_unit_and_the_embedding_in_the_root() -> None:
+def test_fsdp1_has_one_flat_parameter_per_unit_and_embeddings_in_the_root() -> None:
     shards = shard_units(SHAPE, Strategy.FSDP1, rank=1, ranks=2)
     assert shards.embedding is None
     assert (shards.root.padded, shards.layers[0].padded) == ((16,), (12,))
 
 
-def test_the_parts_of_the_original_parameters_add_up_over_the_ranks_of_fsdp1() -> None:
+def test_the_parts_of_original_parameters_add_up_over_the_fsdp1_ranks() -> None:
     parts = [shard_units(SHAPE, Strategy.FSDP1_ORIG, rank=rank, ranks=3).layers[0].local for rank in range(3)]
     assert [sum(column) for column in zip(*parts, strict=True)] == [20, 3]
 
