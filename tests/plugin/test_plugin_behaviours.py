@@ -85,7 +85,7 @@ def test_a_failure_that_is_alike_on_all_ranks_is_shown_once(behaviours: PytestRu
     assert "-- ranks 0, 1 --" in result.text
 
 
-def test_a_failure_in_a_library_is_shown_with_the_frames_of_the_code_under_test(behaviours: PytestRun) -> None:
+def test_a_failure_in_a_library_shows_the_frames_of_the_tested_code(behaviours: PytestRun) -> None:
     result = behaviours["test_raises_in_torch_with_other_values_on_each_rank"]
     assert result.message.startswith("Failed: every rank: RuntimeError")
     assert "in _calls_torch" in result.text
@@ -108,7 +108,7 @@ def test_a_breakpoint_names_what_can_be_done_instead(behaviours: PytestRun) -> N
     assert "PYTHONBREAKPOINT" in behaviours["test_stops_in_a_debugger"].text
 
 
-def test_a_fixture_that_raises_on_one_rank_is_an_error_of_the_setup(behaviours: PytestRun) -> None:
+def test_a_fixture_that_raises_on_one_rank_is_a_setup_error(behaviours: PytestRun) -> None:
     result = behaviours["test_has_a_failing_fixture"]
     assert result.outcome == "error"
     assert "rank 1: ValueError: planted in a fixture" in result.message
@@ -167,7 +167,7 @@ def test_a_skip_counts_where_every_rank_skips(behaviours: PytestRun) -> None:
     assert "skipped on rank 1 and not on the others" in behaviours["test_skips_on_rank_1"].message
 
 
-def test_a_test_that_is_expected_to_fail_may_do_so_on_any_rank(behaviours: PytestRun) -> None:
+def test_a_test_expected_to_fail_may_fail_on_any_rank(behaviours: PytestRun) -> None:
     assert behaviours["test_is_expected_to_fail"].outcome == "skipped"
     assert behaviours["test_is_expected_to_fail_and_passes"].outcome == "failed"
 

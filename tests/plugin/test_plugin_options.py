@@ -36,7 +36,7 @@ def test_k_selects_by_values_of_axes_and_all_stands_for_every_value(tmp_path: pa
 
 
 @pytest.mark.parametrize(("mark", "meant"), [("rank", "ranks"), ("fspd", "fsdp"), ("fast", "")])
-def test_a_misspelt_mark_is_an_error_and_a_mark_of_others_is_not(mark: str, meant: str, tmp_path: pathlib.Path) -> None:
+def test_a_misspelt_mark_is_an_error_and_a_foreign_mark_is_not(mark: str, meant: str, tmp_path: pathlib.Path) -> None:
     (tmp_path / "test_own.py").write_text(f"import pytest\n@pytest.mark.{mark}\ndef test_own(): ...\n")
     done = run_pytest(tmp_path, *_NOTHING_KEPT).run
     assert done.code == (pytest.ExitCode.USAGE_ERROR if meant else pytest.ExitCode.OK), done.stderr

@@ -58,7 +58,7 @@ def test_an_expected_failure_is_not_reported() -> None:
     assert last == "2 cases: 1 ok, 1 as torch 2.13 is known to fail, 0 unexpected"
 
 
-def test_an_unexpected_failure_comes_first_and_an_expected_one_that_is_not_seen_after_it() -> None:
+def test_unexpected_failures_come_before_expected_failures_that_are_missing() -> None:
     said, last, code = _judge(_result(_HALF_MOVED, "ok"), _result(_FINE, "hang"))
     assert said == [
         f"unexpected: {_FINE} is hang, not ok: it broke",
@@ -72,9 +72,7 @@ def test_an_unexpected_failure_comes_first_and_an_expected_one_that_is_not_seen_
     ("kind", "known"),
     [("crash", ""), ("crash", "fsdp2-params-not-on-cpu-at-lazy-init"), ("hang", "fsdp2-pinned-policy-half-moved")],
 )
-def test_the_same_verdict_for_another_reason_and_the_same_reason_with_another_verdict_are_unexpected(
-    kind: VerdictKind, known: str
-) -> None:
+def test_an_expected_failure_needs_both_the_same_verdict_and_the_same_reason(kind: VerdictKind, known: str) -> None:
     said, _, code = _judge(_result(_HALF_MOVED, kind, known))
     recognized = f" ({known})" if known else ""
     assert said == [
@@ -133,7 +131,7 @@ def _last(run: Run) -> str:
     return run.stderr.rstrip().splitlines()[-1]
 
 
-def test_a_run_whose_failures_are_known_ends_with_0_and_says_so_last(tmp_path: pathlib.Path) -> None:
+def test_a_run_with_only_known_failures_passes_and_summarizes_them_last(tmp_path: pathlib.Path) -> None:
     words = (*_SELECTED, "--method", "summon_full_params,unshard", "--format", "table")
     done = probe(tmp_path, *words)
     assert done.code == 0, done.stderr

@@ -29,7 +29,7 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.parametrize("scenario", _FAULTS)
-def test_a_failing_writer_is_the_reason_of_the_cases_that_lack_its_checkpoint(failing: Run, scenario: str) -> None:
+def test_a_failing_writer_is_the_reason_for_cases_without_its_checkpoint(failing: Run, scenario: str) -> None:
     result = failing.result(f"{scenario}/{_LOADS}")
     assert result.verdict.kind == "lost"
     assert result.verdict.reason.startswith("no checkpoint of 2 ranks: ")

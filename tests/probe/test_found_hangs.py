@@ -75,7 +75,7 @@ def busy_machine() -> Iterator[None]:
         process.wait()
 
 
-def test_a_method_that_works_for_long_on_a_busy_machine_is_no_hang(tmp_path: pathlib.Path, busy_machine: None) -> None:
+def test_a_long_working_method_on_a_busy_machine_is_not_a_hang(tmp_path: pathlib.Path, busy_machine: None) -> None:
     run = probe(tmp_path, *_ONE_SCENARIO, *user_methods("processes:healthy", "processes:works_for_8_seconds"))
     result = run.result(":works_for_8_seconds")
     assert result.verdict.kind == "ok", result.verdict

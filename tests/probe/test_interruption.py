@@ -83,7 +83,7 @@ def test_a_partial_report_is_continued(interrupted: tuple[Run, pathlib.Path], tm
     assert run.code == 0, run.stderr
 
 
-def test_ctrl_c_before_anything_ran_does_not_leave_the_last_report_as_this_ones(
+def test_ctrl_c_before_any_case_leaves_no_result_of_an_older_run(
     interrupted: tuple[Run, pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
     """Interrupted while the workers start: the file says so, and keeps no result of another run."""

@@ -125,7 +125,7 @@ def test_half_a_record_is_lost_and_the_doctors_own_fault(tmp_path: pathlib.Path)
     assert run.left == []
 
 
-def test_a_method_that_waits_for_something_else_than_the_other_ranks_is_no_hang(tmp_path: pathlib.Path) -> None:
+def test_a_method_that_waits_for_an_external_service_is_not_a_hang(tmp_path: pathlib.Path) -> None:
     run = probe(tmp_path, *_ONE_SCENARIO, *user_methods("processes:healthy", "processes:waits_8_seconds_for_a_service"))
     result = run.result(":waits_8_seconds_for_a_service")
     assert result.verdict.kind == "ok", result.verdict

@@ -33,7 +33,7 @@ def weights(model):
         ("if group == '1': (pathlib.Path(os.environ['MEETING']) / group).touch(); os._exit(9)", {"ok", "died"}),
     ],
 )
-def test_every_group_runs_cases_and_the_report_has_all_of_them_in_order(
+def test_every_group_runs_cases_and_the_report_lists_all_cases_in_order(
     tmp_path: pathlib.Path, act: str, kinds: set[str]
 ) -> None:
     meeting, file = tmp_path / "meeting", tmp_path / "report.json"

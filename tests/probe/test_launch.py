@@ -69,7 +69,7 @@ def half_bad(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, pathlib.Pat
     return dataclasses.replace(done, report=read_report(file)), file
 
 
-def test_confirm_runs_a_bad_case_again_in_fresh_workers_and_keeps_what_is_known(
+def test_confirm_repeats_bad_cases_in_fresh_workers_and_keeps_the_known_failure(
     half_bad: tuple[Run, pathlib.Path],
 ) -> None:
     done, _ = half_bad
@@ -91,7 +91,7 @@ def test_a_pipe_gets_lines_and_no_live_line(half_bad: tuple[Run, pathlib.Path]) 
     assert "starting the workers" not in done.stdout + done.stderr
 
 
-def test_what_an_expected_report_has_otherwise_is_exit_code_1_in_both_directions(
+def test_differences_from_an_expected_report_in_either_direction_end_with_1(
     half_bad: tuple[Run, pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
     data = json.loads(half_bad[1].read_text())
@@ -128,7 +128,7 @@ def test_the_command_alone_starts_two_ranks_and_writes_every_output(tmp_path: pa
     assert "full_tensors" in svg.read_text()
 
 
-def test_a_configuration_and_a_checkpoint_of_the_users_own_are_what_is_built(tmp_path: pathlib.Path) -> None:
+def test_the_configuration_and_checkpoint_of_a_user_are_built(tmp_path: pathlib.Path) -> None:
     import torch
     import transformers
 

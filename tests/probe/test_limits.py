@@ -20,7 +20,7 @@ def stopped_after(monkeypatch: pytest.MonkeyPatch, grace: float | None, idle: bo
     ("grace", "idle", "seconds"),
     [(None, True, 2.0), (None, False, 5.0), (8.0, True, 8.0), (1.0, False, 1.0)],
 )
-def test_the_others_have_5_seconds_2_where_they_do_nothing_or_what_was_given(
+def test_the_grace_is_5_seconds_2_if_idle_or_the_given_time(
     monkeypatch: pytest.MonkeyPatch, grace: float | None, idle: bool, seconds: float
 ) -> None:
     assert seconds < stopped_after(monkeypatch, grace, idle) < seconds + 0.5

@@ -35,9 +35,7 @@ def test_a_run_under_the_same_conditions_goes_on(tmp_path: pathlib.Path, partial
     assert data["complete"]
 
 
-def test_the_device_is_the_one_that_the_report_had_however_it_was_asked_for(
-    tmp_path: pathlib.Path, partial: str
-) -> None:
+def test_a_resumed_run_uses_the_device_of_its_report(tmp_path: pathlib.Path, partial: str) -> None:
     """Covers ``auto`` that found an accelerator which is not there now, and would find the emulated device."""
     asked_for_auto = partial.replace(" --device cpu", "")
     assert asked_for_auto != partial

@@ -85,7 +85,7 @@ def test_a_setting_that_training_depends_on_is_poisoned(on_the_cpu: Run, name: s
     assert on_the_cpu.kind(f":{name}") == "poisoned"
 
 
-def test_a_scenario_that_no_fresh_worker_builds_is_skipped_after_its_first_case(tmp_path: pathlib.Path) -> None:
+def test_a_scenario_that_no_fresh_worker_builds_is_skipped_after_one_case(tmp_path: pathlib.Path) -> None:
     methods = user_methods(*(f"side_effects:{name}" for name in ("looks", "stream", "device")))
     run = probe(tmp_path, *_ONE_SCENARIO, *methods, "-k", "side_effects", env={"FSDP_DOCTOR_TEST_NOTHING_BUILDS": "1"})
     assert run.report is not None
@@ -93,7 +93,7 @@ def test_a_scenario_that_no_fresh_worker_builds_is_skipped_after_its_first_case(
     assert "build: RuntimeError: left by another case" in run.report.results[0].verdict.reason
 
 
-def test_a_load_that_one_rank_alone_began_is_not_answered_to_the_next_method(tmp_path: pathlib.Path) -> None:
+def test_a_load_begun_by_one_rank_does_not_reach_the_next_method(tmp_path: pathlib.Path) -> None:
     methods = user_methods("loaders:loads_on_one_rank", "loaders:loads_with_the_others")
     scenario = ("--strategy", "fsdp2", "--offload", "none", "--staging", "unstaged", "--checkpoint", "exact")
     run = probe(tmp_path, "--direction", "in", "--init", "meta", *scenario, *methods, "-k", "faults")

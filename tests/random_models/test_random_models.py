@@ -172,7 +172,7 @@ def test_every_public_function_is_right_on_random_models_of_fsdp1() -> None:
 
 
 @on_ranks(Setting("emulated", 2), seconds=_SECONDS)
-def test_every_public_function_is_right_on_random_models_of_fsdp1_with_original_parameters() -> None:
+def test_public_functions_are_right_on_random_fsdp1_models_with_original_parameters() -> None:
     _check("fsdp1-orig", range(40))
 
 

@@ -59,7 +59,7 @@ def test_a_difference_shows(report: Report, ending: str, changes: dict[str, obje
     assert {difference.what for difference in differing} == {what}
 
 
-def test_a_case_that_only_one_has_is_a_difference_but_not_on_common_cases(report: Report) -> None:
+def test_a_case_of_one_report_is_a_difference_except_among_common_cases(report: Report) -> None:
     shorter = dataclasses.replace(report, results=report.results[1:])
     first = report.results[0]
     missing = Difference(case_id=first.id, what="only in one", left=first.verdict.kind, right="not there")
@@ -90,7 +90,7 @@ def test_the_place_of_a_hang_depends_on_the_device(report: Report) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1", "fsdp1-orig"])
-def test_the_emulated_device_agrees_with_two_h200s_on_the_full_matrix_but_for_races(strategy: str) -> None:
+def test_the_emulated_device_agrees_with_two_h200s_on_all_cases_without_races(strategy: str) -> None:
     """The message of ``lora.merged.read_late`` quotes weights that were trained, which a GPU rounds otherwise."""
     left, right = (read_report(_FULL / f"{machine}-{strategy}.json.gz") for machine in ("emulated", "2xh200"))
     assert len(left.results) == len(right.results) > 1700
@@ -128,7 +128,7 @@ def test_diff_ends_with_1_unless_only_one_report_has_the_cases(report: Report, f
     assert doctor("report", "diff", files[0], files[0]).code == 0
 
 
-def test_with_common_a_case_that_only_one_has_is_listed_and_does_not_count(
+def test_common_lists_a_case_of_only_one_report_without_counting_it(
     report: Report, files: tuple[str, str], tmp_path: pathlib.Path
 ) -> None:
     shorter = tmp_path / "shorter.json"

@@ -89,7 +89,7 @@ def test_a_case_that_could_not_run_here_makes_no_expectation_stale(tmp_path: pat
     assert _told(tmp_path, _result(_HALF_MOVED, "unsupported", "no device")) == []
 
 
-def test_from_its_until_version_on_a_failure_is_unexpected_and_the_expectation_is_not_stale(
+def test_an_expected_failure_becomes_unexpected_and_not_stale_from_its_until_version(
     tmp_path: pathlib.Path,
 ) -> None:
     crash = _result(_HALF_MOVED, "crash", _REASON)
@@ -109,9 +109,7 @@ def test_the_first_table_that_covers_a_case_counts(tmp_path: pathlib.Path) -> No
     ["emulated.json.gz", "1xh200.json.gz", "full/2xh200-fsdp1-orig.json.gz"],
     ids=lambda name: name.split(".")[0],
 )
-def test_what_is_written_from_a_report_is_what_the_report_shows_and_nothing_more(
-    name: str, tmp_path: pathlib.Path
-) -> None:
+def test_an_expectation_written_from_a_report_holds_exactly_its_failures(name: str, tmp_path: pathlib.Path) -> None:
     whole = read_report(ROOT / "examples" / "reports" / name)
     text = render_expectation_toml(whole)
     expected = _read(tmp_path, text)

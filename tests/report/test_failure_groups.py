@@ -67,7 +67,7 @@ def test_failures_that_differ_in_more_are_two(kind: VerdictKind, one: str, other
     assert _groups(kind, one, other) == [1, 1]
 
 
-def test_what_is_known_of_it_tells_equal_reasons_apart_and_the_unknown_comes_first() -> None:
+def test_known_failures_separate_equal_reasons_and_unknown_failures_come_first() -> None:
     results = [result(CASES[n], "wrong", _DIFFER, known=known) for n, known in enumerate(("a", "a", "b", "a", ""))]
     failures = group_failures(report(*results))
     assert [(failure.results[0].known, len(failure.results)) for failure in failures] == [("", 1), ("a", 3), ("b", 1)]

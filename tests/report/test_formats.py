@@ -108,7 +108,7 @@ def test_the_table_says_whether_a_failure_was_seen_twice(confirmation, words):
     assert ("confirmed)" in text) is bool(words)
 
 
-def test_a_grid_in_which_nothing_could_be_built_is_one_line_with_the_reason():
+def test_a_grid_without_any_built_case_is_one_line_with_the_reason():
     cases = [case for case in CASES if case.scenario.id.startswith("fsdp1/") and case.scenario.id.endswith("/staged")]
     text = render(report(*(result(case, "unsupported", "no accelerator") for case in cases)), "table", width=200)
     assert f"fsdp1, staged: {len(cases)} cases unsupported: no accelerator" in text
@@ -121,7 +121,7 @@ def test_a_grid_in_which_nothing_could_be_built_is_one_line_with_the_reason():
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r", "\v", "\f", "\x1c", "\x1e", "\x85", "\u2028", "\u2029", "\t"])
-def test_lines_are_one_line_for_each_case_even_where_a_reason_has_several(newline):
+def test_each_case_is_one_line_even_if_its_reason_has_several_lines(newline):
     reason = newline.join(["first", "second", "", "third " + "and more " * 1000])
     results = [result(case, reason=reason, also=(reason, reason)) for case in CASES[:7]]
     lines = render(report(*results), "lines").splitlines()

@@ -14,7 +14,7 @@ from fsdp_doctor.report.github import render_step_summary, render_workflow_comma
 _REPORT = report(*every_kind())
 
 
-def test_each_unexpected_verdict_is_an_error_and_the_last_line_a_notice_that_sums_up() -> None:
+def test_each_unexpected_verdict_is_an_error_and_the_last_line_sums_up() -> None:
     *errors, notice = render_workflow_commands(_REPORT, ["unexpected: a is crash", "stale: b"]).splitlines()
     assert errors == [
         "::error title=fsdp-doctor::unexpected: a is crash",
@@ -70,7 +70,7 @@ def test_it_is_added_to_what_an_earlier_command_of_the_step_wrote(
     assert file.stat().st_size <= 1024 * 1024
 
 
-def test_without_github_nothing_is_written_and_a_file_that_cannot_be_is_a_fault(
+def test_without_github_nothing_is_written_and_an_unwritable_file_is_a_fault(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)

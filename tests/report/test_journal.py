@@ -117,7 +117,7 @@ def test_a_last_journal_line_that_is_half_written_is_dropped(start, file, journa
 @pytest.mark.parametrize(
     "tail", [b"\x00\x00\x00\n", b"{}\n", b"[]\n", b"null\n", b'"text"\n', b"7\n", b'{"id": 1}\n', b"\n", b"\xff\xfe\n"]
 )
-def test_what_else_a_crash_leaves_at_the_end_of_the_journal_is_dropped(start, file, journal_file, tail):
+def test_remains_of_a_crash_at_the_end_of_the_journal_are_dropped(start, file, journal_file, tail):
     journal = start(file, report())
     journal.add(RESULTS[0])
     with open(journal_file, "ab") as end:
@@ -148,7 +148,7 @@ def test_the_end_of_a_run_leaves_the_whole_report_and_nothing_else(start, tmp_pa
     assert json.loads(file.read_text()) == json.loads(json.dumps(convert_report_to_dict(whole)))
 
 
-def test_a_complete_report_takes_nothing_from_a_journal_that_was_left_beside_it(start, file, journal_file):
+def test_a_complete_report_ignores_a_leftover_journal(start, file, journal_file):
     journal = start(file, report())
     for one in RESULTS:
         journal.add(one)
@@ -205,7 +205,7 @@ def written_result(**changes):
         (written_result(ranks=[{"rank": 0, "record": "text"}]), "is a damaged report"),
     ],
 )
-def test_what_is_no_report_of_ours_is_a_usage_error_of_one_sentence(file, content, complaint):
+def test_a_foreign_file_is_a_usage_error_of_one_sentence(file, content, complaint):
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UsageError) as caught:
         read_report(file)
@@ -216,7 +216,7 @@ def test_what_is_no_report_of_ours_is_a_usage_error_of_one_sentence(file, conten
 
 
 @pytest.mark.parametrize(("name", "reason"), [("none.json", "No such file"), (".", "Is a directory")])
-def test_a_report_that_cannot_be_read_is_a_usage_error_with_the_reason(tmp_path, name, reason):
+def test_an_unreadable_report_is_a_usage_error_with_the_reason(tmp_path, name, reason):
     with pytest.raises(UsageError, match=rf"^cannot read the report .*: {reason}[^\n]*$"):
         read_report(tmp_path / name)
 
@@ -240,7 +240,7 @@ def test_a_pipe_or_a_device_is_not_replaced_by_a_report(start, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["pipe"]
 
 
-def test_a_report_that_cannot_be_put_in_its_place_leaves_nothing_beside_it(start, tmp_path, file):
+def test_a_report_that_cannot_be_placed_leaves_no_other_file_behind(start, tmp_path, file):
     file.mkdir()
     with pytest.raises(DoctorFault):
         start(file, report())
@@ -253,7 +253,7 @@ def test_a_journal_that_cannot_be_opened_is_the_doctors_fault(start, file, journ
         start(file, report())
 
 
-def test_a_disk_that_fills_up_is_the_doctors_fault_and_leaves_the_report_readable(start, file, journal_file):
+def test_a_full_disk_is_the_doctors_fault_and_leaves_the_report_readable(start, file, journal_file):
     journal_file.symlink_to("/dev/full")
     journal = start(file, report())
     with pytest.raises(DoctorFault, match="No space left on device"):
@@ -354,7 +354,7 @@ def test_a_run_killed_as_it_opens_its_report_keeps_earlier_results(killed, monke
     assert read_report(killed).results == (OLDER if goes_on else ())
 
 
-def test_a_run_that_goes_on_and_stops_before_its_workers_have_started_keeps_the_results(killed):
+def test_a_resumed_run_stopped_before_its_workers_start_keeps_the_results(killed):
     ReportWriter(read_report(killed), CASES, {"json": killed}).finish(ended="stopped by SIGINT")
     assert read_report(killed).results == OLDER
     assert not name_journal(killed).exists()

@@ -26,7 +26,7 @@ def refused(data):
 
 
 @pytest.mark.parametrize("made", [report(), report(*every_kind()), everything()], ids=["empty", "kinds", "everything"])
-def test_a_report_comes_back_from_its_json_which_is_valid_by_the_schema(made):
+def test_a_report_survives_json_and_is_valid_by_the_schema(made):
     assert read_report_dict(convert_report_to_dict(made)) == made
     data = json.loads(render(made, "json"))
     assert read_report_dict(data) == made

@@ -80,7 +80,7 @@ def test_a_case_without_a_script_is_refused_with_its_reason(case_id: str) -> Non
         render_script(case, find_expected(case))
 
 
-def test_scripts_of_bad_cases_are_short_and_name_the_case_the_versions_and_the_command() -> None:
+def test_scripts_of_bad_cases_are_short_and_name_case_versions_and_command() -> None:
     committed = read_report(ROOT / "examples" / "reports" / "emulated.json.gz")
     for bad in committed.bad:
         text = render_script(bad.case, read_reported(bad.case, committed))
@@ -118,7 +118,7 @@ def test_a_case_without_a_script_is_refused_in_a_sentence(arguments: list[str], 
     assert "Traceback" not in done.stderr
 
 
-def test_the_place_of_an_optimizers_state_is_a_thing_that_a_script_sees() -> None:
+def test_a_script_sees_the_place_of_an_optimizers_state() -> None:
     assert find_expected(_case("fsdp1-orig/optimizer/unstaged/size1/get_optimizer_state_dict")).kind == "misplaced"
 
 

@@ -97,7 +97,7 @@ def _run(directory: pathlib.Path, text: str) -> ScriptRun:
     return run_script(file)
 
 
-def test_scripts_end_as_the_cases_did_with_the_same_exceptions_and_the_same_entries(tmp_path: pathlib.Path) -> None:
+def test_scripts_end_like_their_cases_with_the_same_exceptions_and_entries(tmp_path: pathlib.Path) -> None:
     """Compared from outside: the output of each script with the words of the report."""
     results = {result.id: result for result in _committed().results}
     chosen = _covering(_reported_features())
@@ -218,7 +218,7 @@ def test_a_script_does_not_pass_if_the_case_ends_otherwise(
     assert output in run.output
 
 
-def test_a_scripts_own_check_does_not_hide_the_race_that_it_is_to_show(tmp_path: pathlib.Path) -> None:
+def test_a_scripts_own_check_does_not_hide_its_race(tmp_path: pathlib.Path) -> None:
     case = _case("fsdp2/param/unstaged/nonblocking/get_model_state_dict.sharded")
     run = _run(tmp_path, render_script(case, find_expected(case)))
     assert run.codes == [0, 0], run.output
@@ -246,7 +246,7 @@ def test_two_linear_layers_show_the_failure_on_as_few_ranks_as_do(
     assert run.codes == [0] * ranks, run.output
 
 
-def test_a_script_of_two_linear_layers_is_refused_where_the_case_needs_its_model() -> None:
+def test_a_minimal_script_is_refused_if_the_case_needs_its_model() -> None:
     case = _case("fsdp1/none/unstaged/qwen3-buffers/full_state_dict.rank0+cpu")
     with pytest.raises(UsageError, match="needs its model, qwen3-buffers; leave out --minimal"):
         render_script(case, find_expected(case), minimal=True)

@@ -94,12 +94,12 @@ def test_a_program_that_does_not_repeat_itself_is_not_called_wrong(tmp_path: pat
     assert (answer.exit_code, answer.findings) == (3, [])
 
 
-def test_what_was_not_loaded_is_found_in_a_program_that_does_not_repeat_itself(tmp_path: pathlib.Path) -> None:
+def test_missing_state_is_found_even_in_a_program_that_is_not_repeatable(tmp_path: pathlib.Path) -> None:
     answer = _judge("NotRepeatableNorLoaded", tmp_path)
     assert (answer.exit_code, answer.findings[0].symptom) == (1, "state-missing")
 
 
-def test_a_program_with_kernels_that_do_not_repeat_themselves_can_be_made_deterministic(tmp_path: pathlib.Path) -> None:
+def test_a_program_with_nondeterministic_kernels_can_be_made_deterministic(tmp_path: pathlib.Path) -> None:
     """Covers a kernel that asks torch, as those of CUDA do."""
     assert _judge("Unordered", tmp_path / "as-it-is").exit_code == 3
     assert _judge("Unordered", tmp_path / "deterministic", deterministic=True).exit_code == 0

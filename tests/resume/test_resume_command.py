@@ -57,7 +57,7 @@ def test_a_job_that_leaves_no_record_has_no_answer(tmp_path: pathlib.Path) -> No
     assert "python -I" in done.stderr.splitlines()[-1]
 
 
-def test_a_job_that_does_not_end_is_ended_with_all_of_its_processes(tmp_path: pathlib.Path) -> None:
+def test_a_job_that_does_not_end_is_killed_with_all_its_processes(tmp_path: pathlib.Path) -> None:
     sleeper = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(1e6)'])"
     arguments = ("--longest=1", f"--directory={tmp_path / 'runs'}", "--", sys.executable, "-c", sleeper, "{dir}")
     done = doctor("resume", *arguments)

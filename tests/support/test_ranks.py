@@ -68,7 +68,7 @@ def is_skipped() -> None:
         (is_stopped_on_rank_1, r"rank 1: came to no end"),
     ],
 )
-def test_trouble_on_a_rank_is_a_failure_and_the_next_check_gets_new_ranks(
+def test_trouble_on_a_rank_fails_its_check_and_replaces_the_ranks(
     impatient: Groups, planted: object, words: str
 ) -> None:
     with pytest.raises(pytest.fail.Exception, match=words):

@@ -31,7 +31,7 @@ from fsdp_doctor.verdict.records import Failure, Problem, RankReport
 
 
 @pytest.mark.parametrize("kind", get_args(VerdictKind))
-def test_only_what_is_as_it_should_be_and_what_did_not_run_is_not_bad(kind):
+def test_a_verdict_is_bad_unless_it_is_good_or_not_run(kind):
     assert Verdict(kind=kind).bad is (kind not in {"ok", "refused", "unsupported", "skipped"})
     assert (kind in GOOD | NOT_RUN) is not Verdict(kind=kind).bad
     assert not GOOD & NOT_RUN
@@ -64,7 +64,7 @@ def test_a_missing_report_outranks_what_the_others_say():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_record_that_is_not_done_is_never_a_pass_at_any_stage(stage):
+def test_an_unfinished_record_never_passes_at_any_stage(stage):
     verdict = classify([fine(0), RankReport(rank=1, record=record(stage, done=False))], 2)
     assert (verdict.kind, verdict.ranks) == ("lost", (1,))
 

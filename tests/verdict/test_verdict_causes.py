@@ -43,7 +43,7 @@ def test_a_closed_connection_is_not_the_cause_while_another_rank_has_one(message
     assert any(message in also and "rank 0" in also for also in verdict.also)
 
 
-def test_a_closed_connection_is_the_cause_where_no_rank_has_a_better_one():
+def test_a_closed_connection_is_the_cause_if_no_better_cause_exists():
     verdict = classify([failed(0, CLOSED), fine(1)], 2)
     assert (verdict.kind, verdict.ranks) == ("crash", (0,))
 
@@ -63,7 +63,7 @@ def test_a_closed_connection_is_no_cause_while_another_rank_missed_the_deadline(
     assert 0 in verdict.ranks
 
 
-def test_a_rank_that_could_not_agree_with_the_others_is_not_the_cause():
+def test_a_rank_that_failed_to_agree_is_not_the_cause():
     verdict = classify([failed(0, "Timed out", stage="agree", time=5.0), failed(1, "no such dtype", time=9.0)], 2)
     assert (verdict.kind, verdict.ranks) == ("crash", (1,))
 
@@ -82,12 +82,12 @@ def test_the_first_exception_by_time_is_the_cause(first):
     assert [also.split(" then: ")[0] for also in verdict.also] == [f"rank {r}" for r in range(3) if r != first]
 
 
-def test_an_exception_before_a_death_is_the_cause_and_a_death_before_an_exception_too():
+def test_the_earlier_of_an_exception_and_a_death_is_the_cause():
     assert classify([failed(0, time=1.0), ended(1, time=2.0)], 2).kind == "crash"
     assert classify([failed(0, time=3.0), ended(1, time=2.0)], 2).kind == "died"
 
 
-def test_a_failure_that_all_ranks_share_names_all_and_shows_the_lowest_ranks_text():
+def test_a_failure_of_all_ranks_names_all_and_quotes_the_lowest_rank():
     reports = [failed(rank, f"mat2 is on cuda:{rank}, expected cpu", time=30.0 - rank) for rank in (2, 0, 1)]
     verdict = classify(reports, 3)
     assert verdict == Verdict(
@@ -109,7 +109,7 @@ def test_an_exception_without_a_message_is_told_by_its_type():
     assert classify([failed(0, "", type="AssertionError")], 1).reason == "AssertionError"
 
 
-def test_a_rank_that_was_ended_for_the_sake_of_others_is_told_with_the_cause():
+def test_a_rank_stopped_because_of_other_ranks_is_shown_with_the_cause():
     verdict = classify([failed(0), stopped(1, WAITING, why="others")], 2)
     assert (verdict.kind, verdict.ranks) == ("crash", (0,))
     assert verdict.also == ("rank 1 waited in unshard",)

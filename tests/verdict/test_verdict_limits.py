@@ -81,7 +81,7 @@ def test_a_hang_names_the_rank_that_waits_for_nobody(culprit, stacks):
     assert f"rank {1 - culprit} waited in unshard" in verdict.reason
 
 
-def test_a_rank_that_waits_within_its_own_process_is_to_blame_and_not_called_busy():
+def test_a_rank_waiting_in_its_own_process_is_blamed_and_not_busy():
     locked = WAITING.replace("torch/distributed/distributed_c10d.py", "lib/python3.12/threading.py").replace(
         "all_gather_single", "wait"
     )
@@ -94,7 +94,7 @@ def test_a_hang_in_which_all_wait_names_all():
     assert classify([stopped(0, WAITING), stopped(1, WAITING)], 2).ranks == (0, 1)
 
 
-def test_a_rank_that_waits_to_agree_is_not_the_one_to_look_at():
+def test_a_rank_that_waits_to_agree_is_not_blamed():
     verdict = classify([stopped(0, WAITING, stage="agree"), stopped(1, WAITING)], 2)
     assert (verdict.kind, verdict.ranks) == ("hang", (1,))
     assert "rank 0 waited in unshard (agree)" in verdict.reason
@@ -106,14 +106,14 @@ def test_a_hang_while_agreeing_names_all():
 
 
 @pytest.mark.parametrize("stage", ["extract", "agree"])
-def test_a_stopped_process_is_the_one_to_look_at_though_its_stack_waits(stage):
+def test_a_stopped_process_is_blamed_although_its_stack_waits(stage):
     frozen = stopped(1, WAITING, stage=stage, process_state="was stopped by a signal")
     verdict = classify([stopped(0, WAITING), frozen], 2)
     assert (verdict.kind, verdict.ranks) == ("hang", (1,))
     assert "rank 1 was stopped by a signal" in verdict.reason
 
 
-def test_a_hang_of_one_rank_among_ranks_that_are_done_is_a_hang():
+def test_a_hang_of_one_rank_among_finished_ranks_is_a_hang():
     verdict = classify([fine(0), stopped(1, WAITING)], 2)
     assert (verdict.kind, verdict.ranks) == ("hang", (1,))
 

@@ -115,7 +115,7 @@ def test_every_case_and_outcome_comes_back_out_of_the_numbers() -> None:
         assert (data["texts"][also], data["texts"][known]) == ("\n".join(outcome.also), outcome.known)
 
 
-def test_every_known_failure_has_its_place_and_explain_prints_the_published_page_of_it(elements: _Elements) -> None:
+def test_every_known_failure_is_on_the_page_and_explain_prints_its_address(elements: _Elements) -> None:
     ids = {at.get("id") for _, at in elements.found}
     for entry in read_catalogue():
         assert f"entry-{entry.id}" in ids
@@ -155,7 +155,7 @@ def test_merge_says_why_reports_without_results_have_no_page(
     assert not (tmp_path / "page.html").exists()
 
 
-def test_a_merged_report_has_the_page_of_the_reports_that_it_was_made_of(tmp_path: pathlib.Path) -> None:
+def test_a_merged_report_has_the_same_page_as_its_reports(tmp_path: pathlib.Path) -> None:
     report = _report_file(tmp_path, "a.json", *pages.results_of("2.13.0"))
     merged = str(tmp_path / "merged.json.gz")
     assert doctor("report", "merge", report, "--json", merged, "--html", str(tmp_path / "one.html")).code == 0
@@ -185,7 +185,7 @@ def test_two_outputs_of_one_name_are_refused(tmp_path: pathlib.Path) -> None:
     assert (done.code, done.stderr) == (2, "fsdp-doctor: Invalid value for '--json': --html names the same file\n")
 
 
-def test_a_version_that_could_not_be_made_is_the_last_column_and_of_no_device() -> None:
+def test_the_last_column_is_a_version_that_did_not_install() -> None:
     never = pages.report_of("2.9", [], device="auto", world_size=0, complete=False, ended="torch 2.9 does not install")
     merged = merge({"never.json": never, "ran.json": pages.report_of("2.13.0", pages.results_of("2.13.0")[:3])})
     _, last = make_page_data(merged)["environments"]

@@ -159,7 +159,7 @@ def test_the_address_of_an_open_cell_is_a_link_to_it(page: Any) -> None:
     assert page.get_by_role("dialog").text_content() == text
 
 
-def test_a_link_to_a_cell_shows_its_row_whatever_the_first_view_is(page: Any, address: str) -> None:
+def test_a_link_to_a_cell_shows_its_row_whatever_view_comes_first(page: Any, address: str) -> None:
     case = next(case.id for case in pages.CASES if case.scenario.strategy == "fsdp1")
     page.goto("about:blank")
     page.goto(address + _link(case))

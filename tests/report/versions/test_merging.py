@@ -87,7 +87,7 @@ def test_a_failure_has_the_entry_of_todays_catalogue_whatever_the_report_says() 
     assert outcome.known == ""
 
 
-def test_a_case_that_one_report_lacks_is_no_pass_and_named_as_not_run() -> None:
+def test_a_case_missing_from_one_report_is_not_run_and_cannot_pass() -> None:
     merged = _merged(_of("2.10.0", "ok", "ok"), _of("2.11.0", "ok"), _of("2.12.0", "ok", "ok"))
     there, lacking = merged.cases
     assert merged.passes(there)
@@ -126,7 +126,7 @@ def test_devices_and_frameworks_are_told_apart() -> None:
     ]
 
 
-def test_an_environment_that_could_not_be_made_is_a_column_that_says_why() -> None:
+def test_a_column_shows_why_its_environment_could_not_be_made() -> None:
     failed = dataclasses.replace(_of("2.99.0"), complete=False, ended="torch 2.99.0 does not install: no such version")
     merged = _merged(_of("2.13.0", "ok"), failed)
     assert merged.environments[1].ended == "torch 2.99.0 does not install: no such version"
@@ -186,7 +186,7 @@ def test_it_keeps_to_its_schema() -> None:
     assert not schema.is_valid(data)
 
 
-def test_a_link_to_a_report_says_nothing_of_what_is_outside_the_working_directory(
+def test_a_link_to_a_report_reveals_nothing_outside_the_working_directory(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "project").mkdir()
@@ -238,7 +238,7 @@ _REPORT_TEXT = json.dumps(convert_report_to_dict(_of("2.11.0", "ok")))
         ("empty.json", b"", "it is not JSON"),
     ],
 )
-def test_one_bad_report_is_refused_in_a_sentence_and_nothing_is_written_over(
+def test_a_bad_report_is_refused_in_one_sentence_without_overwriting_any_file(
     name: str, content: bytes, said: str, tmp_path: pathlib.Path
 ) -> None:
     good, bad, merged = tmp_path / "good.json", tmp_path / name, tmp_path / "all.json"
@@ -278,7 +278,7 @@ def test_a_file_that_is_given_twice_is_refused(tmp_path: pathlib.Path) -> None:
         merge_command(reports=[tmp_path / "one.json", tmp_path / "one.json"])
 
 
-def test_a_merged_report_goes_on_with_further_reports_as_if_all_were_merged_at_once(tmp_path: pathlib.Path) -> None:
+def test_merging_further_reports_equals_merging_all_reports_at_once(tmp_path: pathlib.Path) -> None:
     reports = [_of("2.10.0", "crash", "ok"), _of("2.11.0", "ok"), _of("2.12.0", "ok", "crash")]
     at_once = _merged(*reports)
     write_merged(tmp_path / "merged.json.gz", merge({"0.json": reports[0], "2.json": reports[2]}))
@@ -288,7 +288,7 @@ def test_a_merged_report_goes_on_with_further_reports_as_if_all_were_merged_at_o
     assert read_merged(tmp_path / "merged.json.gz") == at_once
 
 
-def test_another_selection_of_an_environment_becomes_part_of_its_column_with_both_commands() -> None:
+def test_another_selection_of_an_environment_joins_its_column_with_both_commands() -> None:
     whole = _of("2.13.0", "ok", "crash", accelerate="1.15.0")
     one, other = [dataclasses.replace(whole, results=(each,), command=f"run {each.id}") for each in whole.results]
     merged = merge({"merged.json": _merged(one), "more.json": other})
@@ -303,7 +303,7 @@ def test_the_committed_report_merged_again_is_itself() -> None:
     assert dataclasses.replace(again, version=merged.version) == merged
 
 
-def test_where_a_file_is_written_a_line_for_each_environment_and_change_is_printed(
+def test_writing_a_file_prints_a_line_for_each_environment_and_change(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {"a.json": _of("2.10.0", "crash", "ok", "unsupported"), "b.json": _of("2.11.0", "ok", "ok")}

@@ -99,7 +99,7 @@ def test_sigterm_ends_it_and_leaves_no_environment_and_no_process(swept: _Swept,
     assert [file.name for file in tmp_path.iterdir()] == ["torch2.98.log"]
 
 
-def test_ctrl_c_keeps_what_ran_and_the_same_sweep_goes_on_with_it(swept: _Swept, tmp_path: pathlib.Path) -> None:
+def test_a_sweep_keeps_results_at_ctrl_c_and_resumes_from_them(swept: _Swept, tmp_path: pathlib.Path) -> None:
     fifo, reports = tmp_path / "fifo", tmp_path / "reports"
     os.mkfifo(fifo)
     variables = swept.variables | {"FSDP_DOCTOR_TEST_FIFO": str(fifo), "FSDP_DOCTOR_TEST_RANK": "0"}
@@ -162,7 +162,7 @@ def _partial() -> Report:
     return report(*every_kind(), num_selected=20, complete=False, ended="stopped by SIGINT")
 
 
-def test_a_version_without_a_compiler_for_its_device_cannot_run_and_says_why(
+def test_a_version_without_a_compiler_for_its_device_reports_the_reason(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -193,7 +193,7 @@ def test_a_report_is_named_by_everything_that_was_asked_for(tmp_path: pathlib.Pa
     assert [sweep.name_file(each).name for each in sweep.list_packages()] == ["torch2.98-transformers5.0-.mypkg.json"]
 
 
-def test_a_package_that_is_named_twice_is_tried_in_both_versions_with_each_torch(tmp_path: pathlib.Path) -> None:
+def test_a_package_named_twice_is_tried_in_both_versions_with_each_torch(tmp_path: pathlib.Path) -> None:
     wanted = ("accelerate==1.12.0", "peft<0.22", "accelerate==1.15.0")
     sweep = Sweep(versions=("2.97", "2.98"), requirements=wanted, options=(), directory=tmp_path)
     names = [str(packages) for packages in sweep.list_packages()]
