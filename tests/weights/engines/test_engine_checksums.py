@@ -51,7 +51,7 @@ def server() -> Iterator[tuple[str, _Replicas]]:
 
 
 @pytest.mark.parametrize("engine", _ENGINES)
-def test_tensors_that_a_sync_left_and_those_in_which_replicas_differ_are_named(
+def test_tensors_unchanged_by_a_sync_and_tensors_differing_between_replicas_are_named(
     server: tuple[str, _Replicas], engine: Engine
 ) -> None:
     url, replicas = server

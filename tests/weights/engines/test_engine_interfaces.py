@@ -234,7 +234,7 @@ def test_vllm_is_offered_no_shards_that_it_cannot_be_told_of() -> None:
 
 
 @on_the_device
-def test_vllm_is_offered_no_shards_that_it_cannot_be_told_of_by_its_own_code() -> None:
+def test_vllms_own_code_is_offered_no_shards_that_it_cannot_describe() -> None:
     _vllm_is_offered_no_shards_that_it_cannot_be_told_of("engine")
 
 
@@ -261,7 +261,7 @@ def test_verl_reads_full_tensors_and_shards_of_both_fsdps() -> None:
 
 
 @on_the_device
-def test_verl_reads_full_tensors_and_shards_of_both_fsdps_by_its_own_code() -> None:
+def test_verls_own_code_reads_full_tensors_and_shards_of_both_fsdps() -> None:
     _verl_reads_full_tensors_and_shards_of_both_fsdps("engine")
 
 

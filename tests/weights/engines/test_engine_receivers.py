@@ -145,7 +145,7 @@ def test_a_packed_consumer_sends_by_vllms_own_code_where_it_is_installed(tmp_pat
 
 
 @pytest.mark.processes
-def test_vllms_own_packed_sender_is_right_and_does_not_wait_for_a_step(tmp_path: pathlib.Path) -> None:
+def test_vllms_packed_sender_is_right_but_does_not_wait_for_a_step(tmp_path: pathlib.Path) -> None:
     if not (packages := os.environ.get("FSDP_DOCTOR_ENGINE_FILES")):
         pytest.skip("FSDP_DOCTOR_ENGINE_FILES does not name vLLM's files")
     cases = ("packed/full_tensors", "packed/parameters.full_tensor", "step-in-flight/parameters.full_tensor")

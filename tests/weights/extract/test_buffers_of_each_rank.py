@@ -85,7 +85,7 @@ def test_the_remedy_for_buffers_that_differ_leaves_one_value_on_all_ranks() -> N
 
 
 @everywhere
-def test_buffers_that_drift_apart_after_the_first_extraction_are_named_by_a_save() -> None:
+def test_a_save_names_buffers_that_drifted_apart_after_the_first_extraction() -> None:
     torch.manual_seed(0)
     model = fully_shard(Router().to(this_device()), mesh=mesh_over())
     assert _warned(lambda: extracted(model)) == []

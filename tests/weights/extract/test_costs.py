@@ -63,7 +63,7 @@ def _unit(place: int, shapes: tuple[tuple[int, ...], ...], group: ShardGroup) ->
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(("bucket_bytes", "gathers"), [(BUCKET_BYTES, 21), (128 * MIB, 37)])
-def test_qwen3_4b_under_fsdp1_is_gathered_in_a_few_collectives_and_nothing_twice(
+def test_qwen3_4b_under_fsdp1_needs_few_collectives_and_gathers_nothing_twice(
     ranks: int, bucket_bytes: int, gathers: int
 ) -> None:
     """With buckets of 128 MiB it were 295 to 332, which carried 1.9 to 3.7 times the model."""
@@ -79,9 +79,7 @@ def test_qwen3_4b_under_fsdp1_is_gathered_in_a_few_collectives_and_nothing_twice
 
 
 @pytest.mark.parametrize(("bucket_bytes", "gathers"), [(BUCKET_BYTES, 18), (128 * MIB, 25)])
-def test_qwen3_4b_under_fsdp2_is_gathered_in_a_few_buckets_within_what_is_promised(
-    bucket_bytes: int, gathers: int
-) -> None:
+def test_qwen3_4b_under_fsdp2_is_gathered_in_few_buckets_within_bounds(bucket_bytes: int, gathers: int) -> None:
     """Of 128 MiB it were 74: they are larger, as the embedding needs that memory anyway."""
     rows = _qwen3_4b_by_rows(2)
     planned = list(Division(rows, OutputDtypes(), bucket_bytes).make_buckets())
@@ -194,7 +192,7 @@ def _counts(model: nn.Module, bucket_bytes: int) -> Counter[str]:
 
 
 @on_the_device
-def test_a_resident_fsdp1_model_takes_a_gather_a_bucket_and_the_copies_of_its_tensors() -> None:
+def test_a_resident_fsdp1_model_costs_one_gather_per_bucket_plus_tensor_copies() -> None:
     """Of each layer a copy for each of its large tensors, the small ones with the last. The last buckets have less."""
     for use_orig_params in (False, True):
         net = Stack()
@@ -211,7 +209,7 @@ def test_a_resident_fsdp1_model_takes_a_gather_a_bucket_and_the_copies_of_its_te
 
 
 @on_the_device
-def test_fsdp1_takes_as_many_collectives_as_fsdp2_where_a_layer_is_a_bucket() -> None:
+def test_fsdp1_needs_as_many_collectives_as_fsdp2_with_a_layer_per_bucket() -> None:
     nbytes = 128 << 10
     of_fsdp1, of_fsdp2 = (_counts(build(Stack()), nbytes)["collective"] for build in (_fsdp1, _fsdp2))
     assert of_fsdp1 <= of_fsdp2 + 1
@@ -288,7 +286,7 @@ class FusedExperts(nn.Module):
 
 
 @on_the_device
-def test_fused_experts_stay_within_what_is_promised_and_the_next_is_loaded_beside_the_last() -> None:
+def test_fused_experts_are_loaded_one_ahead_within_the_promised_memory() -> None:
     """Small tensors that are gathered early count, and what an allocator rounds up."""
     for bucket in (8 * MIB, 16 * MIB):
         model = nn.Sequential(*(FusedExperts() for _ in range(4))).to(this_device())
@@ -302,7 +300,7 @@ def test_fused_experts_stay_within_what_is_promised_and_the_next_is_loaded_besid
 
 
 @on_the_device
-def test_parts_of_units_stay_within_what_is_promised_beside_experts_as_large_as_a_bucket() -> None:
+def test_parts_of_units_with_bucket_sized_experts_stay_within_the_promised_memory() -> None:
     """Covers buckets with several parts of a unit, where a tensor that they had begun was not counted: 24 MiB of 17."""
     bucket = 8 * MIB
     model = nn.Sequential(*(FullyShardedDataParallel(FusedExperts(8, 8, 8), device_id=this_device()) for _ in range(2)))

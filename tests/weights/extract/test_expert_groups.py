@@ -70,7 +70,7 @@ def _assert_names(said: list[str], groups: tuple[tuple[int, ...], ...]) -> None:
 
 
 @on_four_devices
-def test_experts_on_meshes_of_some_ranks_are_refused_on_every_rank_with_all_groups() -> None:
+def test_experts_on_partial_meshes_are_refused_on_every_rank_with_all_groups() -> None:
     for groups, build in ON_MESHES.values():
         model = build()
         for call in GATHERING.values():
@@ -110,7 +110,7 @@ def test_refusals_leave_no_keys_in_the_store() -> None:
 
 
 @on_four_devices
-def test_experts_on_the_dim_of_fsdp_beside_tensor_parallelism_are_refused_by_their_values() -> None:
+def test_experts_on_the_fsdp_dim_with_tensor_parallelism_are_refused_by_value() -> None:
     """There their mesh is the norm's, of which the other ranks have copies."""
     for call in GATHERING.values():
         _assert_names(_refused(call, tensor_parallel(EVERY_OTHER)), EVERY_OTHER)

@@ -107,7 +107,7 @@ def _save_state(model: nn.Module, directory: pathlib.Path, **options: Any) -> No
 
 
 @on_four
-def test_two_models_of_a_job_that_save_to_one_directory_are_not_both_saved() -> None:
+def test_two_models_of_a_job_cannot_both_save_to_one_directory() -> None:
     for build in (_on_pairs, _under_fsdp1):
         model = build()
         for save in (_save, _save_state):

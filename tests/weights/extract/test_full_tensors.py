@@ -166,7 +166,7 @@ def test_shards_under_a_policy_are_gathered_on_the_device() -> None:
 
 
 @on_the_device
-def test_a_model_moved_to_the_cpu_by_hand_is_gathered_on_the_device() -> None:
+def test_a_model_moved_manually_to_the_cpu_is_gathered_on_the_device() -> None:
     # Of uneven shards that were moved without waiting torch itself makes something else.
     for dims, non_blocking in ((EVEN, False), (UNEVEN, False), (EVEN, True)):
         model, expected = sharded_net(dims=dims)

@@ -84,7 +84,7 @@ def _over_two_dims(dim: int, fsdp_dim: int | None) -> Any:
 
 
 @on_four
-def test_experts_that_are_sharded_along_any_dims_have_the_same_tensors_shards_and_fingerprints() -> None:
+def test_experts_sharded_along_any_dims_have_the_same_tensors_shards_and_fingerprints() -> None:
     plain = new_family(FAMILY)
     expected = _in_hub_names(plain)
     fingerprints = fsdp_doctor.fingerprint_tensors(expected)
@@ -134,7 +134,7 @@ def test_adapters_are_merged_under_hub_names() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # peft warns of the weights that it cannot find for such parameters
-def test_adapters_of_fused_experts_are_refused_by_name_and_the_base_below_them_is_extracted() -> None:
+def test_adapters_of_fused_experts_are_refused_by_name_unlike_their_base() -> None:
     plain = new_family(FAMILY)
     own, of_hub = {name: t.clone() for name, t in plain.state_dict().items()}, _in_hub_names(plain)
     fused = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

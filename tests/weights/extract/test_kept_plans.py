@@ -164,7 +164,7 @@ def test_a_model_whose_parameters_come_from_another_mesh_is_gathered() -> None:
 
 
 @on_the_device
-def test_a_model_that_is_moved_between_calls_is_gathered_from_where_it_is() -> None:
+def test_a_model_moved_between_calls_is_gathered_from_its_new_place() -> None:
     for build in (
         lambda: fsdp2(new_net()),
         lambda: fsdp2(new_net(), offload_policy=CPUOffloadPolicy(pin_memory=False)),
@@ -177,7 +177,7 @@ def test_a_model_that_is_moved_between_calls_is_gathered_from_where_it_is() -> N
 
 
 @on_the_device
-def test_an_fsdp1_unit_that_is_moved_between_calls_is_gathered_from_where_it_is() -> None:
+def test_an_fsdp1_unit_moved_between_calls_is_gathered_from_its_new_place() -> None:
     from fsdp_doctor.weights.fsdp import private, reader
 
     for use_orig_params in (True, False):
@@ -239,7 +239,7 @@ def test_adapters_that_are_added_switched_or_disabled_between_calls_are_noticed(
 
 
 @everywhere
-def test_a_model_that_is_sharded_over_another_group_of_the_same_ranks_has_another_plan() -> None:
+def test_a_model_sharded_over_another_group_of_the_same_ranks_is_replanned() -> None:
     """Covers meshes that torch says are equal."""
     every = list(range(world_size()))
     mesh = DeviceMesh.from_group(dist.new_group(every), device_type(), every, mesh_dim_names=mesh_over().mesh_dim_names)
@@ -256,7 +256,7 @@ def test_a_model_that_is_sharded_over_another_group_of_the_same_ranks_has_anothe
 
 
 @everywhere
-def test_an_fsdp1_unit_over_another_group_of_the_same_ranks_has_another_plan() -> None:
+def test_an_fsdp1_unit_over_another_group_of_the_same_ranks_is_replanned() -> None:
     model = fsdp1(new_net(empty=False))
     expected, first = extracted(model), plan_for(model)
     model._handle.process_group = dist.new_group(list(range(world_size())))

@@ -200,7 +200,7 @@ def test_a_rank_that_is_refused_leaves_nobody_waiting_then_or_later() -> None:
 
 
 @on_the_device
-def test_a_rank_that_is_refused_a_model_with_adapters_is_missed_by_none() -> None:
+def test_a_refusal_of_a_model_with_adapters_leaves_no_rank_waiting() -> None:
     model = shard_qwen2(adapted())
     shards: Callable[..., object] = lambda model, **options: list(local_shards(model, **options))  # noqa: E731
     for path in (shards, fingerprint):

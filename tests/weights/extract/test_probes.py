@@ -23,7 +23,7 @@ def _kinds(directory: pathlib.Path, *options: str) -> list[str]:
     return [result.verdict.kind for result in run.report.results]
 
 
-def test_full_tensors_are_ok_for_every_model_even_and_uneven_fresh_and_trained(tmp_path: pathlib.Path) -> None:
+def test_full_tensors_are_ok_for_all_models_dims_and_phases(tmp_path: pathlib.Path) -> None:
     models = "qwen3,qwen3-tied,qwen3-buffers,qwen2,qwen3-moe,qwen3.5"
     axes = ("--model", models, "--dims", "even,uneven", "--phase", "trained,fresh", "--offload", "policy")
     options = ("--strategy", "fsdp2", "--method", "full_tensors", *axes, "--staging", "staged", "--nproc", "3")

@@ -38,7 +38,7 @@ from fsdp_doctor.weights.transport.transfers import LocalCopy
 
 
 @everywhere
-def test_arguments_that_make_no_sense_on_one_rank_are_refused_on_every_rank() -> None:
+def test_invalid_arguments_on_one_rank_are_refused_on_every_rank() -> None:
     refused = world_size() - 1
     for model in (fsdp2(new_net()), fsdp1(new_net(empty=False))):
         expected = extracted(model)
@@ -105,7 +105,7 @@ def test_what_is_no_model_is_refused_in_a_sentence() -> None:
 
 
 @everywhere
-def test_a_shard_on_the_meta_device_of_one_rank_is_known_to_all() -> None:
+def test_a_shard_of_one_rank_on_meta_is_reported_everywhere() -> None:
     model, expected = sharded_net()
     whole = model.large.weight._local_tensor
     if this_rank() == 1:
@@ -117,7 +117,7 @@ def test_a_shard_on_the_meta_device_of_one_rank_is_known_to_all() -> None:
 
 
 @on_the_device
-def test_an_fsdp1_unit_on_the_meta_device_of_one_rank_is_known_to_all() -> None:
+def test_an_fsdp1_unit_of_one_rank_on_meta_is_reported_everywhere() -> None:
     model = fsdp1(new_net(empty=False))
     expected = extracted(model)
     shard = torch.nn.Parameter(model._handle.flat_param.data.to("meta"))
@@ -128,7 +128,7 @@ def test_an_fsdp1_unit_on_the_meta_device_of_one_rank_is_known_to_all() -> None:
 
 
 @everywhere
-def test_a_pipeline_that_cannot_be_made_on_one_rank_is_known_to_all() -> None:
+def test_a_pipeline_that_fails_on_one_rank_is_reported_on_all_ranks() -> None:
     """Covers a rank that can have no stream."""
     pytest.importorskip("peft")
     model, with_adapters = fsdp2(new_net()), shard_qwen2(adapted())

@@ -139,7 +139,7 @@ def test_a_load_into_parameters_unknown_to_fsdp2_is_refused_by_name() -> None:
 
 
 @everywhere
-def test_a_parameter_that_is_swapped_for_one_of_another_layout_is_refused_by_name() -> None:
+def test_a_parameter_swapped_for_another_layout_is_refused_by_name() -> None:
     model = _used()
     parameter = model.layers[0].up.bias
     with torch.no_grad():

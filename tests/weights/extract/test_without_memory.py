@@ -81,7 +81,7 @@ def test_nothing_is_allocated_between_a_ranks_promise_and_the_collectives() -> N
 
 
 @on_the_device
-def test_a_merge_that_has_no_memory_on_one_rank_leaves_no_rank_waiting() -> None:
+def test_a_merge_without_memory_on_one_rank_leaves_no_rank_waiting() -> None:
     """The factors have memory before the rank promises; the products are computed after that."""
     pytest.importorskip("peft")
     for model in (shard_qwen2(adapted()), shard_qwen1(adapted())):
@@ -95,7 +95,7 @@ def test_a_merge_that_has_no_memory_on_one_rank_leaves_no_rank_waiting() -> None
 
 
 @on_the_device
-def test_what_a_rank_could_not_merge_is_nan_where_the_others_see_it_at_all() -> None:
+def test_tensors_that_one_rank_could_not_merge_appear_elsewhere_only_as_nan() -> None:
     pytest.importorskip("peft")
     model = shard_qwen2(adapted())
     expected = extracted(model)
@@ -113,7 +113,7 @@ def test_what_a_rank_could_not_merge_is_nan_where_the_others_see_it_at_all() -> 
 
 
 @on_the_device
-def test_a_redistribution_that_has_no_memory_on_one_rank_leaves_no_rank_waiting() -> None:
+def test_a_redistribution_without_memory_on_one_rank_leaves_no_rank_waiting() -> None:
     """torch allocates in the midst of its collectives: whether there is so much is tried before."""
     net = nn.Linear(256, 256, bias=False).to(this_device())
     model = fully_shard(net, mesh=mesh_over(), shard_placement_fn=lambda _: Shard(1))
@@ -183,7 +183,7 @@ def _unequal() -> Iterator[nn.Module]:
 
 
 @on_the_device
-def test_memory_that_others_take_while_the_caller_has_a_tensor_leaves_no_rank_waiting() -> None:
+def test_memory_taken_while_the_caller_has_a_tensor_leaves_no_rank_waiting() -> None:
     """All that is free, at any tensor: what was promised has the memory of what is not handed out any more."""
     for model in _unequal():
         for options in ({"bucket_bytes": 60 << 10}, {"bucket_bytes": 60 << 10, "dtype": torch.bfloat16}):

@@ -96,7 +96,7 @@ CHANGES: tuple[Callable[[torch.Tensor], object], ...] = (
 )
 
 
-def test_a_single_bit_a_swap_of_elements_and_a_permutation_of_rows_are_seen(model: nn.Module, held: Tensors) -> None:
+def test_changed_bits_swapped_elements_and_permuted_rows_are_detected(model: nn.Module, held: Tensors) -> None:
     for name, change in itertools.product(("gate.weight", "experts", "norm"), CHANGES):
         changed = {key: tensor.clone() for key, tensor in held.items()}
         change(changed[name])
@@ -164,7 +164,7 @@ def test_with_variants_from_the_trainer_the_mistake_is_named(model: nn.Module, h
     }
 
 
-def test_zeros_behind_the_values_are_told_from_the_same_values_in_another_shape() -> None:
+def test_trailing_zeros_are_distinguished_from_equal_values_in_another_shape() -> None:
     rows, norm = torch.randn(5, 4), torch.ones(3)
     wanted = fingerprint_tensors({"head": rows, "norm": norm})
     padded = fingerprint_tensors({"head": torch.cat([rows, torch.zeros(3, 4)]), "norm": norm})
@@ -237,7 +237,7 @@ def test_an_unknown_name_has_no_variants(model: nn.Module) -> None:
         fingerprint_variants(model, ["other"])
 
 
-def test_tied_names_are_noted_where_tensors_pass_by_and_a_reused_buffer_is_not(model: nn.Module) -> None:
+def test_watched_tensors_with_tied_names_are_noted_but_reused_buffers_are_not(model: nn.Module) -> None:
     sums = FingerprintSums()
     assert len(list(sums.watch(full_tensors(model)))) == 10
     assert sums.fingerprints() == fingerprint(model)
@@ -254,7 +254,7 @@ def test_tied_names_are_noted_where_tensors_pass_by_and_a_reused_buffer_is_not(m
     assert found.tensors == fingerprint_tensors({"a": torch.ones(3), "b": torch.full((3,), 2.0)}).tensors
 
 
-def test_what_arrives_twice_or_in_part_is_seen_by_the_number_of_elements(model: nn.Module, held: Tensors) -> None:
+def test_the_number_of_elements_reveals_duplicate_and_partial_arrivals(model: nn.Module, held: Tensors) -> None:
     trainer = fingerprint(model)
     whole, twice, part = FingerprintSums(), FingerprintSums(), FingerprintSums()
     whole.add_bucket(held.items())

@@ -172,7 +172,7 @@ def test_a_parameter_with_attributes_of_its_own_is_dense() -> None:
     assert fingerprint_tensors({"a": Loaded(tensor)}).tensors == fingerprint_tensors({"a": tensor}).tensors
 
 
-def test_an_output_that_is_an_input_is_refused_and_left_as_it_is(model: nn.Module, tmp_path: pathlib.Path) -> None:
+def test_an_output_that_is_also_an_input_is_refused_and_unchanged(model: nn.Module, tmp_path: pathlib.Path) -> None:
     before, after = tmp_path / "before.json", tmp_path / "after.json"
     for method in (before, after):
         method.write_text(fingerprint(model).to_json())

@@ -91,7 +91,7 @@ def test_a_default_device_or_dtype_changes_no_fingerprint() -> None:
 
 
 @everywhere
-def test_a_rank_without_memory_for_the_sums_of_all_ranks_leaves_none_waiting() -> None:
+def test_a_rank_without_memory_for_the_sums_leaves_no_rank_waiting() -> None:
     model = fsdp2(new_net())
     expected, failing = fingerprint(model), torch.OutOfMemoryError("there is no more")
     without = mock.patch.object(FingerprintSums, "rows", side_effect=failing)
@@ -129,7 +129,7 @@ def test_fsdp1_has_the_fingerprint_of_the_unsharded_model() -> None:
 
 
 @on_the_device
-def test_a_parameter_that_is_transposed_in_memory_has_the_fingerprint_of_its_values() -> None:
+def test_a_parameter_transposed_in_memory_has_the_fingerprint_of_its_values() -> None:
     def net() -> nn.Module:
         torch.manual_seed(0)
         plain = nn.Linear(23, 31)

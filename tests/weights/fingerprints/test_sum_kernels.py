@@ -93,7 +93,7 @@ def test_many_dims_are_summed_as_few() -> None:
 
 
 @pytest.mark.parametrize("form", ["tensors", "parts"])
-def test_copies_of_what_is_not_contiguous_are_not_all_held_until_one_launch(
+def test_copies_of_noncontiguous_tensors_are_not_all_held_until_one_launch(
     monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     launches: list[int] = []

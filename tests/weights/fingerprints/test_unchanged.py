@@ -59,7 +59,7 @@ def test_even_shards_survive_an_offload_that_does_not_wait() -> None:
 
 
 @on_two_devices
-def test_the_uneven_shard_that_an_offload_loses_is_named_with_its_rank_and_the_calls() -> None:
+def test_an_uneven_shard_lost_by_offloading_is_named_with_rank_and_call() -> None:
     """The race is not healed: docs/findings.md has it as the first finding in torch."""
     model, _ = _sharded(3)
     if this_rank() == 0:
@@ -95,7 +95,7 @@ def test_a_changed_state_of_the_optimizer_is_named() -> None:
     assert raised.value.names == ["exp_avg of the optimizer's parameter 1"]
 
 
-def test_a_weight_in_another_dtype_is_a_change_and_an_exception_of_the_body_passes() -> None:
+def test_another_dtype_is_a_change_and_exceptions_of_the_body_pass_through() -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(WeightsChanged), unchanged(model):
         model.bfloat16()

@@ -49,7 +49,7 @@ def test_every_rank_reads_and_writes_what_torch_gives_it(mesh_shape: tuple[int, 
         assert torch.equal(joined, _FULL), placements
 
 
-def test_what_fully_shard_makes_of_a_tensor_parallel_weight_lies_in_one_block() -> None:
+def test_fully_shard_gives_each_rank_one_block_of_a_tensor_parallel_weight() -> None:
     mesh = torch.arange(4).view(2, 2)
     placements = (_StridedShard(0, split_factor=2), Shard(0))
     full = torch.arange(8)

@@ -90,7 +90,7 @@ class _Made(Mapping[str, torch.Tensor]):
 
 
 @everywhere
-def test_a_mapping_that_makes_its_tensors_when_asked_is_never_held_as_a_whole() -> None:
+def test_a_lazy_mapping_of_tensors_is_never_held_as_a_whole() -> None:
     expected = other_tensors()
     for source in (on_first, lambda tensors: tensors):
         model, made = fsdp2(new_net()), _Made(expected)

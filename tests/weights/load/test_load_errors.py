@@ -249,7 +249,7 @@ def test_a_rank_that_fails_leaves_none_in_the_making_of_a_group() -> None:
 
 
 @on_four
-def test_a_mesh_in_another_order_is_filled_from_its_first_rank_or_refused() -> None:
+def test_a_reordered_mesh_is_filled_from_its_first_rank_or_refused() -> None:
     model = fsdp2(new_net(), DeviceMesh("cpu", [[2, 3], [0, 1]], mesh_dim_names=("replicate", "shard")))
     load_full_tensors(model, other_tensors() if this_rank() == 2 else None)
     assert_same(extracted(model), other_tensors())
@@ -262,7 +262,7 @@ def test_a_mesh_in_another_order_is_filled_from_its_first_rank_or_refused() -> N
 
 
 @everywhere
-def test_a_transient_buffer_on_meta_that_nobody_supplies_is_an_error_before_anything_is_written() -> None:
+def test_a_missing_transient_buffer_on_meta_is_an_error_before_any_write() -> None:
     with torch.device("meta"):
         net = new_net()
     for layer in net.layers:
@@ -333,7 +333,7 @@ def _load_all(model: nn.Module, source: Any) -> None:
 
 
 @everywhere
-def test_memory_that_ends_on_one_rank_is_an_error_on_every_rank_wherever_it_ends() -> None:
+def test_exhausted_memory_on_one_rank_is_an_error_on_every_rank() -> None:
     expected = other_tensors()
     for make, exhausted in itertools.product((lambda: fsdp2(new_net()), _on_meta), (0, 1)):
         model = make()

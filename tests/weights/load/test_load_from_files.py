@@ -184,7 +184,7 @@ def test_files_that_are_divided_otherwise_are_the_same() -> None:
 
 
 @everywhere
-def test_a_file_that_gets_shorter_while_it_is_read_is_an_error_on_every_rank() -> None:
+def test_a_file_truncated_while_reading_is_an_error_on_every_rank() -> None:
     for source in (lambda path: path, on_first):
         model = fsdp2(new_net())
         with _files(other_tensors()) as places, pytest.MonkeyPatch.context() as patch:
@@ -223,7 +223,7 @@ def _replace(path: pathlib.Path) -> None:
 
 
 @everywhere
-def test_a_file_that_changes_while_it_is_read_is_an_error_on_every_rank() -> None:
+def test_a_file_changed_while_reading_is_an_error_on_every_rank() -> None:
     for change, source in itertools.product((_overwrite, _replace), (lambda path: path, on_first)):
         model = fsdp2(new_net())
         with _files(other_tensors()) as places, pytest.MonkeyPatch.context() as patch:
@@ -273,7 +273,7 @@ def _truncate_to(path: pathlib.Path, size: int) -> None:
 
 
 @everywhere
-def test_a_file_that_is_removed_while_it_is_read_is_read_to_its_end() -> None:
+def test_a_file_removed_while_reading_is_read_to_its_end() -> None:
     model, expected = fsdp2(new_net()), other_tensors()
     with _files(expected) as places, pytest.MonkeyPatch.context() as patch:
         whole = SafetensorsFile.read

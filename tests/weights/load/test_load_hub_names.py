@@ -84,7 +84,7 @@ def test_a_source_in_the_models_own_names_is_taken_as_such() -> None:
 
 
 @everywhere
-def test_what_is_cast_and_what_lies_on_the_meta_device_is_filled_in_hub_names() -> None:
+def test_cast_models_and_models_on_meta_are_filled_from_hub_names() -> None:
     with _saved() as (directory, expected):
         model = shard_qwen2(new_family(FAMILY).to(torch.bfloat16))
         load_full_tensors(model, directory, dtype="cast")
@@ -217,7 +217,7 @@ def test_a_directory_that_does_not_fit_is_an_error_and_writes_nothing() -> None:
 
 
 @everywhere
-def test_a_rank_whose_files_have_two_experts_exchanged_is_an_error_on_every_rank() -> None:
+def test_exchanged_experts_in_the_files_of_one_rank_fail_on_every_rank() -> None:
     model = shard_qwen2(new_family(FAMILY))
     before = extracted(model)
     one, other = EXPERT.format(0, "down"), EXPERT.format(1, "down")
@@ -253,7 +253,7 @@ def test_names_of_the_callers_own_fill_what_they_say_or_are_refused() -> None:
 
 
 @everywhere
-def test_hub_names_of_a_model_that_has_none_are_an_error_on_every_rank() -> None:
+def test_requesting_hub_names_fails_everywhere_for_a_model_without_hub_names() -> None:
     net = nn.Sequential(nn.Linear(6, 6))
     model = fully_shard(net.to(device_type()))
     with raises_soon(LoadError, "no model of transformers", "written nothing"):

@@ -106,7 +106,7 @@ def test_what_a_forward_left_unsharded_is_not_used_again() -> None:
 
 
 @on_the_device
-def test_a_model_that_was_loaded_trains_as_one_that_had_the_weights_from_the_start() -> None:
+def test_a_loaded_model_trains_like_a_model_that_began_with_the_weights() -> None:
     for original in (True, False):
         net = new_net(**_NO_EMPTY)
         net.load_state_dict(other_tensors(**_NO_EMPTY))
@@ -341,7 +341,7 @@ def _extractions(model: nn.Module) -> Iterator[Tensors]:
 
 
 @on_the_device
-def test_an_extraction_gives_the_weights_of_a_state_dict_after_a_step_on_moved_parameters() -> None:
+def test_an_extraction_matches_a_state_dict_after_a_step_on_moved_parameters() -> None:
     for options in _EVERY_OPTION:
         model = _after_a_step_on_moved_parameters(**options)
         expected = _state_dict(_after_a_step_on_moved_parameters(**options))
@@ -390,7 +390,7 @@ def test_examine_names_units_with_two_memories_until_they_are_one() -> None:
 
 
 @on_the_device
-def test_a_unit_that_was_cast_after_its_first_forward_is_refused_by_name() -> None:
+def test_a_unit_cast_after_its_first_forward_is_refused_by_name() -> None:
     model = _trained_and_moved(use_orig_params=False)
     model.bfloat16()
     for refused, error in (
@@ -424,7 +424,7 @@ def _shared(what: str, original: bool) -> nn.Module:
 
 
 @on_the_device
-def test_a_module_that_stands_in_two_places_is_extracted_and_loaded_under_both_names() -> None:
+def test_a_module_in_two_places_is_extracted_and_loaded_under_both_names() -> None:
     expected = {name: tensor.clone() for name, tensor in _Shared("module").state_dict().items()}
     for original in (False, True):
         model = _shared("module", original)

@@ -123,7 +123,7 @@ def test_what_a_forward_left_unsharded_is_not_used_again() -> None:
 
 
 @everywhere
-def test_a_model_that_was_loaded_trains_as_one_that_had_the_weights_from_the_start() -> None:
+def test_a_loaded_model_trains_like_a_model_that_began_with_the_weights() -> None:
     net = new_net()
     net.load_state_dict(other_tensors())
     expected = fsdp2(net)
@@ -145,7 +145,7 @@ def _on_meta(**options: Any) -> nn.Module:
 
 
 @everywhere
-def test_a_model_on_meta_is_given_memory_and_its_optimizer_keeps_its_parameters() -> None:
+def test_a_model_on_meta_receives_memory_and_its_optimizer_keeps_the_parameters() -> None:
     policies = [{}] if device_type() == "cpu" else [{}, {"offload_policy": CPUOffloadPolicy()}]
     for source, policy in itertools.product((on_first, items_of), policies):
         model = _on_meta(**policy)

@@ -78,7 +78,7 @@ def test_tensors_that_would_have_one_name_are_refused_by_name() -> None:
 
 
 @on_the_device
-def test_tensors_of_an_fsdp1_unit_that_would_have_one_name_are_refused_by_name() -> None:
+def test_fsdp1_tensors_with_colliding_names_are_refused_by_name() -> None:
     for use_orig_params in (True, False):
         options: dict[str, Any] = {"device_id": this_device(), "use_orig_params": use_orig_params}
         model = FullyShardedDataParallel(nn.Sequential(Ambiguous()), **options)

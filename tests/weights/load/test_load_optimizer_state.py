@@ -247,7 +247,7 @@ def test_a_state_that_does_not_fit_is_an_error_and_writes_nothing() -> None:
 
 
 @everywhere
-def test_what_all_parameters_lack_is_an_error_where_the_optimizer_has_it_or_needs_it() -> None:
+def test_state_missing_for_all_parameters_is_an_error_if_optimizers_need_it() -> None:
     model, optimizer, state = _trained()
     for key, others in (("exp_avg_sq", (optimizer,)), ("step", (optimizer, adamw(model)))):
         spoilt = copy.deepcopy(state)
@@ -312,7 +312,7 @@ def test_an_optimizer_that_counts_in_numbers_goes_on_with_numbers() -> None:
 
 
 @everywhere
-def test_an_optimizer_that_keeps_its_state_in_another_way_goes_on_or_is_asked_how() -> None:
+def test_an_optimizer_with_unusual_state_continues_or_asks_which_state_is_whole() -> None:
     for kind, whole in ((Gathering, ("momentum",)), (Local, ())):
         model = _sharded2()
         optimizer = kind(p for p in model.parameters() if p.requires_grad)
@@ -396,7 +396,7 @@ def test_another_optimizers_state_is_refused_on_every_rank() -> None:
 
 
 @everywhere
-def test_an_optimizer_or_a_source_of_another_kind_is_refused_on_every_rank() -> None:
+def test_an_unknown_kind_of_optimizer_or_source_is_refused_on_every_rank() -> None:
     model, _, state = _trained()
     parameters = [p for p in model.parameters() if p.requires_grad]
     grouped = torch.optim.AdamW([{"params": parameters[:2], "lr": 0.1}, {"params": parameters[2:]}])
@@ -421,7 +421,7 @@ def test_an_optimizer_or_a_source_of_another_kind_is_refused_on_every_rank() -> 
 
 
 @everywhere
-def test_ranks_whose_states_differ_in_more_than_their_tensors_are_told_the_first_difference() -> None:
+def test_ranks_with_states_that_differ_beyond_tensors_see_the_first_difference() -> None:
     model, _, state = _trained()
     fresh = adamw(model)
     differences: list[tuple[Callable[[dict[str, Any]], object], str]] = [

@@ -114,7 +114,7 @@ def test_a_broken_index_is_refused_in_one_sentence(name: str, suffix: str, tmp_p
     assert "\n" not in str(raised.value)
 
 
-def test_an_index_belongs_to_files_of_its_suffix_and_is_the_only_one(tmp_path: pathlib.Path) -> None:
+def test_an_index_counts_only_for_its_suffix_and_only_if_unique(tmp_path: pathlib.Path) -> None:
     for suffix, other in (("safetensors", "bin"), ("bin", "safetensors")):
         directory = tmp_path / suffix
         directory.mkdir()

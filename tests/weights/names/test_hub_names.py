@@ -85,7 +85,7 @@ class _Quantized:
     pass
 
 
-def test_what_has_no_hub_names_is_refused_and_keeps_its_own_if_either_will_do() -> None:
+def test_a_model_without_hub_names_is_refused_or_keeps_its_own_names() -> None:
     quantized = new_family("llama")
     quantized.hf_quantizer = _Quantized()
     for model, why in ((nn.Linear(2, 2), "no model of transformers"), (quantized, "quantized")):
@@ -105,7 +105,7 @@ def test_an_older_transformers_is_refused_with_the_version_that_would_do(monkeyp
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers.models.nomic_bert") is None, reason="transformers has no NomicBert"
 )
-def test_what_the_hub_has_fused_and_the_model_has_not_is_refused_by_name() -> None:
+def test_tensors_fused_only_on_the_hub_are_refused_by_name() -> None:
     small = {"num_hidden_layers": 12, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
     model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model("nomic_bert", vocab_size=64, **small))
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}

@@ -52,7 +52,7 @@ def test_a_shard_has_of_a_part_the_elements_that_are_in_both() -> None:
             assert {*in_shard.flatten().tolist()} == {*shard.flatten().tolist()} & {*part.flatten().tolist()}
 
 
-def test_a_part_of_other_dims_is_a_box_if_its_elements_follow_one_another() -> None:
+def test_a_part_of_other_dims_with_consecutive_elements_is_a_box() -> None:
     reshaped = TensorView("t", (2, 3, 2, 5), (30, 10, 5, 1), 30)
     box = find_box(reshaped, SHAPE)
     assert box is not None
@@ -88,6 +88,6 @@ def test_parts_that_cover_a_tensor_once_are_one_to_one(views: dict[str, TensorVi
     ],
     ids=["a gap", "twice", "overlap", "overlap of as many", "of no tensor", "outside"],
 )
-def test_a_mapping_that_is_not_one_to_one_is_an_error_with_names(views: dict[str, TensorView], named: str) -> None:
+def test_a_mapping_that_is_not_one_to_one_is_refused_with_names(views: dict[str, TensorView], named: str) -> None:
     with pytest.raises(NamesError, match=rf"one-to-one.*\b{named} is"):
         check_one_to_one(views, {"t": SHAPE})

@@ -173,7 +173,7 @@ def _save_again(directory: pathlib.Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", _SAVES)
 @pytest.mark.parametrize("call", ["rename", "rmdir"])
-def test_the_death_of_the_first_rank_at_any_call_of_the_commit_loses_no_checkpoint(
+def test_the_death_of_the_first_rank_during_the_commit_loses_no_checkpoint(
     tmp_path: pathlib.Path, name: str, call: str
 ) -> None:
     for number in itertools.count(1):

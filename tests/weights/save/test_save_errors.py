@@ -42,7 +42,7 @@ def fail_at(method: str, rank: int, error: BaseException) -> Any:
 
 
 @everywhere
-def test_an_error_on_one_rank_is_one_on_all_and_leaves_the_older_checkpoint() -> None:
+def test_an_error_on_one_rank_fails_all_and_keeps_the_older_checkpoint() -> None:
     model, _ = sharded_net()
     last = world_size() - 1
     with new_directory() as directory:
@@ -72,7 +72,7 @@ def test_an_error_on_one_rank_is_one_on_all_and_leaves_the_older_checkpoint() ->
 
 
 @everywhere
-def test_arguments_that_differ_between_ranks_or_make_no_sense_are_refused_before_anything_is_made() -> None:
+def test_differing_or_invalid_arguments_are_refused_before_anything_is_made() -> None:
     model, _ = sharded_net()
     with new_directory() as directory:
         with raises_soon(SaveError, "the ranks do not save the same"):

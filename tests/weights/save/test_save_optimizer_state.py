@@ -189,7 +189,7 @@ class _Counting(Local):
 
 
 @everywhere
-def test_state_of_which_no_full_state_is_made_is_refused_by_name_before_a_write() -> None:
+def test_state_that_cannot_be_made_whole_is_refused_by_name_before_writing() -> None:
     refused: list[tuple[Any, list[str]]] = [
         (lambda p: Gathering(p, drifts=True), ["momentum of", "values differ between ranks [0, 1"]),
         (OfRows, ["rows of", "neither the shape of the parameter"]),

@@ -99,7 +99,7 @@ def test_while_a_consumers_error_is_handled_no_rank_waits_for_its_buckets() -> N
 
 
 @on_ranks(Setting("emulated", 2), Setting("cpu", 3))
-def test_in_step_a_bucket_is_gathered_when_every_rank_has_used_the_last() -> None:
+def test_in_step_gathers_a_bucket_after_every_rank_used_the_previous_bucket() -> None:
     model, nbytes = fsdp2(new_net()), 1 << 10
     expected = extracted(model)
     store = private.find_default_store()
@@ -314,7 +314,7 @@ def _said(leaver: int) -> tuple[str, ...]:
 
 
 @on_four
-def test_a_bucket_that_fails_on_one_rank_first_middle_or_last_leaves_no_rank_waiting() -> None:
+def test_any_bucket_that_fails_on_one_rank_leaves_no_rank_waiting() -> None:
     """Covers a device without more memory: it is asked for once more, for the others' sake."""
     leaver = world_size() - 1
     model, expected = sharded_net()
@@ -378,7 +378,7 @@ def test_a_rank_short_of_memory_promises_one_bucket_at_a_time() -> None:
 
 
 @on_the_device
-def test_a_call_asks_the_store_a_few_times_however_many_buckets_there_are() -> None:
+def test_a_call_asks_the_store_only_a_few_times_despite_many_buckets() -> None:
     model = fsdp2(new_net())
     extracted(model, bucket_bytes=TINY_BYTES)
     buckets = num_buckets(model)
@@ -437,7 +437,7 @@ def test_without_its_store_a_call_ends_in_a_sentence() -> None:
 
 
 @everywhere
-def test_ctrl_c_while_a_rank_waits_for_the_others_ends_the_call_on_every_rank() -> None:
+def test_ctrl_c_while_a_rank_waits_ends_the_call_on_every_rank() -> None:
     model, expected = sharded_net()
     # What the ranks compare once for a plan would be a stage of its own.
     extracted(model, bucket_bytes=FEW_BYTES)
@@ -468,7 +468,7 @@ def test_ctrl_c_while_a_rank_waits_for_the_others_ends_the_call_on_every_rank() 
 
 
 @everywhere
-def test_ctrl_c_after_the_others_went_on_is_heeded_when_the_promise_is_kept() -> None:
+def test_ctrl_c_takes_effect_after_promises_to_continuing_ranks_are_kept() -> None:
     """The others have gathered what all had promised by then."""
     model, expected = sharded_net()
     # What the ranks compare once for a plan would be a stage of its own.

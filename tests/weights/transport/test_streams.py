@@ -208,7 +208,7 @@ def _offloaded() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 @on_the_device
-def test_pageable_shards_are_read_by_eight_threads_at_most_through_little_pinned_memory() -> None:
+def test_at_most_eight_threads_read_pageable_shards_through_little_pinned_memory() -> None:
     model, expected = _offloaded()
     threads: set[int] = set()
     pinned: list[int] = []
