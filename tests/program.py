@@ -33,7 +33,7 @@ _TAG = "FSDP_DOCTOR_TEST_RUN"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One finished run of a command. ``left``: processes of it that were still alive afterwards."""
+    """A finished run of a command. ``left``: processes of it that were still alive afterwards."""
 
     code: int
     stdout: str
@@ -94,7 +94,7 @@ class Started:
             return pipe.read()
 
     def _tagged(self) -> list[psutil.Process]:
-        """All processes of this run that have not ended."""
+        """Lists the processes of this run that have not ended."""
         return [
             process
             for process in psutil.process_iter(["environ", "cmdline", "status"])

@@ -58,7 +58,7 @@ def test_a_thread_that_goes_on_is_named(side_effects):
 
 @pytest.mark.parametrize(("cases", "reason"), [(6, ""), (7, "70 open descriptors")])
 def test_descriptors_are_counted_over_all_cases_of_a_process(cases, reason):
-    """Some are nothing to worry about: libraries keep a few."""
+    """A few open descriptors are nothing to worry about: libraries keep some."""
     found = SideEffects(torch.device("cpu"))
     with contextlib.ExitStack() as opened:
         for _ in range(cases):

@@ -144,7 +144,7 @@ def test_a_hundred_thousand_files_are_passed_over(tmp_path: pathlib.Path) -> Non
 
 
 def test_an_index_of_fifty_megabytes_is_read(tmp_path: pathlib.Path) -> None:
-    """And each of the names that no file has is found."""
+    """Each of the names that no file has is found, too."""
     weight_map = {f"layers.{number}.{'x' * 500}": "model.safetensors" for number in range(100_000)}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     save_file({"a": torch.ones(3, 3)}, tmp_path / "model.safetensors")
@@ -154,7 +154,7 @@ def test_an_index_of_fifty_megabytes_is_read(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_file_with_more_than_four_gigabytes_is_one_that_torch_reads(tmp_path: pathlib.Path) -> None:
-    """Of holes: what is after them has places that need 64 bits, and so has their length."""
+    """The file has holes: places behind them and their length need 64 bits."""
     large, small = (
         TensorToWrite(
             SavedTensor((name,), "uint8", (count,), [SavedPiece("f", at, (count,), (0,), (1,))]), "uint8", False

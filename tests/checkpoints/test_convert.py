@@ -158,7 +158,7 @@ def test_names_are_refused_that_the_configuration_does_not_explain(tmp_path: pat
 
 
 def test_the_class_comes_from_the_model_type_or_nothing_is_written(tmp_path: pathlib.Path) -> None:
-    """As config.save_pretrained writes it, without architectures; and a type that transformers does not have."""
+    """The configuration is saved without architectures, and once has a type that transformers lacks."""
     model = pytest.importorskip("support.families").new_family("qwen3-moe")
     model.config.architectures = None
     model.config.save_pretrained(tmp_path / "job")
@@ -203,7 +203,7 @@ def list_all(directory: pathlib.Path) -> dict[str, bytes]:
 
 
 def make_run(directory: pathlib.Path) -> pathlib.Path:
-    """Two steps, of which the first has links to files elsewhere and the second a file alone; and notes."""
+    """Writes two steps, the first with links to files elsewhere, the second with a file alone; and notes."""
     for name in ("run/step-1", "run/step-2", "blobs", "other"):
         (directory / name).mkdir(parents=True)
     torch.save({"a.weight": torch.ones(4, 4)}, directory / "blobs" / "0")
@@ -374,7 +374,7 @@ def test_a_job_changes_its_strategy_and_continues_as_it_would_have(tmp_path: pat
 def test_every_format_is_the_same_as_dcp_and_as_files_of_torch(
     originals: pathlib.Path, tmp_path: pathlib.Path, name: str
 ) -> None:
-    """And back as Hugging Face files; with the optimizer, where there is one."""
+    """The way back leads to Hugging Face files; the optimizer is converted where there is one."""
     dcp, whole, again = (tmp_path / each for each in ("dcp", "torch", "again"))
     convert(originals / name, dcp, DCP)
     done = convert(dcp, whole, ConversionTarget.TORCH)
@@ -422,7 +422,7 @@ def test_what_is_not_known_is_asked_for(originals: pathlib.Path, tmp_path: pathl
 
 @pytest.mark.parametrize("writer", ["trainer", "accelerate"])
 def test_a_numbered_optimizer_is_named_by_the_class_of_the_config(tmp_path: pathlib.Path, writer: str) -> None:
-    """Both files hold numbers and the model's file is sorted by name: the moments are compared with the live ones."""
+    """Numbers are in both files, and the model's is sorted by name: the moments are compared with the live ones."""
     saved_in, model, optimizer = _SAVE_NUMBERED[writer](tmp_path / "job")
     shutil.copytree(saved_in, tmp_path / "saved")
     model.config.save_pretrained(tmp_path / "saved")

@@ -90,7 +90,7 @@ def test_the_model_is_found_and_written_under_its_own_names(
 
 
 def test_prefixes_in_files_of_the_hub_are_taken_off(trained: tuple[Any, Any], tmp_path: pathlib.Path) -> None:
-    """As the remedy says: torch.compile's names in model.safetensors are damage, of which a conversion is the cure."""
+    """Names of torch.compile in model.safetensors are damage; a conversion cures it, as the remedy says."""
     weights, _ = trained
     (tmp_path / "hub").mkdir()
     save_file(compile_names(weights), tmp_path / "hub" / "model.safetensors", {"format": "pt"})

@@ -203,7 +203,7 @@ def test_what_is_done_to_the_command_leads_to_an_answer(originals: pathlib.Path,
 
 
 def test_a_lost_file_is_not_hidden_by_a_new_index(originals: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """Whatever the names of the files are, and whether the index or the names say that there is one more."""
+    """The names of the files do not matter, nor whether the index or the names tell of one more."""
     shutil.copytree(originals / "hub", tmp_path / "hub")
     directory = tmp_path / "hub"
     text = (directory / "model.safetensors.index.json").read_text()

@@ -1,4 +1,4 @@
-"""Nothing of a model is passed over: it is read, or the checkpoint is not judged and not converted."""
+"""The whole model is read, or the checkpoint is not judged and not converted: nothing is passed over."""
 
 from __future__ import annotations
 

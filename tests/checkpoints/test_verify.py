@@ -120,7 +120,7 @@ def link_to_blobs(directory: pathlib.Path) -> None:
 
 
 def save_sparse_moments(directory: pathlib.Path) -> None:
-    """And a counter of a trainer's own, which is no step of a parameter."""
+    """Saves sparse moments, and a counter of a trainer's own, which is no step of a parameter."""
     embed = torch.nn.Embedding(4096, 48)
     optimizer = torch.optim.AdamW(embed.parameters())
     for _ in range(2):
@@ -283,7 +283,7 @@ def test_a_finding_names_the_file_the_tensor_the_rows_and_the_rank(
 
 
 def test_names_with_control_characters_are_escaped(tmp_path: pathlib.Path) -> None:
-    """Neither a line of ours is forged nor the terminal cleared, whichever command prints the name."""
+    """The names forge no line and clear no terminal, whichever command prints them."""
     name = "a\n\x1b[2Jsound: fine"
     save_file({name: torch.tensor([torch.nan])}, tmp_path / "model.safetensors")
     save_file({name: torch.tensor([1.0])}, tmp_path / "other.safetensors")

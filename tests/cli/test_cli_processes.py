@@ -1,4 +1,4 @@
-"""What a user can get wrong, in real processes: exit codes, and what is said once however many ranks there are."""
+"""Mistakes of a user in real processes: exit codes, and messages that are printed once for all ranks."""
 
 from __future__ import annotations
 

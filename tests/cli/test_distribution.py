@@ -99,7 +99,7 @@ def test_the_readme_of_an_index_has_no_link_into_a_checkout(environment: pathlib
 
 @pytest.mark.parametrize("way", ["by its name", "by its path"])
 def test_torchrun_starts_the_installed_command(environment: pathlib.Path, way: str) -> None:
-    """By its name only where torchrun is told that it is no file for Python to read, as PET_NO_PYTHON does."""
+    """The name alone suffices only where torchrun is told that it is no file for Python, as PET_NO_PYTHON does."""
     programs = environment / "bin"
     variables = {"PET_NO_PYTHON": "1", "PATH": f"{programs}:{os.environ['PATH']}"} if way == "by its name" else {}
     named = "fsdp-doctor" if way == "by its name" else str(programs / "fsdp-doctor")

@@ -1,4 +1,4 @@
-"""What the command line says of itself: help, version, completion; and the defaults that a project gives options."""
+"""Information of the command line about itself: help, version, completion; and the defaults of a project."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WIDE = {"COLUMNS": "400", "TERMINAL_WIDTH": "400"}
 
 @pytest.mark.parametrize("words", _COMMANDS, ids=" ".join)
 def test_the_help_prints_every_word_that_is_written_for_it(words: tuple[str, ...]) -> None:
-    """No markup: brackets and stars that stand in a text are printed. The short option for help is the long one."""
+    """Brackets and stars in a text are printed, not taken for markup. The short option for help is the long one."""
     done = doctor(*words, "-h", env=_WIDE)
     assert done.code == 0, done.stderr
     printed = " ".join(re.sub(r"[│`]", "", done.stdout).split())

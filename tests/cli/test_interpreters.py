@@ -32,7 +32,7 @@ _INSTALL_SECONDS = "60"
 
 @functools.cache
 def _interpreter(version: str) -> str | None:
-    """One that runs: pyenv leaves names on PATH that lead to none."""
+    """Returns an interpreter that runs: pyenv leaves names on PATH that lead to none."""
     name = f"python{version}"
     pyenv = pathlib.Path(os.environ.get("PYENV_ROOT") or pathlib.Path.home() / ".pyenv")
     for candidate in (shutil.which(name), *map(str, pyenv.glob(f"versions/{version}.*/bin/{name}"))):

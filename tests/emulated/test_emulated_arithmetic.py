@@ -397,7 +397,7 @@ def test_a_tensor_known_to_be_zero_is_zero_and_immutable() -> None:
 
 
 def test_recurrent_networks_train_as_on_the_cpu() -> None:
-    """With fused cells, which only CUDA has, the biases are added in another order: not the same bits."""
+    """Fused cells, which only CUDA has, add the biases in another order: not the same bits."""
     inputs, lengths = torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([5, 3])
 
     def trained(module: nn.Module, device: str) -> list[Tensor]:

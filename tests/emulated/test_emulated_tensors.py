@@ -68,7 +68,7 @@ def test_a_deep_copy_is_separate_and_equal_and_keeps_strides() -> None:
 
 
 def test_data_can_be_replaced_by_data_of_another_device() -> None:
-    """As FSDP1's offload does."""
+    """FSDP1's offload replaces data in this way."""
     for before, after in (("cpu", DEVICE), (DEVICE, "cpu"), ("emulated:0", "emulated:1")):
         parameter = torch.nn.Parameter(torch.ones(4, device=before))
         parameter.data = torch.full((6,), 2.0, device=after)
@@ -252,7 +252,7 @@ def test_operations_nondeterministic_only_on_cuda_are_refused_only_on_the_device
 
 
 def test_a_storage_shrunk_to_nothing_and_back_keeps_tensor_and_views() -> None:
-    """As FSDP frees and refills its buffers."""
+    """FSDP frees and refills its buffers in this way."""
     x = torch.ones(1024, device=DEVICE)
     part, used = x[2:4], Used()
     x.untyped_storage().resize_(0)
@@ -285,7 +285,7 @@ def test_set_shares_the_storage_of_the_other() -> None:
 
 
 def coo(t: Inputs) -> Tensor:
-    """Not coalesced."""
+    """Returns a sparse tensor that is not coalesced."""
     return torch.sparse_coo_tensor(t.of([[0, 1, 1, 0], [2, 0, 2, 2]]), t(4), (2, 4))
 
 

@@ -97,7 +97,7 @@ def test_fsdp2_keeps_offloaded_shards_and_gradients_on_the_cpu_pinned_if_configu
 
 @on_the_device
 def test_fsdp2_gradients_are_those_of_one_process() -> None:
-    """Two ranks are equal to the last bit: their sum has one order only, and halves are exact."""
+    """Gradients of two ranks are equal to the last bit: their sum has one order only, and halves are exact."""
     for dims in (EVEN, UNEVEN):
         model = fsdp2_of(new_net(dims))
         backward(model, 0, [this_rank()], this_device(), dims.vocabulary)

@@ -483,7 +483,7 @@ def test_another_divisor_than_the_number_of_ranks_is_a_note() -> None:
 
 @on_two_ranks
 def test_expert_gradients_may_be_divided_by_the_number_of_all_ranks() -> None:
-    """Under expert parallelism each of them has had tokens of all ranks."""
+    """Each expert has had tokens of all ranks under expert parallelism."""
     net = Net().to(this_device())
     fully_shard(net.down, mesh=init_device_mesh("emulated", (1, 2), mesh_dim_names=("efsdp", "ep"))["efsdp"])
     model = fully_shard(net, mesh=mesh())

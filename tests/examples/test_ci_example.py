@@ -61,7 +61,7 @@ def _probe_step(cwd: pathlib.Path, inputs: dict[str, str], **variables: str) -> 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, subprocess.CompletedProcess[str]]:
-    """After the step with the torch that there is, without a failure in its expectations."""
+    """Runs the step with the torch that there is, without a failure in its expectations."""
     directory = tmp_path_factory.mktemp("action")
     (directory / "expected.toml").write_text("# nothing fails\n")
     return directory, _probe_step(directory, {"selection": _ONE_CASE, "expect": "expected.toml"})

@@ -30,7 +30,7 @@ def example(name: str) -> ModuleType:
 
 
 def model_and_expected() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """Without integers, which the examples' dtype would refuse, as it would in any model that has them."""
+    """Returns a model without integers, which the examples' dtype would refuse, and the expected tensors."""
     net = new_net()
     for name in INTEGERS:
         delattr(net, name)

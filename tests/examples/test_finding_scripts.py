@@ -55,7 +55,7 @@ def test_a_script_shows_its_finding_under_torchrun_without_fsdp_doctor(tmp_path:
 
 
 def test_the_runner_tells_what_is_shown_from_what_could_not_run(tmp_path: pathlib.Path) -> None:
-    """On a copy: one script ends well, one has another outcome, and one needs a package that is not there."""
+    """The scripts of a copy end well, with another outcome, and for lack of a package."""
     shutil.copytree(_FINDINGS, tmp_path / "examples" / "findings")
     for script in (tmp_path / "examples" / "findings").glob("[!_]*.py"):
         script.unlink()

@@ -117,7 +117,7 @@ def test_the_report_has_the_verdicts_that_the_matrix_gives_here(example: Example
 
 
 def test_a_reported_script_needs_nothing_of_ours(tmp_path: pathlib.Path) -> None:
-    """Under torchrun on the CPU, where an offload moves nothing: it says what it needs, and judges nothing."""
+    """The script runs on the CPU, where an offload moves nothing: it says what it needs, and judges nothing."""
     (tmp_path / "repro.py").write_text(_EXAMPLES[0].text("repro.py"))
     done = torchrun_script(tmp_path / "repro.py", tmp_path)
     assert done.code == 1

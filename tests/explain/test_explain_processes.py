@@ -106,7 +106,7 @@ def test_memory_does_not_grow_with_the_log(tmp_path: pathlib.Path) -> None:
 
 
 def test_the_log_of_a_real_torchrun_is_explained(tmp_path: pathlib.Path) -> None:
-    """Two ranks really fail, torchrun really writes the log."""
+    """The ranks really fail, and torchrun really writes the log."""
     script = tmp_path / "job.py"
     script.write_text(
         "import os, sys, time\n"

@@ -1,4 +1,4 @@
-"""How sure ``explain`` is of a message follows from where it was raised, and while what else was being handled."""
+"""Certainty of ``explain`` about a message follows from the place that raised it and from what was being handled."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Unprintable(Exception):
-    """Neither its text nor its name for debuggers can be had."""
+    """An exception that has neither a text nor a name for debuggers."""
 
     def __str__(self) -> str:
         raise ValueError("no text")

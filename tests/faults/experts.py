@@ -1,4 +1,4 @@
-"""What frameworks got wrong of experts that groups of ranks have others of under one name, each beside the right way.
+"""Mistakes of frameworks with experts that differ between groups of ranks under one name, each next to the right way.
 
 Every function names the thread that it is of. ``experts`` is the mesh along which they are divided.
 """

@@ -138,7 +138,7 @@ def writes_half_a_record(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def keeps_the_run_busy(model: nn.Module) -> Any:
-    """Never ends; tells the test, through a FIFO, the process id of its rank's supervisor."""
+    """Runs for ever; tells the test, through a FIFO, the process id of its rank's supervisor."""
     if str(dist.get_rank()) == os.environ["FSDP_DOCTOR_TEST_RANK"]:
         with open(os.environ["FSDP_DOCTOR_TEST_FIFO"], "w") as fifo:
             fifo.write(str(os.getppid()))
@@ -152,7 +152,7 @@ def waits_8_seconds_for_a_service(model: nn.Module) -> Iterator[tuple[str, Any]]
 
 
 def works_for_8_seconds(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Without a sign of progress, on rank 1; rank 0 waits in a collective meanwhile."""
+    """Works without a sign of progress on rank 1; rank 0 waits in a collective meanwhile."""
     end = time.monotonic() + 8
     while dist.get_rank() == 1 and time.monotonic() < end:
         pass

@@ -152,7 +152,7 @@ def does_not_wait_for_a_collective(model: nn.Module, device: torch.device) -> En
 
 
 def waits_for_the_wrong_stream_of_two(model: nn.Module, device: torch.device) -> Entries:
-    """Two side streams in turn, of which one is waited for."""
+    """Uses two side streams in turn, and waits for only one of them."""
     module, home, side = _streams(device)
     sides = [side, module.Stream(device)]
     for number, (name, tensor) in enumerate(_gather(model)):

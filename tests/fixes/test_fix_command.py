@@ -158,7 +158,7 @@ def test_a_class_that_overrides_the_function_is_named(place: pathlib.Path) -> No
 
 @pytest.mark.parametrize("value", [0, 1])
 def test_a_verified_sync_that_differs_from_the_model_is_no_success(place: pathlib.Path, value: int) -> None:
-    """Twice nothing is nothing."""
+    """Zero doubled is zero: a sync that doubles it is right."""
     done, answer = _fix(place, "--verify", "--", sys.executable, "job.py", str(value))
     ((num_tensors, differences),) = answer["reports"][0]["verified"].values()
     assert (done.code, num_tensors, len(differences)) == (value, 1, value), done

@@ -1,4 +1,4 @@
-"""What accelerate and Trainer show of the installed versions is what the catalogue foretells; and what works, works."""
+"""Failures of the installed accelerate and Trainer are those that the catalogue foretells; the rest works."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _shows_here(entry: KnownFailure) -> bool:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One run of all these, held against the catalogue."""
+    """Runs all these cases once, against the catalogue."""
     evidence = [entry.evidence for entry in _ENTRIES if _runs_here(entry)]
     cases = [word for case in dict.fromkeys([*evidence, *_OK]) for word in ("--case", case)]
     return probe(tmp_path_factory.mktemp("run"), *cases, "--expect", "known", device="emulated")

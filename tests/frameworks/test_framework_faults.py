@@ -27,7 +27,7 @@ def _probe(directory: pathlib.Path, overlay: str, *arguments: str, **variables: 
 
 @pytest.fixture(scope="module")
 def unlike(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One run of an accelerate that lacks a method, exits in another, and so on."""
+    """Runs an accelerate that lacks a method, exits in another, and so on."""
     methods = ("get_state_dict", "save_model", "save_state.merge_fsdp_weights", "load_state", "load_state.fresh")
     cases = [word for method in methods for word in ("--case", f"{_SCENARIO}/{method}")] + ["--case", _LACKING]
     directory = tmp_path_factory.mktemp("unlike")

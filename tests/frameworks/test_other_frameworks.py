@@ -1,4 +1,4 @@
-"""What works in verl, TRL, Lightning, torchtitan and SkyRL where they are installed; the catalogue has what fails."""
+"""Cases that work in verl, TRL, Lightning, torchtitan and SkyRL if installed; the catalogue has those that fail."""
 
 from __future__ import annotations
 

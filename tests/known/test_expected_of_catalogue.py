@@ -1,4 +1,4 @@
-"""What the catalogue expects of extractions and loads, by torch, device and ranks; every committed report agrees."""
+"""Expectations of the catalogue by torch, device and ranks; every committed report agrees with them."""
 
 from __future__ import annotations
 

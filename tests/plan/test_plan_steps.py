@@ -81,7 +81,7 @@ _INPUT = round_up((_ROWS + _LAST) * 4)
 
 
 def _after_backward(*, offload: str, replicas: int, master: int = 4) -> tuple[DeviceMemory, DeviceMemory]:
-    """At the end of a unit's backward, and of the whole."""
+    """Returns the memory at the end of a unit's backward, and of the whole."""
     scenario = make_scenario(_PLAIN | {"offload": offload})
     setup = RoleSetup(role="actor", scenario=scenario, shard_ranks=2, replicas=replicas, dtypes=Dtypes(master=master))
     timeline = Timeline()

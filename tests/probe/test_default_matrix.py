@@ -93,7 +93,7 @@ def test_the_verbose_table_has_remedies_and_commands() -> None:
 
 
 def test_an_unexpected_failure_is_whole_in_the_table(tmp_path: pathlib.Path) -> None:
-    """Held against a report in which all was well, every failure is unexpected."""
+    """Every failure is unexpected against a report in which all was well."""
     document = json.loads(default_matrix_file().read_text())
     for case in document["results"]:
         case["verdict"] = {"kind": "ok", "reason": "", "ranks": [], "also": []}

@@ -73,7 +73,7 @@ _REPRODUCED = [entry for entry in read_catalogue() if entry.reproduced and not i
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One run of all these and of one case of each entry of the catalogue."""
+    """Runs all these and one case of each entry of the catalogue."""
     needs_emulation()
     cases = [case for case in _list_cases() if case not in _HANGS]
     return _probe_cases(tmp_path_factory.mktemp("run"), *cases)

@@ -162,7 +162,7 @@ def test_a_report_whose_file_is_called_known_is_given_with_a_directory(tmp_path:
 
 
 def test_the_failures_of_one_rank_of_fsdp1_are_expected_with_every_offload(tmp_path: pathlib.Path) -> None:
-    """One GPU is the first thing that many try; there FSDP1 falls back to NO_SHARD."""
+    """A single GPU is the first thing that many try; there FSDP1 falls back to NO_SHARD."""
     scenarios = ("--strategy", "fsdp1", "--offload", "none,param,optimizer,policy", "--staging", "unstaged")
     words = ("--nproc", "1", "--direction", "out", *scenarios)
     done = probe(tmp_path, *words, "--fix", device="emulated")

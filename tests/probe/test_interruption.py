@@ -86,7 +86,7 @@ def test_a_partial_report_is_continued(interrupted: tuple[Run, pathlib.Path], tm
 def test_ctrl_c_before_any_case_leaves_no_result_of_an_older_run(
     interrupted: tuple[Run, pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
-    """Interrupted while the workers start: the file says so, and keeps no result of another run."""
+    """The run is interrupted while its workers start: the file says so, and keeps no result of another run."""
     shutil.copy(interrupted[1] / "report.json", tmp_path)
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)

@@ -46,7 +46,7 @@ def test_torchrun_with_the_module_tells_a_bad_verdict_in_its_summary() -> None:
 
 
 def test_two_nodes_joined_by_one_rendezvous() -> None:
-    """Two torchrun agents on this machine: the way it runs on two nodes, but for the network between."""
+    """A pair of torchrun agents on this machine stands for two nodes: only the network between them is missing."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -111,7 +111,7 @@ def test_last_failed_selects_the_bad_cases_of_a_report(half_bad: tuple[Run, path
 
 
 def test_the_command_alone_starts_two_ranks_and_writes_every_output(tmp_path: pathlib.Path) -> None:
-    """Two ranks run where there is no accelerator; each output is the same again from the JSON."""
+    """The command starts two ranks where there is no accelerator; each output is the same again from the JSON."""
     files = {name: tmp_path / f"out.{name}" for name in ("json", "markdown", "junit", "svg")}
     flags = [word for name, file in files.items() for word in (f"--{name}", str(file))]
     command = str(pathlib.Path(sys.executable).parent / "fsdp-doctor")

@@ -1,4 +1,4 @@
-"""On a terminal: a live line while it runs, the matrix at the end."""
+"""Output on a terminal: a live line while the probe runs, the matrix at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two nodes with addresses of their own, and torchrun's own two agents: the library and the probe over both."""
+"""The library and the probe over two nodes with addresses of their own and torchrun's own agents."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 
 
 def test_full_tensors_over_two_hosts(hosts: tuple[Host, Host], tmp_path: pathlib.Path) -> None:
-    """And a rank on one that leaves is told of on the other."""
+    """A rank that leaves on one host is told of on the other, too."""
     runs = torchrun_on(hosts, script(tmp_path, _LIBRARY), ranks_each=2)
     assert [done.code for done in runs] == [0, 0], "\n".join(map(str, runs))
     printed = "".join(done.stdout for done in runs)

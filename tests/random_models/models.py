@@ -33,7 +33,7 @@ _BUFFERS = (torch.float32, torch.int64, torch.bool, torch.uint8)
 
 
 class Node(nn.Module):
-    """Some parameters and buffers, and other nodes."""
+    """A module of parameters, buffers and other nodes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Node(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """All that is drawn of a seed beside the tree itself.
+    """Everything that is drawn of a seed apart from the tree itself.
 
     happens: what is done to the sharded model, in this order.
     """
@@ -147,7 +147,7 @@ def _shape(chooser: random.Random, *, may_be_empty: bool) -> tuple[int, ...]:
 
 
 def _tie(chooser: random.Random, root: Node) -> None:
-    """Two names in one node for one parameter, so that they are in one unit."""
+    """Gives one parameter two names in one node, so that they are in one unit."""
     node = chooser.choice([module for module in root.modules() if isinstance(module, Node)])
     node.add_parameter("tied", node.p0)
 

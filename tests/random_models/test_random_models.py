@@ -45,7 +45,7 @@ def _clean(name: str) -> str:
 
 
 def _by_torch(model: nn.Module) -> Tensors:
-    """What torch says that the parameters and persistent buffers are; the model may be in another state afterwards."""
+    """Returns torch's own parameters and persistent buffers; the model may be in another state afterwards."""
     plain = isinstance(model, FullyShardedDataParallel)
     summoned = (
         FullyShardedDataParallel.summon_full_params(model, writeback=False) if plain else contextlib.nullcontext()
@@ -117,7 +117,7 @@ def _other(recipe: Recipe, expected: Tensors) -> Tensors:
 
 @contextlib.contextmanager
 def _directory() -> Iterator[pathlib.Path]:
-    """One for all ranks, which are on this machine."""
+    """Yields a directory for all ranks, which are on this machine."""
     with tempfile.TemporaryDirectory() as own:
         first: str = of_all_ranks(own)[0]
         yield pathlib.Path(first)
@@ -125,7 +125,7 @@ def _directory() -> Iterator[pathlib.Path]:
 
 
 def _check_loading(recipe: Recipe, expected: Tensors, context: Callable[[], Any]) -> None:
-    """One of the four kinds of source for each seed."""
+    """Loads from one of the four kinds of source for each seed."""
     other = _other(recipe, expected)
     model = _happened(recipe)
     with _directory() as directory:
@@ -182,7 +182,7 @@ def _list_shards(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _train(model: nn.Module, shards: list[tuple[str, nn.Parameter]]) -> Tensors:
-    """One step, by an optimizer that was made before: this rank's gradients, which the step drops."""
+    """Takes a step of SGD, and returns this rank's gradients, which the step drops."""
     optimizer = torch.optim.SGD([parameter for _, parameter in shards], lr=0.01)
     loss_of(model).backward()
     gradients = {name: shard.grad for name, shard in shards if shard.grad is not None}

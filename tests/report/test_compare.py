@@ -1,4 +1,4 @@
-"""Comparing two reports: each difference that counts shows, and no other."""
+"""Comparison of two reports: each difference that counts shows, and no other."""
 
 from __future__ import annotations
 

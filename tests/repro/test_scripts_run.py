@@ -98,7 +98,7 @@ def _run(directory: pathlib.Path, text: str) -> ScriptRun:
 
 
 def test_scripts_end_like_their_cases_with_the_same_exceptions_and_entries(tmp_path: pathlib.Path) -> None:
-    """Compared from outside: the output of each script with the words of the report."""
+    """The output of each script is compared from outside with the words of the report."""
     results = {result.id: result for result in _committed().results}
     chosen = _covering(_reported_features())
     assert {results[case_id].verdict.kind for case_id in chosen} >= {"ok", "refused", "wrong", "crash", "poisoned"}

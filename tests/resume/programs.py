@@ -249,7 +249,7 @@ class TwoOptimizers(Right):
 
 
 class Grouped(Right):
-    """Two matrices of one shape, in groups of other decays that come in another order after a resume."""
+    """A model with matrices of one shape, in groups of other decays that change their order after a resume."""
 
     order_of_groups = (2, 0, 1)
 
@@ -633,7 +633,7 @@ class NotRepeatable(Right):
 
 
 class NotRepeatableNorLoaded(NotRepeatable):
-    """No two runs of it are alike, and its optimizer is not loaded."""
+    """A program whose runs are never alike, and whose optimizer is not loaded."""
 
     def load_optimizer(self, saved: dict[str, Any]) -> None:
         pass

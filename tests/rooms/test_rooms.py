@@ -18,7 +18,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 def _name(module: pathlib.Path) -> str:
-    """Dotted, below the package; a room's own ``__init__`` has the room's name."""
+    """Returns the dotted name below the package; a room's own ``__init__`` has the room's name."""
     parts = module.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 

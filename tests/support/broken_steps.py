@@ -31,7 +31,7 @@ class _RaiseInBackward(torch.autograd.Function):
 
 @contextlib.contextmanager
 def raising(module: nn.Module, part: Literal["forward", "backward"]) -> Iterator[None]:
-    """Inside, a step raises after the module's forward, or before its backward, and the error goes no further."""
+    """Makes a step raise after the module's forward, or before its backward; the error goes no further."""
 
     def interrupt(module: nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
         if part == "forward":
@@ -94,7 +94,7 @@ class Job:
         return self.model(torch.randn(4, 3, generator=generator).to(this_device())).square().sum()  # type: ignore[no-any-return]
 
     def step(self, seed: int = 0) -> tuple[float, Tensors]:
-        """One step: the loss, and this rank's gradients."""
+        """Takes a step, and returns the loss and this rank's gradients."""
         loss = self.compute_loss(seed)
         loss.backward()
         gradients = {name: shard.grad for name, shard in self.shards.items() if shard.grad is not None}
@@ -125,7 +125,7 @@ def wrap_fsdp1(net: nn.Sequential, **options: Any) -> nn.Module:
 
 
 def assert_same_steps(job: Job, twin: Job, count: int = 2) -> None:
-    """Both take the same steps: bit for bit the same losses and gradients, and a gradient for every shard."""
+    """Asserts that both take the same steps: the same bits of losses and gradients, and one for every shard."""
     for seed in range(1, 1 + count):
         (loss, found), (right_loss, right) = job.step(seed), twin.step(seed)
         assert loss == right_loss, f"step {seed}: the loss is {loss}, not {right_loss}"

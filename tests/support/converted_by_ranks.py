@@ -65,7 +65,7 @@ def build(strategy: str) -> tuple[Any, torch.optim.Optimizer]:
 
 
 def forget(model: torch.nn.Module) -> None:
-    """So that nothing is right by chance."""
+    """Overwrites all values, so that nothing is right by chance."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(5)

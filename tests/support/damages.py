@@ -195,7 +195,7 @@ def to_bits(state: dict[str, Any]) -> None:
 
 
 def widen(state: dict[str, Any]) -> None:
-    """All layers alike, wider than config.json says."""
+    """Makes all layers alike wider than config.json says."""
     for name in state:
         if "_proj" in name and ".mlp." in name:
             tensor = state[name]

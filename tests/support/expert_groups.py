@@ -153,7 +153,7 @@ def _plain_quarters() -> nn.Module:
 
 
 def distributed() -> nn.Module:
-    """All experts, divided over one dim of a mesh and, by FSDP, over the other."""
+    """Builds a model with all experts, divided over one dim of a mesh and, by FSDP, over the other."""
     model: Any = moe(NUM_EXPERTS)
     model.load_state_dict(reference())
     mesh = grid("efsdp", "ep")

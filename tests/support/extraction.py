@@ -146,7 +146,7 @@ def all_trainable(net: nn.Module) -> nn.Module:
 
 
 def train_step(model: nn.Module, seed: int = 0) -> float:
-    """One step of SGD, whose only state is in the parameters."""
+    """Takes a step of SGD, whose only state is in the parameters."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     generator = torch.Generator().manual_seed(10 * seed + this_rank())
     tokens = torch.randint(0, 20, (2, 5), generator=generator).to(this_device())
@@ -175,7 +175,7 @@ def qwen(**options: Any) -> Any:
 
 
 def adapted(model: Any = None, **options: Any) -> Any:
-    """Both factors random: peft's own start, where one is zero, would hide a merge that did nothing."""
+    """Makes both factors random: peft's own start, where one is zero, would hide a merge that did nothing."""
     import peft
 
     settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces with an address of their own each, joined by a cable."""
+"""A pair of hosts on one machine: network namespaces with an address of their own each, joined by a cable."""
 
 from __future__ import annotations
 

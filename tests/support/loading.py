@@ -1,4 +1,4 @@
-"""What the checks of loading share: other weights than the model has, ways to give them, what must stay as it is."""
+"""Parts that the checks of loading share: other weights than the model has, ways to give them, what must stay."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def places_of(model: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 @contextlib.contextmanager
 def filled_in_place(model: nn.Module, expected: Tensors) -> Iterator[None]:
-    """Inside, the model is loaded with ``expected``: where it lies, and nothing of it is another object."""
+    """Expects the model to be loaded inside with ``expected``, in the same memory and the same objects."""
     before = places_of(model)
     yield
     after = places_of(model)

@@ -1,4 +1,4 @@
-"""Merged reports that are made up, to be shown on a page."""
+"""Made-up merged reports, to be shown on a page."""
 
 import dataclasses
 

@@ -36,7 +36,7 @@ State = dict[str, torch.Tensor]
 
 
 def save_families(directory: str) -> None:
-    """Another process writes each family's checkpoint, as ``save_pretrained`` does."""
+    """Lets another process write each family's checkpoint, as ``save_pretrained`` does."""
     path = os.pathsep.join([str(pathlib.Path(__file__).resolve().parents[1]), *sys.path])
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     command = [sys.executable, "-c", _WRITER, directory]

@@ -31,7 +31,7 @@ CONFIG = LlamaConfig(
 
 
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """After one step, so that the optimizer has state. A norm's 66 rows and a width of 97 divide unevenly."""
+    """Trains a step, so that the optimizer has state. A norm's 66 rows and a width of 97 divide unevenly."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))

@@ -135,7 +135,7 @@ def _save_with_lightning(directory: pathlib.Path) -> None:
 
 
 def flip(file: pathlib.Path, at: int) -> None:
-    """One bit of a byte; at: from the end if negative."""
+    """Flips a bit of a byte; at: from the end if negative."""
     data = bytearray(file.read_bytes())
     data[at] ^= 1
     file.write_bytes(data)

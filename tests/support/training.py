@@ -106,7 +106,7 @@ def train(
     steps: Sequence[int] = range(STEPS),
     vocabulary: int = EVEN.vocabulary,
 ) -> Losses:
-    """Without ranks: the training of this one, on its device."""
+    """Trains on this rank's batches, on its device; or, if ``ranks`` are given, on theirs, on the CPU."""
     device = this_device() if not ranks else torch.device("cpu")
     losses: Losses = {}
     for step in steps:

@@ -1,4 +1,4 @@
-"""One verdict from what the ranks say: a missing record is never a pass, the worst problem is told."""
+"""The verdict from what the ranks say: a missing record is never a pass, the worst problem is told."""
 
 import dataclasses
 import itertools

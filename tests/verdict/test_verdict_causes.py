@@ -1,4 +1,4 @@
-"""Of several exceptions, deaths and closed connections the cause is the verdict; the stage says whose fault it is."""
+"""The cause among exceptions, deaths and closed connections is the verdict; the stage tells whose fault it is."""
 
 import pytest
 from support.rank_reports import BUSY, CLOSED, STAGES, WAITING, ended, failed, failure, fine, stopped

@@ -1,4 +1,4 @@
-"""Out of memory, and hangs: which rank to look at."""
+"""Exhausted memory and hangs: the rank to look at."""
 
 import pytest
 from support.rank_reports import (

@@ -1,4 +1,4 @@
-"""Nothing here is marked."""
+"""A suite without marks."""
 
 
 def test_plain() -> None: ...

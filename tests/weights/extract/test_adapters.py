@@ -201,7 +201,7 @@ def test_dora_is_refused_where_it_would_have_to_be_merged() -> None:
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
 def test_an_adapter_on_one_name_of_a_tied_pair_is_refused(target: str) -> None:
-    """Merged, the two names have different weights, and the model that is loaded has one."""
+    """The two names have different weights after a merge, and the model that is loaded has one."""
     model = adapted(qwen(tie_word_embeddings=True), target_modules=[target, "q_proj"])
     with pytest.raises(NotImplementedError, match="tied"):
         full_tensors(model)

@@ -66,7 +66,7 @@ def _unit(place: int, shapes: tuple[tuple[int, ...], ...], group: ShardGroup) ->
 def test_qwen3_4b_under_fsdp1_needs_few_collectives_and_gathers_nothing_twice(
     ranks: int, bucket_bytes: int, gathers: int
 ) -> None:
-    """With buckets of 128 MiB it were 295 to 332, which carried 1.9 to 3.7 times the model."""
+    """Buckets of 128 MiB took 295 to 332 collectives, which carried 1.9 to 3.7 times the model."""
     units = _qwen3_4b(ranks)
     planned = list(Division(units, OutputDtypes(), bucket_bytes).make_buckets())
     assert len(planned) == gathers
@@ -80,7 +80,7 @@ def test_qwen3_4b_under_fsdp1_needs_few_collectives_and_gathers_nothing_twice(
 
 @pytest.mark.parametrize(("bucket_bytes", "gathers"), [(BUCKET_BYTES, 18), (128 * MIB, 25)])
 def test_qwen3_4b_under_fsdp2_is_gathered_in_few_buckets_within_bounds(bucket_bytes: int, gathers: int) -> None:
-    """Of 128 MiB it were 74: they are larger, as the embedding needs that memory anyway."""
+    """Buckets of 128 MiB would be 74: these are larger, as the embedding needs that memory anyway."""
     rows = _qwen3_4b_by_rows(2)
     planned = list(Division(rows, OutputDtypes(), bucket_bytes).make_buckets())
     assert len(planned) == gathers
@@ -193,7 +193,7 @@ def _counts(model: nn.Module, bucket_bytes: int) -> Counter[str]:
 
 @on_the_device
 def test_a_resident_fsdp1_model_costs_one_gather_per_bucket_plus_tensor_copies() -> None:
-    """Of each layer a copy for each of its large tensors, the small ones with the last. The last buckets have less."""
+    """Each layer has a copy for each large tensor, the small ones with the last. The last buckets have less."""
     for use_orig_params in (False, True):
         net = Stack()
         nbytes = sum(parameter.nbytes for parameter in net.parameters())
@@ -276,7 +276,7 @@ def _find_peak(division: Division) -> int:
 
 
 class FusedExperts(nn.Module):
-    """Two large tensors, of 12 and 6 MiB, between small and smaller ones; or of other sizes in MiB."""
+    """A layer of large tensors, of 12 and 6 MiB or other sizes, between small and smaller ones."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__()
@@ -313,7 +313,7 @@ def test_parts_of_units_with_bucket_sized_experts_stay_within_the_promised_memor
 
 
 def _measure_peak(model: nn.Module, bucket_bytes: int) -> int:
-    """What an extraction takes of the device's memory, with the caller's last tensor; it gives back all of it."""
+    """Measures the device memory of an extraction, with the caller's last tensor; all of it is given back."""
     gc.collect()
     accelerator().synchronize()
     before = accelerator().memory_allocated()
@@ -329,7 +329,7 @@ def _measure_peak(model: nn.Module, bucket_bytes: int) -> int:
 
 @on_the_device
 def test_a_tensor_that_is_kept_holds_no_more_than_itself() -> None:
-    """But for one that is all but a small part of its unit."""
+    """A tensor that is all but a small part of its unit is the exception."""
     model = _fsdp1(Stack())
     for name, tensor in full_tensors(model):
         most = 64 / 63 if name == "embed.weight" else 1

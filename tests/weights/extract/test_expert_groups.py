@@ -111,7 +111,7 @@ def test_refusals_leave_no_keys_in_the_store() -> None:
 
 @on_four_devices
 def test_experts_on_the_fsdp_dim_with_tensor_parallelism_are_refused_by_value() -> None:
-    """There their mesh is the norm's, of which the other ranks have copies."""
+    """The experts' mesh is the norm's there, of which the other ranks have copies."""
     for call in GATHERING.values():
         _assert_names(_refused(call, tensor_parallel(EVERY_OTHER)), EVERY_OTHER)
 

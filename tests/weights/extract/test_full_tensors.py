@@ -208,7 +208,7 @@ def test_an_fsdp1_unit_larger_than_the_bucket_is_as_before_sharding() -> None:
 
 @everywhere
 def test_an_fsdp1_unit_of_several_buckets_comes_in_strips() -> None:
-    """Of more than two, with no tensor that is as large, for which there would be room for it as a whole."""
+    """The unit takes more than two buckets; a tensor as large would make room for the unit as a whole."""
     for use_orig_params in (False, True):
         net = Many()
         expected = tensors_of(net)

@@ -186,7 +186,7 @@ def test_a_consumer_that_stops_or_raises_leaves_nobody_waiting() -> None:
 
 @everywhere
 def test_a_rank_that_is_refused_leaves_nobody_waiting_then_or_later() -> None:
-    """Without adapters the others do not ask for it; with them they are told."""
+    """The other ranks do not ask for it without adapters; with adapters they are told."""
     model = fsdp2(new_net())
     expected = tensors_of(new_net())
     for call in (local_shards, lambda model, **options: fingerprint(model, combined=False, **options)):

@@ -178,7 +178,7 @@ def test_adapters_that_are_active_on_some_ranks_only_are_known_to_all() -> None:
 
 @on_the_device
 def test_a_device_without_an_index_is_this_ranks() -> None:
-    """Of a model without shards too, whose own is then the same device, and not another one."""
+    """A model without shards is then on the same device, too, and not on another one."""
     net = new_net().to(this_device())
     for model in (net, nn.Linear(3, 2), fsdp2(new_net())):
         for device in ("emulated", torch.device("emulated")):

@@ -84,7 +84,7 @@ def _computed(model: nn.Module) -> torch.Tensor:
 
 
 def _used(**options: Any) -> nn.Module:
-    """After a forward and a backward."""
+    """Returns a model after a forward and a backward."""
     model = fsdp2(new_net(**_DIMS), **options)
     _computed(model).sum().backward()
     model.zero_grad()

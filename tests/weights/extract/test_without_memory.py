@@ -41,7 +41,7 @@ from fsdp_doctor.weights.transport.loader import Loader
 
 @contextlib.contextmanager
 def _no_memory_after_the_promise(*, from_bucket: int = 0) -> Iterator[None]:
-    """Between a rank's promise of a bucket and the end of its collectives every allocation fails."""
+    """Makes every allocation fail between a rank's promise of a bucket and the end of its collectives."""
     agree, gather, load = Pipeline._agree, Pipeline._gather, Pipeline._load
     device = accelerator()
 
@@ -136,7 +136,7 @@ def test_a_redistribution_without_memory_on_one_rank_leaves_no_rank_waiting() ->
 
 @on_the_device
 def test_a_bucket_launched_after_a_failure_gets_the_failed_ones_memory() -> None:
-    """So much as two buckets and no more: the second fails halfway, with what it has been given so far."""
+    """The memory suffices for two buckets: the second fails halfway, with what it has been given so far."""
     device, load = accelerator(), Pipeline._load
     for model in _unequal():
         expected = extracted(model)
@@ -184,7 +184,7 @@ def _unequal() -> Iterator[nn.Module]:
 
 @on_the_device
 def test_memory_taken_while_the_caller_has_a_tensor_leaves_no_rank_waiting() -> None:
-    """All that is free, at any tensor: what was promised has the memory of what is not handed out any more."""
+    """The memory taken is all that is free, at any tensor: the promised buckets have that of tensors given back."""
     for model in _unequal():
         for options in ({"bucket_bytes": 60 << 10}, {"bucket_bytes": 60 << 10, "dtype": torch.bfloat16}):
             expected = extracted(model, **options)
@@ -222,7 +222,7 @@ def _ended(model: nn.Module, options: dict[str, Any], expected: dict[str, torch.
 
 @everywhere
 def test_a_leaving_rank_fills_with_nan_or_zero_what_it_cannot_load() -> None:
-    """Whatever it fails with, and however often: the buckets that it has promised are launched."""
+    """The buckets that the rank has promised are launched, whatever it fails with, and however often."""
     begin = Loader.begin
     models = [(fsdp2(new_net()), {}), (fsdp2(new_net()), {"dtype": torch.bfloat16, "keep_dtype": INTEGERS})]
     models += [(fsdp1(new_net(empty=False)), {"dtype": torch.bfloat16, "keep_dtype": INTEGERS})]

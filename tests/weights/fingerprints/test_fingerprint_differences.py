@@ -293,7 +293,7 @@ def test_a_cast_on_the_way_to_another_dtype_is_named(model: nn.Module, held: Ten
 
 
 def test_no_parts_do_not_combine_to_a_fingerprint() -> None:
-    """It would be the fingerprint of any model without tensors."""
+    """The fingerprint would be that of any other model without tensors."""
     for nothing in ([], iter(())):
         with pytest.raises(FingerprintError, match="there are no fingerprints to combine"):
             combine_fingerprints(nothing)

@@ -205,7 +205,7 @@ def test_a_breaking_source_is_a_load_error_on_the_other_ranks() -> None:
 
 @everywhere
 def test_a_generator_that_is_refused_is_closed() -> None:
-    """While the error, and with it the frames of the load, still exists: others may wait for the generator's end."""
+    """The error still exists, and with it the frames of the load: others may wait for the generator's end."""
     model = fsdp2(new_net())
     unknown = {"unknown": torch.ones(1), **other_tensors()}
     calls: list[Callable[[Any], Any]] = [
@@ -234,7 +234,7 @@ def test_a_generator_that_is_refused_is_closed() -> None:
 
 @on_four
 def test_a_rank_that_fails_leaves_none_in_the_making_of_a_group() -> None:
-    """No group is known of the ranks of a mesh of several dims that is a part of all ranks."""
+    """The ranks of a mesh of several dims that is a part of all ranks have no group that is known."""
     whole = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("half", "replicate", "shard"))
     model = fsdp2(new_net(), whole["replicate", "shard"])
     before = extracted(model)
@@ -303,7 +303,7 @@ class _Exhausted(RuntimeError):
 
 @contextlib.contextmanager
 def _memory_ends(after: int | None) -> Iterator[list[str]]:
-    """At the allocation after so many; inside, the list is of those that there were."""
+    """Makes the allocation after so many fail; yields the list of the allocations that were made."""
     seen: list[str] = []
 
     def limited(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -178,7 +178,7 @@ class _Block(nn.Module):
 
 
 class _Net(nn.Module):
-    """Without buffers, which FSDP1's mixed precision casts; of uneven sizes."""
+    """A net without buffers, which FSDP1's mixed precision casts; of uneven sizes."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ def _loaded(state: str, options: Options, source: Any) -> Any:
 
 
 def _loaded_by_torch(state: str, options: Options) -> Any:
-    """Into the same state, whose gradients matter: a unit that is moved shows again what zero_grad() cleared."""
+    """Loads into the same state, whose gradients matter: a unit that is moved shows again what zero_grad() cleared."""
     model = TWO_MEMORIES[state](**options)
     if state == "loaded on the host":
         model.to(this_device())

@@ -219,7 +219,7 @@ def _own_part(full: torch.Tensor, mesh: torch.Tensor, placements: Sequence[Any])
 
 
 class _Mixed(nn.Module):
-    """What tensor parallelism divides, and what FSDP alone divides, evenly or not, tied, or small; and buffers."""
+    """A model with buffers, and parameters that tensor parallelism or FSDP divides, evenly or not, tied, or small."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -233,7 +233,7 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
 
 @everywhere
 def test_a_state_that_does_not_fit_is_an_error_and_writes_nothing() -> None:
-    """Into a used optimizer, and a fresh one."""
+    """The optimizers are a used one and a fresh one."""
     model, optimizer, state = _trained()
     fresh = adamw(model)
     for (message, spoil), source in itertools.product(REFUSED, (on_first, _whole)):

@@ -1,4 +1,4 @@
-"""Whatever stops a save while its files get their names, one checkpoint is complete, and the message says where."""
+"""A complete checkpoint survives whatever stops a save while its files get their names, and the message says where."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def check(directory: pathlib.Path, before: Tensors, after: Tensors, message: str
 
 
 def _new_model(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """After a step."""
+    """Returns a model and its optimizer after a step."""
     torch.manual_seed(seed)
     model: nn.Module = fully_shard(nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 5)).to(this_device()))
     optimizer = torch.optim.AdamW(model.parameters())

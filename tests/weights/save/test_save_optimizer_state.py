@@ -162,7 +162,7 @@ def _adamw_of_torchao(parameters: Any) -> torch.optim.Optimizer:
 
 
 class _SkipsOneStep(torch.optim.AdamW):
-    """One rank skips a step, as where each rank looks for overflows by itself."""
+    """An optimizer that skips a step on one rank, as where each rank looks for overflows by itself."""
 
     def step(self) -> None:  # type: ignore[override]
         self.skipped = getattr(self, "skipped", this_rank() != 1) or False

@@ -185,7 +185,7 @@ def test_ranks_with_different_models_all_raise_plan_mismatch() -> None:
 
 @everywhere
 def test_a_rank_that_comes_after_the_others_gave_up_is_told() -> None:
-    """They wait as long as the store does."""
+    """The other ranks wait as long as the store does."""
     model, expected = sharded_net()
     late = world_size() - 1
     if this_rank() == late:
@@ -209,7 +209,7 @@ def _impatiently_extracted(model: nn.Module) -> None:
 
 @everywhere
 def test_a_rank_that_calls_once_more_is_told_both_numbers() -> None:
-    """And they are told at their next call, without a wait; the one after it is in step again."""
+    """The other ranks are told at their next call, without a wait; the one after it is in step again."""
     model, expected = sharded_net()
     assert_same(extracted(model), expected)
     ranks = tuple(range(world_size()))
@@ -549,7 +549,7 @@ def test_a_call_beside_one_of_another_thread_is_refused_on_every_rank() -> None:
 
 @everywhere
 def test_calls_that_two_threads_begin_at_once_end_on_every_rank() -> None:
-    """Whichever comes first, on each rank another: all of it, or a sentence."""
+    """The order of the calls differs between the ranks: each call gives everything, or a sentence."""
     model, expected = sharded_net()
     for _ in range(2):
         together()

@@ -234,7 +234,7 @@ def test_at_most_eight_threads_read_pageable_shards_through_little_pinned_memory
 
 @on_the_device
 def test_what_counts_as_read_is_referred_to_by_no_thread() -> None:
-    """Not even by one that loses the processor right after it has said so: there it waits for the test."""
+    """The thread that loses the processor right after it has said so is no exception: there it waits for the test."""
     go_on = threading.Event()
 
     class Paused(host_copies._Submission):
