@@ -122,11 +122,8 @@ def convert(
                 raise ConversionError(f"{source} is not of ranks; say with --world-size how many are to read {target}")
             parameters = model.select_parameters(buffers)
             has_place = with_optimizer and to is not ConversionTarget.HF
-            optimizer = (
-                choose_optimizer(checkpoint, model, parameters, functools.partial(_find_order, find_order, config))
-                if has_place
-                else None
-            )
+            ask_order = functools.partial(find_order, config) if find_order is not None and config is not None else None
+            optimizer = choose_optimizer(checkpoint, model, parameters, ask_order) if has_place else None
             states = _choose_states(model, optimizer, parameters, dtype)
             layout = lay_out(to, states, ranks or 1, largest_file, device)
             with contextlib.closing(Copy(directory, layout, _cast)) as copy:
@@ -167,10 +164,6 @@ def _rename_tensors(
     else:
         tensors, names = join_from_hub(model.tensors, parts), [(new, old) for old, new in names]
     return SavedModel(tensors, model.states), [(old, new) for old, new in names if old in model.tensors]
-
-
-def _find_order(find: Callable[[str], ParameterOrder | None] | None, config: str | None) -> ParameterOrder | None:
-    return find(config) if find is not None and config is not None else None
 
 
 def _count_ranks(model: SavedModel) -> int:

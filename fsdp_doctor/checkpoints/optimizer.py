@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from fsdp_doctor.checkpoints.files import BadFile
 from fsdp_doctor.checkpoints.names import strip_wrappers
-from fsdp_doctor.checkpoints.record import Arrangement, SavedCheckpoint, SavedModel, SavedTensor
+from fsdp_doctor.checkpoints.record import SavedCheckpoint, SavedModel, SavedTensor
 from fsdp_doctor.text import join_some
 
 _FLAT = re.compile(r"(?:.+\.)?(?P<kind>state|param_groups)\.(?P<parameter>.+)\.(?P<slot>\w+)")
@@ -37,7 +37,7 @@ def choose_optimizer(
     checkpoint: SavedCheckpoint,
     model: SavedModel,
     parameters: Iterable[str],
-    find_order: Callable[[], ParameterOrder | None],
+    find_order: Callable[[], ParameterOrder | None] | None = None,
 ) -> SavedOptimizer | None:
     """Chooses the optimizer's state; None if there is none.
 
@@ -115,7 +115,7 @@ def _name_parameters(
     state: dict[str, Any],
     model: SavedModel,
     parameters: Iterable[str],
-    find_order: Callable[[], ParameterOrder | None],
+    find_order: Callable[[], ParameterOrder | None] | None,
 ) -> dict[str, str]:
     """Returns each parameter's name by its key in the state. Numbers count the model's parameters in their order."""
     keys = [key for group in groups for key in group.get("params", ())]
@@ -128,7 +128,7 @@ def _name_parameters(
         for name in parameters:
             places.setdefault((name,) if not model.tensors[name].numel else tuple(model.tensors[name].pieces), name)
         saved = _find_saved_order(checkpoint, model, set(places.values())) if len(groups) == 1 else None
-        names = saved or _order_by_class(checkpoint, groups, model, find_order())
+        names = saved or _order_by_class(checkpoint, groups, model, find_order() if find_order is not None else None)
         if len(names) != len(keys):
             raise BadFile(
                 f"has an optimizer that numbers its {len(keys)} parameters in {len(groups)} groups, and nothing says "
@@ -144,18 +144,10 @@ def _name_parameters(
 
 
 def _find_saved_order(checkpoint: SavedCheckpoint, model: SavedModel, names: set[str]) -> list[str] | None:
-    """Returns the names in the order of ``state_dict()``, if the model or another form of it was saved in that order.
-
-    Files of torch.save keep it; DCP's metadata and safetensors do not.
-    """
+    """Returns the names in the order of ``state_dict()``, if a form of the model was saved in that order."""
     for states in (model.states, *([state] for state in checkpoint.states)):
-        keep = all(
-            state.arrangement in (Arrangement.RANK_FILES, Arrangement.WHOLE)
-            and not state.files[0].endswith(".safetensors")
-            for state in states
-        )
         saved = [strip_wrappers(state.get_saved_name(each)) for state in states for each in state.select("model")]
-        if keep and names <= set(saved):
+        if all(state.keeps_order for state in states) and names <= set(saved):
             return [name for name in saved if name in names]
     return None
 

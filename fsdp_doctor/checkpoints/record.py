@@ -185,6 +185,19 @@ class State:
         return "other" if self.label.startswith("extra_state") or _OTHER_KEYS & set(path[:1]) else "model"
 
     @property
+    def is_safetensors(self) -> bool:
+        return bool(self.files) and self.files[0].endswith(".safetensors")
+
+    @property
+    def keeps_order(self) -> bool:
+        """Returns whether the tensors are in the order of ``state_dict()``: in files of torch.save they are.
+
+        DCP's metadata and safetensors do not keep it.
+        """
+        is_of_dicts = self.arrangement in (Arrangement.RANK_FILES, Arrangement.WHOLE)
+        return bool(self.files) and is_of_dicts and not self.is_safetensors
+
+    @property
     def has_groups(self) -> bool:
         """Says whether the part is an optimizer's by itself."""
         return any(path[0] == "param_groups" for path, _ in self.values if path)
@@ -291,5 +304,4 @@ def list_settings_places(
 
 
 def _order_state(state: State) -> tuple[bool, bool]:
-    is_safetensors = bool(state.files) and state.files[0].endswith(".safetensors")
-    return state.arrangement is not Arrangement.WHOLE, not is_safetensors
+    return state.arrangement is not Arrangement.WHOLE, not state.is_safetensors

@@ -280,7 +280,7 @@ class _SpanScanner:
             self.scan.num_negative += int(numpy.count_nonzero(bits.view(f"<i{size}") < 0))
         exponent, sign = form.exponent << 8 * (size - 1), 0x80 << 8 * (size - 1)
         if int(bits.view(f"<i{size}").max()) < exponent and int(bits.max()) < sign | exponent:
-            return  # which is so of nearly all chunks, and found out twenty times as fast
+            return  # as for nearly all chunks, and this is found faster
         candidates = numpy.flatnonzero(bits & exponent == exponent)[: _MOST_CANDIDATES - self._num_candidates]
         for at in candidates.tolist():
             (value,) = struct.unpack(form.code, form.prefix + int(bits[at]).to_bytes(size, "little"))

@@ -145,7 +145,7 @@ class Trouble(Enum):
         "warning",
         "a load returns the reference's weights in this dtype",
         TroubleRemedy.LOOK,
-        "exports often are",
+        "a merger rounds to bfloat16",
     )
     UNTRAINED = Kind("damage", "a load returns the base model", TroubleRemedy.SAVE_AGAIN, "with adapters merged")
     PARTLY_UNTRAINED = Kind(

@@ -280,13 +280,12 @@ def _ask_for_parts(config: str, must_know: bool, needs_class: bool = False) -> M
 def _ask_for_order(config: str) -> ParameterOrder | None:
     from fsdp_doctor.weights.names import NamesError, read_parameter_order
 
+    print("the optimizer numbers its parameters: asking transformers' class for their order", file=sys.stderr)
     try:
-        order = read_parameter_order(config)
+        return read_parameter_order(config)
     except NamesError as error:
         print(f"the order of the optimizer's parameters is not known: {error}", file=sys.stderr)
         return None
-    print("the optimizer numbers its parameters: in the order that transformers' class gives them", file=sys.stderr)
-    return order
 
 
 def fingerprint(

@@ -81,7 +81,7 @@ _RICH = re.compile(r"(?P<file>\S.{0,600}?):(?P<line>\d{1,9}) in (?P<function>\S.
 _RICH_SOURCE = re.compile(r"\s{0,20}(?:❱\s{0,20})?\d{1,9} [│|]|[│╭╰]")
 _RICH_BEGIN = re.compile(r"\S.{0,600}?\.pyx?:\d{1,9}(?: in\b|$)")
 _FILE = re.compile(r'File "(?P<file>[^"]+)"')
-# FSDP1's assertions print the message by itself, behind the stack of the call.
+# FSDP1's assertions print the message alone, behind the stack of the call, whose last frames are torch's own.
 _ASSERTED = re.compile(r"Expects? [`\w]|Non-root FSDP instance|Asserting FSDP instance")
 _RAISES = re.compile(r"raise\s+\S|assert\b")
 # Files of torch, installed or as source, of Python itself, and names that are no file.
@@ -357,7 +357,7 @@ class ExceptionReader:
                 opened.raised.code = opened.source[:_MAX_FRAME]
             if opened.frames and opened.source is not None:
                 opened.raised.script = _find_raising_file(opened.frames[-1], opened.source, opened.raised.message)
-        elif opened.frames and _ASSERTED.match(text):
+        elif opened.frames and "torch/distributed/" in opened.frames[-1].replace("\\", "/") and _ASSERTED.match(text):
             opened.raised = self._make_raised(line, opened.frames, "AssertionError", text)
         elif not text[:1].isspace() and not _SOURCE.match(text) and has_signature(text):
             opened.raised = self._make_raised(line, opened.frames)

@@ -41,24 +41,25 @@ def render(report: Report, width: int, color: bool, *, expected: Collection[str]
     expected: the ids of bad cases that were expected. Unless is_verbose, those that the catalogue knows are summed up
     in a line for each of its entries.
     """
-    failures = group_failures(report)
-    known: dict[str, list[FailureGroup]] = {}
-    if not is_verbose:
-        for failure in failures:
-            if failure.known is not None and all(result.id in expected for result in failure.results):
-                known.setdefault(failure.known.id, []).append(failure)
-    quiet = {failure.number for groups in known.values() for failure in groups}
-    shown = [failure for failure in failures if failure.number not in quiet]
-    shown = [replace(failure, number=number) for number, failure in enumerate(shown, 1)]
-    entries = [
-        replace(failure, number=number)
-        for number, groups in enumerate(known.values(), len(shown) + 1)
-        for failure in groups
+    shown: list[FailureGroup] = []
+    summed: dict[str, list[FailureGroup]] = {}
+    for failure in group_failures(report):
+        is_expected = failure.known is not None and all(result.id in expected for result in failure.results)
+        if failure.known is not None and is_expected and not is_verbose:
+            summed.setdefault(failure.known.id, []).append(failure)
+        else:
+            shown.append(replace(failure, number=len(shown) + 1))
+    known = [
+        [replace(failure, number=number) for failure in alike]
+        for number, alike in enumerate(summed.values(), len(shown) + 1)
     ]
-    parts = Group(_render_matrix(report, [*shown, *entries], width), *_render_beside_fix(report))
+    parts = Group(
+        _render_matrix(report, [*shown, *itertools.chain(*known)], width),
+        *_render_beside_fix(report),
+    )
     text = _render_text(parts, width, color)
     text += _render_text(_render_failures(report, shown, width), width, color, soft_wrap=True)
-    return text + _render_text(_render_known(entries, width), width, color, soft_wrap=True)
+    return text + _render_text(_render_known(known, width), width, color, soft_wrap=True)
 
 
 def _render_text(part: RenderableType, width: int, color: bool, soft_wrap: bool = False) -> str:
@@ -170,18 +171,17 @@ def _render_failures(report: Report, failures: list[FailureGroup], width: int) -
     return text
 
 
-def _render_known(failures: list[FailureGroup], width: int) -> RenderableType:
-    """A line for each entry of the catalogue; failures: those of one entry have one number."""
-    if not failures:
+def _render_known(known: list[list[FailureGroup]], width: int) -> RenderableType:
+    """Renders a line for each entry of the catalogue. known: the failures of each entry, which have one number."""
+    if not known:
         return Text()
     heading = "Known failures, as expected (fsdp-doctor explain FDNNN has cause and remedy; --verbose the cases here):"
     lines = ["", heading]
-    for number, groups in itertools.groupby(failures, key=lambda failure: failure.number):
-        alike = list(groups)
+    for alike in known:
         kinds = ", ".join(dict.fromkeys(failure.kind for failure in alike))
         count = format_count(sum(len(failure.results) for failure in alike), "case")
         if (entry := alike[0].known) is not None:
-            lines.append(f"{number:>3}  {entry.short_code} {kinds}, {count}: {entry.title}")
+            lines.append(f"{alike[0].number:>3}  {entry.short_code} {kinds}, {count}: {entry.title}")
     return Text(wrap_all(lines, width))
 
 

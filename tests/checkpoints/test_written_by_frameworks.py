@@ -53,7 +53,9 @@ def test_what_a_framework_writes_is_sound_and_converts_bit_by_bit(
     done = run_script(_SCRIPT, ranks=ranks, arguments=[framework, configuration, str(tmp_path)])
     assert done.codes == [0] * ranks, done.output
     if "unavailable: " in done.output:
-        pytest.skip(done.output.partition("unavailable: ")[2].partition("\n")[0])
+        why = done.output.partition("unavailable: ")[2].partition("\n")[0]
+        assert "is not installed" in why
+        pytest.skip(why)
     expected = torch.load(tmp_path / "weights.pt")
     written = json.loads((tmp_path / "written.json").read_text())
     assert "saved" in written

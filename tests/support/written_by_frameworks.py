@@ -22,8 +22,7 @@ from fsdp_doctor.frameworks import framework_worker
 from fsdp_doctor.frameworks.adapter import FrameworkSession, PlainModel, SavedFiles
 from fsdp_doctor.machine.devices import RunDevice
 from fsdp_doctor.machine.launch import read_place
-from fsdp_doctor.matrix.frameworks.framework_matrix import read_matrix
-from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkScenario, parse_framework_id
+from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkScenario
 
 _SECONDS = 180
 
@@ -35,7 +34,7 @@ def main(framework: str, configuration: str, directory: pathlib.Path) -> None:
     if worker.unavailable:
         print(f"unavailable: {worker.unavailable}")
         return
-    scenario = make_scenario(framework, configuration)
+    scenario = FrameworkScenario(framework=framework, configuration=configuration)
     values, methods = scenario.values, {method.name for method in scenario.list_methods()}
     plain = PlainModel(
         name=values["model"],
@@ -65,11 +64,6 @@ def main(framework: str, configuration: str, directory: pathlib.Path) -> None:
 
     session.train(2, write_at_the_end)
     dist.barrier()
-
-
-def make_scenario(framework: str, configuration: str) -> FrameworkScenario:
-    (first, *_) = read_matrix(framework).methods
-    return parse_framework_id(f"{framework}:{configuration}/{first.name}").scenario
 
 
 def gather(session: FrameworkSession) -> dict[str, torch.Tensor]:

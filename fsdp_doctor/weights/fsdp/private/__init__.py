@@ -189,9 +189,8 @@ def find_running_step(modules: Collection[nn.Module]) -> OpenStep | None:
 def leave_uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Has a function run as it is where it is called in what ``torch.compile`` compiles.
 
-    ``torch.compiler.disable`` imports the compiler, which takes a second, and costs 5 us in each call, so it is used
-    while frames of this thread are compiled. ``_torchdynamo_disable``: where the compiler reads that it must not follow
-    a call.
+    ``torch.compiler.disable`` imports the compiler, and costs time in each call, so it is used while frames of this
+    thread are compiled. ``_torchdynamo_disable``: where the compiler reads that it must not follow a call.
     """
     uncompiled: list[Callable[_P, _T]] = []
 
@@ -221,7 +220,7 @@ def _compiles_frames() -> bool:
 def read_stream_key(device: torch.device) -> Any:
     """Tells the current streams of a device apart, not the CPU's: ``torch._C._cuda_getCurrentRawStream``.
 
-    ``torch.cuda.current_stream`` makes an object each time, which takes 3 us, and is asked once for each tensor.
+    ``torch.cuda.current_stream`` makes an object each time, and this is asked for each tensor.
     """
     if device.type == "cuda" and device.index is not None:
         return get(torch._C, "_cuda_getCurrentRawStream")(device.index)
@@ -273,7 +272,7 @@ def read_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part as it lies, half-moved or not: ``DTensor._local_tensor``. A plain tensor is its own.
 
     Of a subclass that has the weight as one plain tensor inside, that one. No copy, no collective. The public
-    ``to_local()`` makes a view of a parameter's in newer versions, which costs 3 us.
+    ``to_local()`` makes a view of a parameter's in newer versions, which costs time.
     """
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     kind = type(local)
