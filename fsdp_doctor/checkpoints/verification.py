@@ -10,7 +10,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from fsdp_doctor.checkpoints.checks import CheckpointEvidence, run_checks
+from fsdp_doctor.checkpoints.checks import run_checks
+from fsdp_doctor.checkpoints.checks.evidence import CheckpointEvidence
 from fsdp_doctor.checkpoints.reading import read_checkpoint
 from fsdp_doctor.checkpoints.record import SavedCheckpoint, State
 from fsdp_doctor.checkpoints.scanning import Scans, Sink, scan

@@ -1,0 +1,79 @@
+"""Evidence for the checks, and what several of them ask of it."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_doctor.checkpoints.record import SavedCheckpoint, SavedPiece, SavedTensor, State
+from fsdp_doctor.checkpoints.scanning import Scans, SpanScan
+from fsdp_doctor.checkpoints.sums import shift_crc
+
+LAYER = re.compile(r"^(?P<stack>.*?\b(?:layers|layer|h|blocks|block))\.(?P<number>\d+)\.(?P<rest>.+)$")
+EXPERT = re.compile(r"^(?P<layer>.*\bexperts)\.(?P<number>\d+)\.(?P<rest>.+)$")
+LORA = re.compile(r"^(?P<module>.*)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight$")
+EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|lm_head|embed_out)\.weight$")
+
+
+@dataclass(frozen=True)
+class CheckpointEvidence:
+    """Evidence for the checks: the checkpoint as it was read, and facts about its bytes."""
+
+    checkpoint: SavedCheckpoint
+    scans: Scans
+
+    def find_scans(self, tensor: SavedTensor) -> list[tuple[SavedPiece, SpanScan]]:
+        """The pieces that have elements and were read."""
+        pairs = ((piece, self.scans.find(piece, tensor.itemsize)) for piece in tensor.pieces if piece.numel)
+        return [(piece, scan) for piece, scan in pairs if scan is not None]
+
+    def is_zero(self, tensor: SavedTensor) -> bool:
+        scans = self.find_scans(tensor)
+        return bool(scans) and all(scan.is_zero for _, scan in scans)
+
+    def find_checksum(self, tensor: SavedTensor) -> int | None:
+        """The CRC-32 of all its bytes, in the order of rows; None if its pieces are not blocks of whole rows."""
+        crc, at = 0, 0
+        for piece, scan in {piece.offsets: (piece, scan) for piece, scan in sorted(self.find_scans(tensor))}.values():
+            rows = piece.rows or (0, 1)
+            if scan.crc is None or not piece.is_contiguous or piece.shape[1:] != tensor.shape[1:] or rows[0] != at:
+                return None
+            crc, at = shift_crc(crc, scan.nbytes) ^ scan.crc, rows[1]
+        return crc if at == (tensor.shape or (1,))[0] else None
+
+    def find_model_config(self, state: State) -> dict[str, Any]:
+        """The facts of config.json, those of the text model first; empty if the weights are quantized."""
+        config = self.checkpoint.find_setting(state.directory, "config.json")
+        inner = config.get("text_config")
+        return {} if "quantization_config" in config else config | (inner if isinstance(inner, dict) else {})
+
+
+def group_families(tensors: Iterable[SavedTensor]) -> Collection[list[SavedTensor]]:
+    families: dict[str, list[SavedTensor]] = defaultdict(list)
+    for tensor in tensors:
+        families[name_family(tensor)].append(tensor)
+    return families.values()
+
+
+def name_family(tensor: SavedTensor) -> str:
+    return re.sub(r"\d+", "#", tensor.name)
+
+
+def measure_size(evidence: CheckpointEvidence, tensor: SavedTensor) -> float:
+    sizes = [scan.size for _, scan in evidence.find_scans(tensor) if scan.size is not None]
+    return sum(sizes) / len(sizes) if sizes else 0.0
+
+
+def parse_number(dtype: str, head: bytes) -> float | None:
+    code = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}.get(dtype)
+    size = struct.calcsize(code) if code else 0
+    return float(struct.unpack(code, head[:size])[0]) if code and len(head) >= size else None
+
+
+def find_rank_file(state: State, rank: int | None) -> str:
+    """Finds the file that has the rank in its name; the directory if none has."""
+    return next((path for path in state.files if re.search(rf"(?<!\d)0*{rank}\.\w+$", path)), state.directory)

@@ -1,0 +1,121 @@
+"""Checks of what the ranks' files make together: rows that are missing, or several files have, and copies."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fsdp_doctor.checkpoints.checks.evidence import CheckpointEvidence, find_rank_file
+from fsdp_doctor.checkpoints.record import Arrangement, SavedPiece, SavedTensor, State, parse_optimizer_slot
+from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
+from fsdp_doctor.text import join_some
+
+# Pairs of boxes are compared one by one.
+_MOST_BOXES = 2000
+
+
+def find_gaps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Elements that no piece has, or several have. Replicas are equal blocks."""
+    is_of_ranks = state.arrangement in (Arrangement.RANK_FILES, Arrangement.SHARDED_SAFETENSORS)
+    if (
+        state.arrangement is Arrangement.WHOLE
+        or (is_of_ranks and state.is_incomplete)
+        or evidence.checkpoint.is_one_file
+    ):
+        return
+    for tensor in state.tensors.values():
+        boxes = sorted({(p.offsets, p.shape) for p in tensor.pieces if p.numel})
+        file = tensor.file
+        if any(o + n > size for box in boxes for o, n, size in zip(*box, tensor.shape, strict=True)):
+            yield Symptom(Trouble.OVERLAP, f"a piece reaches out of the shape {list(tensor.shape)}", file, tensor.name)
+        elif len(boxes) > _MOST_BOXES:
+            evidence.checkpoint.unchecked.append(f"{tensor.name}: whether its {len(boxes)} pieces overlap")
+        elif tensor.shape and all(o[1:] == boxes[0][0][1:] and s[1:] == tensor.shape[1:] for o, s in boxes):
+            yield from _sweep_rows(tensor, file, [(o[0], o[0] + s[0]) for o, s in boxes])
+        elif any(_do_overlap(one, two) for one, two in itertools.combinations(boxes, 2)):
+            yield Symptom(Trouble.OVERLAP, "pieces of it overlap", file, tensor.name)
+        elif (covered := sum(math.prod(s) for _, s in boxes)) < tensor.numel:
+            missing = tensor.numel - covered
+            yield Symptom(Trouble.GAP, f"{missing} of {tensor.numel} elements are in no file", file, tensor.name)
+
+
+def _do_overlap(one: tuple[Sequence[int], Sequence[int]], two: tuple[Sequence[int], Sequence[int]]) -> bool:
+    return all(max(a, b) < min(a + n, b + m) for a, n, b, m in zip(*one, *two, strict=True))
+
+
+def _sweep_rows(tensor: SavedTensor, file: str, ranges: list[tuple[int, int]]) -> Iterator[Symptom]:
+    at = 0
+    for begin, end in [*sorted(ranges), (tensor.shape[0], tensor.shape[0])]:
+        if begin > at:
+            yield Symptom(Trouble.GAP, "these rows are in no file", file, tensor.name, (at, begin))
+        elif begin < at and end > begin:
+            yield Symptom(Trouble.OVERLAP, "several pieces have these rows", file, tensor.name, (begin, min(at, end)))
+        at = max(at, end)
+
+
+def find_foreign_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Files of ranks in which another rank's tensors are: the mesh and the process group inside say whose."""
+    if state.arrangement is not Arrangement.RANK_FILES:
+        return
+    first_with: dict[int, str] = {}
+    for path in state.files:
+        file = evidence.checkpoint.files.get(path)
+        found = re.search(r"(\d+)\.\w+$", path)
+        if file is None or found is None or len(file.ranks) != 1:
+            continue
+        (inside,), rank = file.ranks, int(found[1])
+        other = first_with.setdefault(inside, path)
+        if other != path:
+            yield Symptom(Trouble.COPIED_RANK, f"{other} holds what rank {inside} saved, too", path, rank=rank)
+        elif inside != rank:
+            yield Symptom(Trouble.FOREIGN_RANK, f"it holds what rank {inside} saved", path, rank=rank)
+
+
+def compare_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Tensors that some ranks lack, and copies of a tensor that differ between ranks."""
+    ranks = {piece.rank for tensor in state.tensors.values() for piece in tensor.pieces}
+    yield from _compare_keys(state)
+    for tensor in state.tensors.values():
+        slot = parse_optimizer_slot(tensor)
+        # Of FSDP1's flat parameters each rank has another part, which nothing in the file says.
+        if state.roles[tensor.path] == "other" or (slot and slot[1] == "step") or "flat_param" in tensor.name:
+            continue
+        here = {piece.rank for piece in tensor.pieces}
+        if state.arrangement is Arrangement.RANK_FILES and here != ranks:
+            others = ranks - here
+            if len(others) < len(here):
+                what = f"it is not there, and {len(here)} of {len(ranks)} ranks have it"
+                for rank in sorted(others, key=str):
+                    yield Symptom(Trouble.RANKS_DISAGREE, what, find_rank_file(state, rank), tensor.name, rank=rank)
+            else:
+                what = f"rank {join_some(sorted(map(str, here)))} alone has it, of {len(ranks)} ranks"
+                yield Symptom(Trouble.RANKS_DISAGREE, what, tensor.file, tensor.name)
+        values: dict[Any, tuple[SavedPiece, int | None]] = {}
+        for piece, scan in evidence.find_scans(tensor) if state.arrangement is not Arrangement.WHOLE else ():
+            first, crc = values.setdefault((piece.offsets, piece.shape, piece.strides), (piece, scan.crc))
+            if crc != scan.crc and piece.is_contiguous:
+                what = f"it differs from the copy in {first.file}"
+                yield Symptom(Trouble.REPLICAS_DIFFER, what, piece.file, tensor.name, rank=piece.rank)
+
+
+def _compare_keys(state: State) -> Iterator[Symptom]:
+    """Lists what only some ranks have of the counters, schedulers and settings beside the tensors."""
+    if state.arrangement is not Arrangement.RANK_FILES or state.is_incomplete:
+        return
+    by_key: dict[str, set[int | None]] = defaultdict(set)
+    for path, rank in state.values:
+        if len(path) > 1:
+            by_key[path[0]].add(rank)
+    for tensor in state.tensors.values():
+        if len(tensor.path) > 1:
+            by_key[tensor.path[0]] |= {piece.rank for piece in tensor.pieces}
+    ranks = {int(found[1]): path for path in state.files if (found := re.search(r"(\d+)\.\w+$", path))}
+    for key, here in by_key.items():
+        # A rank may keep what belongs to it alone: several have what belongs to all.
+        for rank in sorted(ranks.keys() - here) if len(here) * 2 >= len(ranks) else ():
+            what = f"{key} is not there, and {len(here)} of {len(ranks)} ranks have it"
+            yield Symptom(Trouble.RANKS_DISAGREE, what, ranks[rank], key, rank=rank)

@@ -1,0 +1,239 @@
+"""Checks of names, shapes and settings: what a model of this kind has, and how its classes name it."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from fsdp_doctor.checkpoints.checks.evidence import (
+    EMBEDDING,
+    EXPERT,
+    LAYER,
+    LORA,
+    CheckpointEvidence,
+    group_families,
+    name_family,
+)
+from fsdp_doctor.checkpoints.model_types import knows_model
+from fsdp_doctor.checkpoints.names import strip_wrappers
+from fsdp_doctor.checkpoints.record import Arrangement, SavedTensor, State
+from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
+from fsdp_doctor.text import join_some
+
+_MATRIX = re.compile(r"(?:^|\.)((q|k|v|o|gate|up|down)_proj|embed_tokens|lm_head|wte)\.weight$")
+# What every layer of a class has if one has it.
+_OF_EVERY_LAYER = re.compile(
+    r"(^|\.)((q|k|v|o|out|gate|up|down)_proj|fc[12]|c_(attn|proj|fc)|query|key|value|dense|\w*norm|ln_\d)\.(weight|bias)$"
+)
+# Of a config.json: the embedding is narrower than the layers.
+_PROJECTIONS = frozenset({"embedding_size", "word_embed_proj_dim"})
+_PROJECTION = re.compile(
+    r"(model\.|model\.language_model\.|language_model\.model\.)?layers\.\d+\.(self_attn|mlp)\."
+    r"(?P<kind>(q|k|v|o|gate|up|down)_proj)\.weight"
+)
+# Of a config.json: its projections have other shapes, or not the same in all layers.
+_OTHER_SHAPES = frozenset(
+    {
+        *("kv_lora_rank", "attn_output_gate", "global_head_dim", "num_global_key_value_heads", "layer_config"),
+        *("intermediate_size_mlp", "block_configs", "hybrid_override_pattern", "swa_num_key_value_heads"),
+        *("swa_head_dim", "num_kv_shared_layers", "linear_num_key_heads", "first_k_dense_replace"),
+    }
+)
+
+
+def find_wrapped_names(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    names = {state.get_saved_name(tensor): tensor.parameter for tensor in state.select("model")}
+    wrapped = [name for name, parameter in names.items() if parameter != name or strip_wrappers(name) != name]
+    if wrapped:
+        is_hub = evidence.checkpoint.find_setting(state.directory, "config.json") or ".safetensors" in state.files[0]
+        is_hub = is_hub and state.arrangement is Arrangement.WHOLE
+        trouble = Trouble.PREFIX if is_hub else Trouble.WRAPPED
+        what = f"{len(wrapped)} of {len(names)} names have a wrapper's prefix, such as {wrapped[0]}"
+        yield Symptom(trouble, what, state.files[0])
+
+
+def find_flat_shards(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Local shards that were saved in the place of whole weights: flat or empty."""
+    if state.arrangement is Arrangement.RANK_FILES:
+        return
+    of_matrices = {name_family(tensor) for tensor in state.select("model") if len(tensor.shape) > 1}
+    for tensor in state.select("model"):
+        name = tensor.parameter
+        is_like_matrices = name_family(tensor) in of_matrices or _MATRIX.search(name)
+        if "flat_param" in name:
+            yield Symptom(Trouble.FLAT, "it is the flat parameter of FSDP1, and no weight", state.files[0], name)
+        elif not tensor.numel and name.endswith("weight"):
+            yield Symptom(Trouble.FLAT, "it has no elements", tensor.file, name)
+        elif len(tensor.shape) == 1 and "float" in tensor.dtype and is_like_matrices:
+            what = f"it is flat, of {tensor.shape[0]} elements, where a matrix belongs"
+            yield Symptom(Trouble.FLAT, what, tensor.file, name)
+
+
+def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    config = evidence.find_model_config(state)
+    vocabulary, hidden = config.get("vocab_size"), config.get("hidden_size", config.get("n_embd"))
+    has_projection = _PROJECTIONS & config.keys()
+    for tensor in state.select("model"):
+        name, file = tensor.parameter, tensor.file
+        if len(tensor.shape) == 2 and EMBEDDING.search(name):
+            rows, columns = tensor.shape
+            if isinstance(hidden, int) and columns != hidden and not has_projection:
+                yield Symptom(Trouble.SHAPE, f"it has {columns} columns, and hidden_size is {hidden}", file, name)
+            if isinstance(vocabulary, int) and rows != vocabulary:
+                trouble = Trouble.PADDED if rows > vocabulary and rows % 8 == 0 else Trouble.SHAPE
+                yield Symptom(trouble, f"it has {rows} rows, and vocab_size is {vocabulary}", file, name)
+    embedding = next(
+        (t for t in state.select("model") if re.search(r"(?:^|\.)(embed_tokens|wte)\.weight$", t.parameter)), None
+    )
+    head = next((t for t in state.select("model") if t.parameter == "lm_head.weight"), None)
+    if not isinstance(vocabulary, int) and head and embedding and not has_projection and head.shape != embedding.shape:
+        what = f"it is {list(head.shape)}, and {embedding.parameter} is {list(embedding.shape)}"
+        is_padded = head.shape[1:] == embedding.shape[1:] and abs(head.shape[0] - embedding.shape[0]) < 1024
+        yield Symptom(Trouble.PADDED if is_padded else Trouble.SHAPE, what, head.file, head.parameter)
+    yield from _compare_projections(state, config)
+
+
+def _compare_projections(state: State, config: dict[str, Any]) -> Iterator[Symptom]:
+    """The projections of the text model's layers, of which config.json says how many rows and columns they have."""
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if not isinstance(hidden, int) or not isinstance(heads, int) or config.keys() & _OTHER_SHAPES:
+        return
+    groups = config.get("num_key_value_heads") or heads
+    width = config.get("head_dim") or hidden // heads
+    expected: dict[str, tuple[int, int]] = {}
+    if isinstance(groups, int) and isinstance(width, int):
+        of_queries, of_keys = heads * width, groups * width
+        expected |= {"q_proj": (of_queries, hidden), "k_proj": (of_keys, hidden), "v_proj": (of_keys, hidden)}
+        expected["o_proj"] = hidden, of_queries
+    if isinstance(inner := config.get("intermediate_size"), int) and not config.get("moe_intermediate_size"):
+        expected |= {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    found: dict[str, list[SavedTensor]] = defaultdict(list)
+    for tensor in state.select("model"):
+        if (match := _PROJECTION.fullmatch(tensor.parameter)) and match["kind"] in expected and len(tensor.shape) == 2:
+            found[match["kind"]].append(tensor)
+    of_mlp = {kind: {tensor.shape for tensor in found[kind]} for kind in ("gate_proj", "up_proj", "down_proj")}
+    is_pruned = all(len(shapes) == 1 for shapes in of_mlp.values()) and (
+        of_mlp["gate_proj"] == of_mlp["up_proj"] == {shape[::-1] for shape in of_mlp["down_proj"]}
+    )
+    for kind, tensors in found.items():
+        for tensor in tensors:
+            if tensor.shape == expected[kind]:
+                continue
+            what = f"it is {list(tensor.shape)}, and by config.json it would be {list(expected[kind])}"
+            is_smaller = kind in of_mlp and is_pruned and math.prod(tensor.shape) < math.prod(expected[kind])
+            trouble = Trouble.PRUNED if is_smaller and hidden in tensor.shape else Trouble.SHAPE
+            if state.arrangement is Arrangement.SHARDED_SAFETENSORS and tensor.shape[0] < expected[kind][0]:
+                trouble, what = Trouble.MISSING_RANK, f"{what}: the last shards are missing"
+            yield Symptom(trouble, what, tensor.file, tensor.parameter)
+
+
+def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Layers, tensors of one layer, and heads that a model of this kind has."""
+    config = evidence.find_model_config(state)
+    names = {tensor.parameter: tensor for tensor in state.select("model")}
+    if any(LORA.match(name) for name in names) or not state.files or state.is_incomplete:
+        return
+    stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for name in names:
+        if found := LAYER.match(name):
+            stacks[found["stack"]][int(found["number"])].add(re.sub(r"\d+", "#", found["rest"]))
+    for stack, layers in stacks.items():
+        said = config.get("num_hidden_layers", config.get("n_layer")) if len(stacks) == 1 else None
+        expected = max(said if isinstance(said, int) else 0, max(layers) + 1)
+        beyond = sorted(number for number in layers if isinstance(said, int) and number >= said)
+        if beyond and not config.keys() & {"num_nextn_predict_layers", "mtp_num_hidden_layers"}:
+            what = f"layer {join_some(list(map(str, beyond)))} is there, and num_hidden_layers is {said}"
+            yield Symptom(Trouble.EXTRA_LAYERS, what, state.files[0], stack)
+        if missing := sorted(set(range(expected)) - layers.keys()):
+            what = f"of {expected} layers {len(missing)} are missing: number {join_some(list(map(str, missing)))}"
+            yield Symptom(Trouble.MISSING_TENSOR, what, state.files[0], stack)
+        forms = Counter(frozenset(rests) for rests in layers.values())
+        small, *more = sorted(forms, key=len)
+        is_of_all = len(layers) == 2 and bool(config) and all(map(_OF_EVERY_LAYER.search, [*more, small][0] - small))
+        if len(more) == 1 and small < more[0] and forms[small] == 1 and (forms[more[0]] > 1 or is_of_all):
+            (number,) = (number for number, rests in layers.items() if rests == small)
+            for rest in sorted(more[0] - small):
+                name = f"{stack}.{number}.{rest}"
+                yield Symptom(Trouble.MISSING_TENSOR, "the other layers have it", state.files[0], name)
+    embedding = next((names[name] for name in names if re.search(r"(?:^|\.)(embed_tokens|wte)\.weight$", name)), None)
+    head, ties = names.get("lm_head.weight"), config.get("tie_word_embeddings")
+    is_causal = any(str(kind).endswith("ForCausalLM") for kind in config.get("architectures") or ())
+    if ties is False and head is None and embedding is not None and is_causal:
+        what = "it is missing, and config.json does not tie it to the embedding"
+        yield Symptom(Trouble.MISSING_TENSOR, what, state.files[0], "lm_head.weight")
+    outside = [name for name in names if not LAYER.match(name)]
+    has_norm = "norm" not in "".join(names) or any(re.search(r"norm|ln_", name) for name in outside)
+    parts = {"embedding": any(re.search(r"emb|wte", name) for name in outside), "norm behind the layers": has_norm}
+    for part, is_there in parts.items() if is_causal and stacks and not _PROJECTIONS & config.keys() else ():
+        if not is_there:
+            trouble = Trouble.MISSING_TENSOR if knows_model(config) else Trouble.UNUSUAL
+            yield Symptom(trouble, f"no tensor is named as the {part}", state.files[0])
+    if ties is True and head is not None and embedding is not None:
+        sums = evidence.find_checksum(head), evidence.find_checksum(embedding)
+        if None not in sums and sums[0] != sums[1]:
+            what = f"it differs from {embedding.parameter}, to which config.json ties it"
+            yield Symptom(Trouble.TIED, what, head.file, "lm_head.weight")
+
+
+def find_experts(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Experts that are missing, or all the same."""
+    config = evidence.find_model_config(state)
+    keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    said = next((config[key] for key in keys if isinstance(config.get(key), int)), None)
+    experts: dict[tuple[str, str], dict[int, SavedTensor]] = defaultdict(dict)
+    for tensor in state.select("model"):
+        if found := EXPERT.match(tensor.parameter):
+            experts[found["layer"], found["rest"]][int(found["number"])] = tensor
+    for (layer, rest), by_number in experts.items():
+        name, file = f"{layer}.*.{rest}", next(iter(by_number.values())).file
+        expected = said or max(by_number) + 1
+        if missing := sorted(set(range(expected)) - by_number.keys()):
+            what = f"of {expected} experts {len(missing)} are missing: {join_some(list(map(str, missing)))}"
+            yield Symptom(Trouble.EXPERTS, what, file, name)
+        matrices = [tensor for tensor in by_number.values() if len(tensor.shape) > 1 and not evidence.is_zero(tensor)]
+        sums = [evidence.find_checksum(tensor) for tensor in matrices]
+        if None not in sums and len(set(sums)) < len(sums):
+            what = f"{len(sums)} of its experts have {len(set(sums))} different values"
+            yield Symptom(Trouble.EQUAL_EXPERTS, what, file, name)
+
+
+def find_mixed_dtypes(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    for members in group_families(tensor for tensor in state.select("model") if len(tensor.shape) > 1):
+        (common, count), *others = Counter(tensor.dtype for tensor in members).most_common()
+        for tensor in members if others and count * 3 >= len(members) * 2 else ():
+            if tensor.dtype != common:
+                what = f"it is {tensor.dtype}, and {count} tensors like it are {common}"
+                yield Symptom(Trouble.DTYPES, what, tensor.file, tensor.name)
+
+
+def find_missing_settings(evidence: CheckpointEvidence) -> Iterator[Symptom]:
+    settings = {pathlib.PurePath(path) for path in evidence.checkpoint.settings}
+    for state in evidence.checkpoint.states:
+        here = pathlib.PurePath(state.directory)
+        is_model = state.label == "model" and any(file.endswith(".safetensors") for file in state.files)
+        others = {here / "tokenizer.json", here / "generation_config.json"} & settings
+        if is_model and others and here / "config.json" not in settings:
+            yield Symptom(Trouble.SETTINGS, "config.json is missing", state.directory)
+        if state.label == "adapter_model" and here / "adapter_config.json" not in settings:
+            yield Symptom(Trouble.SETTINGS, "adapter_config.json is missing", state.directory)
+
+
+def compare_with_shards(evidence: CheckpointEvidence) -> Iterator[Symptom]:
+    """Files that HuggingFaceStorageWriter made of the shards in ``sharded``, which are still there."""
+    states = {(state.directory, state.label): state for state in evidence.checkpoint.states}
+    for (directory, label), shards in states.items():
+        place = pathlib.PurePath(directory)
+        made = states.get((str(place.parent), "model"))
+        if label != "shards" or place.name != "sharded" or made is None:
+            continue
+        for path, tensor in made.tensors.items():
+            other = shards.tensors.get(path, SavedTensor(path, tensor.dtype, ()))
+            sums = {evidence.find_checksum(each) for each in (tensor, other)}
+            if other.shape != tensor.shape or (None not in sums and len(sums) > 1):
+                yield Symptom(Trouble.DIFFERS, f"it differs from what lies in {directory}", tensor.file, tensor.name)
+        for path in shards.tensors.keys() - made.tensors.keys():
+            yield Symptom(Trouble.MISSING_TENSOR, f"it lies in {directory} alone", made.files[0], ".".join(path))
