@@ -45,7 +45,7 @@ _SHARD = re.compile(r"shard-(?P<rank>\d+)-.+\.safetensors")
 _WHOLE = re.compile(
     r"(?P<stem>.+?)(?:-(?P<number>\d{5})-of-(?P<count>\d{5}))?\.(?P<suffix>safetensors|bin|pt|pth|ckpt)"
 )
-# Files of any classes that no load of weights needs: only their checksums are read.
+# Files that no load of weights needs: of those that have classes in them only the checksums are read.
 _ANY_CLASSES = re.compile(
     r"(training_args|scheduler.*|rng_state.*|scaler|meta|.*dataloader.*)\.(bin|pt|pth)|random_states_\d+\.pkl"
 )
@@ -243,7 +243,11 @@ class _Reading:
             if contents.lacks_data:
                 self.note(Trouble.NO_DATA, "its tensors have no data", path)
             if _ANY_CLASSES.fullmatch(pathlib.PurePath(path).name):
-                self.checkpoint.unchecked.append(f"{path}: the classes in it were not read")
+                beside = find_tensors(path, contents, rank) if contents.refusal is None else None
+                if beside is not None:
+                    self.checkpoint.values_beside[path] = beside.values
+                if beside is None or beside.unread:
+                    self.checkpoint.unchecked.append(f"{path}: the classes in it were not read")
                 return None
             if contents.refusal is not None:
                 raise contents.refusal

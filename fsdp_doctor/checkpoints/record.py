@@ -213,7 +213,8 @@ def parse_optimizer_slot(tensor: SavedTensor) -> tuple[str, str] | None:
 class SavedCheckpoint:
     """Contents of a checkpoint: of a directory, or of a single file.
 
-    settings: the JSON files beside the states, by their path. symptoms: what was found wrong while it was read.
+    settings: the JSON files beside the states, by their path. values_beside: numbers and texts in files that are no
+    state, as a scheduler's, by the file and their path in it. symptoms: what was found wrong while it was read.
     unchecked: what was not looked at, and why. part: that was asked for.
     is_one_file: whether only one file of a directory was asked about, which has perhaps others that belong to it.
     """
@@ -223,6 +224,7 @@ class SavedCheckpoint:
     states: list[State] = field(default_factory=list)
     files: dict[str, SavedFile] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    values_beside: dict[str, dict[tuple[str, ...], PlainValue]] = field(default_factory=dict)
     symptoms: list[Symptom] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
     part: str | None = None

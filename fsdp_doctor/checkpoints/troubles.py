@@ -94,7 +94,13 @@ class Trouble(Enum):
     ZERO_BLOCK = Kind("damage", "a load returns zeros where bytes were never written", TroubleRemedy.RESTORE)
     HUGE = Kind("damage", "a load returns it, and the model's outputs become infinite", TroubleRemedy.SAVE_AGAIN)
     MAGNITUDE = Kind("damage", "a load returns values of another order than all like it have", TroubleRemedy.SAVE_AGAIN)
-    OTHER_BITS = Kind("damage", "a load returns two values of bfloat16 as one of float32", TroubleRemedy.SAVE_AGAIN)
+    OTHER_BITS = Kind("damage", "a load reads these bytes as another dtype than they have", TroubleRemedy.SAVE_AGAIN)
+    CONSTANT = Kind("damage", "a load returns one value for the whole matrix", TroubleRemedy.SAVE_AGAIN)
+    ZERO_COLUMNS = Kind("damage", "a load returns zeros for these columns", TroubleRemedy.SAVE_AGAIN)
+    PADDED_COLUMNS = Kind("warning", "a load returns zeros", TroubleRemedy.LOOK, "widths are padded, and pruned")
+    EQUAL_ROWS = Kind("damage", "a load returns the same rows several times", TroubleRemedy.SAVE_AGAIN)
+    COPIED_ROWS = Kind("damage", "a load returns one rank's rows twice", TroubleRemedy.SAVE_AGAIN)
+    COPIED_TENSOR = Kind("damage", "a load returns one tensor's values for both", TroubleRemedy.SAVE_AGAIN)
     MOMENTS = Kind("damage", "Adam's next step with it is NaN, or many times too large", TroubleRemedy.SAVE_AGAIN)
     EQUAL_LAYERS = Kind(
         "warning", "a load returns the same weights for them", TroubleRemedy.LOOK, "after a model was deepened"
@@ -128,9 +134,26 @@ class Trouble(Enum):
         "damage", "from_pretrained initializes it at random, with a warning only", TroubleRemedy.SAVE_AGAIN
     )
     TIED = Kind("damage", "from_pretrained ties the two, and drops the values of one", TroubleRemedy.TIE)
+    NO_MODEL = Kind("damage", "a resume finds no weights", TroubleRemedy.RESTORE)
+    NO_MODEL_HERE = Kind("warning", "a resume takes the weights from elsewhere", TroubleRemedy.LOOK)
+    OTHER_MODEL = Kind(
+        "damage", "from_pretrained drops and initializes weights, with a warning only", TroubleRemedy.CONFIG
+    )
+    ADAPTER_PART = Kind(
+        "damage", "peft leaves the adapter of this module as it was initialized", TroubleRemedy.SAVE_AGAIN
+    )
+    NO_TARGET = Kind("warning", "peft makes this module anew", TroubleRemedy.LOOK, "a list may name what no layer has")
+    OTHER_OPTIMIZER = Kind("damage", "the optimizer's load or its next step fails", TroubleRemedy.ONE_SAVE)
+    SETTING = Kind("damage", "the next step fails, or makes the weights NaN", TroubleRemedy.RESTORE)
+    RANDOM_STATE = Kind("damage", "torch.set_rng_state refuses it", TroubleRemedy.RESTORE)
+    NO_RANDOM_STATE = Kind("warning", "a resume draws other random numbers", TroubleRemedy.LOOK)
     OPTIMIZER = Kind("damage", "the optimizer starts anew for these parameters", TroubleRemedy.SAVE_AGAIN)
     NO_OPTIMIZER = Kind("warning", "the optimizer starts anew", TroubleRemedy.LOOK)
     STEPS = Kind("damage", "the ranks go on from different steps", TroubleRemedy.ONE_SAVE)
+    STEPS_CONTRADICT = Kind("damage", "a resume goes on from parts of different steps", TroubleRemedy.ONE_SAVE)
+    STEPS_DIFFER = Kind(
+        "warning", "a resume counts from either", TroubleRemedy.LOOK, "a scheduler may count processes, or epochs"
+    )
     STEPS_VARY = Kind(
         "warning", "Adam's bias correction differs between parameters", TroubleRemedy.LOOK, "experts skip steps"
     )

@@ -10,12 +10,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_doctor.checkpoints.record import SavedCheckpoint, SavedPiece, SavedTensor, State
-from fsdp_doctor.checkpoints.scanning import Scans, SpanScan
+from fsdp_doctor.checkpoints.scanning import Scans
+from fsdp_doctor.checkpoints.spans import SpanScan
 from fsdp_doctor.checkpoints.sums import shift_crc
 
 LAYER = re.compile(r"^(?P<stack>.*?\b(?:layers|layer|h|blocks|block))\.(?P<number>\d+)\.(?P<rest>.+)$")
 EXPERT = re.compile(r"^(?P<layer>.*\bexperts)\.(?P<number>\d+)\.(?P<rest>.+)$")
 LORA = re.compile(r"^(?P<module>.*)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight$")
+MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
+# Names of matrices that every layer has, and of those whose heads are repeated for more groups of queries.
+MATRIX = re.compile(
+    r"(?:^|\.)((q|k|v|o|out|gate|up|down|qkv|gate_up)_proj|embed_tokens|lm_head|wte|fc[12]|w[123]|"
+    r"c_(attn|proj|fc)|query|key|value|dense|query_key_value)\.weight$"
+)
+REPEATED_HEADS = re.compile(r"(?:^|[._])(?:[kv]_proj|key|value|kv)\b")
+GROUP_SETTING = re.compile(
+    r"(?:^|\.)param_groups\.(?P<group>.+)\.(?P<key>lr|initial_lr|eps|weight_decay|betas\.[01]|params\.\d+)$"
+)
 EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|lm_head|embed_out)\.weight$")
 
 

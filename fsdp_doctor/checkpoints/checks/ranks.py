@@ -9,11 +9,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fsdp_doctor.checkpoints.checks.evidence import CheckpointEvidence, find_rank_file
+from fsdp_doctor.checkpoints.checks.evidence import REPEATED_HEADS, CheckpointEvidence, find_rank_file
+from fsdp_doctor.checkpoints.dtypes import is_floating_point
 from fsdp_doctor.checkpoints.record import Arrangement, SavedPiece, SavedTensor, State, parse_optimizer_slot
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
 from fsdp_doctor.text import join_some
 
+# Fewer elements may be equal by chance.
+_FEWEST_COMPARED = 32
 # Pairs of boxes are compared one by one.
 _MOST_BOXES = 2000
 
@@ -119,3 +122,23 @@ def _compare_keys(state: State) -> Iterator[Symptom]:
         for rank in sorted(ranks.keys() - here) if len(here) * 2 >= len(ranks) else ():
             what = f"{key} is not there, and {len(here)} of {len(ranks)} ranks have it"
             yield Symptom(Trouble.RANKS_DISAGREE, what, ranks[rank], key, rank=rank)
+
+
+def find_copied_rows(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Rows of one rank that are those of another, bit by bit, of a tensor that is divided.
+
+    Heads that were repeated for more key-value heads are equal, and so are the rows of a constant.
+    """
+    for tensor in state.tensors.values():
+        role = state.roles[tensor.path]
+        is_compared = role == "optimizer" or (role == "model" and len(tensor.shape) == 2)
+        if not is_compared or not is_floating_point(tensor.dtype) or REPEATED_HEADS.search(tensor.name):
+            continue
+        seen: dict[tuple[Any, ...], SavedPiece] = {}
+        for piece, scan in evidence.find_scans(tensor):
+            if scan.is_constant or scan.crc is None or piece.numel < _FEWEST_COMPARED:
+                continue
+            first = seen.setdefault((scan.crc, piece.shape), piece)
+            if first.offsets != piece.offsets:
+                what = f"they are those of the rows from {first.offsets[0]} on in {first.file}, bit by bit"
+                yield Symptom(Trouble.COPIED_ROWS, what, piece.file, tensor.name, piece.rows, piece.rank)

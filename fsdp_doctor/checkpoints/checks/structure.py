@@ -18,7 +18,8 @@ from fsdp_doctor.checkpoints.checks.evidence import (
     group_families,
     name_family,
 )
-from fsdp_doctor.checkpoints.model_types import knows_model
+from fsdp_doctor.checkpoints.dtypes import is_floating_point
+from fsdp_doctor.checkpoints.model_types import find_marks, knows_model
 from fsdp_doctor.checkpoints.names import strip_wrappers
 from fsdp_doctor.checkpoints.record import Arrangement, SavedTensor, State
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
@@ -131,6 +132,73 @@ def _compare_projections(state: State, config: dict[str, Any]) -> Iterator[Sympt
             yield Symptom(trouble, what, tensor.file, tensor.parameter)
 
 
+def find_odd_shapes(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Tensors whose shape fits neither those of the other layers nor those beside it in its own.
+
+    Layers that were made smaller differ in several tensors at once, which fit each other.
+    """
+    tensors = {each.parameter: each for each in state.select("model") if each.numel and is_floating_point(each.dtype)}
+    of_layers: dict[str, dict[str, SavedTensor]] = defaultdict(dict)
+    odd: dict[str, list[tuple[SavedTensor, tuple[int, ...]]]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        if found := LAYER.match(name):
+            of_layers[f"{found['stack']}.{found['number']}"][found["rest"]] = tensor
+    projections = (each for name, each in tensors.items() if LAYER.match(name) and _OF_EVERY_LAYER.search(name))
+    for members in group_families(projections):
+        (common, count), *others = Counter(tensor.shape for tensor in members).most_common()
+        for tensor in members if others and count > len(members) // 2 else ():
+            if tensor.shape != common and (found := LAYER.match(tensor.parameter)):
+                odd[f"{found['stack']}.{found['number']}"].append((tensor, common))
+    for of_layer in odd.values():
+        if len(of_layer) == 1:
+            tensor, common = of_layer[0]
+            what = f"it is {list(tensor.shape)}, and those of the other layers are {list(common)}"
+            yield Symptom(Trouble.SHAPE, what, tensor.file, tensor.parameter)
+    for layer, by_rest in of_layers.items():
+        if layer not in odd:
+            yield from _compare_within_layer(by_rest)
+
+
+def _compare_within_layer(by_rest: dict[str, SavedTensor]) -> Iterator[Symptom]:
+    """Compares the widths of the matrices of one layer, which are multiplied with each other."""
+    for rest, tensor in by_rest.items():
+        module, _, kind = rest.rpartition(".")
+        place, _, name = module.rpartition(".")
+        weight = by_rest.get(f"{module}.weight")
+        is_bias = kind == "bias" and len(tensor.shape) == 1 and bool(_OF_EVERY_LAYER.search(rest))
+        if is_bias and weight is not None and len(weight.shape) == 2 and tensor.shape[0] not in weight.shape:
+            what = f"it has {tensor.shape[0]} elements, and the weight is {list(weight.shape)}"
+            yield Symptom(Trouble.SHAPE, what, tensor.file, tensor.parameter)
+        queries = by_rest.get(f"{place}.{name.replace('_norm', '_proj')}.weight")
+        is_of_heads = name in ("q_norm", "k_norm") and queries is not None and len(queries.shape) == 2
+        if is_of_heads and queries is not None and queries.shape[0] % tensor.shape[0]:
+            what = f"it has {tensor.shape[0]} elements, and {queries.shape[0]} rows are no multiple of it"
+            yield Symptom(Trouble.SHAPE, what, tensor.file, tensor.parameter)
+        up, down = by_rest.get(f"{place}.up_proj.weight"), by_rest.get(f"{place}.down_proj.weight")
+        if name == "gate_proj" and kind == "weight" and up is not None and down is not None:
+            shapes = [each.shape for each in (tensor, up, down)]
+            if all(len(shape) == 2 for shape in shapes) and not shapes[0] == shapes[1] == shapes[2][::-1]:
+                what = f"gate_proj, up_proj and down_proj are {list(map(list, shapes))}, which do not fit each other"
+                yield Symptom(Trouble.SHAPE, what, tensor.file, tensor.parameter)
+
+
+def compare_with_class(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Names that the layers of the model type in config.json have, and those that they do not have."""
+    config = evidence.find_model_config(state)
+    marks = find_marks(config)
+    rests = {found["rest"] for tensor in state.select("model") if (found := LAYER.match(tensor.parameter))}
+    is_adapted = any("lora_" in rest or "base_layer" in rest for rest in rests)
+    if marks is None or not rests or is_adapted or state.is_incomplete:
+        return
+    what = ""
+    if missing := [mark for mark in marks.needed if not any(mark.search(rest) for rest in rests)]:
+        what = f"config.json is of {config['model_type']}, whose layers have {missing[0].pattern}, and none here has it"
+    elif other := [rest for mark in marks.foreign for rest in sorted(rests) if mark.search(rest)]:
+        what = f"config.json is of {config['model_type']}, whose layers have no {other[0]}, and those here have it"
+    if what:
+        yield Symptom(Trouble.OTHER_MODEL, what.replace("\\", ""), state.files[0])
+
+
 def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Layers, tensors of one layer, and heads that a model of this kind has."""
     config = evidence.find_model_config(state)
@@ -153,7 +221,8 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
             yield Symptom(Trouble.MISSING_TENSOR, what, state.files[0], stack)
         forms = Counter(frozenset(rests) for rests in layers.values())
         small, *more = sorted(forms, key=len)
-        is_of_all = len(layers) == 2 and bool(config) and all(map(_OF_EVERY_LAYER.search, [*more, small][0] - small))
+        lacking = [*more, small][0] - small
+        is_of_all = len(layers) == 2 and all(_is_of_every_layer(rest, small, bool(config)) for rest in lacking)
         if len(more) == 1 and small < more[0] and forms[small] == 1 and (forms[more[0]] > 1 or is_of_all):
             (number,) = (number for number, rests in layers.items() if rests == small)
             for rest in sorted(more[0] - small):
@@ -198,7 +267,31 @@ def find_experts(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom
         sums = [evidence.find_checksum(tensor) for tensor in matrices]
         if None not in sums and len(set(sums)) < len(sums):
             what = f"{len(sums)} of its experts have {len(set(sums))} different values"
-            yield Symptom(Trouble.EQUAL_EXPERTS, what, file, name)
+            # Experts that were made of others are all copies.
+            is_pair = len(set(sums)) == len(sums) - 1 and len(sums) > 2
+            yield Symptom(Trouble.COPIED_TENSOR if is_pair else Trouble.EQUAL_EXPERTS, what, file, name)
+
+
+def find_missing_from_part(state: State, part: State) -> Iterator[Symptom]:
+    """Tensors of the model that another copy lacks, though it has others of the layer, and the same of other layers."""
+    names = {tensor.parameter for tensor in part.select("model")}
+    families = {re.sub(r"\d+", "#", name) for name in names}
+    layers = {found.group(1, 2) for name in names if (found := LAYER.match(name))}
+    for tensor in state.select("model"):
+        name, found = tensor.parameter, LAYER.match(tensor.parameter)
+        is_expected = found is not None and found.group(1, 2) in layers and re.sub(r"\d+", "#", name) in families
+        if name not in names and len(tensor.shape) > 1 and is_expected:
+            what = "the model has it, and this part has it of other layers"
+            yield Symptom(Trouble.MISSING_TENSOR, what, state.files[0], ".".join((*(part.head or ()), name)))
+
+
+def _is_of_every_layer(rest: str, others: frozenset[str], has_config: bool) -> bool:
+    """Says whether a layer without a tensor that the other layer has lacks it: by its name, or those beside it."""
+    place, _, kind = rest.removesuffix(".weight").rpartition(".")
+    beside = [each for each in others if each.startswith(f"{place}.") and each.endswith("_proj.weight")]
+    # Layers that share keys and values lack both.
+    is_of_group = rest.endswith("_proj.weight") and len(beside) >= (3 if kind in ("q_proj", "k_proj", "v_proj") else 2)
+    return bool(_OF_EVERY_LAYER.search(rest)) and (has_config or is_of_group)
 
 
 def find_mixed_dtypes(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
@@ -218,6 +311,11 @@ def find_missing_settings(evidence: CheckpointEvidence) -> Iterator[Symptom]:
         others = {here / "tokenizer.json", here / "generation_config.json"} & settings
         if is_model and others and here / "config.json" not in settings:
             yield Symptom(Trouble.SETTINGS, "config.json is missing", state.directory)
+        has_model = any(each.roles.get(path) == "model" for each in evidence.checkpoint.states for path in each.tensors)
+        is_resume = here / "trainer_state.json" in settings or any("extra_state" in file for file in state.files)
+        if not has_model and state.label != "extra_state" and any(True for _ in state.select("optimizer")):
+            trouble = Trouble.NO_MODEL if is_resume else Trouble.NO_MODEL_HERE
+            yield Symptom(trouble, "there is an optimizer, and no model", state.directory)
         if state.label == "adapter_model" and here / "adapter_config.json" not in settings:
             yield Symptom(Trouble.SETTINGS, "adapter_config.json is missing", state.directory)
 

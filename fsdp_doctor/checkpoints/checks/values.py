@@ -6,25 +6,37 @@ import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fsdp_doctor.checkpoints.checks.evidence import (
     EMBEDDING,
     LAYER,
     LORA,
+    MATRIX,
+    MOMENTS,
+    REPEATED_HEADS,
     CheckpointEvidence,
     group_families,
     measure_size,
+    parse_number,
 )
-from fsdp_doctor.checkpoints.record import Arrangement, SavedPiece, SavedTensor, State
-from fsdp_doctor.checkpoints.scanning import PAGE_BYTES, SpanScan
+from fsdp_doctor.checkpoints.dtypes import is_floating_point
+from fsdp_doctor.checkpoints.record import Arrangement, SavedPiece, SavedTensor, State, parse_optimizer_slot
+from fsdp_doctor.checkpoints.spans import PAGE_BYTES, SpanScan
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
 
 # A vocabulary is padded by less than this part of its rows.
 _MOST_PADDING = 1 / 8
+# Matrices of bfloat16 that are smaller are no weights; how far the magnitudes of weights differ, and do not.
+_TINY, _USUAL_SPREAD, _NARROW = 1e-10, 0.5, 0.35
+# After as many steps a weight has changed, whatever the warmup.
+_FEWEST_STEPS = 3
+_FRACTIONS = {2: "half", 4: "quarter", 8: "eighth"}
+_NORM = re.compile(r"(?:norm\d?|ln_\w+)\.weight$")
 # How many matrices say what is usual, and by which factor one is of another order.
 _FEWEST_LIKE, _OTHER_ORDER, _SAME_ORDER = 3, 500.0, 16.0
+_HUGE = 1e38
 _MASK = re.compile(r"mask|inv_freq")
 
 
@@ -33,9 +45,10 @@ def find_nonfinite(evidence: CheckpointEvidence, state: State) -> Iterator[Sympt
         if _MASK.search(tensor.last_name):
             continue
         for piece, scan in evidence.find_scans(tensor):
-            if scan.num_huge:
+            # Masks hold the least value of their dtype, and no weight comes near to it.
+            if scan.num_huge and (scan.largest > _HUGE or len(tensor.shape) > 1):
                 row = _locate_row(piece, scan.first_bad or 0) if piece.is_contiguous else None
-                what = f"{scan.num_huge} values are beyond 1e38"
+                what = f"{scan.num_huge} values are beyond 1e30"
                 yield Symptom(Trouble.HUGE, what, piece.file, tensor.name, row, piece.rank)
             if not scan.num_nan + scan.num_inf + scan.num_minus_inf or scan.first_bad is None:
                 continue
@@ -59,6 +72,7 @@ def _locate_row(piece: SavedPiece, element: int) -> tuple[int, int] | None:
 def find_other_sizes(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Matrices whose values are of another order than those like it, and those whose bits are of another dtype."""
     matrices = [tensor for tensor in state.select("model") if len(tensor.shape) > 1 and tensor.numel]
+    yield from _find_misread_halves(evidence, [each for each in matrices if not LORA.match(each.parameter)])
     for tensor in matrices:
         for piece, scan in evidence.find_scans(tensor):
             if scan.looks_split:
@@ -78,8 +92,136 @@ def find_other_sizes(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
             yield Symptom(Trouble.MAGNITUDE, what, tensor.file, tensor.name)
 
 
+def _find_misread_halves(evidence: CheckpointEvidence, matrices: list[SavedTensor]) -> Iterator[Symptom]:
+    """Finds float16 that is called bfloat16, and the reverse, by what that makes of the size of weights.
+
+    A weight of 0.02 becomes 1e-16, since eight bits are taken for the exponent where five are; the reverse makes all
+    magnitudes one and a half, or nearly so.
+    """
+    samples = [
+        (tensor, scans[0][1].size, scans[0][1].spread)
+        for tensor in matrices
+        if (scans := evidence.find_scans(tensor)) and scans[0][1].size and scans[0][1].spread is not None
+    ]
+    small = [tensor for tensor, size, _ in samples if tensor.dtype == "bfloat16" and size is not None and size < _TINY]
+    if len(small) >= _FEWEST_LIKE and 2 * len(small) > len(matrices):
+        what = f"{len(small)} of {len(matrices)} matrices have values below {_TINY:g}, as those of float16 read so"
+        yield Symptom(Trouble.OTHER_BITS, what, small[0].file, small[0].name)
+    usual = statistics.median(spread or 0.0 for *_, spread in samples) if samples else 0.0
+    for tensor, size, spread in samples if usual > _USUAL_SPREAD else ():
+        if tensor.dtype == "float16" and (spread or 0.0) < _NARROW and 0.9 < (size or 0.0) < 2:
+            what = f"its magnitudes are all near {size:.2g}, as those of bfloat16 read so"
+            yield Symptom(Trouble.OTHER_BITS, what, tensor.file, tensor.name)
+
+
+def find_constants(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Matrices of one value, and rows that stand several times, where other tensors like them are not so."""
+    matrices = (tensor for tensor in state.select("model") if len(tensor.shape) > 1 and tensor.numel > 1)
+    for members in group_families(each for each in matrices if is_floating_point(each.dtype)):
+        of_one_value = [tensor for tensor in members if _is_of_one_value(evidence, tensor)]
+        for tensor in of_one_value if len(of_one_value) < len(members) else ():
+            what = f"all its elements are the same, and of {len(members)} tensors like it {len(of_one_value)} are so"
+            yield Symptom(Trouble.CONSTANT, what, tensor.file, tensor.name)
+        found = {tensor.path: _find_equal_rows(evidence, tensor) for tensor in members if tensor not in of_one_value}
+        of_equal_rows = [tensor for tensor in members if found.get(tensor.path)]
+        for tensor in of_equal_rows if 2 * len(of_equal_rows) <= max(len(members), 2) else ():
+            piece, rows, what = found[tensor.path][0]
+            yield Symptom(Trouble.EQUAL_ROWS, what, piece.file, tensor.name, rows, piece.rank)
+
+
+def _is_of_one_value(evidence: CheckpointEvidence, tensor: SavedTensor) -> bool:
+    scans = evidence.find_scans(tensor)
+    return bool(scans) and all(scan.is_constant and not scan.is_zero for _, scan in scans)
+
+
+def _find_equal_rows(
+    evidence: CheckpointEvidence, tensor: SavedTensor
+) -> list[tuple[SavedPiece, tuple[int, int] | None, str]]:
+    """Finds rows that follow one another and are equal, and halves, quarters or eighths that are.
+
+    Rows of an embedding may be equal: those of added words. Key and value heads are repeated for more groups.
+    """
+    if len(tensor.shape) != 2 or not MATRIX.search(tensor.parameter) or EMBEDDING.search(tensor.parameter):
+        return []
+    found: list[tuple[SavedPiece, tuple[int, int] | None, str]] = []
+    for piece, scan in evidence.find_scans(tensor):
+        at = piece.offsets[0] if piece.offsets else 0
+        if scan.is_constant:
+            continue
+        if scan.equal_rows is not None:
+            first, after = scan.equal_rows
+            found.append((piece, (at + first, at + after), f"these {after - first} rows are equal, bit by bit"))
+        repeated = None if REPEATED_HEADS.search(tensor.parameter) else _find_repeated_block(scan, piece.shape[0])
+        if repeated is not None:
+            rows, count = repeated
+            what = f"this {_FRACTIONS[count]} of the rows equals another one, bit by bit"
+            found.append((piece, (at + rows[0], at + rows[1]), what))
+    return found
+
+
+def _find_repeated_block(scan: SpanScan, rows: int) -> tuple[tuple[int, int], int] | None:
+    """Finds the first half, quarter or eighth of the rows that equals one before it in all rows that were summed."""
+    for count in _FRACTIONS if scan.row_sums else ():
+        size = len(scan.row_sums) // count
+        seen: set[tuple[int | None, ...]] = set()
+        for number in range(count):
+            block = scan.row_sums[number * size : (number + 1) * size]
+            if None not in block and len(set(block)) > 1 and block in seen:
+                return (number * rows // count, (number + 1) * rows // count), count
+            seen.add(block)
+    return None
+
+
+def find_equal_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Single matrices, and moments of the optimizer, that are those of another layer, bit by bit.
+
+    Layers that share weights share them all, or in pairs: one pair of three and more is a copy that went wrong. Two
+    parameters never have the same moments, unless both are one, under two names.
+    """
+    of_model = [each for each in state.select("model") if len(each.shape) > 1 and is_floating_point(each.dtype)]
+    of_layers = [each for each in of_model if LAYER.match(each.parameter) and not LORA.match(each.parameter)]
+    for members in group_families(of_layers):
+        layers = {found["number"] for each in members if (found := LAYER.match(each.parameter))}
+        equal = _find_equal(evidence, members) if len(layers) == len(members) else []
+        whole = _list_equal_layers(evidence, state) if equal else set()
+        if len(equal) == 1 and not {LAYER.sub(r"\g<stack>.\g<number>", each.parameter) for each in equal[0]} <= whole:
+            tensor, other = equal[0]
+            yield Symptom(Trouble.COPIED_TENSOR, f"it equals {other.name}, bit by bit", tensor.file, tensor.name)
+    moments: dict[str, list[SavedTensor]] = defaultdict(list)
+    for tensor in state.select("optimizer"):
+        # Biases that are added to one sum have the same gradients.
+        if (slot := parse_optimizer_slot(tensor)) and slot[1] in MOMENTS and len(tensor.shape) > 1:
+            moments[slot[1]].append(tensor)
+    for tensors in moments.values():
+        for tensor, other in _find_equal(evidence, tensors):
+            if not (EMBEDDING.search(tensor.name) or EMBEDDING.search(other.name)):
+                yield Symptom(Trouble.COPIED_TENSOR, f"it equals {other.name}, bit by bit", tensor.file, tensor.name)
+
+
+def _find_equal(evidence: CheckpointEvidence, tensors: Iterable[SavedTensor]) -> list[tuple[SavedTensor, SavedTensor]]:
+    """Finds tensors that equal one before them, with that one."""
+    seen: dict[tuple[Any, ...], SavedTensor] = {}
+    found = []
+    for tensor in tensors:
+        is_constant = all(scan.is_constant for _, scan in evidence.find_scans(tensor))
+        crc = evidence.find_checksum(tensor) if tensor.numel and not is_constant else None
+        if crc is not None and (other := seen.setdefault((crc, tensor.shape, tensor.dtype), tensor)) is not tensor:
+            found.append((tensor, other))
+    return found
+
+
 def find_equal_layers(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Layers all of whose matrices are the same, bit by bit."""
+    """Layers all of whose matrices are the same, bit by bit: damage, where an optimizer has trained all of them."""
+    for stack, number, other, tensors in _compare_layers(evidence, state):
+        what = f"its {len(tensors)} matrices are those of layer {other}, bit by bit"
+        trouble = Trouble.EQUAL_LAYERS
+        if _are_all_trained(evidence, state):
+            trouble, what = Trouble.COPIED_TENSOR, f"{what}, and the optimizer updated both"
+        yield Symptom(trouble, what, tensors[0].file, f"{stack}.{number}")
+
+
+def _compare_layers(evidence: CheckpointEvidence, state: State) -> Iterator[tuple[str, int, int, list[SavedTensor]]]:
+    """Yields the stack, the number of a layer, that of the one before that it equals, and its matrices."""
     layers: dict[tuple[str, int], dict[str, SavedTensor]] = defaultdict(dict)
     for tensor in state.select("model"):
         if (found := LAYER.match(tensor.parameter)) and len(tensor.shape) > 1 and tensor.numel:
@@ -91,8 +233,34 @@ def find_equal_layers(evidence: CheckpointEvidence, state: State) -> Iterator[Sy
             continue
         other = seen.setdefault((stack, *sums), number)
         if other != number:
-            what = f"its {len(sums)} matrices are those of layer {other}, bit by bit"
-            yield Symptom(Trouble.EQUAL_LAYERS, what, next(iter(tensors.values())).file, f"{stack}.{number}")
+            yield stack, number, other, list(tensors.values())
+
+
+def _list_equal_layers(evidence: CheckpointEvidence, state: State) -> set[str]:
+    return {f"{stack}.{each}" for stack, *pair, _ in _compare_layers(evidence, state) for each in pair}
+
+
+def _are_all_trained(evidence: CheckpointEvidence, state: State) -> bool:
+    """Returns whether an optimizer has Adam's moments, not zero, of as many tensors as the model has, and three steps.
+
+    In the first step after a warmup that begins at a learning rate of zero nothing changes.
+    """
+    others = [each for each in evidence.checkpoint.states if each is state or each.directory == state.directory]
+    moments = [
+        tensor
+        for each in others
+        for tensor in each.select("optimizer")
+        if tensor.last_name == "exp_avg" and not evidence.is_zero(tensor)
+    ]
+    steps = [
+        parse_number(tensor.dtype, scan.head) or 0.0
+        for each in others
+        for tensor in each.select("optimizer")
+        if tensor.last_name == "step" and tensor.numel == 1
+        for _, scan in evidence.find_scans(tensor)
+    ]
+    num_tensors = sum(is_floating_point(tensor.dtype) for tensor in state.select("model"))
+    return len(moments) >= num_tensors > 0 and min(steps, default=0.0) >= _FEWEST_STEPS
 
 
 def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
@@ -103,6 +271,13 @@ def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
         for tensor in zero if len(zero) < len(members) else ():
             what = f"it is zero, and of {len(members)} tensors like it {len(members) - len(zero)} are not"
             yield Symptom(Trouble.ZERO_MATRIX, what, tensor.file, tensor.name)
+    norms = (tensor for tensor in state.select("model") if len(tensor.shape) == 1 and _NORM.search(tensor.parameter))
+    for members in group_families(norms):
+        zero = [tensor for tensor in members if evidence.is_zero(tensor)]
+        for tensor in zero if len(zero) * 3 <= len(members) else ():
+            what = f"it is zero, and of {len(members)} norms like it {len(members) - len(zero)} are not"
+            yield Symptom(Trouble.ZERO_MATRIX, what, tensor.file, tensor.name)
+    yield from _find_zero_columns(evidence, state)
     for tensor in state.tensors.values():
         scans = evidence.find_scans(tensor)
         if all(scan.is_zero for _, scan in scans):
@@ -116,6 +291,24 @@ def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
                 yield Symptom(trouble, "these rows are zero", piece.file, tensor.name, piece.rows, piece.rank)
             elif not scan.is_zero and piece.is_contiguous and is_matrix:
                 yield from _judge_zero_runs(evidence, tensor, piece, scan)
+
+
+def _find_zero_columns(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Finds columns that are zero: of one tensor, where those like it have none; alike in all, they are padding."""
+    matrices = (each for each in state.select("model") if len(each.shape) == 2 and is_floating_point(each.dtype))
+    for members in group_families(each for each in matrices if not LORA.match(each.parameter)):
+        found = [
+            (tensor, piece, scan.zero_columns)
+            for tensor in members
+            for piece, scan in evidence.find_scans(tensor)
+            if scan.zero_columns is not None and (scan.zero_columns[1] - scan.zero_columns[0]) * 8 >= piece.shape[1]
+        ]
+        tensors = {tensor.path for tensor, _, _ in found}
+        is_alike = len(tensors) == len(members) or len({columns for _, _, columns in found}) == 1 < len(tensors)
+        for tensor, piece, (first, after) in found:
+            what = f"the columns {first} to {after - 1} are zero in all rows that were looked at"
+            trouble = Trouble.PADDED_COLUMNS if is_alike and len(members) > 1 else Trouble.ZERO_COLUMNS
+            yield Symptom(trouble, what, piece.file, tensor.name, piece.rows, piece.rank)
 
 
 def _judge_zero_runs(
@@ -138,6 +331,8 @@ def _judge_zero_runs(
             continue
         # A checksum that is right says that the zeros were saved.
         if file.has_checksums:
+            what = f"{end - begin} bytes that follow one another are zero, from within one row to within another"
+            yield Symptom(Trouble.ZERO_ROWS, what, piece.file, tensor.name, rows, piece.rank)
             continue
         from_page = begin and -(piece.begin + begin) % PAGE_BYTES < slack
         to_page = end < scan.nbytes and (piece.begin + end) % PAGE_BYTES < slack
@@ -172,6 +367,7 @@ def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
         elif not config.get("rank_pattern") and by_half["A"].shape[0] != config.get("r", by_half["A"].shape[0]):
             what = f"lora_A has {by_half['A'].shape[0]} rows, and adapter_config.json says r = {config['r']}"
             yield Symptom(Trouble.SHAPE, what, file, module)
+    yield from _find_missing_adapters(state, halves, config)
     matrices = [by_half["B"] for by_half in halves.values() if "B" in by_half]
     zero = [tensor for tensor in matrices if evidence.is_zero(tensor)]
     if zero and len(zero) < len(matrices):
@@ -183,3 +379,26 @@ def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
         trouble = Trouble.LORA_ZERO if isinstance(step, int) and step > 0 else Trouble.LORA_START
         after = f" after {step} steps" if trouble is Trouble.LORA_ZERO else ""
         yield Symptom(trouble, f"all {len(zero)} lora_B are zero{after}", zero[0].file)
+
+
+def _find_missing_adapters(
+    state: State, halves: Mapping[str, dict[str, SavedTensor]], config: Mapping[str, Any]
+) -> Iterator[Symptom]:
+    """Finds modules that have an adapter in all layers but one, and targets that have none in any."""
+    by_kind: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for module in halves:
+        if found := LAYER.match(module):
+            by_kind[found["stack"], found["rest"]].add(int(found["number"]))
+    targets = config.get("target_modules")
+    is_by_layer = any(config.get(key) for key in ("layers_to_transform", "layers_pattern", "exclude_modules"))
+    if is_by_layer or not isinstance(targets, list) or not state.files:
+        return
+    for (stack, rest), numbers in by_kind.items():
+        layers = set().union(*(each for (other, _), each in by_kind.items() if other == stack))
+        for number in sorted(layers - numbers) if rest.rpartition(".")[2] in targets else ():
+            what = f"{len(numbers)} of {len(layers)} layers have it, and adapter_config.json names it for all"
+            yield Symptom(Trouble.ADAPTER_PART, what, state.files[0], f"{stack}.{number}.{rest}")
+    for target in sorted(map(str, targets)):
+        if halves and not any(f".{module}".endswith(f".{target}") for module in halves):
+            what = f"adapter_config.json names {target}, and no tensor is of it"
+            yield Symptom(Trouble.NO_TARGET, what, state.files[0])

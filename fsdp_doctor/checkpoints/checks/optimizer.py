@@ -1,0 +1,311 @@
+"""Checks of the optimizer's state: moments that cannot be, are missing, or are of other parameters."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy
+
+from fsdp_doctor.checkpoints.checks.evidence import (
+    EMBEDDING,
+    EXPERT,
+    GROUP_SETTING,
+    LAYER,
+    MOMENTS,
+    CheckpointEvidence,
+    measure_size,
+    parse_number,
+)
+from fsdp_doctor.checkpoints.dtypes import is_floating_point
+from fsdp_doctor.checkpoints.names import strip_wrappers
+from fsdp_doctor.checkpoints.record import Arrangement, SavedTensor, State, parse_optimizer_slot
+from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
+from fsdp_doctor.text import join_some
+
+_Samples: TypeAlias = "numpy.ndarray[Any, Any]"
+# Slots of a parameter's own shape. GaLore and others keep moments of a smaller one, of most matrices.
+_LIKE_PARAMETER = MOMENTS | {"max_exp_avg_sq", "momentum_buffer"}
+# Optimizers with further slots (SOAP, Adan, Adafactor, Prodigy) keep moments of something else than the gradient.
+_SLOTS_OF_ADAM = MOMENTS | {"max_exp_avg_sq", "step"}
+# Its square is zero in float32.
+_SQUARE_IS_ZERO = 1e-18
+# Above the bound by rounding: of float32, and of narrower dtypes, in which a mean may stand still.
+_ROUNDING, _NARROW_ROUNDING = 1.02, 4.0
+# With unknown betas.
+_WIDE_BOUND = 2000.0
+_SMALLEST_MOMENT = 1e-15
+
+
+@dataclass
+class OptimizedParameter:
+    """The optimizer's state of one parameter: its tensors and further values, and its step."""
+
+    tensors: dict[str, SavedTensor] = field(default_factory=dict)
+    values: set[str] = field(default_factory=set)
+    steps: set[float] = field(default_factory=set)
+
+
+class _Betas(NamedTuple):
+    first: float
+    second: float
+
+
+def read_optimizer(evidence: CheckpointEvidence, state: State) -> dict[str, OptimizedParameter]:
+    """Reads the state by the name or number of each parameter."""
+    found: dict[str, OptimizedParameter] = defaultdict(OptimizedParameter)
+    for tensor in state.select("optimizer"):
+        if (slot := parse_optimizer_slot(tensor)) is None:
+            continue
+        found[slot[0]].tensors[slot[1]] = tensor
+        if slot[1] == "step" and tensor.numel == 1:
+            numbers = (parse_number(tensor.dtype, scan.head) for _, scan in evidence.find_scans(tensor))
+            found[slot[0]].steps |= {number for number in numbers if number is not None}
+    for (path, _), value in state.values.items():
+        if len(path) > 2 and path[-3] == "state" and state.judge_keys(path) == "optimizer":
+            found[path[-2]].values.add(path[-1])
+            if path[-1] == "step" and isinstance(value, int | float):
+                found[path[-2]].steps.add(float(value))
+    return found
+
+
+def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
+    """Parameters without the optimizer's state that others of their layer have, and state that cannot be theirs."""
+    states = evidence.checkpoint.states
+    model = {tensor.parameter: tensor for state in states for tensor in state.select("model") if len(tensor.shape) > 0}
+    with_state: set[str] = set()
+    for state in states:
+        optimizer = read_optimizer(evidence, state)
+        yield from _compare_moments(evidence, state, optimizer)
+        yield from _compare_shapes(state, states, optimizer)
+        ids = {f"{key}" for (path, _), key in state.values.items() if path[-2:-1] == ("params",)}
+        of_tensors = {name for name, parameter in optimizer.items() if parameter.tensors}
+        with_state |= of_tensors
+        if lacking := sorted(ids - of_tensors) if of_tensors else []:
+            what = f"of {len(ids)} parameters {len(lacking)} have no state: {join_some(lacking)}"
+            yield Symptom(Trouble.NO_OPTIMIZER, what, state.directory)
+    has_training_state = any(state.label == "extra_state" for state in states) or any(
+        pathlib.PurePath(path).name == "trainer_state.json" for path in evidence.checkpoint.settings
+    )
+    if model and not with_state and has_training_state:
+        yield Symptom(Trouble.NO_OPTIMIZER, "there is no state of an optimizer", ".")
+    families_with_state = {re.sub(r"\d+", "#", name) for name in with_state}
+    layers_with_state = {found.group(1, 2) for name in with_state if (found := LAYER.match(name))}
+    for name, tensor in model.items() if with_state & model.keys() else ():
+        found = LAYER.match(name)
+        is_like_others = re.sub(r"\d+", "#", name) in families_with_state and not EXPERT.match(name)
+        if name not in with_state and is_like_others and found and found.group(1, 2) in layers_with_state:
+            what = "the optimizer has no state of it, and has of others in its layer"
+            yield Symptom(Trouble.OPTIMIZER, what, tensor.file, name)
+
+
+def _compare_moments(
+    evidence: CheckpointEvidence, state: State, optimizer: Mapping[str, OptimizedParameter]
+) -> Iterator[Symptom]:
+    """Finds moments of Adam that cannot be, and parameters that lack one of the two, or lost both."""
+    betas, is_constant = _read_betas(state)
+    has_both = [name for name, each in optimizer.items() if each.tensors.keys() >= MOMENTS]
+    for name, parameter in optimizer.items():
+        by_kind = parameter.tensors
+        present = MOMENTS & by_kind.keys()
+        tensors = [by_kind[kind] for kind in sorted(present)]
+        is_of_adam = by_kind.keys() | parameter.values <= _SLOTS_OF_ADAM
+        if has_both and len(present) == 1 and is_of_adam:
+            what = f"it has no {min(MOMENTS - present)}, which {len(has_both)} of {len(optimizer)} have"
+            yield Symptom(Trouble.OPTIMIZER, what, tensors[0].file, name)
+        if len(tensors) < 2:
+            continue
+        step = min(parameter.steps, default=None)
+        what = _judge_moments(evidence, by_kind, step)
+        if not what and is_of_adam:
+            bound = _compute_bound(betas, step) if is_constant else _WIDE_BOUND
+            what = _compare_with_bound(evidence, by_kind, bound) or _compare_with_maximum(evidence, by_kind)
+        if what:
+            yield Symptom(Trouble.MOMENTS, what, by_kind["exp_avg_sq"].file, by_kind["exp_avg_sq"].name)
+        elif tensors[0].shape != tensors[1].shape and tensors[1].numel > 1:
+            what = f"its moments are {list(tensors[0].shape)} and {list(tensors[1].shape)}"
+            yield Symptom(Trouble.OPTIMIZER, what, tensors[0].file, name)
+    yield from _find_lost_moments(evidence, optimizer)
+
+
+def _judge_moments(evidence: CheckpointEvidence, by_kind: Mapping[str, SavedTensor], step: float | None) -> str:
+    """Says what is wrong with the moments of Adam, whose second is a mean of squares; empty if nothing is."""
+    first, second = by_kind["exp_avg"], by_kind["exp_avg_sq"]
+    if negative := sum(scan.num_negative for _, scan in evidence.find_scans(second)):
+        return f"{negative} values of a mean of squares are negative"
+    has_first = bool(evidence.find_scans(first)) and not evidence.is_zero(first)
+    if has_first and evidence.is_zero(second) and (measure_size(evidence, first) or 1.0) > _SQUARE_IS_ZERO:
+        return "it is zero, and exp_avg is not"
+    if step == 0 and has_first:
+        return "the step is 0, and there are moments"
+    return ""
+
+
+def _read_betas(state: State) -> tuple[_Betas | None, bool]:
+    """Reads the decay rates, the widest of all groups, and whether a schedule leaves them as they are."""
+    rates: dict[str, dict[str, float]] = defaultdict(dict)
+    is_constant = not any(path[-1:] in (("base_momentum",), ("max_momentum",)) for path, _ in state.values)
+    for (path, _), value in state.values.items():
+        if (
+            (found := GROUP_SETTING.search(".".join(path)))
+            and found["key"].startswith("betas")
+            and isinstance(value, float)
+        ):
+            rates[found["group"]][found["key"]] = value
+    pairs = {(each["betas.0"], each["betas.1"]) for each in rates.values() if len(each) == 2}
+    return (_Betas(*max(pairs, key=lambda pair: _compute_bound(_Betas(*pair), None))) if pairs else None), is_constant
+
+
+def _compute_bound(betas: _Betas | None, step: float | None) -> float:
+    """Computes the most that the square of Adam's first moment can be of the second, after so many steps.
+
+    Both are means of the same gradients with weights that fall by ``betas``, so that the inequality of Cauchy and
+    Schwarz gives it: (1 - b1)^2 / (1 - b2) times the sum of (b1^2 / b2)^i.
+    """
+    if betas is None or not (0 <= betas.first < 1 and 0 < betas.second < 1):
+        return _WIDE_BOUND
+    ratio = betas.first**2 / betas.second
+    if ratio >= 1:
+        return math.inf
+    terms = 1.0 if step is None else 1 - ratio ** max(step, 1)
+    return (1 - betas.first) ** 2 / (1 - betas.second) * terms / (1 - ratio)
+
+
+def _compare_with_bound(evidence: CheckpointEvidence, by_kind: Mapping[str, SavedTensor], bound: float) -> str:
+    above = looked_at = 0
+    for first, second, dtype in _pair_samples(evidence, by_kind, "exp_avg", "exp_avg_sq"):
+        rounding = _ROUNDING if dtype in ("float32", "float64") else _NARROW_ROUNDING
+        is_above = (first**2 > bound * rounding * second) & (numpy.abs(first) > _SMALLEST_MOMENT)
+        above, looked_at = above + int(is_above.sum()), looked_at + len(first)
+    if above < 2 or above * 50 < looked_at:
+        return ""
+    return (
+        f"{above} of {looked_at} elements that were compared are less than the square of exp_avg allows in any training"
+    )
+
+
+def _compare_with_maximum(evidence: CheckpointEvidence, by_kind: Mapping[str, SavedTensor]) -> str:
+    below = looked_at = 0
+    for most, second, _ in _pair_samples(evidence, by_kind, "max_exp_avg_sq", "exp_avg_sq"):
+        below, looked_at = below + int((most < second).sum()), looked_at + len(most)
+    return f"{below} of {looked_at} elements that were compared are above max_exp_avg_sq" if below else ""
+
+
+def _pair_samples(
+    evidence: CheckpointEvidence, by_kind: Mapping[str, SavedTensor], one: str, other: str
+) -> Iterator[tuple[_Samples, _Samples, str]]:
+    """Yields the elements of two slots at the same places, of pieces that hold the same rows, and their dtype."""
+    if one not in by_kind or other not in by_kind:
+        return
+    samples = {
+        (piece.offsets, piece.shape): scan.sample
+        for piece, scan in evidence.find_scans(by_kind[other])
+        if piece.is_contiguous
+    }
+    for piece, scan in evidence.find_scans(by_kind[one]):
+        pair = scan.sample, samples.get((piece.offsets, piece.shape))
+        if pair[0] is not None and pair[1] is not None and piece.is_contiguous and len(pair[0]) == len(pair[1]):
+            is_there = numpy.isfinite(pair[0]) & numpy.isfinite(pair[1])
+            yield pair[0][is_there], pair[1][is_there], by_kind[one].dtype
+
+
+def _find_lost_moments(evidence: CheckpointEvidence, optimizer: Mapping[str, OptimizedParameter]) -> Iterator[Symptom]:
+    """Finds matrices whose moments are zero, or half of them, where those of others like them are not.
+
+    Alike are those of the same name in other layers, and of numbers those of one shape. Rows of embeddings and experts
+    have no gradient where no token came to them.
+    """
+    model = (tensor for state in evidence.checkpoint.states for tensor in state.select("model"))
+    outside = {tensor.shape for tensor in model if not LAYER.match(tensor.parameter)}
+    families: dict[object, list[SavedTensor]] = defaultdict(list)
+    for name, parameter in optimizer.items():
+        first = parameter.tensors.get("exp_avg")
+        is_row_by_row = EMBEDDING.search(name) or EXPERT.match(name) or "lora_" in name
+        if first is None or len(first.shape) != 2 or is_row_by_row or not any(parameter.steps):
+            continue
+        if LAYER.match(name):
+            families[re.sub(r"\d+", "#", name)].append(first)
+        elif name.isdecimal() and outside and first.shape not in outside:
+            families[first.shape].append(first)
+    for members in families.values():
+        scans = {tensor.path: evidence.find_scans(tensor) for tensor in members}
+        zero = [tensor for tensor in members if scans[tensor.path] and evidence.is_zero(tensor)]
+        for tensor in zero if 2 * len(zero) < len(members) else ():
+            what = f"it is zero, and of {len(members)} like it {len(members) - len(zero)} are not"
+            yield Symptom(Trouble.MOMENTS, what, tensor.file, tensor.name)
+        partly = [
+            (tensor, piece, (begin, end))
+            for tensor in members
+            if tensor not in zero
+            for piece, scan in scans[tensor.path]
+            for begin, end in ([(0, scan.nbytes)] if scan.is_zero else scan.zero_runs)
+            if piece.is_contiguous and (end - begin) * 8 >= scan.nbytes
+        ]
+        of_tensors = {tensor.path for tensor, *_ in partly}
+        for tensor, piece, (begin, end) in partly if 2 * len(of_tensors) <= len(members) else ():
+            width = piece.shape[1] * tensor.itemsize
+            rows = piece.offsets[0] + begin // width, piece.offsets[0] + max(end // width, begin // width + 1)
+            what = "these rows are zero, and those of other layers are not"
+            yield Symptom(Trouble.MOMENTS, what, piece.file, tensor.name, rows, piece.rank)
+
+
+def _compare_shapes(
+    state: State, states: list[State], optimizer: Mapping[str, OptimizedParameter]
+) -> Iterator[Symptom]:
+    """Compares the shapes of moments with those of the model beside them, by name, or, of numbers, all together."""
+    beside = [each for each in states if each is state or each.directory == state.directory]
+    model = [tensor for each in beside for tensor in each.select("model") if is_floating_point(tensor.dtype)]
+    moments = [
+        (name, tensor)
+        for name, parameter in optimizer.items()
+        for slot, tensor in parameter.tensors.items()
+        if slot in ("exp_avg", "momentum_buffer") and len(tensor.shape) > 1
+    ]
+    by_name = {tensor.parameter: tensor for tensor in model}
+    named = [(by_name[strip_wrappers(name)], tensor) for name, tensor in moments if strip_wrappers(name) in by_name]
+    odd = [(parameter, tensor) for parameter, tensor in named if parameter.shape != tensor.shape]
+    for parameter, tensor in odd if len(odd) * 4 <= len(named) else ():
+        what = f"it is {list(tensor.shape)}, and the parameter is {list(parameter.shape)}"
+        yield Symptom(Trouble.OTHER_OPTIMIZER, what, tensor.file, tensor.name)
+    if named or not model or state.arrangement is not Arrangement.WHOLE:
+        return
+    yield from _compare_numbers(state, beside, optimizer)
+    # Experts are one tensor in the model and many on the Hub: only matrices are compared.
+    matrices = [tensor for _, tensor in moments if len(tensor.shape) == 2]
+    rest = Counter(tensor.shape for tensor in matrices)
+    rest.subtract(tensor.shape for tensor in model if len(tensor.shape) == 2)
+    strange = sum(count for count in rest.values() if count > 0)
+    if len(matrices) > 2 and strange * 4 > len(matrices):
+        shape = max(rest, key=lambda each: rest[each])
+        what = f"{strange} of {len(matrices)} matrices in it have shapes that the model's have not, as {list(shape)}"
+        yield Symptom(Trouble.OTHER_OPTIMIZER, what, state.files[0])
+
+
+def _compare_numbers(
+    state: State, beside: list[State], optimizer: Mapping[str, OptimizedParameter]
+) -> Iterator[Symptom]:
+    """Finds two parameters whose state was exchanged, where the files keep the order that the numbers count."""
+    places = {
+        tensor.pieces[0][:2]: tensor
+        for each in beside
+        if each.keeps_order
+        for tensor in each.select("model")
+        if is_floating_point(tensor.dtype) and tensor.pieces
+    }
+    groups = {path[:-1] for path, _ in state.values if path[-2:-1] == ("params",)}
+    if len(groups) != 1 or {*map(str, range(len(places)))} != optimizer.keys():
+        return
+    odd = [
+        (number, parameter, tensor)
+        for number, parameter in enumerate(places.values())
+        if (tensor := optimizer[str(number)].tensors.get("exp_avg")) is not None and tensor.shape != parameter.shape
+    ]
+    if len(odd) == 2 and odd[0][1].shape == odd[1][2].shape and odd[1][1].shape == odd[0][2].shape:
+        for number, parameter, tensor in odd:
+            what = f"it is {list(tensor.shape)}, and parameter {number}, {parameter.parameter}, {list(parameter.shape)}"
+            yield Symptom(Trouble.OTHER_OPTIMIZER, what, tensor.file, tensor.name)

@@ -1,0 +1,285 @@
+"""Facts about the bytes of one piece of a tensor, taken from the chunks of its file in order."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy
+
+from fsdp_doctor.checkpoints.dtypes import DTYPES
+from fsdp_doctor.checkpoints.record import SavedPiece, SavedTensor
+from fsdp_doctor.checkpoints.sums import crc32
+
+_Array: TypeAlias = "numpy.ndarray[Any, Any]"
+
+PAGE_BYTES = 4096
+_ZERO_PAGE = bytes(PAGE_BYTES)
+# Of every 512th byte a page of zeros has eight that follow one another: most chunks have not, which is soon seen.
+_ZERO_SAMPLE, _SAMPLE_STEP = bytes(8), PAGE_BYTES // 8
+_MOST_CANDIDATES = 1000
+_MOST_RUNS = 1000
+_HEAD_BYTES = 8
+# Elements that are looked at for their size, at even distances; a smaller piece says too little about its like.
+_SAMPLE, _FEWEST_FOR_SIZE = 64, 256
+# In two values of bfloat16 the exponent of either is one of few bytes; what is cut off from float32 is random.
+_FEW_EXPONENTS, _LOOKED_AT = 12, 1024
+# Rows of each chunk that are looked at for columns that are zero.
+_ROWS_FOR_COLUMNS, _FEWEST_ROWS = 16, 16
+# Shorter rows may be equal by chance.
+_SHORTEST_ROW_BYTES = 32
+# Eighths of the rows are compared by this many rows of each.
+_BLOCKS, _ROWS_OF_BLOCK = 8, 8
+
+
+class _FloatFormat(NamedTuple):
+    """huge: the bits of 1e30, and where there is no such value, those of infinity. dtype: of numpy, after the shift."""
+
+    huge: int
+    dtype: str
+    shift: int = 0
+
+
+_FLOATS = {
+    "float64": _FloatFormat(0x46293E5939A08CEA, "<f8"),
+    "float32": _FloatFormat(0x7149F2CA, "<f4"),
+    "bfloat16": _FloatFormat(0x714A, "<f4", 16),
+    "float16": _FloatFormat(0x7C00, "<f2"),
+    "float8_e5m2": _FloatFormat(0x7C, "<f2", 8),
+}
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
+
+
+@dataclass(slots=True)
+class SpanScan:
+    """Facts about the bytes of a tensor's piece.
+
+    crc: None where a hole was not read. is_constant: all elements are the same. num_huge: finite, and beyond 1e30;
+    largest: of these. first_bad: the number of the first element that is one, NaN or infinite. num_negative: elements
+    below zero, of mean squares.
+
+    size: the mean of the magnitudes of a sample; spread: their standard deviation by their mean. sample: the elements
+    of it, of Adam's moments, at the same places in pieces of the same shape. looks_split: whether the first elements
+    look like two values of bfloat16 in each of float32. zero_runs: ranges of bytes that are zero and contain a page of
+    the file; at most 1000.
+
+    Of contiguous pieces of two and more dimensions, by rows of the last one: zero_columns: those that are zero in all
+    rows that were looked at, first, behind the last. equal_rows: the longest run of equal rows that are not zero.
+    row_sums: CRC-32s of eight rows of each eighth, None for one that was not read whole; empty if the rows are not
+    divisible by 64.
+    """
+
+    nbytes: int
+    crc: int | None = 0
+    is_zero: bool = True
+    is_constant: bool = True
+    num_nan: int = 0
+    num_inf: int = 0
+    num_minus_inf: int = 0
+    num_huge: int = 0
+    largest: float = 0.0
+    num_negative: int = 0
+    size: float | None = None
+    spread: float | None = None
+    sample: _Array | None = None
+    looks_split: bool = False
+    first_bad: int | None = None
+    zero_runs: list[tuple[int, int]] = field(default_factory=list)
+    zero_columns: tuple[int, int] | None = None
+    equal_rows: tuple[int, int] | None = None
+    row_sums: tuple[int | None, ...] = ()
+    head: bytes = b""
+
+
+class SpanScanner:
+    """Takes the bytes of a file in order, and looks at those of one piece."""
+
+    def __init__(self, begin: int, nbytes: int, tensor: SavedTensor, piece: SavedPiece) -> None:
+        self.begin, self.end = begin, begin + nbytes
+        self.scan = SpanScan(nbytes)
+        self._dtype, self._itemsize = tensor.dtype, DTYPES[tensor.dtype].itemsize
+        self._float = _FLOATS.get(tensor.dtype)
+        self._is_square = self._float is not None and tensor.last_name in ("exp_avg_sq", "max_exp_avg_sq")
+        self._keeps_sample = tensor.last_name in _MOMENTS
+        self._tail = b""
+        self._num_candidates = 0
+        self._zeros_before = 0
+        count = nbytes // self._itemsize
+        every = numpy.arange(min(count, _SAMPLE))
+        self._places = every if count <= _SAMPLE else (every * 2 + 1) * count // (2 * _SAMPLE)
+        self._sample = numpy.full(len(self._places), math.nan)
+        is_matrix = self._float is not None and len(piece.shape) > 1 and piece.is_contiguous
+        self._rows = _RowScanner(piece, self._itemsize, nbytes) if is_matrix else None
+
+    def skip(self, begin: int, end: int) -> None:
+        if max(begin, self.begin) < min(end, self.end):
+            self.scan.crc = None
+            self._add_run(max(begin, self.begin) - self.begin, min(end, self.end) - self.begin)
+
+    def feed(self, offset: int, chunk: bytes, *, sums: bool) -> None:
+        if offset >= self.end or offset + len(chunk) <= self.begin:
+            return
+        first = max(self.begin - offset, 0)
+        if first or self.end < offset + len(chunk):
+            chunk = chunk[first : self.end - offset]
+            offset += first
+        place, scan = offset - self.begin, self.scan
+        scan.crc = crc32(chunk, scan.crc) if sums and scan.crc is not None else scan.crc
+        scan.head += chunk[: max(_HEAD_BYTES - len(scan.head), 0)]
+        if scan.is_zero:
+            scan.is_zero = not chunk.strip(b"\0")
+        self._find_zeros(place, chunk)
+        if self._float is not None:
+            self._look_at_elements(self._float, place, chunk)
+        if self._rows is not None:
+            self._rows.feed(place, chunk)
+
+    def finish(self) -> SpanScan:
+        """Returns the facts, once all bytes were fed."""
+        scan = self.scan
+        if self._float is None:
+            return scan
+        if self._rows is not None:
+            self._rows.finish(scan)
+        sizes = numpy.abs(self._sample[numpy.isfinite(self._sample)])
+        if len(sizes) and scan.nbytes >= _FEWEST_FOR_SIZE * self._itemsize:
+            scan.size = float(sizes.mean())
+            scan.spread = float(sizes.std() / scan.size) if scan.size else None
+        if self._keeps_sample:
+            scan.sample = self._sample
+        return scan
+
+    def _look_at_elements(self, form: _FloatFormat, place: int, chunk: bytes) -> None:
+        size = self._itemsize
+        head = min(-place % size, len(chunk))
+        self._tail += chunk[:head]
+        if len(self._tail) == size:
+            self._look_at_bits(form, numpy.frombuffer(self._tail, f"<u{size}"), place // size)
+            self._tail = b""
+        first, count = (place + head) // size, (len(chunk) - head) // size
+        if count:
+            self._look_at_bits(form, numpy.frombuffer(chunk, f"<u{size}", count, head), first)
+            if not first and self._dtype == "float32":
+                self._look_for_bfloat16(chunk)
+        self._tail += chunk[head + count * size :]
+
+    def _look_at_bits(self, form: _FloatFormat, bits: _Array, first: int) -> None:
+        """Looks at whole elements; first: the number of the first of them."""
+        size, scan = self._itemsize, self.scan
+        signed = bits.view(f"<i{size}")
+        if self._is_square:
+            scan.num_negative += int(numpy.count_nonzero(signed < 0))
+        if scan.is_constant:
+            is_as_first = scan.head[:size] == bits[:1].tobytes() and bits[0] == bits[-1]
+            scan.is_constant = bool(is_as_first and (bits == bits[0]).all())
+        low, high = numpy.searchsorted(self._places, (first, first + len(bits)))
+        if low < high:
+            self._sample[low:high] = _read_floats(form, bits[self._places[low:high] - first])
+        sign = 0x80 << 8 * (size - 1)
+        if int(signed.max()) < form.huge and int(bits.max()) < sign | form.huge:
+            return  # as for nearly all chunks, and this is found faster
+        candidates = numpy.flatnonzero(bits & (sign - 1) >= form.huge)[: _MOST_CANDIDATES - self._num_candidates]
+        self._num_candidates += len(candidates)
+        for at, value in zip(candidates.tolist(), _read_floats(form, bits[candidates]).tolist(), strict=True):
+            if math.isfinite(value):
+                scan.num_huge += 1
+                scan.largest = max(scan.largest, abs(value))
+            scan.num_nan += math.isnan(value)
+            scan.num_inf += value == math.inf
+            scan.num_minus_inf += value == -math.inf
+            scan.first_bad = first + at if scan.first_bad is None else scan.first_bad
+
+    def _look_for_bfloat16(self, chunk: bytes) -> None:
+        middle = Counter(byte & 0x7F for byte in chunk[1 : 4 * _LOOKED_AT : 4])
+        is_spread = len(set(chunk[0 : 4 * _LOOKED_AT : 4])) > 16
+        few = sum(count for _, count in middle.most_common(_FEW_EXPONENTS))
+        is_enough = self.scan.nbytes >= _LOOKED_AT
+        self.scan.looks_split = is_enough and is_spread and few > 0.98 * middle.total()
+
+    def _find_zeros(self, place: int, chunk: bytes) -> None:
+        runs = self.scan.zero_runs
+        if runs and runs[-1][1] == place:
+            head = chunk[:PAGE_BYTES]
+            self._add_run(place, place + len(head) - len(head.lstrip(b"\0")))
+        at = chunk.find(_ZERO_PAGE) if _ZERO_SAMPLE in chunk[::_SAMPLE_STEP] else -1
+        while at >= 0 and len(runs) < _MOST_RUNS:
+            end = at + PAGE_BYTES
+            while end < len(chunk) and chunk[end : end + PAGE_BYTES] == _ZERO_PAGE:
+                end += PAGE_BYTES
+            rest = chunk[end : end + PAGE_BYTES]
+            end += len(rest) - len(rest.lstrip(b"\0"))
+            self._add_run(place + at - (self._zeros_before if not at else 0), place + end)
+            at = chunk.find(_ZERO_PAGE, end)
+        rest = chunk[-PAGE_BYTES:]
+        self._zeros_before = len(rest) - len(rest.rstrip(b"\0"))
+
+    def _add_run(self, begin: int, end: int) -> None:
+        runs = self.scan.zero_runs
+        if runs and runs[-1][1] >= begin:
+            runs[-1] = runs[-1][0], max(end, runs[-1][1])
+        elif begin < end:
+            runs.append((begin, end))
+
+
+class _RowScanner:
+    """Looks at the rows of a piece: those that lie whole in a chunk."""
+
+    def __init__(self, piece: SavedPiece, itemsize: int, nbytes: int) -> None:
+        self._bytes, self._itemsize = piece.shape[-1] * itemsize, itemsize
+        self._count = nbytes // self._bytes
+        self._is_filled = numpy.zeros(piece.shape[-1], bool)
+        self._num_looked_at = 0
+        self._longest = (0, 0)
+        self._run = (0, 0)
+        step = self._count // (_BLOCKS * _ROWS_OF_BLOCK)
+        has_blocks = self._count % (_BLOCKS * _ROWS_OF_BLOCK) == 0 and self._bytes >= _SHORTEST_ROW_BYTES
+        self._compared: dict[int, int | None] = dict.fromkeys(range(0, self._count, step)) if has_blocks else {}
+
+    def feed(self, place: int, chunk: bytes) -> None:
+        head = -place % self._bytes
+        count = (len(chunk) - head) // self._bytes
+        if count <= 0:
+            return
+        first = (place + head) // self._bytes
+        rows = numpy.frombuffer(chunk, numpy.uint8, count * self._bytes, head).reshape(count, self._bytes)
+        if not self._is_filled.all():
+            looked_at = rows[:: -(-count // _ROWS_FOR_COLUMNS)].copy().view(f"<u{self._itemsize}")
+            self._is_filled |= (looked_at != 0).any(0)
+            self._num_looked_at += len(looked_at)
+        if self._bytes >= _SHORTEST_ROW_BYTES:
+            self._find_equal(first, rows)
+        if self._compared:
+            step = self._count // len(self._compared)
+            for row in range(-(-first // step) * step, first + count, step):
+                self._compared[row] = zlib.crc32(rows[row - first].tobytes())
+
+    def finish(self, scan: SpanScan) -> None:
+        zero = numpy.flatnonzero(~self._is_filled) if self._num_looked_at >= _FEWEST_ROWS else numpy.arange(0)
+        if len(zero) and not scan.is_zero:
+            groups = numpy.split(zero, numpy.flatnonzero(numpy.diff(zero) != 1) + 1)
+            longest = max(groups, key=len)
+            scan.zero_columns = int(longest[0]), int(longest[-1]) + 1
+        begin, end = self._longest
+        scan.equal_rows = (begin, end) if end - begin > 1 else None
+        scan.row_sums = tuple(self._compared.values())
+
+    def _find_equal(self, first: int, rows: _Array) -> None:
+        """Finds rows that equal the one before them: by their first bytes, then whole."""
+        heads = rows[:, :8].copy().view("<u8")[:, 0]
+        candidates = numpy.flatnonzero((heads[1:] == heads[:-1]) & (heads[1:] != 0))
+        for at in candidates.tolist():
+            if bytes(rows[at]) == bytes(rows[at + 1]):
+                begin = self._run[0] if self._run[1] == first + at + 1 else first + at
+                self._run = begin, first + at + 2
+                if self._run[1] - begin > self._longest[1] - self._longest[0]:
+                    self._longest = self._run
+
+
+def _read_floats(form: _FloatFormat, bits: _Array) -> _Array:
+    width = int(form.dtype[-1])
+    wide = bits.astype(f"<u{width}") << numpy.array(form.shift, f"<u{width}") if form.shift else bits
+    with numpy.errstate(invalid="ignore"):  # of NaNs that signal
+        return wide.view(form.dtype).astype(numpy.float64)
