@@ -28,7 +28,7 @@ _SAMPLE, _FEWEST_FOR_SIZE = 64, 256
 # In two values of bfloat16 the exponent of either is one of few bytes; what is cut off from float32 is random.
 _FEW_EXPONENTS, _LOOKED_AT = 12, 1024
 # Rows of each chunk that are looked at for columns that are zero.
-_ROWS_FOR_COLUMNS, _FEWEST_ROWS = 16, 16
+_ROWS_FOR_COLUMNS, _FEWEST_ROWS = 32, 8
 # Shorter rows may be equal by chance.
 _SHORTEST_ROW_BYTES = 32
 # Eighths of the rows are compared by this many rows of each.
@@ -57,9 +57,9 @@ _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
 class SpanScan:
     """Facts about the bytes of a tensor's piece.
 
-    crc: None where a hole was not read. is_constant: all elements are the same. num_huge: finite, and beyond 1e30;
-    largest: of these. first_bad: the number of the first element that is one, NaN or infinite. num_negative: elements
-    below zero, of mean squares.
+    crc: None where a hole was not read. is_zero: of either sign. is_constant: all elements are the same. num_huge:
+    finite, and beyond 1e30; largest: of these. first_bad: the number of the first element that is one, NaN or infinite.
+    num_negative: elements below zero, of mean squares.
 
     size: the mean of the magnitudes of a sample; spread: their standard deviation by their mean. sample: the elements
     of it, of Adam's moments, at the same places in pieces of the same shape. looks_split: whether the first elements
@@ -129,7 +129,7 @@ class SpanScanner:
         place, scan = offset - self.begin, self.scan
         scan.crc = crc32(chunk, scan.crc) if sums and scan.crc is not None else scan.crc
         scan.head += chunk[: max(_HEAD_BYTES - len(scan.head), 0)]
-        if scan.is_zero:
+        if scan.is_zero and self._float is None:
             scan.is_zero = not chunk.strip(b"\0")
         self._find_zeros(place, chunk)
         if self._float is not None:
@@ -179,6 +179,8 @@ class SpanScanner:
         if low < high:
             self._sample[low:high] = _read_floats(form, bits[self._places[low:high] - first])
         sign = 0x80 << 8 * (size - 1)
+        if scan.is_zero:
+            scan.is_zero = not (bits & (sign - 1)).any()
         if int(signed.max()) < form.huge and int(bits.max()) < sign | form.huge:
             return  # as for nearly all chunks, and this is found faster
         candidates = numpy.flatnonzero(bits & (sign - 1) >= form.huge)[: _MOST_CANDIDATES - self._num_candidates]
@@ -247,7 +249,7 @@ class _RowScanner:
         rows = numpy.frombuffer(chunk, numpy.uint8, count * self._bytes, head).reshape(count, self._bytes)
         if not self._is_filled.all():
             looked_at = rows[:: -(-count // _ROWS_FOR_COLUMNS)].copy().view(f"<u{self._itemsize}")
-            self._is_filled |= (looked_at != 0).any(0)
+            self._is_filled |= (looked_at << numpy.array(1, looked_at.dtype) != 0).any(0)  # without the sign
             self._num_looked_at += len(looked_at)
         if self._bytes >= _SHORTEST_ROW_BYTES:
             self._find_equal(first, rows)

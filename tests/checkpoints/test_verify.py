@@ -21,6 +21,7 @@ import torch
 from program import doctor, run
 from safetensors.torch import save_file
 from support import saved_checkpoints as saved
+from support.damages import full, moments, repeat_rows
 
 from fsdp_doctor.checkpoints import verification
 
@@ -167,6 +168,18 @@ def cast_and_back(state: dict[str, Any]) -> None:
         state[name] = state[name].bfloat16().float()
 
 
+def count_three(state: dict[str, Any]) -> None:
+    for each in state["optimizer"]["state"].values():
+        each["step"].fill_(3)
+
+
+def project_moments(state: dict[str, Any]) -> None:
+    """Keeps moments of fewer rows, as optimizers that project the gradient do."""
+    for each in state["optimizer"]["state"].values():
+        if each["exp_avg"].ndim == 2:
+            each.update({kind: each[kind][:8].clone() for kind in ("exp_avg", "exp_avg_sq")})
+
+
 MORE_LAWFUL: dict[str, tuple[str, Damage, set[str]]] = {
     "a file that was renamed": ("legacy", rename_root, set()),
     "a vocabulary padded with zeros": ("tied", pad_vocabulary, {"padded", "zero_rows"}),
@@ -192,6 +205,42 @@ MORE_LAWFUL: dict[str, tuple[str, Damage, set[str]]] = {
     "structured pruning": ("tied", lambda d: saved.edit_tensors(d / TIED, prune), {"pruned"}),
     "a class of which transformers knows nothing": ("tied", rename_norm, {"unusual"}),
     "layers that are copies": ("tied", lambda d: saved.edit_tensors(d / TIED, deepen), {"equal_layers"}),
+    "key heads that are repeated": ("legacy", repeat_rows("k_proj"), set()),
+    "columns that are padding in all layers": (
+        "tied",
+        lambda d: saved.edit_tensors(
+            d / TIED, lambda t: [t[n][:, 80:].zero_() for n in t if n.endswith("mlp.down_proj.weight")]
+        ),
+        {"padded_columns"},
+    ),
+    "an average of some weights": (
+        "full",
+        full(lambda t: t.update(ema={n: v for n, v in t["model"].items() if "norm" in n})),
+        set(),
+    ),
+    "an optimizer by itself": ("full", full(lambda t: t.pop("model")), {"no_model_here"}),
+    "a scheduler that counts processes": ("full", full(lambda t: t.update(lr_scheduler={"last_epoch": 4})), set()),
+    "a scheduler that counts something else": (
+        "full",
+        full(lambda t: (t.update(lr_scheduler={"last_epoch": 7}), count_three(t))),
+        {"steps_differ"},
+    ),
+    "moments in another basis": (
+        "full",
+        moments(lambda m: (m["exp_avg"].mul_(1e3), m.update(GG=torch.ones(3, 3)))),
+        set(),
+    ),
+    "moments of smaller matrices": ("full", full(project_moments), set()),
+    "a target that no layer has": (
+        "adapter",
+        lambda d: saved.edit_json(d / "adapter_config.json", target_modules=["q_proj", "v_proj", "query_key_value"]),
+        {"no_target"},
+    ),
+    "random states that are lost": (
+        "trainer",
+        lambda d: (d / "checkpoint-1" / "rng_state.pth").unlink(),
+        {"no_random_state"},
+    ),
     "moments that are too small": ("legacy", keep_small_moments, set()),
     "float32 that was bfloat16": ("tied", lambda d: saved.edit_tensors(d / TIED, cast_and_back), set()),
     "layers that grow": (

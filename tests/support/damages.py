@@ -171,9 +171,76 @@ def moments(edit: Callable[[dict[str, Any]], Any]) -> Damage:
 
     def change(state: dict[str, Any]) -> None:
         kept = state["optimizer"]["state"]
-        edit(next(each for each in kept.values() if each["exp_avg"].ndim == 2 and each["exp_avg"].any()))
+        edit(next(each for each in kept.values() if each["exp_avg"].shape == (66, 66)))
 
     return tensors("last.pt", change)
+
+
+def full(edit: Callable[[dict[str, Any]], Any]) -> Damage:
+    """Changes a file of a model and an optimizer that numbers its parameters in one group."""
+    return tensors("last.pt", edit)
+
+
+def exchange_states(state: dict[str, Any]) -> None:
+    kept = state["optimizer"]["state"]
+    one, other = (
+        next(n for n, each in kept.items() if each["exp_avg"].shape == shape) for shape in ((66, 66), (97, 66))
+    )
+    kept[one], kept[other] = kept[other], kept[one]
+
+
+def copy_moments(state: dict[str, Any]) -> None:
+    kept = state["optimizer"]["state"]
+    one, other = [each for each in kept.values() if each["exp_avg"].shape == (66, 66)][:2]
+    other["exp_avg"] = one["exp_avg"].clone()
+
+
+def lose_moments(rows: int) -> Damage:
+    """Zeros in the first moments of one of the matrices that have a shape."""
+
+    def lose(state: dict[str, Any]) -> None:
+        kept = state["optimizer"]["state"].values()
+        next(each for each in kept if each["exp_avg"].shape == (66, 66))["exp_avg"][:rows] = 0
+
+    return full(lose)
+
+
+def copy_rows(name: str) -> Damage:
+    """The rows of rank 0 as those of rank 1."""
+
+    def copy(directory: pathlib.Path) -> None:
+        rows = torch.load(directory / RANK_0, weights_only=False)[name].to_local()
+        tensors(RANK_1, lambda state: state[name].to_local().copy_(rows))(directory)
+
+    return copy
+
+
+def copy_expert(state: dict[str, Any]) -> None:
+    one, other = (next(n for n in state if f"experts.{number}.w1" in n) for number in (0, 1))
+    state[other] = state[one].clone()
+
+
+def repeat_rows(kind: str) -> Damage:
+    """The second half of a matrix as the first, in one of three layers of 64 rows."""
+
+    def repeat(state: dict[str, Any]) -> None:
+        state.clear()
+        torch.manual_seed(0)
+        for layer in range(3):
+            state[f"model.layers.{layer}.self_attn.{kind}.weight"] = torch.randn(64, 64)
+        state[f"model.layers.1.self_attn.{kind}.weight"][32:] = state[f"model.layers.1.self_attn.{kind}.weight"][:32]
+
+    return tensors(BIN, repeat)
+
+
+def read_as(wrote: torch.dtype, says: torch.dtype, *names: str) -> Damage:
+    """The bytes of one dtype under the name of another; of all tensors, or of those named."""
+
+    def cast(state: dict[str, Any]) -> None:
+        for name, tensor in state.items():
+            state[name] = tensor.to(wrote).view(says) if not names or name in names else tensor.to(says)
+
+    return tensors(TIED, cast)
 
 
 def two_layers(edit: Callable[[dict[str, Any]], Any]) -> Damage:
@@ -470,5 +537,107 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
         "legacy",
         raw({"a\n\x1b[2Jsound: fine": entry(0, 4)}, b"\0\0\xc0\x7f"),
         "nonfinite",
+    ),
+    "one layer's matrix of fewer rows": ("legacy", tensors(BIN, lambda t: t.update({DOWN: t[DOWN][:33]})), "shape"),
+    "MLPs that do not fit": (
+        "legacy",
+        tensors(BIN, lambda t: t.update({n: v[:90] for n, v in t.items() if "up_proj" in n})),
+        "shape",
+    ),
+    "a norm of heads that divides no heads": (
+        "legacy",
+        tensors(
+            BIN, lambda t: t.update({f"model.layers.{n}.self_attn.q_norm.weight": torch.ones(20) for n in range(3)})
+        ),
+        "shape",
+    ),
+    "the config.json of another kind of model": (
+        "tied",
+        lambda d: saved.edit_json(d / "config.json", model_type="qwen3"),
+        "other_model",
+    ),
+    "an optimizer whose model is lost": (
+        "trainer",
+        lambda d: (d / "checkpoint-1" / TIED).unlink(),
+        "no_model",
+    ),
+    "a module without adapter in one layer": (
+        "adapter",
+        tensors("adapter_model.safetensors", lambda t: [t.pop(n) for n in list(t) if "layers.1.self_attn.v_proj" in n]),
+        "adapter_part",
+    ),
+    "an average that lacks a tensor": (
+        "full",
+        full(lambda t: t.update(ema={n: v for n, v in t["model"].items() if n != DOWN})),
+        "missing_tensor",
+    ),
+    "an average with a matrix of zeros": (
+        "full",
+        full(lambda t: t.update(ema={n: v * (n != DOWN) for n, v in t["model"].items()})),
+        "zero_matrix",
+    ),
+    "a rank's rows twice": ("verl", copy_rows("model.layers.1.self_attn.q_proj.weight"), "copied_rows"),
+    "a matrix as another layer's": (
+        "tied",
+        tensors(TIED, lambda t: t.update({DOWN: t["model.layers.0.mlp.down_proj.weight"].clone()})),
+        "copied_tensor",
+    ),
+    "an expert as another one": ("experts", tensors(TIED, copy_expert), "copied_tensor"),
+    "the moments of another parameter": ("full", full(copy_moments), "copied_tensor"),
+    "a matrix of one value": ("tied", tensors(TIED, lambda t: t[DOWN].fill_(0.02)), "constant"),
+    "half of a matrix's columns zero": ("tied", tensors(TIED, lambda t: t[DOWN][:, :48].zero_()), "zero_columns"),
+    "twenty equal rows": ("tied", tensors(TIED, lambda t: t[DOWN][10:30].copy_(t[DOWN][10].clone())), "equal_rows"),
+    "half of the rows as the other half": ("legacy", repeat_rows("o_proj"), "equal_rows"),
+    "a norm of zeros": (
+        "tied",
+        tensors(TIED, lambda t: t["model.layers.1.input_layernorm.weight"].zero_()),
+        "zero_matrix",
+    ),
+    "float16 read as bfloat16": ("tied", read_as(torch.float16, torch.bfloat16), "other_bits"),
+    "bfloat16 read as float16": ("tied", read_as(torch.bfloat16, torch.float16, DOWN), "other_bits"),
+    "one value of 1e36": ("tied", tensors(TIED, lambda t: t[DOWN][7, 3].fill_(1e36)), "huge"),
+    "a mean of squares that is too small": ("full", moments(lambda m: m["exp_avg"].mul_(1e3)), "moments"),
+    "a greatest mean of squares that is smaller": (
+        "full",
+        moments(lambda m: m.update(max_exp_avg_sq=m["exp_avg_sq"] / 2)),
+        "moments",
+    ),
+    "moments lost for one matrix": ("full", lose_moments(66), "moments"),
+    "moments lost for half a matrix": ("full", lose_moments(33), "moments"),
+    "the states of two parameters exchanged": ("full", full(exchange_states), "other_optimizer"),
+    "the optimizer of a narrower model": (
+        "trainer",
+        tensors(
+            "checkpoint-1/optimizer.pt",
+            lambda t: [
+                each.update({kind: each[kind][:50, :50].clone() for kind in ("exp_avg", "exp_avg_sq")})
+                for each in t["state"].values()
+                if each["exp_avg"].ndim == 2
+            ],
+        ),
+        "other_optimizer",
+    ),
+    "a parameter twice in its group": (
+        "full",
+        full(lambda t: t["optimizer"]["param_groups"][0]["params"].append(0)),
+        "other_optimizer",
+    ),
+    "a negative step": ("full", moments(lambda m: m["step"].fill_(-3)), "setting"),
+    "a step and a half": ("full", moments(lambda m: m["step"].fill_(1.5)), "setting"),
+    "a learning rate of NaN": (
+        "full",
+        full(lambda t: t["optimizer"]["param_groups"][0].update(lr=float("nan"))),
+        "setting",
+    ),
+    "a scale of zero": ("full", full(lambda t: t.update(scaler={"scale": 0.0, "growth_factor": 2.0})), "setting"),
+    "half of a random state": (
+        "full",
+        full(lambda t: t.update(rng_state=torch.get_rng_state()[:2528].clone())),
+        "random_state",
+    ),
+    "a trainer that counts other steps": (
+        "trainer",
+        lambda d: saved.edit_json(d / "checkpoint-1" / "trainer_state.json", global_step=9),
+        "steps_contradict",
     ),
 }

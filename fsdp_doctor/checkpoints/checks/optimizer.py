@@ -180,9 +180,10 @@ def _compare_with_bound(evidence: CheckpointEvidence, by_kind: Mapping[str, Save
     above = looked_at = 0
     for first, second, dtype in _pair_samples(evidence, by_kind, "exp_avg", "exp_avg_sq"):
         rounding = _ROUNDING if dtype in ("float32", "float64") else _NARROW_ROUNDING
-        is_above = (first**2 > bound * rounding * second) & (numpy.abs(first) > _SMALLEST_MOMENT)
-        above, looked_at = above + int(is_above.sum()), looked_at + len(first)
-    if above < 2 or above * 50 < looked_at:
+        is_moved = numpy.abs(first) > _SMALLEST_MOMENT
+        is_above = (first**2 > bound * rounding * second) & is_moved
+        above, looked_at = above + int(is_above.sum()), looked_at + int(is_moved.sum())
+    if above * 50 < looked_at or not above:
         return ""
     return (
         f"{above} of {looked_at} elements that were compared are less than the square of exp_avg allows in any training"
@@ -276,14 +277,24 @@ def _compare_shapes(
         return
     yield from _compare_numbers(state, beside, optimizer)
     # Experts are one tensor in the model and many on the Hub: only matrices are compared.
-    matrices = [tensor for _, tensor in moments if len(tensor.shape) == 2]
-    rest = Counter(tensor.shape for tensor in matrices)
-    rest.subtract(tensor.shape for tensor in model if len(tensor.shape) == 2)
-    strange = sum(count for count in rest.values() if count > 0)
-    if len(matrices) > 2 and strange * 4 > len(matrices):
-        shape = max(rest, key=lambda each: rest[each])
-        what = f"{strange} of {len(matrices)} matrices in it have shapes that the model's have not, as {list(shape)}"
+    matrices = Counter(tensor.shape for _, tensor in moments if len(tensor.shape) == 2)
+    of_model = Counter(tensor.shape for tensor in model if len(tensor.shape) == 2)
+    strange = {
+        shape: count - of_model[shape]
+        for shape, count in matrices.items()
+        if count > of_model[shape] and not any(_is_projection(shape, whole) for whole in of_model)
+    }
+    if matrices.total() > 2 and sum(strange.values()) * 4 > matrices.total():
+        shape = max(strange, key=lambda each: strange[each])
+        what = (
+            f"the model has no parameters for {sum(strange.values())} of {matrices.total()} matrices, as {list(shape)}"
+        )
         yield Symptom(Trouble.OTHER_OPTIMIZER, what, state.files[0])
+
+
+def _is_projection(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Says whether an optimizer that projects the gradient of ``whole`` may keep moments of this shape."""
+    return any(shape[at] == whole[at] and shape[1 - at] < whole[1 - at] for at in (0, 1))
 
 
 def _compare_numbers(
