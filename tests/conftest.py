@@ -37,6 +37,7 @@ _START_PROCESSES = (
 _SECOND_TIER = (
     *("benchmarks/", "examples/", "fuzz/", "plan/test_plan_accuracy.py", "random_models/", "resume/"),
     *(
+        "checkpoints/test_classes_of_transformers.py",
         "checkpoints/test_convert",
         "checkpoints/test_written_by_frameworks.py",
         "emulated/test_pytorch_suite.py",

@@ -1,10 +1,7 @@
-"""Classes of models that transformers has, found without importing it."""
+"""What is known of the layers of common model types, without importing transformers."""
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -20,8 +17,8 @@ class LayerMarks(NamedTuple):
 _QUERIES, _HEAD_NORM, _BIAS = r"self_attn\.q_proj\.weight", r"self_attn\.q_norm\.weight", r"self_attn\.q_proj\.bias"
 _EXPERTS = r"experts\."
 # By model type: the needed and the foreign. Read off the classes of transformers 4.57 and 5.23, on the meta device;
-# tests/checkpoints/test_model_types.py compares them with those that are installed.
-_MARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+# tests/checkpoints/test_classes_of_transformers.py compares them with those that are installed.
+LAYER_MARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama": ((_QUERIES,), (_HEAD_NORM, _EXPERTS)),
     "mistral": ((_QUERIES,), (_HEAD_NORM, _BIAS, _EXPERTS)),
     "qwen2": ((_QUERIES, _BIAS), (_HEAD_NORM, _EXPERTS)),
@@ -44,9 +41,13 @@ _MARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
+# Their norms are behind the parts of each layer.
+_NORMS_WITHIN = frozenset({"bert", "roberta", "opt"})
+
+
 def find_marks(config: Mapping[str, Any]) -> LayerMarks | None:
     """Finds the marks of the model type of a config.json; None if there are none of it."""
-    if "auto_map" in config or (found := _MARKS.get(str(config.get("model_type")))) is None:
+    if "auto_map" in config or (found := LAYER_MARKS.get(str(config.get("model_type")))) is None:
         return None
     needed, foreign = found
     if config.get("attention_bias"):
@@ -54,17 +55,6 @@ def find_marks(config: Mapping[str, Any]) -> LayerMarks | None:
     return LayerMarks(tuple(map(re.compile, needed)), tuple(map(re.compile, foreign)))
 
 
-def knows_model(config: Mapping[str, Any]) -> bool:
-    """Returns whether transformers has the model type of a config.json; without transformers, as far as is known."""
-    model_type = str(config.get("model_type", ""))
-    names = _list_model_types()
-    return "auto_map" not in config and (not names or model_type.replace("-", "_") in names)
-
-
-@functools.cache
-def _list_model_types() -> frozenset[str]:
-    """The names of its directories of models."""
-    spec = importlib.util.find_spec("transformers")
-    places = spec.submodule_search_locations if spec is not None else None
-    models = pathlib.Path(next(iter(places or [""]))) / "models"
-    return frozenset(each.name for each in models.iterdir() if each.is_dir()) if models.is_dir() else frozenset()
+def has_last_norm(config: Mapping[str, Any]) -> bool:
+    """Returns whether the model type of a config.json is known to have a norm behind its layers."""
+    return find_marks(config) is not None and config.get("model_type") not in _NORMS_WITHIN

@@ -125,7 +125,7 @@ class Trouble(Enum):
     PRUNED = Kind(
         "warning", "from_pretrained fails with this config.json", TroubleRemedy.CONFIG, "all layers are alike"
     )
-    UNUSUAL = Kind("warning", "the class, which is none of transformers, may name it otherwise", TroubleRemedy.LOOK)
+    UNUSUAL = Kind("warning", "the class may have it otherwise: its layers are not known here", TroubleRemedy.LOOK)
     EXTRA_LAYERS = Kind("damage", "from_pretrained leaves these layers out, with a warning only", TroubleRemedy.CONFIG)
     PADDED = Kind(
         "warning", "from_pretrained needs ignore_mismatched_sizes, or the padding removed", TroubleRemedy.LOOK

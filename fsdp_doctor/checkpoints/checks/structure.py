@@ -14,27 +14,27 @@ from fsdp_doctor.checkpoints.checks.evidence import (
     EXPERT,
     LAYER,
     LORA,
+    MATRIX,
     CheckpointEvidence,
     group_families,
     name_family,
 )
 from fsdp_doctor.checkpoints.dtypes import is_floating_point
-from fsdp_doctor.checkpoints.model_types import find_marks, knows_model
+from fsdp_doctor.checkpoints.model_types import find_marks, has_last_norm
 from fsdp_doctor.checkpoints.names import strip_wrappers
 from fsdp_doctor.checkpoints.record import Arrangement, SavedTensor, State
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
 from fsdp_doctor.text import join_some
 
-_MATRIX = re.compile(r"(?:^|\.)((q|k|v|o|gate|up|down)_proj|embed_tokens|lm_head|wte)\.weight$")
 # What every layer of a class has if one has it.
 _OF_EVERY_LAYER = re.compile(
     r"(^|\.)((q|k|v|o|out|gate|up|down)_proj|fc[12]|c_(attn|proj|fc)|query|key|value|dense|\w*norm|ln_\d)\.(weight|bias)$"
 )
-# Of a config.json: the embedding is narrower than the layers.
-_PROJECTIONS = frozenset({"embedding_size", "word_embed_proj_dim"})
+# A key of config.json that says that the embedding has another width than the layers.
+_EMBEDDING_WIDTH = re.compile(r"embed\w*_(?:size|dim)$")
 _PROJECTION = re.compile(
-    r"(model\.|model\.language_model\.|language_model\.model\.)?layers\.\d+\.(self_attn|mlp)\."
-    r"(?P<kind>(q|k|v|o|gate|up|down)_proj)\.weight"
+    r"(model\.|model\.language_model\.|language_model\.model\.)?layers\.\d+\."
+    r"(self_attn\.(?P<attention>[qkvo]_proj)|mlp\.(?P<mlp>(gate|up|down)_proj))\.weight"
 )
 # Of a config.json: its projections have other shapes, or not the same in all layers.
 _OTHER_SHAPES = frozenset(
@@ -61,14 +61,17 @@ def find_flat_shards(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
     """Local shards that were saved in the place of whole weights: flat or empty."""
     if state.arrangement is Arrangement.RANK_FILES:
         return
+    num_empty = sum(not tensor.numel and len(tensor.shape) > 0 for tensor in state.select("model"))
     of_matrices = {name_family(tensor) for tensor in state.select("model") if len(tensor.shape) > 1}
     for tensor in state.select("model"):
         name = tensor.parameter
-        is_like_matrices = name_family(tensor) in of_matrices or _MATRIX.search(name)
+        is_like_matrices = name_family(tensor) in of_matrices or MATRIX.search(name)
         if "flat_param" in name:
             yield Symptom(Trouble.FLAT, "it is the flat parameter of FSDP1, and no weight", state.files[0], name)
         elif not tensor.numel and name.endswith("weight"):
-            yield Symptom(Trouble.FLAT, "it has no elements", tensor.file, name)
+            # Some classes have a matrix that fills up the width of another, which may be none.
+            trouble = Trouble.FLAT if LAYER.match(name) or EMBEDDING.search(name) or num_empty > 1 else Trouble.UNUSUAL
+            yield Symptom(trouble, "it has no elements", tensor.file, name)
         elif len(tensor.shape) == 1 and "float" in tensor.dtype and is_like_matrices:
             what = f"it is flat, of {tensor.shape[0]} elements, where a matrix belongs"
             yield Symptom(Trouble.FLAT, what, tensor.file, name)
@@ -77,7 +80,7 @@ def find_flat_shards(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
 def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     config = evidence.find_model_config(state)
     vocabulary, hidden = config.get("vocab_size"), config.get("hidden_size", config.get("n_embd"))
-    has_projection = _PROJECTIONS & config.keys()
+    has_projection = any(_EMBEDDING_WIDTH.search(key) for key in config)
     for tensor in state.select("model"):
         name, file = tensor.parameter, tensor.file
         if len(tensor.shape) == 2 and EMBEDDING.search(name):
@@ -85,7 +88,8 @@ def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[
             if isinstance(hidden, int) and columns != hidden and not has_projection:
                 yield Symptom(Trouble.SHAPE, f"it has {columns} columns, and hidden_size is {hidden}", file, name)
             if isinstance(vocabulary, int) and rows != vocabulary:
-                trouble = Trouble.PADDED if rows > vocabulary and rows % 8 == 0 else Trouble.SHAPE
+                is_larger = rows > vocabulary and (rows % 8 == 0 or find_marks(config) is None)
+                trouble = Trouble.PADDED if is_larger else Trouble.SHAPE
                 yield Symptom(trouble, f"it has {rows} rows, and vocab_size is {vocabulary}", file, name)
     embedding = next(
         (t for t in state.select("model") if re.search(r"(?:^|\.)(embed_tokens|wte)\.weight$", t.parameter)), None
@@ -114,19 +118,23 @@ def _compare_projections(state: State, config: dict[str, Any]) -> Iterator[Sympt
         expected |= {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     found: dict[str, list[SavedTensor]] = defaultdict(list)
     for tensor in state.select("model"):
-        if (match := _PROJECTION.fullmatch(tensor.parameter)) and match["kind"] in expected and len(tensor.shape) == 2:
-            found[match["kind"]].append(tensor)
+        match = _PROJECTION.fullmatch(tensor.parameter)
+        kind = (match["attention"] or match["mlp"]) if match else ""
+        if kind in expected and len(tensor.shape) == 2 and is_floating_point(tensor.dtype):
+            found[kind].append(tensor)
     of_mlp = {kind: {tensor.shape for tensor in found[kind]} for kind in ("gate_proj", "up_proj", "down_proj")}
     is_pruned = all(len(shapes) == 1 for shapes in of_mlp.values()) and (
         of_mlp["gate_proj"] == of_mlp["up_proj"] == {shape[::-1] for shape in of_mlp["down_proj"]}
     )
     for kind, tensors in found.items():
-        for tensor in tensors:
-            if tensor.shape == expected[kind]:
-                continue
+        odd = [tensor for tensor in tensors if tensor.shape != expected[kind]]
+        # Layers of two kinds, of which config.json describes one in keys that are not known here.
+        is_of_two_kinds = 1 < len(odd) < len(tensors)
+        for tensor in odd:
             what = f"it is {list(tensor.shape)}, and by config.json it would be {list(expected[kind])}"
             is_smaller = kind in of_mlp and is_pruned and math.prod(tensor.shape) < math.prod(expected[kind])
             trouble = Trouble.PRUNED if is_smaller and hidden in tensor.shape else Trouble.SHAPE
+            trouble = Trouble.UNUSUAL if is_of_two_kinds else trouble
             if state.arrangement is Arrangement.SHARDED_SAFETENSORS and tensor.shape[0] < expected[kind][0]:
                 trouble, what = Trouble.MISSING_RANK, f"{what}: the last shards are missing"
             yield Symptom(trouble, what, tensor.file, tensor.parameter)
@@ -225,27 +233,34 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
         is_of_all = len(layers) == 2 and all(_is_of_every_layer(rest, small, bool(config)) for rest in lacking)
         if len(more) == 1 and small < more[0] and forms[small] == 1 and (forms[more[0]] > 1 or is_of_all):
             (number,) = (number for number, rests in layers.items() if rests == small)
+            # The first layer of some classes is without the norm before it, or has other parts.
+            may_differ = number == min(layers) and find_marks(config) is None
             for rest in sorted(more[0] - small):
-                name = f"{stack}.{number}.{rest}"
-                yield Symptom(Trouble.MISSING_TENSOR, "the other layers have it", state.files[0], name)
+                trouble = Trouble.UNUSUAL if may_differ and not MATRIX.search(rest) else Trouble.MISSING_TENSOR
+                yield Symptom(trouble, "the other layers have it", state.files[0], f"{stack}.{number}.{rest}")
     embedding = next((names[name] for name in names if re.search(r"(?:^|\.)(embed_tokens|wte)\.weight$", name)), None)
     head, ties = names.get("lm_head.weight"), config.get("tie_word_embeddings")
     is_causal = any(str(kind).endswith("ForCausalLM") for kind in config.get("architectures") or ())
-    if ties is False and head is None and embedding is not None and is_causal:
+    of_its_shape = [each for name, each in names.items() if not LAYER.match(name) and each is not embedding]
+    has_other_head = embedding is not None and any(each.shape == embedding.shape for each in of_its_shape)
+    if ties is False and head is None and embedding is not None and is_causal and not has_other_head:
         what = "it is missing, and config.json does not tie it to the embedding"
         yield Symptom(Trouble.MISSING_TENSOR, what, state.files[0], "lm_head.weight")
     outside = [name for name in names if not LAYER.match(name)]
     has_norm = "norm" not in "".join(names) or any(re.search(r"norm|ln_", name) for name in outside)
     parts = {"embedding": any(re.search(r"emb|wte", name) for name in outside), "norm behind the layers": has_norm}
-    for part, is_there in parts.items() if is_causal and stacks and not _PROJECTIONS & config.keys() else ():
+    has_projection = any(_EMBEDDING_WIDTH.search(key) for key in config)
+    for part, is_there in parts.items() if is_causal and stacks and not has_projection else ():
         if not is_there:
-            trouble = Trouble.MISSING_TENSOR if knows_model(config) else Trouble.UNUSUAL
+            trouble = Trouble.MISSING_TENSOR if has_last_norm(config) else Trouble.UNUSUAL
             yield Symptom(trouble, f"no tensor is named as the {part}", state.files[0])
     if ties is True and head is not None and embedding is not None:
         sums = evidence.find_checksum(head), evidence.find_checksum(embedding)
         if None not in sums and sums[0] != sums[1]:
             what = f"it differs from {embedding.parameter}, to which config.json ties it"
-            yield Symptom(Trouble.TIED, what, head.file, "lm_head.weight")
+            # Not every class that says so does it.
+            trouble = Trouble.TIED if find_marks(config) is not None else Trouble.UNUSUAL
+            yield Symptom(trouble, what, head.file, "lm_head.weight")
 
 
 def find_experts(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:

@@ -187,15 +187,20 @@ def find_equal_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[S
         if len(equal) == 1 and not {LAYER.sub(r"\g<stack>.\g<number>", each.parameter) for each in equal[0]} <= whole:
             tensor, other = equal[0]
             yield Symptom(Trouble.COPIED_TENSOR, f"it equals {other.name}, bit by bit", tensor.file, tensor.name)
+    beside = (tensor for each in evidence.checkpoint.states for tensor in each.select("model"))
+    # Embeddings that are added have the same gradients where all their indices are equal.
+    outside = {tensor.shape for tensor in beside if not LAYER.match(tensor.parameter)}
     moments: dict[str, list[SavedTensor]] = defaultdict(list)
     for tensor in state.select("optimizer"):
         # Biases that are added to one sum have the same gradients.
-        if (slot := parse_optimizer_slot(tensor)) and slot[1] in MOMENTS and len(tensor.shape) > 1:
+        slot = parse_optimizer_slot(tensor)
+        if slot is None or slot[1] not in MOMENTS or len(tensor.shape) < 2:
+            continue
+        if LAYER.match(slot[0]) or (slot[0].isdecimal() and outside and tensor.shape not in outside):
             moments[slot[1]].append(tensor)
     for tensors in moments.values():
         for tensor, other in _find_equal(evidence, tensors):
-            if not (EMBEDDING.search(tensor.name) or EMBEDDING.search(other.name)):
-                yield Symptom(Trouble.COPIED_TENSOR, f"it equals {other.name}, bit by bit", tensor.file, tensor.name)
+            yield Symptom(Trouble.COPIED_TENSOR, f"it equals {other.name}, bit by bit", tensor.file, tensor.name)
 
 
 def _find_equal(evidence: CheckpointEvidence, tensors: Iterable[SavedTensor]) -> list[tuple[SavedTensor, SavedTensor]]:
@@ -305,7 +310,7 @@ def _find_zero_columns(evidence: CheckpointEvidence, state: State) -> Iterator[S
         ]
         tensors = {tensor.path for tensor, _, _ in found}
         is_alike = len(tensors) == len(members) or len({columns for _, _, columns in found}) == 1 < len(tensors)
-        for tensor, piece, (first, after) in found:
+        for tensor, piece, (first, after) in found if MATRIX.search(members[0].parameter) else ():
             what = f"the columns {first} to {after - 1} are zero in all rows that were looked at"
             trouble = Trouble.PADDED_COLUMNS if is_alike and len(members) > 1 else Trouble.ZERO_COLUMNS
             yield Symptom(trouble, what, piece.file, tensor.name, piece.rows, piece.rank)
