@@ -696,18 +696,16 @@ class _ToHost:
             view_as_bytes(tensor).split(_HOST_CHUNK_BYTES), view_as_bytes(host).split(_HOST_CHUNK_BYTES), strict=True
         )
         for source, target in parts:
-            chunk = self._allocate_chunk()
+            if self._num_chunks < self._most_chunks:
+                self._num_chunks += 1
+                chunk = torch.empty(_HOST_CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+            else:
+                chunk = self._free.get()
             pinned = chunk[: source.numel()]
             pinned.copy_(source, non_blocking=True)
             arrival = torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
             self._jobs.append(self._pool.submit(self._finish, arrival, chunk, pinned, target))
         return host
-
-    def _allocate_chunk(self) -> torch.Tensor:
-        if self._num_chunks < self._most_chunks:
-            self._num_chunks += 1
-            return torch.empty(_HOST_CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-        return self._free.get()
 
     def _finish(self, arrival: Any, chunk: torch.Tensor, pinned: torch.Tensor, target: torch.Tensor) -> None:
         try:

@@ -18,7 +18,6 @@ from fsdp_doctor.checkpoints.hub_parts import HubPart, split_for_hub
 from fsdp_doctor.checkpoints.names import MatchedNames, match_names
 from fsdp_doctor.checkpoints.reading import read_checkpoint
 from fsdp_doctor.checkpoints.record import (
-    SavedCheckpoint,
     SavedPiece,
     SavedTensor,
     choose_model,
@@ -288,19 +287,16 @@ class _Weights:
         with self._raise_errors_of(""):
             self._model = choose_model(self.checkpoint)
         self.tensors: Mapping[str, SavedTensor] = self._model.tensors
-        self._check(self.checkpoint)
-        if not self.tensors:
-            raise FingerprintError(f"{path} holds no tensors by name")
-
-    def _check(self, checkpoint: SavedCheckpoint) -> None:
         states = self._model.states
         places = {file for state in states for file in state.files} | {state.directory for state in states}
-        for symptom in checkpoint.symptoms:
+        for symptom in self.checkpoint.symptoms:
             is_grave = symptom.trouble.value.severity != "warning" and symptom.trouble not in _HARMLESS
             if is_grave and (not self.tensors or {symptom.file, str(pathlib.PurePath(symptom.file).parent)} & places):
-                where = self.path if symptom.file in ("", ".") else checkpoint.root / symptom.file
+                where = path if symptom.file in ("", ".") else self.checkpoint.root / symptom.file
                 what = f"{symptom.tensor}: {symptom.what}" if symptom.tensor else symptom.what
-                raise FingerprintError(f"{where}: {what} (fsdp-doctor checkpoint verify {self.path} says more)")
+                raise FingerprintError(f"{where}: {what} (fsdp-doctor checkpoint verify {path} says more)")
+        if not self.tensors:
+            raise FingerprintError(f"{path} holds no tensors by name")
 
     def take_hub_names(self, parts: Mapping[str, HubPart]) -> None:
         with self._raise_errors_of(""):

@@ -214,11 +214,7 @@ def sum_elements(grid: IndexedBlock) -> torch.Tensor:
         lanes = []
         for of_row, of_column in zip(compute_row_keys(row), compute_column_keys(elements.device), strict=True):
             lanes.append((bits * of_column[column] * of_row).sum())
-            bits = _swap_halves(bits)
+            # The words with their halves in the other order: int64 of which 32 bits are used.
+            bits = (bits >> 16) | ((bits & 0xFFFF) << 16)
         total += torch.stack(lanes)
     return total
-
-
-def _swap_halves(words: torch.Tensor) -> torch.Tensor:
-    """The words with their halves in the other order: int64 of which 32 bits are used."""
-    return (words >> 16) | ((words & 0xFFFF) << 16)

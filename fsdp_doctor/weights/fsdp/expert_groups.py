@@ -70,17 +70,13 @@ def _find_mesh(names: Sequence[str], experts: ExpertMeshes) -> DeviceMesh | None
     return next(matching, None)
 
 
-def _find_dim(mesh: DeviceMesh, root: DeviceMesh) -> int:
-    return next(dim for dim in range(root.ndim) if root.get_group(dim) is mesh.get_group())
-
-
 def _put_first(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh of which ``mesh`` is a dim, with that dim first: experts are divided before FSDP divides what is left.
 
     It has the same process groups.
     """
     root = private.find_root_mesh(mesh)
-    dim = _find_dim(mesh, root)
+    dim = next(dim for dim in range(root.ndim) if root.get_group(dim) is mesh.get_group())
     if dim == 0:
         return root
     order = [dim, *(other for other in range(root.ndim) if other != dim)]

@@ -101,7 +101,9 @@ class CodeFinder:
     def __init__(self, modules: Iterable[ModuleTensors]) -> None:
         quantizers = (vars(owner.module).get("hf_quantizer") for owner in modules)
         # A PreTrainedModel's, which says how all of it was quantized.
-        self._method = next((_name_method(quantizer) for quantizer in quantizers if quantizer is not None), "")
+        quantizer = next((one for one in quantizers if one is not None), None)
+        method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
+        self._method = "" if quantizer is None else str(getattr(method, "value", method) or type(quantizer).__name__)
 
     def describe(self, owner: ModuleTensors, key: str, tensor: torch.Tensor, shape: torch.Size | None = None) -> str:
         """Names the codes that the module's tensor of that name has; empty for values.
@@ -131,11 +133,6 @@ class CodeFinder:
 
 def _has(owner: ModuleTensors, name: str) -> bool:
     return name in owner.parameters or name in owner.buffers
-
-
-def _name_method(quantizer: object) -> str:
-    method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
-    return str(getattr(method, "value", method) or type(quantizer).__name__)
 
 
 def _is_of_bitsandbytes(kind: type) -> bool:

@@ -200,7 +200,11 @@ def read(model: nn.Module) -> ModelContents:
         parameters=parameters,
         stray_pieces=tuple(name for parameter in stray for name in parameter.names),
         ambiguous=_find_ambiguous(modules, fsdp1_units) if is_wrapped else (),
-        extra_states=tuple(f"{m.prefix}_extra_state" for m in modules if _has_extra_state(m.module)),
+        extra_states=tuple(
+            f"{m.prefix}_extra_state"
+            for m in modules
+            if type(m.module).get_extra_state is not nn.Module.get_extra_state
+        ),
         ddp_ranks=_find_ddp_ranks(model),
         buffers=_read_buffers(modules, fsdp2_units, codes, persistent=True),
         transient_buffers=_read_buffers(modules, fsdp2_units, codes, persistent=False),
@@ -224,10 +228,6 @@ def _find_ambiguous(modules: list[private.ModuleTensors], fsdp1_units: tuple[Fsd
             if tensor is not None and first.setdefault(name, tensor) is not tensor:
                 ambiguous[name] = None
     return tuple(ambiguous)
-
-
-def _has_extra_state(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def _find_ddp_ranks(model: nn.Module) -> tuple[int, ...]:

@@ -214,7 +214,12 @@ class FromFirstRank:
         used: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """Moves rank 0's lanes to where they belong, on all ranks at once."""
-        sizes = {piece: self._count_bytes(piece) for piece in pieces if self._is_sent(self._choose_layout(piece))}
+        # The bytes of this rank's part that are in each piece.
+        sizes = {
+            piece: max(min(self._count_part_bytes(piece) - piece.start, piece.length), 0)
+            for piece in pieces
+            if self._is_sent(self._choose_layout(piece))
+        }
         mine = [piece for piece, nbytes in sizes.items() if nbytes or not piece.start]
         sent = [piece for piece in mine if self._rank in self._choose_layout(piece).owners]
         passed = [piece for piece in mine if self._rank not in self._choose_layout(piece).owners]
@@ -269,10 +274,6 @@ class FromFirstRank:
     def _count_part_bytes(self, piece: _Piece) -> int:
         target = self._targets[piece.index]
         return target.layout.compute_part(target.shape, self._rank).shape.numel() * target.dtype.itemsize
-
-    def _count_bytes(self, piece: _Piece) -> int:
-        """Counts the bytes of this rank's part that are in the piece."""
-        return max(min(self._count_part_bytes(piece) - piece.start, piece.length), 0)
 
     def _take_memory(self) -> _Memory:
         while not self._free:

@@ -212,8 +212,10 @@ class OptimizerParameter:
             raise LoadError(f"{name_entry(key, self.names[0])} is {form}, and not a tensor with a value per element")
         if (
             isinstance(value, DTensor)
+            and isinstance(self.parameter, DTensor)
             and value.shape == self.parameter.shape
-            and _is_placed_like(value, self.parameter)
+            and value.device_mesh == self.parameter.device_mesh
+            and value.placements == self.parameter.placements
         ):
             return StateForm.SHARD
         if not isinstance(value, DTensor) or all(isinstance(placement, Replicate) for placement in value.placements):
@@ -230,14 +232,6 @@ class OptimizerParameter:
             f"the parameter, {list(self.whole_shape or own.shape)}, nor that of this rank's shard of it, "
             f"{list(own.shape)}, nor a single value, so that nothing says which elements this rank has"
         )
-
-
-def _is_placed_like(value: DTensor, parameter: torch.Tensor) -> bool:
-    return (
-        isinstance(parameter, DTensor)
-        and value.device_mesh == parameter.device_mesh
-        and value.placements == parameter.placements
-    )
 
 
 def list_parameters(

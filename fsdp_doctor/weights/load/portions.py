@@ -48,18 +48,16 @@ class InFile(Portion):
                 min((len(memory) - done) // stretch.length, _BLOCK_BYTES // max(stretch.step, 1)) if not within else 0
             )
             if rows > 1 and stretch.step - stretch.length <= _LONGEST_GAP:
+                # With one call, together with the gaps between the rows.
+                block = torch.empty((rows - 1) * stretch.step + stretch.length, dtype=torch.uint8, device="cpu")
+                self._file.read(offset, view_as_memory(block))
                 nbytes = rows * stretch.length
-                target[done : done + nbytes].view(rows, -1).copy_(self._read_rows(stretch, offset, rows))
+                in_rows = block.as_strided((rows, stretch.length), (stretch.step, 1))
+                target[done : done + nbytes].view(rows, -1).copy_(in_rows)
             else:
                 nbytes = min(stretch.length - within, len(memory) - done)
                 self._file.read(offset, memory[done : done + nbytes])
             done += nbytes
-
-    def _read_rows(self, stretch: Stretches, offset: int, rows: int) -> torch.Tensor:
-        """Reads rows with one call, together with the gaps between them."""
-        block = torch.empty((rows - 1) * stretch.step + stretch.length, dtype=torch.uint8, device="cpu")
-        self._file.read(offset, view_as_memory(block))
-        return block.as_strided((rows, stretch.length), (stretch.step, 1))
 
 
 class Cast(Portion):

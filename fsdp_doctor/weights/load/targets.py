@@ -91,7 +91,9 @@ def find_place(contents: ModelContents) -> ModelPlace:
     meshes = tuple(
         mesh for mesh in list_meshes(contents) if mesh.size() == len(ranks) and list_mesh_ranks(mesh)[0] == ranks[0]
     )
-    device, known_group = _compute_device(contents), _find_known_group(contents, ranks)
+    all_meshes = list_meshes(contents)
+    device = find_device(all_meshes[0].device_type) if all_meshes else contents.fsdp1_units[0].compute_device
+    known_group = _find_known_group(contents, ranks)
     if len(ranks) > 1 and not private.has_backend_for(known_group or _find_world(), device):
         raise LoadError(
             f"the model's process group has no backend for {device.type}: initialize it with one, as in "
@@ -214,12 +216,6 @@ def _make_group(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.Proces
     """Kept for all loads in the same world."""
     group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=_GROUP_TIMEOUT, use_local_synchronization=True)
     return group
-
-
-def _compute_device(contents: ModelContents) -> torch.device:
-    for mesh in list_meshes(contents)[:1]:
-        return find_device(mesh.device_type)
-    return contents.fsdp1_units[0].compute_device
 
 
 def _make_target(contents: ModelTensor, layout: Layout, rank: int, compute_device: torch.device) -> Target:

@@ -104,11 +104,9 @@ class Writer:
     def _write_next(self) -> None:
         """Begins to write a chunk of the tensor whose turn it is."""
         chunks = self._begun.popleft()
-        if (chunk := next(chunks, None)) is not None:
-            self._begin(*chunk)
-            self._begun.append(chunks)
-
-    def _begin(self, target: TensorInFile, chunk: torch.Tensor, ranges: list[FileRange]) -> None:
+        if (found := next(chunks, None)) is None:
+            return
+        target, chunk, ranges = found
         while self._running and self._running[0].done():
             self._running.popleft().result()
         if target.number not in self._fds:
@@ -123,6 +121,7 @@ class Writer:
             copied = torch.get_device_module(chunk.device.type).current_stream(chunk.device).record_event()
             chunk = on_host
         self._running.append(self._pool.submit(self._write_chunk, target, chunk, ranges, staging, copied))
+        self._begun.append(chunks)
 
     def _write_chunk(
         self,

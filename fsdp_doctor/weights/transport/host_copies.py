@@ -144,9 +144,12 @@ class HostCopies:
         if memory is not None and _is_copied_by_device(memory, target):
             self._streams.load(target, memory[start : start + target.numel()])
             return
-        done, nbytes = 0, target.numel()
+        done, nbytes, on_host = 0, target.numel(), target.device.type == "cpu"
         while done < nbytes:
-            batch = self._find_batch(on_host=target.device.type == "cpu")
+            batch = self._begun[-1] if self._begun else None
+            if batch is None or batch.nbytes >= self._chunk_bytes or batch.on_host != on_host:
+                batch = _Batch(on_host)
+                self._begun.append(batch)
             length = min(nbytes - done, self._chunk_bytes - batch.nbytes)
             batch.pieces.append(_Piece(portion, start + done, target[done : done + length], batch.nbytes))
             batch.nbytes += -(-length // _ALIGNMENT) * _ALIGNMENT
@@ -176,13 +179,6 @@ class HostCopies:
         """Returns when all copies are done."""
         self.flush()
         self._streams.wait_until_loaded()
-
-    def _find_batch(self, *, on_host: bool) -> _Batch:
-        begun = self._begun[-1] if self._begun else None
-        if begun is None or begun.nbytes >= self._chunk_bytes or begun.on_host != on_host:
-            begun = _Batch(on_host)
-            self._begun.append(begun)
-        return begun
 
 
 def _is_copied_by_device(memory: torch.Tensor, target: torch.Tensor) -> bool:

@@ -518,13 +518,10 @@ class FlatGather(TensorTransfer):
         self.begun_bytes = sum(unit.nbytes[index] for index in begun)
         self.nbytes = length * self.shard_group.size * dtype.itemsize + self.opened_bytes
         self._local = [segment for segment in segments if segment.rank == self.shard_group.rank]
-        self._start = self._find_stretch()
-
-    def _find_stretch(self) -> int | None:
-        """Finds where this rank's part begins in its shard, if the part is ready there to be gathered."""
+        # Where this rank's part begins in its shard, if the part is ready there to be gathered.
         start = self._local[0].source if self._local else 0
         in_one = all(segment.source - segment.offset == start for segment in self._local)
-        return start if in_one and start + self._length <= self.unit.source.chunk else None
+        self._start = start if in_one and start + length <= unit.source.chunk else None
 
     def allocate(self, call: Call) -> None:
         length, rank = self._length, self.shard_group.rank
