@@ -102,7 +102,8 @@ def read_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> BuiltFacts
     state = [value for values in optimizer.state.values() for value in values.values()]
     moments = [private.read_local_tensor(value) for value in state if isinstance(value, torch.Tensor) and value.ndim]
     plain = model.module if isinstance(model, FullyShardedDataParallel) else model
-    text = _read_text_config(plain)
+    config: Any = getattr(plain, "config", None)
+    text = config.get_text_config() if config is not None else None
     on_host = [local for local in locals_ if local.device.type == "cpu" and local.numel()]
     return BuiltFacts(
         strategy=recognize_strategy(contents),
@@ -124,7 +125,8 @@ def read_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> BuiltFacts
         has_adapters=any(".lora_" in name for name in names),
         has_buffers=bool(contents.buffers),
         has_even_vocabulary=text.vocab_size % 2 == 0 if text is not None else None,
-        backends=_read_backends(),
+        # Of the default process group, by device type.
+        backends=dict(pair.split(":", 1) for pair in dist.get_backend_config().split(",")),
         ranks=dist.get_world_size(),
     )
 
@@ -205,16 +207,6 @@ def _name_class(module: nn.Module) -> str:
     get_base_model = getattr(module, "get_base_model", None)
     base = get_base_model() if get_base_model is not None else module
     return type(base).__name__.removeprefix("FSDP").removeprefix("Replicate")
-
-
-def _read_text_config(model: nn.Module) -> Any:
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if config is not None else None
-
-
-def _read_backends() -> dict[str, str]:
-    """The backend of the default process group by device type."""
-    return dict(pair.split(":", 1) for pair in dist.get_backend_config().split(","))
 
 
 def _put_into_words(fact: Any) -> str:

@@ -237,10 +237,11 @@ class _TorchOfDevice:
 
 def _send_buffers(device: torch.device, entries: _Entries, wire: _Wire, src: int, read: Any, most_bytes: int) -> None:
     """Sends as vLLM does: each of two buffers has a stream, under which entries are pulled and packed."""
-    streams = [_make_stream(device) for _ in range(_NUM_BUFFERS)]
+    module = torch.get_device_module(device)
+    streams = [module.Stream(device) if device.type != "cpu" else None for _ in range(_NUM_BUFFERS)]
     for stream in itertools.cycle(streams):
         _synchronize(stream)
-        with _enter_stream(stream):
+        with module.stream(stream) if stream is not None else contextlib.nullcontext():
             pieces: list[torch.Tensor] = []
             while sum(map(len, pieces)) <= most_bytes and (entry := next(entries, None)) is not None:
                 pieces.append(view_as_bytes(read(entry).detach().contiguous()))
@@ -251,20 +252,9 @@ def _send_buffers(device: torch.device, entries: _Entries, wire: _Wire, src: int
         _synchronize(stream)
 
 
-def _make_stream(device: torch.device) -> Any:
-    return torch.get_device_module(device).Stream(device) if device.type != "cpu" else None
-
-
 def _synchronize(stream: Any) -> None:
     if stream is not None:
         stream.synchronize()
-
-
-def _enter_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
-    context: contextlib.AbstractContextManager[Any] = (
-        torch.get_device_module(stream.device).stream(stream) if stream is not None else contextlib.nullcontext()
-    )
-    return context
 
 
 @torch.no_grad()

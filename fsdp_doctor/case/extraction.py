@@ -245,7 +245,8 @@ class ExtractionSteps(MatrixSteps):
         has no rehearsal.
         """
         if self._recorder.record.call == 1 and not self._runtime.with_ledgers:
-            self._next_steps.rehearse(trainer, 2 if self._may_call_again else 1)
+            may_call_again = self.scenario.phase.is_trained and is_user_method(self.method.name)
+            self._next_steps.rehearse(trainer, 2 if may_call_again else 1)
         return iter(())
 
     def take_back(self, trainer: Trainer) -> None:
@@ -321,10 +322,6 @@ class ExtractionSteps(MatrixSteps):
                 # It may be something in the process: a function that was replaced, a hook of all modules.
                 self._recorder.add(retire="what changes a training step")
             self._recorder.note("poisoned", f"{what}: {join_first_names(different)}")
-
-    @property
-    def _may_call_again(self) -> bool:
-        return self.scenario.phase.is_trained and is_user_method(self.method.name)
 
     def calls_again(self) -> bool:
         """Returns whether the user's function is called once more. A case whose memory is measured has one call."""

@@ -34,10 +34,6 @@ class _Facts:
     trains: bool
     values: torch.Tensor | None
 
-    @property
-    def on_meta(self) -> bool:
-        return self.local_device.type == "meta"
-
 
 class LoadedState:
     """Made just before the load and asked for :meth:`problems` just after it; local to a rank.
@@ -118,7 +114,14 @@ class LoadedState:
         if piece.held.is_meta:
             self._findings.note("incomplete", "still on the meta device", piece.name)
             return
-        self._check_place(piece, before)
+        if piece.held.dtype != before.dtype:
+            self._findings.note("misplaced", f"dtype {piece.held.dtype} where it was {before.dtype}", piece.name)
+        if away := self._explain_misplaced(piece, before):
+            self._findings.note("misplaced", away, piece.name)
+        if piece.shown.requires_grad != before.trains:
+            self._findings.note(
+                "poisoned", f"requires_grad is {piece.shown.requires_grad} where it was {before.trains}", piece.name
+            )
         if piece.name == self._left_alone:
             self._check_left_alone(piece, before, reported)
         elif piece.expected is not None:
@@ -156,31 +159,20 @@ class LoadedState:
         else:
             self._findings.note("wrong", difference, piece.name)
 
-    def _check_place(self, piece: LocalPiece, before: _Facts) -> None:
-        if piece.held.dtype != before.dtype:
-            self._findings.note("misplaced", f"dtype {piece.held.dtype} where it was {before.dtype}", piece.name)
-        if away := self._explain_misplaced(piece, before):
-            self._findings.note("misplaced", away, piece.name)
-        if piece.shown.requires_grad != before.trains:
-            self._findings.note(
-                "poisoned", f"requires_grad is {piece.shown.requires_grad} where it was {before.trains}", piece.name
-            )
-
     def _explain_misplaced(self, piece: LocalPiece, before: _Facts) -> str:
         """Explains why the place is wrong; empty where it is as before, or where a buffer lies on the device that uses
         it.
         """
         if piece.device == self._device and not isinstance(piece.shown, nn.Parameter):
             return ""
-        device, local_device = (self._find_home(piece),) * 2 if before.on_meta else (before.device, before.local_device)
+        device, local_device = before.device, before.local_device
+        if local_device.type == "meta":
+            device = local_device = self._parameter_device if isinstance(piece.shown, nn.Parameter) else self._device
         if piece.device != device:
             return f"on {piece.device} where {device} was promised"
         if piece.held.device != local_device:
             return f"its shard on {piece.held.device} where it was on {local_device}"
         return "in pageable memory where it was pinned" if before.pinned and not piece.held.is_pinned() else ""
-
-    def _find_home(self, piece: LocalPiece) -> torch.device:
-        return self._parameter_device if isinstance(piece.shown, nn.Parameter) else self._device
 
     def _check_transient(self, name: str, buffer: torch.Tensor) -> None:
         """Checks that a buffer which no state dict has keeps its values and dtype, on its device or the compute device.

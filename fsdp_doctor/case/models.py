@@ -112,16 +112,12 @@ def _build_new(name: Model, dims: Dims, custom: pathlib.Path | None, weights: We
     if name.has_buffers:
         add_buffers(model, SEED[weights])
     if name.has_adapters:
-        return _add_adapters(model)
+        import peft
+
+        # Both factors random: peft's own start, where one is zero, would hide a merge that did nothing.
+        adapters = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+        return _check_module(peft.get_peft_model(model, adapters))
     return model
-
-
-def _add_adapters(model: nn.Module) -> nn.Module:
-    # Both factors random: peft's own start, where one is zero, would hide a merge that did nothing.
-    import peft
-
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
-    return _check_module(peft.get_peft_model(model, config))
 
 
 def check_directory(directory: pathlib.Path) -> None:

@@ -175,18 +175,15 @@ class _Arrivals:
         tensor = torch.empty(header.shape, dtype=header.dtype, device="emulated")
         group = self._group.on_device
         if self.num_broadcasts < _TIMES_PATIENT:
-            _wait_for_growth(message.directory / str(message.index))
+            file = message.directory / str(message.index)
+            before, end = _size_of(file), time.monotonic() + _PATIENCE_SECONDS
+            while _size_of(file) == before and time.monotonic() < end:
+                time.sleep(_POLL_SECONDS)
         self.num_broadcasts += 1
         with torch.get_device_module("emulated").note_launch_order(message.directory):
             work = group.broadcast(tensor, _SENDER)
         work.wait()
         return self.keep(SentBucket(tensor.cpu().view(-1).view(torch.uint8), [header]))
-
-
-def _wait_for_growth(file: pathlib.Path) -> None:
-    before, end = _size_of(file), time.monotonic() + _PATIENCE_SECONDS
-    while _size_of(file) == before and time.monotonic() < end:
-        time.sleep(_POLL_SECONDS)
 
 
 def _size_of(file: pathlib.Path) -> int:

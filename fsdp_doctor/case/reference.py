@@ -71,7 +71,12 @@ def take(model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Run
     parts = [*_list_unit_parts(reference, contents, optimizer), *_list_tensor_parts(reference, contents, optimizer)]
     for part, pieces in zip(parts, _gather([part.local for part in parts], runtime), strict=True):
         part.join(pieces)
-    _add_tied_names(reference, contents)
+    # The other names of tied tensors.
+    for names in (
+        *(names for unit in contents.fsdp1_units for names in unit.names),
+        *(t.names for t in contents.list_tensors()),
+    ):
+        reference.full |= dict.fromkeys(names[1:], reference.full[names[0]])
     return reference
 
 
@@ -195,14 +200,6 @@ def _select_shard_group(pieces: list[torch.Tensor], unit: Fsdp1Unit) -> list[tor
     if not unit.is_sharded:
         return [pieces[dist.get_rank()]]
     return [pieces[rank] for rank in dist.get_process_group_ranks(unit.group)]
-
-
-def _add_tied_names(reference: Reference, contents: ModelContents) -> None:
-    for names in (
-        *(names for unit in contents.fsdp1_units for names in unit.names),
-        *(t.names for t in contents.list_tensors()),
-    ):
-        reference.full |= dict.fromkeys(names[1:], reference.full[names[0]])
 
 
 def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -127,8 +127,12 @@ def start(
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
     set_up_device(device, run_device)
+    backends = "gloo"
+    if device.type != "cpu":
+        default = dist.get_default_backend_for_device(device.type)
+        backends = f"cpu:gloo,{device.type}:{default}" if backend.has_cpu_collectives else default
     dist.init_process_group(
-        _name_backend(device.type, backend),
+        backends,
         store=store,
         rank=place.rank,
         world_size=place.world_size,
@@ -180,10 +184,3 @@ def wait_for_cuda_without_spinning(index: int) -> None:
         driver.cuInit(0)
         driver.cuDeviceGet(ctypes.byref(device), index)
         driver.cuDevicePrimaryCtxSetFlags_v2(device, _CU_CTX_SCHED_BLOCKING_SYNC)
-
-
-def _name_backend(device_type: str, backend: Backend) -> str:
-    if device_type == "cpu":
-        return "gloo"
-    default = dist.get_default_backend_for_device(device_type)
-    return f"cpu:gloo,{device_type}:{default}" if backend.has_cpu_collectives else default

@@ -176,25 +176,24 @@ def shard_fsdp1(
     mesh: without one there is one group of all ranks. compute_dtype: without one there is no mixed precision.
     """
     strategy = ShardingStrategy.FULL_SHARD if mesh is None or mesh.ndim == 1 else ShardingStrategy.HYBRID_SHARD
+    mixed_precision = None
+    if compute_dtype is not None:
+        mixed_precision = MixedPrecision(
+            param_dtype=compute_dtype,
+            reduce_dtype=torch.float32,
+            buffer_dtype=torch.float32,
+            # peft casts what goes into an adapter to the dtype of its shards.
+            cast_forward_inputs=not _are_all_trained(model),
+        )
     return FullyShardedDataParallel(
         model,
         auto_wrap_policy=_wrap_policy(model),
         device_id=device,
         device_mesh=mesh,
         sharding_strategy=strategy,
-        mixed_precision=_choose_mixed_precision(model, compute_dtype) if compute_dtype is not None else None,
+        mixed_precision=mixed_precision,
         cpu_offload=CPUOffload(offload_params=True) if policy else None,
         use_orig_params=use_orig_params,
-    )
-
-
-def _choose_mixed_precision(model: nn.Module, compute_dtype: torch.dtype) -> MixedPrecision:
-    return MixedPrecision(
-        param_dtype=compute_dtype,
-        reduce_dtype=torch.float32,
-        buffer_dtype=torch.float32,
-        # peft casts what goes into an adapter to the dtype of its shards.
-        cast_forward_inputs=not _are_all_trained(model),
     )
 
 

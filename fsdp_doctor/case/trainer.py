@@ -95,7 +95,25 @@ class Trainer:
             models.halve(plain)
         if self.runtime.training.checkpointing:
             models.checkpoint_activations(plain)
-        return _shard(plain, self.scenario, self.runtime, self.with_mesh)
+        mesh = self.runtime.make_mesh(self.scenario.sharding)
+        if self.scenario.version == 2:
+            return sharding.shard_fsdp2(
+                plain,
+                mesh,
+                kind=self.scenario.sharding,
+                compute_dtype=compute_dtype(self.scenario.precision),
+                policy=self.scenario.policy,
+                # A machine without an accelerator has nothing to pin memory for, and torch refuses to.
+                pin_memory=self.scenario.pinning.is_pinned and self.runtime.has_accelerator,
+            )
+        return sharding.shard_fsdp1(
+            plain,
+            mesh if self.with_mesh else None,
+            self.runtime.device,
+            compute_dtype=compute_dtype(self.scenario.precision),
+            policy=self.scenario.policy,
+            use_orig_params=self.scenario.strategy.uses_original_parameters,
+        )
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """AdamW over the parameters that the model has now."""
@@ -237,28 +255,6 @@ class Trainer:
             for key, value in entries.items():
                 if isinstance(value, torch.Tensor):
                     entries[key] = value.to(device, non_blocking=non_blocking)
-
-
-def _shard(plain: nn.Module, scenario: Scenario, runtime: Runtime, with_mesh: bool) -> nn.Module:
-    mesh = runtime.make_mesh(scenario.sharding)
-    if scenario.version == 2:
-        return sharding.shard_fsdp2(
-            plain,
-            mesh,
-            kind=scenario.sharding,
-            compute_dtype=compute_dtype(scenario.precision),
-            policy=scenario.policy,
-            # A machine without an accelerator has nothing to pin memory for, and torch refuses to.
-            pin_memory=scenario.pinning.is_pinned and runtime.has_accelerator,
-        )
-    return sharding.shard_fsdp1(
-        plain,
-        mesh if with_mesh else None,
-        runtime.device,
-        compute_dtype=compute_dtype(scenario.precision),
-        policy=scenario.policy,
-        use_orig_params=scenario.strategy.uses_original_parameters,
-    )
 
 
 def find_data_rank(sharding: Sharding, runtime: Runtime) -> int:
