@@ -87,14 +87,11 @@ def preload(frameworks: Iterable[str], scratch: pathlib.Path, seconds: float) ->
     for framework in frameworks:
         _replace_environment(_make_environment(scratch, framework))
         try:
-            _unavailable[framework] = _explain_missing(framework) or _import(framework, seconds)
+            package = read_matrix(framework).distributions[0]
+            is_installed = bool(read_installed_versions([package]))
+            _unavailable[framework] = _import(framework, seconds) if is_installed else f"{package} is not installed"
         finally:
             _replace_environment(before)
-
-
-def _explain_missing(name: str) -> str:
-    package = read_matrix(name).distributions[0]
-    return "" if read_installed_versions([package]) else f"{package} is not installed"
 
 
 def _import(name: str, seconds: float) -> str:

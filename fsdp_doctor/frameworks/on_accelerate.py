@@ -42,7 +42,13 @@ class AccelerateSession(FrameworkSession):
         from accelerate import Accelerator
 
         self._accelerator = Accelerator()
-        model = self._make_model(configuration)
+        if configuration["loading"] == "plain":
+            model = plain.build_module()
+        else:
+            from transformers import AutoModelForCausalLM
+
+            loaded: nn.Module = AutoModelForCausalLM.from_pretrained(plain.write_pretrained(), dtype=torch.float32)
+            model = plain.add_buffers(loaded.train())
         if configuration["version"] == "fsdp2" or configuration["order"] == "together":
             prepared = self._accelerator.prepare(model, _make_adamw(model))
         else:
@@ -53,14 +59,6 @@ class AccelerateSession(FrameworkSession):
         self.state_dict_type = read_state_dict_type(self._accelerator)
         if configuration["offload"] == "offload":
             self.shards_on = torch.device("cpu")
-
-    def _make_model(self, configuration: Mapping[str, str]) -> nn.Module:
-        if configuration["loading"] == "plain":
-            return self.plain.build_module()
-        from transformers import AutoModelForCausalLM
-
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(self.plain.write_pretrained(), dtype=torch.float32)
-        return self.plain.add_buffers(model.train())
 
     def step(self, tokens: torch.Tensor) -> None:
         batch = tokens.to(self._accelerator.device)

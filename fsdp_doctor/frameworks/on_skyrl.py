@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fsdp_doctor.frameworks.adapter import Adapter, Extractor, FrameworkSession, PlainModel, SavedFiles, Shims
 
@@ -37,7 +36,13 @@ class SkyrlSession(FrameworkSession):
             num_training_steps=100,
         )
         self._strategy.setup_distributed()
-        self.model, self.optimizer, self._scheduler = self._strategy.prepare((_make_policy(plain), None, None))
+        policy = plain.build_module()
+        if plain.has_adapters:
+            from peft import TaskType
+
+            # SkyRL's own adapters have a task type, which its checkpoints name.
+            cast(Any, policy).peft_config["default"].task_type = TaskType.CAUSAL_LM
+        self.model, self.optimizer, self._scheduler = self._strategy.prepare((policy, None, None))
         if configuration["offload"] == "cpu_offload":
             self.shards_on = torch.device("cpu")
 
@@ -81,16 +86,6 @@ class SkyrlSession(FrameworkSession):
     def _save_hf_model(self, directory: pathlib.Path) -> SavedFiles:
         self._strategy.save_hf_model(self.model, str(directory))
         return SavedFiles(directory=directory, format="safetensors")
-
-
-def _make_policy(plain: PlainModel) -> nn.Module:
-    """The plain model; SkyRL's own adapters have a task type, which its checkpoints name."""
-    module = plain.build_module()
-    if plain.has_adapters:
-        from peft import TaskType
-
-        cast(Any, module).peft_config["default"].task_type = TaskType.CAUSAL_LM
-    return module
 
 
 class SkyrlAdapter(Adapter):
