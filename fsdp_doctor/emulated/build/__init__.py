@@ -203,7 +203,11 @@ def _print(message: str) -> None:
 
 def _compile(compiler: list[str], scratch: pathlib.Path) -> pathlib.Path:
     """Make the library in ``scratch``. Raises OSError if the disk is full, EmulationUnavailable."""
-    sources = [_write_unit(unit, scratch) for unit in _list_units()]
+    sources = []
+    for unit in _list_units():
+        # A file that includes the sources of the unit.
+        sources.append(scratch / f"{unit[0]}.cpp")
+        sources[-1].write_text("".join(f'#include "{_SOURCES / name}.cpp"\n' for name in unit))
     objects = [str(source.with_suffix(".o")) for source in sources]
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         commands = zip(sources, objects, strict=True)
@@ -225,13 +229,6 @@ def _list_units() -> list[tuple[str, ...]]:
     """Lists the sources of each run of the compiler."""
     grouped = {name for unit in _UNITS for name in unit}
     return [*_UNITS, *((path.stem,) for path in sorted(_SOURCES.glob("*.cpp")) if path.stem not in grouped)]
-
-
-def _write_unit(unit: tuple[str, ...], directory: pathlib.Path) -> pathlib.Path:
-    """A file in ``directory`` that includes the sources of ``unit``."""
-    path = directory / f"{unit[0]}.cpp"
-    path.write_text("".join(f'#include "{_SOURCES / name}.cpp"\n' for name in unit))
-    return path
 
 
 def _run(command: list[str]) -> None:

@@ -54,7 +54,10 @@ def pack_wheel(file: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
             f"Wheel-Version: 1.0\nGenerator: fsdp-doctor\nRoot-Is-Purelib: false\nTag: {tag}\n"
         ).encode(),
     }
-    record = "".join(f"{name},sha256={_compute_digest(content)},{len(content)}\n" for name, content in contents.items())
+    record = ""
+    for name, content in contents.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        record += f"{name},sha256={digest},{len(content)}\n"
     contents[f"{information}/RECORD"] = f"{record}{information}/RECORD,,\n".encode()
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{PREBUILT}-{version}-{tag}.whl"
@@ -62,10 +65,6 @@ def pack_wheel(file: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
         for name, content in contents.items():
             wheel.writestr(name, content)
     return path
-
-
-def _compute_digest(content: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
 
 
 if __name__ == "__main__":
