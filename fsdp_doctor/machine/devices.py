@@ -50,26 +50,22 @@ def load(device: RunDevice, asked: str) -> None:
     UsageError if the device has no such setting.
     """
     if device.type == "emulated":
-        _load_emulation(asked)
+        import torch
+
+        if torch.cuda.is_available():
+            # Parts of torch, like its checkpoints, ask for CUDA before anything else.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        try:
+            import fsdp_doctor.emulated  # noqa: F401, which registers the device
+        except ImportError as reason:
+            why = "torch sees no accelerator here, and " if asked == "auto" else ""
+            raise CannotRun(
+                f"{why}{reason}; --device cpu works without an accelerator, but offloading cannot break anything there"
+            ) from None
     elif not device.late_completion:
         raise UsageError(f"--no-late-completion is for the emulated device, but the device is {device.type}")
     if device.type == "cpu" and device.memory is not None:
         raise UsageError("--device-memory is for an accelerator; on the CPU, use --host-memory to limit a worker")
-
-
-def _load_emulation(asked: str) -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        # Parts of torch, like its checkpoints, ask for CUDA before anything else.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        import fsdp_doctor.emulated  # noqa: F401, which registers the device
-    except ImportError as reason:
-        why = "torch sees no accelerator here, and " if asked == "auto" else ""
-        raise CannotRun(
-            f"{why}{reason}; --device cpu works without an accelerator, but offloading cannot break anything there"
-        ) from None
 
 
 def count(device_type: str) -> int:
