@@ -109,26 +109,22 @@ def find_fixed_functions(framework: str | None, ids: Sequence[str]) -> list[Fixe
     where several are installed; CannotRun where none is, or one is refused (:func:`find_function`).
     """
     if framework is None:
-        framework = _find_framework()
+        distributions = {fix.framework: fix.distribution for fix in entry.FIXES}
+        installed = read_installed_versions(distributions.values())
+        present = [framework for framework, distribution in distributions.items() if distribution in installed]
+        if not present:
+            raise CannotRun(
+                f"none of the frameworks that have fixes is installed here ({', '.join(distributions)}): run this with "
+                "the Python of the job"
+            )
+        if len(present) > 1:
+            raise UsageError(f"{' and '.join(present)} are installed, and have fixes: name the job's by --framework")
+        framework = present[0]
     fixes = choose_fixes(framework)
     for id in ids:
         if id not in {fix.id for fix in fixes}:
             raise UsageError(f"--only {id}: {framework} has {', '.join(fix.id for fix in fixes)}")
     return [find_function(fix) for fix in fixes if not ids or fix.id in ids]
-
-
-def _find_framework() -> str:
-    distributions = {fix.framework: fix.distribution for fix in entry.FIXES}
-    installed = read_installed_versions(distributions.values())
-    present = [framework for framework, distribution in distributions.items() if distribution in installed]
-    if not present:
-        raise CannotRun(
-            f"none of the frameworks that have fixes is installed here ({', '.join(distributions)}): run this with the "
-            "Python of the job"
-        )
-    if len(present) > 1:
-        raise UsageError(f"{' and '.join(present)} are installed, and have fixes: name the job's by --framework")
-    return present[0]
 
 
 def run_with_fixes(command: Sequence[str], functions: Sequence[FixedFunction], *, verify: bool) -> FixedJobRun:
