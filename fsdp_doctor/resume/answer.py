@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from fsdp_doctor.resume.diagnosis import ResumeAnswer, ResumeFinding
+from fsdp_doctor.resume.diagnosis import ResumeAnswer
 
 
 def render_json(answer: ResumeAnswer) -> str:
@@ -23,20 +23,16 @@ def _list_lines(answer: ResumeAnswer) -> Iterator[str]:
         if number:
             yield ""
             yield f"Also, {finding.kind}: {finding.text}."
-        yield from _list_causes(finding)
+        for place, cause in enumerate(finding.causes):
+            known = f" ({cause.known})" if cause.known else ""
+            yield f"  {'or' if place else 'Known cause'}: {cause.title}{known}"
+            yield f"    Remedy: {cause.remedy}"
+            yield from (f"    {reference}" for reference in cause.references)
     if answer.notes:
         yield ""
         yield from (f"Note: {note}." for note in answer.notes)
     yield ""
     yield from (f"{run.name}: {run.steps} steps in {run.seconds:.0f} s, {run.log}" for run in answer.runs)
-
-
-def _list_causes(finding: ResumeFinding) -> Iterator[str]:
-    for number, cause in enumerate(finding.causes):
-        known = f" ({cause.known})" if cause.known else ""
-        yield f"  {'or' if number else 'Known cause'}: {cause.title}{known}"
-        yield f"    Remedy: {cause.remedy}"
-        yield from (f"    {reference}" for reference in cause.references)
 
 
 def render_markdown(answer: ResumeAnswer) -> str:

@@ -165,7 +165,8 @@ class RankComparison:
             yield _make("weights", "weights-rounded", wrong, f"{count} are {text}: {join_some(wrong, 3)}")
         elif set(wrong) == set(expected.weights) and expected.others and all(" parameter " in name for name in wrong):
             text = "the optimizer's own copies of the weights are not the model's, which are right"
-            yield _make("weights", "masters-not-loaded", wrong, f"{text}{_say_step(whole)}")
+            theirs = f": they are those before step {whole.step}" if whole is not None else ""
+            yield _make("weights", "masters-not-loaded", wrong, f"{text}{theirs}")
         elif whole is not None:
             symptom: ResumeSymptom = "weights-not-loaded" if whole is self._first else "weights-of-another-step"
             nothing = ": nothing was loaded" if whole is self._first else ""
@@ -317,8 +318,16 @@ class RankComparison:
                 yield _make("scaler", "scaler-new" if new else "scaler-changed", wrong, text)
         for name in sorted({*self._expected.averages} & {*self._begun.averages}):
             was, now = _flatten(self._expected.averages[name]), _flatten(self._begun.averages[name])
-            if wrong := find_unlike(was, now):
-                yield self._describe_average(name, now, wrong)
+            wrong = find_unlike(was, now)
+            if not wrong:
+                continue
+            before = _flatten(self._first.averages.get(name, {}))
+            weights = [*self._begun.weights.values(), *self._begun.buffers.values()]
+            if all(now.get(key) in weights or before.get(key) == now.get(key) for key in wrong):
+                text = "are the weights themselves, or as before step 1: it was made anew"
+                yield _make("average", "average-new", wrong, f"{name}: {join_some(wrong, 3)} {text}")
+            else:
+                yield _make("average", "average", wrong, f"{name}: {join_some(wrong, 3)} differ")
 
     def _describe_schedule(self, name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> RunDifference:
         wrong = find_unlike(was, now)
@@ -336,14 +345,6 @@ class RankComparison:
         elif {*wrong} == {"_last_lr"}:
             symptom = "rate-of-no-step"
         return _make("schedule", symptom, wrong, f"{name}: {values}{more}")
-
-    def _describe_average(self, name: str, now: Mapping[str, Any], wrong: Sequence[str]) -> RunDifference:
-        before = _flatten(self._first.averages.get(name, {}))
-        weights = [*self._begun.weights.values(), *self._begun.buffers.values()]
-        if all(now.get(key) in weights or before.get(key) == now.get(key) for key in wrong):
-            text = f"{name}: {join_some(wrong, 3)} are the weights themselves, or as before step 1: it was made anew"
-            return _make("average", "average-new", wrong, text)
-        return _make("average", "average", wrong, f"{name}: {join_some(wrong, 3)} differ")
 
     def _compare_buffers(self) -> Iterator[RunDifference]:
         if wrong := find_unlike(self._expected.buffers, self._begun.buffers):
@@ -424,10 +425,6 @@ class RankComparison:
 
 def _make(kind: StateKind, symptom: ResumeSymptom, names: Sequence[str], text: str) -> RunDifference:
     return RunDifference(kind=kind, symptom=symptom, text=text, names=tuple(names))
-
-
-def _say_step(record: StepRecord | None) -> str:
-    return f": they are those before step {record.step}" if record is not None else ""
 
 
 def _flatten(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:

@@ -164,7 +164,12 @@ class _Diagnosis:
         else:
             found = self._drop_undrawn(found, again, bool(kinds & {*COMPUTED, "data"}))
             if found and {difference.kind for _, difference in found} <= {"generators", *COMPUTED}:
-                found = found if self._repeats(other, resume) else []
+                # Does the resumed run compute the same when it is run again?
+                resume_at = self._job.at * resume
+                resumed = self._run("resumed-again", stop=self._steps, directory=self._directory, resume_at=resume_at)
+                require_records(resumed, 1)
+                self._unrepeatable = _find_unrepeatable(other, resumed)
+                found = [] if self._unrepeatable else found
         self._findings += self._merge(_drop_effects(found), resume, len(rank_pairs))
 
     def _pair(self, one: UserJobRun, other: UserJobRun) -> list[tuple[int, RankRecord, RankRecord]]:
@@ -172,7 +177,10 @@ class _Diagnosis:
             raise UsageError(
                 f"the {other.name} run has {len(other.ranks)} ranks, and the {one.name} one {len(one.ranks)}"
             )
-        return [(rank, record, other.ranks.get(rank, _without_steps(record))) for rank, record in one.ranks.items()]
+        return [
+            (rank, record, other.ranks.get(rank, RankRecord(facts=record.facts, steps=[])))
+            for rank, record in one.ranks.items()
+        ]
 
     def _find(self, one: UserJobRun, other: UserJobRun, resume: int) -> list[tuple[int, RunDifference]]:
         at, straight = self._job.at * resume, self._runs["straight"]
@@ -212,20 +220,13 @@ class _Diagnosis:
             kept.append((rank, difference))
         return kept
 
-    def _repeats(self, resumed: UserJobRun, resume: int) -> bool:
-        """Runs the resumed run again, and says whether it computes the same."""
-        at = self._job.at * resume
-        again = self._run("resumed-again", stop=self._steps, directory=self._directory, resume_at=at)
-        require_records(again, 1)
-        self._unrepeatable = _find_unrepeatable(resumed, again)
-        return not self._unrepeatable
-
     def _merge(self, found: Sequence[tuple[int, RunDifference]], resume: int, num_ranks: int) -> list[ResumeFinding]:
         """The differences of all ranks, each symptom once, in the order of kinds."""
         by_symptom: dict[tuple[StateKind, ResumeSymptom], dict[int, list[str]]] = {}
         for rank, difference in found:
             of_rank = by_symptom.setdefault((difference.kind, difference.symptom), {})
             of_rank.setdefault(rank, []).append(difference.text)
+        frameworks = self._first_record.facts.frameworks
         merged = [
             ResumeFinding(
                 step=self._job.at * resume + 1,
@@ -234,17 +235,11 @@ class _Diagnosis:
                 symptom=symptom,
                 text=_join_ranks({rank: "; ".join(texts) for rank, texts in ranks.items()}, num_ranks),
                 ranks=sorted(ranks),
-                causes=list_causes(
-                    symptom, some_ranks=len(ranks) < num_ranks, resume=resume, frameworks=self._frameworks
-                ),
+                causes=list_causes(symptom, some_ranks=len(ranks) < num_ranks, resume=resume, frameworks=frameworks),
             )
             for (kind, symptom), ranks in by_symptom.items()
         ]
         return sorted(merged, key=lambda finding: _KINDS.index(finding.kind))
-
-    @property
-    def _frameworks(self) -> list[str]:
-        return self._first_record.facts.frameworks
 
     @property
     def _first_record(self) -> RankRecord:
@@ -313,10 +308,6 @@ class _Diagnosis:
             yield "on the emulated device its generators are saved and restored with the CPU's, by the doctor"
         if self._job.deterministic:
             yield "the job ran with deterministic algorithms, which it does not have by itself"
-
-
-def _without_steps(record: RankRecord) -> RankRecord:
-    return RankRecord(facts=record.facts, steps=[])
 
 
 def _renumber(record: RankRecord, begin: int) -> list[StepRecord]:

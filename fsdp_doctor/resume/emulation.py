@@ -10,7 +10,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -70,16 +70,14 @@ class _AfterFrameworks:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             return spec
-        spec.loader.exec_module = _execute_then_shim(spec.loader.exec_module, framework)  # type: ignore
+        execute = spec.loader.exec_module
+
+        def execute_then_shim(module: ModuleType) -> None:
+            execute(module)
+            _show_device(framework)
+
+        spec.loader.exec_module = execute_then_shim  # type: ignore
         return spec
-
-
-def _execute_then_shim(execute: Callable[[ModuleType], None], framework: str) -> Callable[[ModuleType], None]:
-    def run(module: ModuleType) -> None:
-        execute(module)
-        _show_device(framework)
-
-    return run
 
 
 def _show_device(framework: str) -> None:

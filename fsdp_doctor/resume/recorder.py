@@ -160,15 +160,6 @@ class _Heap:
         self.epochs = sorted(filter(None, map(_count_batches, found["loader"])))
 
 
-def _list_transient_buffers(root: nn.Module) -> set[str]:
-    """The names of buffers that no state dict has, so none restores."""
-    with contextlib.suppress(Exception), _importable_package():
-        from fsdp_doctor.weights.fsdp.private import list_module_tensors
-
-        return {each.prefix + name for each in list_module_tensors(root) for name in each.non_persistent}
-    return set()
-
-
 def _classify(kind: type) -> str:
     if issubclass(kind, nn.Module):
         return "module"
@@ -304,7 +295,11 @@ class StepRecorder:
 
     def _is_no_step(self, optimizer: Optimizer) -> bool:
         """Torch makes an optimizer's state, and some programs do, by a step with gradients of zero."""
-        frames = list(_walk_stack())
+        frames: list[FrameType] = []
+        frame = inspect.currentframe()
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back
         if any(frame.f_code.co_name == "_init_optim_state" for frame in frames):
             return True
         packages = {str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames}
@@ -341,7 +336,10 @@ class StepRecorder:
             names |= mine
             if optimizer is self._main:
                 is_model = bool(mine) or any(module is self._model for module in root.modules())
-                self._add_model(root, ids) if is_model else self._add_average(root)
+                if is_model:
+                    self._add_model(root, ids)
+                else:
+                    self._line["averages"][type(root).__name__] = _digest_all(root.named_parameters())
         which = len(line.setdefault("optimizers", []))
         line["optimizers"].append(type(optimizer).__name__)
         labels = {id(p): names.get(id(p), f"optimizer {which} parameter {at}") for at, (_, p) in enumerate(trained)}
@@ -363,14 +361,16 @@ class StepRecorder:
 
     def _add_model(self, root: nn.Module, trained: Collection[int]) -> None:
         """Adds the buffers of a state dict, and the parameters but those with the ids ``trained``."""
-        transient = _list_transient_buffers(root)
+        # The names of buffers that no state dict has, so none restores.
+        transient: set[str] = set()
+        with contextlib.suppress(Exception), _importable_package():
+            from fsdp_doctor.weights.fsdp.private import list_module_tensors
+
+            transient = {each.prefix + name for each in list_module_tensors(root) for name in each.non_persistent}
         saved = ((name, buffer) for name, buffer in root.named_buffers() if name not in transient)
         self._line.setdefault("buffers", {}).update(_digest_all(saved))
         rest = ((name, p) for name, p in root.named_parameters() if id(p) not in trained)
         self._line.setdefault("others", {}).update(_digest_all(rest))
-
-    def _add_average(self, root: nn.Module) -> None:
-        self._line["averages"][type(root).__name__] = _digest_all(root.named_parameters())
 
     def _after_step(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
         if optimizer is self._main and self._stop and self._steps >= self._stop and not self._broken:
@@ -450,13 +450,6 @@ def _list_tensors(value: Any) -> Iterator[torch.Tensor]:
         case list() | tuple():
             for each in value:
                 yield from _list_tensors(each)
-
-
-def _walk_stack() -> Iterator[FrameType]:
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _is_rank() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import re
 from typing import Any, TypeAlias
@@ -78,7 +79,10 @@ def read_ranks(directory: pathlib.Path) -> dict[int, RankRecord]:
     """The records of a run, by rank; a line that a process could not finish is left out."""
     ranks = {}
     for file in directory.glob("rank*.jsonl"):
-        lines = [_parse(line) for line in file.read_bytes().splitlines()]
+        lines: list[dict[str, Any]] = []
+        for line in file.read_bytes().splitlines():
+            with contextlib.suppress(msgspec.DecodeError):
+                lines.append(msgspec.json.decode(line))
         ranks[int(re.sub(r"\D", "", file.name))] = _make_rank([line for line in lines if line])
     return dict(sorted((rank, record) for rank, record in ranks.items() if record is not None))
 
@@ -86,14 +90,6 @@ def read_ranks(directory: pathlib.Path) -> dict[int, RankRecord]:
 def read_start_failures(directory: pathlib.Path) -> list[str]:
     """Reads the reason of each process in which the recorder could not start."""
     return sorted({file.read_text() for file in directory.glob("failed-*")})
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        parsed: dict[str, Any] = msgspec.json.decode(line)
-    except msgspec.DecodeError:
-        return {}
-    return parsed
 
 
 def _make_rank(lines: list[dict[str, Any]]) -> RankRecord | None:
