@@ -113,7 +113,10 @@ class Judgement:
             case "known":
                 return _compare_with_catalogue(result, self.context)
             case Report():
-                return _compare_with_report(result, self._kinds)
+                # A case that the expected report lacks should be ok or refused.
+                kind, wanted = result.verdict.kind, self._kinds.get(result.id, "ok")
+                differs = kind != wanted and (result.id in self._kinds or kind not in GOOD)
+                return f"expected {wanted}, got {kind}: {result.id}" if differs else ""
             case ExpectedFailures():
                 return describe_difference(result, self.baseline.find(result.id, self.context.torch))
             case _:
@@ -155,13 +158,6 @@ def _has_ended_as(result: CaseResult, outcome: KnownFailure | None) -> bool:
     if outcome is None:
         return result.verdict.kind in GOOD
     return (result.verdict.kind, result.known) == (outcome.verdict, outcome.id)
-
-
-def _compare_with_report(result: CaseResult, kinds: dict[str, str]) -> str:
-    """A case that the expected report lacks should be ok or refused."""
-    kind, wanted = result.verdict.kind, kinds.get(result.id, "ok")
-    differs = kind != wanted and (result.id in kinds or kind not in GOOD)
-    return f"expected {wanted}, got {kind}: {result.id}" if differs else ""
 
 
 def _shorten_version(torch: str) -> str:

@@ -23,7 +23,7 @@ from fsdp_doctor.known.run_context import RunContext
 from fsdp_doctor.machine import devices, imports, launch
 from fsdp_doctor.machine.signals import Interruption, die_with_parent
 from fsdp_doctor.matrix.methods import is_user_method
-from fsdp_doctor.probe.baseline import Baseline, Judgement
+from fsdp_doctor.probe.baseline import Judgement
 from fsdp_doctor.probe.first_report import make_first_report
 from fsdp_doctor.probe.probe_options import ProbeOptions
 from fsdp_doctor.report import formats
@@ -268,13 +268,10 @@ def _print(judgement: Judgement, options: ProbeOptions) -> None:
         print(f"{'FAIL' if judgement.unexpected else 'PASS'}: {judgement.conclusion}\n")
     sys.stdout.write(text)
     sys.stdout.flush()
-    for note in (*report.notes, *_list_not_selected(report, options.expect)):
+    notes = list(report.notes)
+    if isinstance(options.expect, Report):
+        count = len({result.id for result in options.expect.results} - {result.id for result in report.results})
+        notes += [f"not selected: {format_count(count, 'case')} of the expected report"] if count else []
+    for note in notes:
         print(f"note: {note}", file=sys.stderr)
     print(f"{summarize(report)} in {report.seconds:.1f} s", file=sys.stderr)
-
-
-def _list_not_selected(report: Report, expected: Baseline) -> list[str]:
-    if not isinstance(expected, Report):
-        return []
-    count = len({result.id for result in expected.results} - {result.id for result in report.results})
-    return [f"not selected: {format_count(count, 'case')} of the expected report"] if count else []

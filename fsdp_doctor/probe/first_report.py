@@ -12,7 +12,7 @@ from fsdp_doctor import __version__
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.machine import launch
 from fsdp_doctor.machine.devices import RunDevice
-from fsdp_doctor.machine.environment import EnvironmentFacts, collect_without_torch, write_home_as_tilde
+from fsdp_doctor.machine.environment import collect_without_torch, write_home_as_tilde
 from fsdp_doctor.machine.versions import read_installed_versions
 from fsdp_doctor.matrix.axes import CheckpointFit
 from fsdp_doctor.matrix.cases import Case, list_frameworks
@@ -38,6 +38,8 @@ def make_first_report(options: ProbeOptions, place: launch.Place, device: RunDev
     Raises UsageError where the earlier report's results cannot stand beside this run's.
     """
     shims = _list_shims(options, device)
+    facts = collect_without_torch(options.host_name)
+    of_frameworks = [name for matrix in _list_matrices(options) for name in matrix.distributions]
     report = Report(
         version=__version__,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -45,15 +47,10 @@ def make_first_report(options: ProbeOptions, place: launch.Place, device: RunDev
         device=device.type,
         world_size=place.world_size,
         num_selected=len(options.cases),
-        environment=_add_frameworks(collect_without_torch(options.host_name), options),
+        environment={**facts, "packages": facts["packages"] | read_installed_versions(of_frameworks)},
         rerun_options=_rerun_options(options, place),
         late_completion=device.late_completion,
-        notes=(
-            *_list_notes(device),
-            *_describe_writers(options, saved_by),
-            *_describe_shims(shims),
-            *_describe_untried(options),
-        ),
+        notes=tuple(_list_notes(options, device, saved_by, shims)),
         shims=shims,
     )
     earlier = options.resume_from
@@ -73,12 +70,6 @@ def make_first_report(options: ProbeOptions, place: launch.Place, device: RunDev
     )
 
 
-def _add_frameworks(facts: EnvironmentFacts, options: ProbeOptions) -> EnvironmentFacts:
-    """Adds the versions of the packages that the run's frameworks are made of."""
-    names = [name for matrix in _list_matrices(options) for name in matrix.distributions]
-    return {**facts, "packages": facts["packages"] | read_installed_versions(names)}
-
-
 def _list_shims(options: ProbeOptions, device: RunDevice) -> tuple[AppliedShim, ...]:
     """The changes in the workers of the frameworks that are installed: only on the emulated device there are any."""
     if device.type != "emulated":
@@ -95,18 +86,6 @@ def _list_matrices(options: ProbeOptions) -> list[FrameworkMatrix]:
     return [read_matrix(name) for name in list_frameworks(options.cases)]
 
 
-def _describe_untried(options: ProbeOptions) -> Iterator[str]:
-    for matrix in _list_matrices(options):
-        if sentence := matrix.describe_untried(read_installed_versions(matrix.tried)):
-            yield sentence
-
-
-def _describe_shims(shims: Sequence[AppliedShim]) -> Iterator[str]:
-    for framework in dict.fromkeys(shim.framework for shim in shims):
-        names = ", ".join(shim.name for shim in shims if shim.framework == framework)
-        yield f"So that {framework} finds the emulated device, these were changed in its workers: {names}."
-
-
 def _describe_conditions(report: Report) -> str:
     """The conditions under which all results of a report were made, with the device that was found."""
     asked = f"--device {report.device}"
@@ -115,20 +94,23 @@ def _describe_conditions(report: Report) -> str:
     return f"{ranks} with torch {make_context(report).torch} and options {options!r}"
 
 
-def _list_notes(device: RunDevice) -> tuple[str, ...]:
+def _list_notes(options: ProbeOptions, device: RunDevice, saved_by: int, shims: Sequence[AppliedShim]) -> Iterator[str]:
     if device.type == "cpu":
-        return (ON_THE_CPU,)
-    if device.type != "emulated":
-        return ()
-    return (ON_THE_EMULATED_DEVICE,) if device.late_completion else (ON_THE_EMULATED_DEVICE, EAGER)
-
-
-def _describe_writers(options: ProbeOptions, saved_by: int) -> tuple[str, ...]:
-    """Notes the number of ranks that save, which no id of a case shows."""
+        yield ON_THE_CPU
+    if device.type == "emulated":
+        yield ON_THE_EMULATED_DEVICE
+        if not device.late_completion:
+            yield EAGER
+    # The number of ranks that save, which no id of a case shows.
     of_matrix = [case.scenario for case in options.cases if isinstance(case, Case)]
-    if not saved_by or all(scenario.checkpoint is not CheckpointFit.OTHER_WORLD for scenario in of_matrix):
-        return ()
-    return (f"A checkpoint of other-world is saved by {format_count(saved_by, 'rank')}.",)
+    if saved_by and any(scenario.checkpoint is CheckpointFit.OTHER_WORLD for scenario in of_matrix):
+        yield f"A checkpoint of other-world is saved by {format_count(saved_by, 'rank')}."
+    for framework in dict.fromkeys(shim.framework for shim in shims):
+        names = ", ".join(shim.name for shim in shims if shim.framework == framework)
+        yield f"So that {framework} finds the emulated device, these were changed in its workers: {names}."
+    for matrix in _list_matrices(options):
+        if sentence := matrix.describe_untried(read_installed_versions(matrix.tried)):
+            yield sentence
 
 
 def _rerun_options(options: ProbeOptions, place: launch.Place) -> str:

@@ -23,7 +23,7 @@ from typing_extensions import assert_never
 from fsdp_doctor.errors import CannotRun, DoctorFault, FsdpDoctorError, UsageError
 from fsdp_doctor.machine.signals import die_with_parent
 from fsdp_doctor.probe.deadlines import Deadlines, Limits, Watch
-from fsdp_doctor.probe.messages import MESSAGES, Message, StopWorker, decode, encode
+from fsdp_doctor.probe.messages import MESSAGES, Message, decode, encode
 from fsdp_doctor.probe.processes import Activity, end_orphans
 from fsdp_doctor.verdict.classification import find_wait
 from fsdp_doctor.verdict.records import PhaseReport, RankReport, Ready, Record, Refused, Stop, shorten_paths
@@ -452,16 +452,13 @@ class WorkerGroup:
                 self._idle_seconds = min(member.measure_idle_seconds() for member in working)
             records = [member.record for member in self._workers]
             if stop := watch.look(records, self._is_in_trouble, lambda: self._idle_seconds):
-                self._stop(stop)
+                # A suspended worker is woken for its stack and would then let the others' collectives finish.
+                for member in sorted(self._workers, key=lambda member: member.suspended):
+                    member.stop(stop.why, stop.detail)
         return [member.make_report() for member in self._workers]
 
     def _is_in_trouble(self) -> bool:
         return any(member.in_trouble for member in self._workers)
-
-    def _stop(self, stop: StopWorker) -> None:
-        """A suspended worker is woken for its stack and would then let the others' collectives finish."""
-        for member in sorted(self._workers, key=lambda member: member.suspended):
-            member.stop(stop.why, stop.detail)
 
 
 def check_ready(reports: Sequence[RankReport]) -> None:
