@@ -111,7 +111,13 @@ def cut_excerpt(path: pathlib.Path, explanation: Explanation) -> str:
 
     explanation: what ``explain`` found in the log.
     """
-    places = _find_failure_lines(explanation, LogInput(path).name)
+    # The lines with the cause and with the first exceptions.
+    name = LogInput(path).name
+    raised: Iterable[Raised] = (
+        *([explanation.cause.first] if explanation.cause else []),
+        *explanation.others[:_SHOWN_OTHERS],
+    )
+    places = [exception.line for exception in raised if exception.file == name]
     windows = [(1, _BEGIN_LINES), *((max(1, line - _BEFORE), line + _AFTER) for line in places)]
     kept: dict[int, str] = {}
     end: deque[tuple[int, str]] = deque(maxlen=_END_LINES)
@@ -122,15 +128,6 @@ def cut_excerpt(path: pathlib.Path, explanation: Explanation) -> str:
             if any(first <= number <= last for first, last in windows):
                 kept[number] = line
     return "\n".join(_join_lines(kept | dict(end), number)) + "\n"
-
-
-def _find_failure_lines(explanation: Explanation, name: str) -> list[int]:
-    """Finds the numbers of the lines with the cause and with the first exceptions."""
-    raised: Iterable[Raised] = (
-        *([explanation.cause.first] if explanation.cause else []),
-        *explanation.others[:_SHOWN_OTHERS],
-    )
-    return [exception.line for exception in raised if exception.file == name]
 
 
 def _join_lines(kept: dict[int, str], last: int) -> Sequence[str]:

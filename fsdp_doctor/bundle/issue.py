@@ -20,7 +20,7 @@ from fsdp_doctor.bundle.redaction import PLACEHOLDER, Redactor
 from fsdp_doctor.errors import DoctorFault
 from fsdp_doctor.explain import Explanation
 from fsdp_doctor.explain.text import choose_frames
-from fsdp_doctor.report.document import Report, convert_report_to_dict, read_report_dict
+from fsdp_doctor.report.document import convert_report_to_dict, read_report_dict
 from fsdp_doctor.report.journal import replace_file
 
 _VERSIONS = ("fsdp-doctor", "torch", "transformers", "accelerate", "peft")
@@ -227,7 +227,11 @@ def make_bundle(evidence: FailureEvidence, redactor: Redactor | None = None) -> 
     for text in raw.values():
         redactor.learn(text)
     if evidence.report is not None:
-        evidence = dataclasses.replace(evidence, report=_remove_private(evidence.report, redactor))
+        values = json.loads(json.dumps(convert_report_to_dict(evidence.report)))
+        # With `probe --host-name`; nothing beside it shows that it is the name of a host.
+        redactor.learn_host(evidence.report.environment.get("host", ""))
+        redactor.learn_values(values)
+        evidence = dataclasses.replace(evidence, report=read_report_dict(redactor.clean_values(values)))
     # From the clean report, so that no private text is in the pattern of a script.
     chosen = choose_case(evidence)
     head = make_head(evidence, chosen)
@@ -241,14 +245,6 @@ def make_bundle(evidence: FailureEvidence, redactor: Redactor | None = None) -> 
     return Bundle(
         files={"issue.md": render_issue(clean_head, files, redactor.counts), **files}, replaced=redactor.counts
     )
-
-
-def _remove_private(report: Report, redactor: Redactor) -> Report:
-    values = json.loads(json.dumps(convert_report_to_dict(report)))
-    # With `probe --host-name`; nothing beside it shows that it is the name of a host.
-    redactor.learn_host(report.environment.get("host", ""))
-    redactor.learn_values(values)
-    return read_report_dict(redactor.clean_values(values))
 
 
 def write_bundle(path: pathlib.Path, bundle: Bundle) -> None:

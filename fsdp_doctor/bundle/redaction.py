@@ -219,12 +219,16 @@ class Redactor:
     def clean(self, text: str) -> str:
         """Replaces everything private in ``text``."""
         for home in sorted(self._homes, key=len, reverse=True):
-            text = _match_whole(home).sub(self._make_replacement("home directory"), text)
+            whole = re.compile(rf"(?<![\w/.-]){re.escape(home)}(?![\w.-])")
+            text = whole.sub(lambda match: self._choose_placeholder("home directory", match[0]), text)
         for rule in _RULES:
             text = rule.pattern.sub(self._make_group_replacement(rule), text)
         text = self._replace_names(text, "named key or secret", self._secrets, re.RegexFlag(0))
         text = replace_hosts(text, lambda host: self._choose_placeholder("host", host))
-        text = replace_addresses(text, lambda address: self._choose_placeholder(_classify_address(address), address))
+        text = replace_addresses(
+            text,
+            lambda address: self._choose_placeholder("IPv6 address" if ":" in address else "IPv4 address", address),
+        )
         for kind, names in self._names.items():
             text = self._replace_names(text, kind, names, re.IGNORECASE)
         return text
@@ -233,19 +237,16 @@ class Redactor:
         """Cleans all strings of a JSON value, but not its keys."""
         match value:
             case str():
-                return self._clean_once(value)
+                # Once: a report has the same traceback in hundreds of cases.
+                if value not in self._cleaned:
+                    self._cleaned[value] = self.clean(value)
+                return self._cleaned[value]
             case list():
                 return [self.clean_values(item) for item in value]
             case dict():
                 return {key: self.clean_values(item) for key, item in value.items()}
             case _:
                 return value
-
-    def _clean_once(self, text: str) -> str:
-        """Cleans a string once: a report has the same traceback in hundreds of cases."""
-        if text not in self._cleaned:
-            self._cleaned[text] = self.clean(text)
-        return self._cleaned[text]
 
     def _replace_names(self, text: str, kind: str, names: Iterable[str], flags: re.RegexFlag) -> str:
         lower = text.lower()
@@ -257,9 +258,6 @@ class Redactor:
         return pattern.sub(
             lambda match: self._choose_placeholder(kind, present[match[0].lower() if flags else match[0]]), text
         )
-
-    def _make_replacement(self, kind: str) -> Callable[[re.Match[str]], str]:
-        return lambda match: self._choose_placeholder(kind, match[0])
 
     def _make_group_replacement(self, rule: Rule) -> Callable[[re.Match[str]], str]:
         def replace_group(match: re.Match[str]) -> str:
@@ -305,14 +303,6 @@ def _is_name(name: str) -> bool:
     return plain and not name.isdigit() and IS_PLACEHOLDER.match(name) is None
 
 
-def _classify_address(address: str) -> str:
-    return "IPv6 address" if ":" in address else "IPv4 address"
-
-
 def _is_remarkable(value: str) -> bool:
     mixed = any(letter.isdigit() for letter in value) and any(letter.isalpha() for letter in value)
     return mixed and len(value) >= _SHORTEST_SECRET and not _NOT_SECRET.fullmatch(value)
-
-
-def _match_whole(path: str) -> re.Pattern[str]:
-    return re.compile(rf"(?<![\w/.-]){re.escape(path)}(?![\w.-])")
