@@ -100,13 +100,6 @@ def _shape_unit(name: str, module: nn.Module, taken: set[int]) -> ShapedUnit:
 _IMPLEMENTATION = "fsdp-doctor-fused"
 
 
-def _register_attention() -> None:
-    """Registers fused attention with transformers, which gives such an implementation no mask."""
-    import transformers
-
-    transformers.AttentionInterface.register(_IMPLEMENTATION, _run_fused_attention)
-
-
 @contextlib.contextmanager
 def fuse_attention() -> Iterator[None]:
     """Replaces torch's attention in the block.
@@ -265,7 +258,8 @@ def _set_layers(config: Any, layers: int) -> None:
 def _build(config: Any, head: ModelHead, dtype: torch.dtype) -> nn.Module:
     import transformers
 
-    _register_attention()
+    # Transformers gives an implementation that is registered so no mask.
+    transformers.AttentionInterface.register(_IMPLEMENTATION, _run_fused_attention)
     auto = transformers.AutoModelForCausalLM
     if head == "value":
         auto = transformers.AutoModel

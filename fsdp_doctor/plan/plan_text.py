@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from fsdp_doctor.examination.memory_records import MemoryFile, format_memory_file
 from fsdp_doctor.examination.memory_views import render_memory_table
 from fsdp_doctor.machine.terminal import wrap_all
-from fsdp_doctor.plan.job import BF16, EngineSetup, RoleSetup
+from fsdp_doctor.plan.job import BF16, RoleSetup
 from fsdp_doctor.plan.job_plan import (
     ASLEEP_BYTES,
     CONTEXT_BYTES,
@@ -80,8 +80,10 @@ def _render_lines(plan: JobPlan, advices: Sequence[Advice], width: int) -> Itera
     if job.engine:
         engine, share = job.engine, job.engine.utilization * machines.gpu_memory
         where = ", on separate devices" if engine.is_apart else ""
+        awake = "" if engine.sleeps or engine.is_apart else ", awake while the trainer works"
         yield (
-            f"  engine{where}: {engine.utilization:g} of a device, {_format_gib(share)} GiB; {_describe_engine(engine)}"
+            f"  engine{where}: {engine.utilization:g} of a device, {_format_gib(share)} GiB; tensor parallel in "
+            f"{engine.tensor_parallel}, a bucket of {engine.bucket_bytes >> 20} MiB{awake}"
         )
     yield from _list_sentences(job.unread)
     yield ""
@@ -116,11 +118,6 @@ def _describe_last_rank(role: RolePlan) -> str:
             "of a step.\n\n"
         )
     return " Every rank of a shard group holds as much.\n\n" if rank else ""
-
-
-def _describe_engine(engine: EngineSetup) -> str:
-    awake = "" if engine.sleeps or engine.is_apart else ", awake while the trainer works"
-    return f"tensor parallel in {engine.tensor_parallel}, a bucket of {engine.bucket_bytes >> 20} MiB{awake}"
 
 
 def _describe_role(setup: RoleSetup) -> str:
