@@ -53,7 +53,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(
                 f"there is no mark {mark!r}: write {meant!r}, or register {mark!r} in pytest's ini-file"
             )
-    if config.pluginmanager.has_plugin(REGISTERED_AS) or not any(map(_is_marked, items)):
+    marked = any(item.get_closest_marker(name) for item in items for name in ("fsdp", "ranks"))
+    if config.pluginmanager.has_plugin(REGISTERED_AS) or not marked:
         return
     if pytest.version_tuple < _OLDEST:
         raise pytest.UsageError(f"tests marked fsdp or ranks need pytest 8.4 or newer; this is {pytest.__version__}")
@@ -66,10 +67,6 @@ def _is_misspelt(mark: str, name: str) -> bool:
     """Returns whether the mark is the name with letters in another order, or without one: ``fspd``, ``rank``."""
     without_one = {name[:at] + name[at + 1 :] for at in range(len(name))}
     return sorted(mark) == sorted(name) or mark in without_one
-
-
-def _is_marked(item: pytest.Item) -> bool:
-    return any(item.get_closest_marker(name) for name in ("fsdp", "ranks"))
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ Beside it stand the messages that pytest, this process and the ranks exchange.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -181,18 +182,15 @@ class RankHost:
 
 def _collect_options(config: pytest.Config) -> dict[str, Any]:
     """The options of this run for a rank's own session."""
-    options = {name: value for name, value in vars(config.option).items() if _can_be_sent(value)}
+    options: dict[str, Any] = {}
+    for name, value in vars(config.option).items():
+        # One that cannot be sent is left out.
+        with contextlib.suppress(Exception):
+            pickle.dumps(value)
+            options[name] = value
     options |= {name: value for name, value in _FOR_THIS_PROCESS_ALONE.items() if name in options}
     options["plugins"] = [*options.get("plugins", ()), *(f"no:{name}" for name in _PLUGINS_OF_THIS_PROCESS)]
     options["rootdir"] = str(config.rootpath)
     if config.inipath is not None:
         options["inifilename"] = str(config.inipath)
     return options
-
-
-def _can_be_sent(value: Any) -> bool:
-    try:
-        pickle.dumps(value)
-    except Exception:
-        return False
-    return True

@@ -224,6 +224,12 @@ def make_outcome(config: pytest.Config, phase: TestPhase, answer: PhaseAnswer) -
     failed = {rank: str(r.longrepr) for rank, r in reports.items() if r.failed and rank not in xfailed}
     details = [*_group_by_text(failed), *_describe_lost_ranks(answer.reports, failed)]
     reasons = [*xfailed.values(), *(reason.removeprefix("Skipped: ") for _, _, reason in skipped.values())]
+    printed: list[_Section] = []
+    for report in answer.reports:
+        of_rank, own = name_ranks([report.rank]), reports.get(report.rank)
+        if report.output.strip():
+            printed.append((f"Captured stdout {phase} of {of_rank}, with stderr", report.output))
+        printed += [(f"{title} of {of_rank}", text) for title, text in (own.sections if own else ())]
     return PhaseOutcome(
         phase=phase,
         verdict=classify(answer.reports, len(answer.reports)),
@@ -233,9 +239,7 @@ def make_outcome(config: pytest.Config, phase: TestPhase, answer: PhaseAnswer) -
         num_ranks=len(answer.reports),
         reason=reasons[0] if reasons else "",
         details=_shorten(details) if config.getoption("tbstyle") == "auto" else tuple(details),
-        printed=tuple(
-            section for report in answer.reports for section in _collect_output(report, reports.get(report.rank), phase)
-        ),
+        printed=tuple(printed),
     )
 
 
@@ -269,13 +273,13 @@ def _select_test_frames(stack: str) -> str:
     stays.
     """
     threads = re.split(r"\n(?=Thread |Current thread )", stack)
-    return "\n".join(_cut_at_pytest(thread) for thread in threads if _NO_FRAME not in thread)
-
-
-def _cut_at_pytest(thread: str) -> str:
-    heading, *lines = thread.splitlines()
-    frames = "\n".join(itertools.takewhile(lambda line: 'File "_pytest/' not in line, lines))
-    return "\n".join([heading, select_frames(frames, kept=0)])
+    shown = []
+    for thread in threads:
+        if _NO_FRAME not in thread:
+            heading, *lines = thread.splitlines()
+            frames = "\n".join(itertools.takewhile(lambda line: 'File "_pytest/' not in line, lines))
+            shown.append("\n".join([heading, select_frames(frames, kept=0)]))
+    return "\n".join(shown)
 
 
 def _shorten(sections: Sequence[_Section]) -> tuple[_Section, ...]:
@@ -294,12 +298,6 @@ def _shorten(sections: Sequence[_Section]) -> tuple[_Section, ...]:
     if rest := [title for title, _ in sections[len(shown) :]]:
         shown.append(("--tb=long shows the others", "; ".join(rest)))
     return tuple(shown)
-
-
-def _collect_output(report: RankReport, own: pytest.TestReport | None, phase: TestPhase) -> list[_Section]:
-    of_rank = name_ranks([report.rank])
-    printed = [(f"Captured stdout {phase} of {of_rank}, with stderr", report.output)] if report.output.strip() else []
-    return printed + [(f"{title} of {of_rank}", text) for title, text in (own.sections if own else ())]
 
 
 def _is_marked(item: pytest.Item) -> bool:
