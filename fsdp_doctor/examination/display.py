@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_doctor.examination.facts import Facts, FsdpUnit, NameFacts, OptimizerFacts, TensorFacts, TensorState
+from fsdp_doctor.examination.facts import Facts, NameFacts, OptimizerFacts, TensorFacts, TensorState
 from fsdp_doctor.examination.findings import Finding
 from fsdp_doctor.text import join_some
 from fsdp_doctor.weights.transport.sources import name_dtype
@@ -33,7 +33,10 @@ def render(facts: Facts, findings: tuple[Finding, ...]) -> RenderableType:
 
 def _render_head(facts: Facts) -> Iterator[Text]:
     for unit in facts.units:
-        yield Text(_describe_unit(unit))
+        pinning = (", pinned" if unit.pins else ", not pinned") if unit.policy else ""
+        offload = f"under CPU offload{pinning}" if unit.policy else "no offload policy"
+        fresh = "" if unit.initialized else ", before the first forward"
+        yield Text(f"{unit.strategy} on {unit.compute_device}, {offload}{fresh}")
     count = sum(len(row.holds) or 1 for row in facts.parameters if not row.tied_to)
     tied = sum(bool(row.tied_to) for row in facts.parameters)
     yield Text(f"{count} parameters{f' and {tied} tied names' if tied else ''}, {len(facts.buffers)} buffers")
@@ -51,13 +54,6 @@ def _render_names(names: NameFacts) -> str:
     name, of_hub = max(names.others.items(), key=lambda item: len(item[1]))
     count = f"{len(names.others)} of {names.model_names} tensors are called otherwise on the Hub"
     return f"names: {count}; {name} is {join_some(of_hub, 1)} there"
-
-
-def _describe_unit(unit: FsdpUnit) -> str:
-    pinning = (", pinned" if unit.pins else ", not pinned") if unit.policy else ""
-    offload = f"under CPU offload{pinning}" if unit.policy else "no offload policy"
-    fresh = "" if unit.initialized else ", before the first forward"
-    return f"{unit.strategy} on {unit.compute_device}, {offload}{fresh}"
 
 
 def _render_table(facts: Facts) -> Table:

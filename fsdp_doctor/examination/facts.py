@@ -293,19 +293,15 @@ class _Rows:
                 names=tuple(mesh.mesh_dim_names or ()),
                 shape=tuple(mesh.shape),
                 device_type=mesh.device_type,
-                carries_cpu=_has_backends_for_cpu(mesh),
+                carries_cpu=all(private.has_backend_for(mesh.get_group(dim), CPU) for dim in range(mesh.ndim))
+                if dist.is_initialized()
+                else None,
             )
         return self._meshes[id(mesh)]
 
 
 def _is_pinned(local: torch.Tensor) -> bool | None:
     return local.is_pinned() if local.is_cpu and local.numel() and not describe_form(local) else None
-
-
-def _has_backends_for_cpu(mesh: DeviceMesh) -> bool | None:
-    if not dist.is_initialized():
-        return None
-    return all(private.has_backend_for(mesh.get_group(dim), CPU) for dim in range(mesh.ndim))
 
 
 def _is_even(tensor: DTensor) -> bool | None:

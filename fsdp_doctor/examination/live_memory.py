@@ -26,7 +26,6 @@ from fsdp_doctor.examination.memory_records import (
 from fsdp_doctor.text import read_first_line
 from fsdp_doctor.weights.fsdp import private, reader
 from fsdp_doctor.weights.fsdp.decorators import defer_garbage_collection
-from fsdp_doctor.weights.fsdp.reader import ModelContents
 
 
 def is_wrapper(kind: type) -> bool:
@@ -74,13 +73,26 @@ def list_owned_tensors(
     Memory of two classes counts for the first. Only attributes are read; any rank may call this alone.
     """
     parts = reader.read(model)
-    yield from (("parameters", tensor) for tensor in _list_parameter_tensors(parts))
+    yield from (("parameters", parameter.tensor) for parameter in parts.parameters)
+    yield from (("parameters", memory) for unit in parts.fsdp1_units for memory in unit.memories)
     yield from (("buffers", buffer.tensor) for buffer in (*parts.buffers, *parts.transient_buffers))
-    yield from (("gradients", tensor) for tensor in _list_gradient_tensors(parts, optimizer))
+    owners = [tensor for parameter in parts.parameters for tensor in (parameter.tensor, parameter.shown)]
+    owners += [tensor for unit in parts.fsdp1_units for tensor in unit.optimized]
+    if optimizer is not None:
+        owners += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    yield from (("gradients", owner.grad) for owner in owners if owner.is_leaf and owner.grad is not None)
+    host_gradients = (unit.host_gradient for unit in parts.fsdp1_units if unit.host_gradient is not None)
+    yield from (("gradients", gradient) for gradient in host_gradients)
     if optimizer is not None:
         # Not `optimizer.state_dict()`, which a framework may have wrapped with a gather.
         yield from (("optimizer state", tensor) for tensor in list_tensors(list(optimizer.state.values())))
-    yield from (("unsharded parameters", tensor) for tensor in _list_unsharded_tensors(parts))
+    # Those that modules have instead of their shards, in separate memory.
+    shown = (parameter.shown for parameter in parts.parameters if parameter.shown is not parameter.tensor)
+    yield from (("unsharded parameters", tensor) for tensor in shown)
+    for unit in parts.fsdp1_units:
+        yield "unsharded parameters", unit.flat_parameter.detach()
+        yield from (("unsharded parameters", tensor) for tensor in unit.shown.values())
+        yield from (("unsharded parameters", view) for view in unit.views)
 
 
 def sum_bytes_on(device: torch.device, tensors: Iterable[tuple[MemoryClass, torch.Tensor]]) -> Bytes:
@@ -93,29 +105,6 @@ def sum_bytes_on(device: torch.device, tensors: Iterable[tuple[MemoryClass, torc
                 seen.add(id(storage))
                 by_class[memory_class] = by_class.get(memory_class, 0) + count_device_bytes(storage)
     return by_class
-
-
-def _list_parameter_tensors(parts: ModelContents) -> Iterator[torch.Tensor]:
-    yield from (parameter.tensor for parameter in parts.parameters)
-    yield from (memory for unit in parts.fsdp1_units for memory in unit.memories)
-
-
-def _list_gradient_tensors(parts: ModelContents, optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
-    owners = [tensor for parameter in parts.parameters for tensor in (parameter.tensor, parameter.shown)]
-    owners += [tensor for unit in parts.fsdp1_units for tensor in unit.optimized]
-    if optimizer is not None:
-        owners += [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    yield from (owner.grad for owner in owners if owner.is_leaf and owner.grad is not None)
-    yield from (unit.host_gradient for unit in parts.fsdp1_units if unit.host_gradient is not None)
-
-
-def _list_unsharded_tensors(parts: ModelContents) -> Iterator[torch.Tensor]:
-    """Lists tensors that modules have instead of their shards, in separate memory."""
-    yield from (parameter.shown for parameter in parts.parameters if parameter.shown is not parameter.tensor)
-    for unit in parts.fsdp1_units:
-        yield unit.flat_parameter.detach()
-        yield from unit.shown.values()
-        yield from unit.views
 
 
 def count_host_memory(tensors: Iterable[tuple[MemoryClass, torch.Tensor]], taken: int = 0) -> HostMemory:
@@ -205,12 +194,16 @@ class DeviceCounters:
             reason = read_first_line(error)
             raise CannotRun(f"the driver of {self._device} does not report its free memory: {reason}") from None
         reserved = int(self._module.memory_reserved(self._device))
+        # What this process may have of the device's memory; of the emulated device it is all.
+        share = 1.0
+        if self._device.type != "emulated" and hasattr(self._module, "get_per_process_memory_fraction"):
+            share = float(self._module.get_per_process_memory_fraction(self._device))
         return Counters(
             allocated=int(self._module.memory_allocated(self._device)),
             peak=int(self._module.max_memory_allocated(self._device)),
             reserved=reserved,
             peak_reserved=int(self._module.max_memory_reserved(self._device)),
-            capacity=int(total * self._read_fraction()),
+            capacity=int(total * share),
             elsewhere=max(0, int(total) - int(free) - reserved),
         )
 
@@ -224,12 +217,6 @@ class DeviceCounters:
         before = int(self._module.memory_allocated(self._device))
         private.release_workspaces(self._device)
         return before - int(self._module.memory_allocated(self._device))
-
-    def _read_fraction(self) -> float:
-        """The share of the device's memory that this process may have; of the emulated device it is all."""
-        if self._device.type == "emulated" or not hasattr(self._module, "get_per_process_memory_fraction"):
-            return 1.0
-        return float(self._module.get_per_process_memory_fraction(self._device))
 
 
 @defer_garbage_collection

@@ -283,7 +283,18 @@ class StageWatch(Unwatched):
         with self._tracker.track("activations" if stage in _TRAINS else "communication buffers"):
             yield
             self._counters.synchronize()
-        self._ledgers.append(self._make_stage_memory(stage, method))
+        counted = self._counters.read()
+        owned = list(self._owned())
+        self._tracker.set_classes(owned)
+        workspaces = self._counters.free_workspaces()
+        device = counted.make_device_memory(
+            by_class=_add_workspaces(workspaces, self._tracker.held()),
+            at_peak=_add_workspaces(workspaces, self._tracker.at_peak()),
+        )
+        host = count_host_memory(owned, self._counters.read_pinned_reserved())
+        self._ledgers.append(
+            StageMemory(job=self._job, stage=stage, method=method, rank=self._rank, device=device, host=host)
+        )
 
     def count_outputs(self, result: Any) -> Any:
         if not isinstance(result, Mapping):
@@ -305,18 +316,6 @@ class StageWatch(Unwatched):
     def _set_output(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
             self._tracker.set_output(value)
-
-    def _make_stage_memory(self, stage: JobStage, method: str) -> StageMemory:
-        counted = self._counters.read()
-        owned = list(self._owned())
-        self._tracker.set_classes(owned)
-        workspaces = self._counters.free_workspaces()
-        device = counted.make_device_memory(
-            by_class=_add_workspaces(workspaces, self._tracker.held()),
-            at_peak=_add_workspaces(workspaces, self._tracker.at_peak()),
-        )
-        host = count_host_memory(owned, self._counters.read_pinned_reserved())
-        return StageMemory(job=self._job, stage=stage, method=method, rank=self._rank, device=device, host=host)
 
 
 def _add_workspaces(workspaces: int, by_class: Bytes) -> Bytes:
