@@ -61,7 +61,9 @@ def find_expected(case: AnyCase) -> Expectation:
 
     Raises UsageError for a failure that no script can see.
     """
-    versions, source = _read_installed(case), "its catalogue"
+    of_framework = case.scenario.matrix.distributions if isinstance(case, FrameworkCase) else ()
+    versions = read_installed_versions(dict.fromkeys(("torch", "transformers", "peft", *of_framework)))
+    source = "its catalogue"
     context = RunContext(torch=versions.get("torch", ""), packages=versions)
     entry = next(iter(catalogue.list_expected_failures(case, context)), None)
     if entry is None:
@@ -126,16 +128,15 @@ def _find_contract(case: Case) -> Contract:
     return find_method(case.method, case.scenario.version).contract
 
 
-def _read_installed(case: AnyCase) -> Mapping[str, str]:
-    of_framework = case.scenario.matrix.distributions if isinstance(case, FrameworkCase) else ()
-    return read_installed_versions(dict.fromkeys(("torch", "transformers", "peft", *of_framework)))
-
-
 def _make_pattern(result: CaseResult, case: Case) -> str:
     """A regular expression that the script's own words match; empty if only the verdict is comparable."""
     match result.verdict.kind:
         case "refused":
-            return _make_refusal_pattern(result, case)
+            # The exception with which every rank refused a checkpoint, for a file of any rank in any directory.
+            if _find_contract(case).ranks == "rank0":
+                # The other ranks, which are given nothing, refuse in other words.
+                return _escape(result.verdict.reason.partition(" ")[0])
+            return _ANY_RANK.sub(r"rank_\\d+", _DIRECTORY.sub(".*/", _generalize(result.verdict.reason)))
         case "crash" | "poisoned" | "oom":
             holds = _HOLDS.search(result.verdict.reason)
             return _make_exception_pattern(result) or (_escape(holds[0]) if holds else "")
@@ -151,14 +152,6 @@ def _make_exception_pattern(result: CaseResult) -> str:
     if failure is None or failure.type == "FloatingPointError":
         return ""
     return _generalize(failure.summary if _CARRIES in failure.message else f"{failure.type}: {failure.message}")
-
-
-def _make_refusal_pattern(result: CaseResult, case: Case) -> str:
-    """The exception with which every rank refused a checkpoint, for a file of any rank in any directory."""
-    if _find_contract(case).ranks == "rank0":
-        # The other ranks, which are given nothing, refuse in other words.
-        return _escape(result.verdict.reason.partition(" ")[0])
-    return _ANY_RANK.sub(r"rank_\\d+", _DIRECTORY.sub(".*/", _generalize(result.verdict.reason)))
 
 
 def _make_entries_pattern(result: CaseResult, case: Case) -> str:

@@ -170,13 +170,12 @@ def _format_literal(pattern: str) -> str:
     pieces = textwrap.wrap(
         pattern, _WIDTH, break_long_words=False, drop_whitespace=False, break_on_hyphens=False, replace_whitespace=False
     )
-    literals = [_format_raw(piece) for piece in pieces] or ['""']
+    literals = []
+    for piece in pieces:
+        quote = next((quote for quote in ('"', "'") if quote not in piece), "")
+        literals.append(f"r{quote}{piece}{quote}" if quote and not piece.endswith("\\") else repr(piece))
+    literals = literals or ['""']
     return literals[0] if len(literals) == 1 else "(\n    " + "\n    ".join(literals) + "\n)"
-
-
-def _format_raw(text: str) -> str:
-    quote = next((quote for quote in ('"', "'") if quote not in text), "")
-    return f"r{quote}{text}{quote}" if quote and not text.endswith("\\") else repr(text)
 
 
 def prune(source: str) -> str:
