@@ -198,12 +198,6 @@ def _read_frames(stack: str) -> list[tuple[str, str]]:
     return [(match["file"], match["function"]) for match in _FRAME.finditer(current)]
 
 
-def _is_idle(stack: str) -> bool:
-    """Returns whether the rank waited for a thread, process or file, and for no other rank."""
-    frames = _read_frames(stack)
-    return bool(frames and _WAITS_OF_PYTHON.search(frames[0][0]))
-
-
 def _list_refusals(reports: Sequence[RankReport]) -> list[str]:
     """The exceptions with which all ranks refused a checkpoint; empty where a rank did not, or found problems."""
     records = [report.record for report in reports if report.record is not None and not _has_ended(report)]
@@ -277,7 +271,10 @@ def _describe_activity(report: RankReport) -> str:
         return report.process_state + _describe_stage(report)
     if waits := find_wait(report.stack):
         return f"waited in {waits}{_describe_stage(report)}"
-    return ("waited for no other rank" if _is_idle(report.stack) else "was busy") + _describe_stage(report)
+    # For a thread, process or file.
+    frames = _read_frames(report.stack)
+    is_idle = frames and _WAITS_OF_PYTHON.search(frames[0][0])
+    return ("waited for no other rank" if is_idle else "was busy") + _describe_stage(report)
 
 
 def _describe_stage(report: RankReport) -> str:

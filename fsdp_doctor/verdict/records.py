@@ -68,18 +68,14 @@ class Failure:
 
         Of a message that carries another exception's traceback, that exception.
         """
-        if carried := _find_carried(self.message):
-            return f"{self.type}: {carried}"
+        # As torch's CheckpointException carries one.
+        _, _, carried = self.message.partition("Traceback (most recent call last):")
+        if error := next((line for line in carried.splitlines()[1:] if line and not line[0].isspace()), ""):
+            return f"{self.type}: {error}"
         lines = [line.strip() for line in self.message.strip().splitlines()[:2]]
         if not lines:
             return self.type
         return f"{self.type}: {' '.join(lines) if lines[0].endswith(':') else lines[0]}"
-
-
-def _find_carried(message: str) -> str:
-    """The first exception whose traceback a message carries, as torch's CheckpointException does; empty without one."""
-    _, _, traceback = message.partition("Traceback (most recent call last):")
-    return next((line for line in traceback.splitlines()[1:] if line and not line[0].isspace()), "")
 
 
 @dataclass(frozen=True, kw_only=True)
