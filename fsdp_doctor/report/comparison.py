@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fsdp_doctor.report.document import CaseResult, Report
@@ -36,22 +35,20 @@ def list_differences(left: Report, right: Report, ignore: frozenset[str] = froze
     ignore: "device" takes all devices for the same, whatever their names and numbers, and leaves out the place in
     which a rank hangs: a GPU's host runs on to the next synchronization, another device's may not.
     """
-    return list(_list_case_differences(left, right, ignore))
-
-
-def _list_case_differences(left: Report, right: Report, ignore: frozenset[str]) -> Iterator[Difference]:
+    differences = []
     results = {result.id: result for result in left.results}
     others = {result.id: result for result in right.results}
     for case_id in results | others:
         a, b = results.get(case_id), others.get(case_id)
         if a is None or b is None:
             kinds = [result.verdict.kind if result is not None else "not there" for result in (a, b)]
-            yield Difference(case_id=case_id, what="only in one", left=kinds[0], right=kinds[1])
+            differences.append(Difference(case_id=case_id, what="only in one", left=kinds[0], right=kinds[1]))
             continue
         facts, other_facts = _select_compared_facts(a, ignore), _select_compared_facts(b, ignore)
         what = next((name for name in facts if name in other_facts and facts[name] != other_facts[name]), None)
         if what is not None:
-            yield Difference(case_id=case_id, what=what, left=facts[what], right=other_facts[what])
+            differences.append(Difference(case_id=case_id, what=what, left=facts[what], right=other_facts[what]))
+    return differences
 
 
 def select_common_cases(differing: list[Difference]) -> list[Difference]:

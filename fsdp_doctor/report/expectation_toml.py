@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
 
-from fsdp_doctor.known.failures import KnownFailure
 from fsdp_doctor.matrix.cases import AnyCase, read_leading_words
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.expected_failures import compile_pattern, make_comparable
@@ -43,17 +42,17 @@ def _render_table(failure: FailureGroup, ids: Sequence[str]) -> Iterator[str]:
     yield f"\n# {known.title} ({known.id})\n" if known is not None else "\n# not in the catalogue\n"
     yield "[[expect]]\n"
     patterns = make_patterns((result.case for result in failure.results), [name for name in ids if name not in covered])
-    yield _render_array("cases", patterns)
-    optional = {"reason": _find_shared_reason(failure.results), "link": _link(known), "until": _find_first_fixed(known)}
+    texts = [_render_string(pattern) for pattern in patterns]
+    line = f"cases = [{', '.join(texts)}]\n"
+    yield line if len(line) <= _LONGEST_LINE else "cases = [\n" + "".join(f"    {text},\n" for text in texts) + "]\n"
+    issues = filter(None, map(_ISSUE.fullmatch, known.references if known is not None else ()))
+    link = next((f"https://github.com/{issue['repository']}/issues/{issue['number']}" for issue in issues), "")
+    # The first version of torch without the failure, if the catalogue knows it.
+    limits = SpecifierSet(known.torch) if known is not None else ()
+    until = next((limit.version for limit in limits if limit.operator == "<"), "")
+    optional = {"reason": _find_shared_reason(failure.results), "link": link, "until": until}
     for name, text in {"verdict": failure.kind, **optional}.items():
         yield f"{name} = {_render_string(text)}\n" if text else ""
-
-
-def _render_array(name: str, texts: Sequence[str]) -> str:
-    line = f"{name} = [{', '.join(map(_render_string, texts))}]\n"
-    if len(line) <= _LONGEST_LINE:
-        return line
-    return f"{name} = [\n" + "".join(f"    {_render_string(text)},\n" for text in texts) + "]\n"
 
 
 def _render_string(text: str) -> str:
@@ -72,17 +71,6 @@ def _find_shared_reason(results: Sequence[CaseResult]) -> str:
         words = words[: _LONGEST_REASON + 1].rpartition(" ")[0]
     words = words.strip(" :;,")
     return words if len(words) >= _SHORTEST_REASON else ""
-
-
-def _link(known: KnownFailure | None) -> str:
-    issues = filter(None, map(_ISSUE.fullmatch, known.references if known is not None else ()))
-    return next((f"https://github.com/{issue['repository']}/issues/{issue['number']}" for issue in issues), "")
-
-
-def _find_first_fixed(known: KnownFailure | None) -> str:
-    """The first version of torch without the failure, if the catalogue knows it."""
-    limits = SpecifierSet(known.torch) if known is not None else ()
-    return next((limit.version for limit in limits if limit.operator == "<"), "")
 
 
 @dataclass(frozen=True)

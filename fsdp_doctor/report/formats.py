@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, get_args
 from typing_extensions import assert_never
 
 from fsdp_doctor.examination.memory_records import MemoryFile, StageMemory, format_memory_file
-from fsdp_doctor.report.document import CaseResult, Report, convert_report_to_dict
+from fsdp_doctor.report.document import Report, convert_report_to_dict
 from fsdp_doctor.report.layout import find_fixes
 from fsdp_doctor.text import format_bytes, format_seconds, make_printable
 
@@ -107,16 +107,15 @@ def _list_cases_without_memory(report: Report) -> Iterator[str]:
 def render_lines(report: Report) -> str:
     """One line for each case: for logs, pipes and grep."""
     fix_of = find_fixes(report)
-    return "".join(_render_line(result, fix_of.get(result.id)) + "\n" for result in report.results)
-
-
-def _render_line(result: CaseResult, fix: CaseResult | None) -> str:
-    verdict = result.verdict
-    parts = [result.id, verdict.kind, format_seconds(result.seconds), format_bytes(result.peak_extra_bytes)]
-    if fix is not None and fix is not result:
-        parts += ["fix", fix.verdict.kind, format_seconds(fix.seconds), format_bytes(fix.peak_extra_bytes)]
-    if result.confirmation is not None:
-        parts.append("confirmed" if result.confirmed else f"not confirmed: then {result.confirmation.kind}")
-    parts += [" ".join(text.split()) for text in (verdict.reason, *verdict.also) if text]
-    parts += [f"known: {result.known}"] if result.known else []
-    return "\t".join(parts)
+    lines = []
+    for result in report.results:
+        verdict, fix = result.verdict, fix_of.get(result.id)
+        parts = [result.id, verdict.kind, format_seconds(result.seconds), format_bytes(result.peak_extra_bytes)]
+        if fix is not None and fix is not result:
+            parts += ["fix", fix.verdict.kind, format_seconds(fix.seconds), format_bytes(fix.peak_extra_bytes)]
+        if result.confirmation is not None:
+            parts.append("confirmed" if result.confirmed else f"not confirmed: then {result.confirmation.kind}")
+        parts += [" ".join(text.split()) for text in (verdict.reason, *verdict.also) if text]
+        parts += [f"known: {result.known}"] if result.known else []
+        lines.append("\t".join(parts) + "\n")
+    return "".join(lines)

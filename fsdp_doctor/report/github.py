@@ -66,19 +66,15 @@ def _render_items(unexpected: Sequence[str], num_bytes: int) -> str:
     """A list of the unexpected that fit."""
     lines: list[str] = []
     for number, text in enumerate(unexpected):
-        line = f"- {_quote_as_code(text)}\n"
+        # As code, so that nothing in it is read as Markdown or a mention.
+        one_line = " ".join(make_printable(text).split())
+        line = f"- `` {one_line} ``\n" if "`" in one_line else f"- `{one_line}`\n"
         num_bytes -= _count_bytes(line)
         if num_bytes < 0:
             lines.append(f"- and {len(unexpected) - number} more, which the log lists\n")
             break
         lines.append(line)
     return "".join(lines)
-
-
-def _quote_as_code(text: str) -> str:
-    """Formats the text as code, so that nothing in it is read as Markdown or a mention."""
-    one_line = " ".join(make_printable(text).split())
-    return f"`` {one_line} ``" if "`" in one_line else f"`{one_line}`"
 
 
 def _count_bytes(text: str) -> int:

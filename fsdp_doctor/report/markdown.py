@@ -122,7 +122,10 @@ def _block(report: Report, failure: FailureGroup, *, details: bool) -> list[str]
     lines += [f"and {count - len(shown)} more"] if count > len(shown) else []
     lines += ["", f"Alone: `{rerun_command(report, failure.results[0])}`", ""]
     if details:
-        lines += _render_details("Traceback", _keep_last(failure.traceback, _TRACEBACK_LINES))
+        traceback = failure.traceback.rstrip().splitlines()
+        if len(traceback) > _TRACEBACK_LINES:
+            traceback = ["...", *traceback[-_TRACEBACK_LINES:]]
+        lines += _render_details("Traceback", "\n".join(traceback))
         for rank, stack in failure.stacks:
             lines += _render_details(f"Stack of rank {rank}", "\n".join(find_main_thread(stack)[:_STACK_LINES]))
     return lines
@@ -139,8 +142,3 @@ def _fence(text: str) -> list[str]:
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return [fence, text, fence]
-
-
-def _keep_last(text: str, lines: int) -> str:
-    all_lines = text.rstrip().splitlines()
-    return "\n".join(all_lines if len(all_lines) <= lines else ["...", *all_lines[-lines:]])

@@ -31,7 +31,13 @@ def make_document_schema(kind: type, name: str, version: int, title: str) -> dic
     """The schema of a document: every key is required, and no other is allowed."""
     definitions = msgspec.json.schema(kind)["$defs"]
     for definition in definitions.values():
-        _make_strict(definition)
+        # An object of environment facts has those that are known.
+        optional = definition["properties"] if definition["title"] == "EnvironmentFacts" else ()
+        definition |= _make_strict_object(definition["properties"], optional)
+        definition["description"] = inspect.cleandoc(definition.get("description", ""))
+        for value in definition["properties"].values():
+            value.pop("default", None)
+            _forbid_negative(value)
     document = definitions.pop(kind.__name__)
     head = {"schema": {"const": name}, "schema_version": {"const": version}}
     verdicts = "\n".join(f"{verdict}: {meaning}" for verdict, meaning in MEANING.items())
@@ -44,16 +50,6 @@ def make_document_schema(kind: type, name: str, version: int, title: str) -> dic
         "required": [*head, *document["required"]],
         "$defs": definitions,
     }
-
-
-def _make_strict(definition: dict[str, Any]) -> None:
-    # An object of environment facts has those that are known.
-    optional = definition["properties"] if definition["title"] == "EnvironmentFacts" else ()
-    definition |= _make_strict_object(definition["properties"], optional)
-    definition["description"] = inspect.cleandoc(definition.get("description", ""))
-    for value in definition["properties"].values():
-        value.pop("default", None)
-        _forbid_negative(value)
 
 
 def _make_strict_object(properties: dict[str, Any], optional: Collection[str] = ()) -> dict[str, Any]:

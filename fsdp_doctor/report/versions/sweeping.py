@@ -185,7 +185,9 @@ class Program:
             _run_child(command, subprocess.Popen.terminate, stdout=file, stderr=file, env=self._variables) as process,
         ):
             code = process.wait()
-        sentence = _read_last_sentence(log)
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        sentences = [line.removeprefix("fsdp-doctor: ") for line in lines if line.startswith("fsdp-doctor: ")]
+        sentence = sentences[-1] if sentences else (lines or [""])[-1]
         match code:
             case 0 | 1:
                 return None
@@ -218,12 +220,6 @@ class Program:
     @property
     def _variables(self) -> dict[str, str]:
         return _make_child_environment(PYTHONPATH=str(self.path))
-
-
-def _read_last_sentence(log: pathlib.Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    sentences = [line.removeprefix("fsdp-doctor: ") for line in lines if line.startswith("fsdp-doctor: ")]
-    return sentences[-1] if sentences else (lines or [""])[-1]
 
 
 def _choose_device_options(options: Sequence[str], program: Program) -> list[str]:
