@@ -71,7 +71,10 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return False
         # The cheapest conditions come first: a report asks this millions of times.
         return (
-            all(_matches(_read_value(case, axis), allowed) for axis, allowed in self.values.items())
+            all(
+                _matches(case.method if axis == "method" else case.scenario.values[axis], allowed)
+                for axis, allowed in self.values.items()
+            )
             and find_method(case.method, case.scenario.version).direction in self.direction
             and context.shard_group(case.scenario) in self.shard_group
             and any(shards in self.shards for shards in context.list_possible_shards(case.scenario))
@@ -92,11 +95,6 @@ def _match_versions(packages: Mapping[str, str], versions: Mapping[str, Specifie
         for name, specifier in versions.items()
         if packages.get(name)
     )
-
-
-def _read_value(case: Case, axis: str) -> str:
-    value: str = case.method if axis == "method" else case.scenario.values[axis]
-    return value
 
 
 def _matches(value: str, allowed: tuple[str, ...]) -> bool:
