@@ -117,12 +117,20 @@ def check(
     read, or belongs to no supported framework.
     """
     settings = reading.read(arguments)
-    kind = _recognize(settings, arguments)
+    kind = next((kind for kind in frameworks.FRAMEWORKS if kind.recognizes(settings)), None)
+    if kind is None:
+        names = ", ".join(kind.facts.name for kind in frameworks.FRAMEWORKS)
+        raise UsageError(
+            f"{', '.join(arguments)}: not a configuration of a supported framework, or not enough of one to know it "
+            f"by; these are supported: {names}"
+        )
     facts = kind.facts
     version = _find_version("--framework-version", framework_version, facts.distributions or (facts.name,))
     torch = _find_version("--torch-version", torch_version, ("torch",))
     run = functools.partial(_check_as, kind, version=version, torch=torch, world_size=world_size)
-    strange = [row for row in _list_shard_groups(kind, settings) if not _is_number(row)]
+    keys = dict.fromkeys(key for table in facts.models.values() for key in table.shard_group)
+    sizes = [row for key in keys if (row := settings.find_first(key)) is not None]
+    strange = [row for row in sizes if not str(row.value).removeprefix("-").isdecimal()]
     if not strange:
         return run(settings)
     # A size that cannot be read is no reason to say nothing: what holds for every size is said.
@@ -135,15 +143,6 @@ def check(
     return dataclasses.replace(
         first, findings=(*common, report_unknown(sentence, *strange, decides=True)), settings=settings
     )
-
-
-def _list_shard_groups(kind: type[Framework], settings: Settings) -> list[Setting]:
-    keys = dict.fromkeys(key for table in kind.facts.models.values() for key in table.shard_group)
-    return [row for key in keys if (row := settings.find_first(key)) is not None]
-
-
-def _is_number(row: Setting) -> bool:
-    return str(row.value).removeprefix("-").isdecimal()
 
 
 def _check_as(
@@ -266,17 +265,6 @@ def _find_version(option: str, given: str | None, distributions: Sequence[str]) 
             continue
         return CheckedVersion(of=distribution, version=version, source="installed here")
     return CheckedVersion(of=distributions[0])
-
-
-def _recognize(settings: Settings, arguments: Sequence[str]) -> type[Framework]:
-    for kind in frameworks.FRAMEWORKS:
-        if kind.recognizes(settings):
-            return kind
-    names = ", ".join(kind.facts.name for kind in frameworks.FRAMEWORKS)
-    raise UsageError(
-        f"{', '.join(arguments)}: not a configuration of a supported framework, or not enough of one to know it by; "
-        f"these are supported: {names}"
-    )
 
 
 def _read_world_size(kind: type[Framework], settings: Settings, findings: list[ConfigFinding]) -> int | None:

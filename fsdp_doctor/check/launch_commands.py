@@ -91,7 +91,13 @@ def read_script(text: str, name: str) -> Iterator[Setting]:
     Raises UsageError where variables that contain one another would become too long.
     """
     script = _Script(_COMMENT.sub("", text), name)
-    return itertools.chain(_choose_command(script), script.list_overrides())
+    commands = _read_commands(script)
+    best = max((command.priority for command in commands), default=None)
+    *others, chosen = [command for command in commands if command.priority == best] or [_Command(0, "")]
+    differing = [str(command.line) for command in others if command.deciding != chosen.deciding]
+    if differing and chosen.names_fsdp:
+        chosen.rows.append(Setting(NOT_READ, f"line {', '.join(differing)}", script.name))
+    return itertools.chain(chosen.rows, script.list_overrides())
 
 
 def count_launched_ranks(settings: Settings) -> int | None:
@@ -101,13 +107,12 @@ def count_launched_ranks(settings: Settings) -> int | None:
     per_node, nodes = settings.read_text(*_RANKS_OF_A_NODE), settings.read_text(*_NODES)
     if per_node in ("", "cpu") or "$" in per_node or ":" in nodes or "$" in nodes:
         return None
-    ranks = _count_visible_devices(settings) if per_node in ("gpu", "auto") else settings.read_number(*_RANKS_OF_A_NODE)
+    if per_node in ("gpu", "auto"):
+        devices = settings.read_text(f"{ENVIRONMENT}.CUDA_VISIBLE_DEVICES")
+        ranks: int | None = 0 if "$" in devices else sum(bool(name.strip()) for name in devices.split(","))
+    else:
+        ranks = settings.read_number(*_RANKS_OF_A_NODE)
     return ranks * (settings.read_number(*_NODES) or 1) if ranks else None
-
-
-def _count_visible_devices(settings: Settings) -> int | None:
-    devices = settings.read_text(f"{ENVIRONMENT}.CUDA_VISIBLE_DEVICES")
-    return None if not devices or "$" in devices else sum(bool(name.strip()) for name in devices.split(","))
 
 
 @dataclass
@@ -204,16 +209,6 @@ class _Command:
     def deciding(self) -> dict[str, str]:
         """The settings that say something of FSDP or of the number of ranks."""
         return {row.key: str(row.value) for row in self.rows if "fsdp" in row.key or row.key.startswith(f"{SECTION}.n")}
-
-
-def _choose_command(script: _Script) -> list[Setting]:
-    commands = _read_commands(script)
-    best = max((command.priority for command in commands), default=None)
-    *others, chosen = [command for command in commands if command.priority == best] or [_Command(0, "")]
-    differing = [str(command.line) for command in others if command.deciding != chosen.deciding]
-    if differing and chosen.names_fsdp:
-        chosen.rows.append(Setting(NOT_READ, f"line {', '.join(differing)}", script.name))
-    return chosen.rows
 
 
 def _read_commands(script: _Script) -> list[_Command]:

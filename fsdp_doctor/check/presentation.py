@@ -82,7 +82,12 @@ def _render_role(role: str, uses: Sequence[Use]) -> Iterator[str]:
     if len(uses) == 1:
         yield f"{uses[0].title}: {_render_scenario(uses[0])}"
     else:
-        yield from (role, *_render_versions(uses))
+        scenarios = [(label, _render_scenario(use)) for use in uses for label in _list_labels(use)]
+        widest = max(len("versions"), *(len(label) for label, _ in scenarios))
+        yield role
+        yield f"      {'versions':{widest}}  amounts to"
+        for number, (label, scenario) in enumerate(scenarios, 1):
+            yield f"  ({number}) {label:{widest}}  {scenario}"
     for line, rows in _number_lines(uses, [[str(reason) for reason in use.reasons] for use in uses]):
         yield f"    {line}{rows}"
     points = [[f"{point.purpose}: {point.case.id}" for point in use.extractions] for use in uses]
@@ -90,13 +95,6 @@ def _render_role(role: str, uses: Sequence[Use]) -> Iterator[str]:
         yield f"  {line}{rows}"
     if any(use.scenario for use in uses) and not any(points):
         yield "  nothing is extracted from it"
-
-
-def _render_versions(uses: Sequence[Use]) -> Iterator[str]:
-    rows = [(label, _render_scenario(use)) for use in uses for label in _list_labels(use)]
-    widest = max(len("versions"), *(len(label) for label, _ in rows))
-    yield f"      {'versions':{widest}}  amounts to"
-    yield from (f"  ({number}) {label:{widest}}  {scenario}" for number, (label, scenario) in enumerate(rows, 1))
 
 
 def _list_labels(use: Use) -> list[str]:

@@ -45,7 +45,12 @@ def read(arguments: Sequence[str]) -> Settings:
             f"no settings found in {names}: expected YAML, JSON, TOML, a shell script that starts a training, or "
             "overrides like a.b=value"
         )
-    return _add_named_files(settings)
+    naming = _find_naming(settings)
+    for _ in range(_MAX_FOLLOWED):
+        if naming and (named := _follow_if_readable(naming.pop(0))) is not None:
+            settings = Settings.join(named, settings)
+            naming += _find_naming(named)
+    return settings
 
 
 def follow(row: Setting) -> Settings | None:
@@ -85,15 +90,6 @@ def _read_file(argument: str) -> list[Setting]:
         )
     name, text = read_text(argument)
     return config_files.parse(text, name, read_script)
-
-
-def _add_named_files(settings: Settings) -> Settings:
-    names = _find_naming(settings)
-    for _ in range(_MAX_FOLLOWED):
-        if names and (named := _follow_if_readable(names.pop(0))) is not None:
-            settings = Settings.join(named, settings)
-            names += _find_naming(named)
-    return settings
 
 
 def _find_naming(settings: Settings) -> list[Setting]:
