@@ -384,8 +384,11 @@ class RankComparison:
     def _compare_generators(self) -> Iterator[RunDifference]:
         symptom: ResumeSymptom
         was, now = self._expected.generators, self._begun.generators
+        after = self._straight[max(self._at - 1, 0) :]
         for name in sorted({*was} & {*now}):
-            if was[name] == now[name] or not self._is_drawn(name):
+            # Only one that the straight run draws from after the save says something.
+            drawn = {record.generators[name] for record in after if name in record.generators}
+            if was[name] == now[name] or len(drawn) <= 1:
                 continue
             text, symptom = f"the generator of {name} is in another state at the first forward", "generators"
             ranks = [rank for rank, states in self._elsewhere.items() if states.get(name) == now[name]]
@@ -394,11 +397,6 @@ class RankComparison:
             elif ranks:
                 text, symptom = f"the generator of {name} is that of rank {ranks[0]}", "generators-of-another-rank"
             yield _make("generators", symptom, [name], text)
-
-    def _is_drawn(self, name: str) -> bool:
-        """Returns whether the straight run draws from the generator after the save."""
-        after = self._straight[max(self._at - 1, 0) :]
-        return len({record.generators[name] for record in after if name in record.generators}) > 1
 
     def _compare_gradients(self) -> Iterator[RunDifference]:
         if wrong := find_unlike(self._expected.gradients, self._begun.gradients):

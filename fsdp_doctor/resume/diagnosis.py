@@ -346,13 +346,12 @@ def _join_ranks(texts: dict[int, str], num_ranks: int) -> str:
         ranks_of.setdefault(text, []).append(rank)
     if len(ranks_of) == 1 and len(texts) == num_ranks:
         return next(iter(ranks_of))
-    parts = [f"{text} on rank{'s' * (len(ranks) > 1)} {_join_numbers(ranks)}" for text, ranks in ranks_of.items()]
+    parts = []
+    for text, ranks in ranks_of.items():
+        numbers = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        parts.append(f"{text} on rank{'s' * (len(ranks) > 1)} {numbers}")
     more = f"; and otherwise on {len(parts) - 3} more" if len(parts) > 3 else ""
     return "; ".join(parts[:3]) + more
-
-
-def _join_numbers(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
 
 
 def _read_facts(run: UserJobRun) -> RunFacts:

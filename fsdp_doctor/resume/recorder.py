@@ -290,7 +290,18 @@ class StepRecorder:
             self._steps += 1
             if self._steps <= _SEARCHED_STEPS:
                 self._heap = _Heap()
-            self._line = self._begin_line()
+            assert self._heap is not None
+            self._line = {
+                "step": self._steps,
+                "batches": self._batches,
+                "generators": self._generators or read_generators(),
+                "written": self._list_written(),
+                "epochs": self._heap.epochs,
+                "schedulers": {name: _read_object(each) for name, each in self._heap.schedulers.items()},
+                "scalers": {name: _read_object(each) for name, each in self._heap.scalers.items()},
+                "averages": {name: _read_object(each) for name, each in self._heap.averages.items()},
+            }
+            self._batches, self._generators = [], None
         self._add_optimizer(optimizer)
 
     def _is_no_step(self, optimizer: Optimizer) -> bool:
@@ -308,21 +319,6 @@ class StepRecorder:
             return False
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         return all(digest(gradient) in ("zeros", "empty") for gradient in gradients)
-
-    def _begin_line(self) -> dict[str, Any]:
-        assert self._heap is not None
-        line: dict[str, Any] = {
-            "step": self._steps,
-            "batches": self._batches,
-            "generators": self._generators or read_generators(),
-            "written": self._list_written(),
-            "epochs": self._heap.epochs,
-            "schedulers": {name: _read_object(each) for name, each in self._heap.schedulers.items()},
-            "scalers": {name: _read_object(each) for name, each in self._heap.scalers.items()},
-            "averages": {name: _read_object(each) for name, each in self._heap.averages.items()},
-        }
-        self._batches, self._generators = [], None
-        return line
 
     def _add_optimizer(self, optimizer: Optimizer) -> None:
         """Adds the parameters of an optimizer, their state and gradients, and what else is in their model."""
@@ -415,7 +411,16 @@ class StepRecorder:
         if self._file is None:
             # Of two processes of one rank the first that trains is the job's.
             self._file = open(os.path.join(self._record, f"rank{_read_rank()}.jsonl"), "x")
-            self._file.write(json.dumps({"facts": _read_facts() | {"frameworks": self._frameworks}}) + "\n")
+            device = _find_device()
+            facts = {
+                "rank": _read_rank(),
+                "ranks": dist.get_world_size() if _is_rank() else int(os.environ.get("WORLD_SIZE") or 1),
+                "torch": torch.__version__,
+                "device": device.type if device is not None else "cpu",
+                "unseen": [name for name in _UNSEEN if name in sys.modules],
+                "frameworks": self._frameworks,
+            }
+            self._file.write(json.dumps({"facts": facts}) + "\n")
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
@@ -463,17 +468,6 @@ def _read_rank() -> int:
 def _find_device() -> torch.device | None:
     """The accelerator. A torch that is built for one names it also where there is none, or where it is hidden."""
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-
-
-def _read_facts() -> dict[str, Any]:
-    device = _find_device()
-    return {
-        "rank": _read_rank(),
-        "ranks": dist.get_world_size() if _is_rank() else int(os.environ.get("WORLD_SIZE") or 1),
-        "torch": torch.__version__,
-        "device": device.type if device is not None else "cpu",
-        "unseen": [name for name in _UNSEEN if name in sys.modules],
-    }
 
 
 def leave(record: str) -> None:

@@ -77,29 +77,26 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_ranks(directory: pathlib.Path) -> dict[int, RankRecord]:
     """The records of a run, by rank; a line that a process could not finish is left out."""
-    ranks = {}
+    ranks: dict[int, RankRecord] = {}
     for file in directory.glob("rank*.jsonl"):
         lines: list[dict[str, Any]] = []
         for line in file.read_bytes().splitlines():
             with contextlib.suppress(msgspec.DecodeError):
                 lines.append(msgspec.json.decode(line))
-        ranks[int(re.sub(r"\D", "", file.name))] = _make_rank([line for line in lines if line])
-    return dict(sorted((rank, record) for rank, record in ranks.items() if record is not None))
+        lines = [line for line in lines if line]
+        if not lines or "facts" not in lines[0]:
+            continue
+        steps = [msgspec.convert(line, StepRecord) for line in lines if "step" in line]
+        ranks[int(re.sub(r"\D", "", file.name))] = RankRecord(
+            facts=msgspec.convert(lines[0]["facts"], ProcessFacts),
+            steps=[step for step in steps if not step.ended],
+            final=next((step for step in steps if step.ended), None),
+            error=next((line["error"] for line in lines if "error" in line), ""),
+            forwards=sum(line.get("forwards", 0) for line in lines),
+        )
+    return dict(sorted(ranks.items()))
 
 
 def read_start_failures(directory: pathlib.Path) -> list[str]:
     """Reads the reason of each process in which the recorder could not start."""
     return sorted({file.read_text() for file in directory.glob("failed-*")})
-
-
-def _make_rank(lines: list[dict[str, Any]]) -> RankRecord | None:
-    if not lines or "facts" not in lines[0]:
-        return None
-    steps = [msgspec.convert(line, StepRecord) for line in lines if "step" in line]
-    return RankRecord(
-        facts=msgspec.convert(lines[0]["facts"], ProcessFacts),
-        steps=[step for step in steps if not step.ended],
-        final=next((step for step in steps if step.ended), None),
-        error=next((line["error"] for line in lines if "error" in line), ""),
-        forwards=sum(line.get("forwards", 0) for line in lines),
-    )
