@@ -103,7 +103,10 @@ def _find_ranks(processes: Sequence[psutil.Process]) -> dict[str, psutil.Process
 
 
 def _take_stack(process: psutil.Process, output: Callable[[float], bytes]) -> str:
-    file = _find_standard_error_file(process)
+    # The file that standard error goes to, as torchrun's --redirects has it; None if it is no file.
+    file: pathlib.Path | None = None
+    with contextlib.suppress(psutil.Error):
+        file = next((pathlib.Path(each.path) for each in process.open_files() if each.fd == 2), None)
     begin = file.stat().st_size if file is not None else 0
     # A stack is wanted, not gigabytes of memory.
     with contextlib.suppress(psutil.Error, OSError, ValueError):
@@ -123,13 +126,6 @@ def _take_stack(process: psutil.Process, output: Callable[[float], bytes]) -> st
     text = written.decode(errors="replace")
     begins = [at for word in _STACK_BEGINS if (at := text.find(word)) >= 0]
     return text[min(begins) :].split("\nExtension modules:")[0].strip() if begins else NO_STACK
-
-
-def _find_standard_error_file(process: psutil.Process) -> pathlib.Path | None:
-    """The file that standard error goes to, as torchrun's --redirects has it; None if it is no file."""
-    with contextlib.suppress(psutil.Error):
-        return next((pathlib.Path(file.path) for file in process.open_files() if file.fd == 2), None)
-    return None
 
 
 def _send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:

@@ -241,7 +241,9 @@ def make_bundle(evidence: FailureEvidence, redactor: Redactor | None = None) -> 
     files = {name: redactor.clean(text) for name, text in raw.items()}
     if evidence.report is not None:
         files[_REPORT] = json.dumps(convert_report_to_dict(evidence.report), indent=1) + "\n"
-    files[_REPLACED] = _describe_replacements(redactor.counts)
+    lines = [f"{count:6}  {kind} ({PLACEHOLDER[kind]}_1, ...)" for kind, count in redactor.counts.most_common()]
+    heading = "Replaced texts and their numbers; the same text has the same placeholder in every file."
+    files[_REPLACED] = "\n".join([heading, "", *(lines or ["nothing"])]) + "\n"
     return Bundle(
         files={"issue.md": render_issue(clean_head, files, redactor.counts), **files}, replaced=redactor.counts
     )
@@ -258,9 +260,3 @@ def write_bundle(path: pathlib.Path, bundle: Bundle) -> None:
         replace_file(path, content.getvalue())
     except OSError as error:
         raise DoctorFault(f"cannot write {path}: {error.strerror or error}") from None
-
-
-def _describe_replacements(counts: Counter[str]) -> str:
-    lines = [f"{count:6}  {kind} ({PLACEHOLDER[kind]}_1, ...)" for kind, count in counts.most_common()]
-    heading = "Replaced texts and their numbers; the same text has the same placeholder in every file."
-    return "\n".join([heading, "", *(lines or ["nothing"])]) + "\n"
