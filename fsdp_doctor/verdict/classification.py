@@ -119,7 +119,10 @@ def classify(reports: Sequence[RankReport], world_size: int) -> Verdict:
     missing = sorted(set(range(world_size)) - {report.rank for report in reports})
     if missing:
         return Verdict(kind="lost", reason=f"no report came from {name_ranks(missing)}", ranks=tuple(missing))
-    if refusals := _list_refusals(reports):
+    # It is refused where all ranks refused a checkpoint, and none found problems.
+    records = [report.record for report in reports if report.record is not None and not _has_ended(report)]
+    refusals = [record.refusal for record in records if record.done and record.refusal and not record.problems]
+    if refusals and len(refusals) == len(reports):
         return Verdict(kind="refused", reason=refusals[0])
     events = sorted(
         (event for report in reports for event in _list_events(report)),
@@ -198,13 +201,6 @@ def _read_frames(stack: str) -> list[tuple[str, str]]:
     return [(match["file"], match["function"]) for match in _FRAME.finditer(current)]
 
 
-def _list_refusals(reports: Sequence[RankReport]) -> list[str]:
-    """The exceptions with which all ranks refused a checkpoint; empty where a rank did not, or found problems."""
-    records = [report.record for report in reports if report.record is not None and not _has_ended(report)]
-    refusals = [record.refusal for record in records if record.done and record.refusal and not record.problems]
-    return refusals if len(refusals) == len(reports) else []
-
-
 def _has_ended(report: RankReport) -> bool:
     """Returns whether the rank ended, or its supervisor ended it."""
     return bool(report.exit or report.garbled or report.stopped)
@@ -252,17 +248,17 @@ def _judge_events(events: list[_Event], reports: Sequence[RankReport]) -> Verdic
     if cause.kind == "poisoned" and problems and _rate_severity(problems[0].kind) < _rate_severity("poisoned"):
         # The extraction itself was bad already; that training fails too comes second.
         return _judge_worst(problems, f"next training step: {where}{cause.text}")
-    others = [_describe_other_rank(report, events) for report in reports if report.rank not in ranks]
-    sentences = (*others, *(problem.sentence for problem in problems))
-    return Verdict(kind=cause.kind, reason=where + cause.text, ranks=ranks, also=tuple(filter(None, sentences)))
-
-
-def _describe_other_rank(report: RankReport, events: list[_Event]) -> str:
-    """A sentence on a rank that is not the cause; empty if nothing happened to it."""
-    event = next((event for event in events if event.rank == report.rank), None)
-    if event is not None:
-        return f"rank {report.rank} then: {event.text}"
-    return f"rank {report.rank} {_describe_activity(report)}" if report.stopped else ""
+    sentences = []
+    for report in reports:
+        if report.rank in ranks:
+            continue
+        event = next((event for event in events if event.rank == report.rank), None)
+        if event is not None:
+            sentences.append(f"rank {report.rank} then: {event.text}")
+        elif report.stopped:
+            sentences.append(f"rank {report.rank} {_describe_activity(report)}")
+    sentences += [problem.sentence for problem in problems if problem.sentence]
+    return Verdict(kind=cause.kind, reason=where + cause.text, ranks=ranks, also=tuple(sentences))
 
 
 def _describe_activity(report: RankReport) -> str:
