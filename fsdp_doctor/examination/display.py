@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_doctor.examination.facts import Facts, NameFacts, OptimizerFacts, TensorFacts, TensorState
+from fsdp_doctor.examination.facts import Facts, NameFacts, TensorState
 from fsdp_doctor.examination.findings import Finding
 from fsdp_doctor.text import join_some
 from fsdp_doctor.weights.transport.sources import name_dtype
@@ -61,30 +61,24 @@ def _render_table(facts: Facts) -> Table:
     for column in _COLUMNS:
         table.add_column(column, justify="right" if column == "count" else "left")
     for state, rows in (*facts.by_state.items(), *facts.buffers_by_state.items()):
-        table.add_row(*map(Text, _format_cells(state, rows)))
+        cells: tuple[str, ...] = (
+            "fsdp1 flat" if state.kind == "fsdp1" else state.kind,
+            str(sum(not row.tied_to for row in rows)),
+            str(state.wrapper_device),
+            str(state.device),
+            _choose_word(state.pinned),
+            name_dtype(state.dtype),
+            " ".join(map(str, state.placements)),
+            _describe_mesh(state),
+            _choose_word(state.even),
+            rows[0].name,
+        )
+        table.add_row(*map(Text, cells))
     for group in facts.optimizer:
-        table.add_row(*map(Text, _format_optimizer_cells(group)))
+        count, pinned = str(len(group.names)), _choose_word(group.pinned if group.device.type == "cpu" else None)
+        cells = (f"state {group.entry}", count, "", str(group.device), pinned, "", "", "", "", group.names[0])
+        table.add_row(*map(Text, cells))
     return table
-
-
-def _format_cells(state: TensorState, rows: list[TensorFacts]) -> tuple[str, ...]:
-    return (
-        "fsdp1 flat" if state.kind == "fsdp1" else state.kind,
-        str(sum(not row.tied_to for row in rows)),
-        str(state.wrapper_device),
-        str(state.device),
-        _choose_word(state.pinned),
-        name_dtype(state.dtype),
-        " ".join(map(str, state.placements)),
-        _describe_mesh(state),
-        _choose_word(state.even),
-        rows[0].name,
-    )
-
-
-def _format_optimizer_cells(group: OptimizerFacts) -> tuple[str, ...]:
-    count, pinned = str(len(group.names)), _choose_word(group.pinned if group.device.type == "cpu" else None)
-    return f"state {group.entry}", count, "", str(group.device), pinned, "", "", "", "", group.names[0]
 
 
 def _describe_mesh(state: TensorState) -> str:
