@@ -58,7 +58,17 @@ def render_json(result: CheckResult) -> str:
         "read_in": result.read_in,
         "exit_code": result.exit_code,
         "cases": [case.id for case in list_cases(result)],
-        "uses": [_convert_use_to_dict(use) for use in result.uses],
+        "uses": [
+            {
+                "role": use.role,
+                "versions": use.versions,
+                "scenario": use.scenario.id if use.scenario else None,
+                "why_not": use.why_not,
+                "reasons": [dataclasses.asdict(reason) for reason in use.reasons],
+                "extractions": [{"purpose": point.purpose, "case": point.case.id} for point in use.extractions],
+            }
+            for use in result.uses
+        ],
         "findings": [_convert_finding_to_dict(finding, result) for finding in result.findings],
     }
     return json.dumps(data, indent=1) + "\n"
@@ -166,17 +176,6 @@ def _list_conditions(entry: KnownFailure, result: CheckResult) -> Iterator[str]:
         yield f"only where a parameter is sharded over {least} ranks or more"
     if entry.measured:
         yield f"measured with torch, by device: {'; '.join(entry.measured)}"
-
-
-def _convert_use_to_dict(use: Use) -> dict[str, object]:
-    return {
-        "role": use.role,
-        "versions": use.versions,
-        "scenario": use.scenario.id if use.scenario else None,
-        "why_not": use.why_not,
-        "reasons": [dataclasses.asdict(reason) for reason in use.reasons],
-        "extractions": [{"purpose": point.purpose, "case": point.case.id} for point in use.extractions],
-    }
 
 
 def _convert_finding_to_dict(finding: ConfigFinding, result: CheckResult) -> dict[str, object]:
