@@ -57,24 +57,25 @@ def group_failures(report: Report) -> list[FailureGroup]:
         kind = result.verdict.kind
         groups.setdefault((kind, _split_problems(result.verdict.reason, kind), result.known), []).append(result)
     ordered = sorted(groups.items(), key=lambda item: (item[0][2] != "", -len(item[1])))
-    return [_make_group(number, results) for number, (_, results) in enumerate(ordered, start=1)]
+    failures = []
+    for number, (_, results) in enumerate(ordered, start=1):
+        verdict = results[0].verdict
+        also = (text.partition(": ") for text in verdict.also)
+        failures.append(
+            FailureGroup(
+                number=number,
+                kind=verdict.kind,
+                reason=_shorten(verdict.reason, verdict.kind),
+                also=tuple(kind + colon + _shorten(reason, kind) for kind, colon, reason in also),
+                results=tuple(results),
+            )
+        )
+    return failures
 
 
 def number_failures(failures: Sequence[FailureGroup]) -> dict[str, int]:
     """The number of the group of each bad case, by case id."""
     return {result.id: failure.number for failure in failures for result in failure.results}
-
-
-def _make_group(number: int, results: Sequence[CaseResult]) -> FailureGroup:
-    verdict = results[0].verdict
-    also = (text.partition(": ") for text in verdict.also)
-    return FailureGroup(
-        number=number,
-        kind=verdict.kind,
-        reason=_shorten(verdict.reason, verdict.kind),
-        also=tuple(kind + colon + _shorten(reason, kind) for kind, colon, reason in also),
-        results=tuple(results),
-    )
 
 
 def _shorten(reason: str, kind: str) -> str:

@@ -111,20 +111,16 @@ def _make_blocks(report: Report) -> list[_Block]:
         words = case.scenario.id.split("/")[1:]
         cells = blocks.setdefault(f"{read_leading_words(case)[0]}, {direction}", {})
         cells[result.method, tuple(words)] = result
-    return [_arrange(title, cells) for title, cells in blocks.items()]
-
-
-def _arrange(title: str, cells: dict[tuple[str, tuple[str, ...]], CaseResult]) -> _Block:
-    """Puts the offloads of one scenario next to each other."""
-    columns = list(dict.fromkeys(words for _, words in cells))
-    scenarios = list(dict.fromkeys(words[1:] for words in columns))
-    offloads = sort_by_table((words[0] for words in columns), tuple(AXIS["offload"].values))
-    return _Block(
-        title=title,
-        methods=sort_by_table((method for method, _ in cells), METHOD_NAMES),
-        columns=tuple(sorted(columns, key=lambda words: (scenarios.index(words[1:]), offloads.index(words[0])))),
-        cells=cells,
-    )
+    arranged = []
+    for title, cells in blocks.items():
+        # The offloads of one scenario stand next to each other.
+        columns = list(dict.fromkeys(words for _, words in cells))
+        scenarios = list(dict.fromkeys(words[1:] for words in columns))
+        offloads = sort_by_table((words[0] for words in columns), tuple(AXIS["offload"].values))
+        columns.sort(key=lambda words: (scenarios.index(words[1:]), offloads.index(words[0])))
+        methods = sort_by_table((method for method, _ in cells), METHOD_NAMES)
+        arranged.append(_Block(title=title, methods=methods, columns=tuple(columns), cells=cells))
+    return arranged
 
 
 def _draw_head(report: Report, legend: Sequence[tuple[str, VerdictKind]]) -> Iterator[str]:

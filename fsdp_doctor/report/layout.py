@@ -38,23 +38,24 @@ def make_grids(report: Report) -> list[Grid]:
     for result in report.results:
         scenario = result.case.scenario
         grouped.setdefault(scenario.drop_offload(), {})[result.method, str(scenario.offload)] = result
-    return [_make_grid(scenario, cells) for scenario, cells in grouped.items()]
-
-
-def _make_grid(scenario: AnyScenario, cells: dict[tuple[str, str], CaseResult]) -> Grid:
-    if isinstance(scenario, FrameworkScenario):
-        methods, offloads = tuple(method.name for method in scenario.list_methods()), scenario.list_offloads()
-        words = [scenario.framework, *scenario.list_id_values(without="offload")]
-    else:
-        methods, offloads = METHOD_NAMES, tuple(AXIS["offload"].values)
-        values = [(axis, scenario.values[axis.name]) for axis in AXES if axis.name != "offload"]
-        words = [value for axis, value in values if value != axis.default or axis.always_in_id]
-    return Grid(
-        title=", ".join(words),
-        methods=sort_by_table((method for method, _ in cells), methods),
-        offloads=sort_by_table((offload for _, offload in cells), offloads),
-        cells=cells,
-    )
+    grids = []
+    for scenario, cells in grouped.items():
+        if isinstance(scenario, FrameworkScenario):
+            methods, offloads = tuple(method.name for method in scenario.list_methods()), scenario.list_offloads()
+            words = [scenario.framework, *scenario.list_id_values(without="offload")]
+        else:
+            methods, offloads = METHOD_NAMES, tuple(AXIS["offload"].values)
+            values = [(axis, scenario.values[axis.name]) for axis in AXES if axis.name != "offload"]
+            words = [value for axis, value in values if value != axis.default or axis.always_in_id]
+        grids.append(
+            Grid(
+                title=", ".join(words),
+                methods=sort_by_table((method for method, _ in cells), methods),
+                offloads=sort_by_table((offload for _, offload in cells), offloads),
+                cells=cells,
+            )
+        )
+    return grids
 
 
 def sort_by_table(present: Iterable[str], order: tuple[str, ...]) -> tuple[str, ...]:
