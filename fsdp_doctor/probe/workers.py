@@ -451,14 +451,13 @@ class WorkerGroup:
                 asked_at = now
                 self._idle_seconds = min(member.measure_idle_seconds() for member in working)
             records = [member.record for member in self._workers]
-            if stop := watch.look(records, self._is_in_trouble, lambda: self._idle_seconds):
+            if stop := watch.look(
+                records, lambda: any(member.in_trouble for member in self._workers), lambda: self._idle_seconds
+            ):
                 # A suspended worker is woken for its stack and would then let the others' collectives finish.
                 for member in sorted(self._workers, key=lambda member: member.suspended):
                     member.stop(stop.why, stop.detail)
         return [member.make_report() for member in self._workers]
-
-    def _is_in_trouble(self) -> bool:
-        return any(member.in_trouble for member in self._workers)
 
 
 def check_ready(reports: Sequence[RankReport]) -> None:
