@@ -220,7 +220,11 @@ class RankReplay:
             self._stage()
             self._end_stage("staged")
         if self._setup.method:
-            self._extract()
+            # Torch's own ways to unshard a unit of FSDP1 free the gradients that were kept.
+            if self._setup.method not in _READS_SHARDS:
+                self._timeline.free("gradients")
+            replay = _REPLAYS.get(self._setup.method, _replay_tensor_by_tensor)
+            replay(self._timeline, self._shards, self._setup)
             self._end_stage("extracted", self._setup.method)
         self._offload()
         self._end_stage("offloaded again", self._setup.method)
@@ -292,13 +296,6 @@ class RankReplay:
             self._bring("buffers", self._buffers)
         elif self._setup.scenario.version == 2:
             self._timeline.pass_peak({"parameters": max(shards)})
-
-    def _extract(self) -> None:
-        # Torch's own ways to unshard a unit of FSDP1 free the gradients that were kept.
-        if self._setup.method not in _READS_SHARDS:
-            self._timeline.free("gradients")
-        replay = _REPLAYS.get(self._setup.method, _replay_tensor_by_tensor)
-        replay(self._timeline, self._shards, self._setup)
 
     def _load(self) -> None:
         if not self._setup.scenario.policy:
