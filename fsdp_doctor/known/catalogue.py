@@ -159,19 +159,18 @@ def list_expected_outcomes(case: AnyCase, context: RunContext) -> tuple[KnownFai
 def find_shown_entry(case: AnyCase, broken: BrokenCase, context: RunContext) -> KnownFailure | None:
     """The entry that a case which broke shows, on this torch or on another; None where the catalogue has none."""
     by_message = [entry for message in broken.messages for entry in match_message(message, broken.traceback)]
-    by_symptom = [entry for entry in read_catalogue() if _has_symptom(entry, broken)]
+    by_symptom = [
+        entry
+        for entry in read_catalogue()
+        if entry.verdict == broken.kind
+        and any(pattern.search(reason) for pattern in entry.symptoms for reason in broken.reasons)
+    ]
     # What was extracted comes before what the next training step said of it.
     for entries in (by_symptom, by_message):
         triggered = [entry for entry in entries if entry.is_triggered_by(case, context)]
         if triggered:
             return max(triggered, key=lambda entry: entry.measure_narrowness(case, context))
     return next((entry for entry in by_message if not entry.triggers), None)
-
-
-def _has_symptom(entry: KnownFailure, broken: BrokenCase) -> bool:
-    return entry.verdict == broken.kind and any(
-        pattern.search(reason) for pattern in entry.symptoms for reason in broken.reasons
-    )
 
 
 def _order_stage(entry: KnownFailure) -> int:
