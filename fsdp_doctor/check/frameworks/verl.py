@@ -162,7 +162,13 @@ class Verl(FsdpFramework[VerlVersions]):
 
     @staticmethod
     def recognizes(settings: Settings) -> bool:
-        return _is_ppo(settings) or _is_sft(settings)
+        if _is_ppo(settings):
+            return True
+        has_engine = any(f"engine.{key}" in settings for key in _ENGINE_KEYS)
+        has_section = bool(settings.list_below("model.fsdp_config") and settings.list_below("trainer"))
+        script = settings.read_text(SCRIPT)
+        is_script = "sft_trainer" in script and "verl" in script
+        return has_engine or "model.partial_pretrain" in settings or has_section or is_script
 
     @staticmethod
     def count_ranks(settings: Settings) -> int | None:
@@ -210,8 +216,13 @@ class Verl(FsdpFramework[VerlVersions]):
         model = self.list_keys(role)
         strategy = Strategy.FSDP1 if versions.fsdp1_only else model.read_strategy(self.settings) or Strategy.FSDP1
         offload, adapter = self._choose_offloads(model, strategy), model.find_adapter(self.settings)
+        row, orig = model.find_strategy_setting(self.settings), model.name_keys("use_orig_params")
+        why = "verl has only FSDP1 before v0.4" if versions.fsdp1_only else str(row or "verl's default")
+        chosen = Chosen(strategy, why)
+        if strategy.version == 1 and self.settings.read_flag(*orig):
+            chosen = Chosen(Strategy.FSDP1_ORIG, f"{why}; {self.settings.find_first(*orig)}")
         return {
-            "strategy": self._choose_strategy(model, strategy, versions),
+            "strategy": chosen,
             "offload": offload.chosen,
             "model": Chosen(Model.QWEN3_LORA, adapter) if adapter else Chosen(Model.QWEN3),
             "sharding": self.choose_sharding(role),
@@ -278,13 +289,6 @@ class Verl(FsdpFramework[VerlVersions]):
             or _IMPLEMENTATION in self.settings
             or bool(self.settings.list_below("critic.fsdp"))
         )
-
-    def _choose_strategy(self, model: VerlModel, strategy: Strategy, versions: VerlVersions) -> Chosen:
-        row, orig = model.find_strategy_setting(self.settings), model.name_keys("use_orig_params")
-        why = "verl has only FSDP1 before v0.4" if versions.fsdp1_only else str(row or "verl's default")
-        if strategy.version == 1 and self.settings.read_flag(*orig):
-            return Chosen(Strategy.FSDP1_ORIG, f"{why}; {self.settings.find_first(*orig)}")
-        return Chosen(strategy, why)
 
     def _choose_offloads(self, model: VerlModel, strategy: Strategy) -> OffloadChoice:
         """The policy is FSDP2's, and FSDP1's for the old SFT trainer."""
@@ -474,14 +478,6 @@ def _is_ppo(settings: Settings) -> bool:
     has_critic = any(settings.list_below(section) for section in _CRITIC.sections) or "critic.strategy" in settings
     script = settings.read_text(SCRIPT)
     return bool(settings.list_below("actor_rollout_ref")) or has_critic or ("main_ppo" in script and "verl" in script)
-
-
-def _is_sft(settings: Settings) -> bool:
-    has_engine = any(f"engine.{key}" in settings for key in _ENGINE_KEYS)
-    has_section = bool(settings.list_below("model.fsdp_config") and settings.list_below("trainer"))
-    script = settings.read_text(SCRIPT)
-    is_script = "sft_trainer" in script and "verl" in script
-    return has_engine or "model.partial_pretrain" in settings or has_section or is_script
 
 
 def _list_built_models(settings: Settings) -> tuple[VerlModel, ...]:
