@@ -171,7 +171,10 @@ def choose_names(names: Names, model: nn.Module, shapes: Mapping[str, torch.Size
         case "model":
             return None
         case "hub":
-            return HubNames(revert_names(model, shapes))
+            try:
+                return HubNames(revert_names(model, shapes))
+            except HubNamesUnknown as error:
+                raise HubNamesUnknown(f'{error}; names="model" takes the model\'s own') from None
         case "auto":
             try:
                 return HubNames(revert_names(model, shapes))

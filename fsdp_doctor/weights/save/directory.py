@@ -71,7 +71,10 @@ class SaveDirectory:
         Removes what a save left whose ranks were killed, and moves back what one did that gave files their names. Its
         new files, which are complete, are removed when those of this one have their names.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SaveError(f"the directory {self.path} cannot be made: {error.strerror}") from error
         if not self._lock(self.path / LOCK):
             raise SaveError(f"another save is writing to {self.path}: wait for it, or name another directory")
         self._has_lock_file = True

@@ -121,9 +121,10 @@ def save_full_tensors(
         other jobs, are not told apart from one model that is saved again: a directory for each is the caller's.
 
     Raises SaveError on every rank for a directory that has weights, or those of other ranks of the job, is in use by
-    another save, is not the same one for all ranks, or has no room, which is found before anything is written; for what
-    safetensors cannot have; where files do not get their names; and where another rank fails, which it names. OSError
-    on the rank that gets one before that. Warns BuffersDiffer at each save in which buffers differ between the ranks.
+    another save, cannot be made, is not the same one for all ranks, or has no room, which is found before anything is
+    written; for what safetensors cannot have; where files do not get their names; and where another rank fails, which
+    it names. OSError on the rank that gets one before that. Warns BuffersDiffer at each save in which buffers differ
+    between the ranks.
     Else as :func:`full_tensors`.
     """
     path = pathlib.Path(directory)
