@@ -2,15 +2,54 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import importlib
+import pathlib
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import typer
 import typer.core
 import typer.main
 
 MARKUP: Literal["markdown"] = "markdown"
+# What the help prints for the value of an option; a flag has none, and an argument has its name.
+_VALUE_WORDS = {int: "N", float: "N", str: "TEXT", pathlib.Path: "PATH"}
+
+
+class _PlainCommand(typer.core.TyperCommand):
+    """A command whose help has words for the types of values."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return _name_values(super().get_params(ctx))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.replace("{", "").replace("}", "").upper() for piece in super().collect_usage_pieces(ctx)]
+
+
+def _name_values(params: Any) -> Any:
+    """Has the help print words for the types of values, where typer 0.27 and newer print Python's names of them."""
+    for param in params:
+        is_argument = isinstance(param, typer.core.TyperArgument)
+        if hasattr(param, "type_descriptor") and (is_argument or param.metavar is None):
+            word = "" if is_argument else _name_value(param.type_descriptor.annotation)
+            vars(param)["display_type_rich"] = functools.partial(_return_word, word or None)
+    return params
+
+
+def _name_value(kind: Any) -> str:
+    """Names a value of the type: its choices, or what it is."""
+    if get_origin(kind) is Literal:
+        return "|".join(get_args(kind))
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return "|".join(str(each.value) for each in kind)
+    (kind,) = get_args(kind)[:1] or (kind,)
+    return _VALUE_WORDS.get(kind, "")
+
+
+def _return_word(word: str | None, ctx: Any) -> str | None:
+    return word
 
 
 @dataclass(frozen=True)
@@ -33,7 +72,8 @@ class _Command:
         module = importlib.import_module(f"fsdp_doctor.cli.{self.module}")
         alone = typer.Typer(rich_markup_mode=MARKUP)
         epilog = getattr(module, self.exit_codes)
-        alone.command(name, epilog=epilog, rich_help_panel=panel)(flatten(getattr(module, self.function)))
+        declare = alone.command(name, cls=_PlainCommand, epilog=epilog, rich_help_panel=panel)
+        declare(flatten(getattr(module, self.function)))
         return typer.main.get_command_from_info(
             alone.registered_commands[0], pretty_exceptions_short=True, rich_markup_mode=MARKUP
         )
@@ -258,6 +298,9 @@ class LazyGroup(typer.core.TyperGroup):
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self.commands = self._lazy = _Commands(str(self.name))
+
+    def get_params(self, ctx: Any) -> Any:
+        return _name_values(super().get_params(ctx))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self.commands = self._lazy.list_summaries()

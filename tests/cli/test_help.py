@@ -41,6 +41,11 @@ def test_the_help_prints_every_word_that_is_written_for_it(words: tuple[str, ...
     assert doctor(*words, "--help", env=_WIDE).stdout == done.stdout
 
 
+@pytest.mark.parametrize("words", [words for words in _COMMANDS if len(words) == 1], ids=" ".join)
+def test_no_help_shows_python_s_names_of_types(words: tuple[str, ...]) -> None:
+    assert re.findall(r"<[\w ]+>|\w+\[\w+\]|\bPath\b|\{[A-Z]+\}", doctor(*words, "-h", env=_WIDE).stdout) == []
+
+
 def test_the_commands_and_the_options_of_probe_are_listed_in_panels() -> None:
     panels = [re.findall(r"╭─ (.*?) ─", doctor(*words, "-h").stdout) for words in ((), ("probe",))]
     assert [len(of) > 3 for of in panels] == [True, True]
