@@ -173,6 +173,14 @@ def count_three(state: dict[str, Any]) -> None:
         each["step"].fill_(3)
 
 
+def stop_gradients(state: dict[str, Any]) -> None:
+    """Zeros in all moments of the last layer, as FSDP has of one that nothing uses."""
+    names = list(state["model"])
+    for number, each in state["optimizer"]["state"].items():
+        if ".layers.2." in names[number]:
+            each.update({kind: torch.zeros_like(each[kind]) for kind in ("exp_avg", "exp_avg_sq")})
+
+
 def project_moments(state: dict[str, Any]) -> None:
     """Keeps moments of fewer rows, as optimizers that project the gradient do."""
     for each in state["optimizer"]["state"].values():
@@ -230,6 +238,12 @@ MORE_LAWFUL: dict[str, tuple[str, Damage, set[str]]] = {
         moments(lambda m: (m["exp_avg"].mul_(1e3), m.update(GG=torch.ones(3, 3)))),
         set(),
     ),
+    "moments of an optimizer that is not Adam": (
+        "full",
+        full(lambda t: [each["exp_avg"].mul_(1e3) for each in t["optimizer"]["state"].values()]),
+        set(),
+    ),
+    "a layer without gradients": ("full", full(stop_gradients), set()),
     "moments of smaller matrices": ("full", full(project_moments), set()),
     "a target that no layer has": (
         "adapter",

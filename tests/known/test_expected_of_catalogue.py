@@ -18,8 +18,8 @@ from fsdp_doctor.report.document import make_context, recognize_failure
 from fsdp_doctor.report.journal import read_report
 
 _REPORTS = sorted((ROOT / "examples" / "reports").rglob("*.json*"))
-# When these reports were made, buffers that a method moves and moves back counted as a change, and the emulated device did
-# not look for what the host writes while it is copied; see their README.
+# When these reports were made, buffers that a method moves and moves back counted as a change, and the emulated device
+# did not look for what the host writes while it is copied; see their README.
 _SINCE_THEN = {
     "fsdp2/param/staged/qwen3-buffers/state_dict.held",
     "fsdp2/param+optimizer/staged/qwen3-buffers/state_dict.held",

@@ -23,7 +23,7 @@ MATRIX = re.compile(
     r"(?:^|\.)((q|k|v|o|out|gate|up|down|qkv|gate_up)_proj|embed_tokens|lm_head|wte|fc[12]|w[123]|"
     r"c_(attn|proj|fc)|query|key|value|dense|query_key_value)\.weight$"
 )
-REPEATED_HEADS = re.compile(r"(?:^|[._])(?:[kv]_proj|key|value|kv)\b")
+REPEATED_HEADS = re.compile(r"(?:^|[._])(?:[kv]_proj|key|value|kv|qkv_proj|query_key_value|c_attn|in_proj\w*)\b")
 GROUP_SETTING = re.compile(
     r"(?:^|\.)param_groups\.(?P<group>.+)\.(?P<key>lr|initial_lr|eps|weight_decay|betas\.[01]|params\.\d+)$"
 )

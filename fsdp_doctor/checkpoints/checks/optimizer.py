@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pathlib
 import re
@@ -50,6 +51,11 @@ class OptimizedParameter:
     values: set[str] = field(default_factory=set)
     steps: set[float] = field(default_factory=set)
 
+    @property
+    def is_of_adam(self) -> bool:
+        """Returns whether it has no slots but Adam's."""
+        return self.tensors.keys() | self.values <= _SLOTS_OF_ADAM
+
 
 class _Betas(NamedTuple):
     first: float
@@ -82,7 +88,7 @@ def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
     for state in states:
         optimizer = read_optimizer(evidence, state)
         yield from _compare_moments(evidence, state, optimizer)
-        yield from _compare_shapes(state, states, optimizer)
+        yield from _compare_shapes(evidence, state, optimizer)
         ids = {f"{key}" for (path, _), key in state.values.items() if path[-2:-1] == ("params",)}
         of_tensors = {name for name, parameter in optimizer.items() if parameter.tensors}
         with_state |= of_tensors
@@ -108,29 +114,52 @@ def _compare_moments(
     evidence: CheckpointEvidence, state: State, optimizer: Mapping[str, OptimizedParameter]
 ) -> Iterator[Symptom]:
     """Finds moments of Adam that cannot be, and parameters that lack one of the two, or lost both."""
-    betas, is_constant = _read_betas(state)
     has_both = [name for name, each in optimizer.items() if each.tensors.keys() >= MOMENTS]
     for name, parameter in optimizer.items():
         by_kind = parameter.tensors
-        present = MOMENTS & by_kind.keys()
-        tensors = [by_kind[kind] for kind in sorted(present)]
-        is_of_adam = by_kind.keys() | parameter.values <= _SLOTS_OF_ADAM
-        if has_both and len(present) == 1 and is_of_adam:
-            what = f"it has no {min(MOMENTS - present)}, which {len(has_both)} of {len(optimizer)} have"
+        tensors = [by_kind[kind] for kind in sorted(MOMENTS & by_kind.keys())]
+        if has_both and len(tensors) == 1 and parameter.is_of_adam:
+            what = f"it has no {min(MOMENTS - by_kind.keys())}, which {len(has_both)} of {len(optimizer)} have"
             yield Symptom(Trouble.OPTIMIZER, what, tensors[0].file, name)
         if len(tensors) < 2:
             continue
-        step = min(parameter.steps, default=None)
-        what = _judge_moments(evidence, by_kind, step)
-        if not what and is_of_adam:
-            bound = _compute_bound(betas, step) if is_constant else _WIDE_BOUND
-            what = _compare_with_bound(evidence, by_kind, bound) or _compare_with_maximum(evidence, by_kind)
-        if what:
+        if what := _judge_moments(evidence, by_kind, min(parameter.steps, default=None)):
             yield Symptom(Trouble.MOMENTS, what, by_kind["exp_avg_sq"].file, by_kind["exp_avg_sq"].name)
         elif tensors[0].shape != tensors[1].shape and tensors[1].numel > 1:
             what = f"its moments are {list(tensors[0].shape)} and {list(tensors[1].shape)}"
             yield Symptom(Trouble.OPTIMIZER, what, tensors[0].file, name)
+    yield from _find_unequal_moments(evidence, state, optimizer)
     yield from _find_lost_moments(evidence, optimizer)
+
+
+def _find_unequal_moments(
+    evidence: CheckpointEvidence, state: State, optimizer: Mapping[str, OptimizedParameter]
+) -> Iterator[Symptom]:
+    """Finds means of squares that no gradients make with the other moment, and those above their own maximum."""
+    betas, is_constant = _read_betas(state)
+    found: list[tuple[SavedTensor, int, int]] = []
+    num_compared = 0
+    for parameter in optimizer.values():
+        by_kind = parameter.tensors
+        if not (by_kind.keys() >= MOMENTS and parameter.is_of_adam):
+            continue
+        bound = _compute_bound(betas, min(parameter.steps, default=None)) if is_constant else _WIDE_BOUND
+        above, looked_at = _compare_with_bound(evidence, by_kind, bound)
+        num_compared += looked_at > 0
+        if above and above * 50 >= looked_at and not _judge_moments(evidence, by_kind, None):
+            found.append((by_kind["exp_avg_sq"], above, looked_at))
+        if below := _count_above_maximum(evidence, by_kind):
+            what = f"{below} of the elements that were compared are above max_exp_avg_sq"
+            yield Symptom(Trouble.MOMENTS, what, by_kind["exp_avg_sq"].file, by_kind["exp_avg_sq"].name)
+    mostly = [tensor for tensor, above, looked_at in found if 2 * above > looked_at]
+    if len(mostly) > 2 and 2 * len(mostly) > num_compared:
+        evidence.checkpoint.unchecked.append(
+            f"{state.files[0]}: whether the two moments fit each other: most do not, as in an optimizer other than Adam"
+        )
+        return
+    for tensor, above, looked_at in found:
+        what = f"{above} of {looked_at} elements that were compared are too small for exp_avg, whatever the gradients"
+        yield Symptom(Trouble.MOMENTS, what, tensor.file, tensor.name)
 
 
 def _judge_moments(evidence: CheckpointEvidence, by_kind: Mapping[str, SavedTensor], step: float | None) -> str:
@@ -176,25 +205,25 @@ def _compute_bound(betas: _Betas | None, step: float | None) -> float:
     return (1 - betas.first) ** 2 / (1 - betas.second) * terms / (1 - ratio)
 
 
-def _compare_with_bound(evidence: CheckpointEvidence, by_kind: Mapping[str, SavedTensor], bound: float) -> str:
+def _compare_with_bound(
+    evidence: CheckpointEvidence, by_kind: Mapping[str, SavedTensor], bound: float
+) -> tuple[int, int]:
+    """Counts the elements whose square is above the bound, and those that were compared; of float16 none is.
+
+    Where moments are kept in float16, they are scaled.
+    """
     above = looked_at = 0
     for first, second, dtype in _pair_samples(evidence, by_kind, "exp_avg", "exp_avg_sq"):
         rounding = _ROUNDING if dtype in ("float32", "float64") else _NARROW_ROUNDING
-        is_moved = numpy.abs(first) > _SMALLEST_MOMENT
+        is_moved = (numpy.abs(first) > _SMALLEST_MOMENT) & (dtype != "float16")
         is_above = (first**2 > bound * rounding * second) & is_moved
         above, looked_at = above + int(is_above.sum()), looked_at + int(is_moved.sum())
-    if above * 50 < looked_at or not above:
-        return ""
-    return (
-        f"{above} of {looked_at} elements that were compared are less than the square of exp_avg allows in any training"
-    )
+    return above, looked_at
 
 
-def _compare_with_maximum(evidence: CheckpointEvidence, by_kind: Mapping[str, SavedTensor]) -> str:
-    below = looked_at = 0
-    for most, second, _ in _pair_samples(evidence, by_kind, "max_exp_avg_sq", "exp_avg_sq"):
-        below, looked_at = below + int((most < second).sum()), looked_at + len(most)
-    return f"{below} of {looked_at} elements that were compared are above max_exp_avg_sq" if below else ""
+def _count_above_maximum(evidence: CheckpointEvidence, by_kind: Mapping[str, SavedTensor]) -> int:
+    pairs = _pair_samples(evidence, by_kind, "max_exp_avg_sq", "exp_avg_sq")
+    return sum(int((most < second).sum()) for most, second, _ in pairs)
 
 
 def _pair_samples(
@@ -223,20 +252,30 @@ def _find_lost_moments(evidence: CheckpointEvidence, optimizer: Mapping[str, Opt
     """
     model = (tensor for state in evidence.checkpoint.states for tensor in state.select("model"))
     outside = {tensor.shape for tensor in model if not LAYER.match(tensor.parameter)}
+    # A layer that nothing uses has gradients of zero under FSDP.
+    used = {
+        LAYER.sub(r"\g<stack>.\g<number>", name)
+        for name, parameter in optimizer.items()
+        if LAYER.match(name) and "exp_avg" in parameter.tensors and not evidence.is_zero(parameter.tensors["exp_avg"])
+    }
     families: dict[object, list[SavedTensor]] = defaultdict(list)
     for name, parameter in optimizer.items():
         first = parameter.tensors.get("exp_avg")
         is_row_by_row = EMBEDDING.search(name) or EXPERT.match(name) or "lora_" in name
         if first is None or len(first.shape) != 2 or is_row_by_row or not any(parameter.steps):
             continue
-        if LAYER.match(name):
+        if LAYER.match(name) and LAYER.sub(r"\g<stack>.\g<number>", name) in used:
             families[re.sub(r"\d+", "#", name)].append(first)
         elif name.isdecimal() and outside and first.shape not in outside:
             families[first.shape].append(first)
-    for members in families.values():
+    of_numbers = itertools.chain(*(members for family, members in families.items() if isinstance(family, tuple)))
+    num_zero = sum(evidence.is_zero(tensor) for tensor in of_numbers)
+    for family, members in families.items():
+        # Of a layer without gradients several are zero, and numbers do not say whose they are.
+        most = max(2 - num_zero, 0) if isinstance(family, tuple) else (len(members) - 1) // 2
         scans = {tensor.path: evidence.find_scans(tensor) for tensor in members}
         zero = [tensor for tensor in members if scans[tensor.path] and evidence.is_zero(tensor)]
-        for tensor in zero if 2 * len(zero) < len(members) else ():
+        for tensor in zero if len(zero) <= most and 2 * len(zero) < len(members) else ():
             what = f"it is zero, and of {len(members)} like it {len(members) - len(zero)} are not"
             yield Symptom(Trouble.MOMENTS, what, tensor.file, tensor.name)
         partly = [
@@ -247,8 +286,9 @@ def _find_lost_moments(evidence: CheckpointEvidence, optimizer: Mapping[str, Opt
             for begin, end in ([(0, scan.nbytes)] if scan.is_zero else scan.zero_runs)
             if piece.is_contiguous and (end - begin) * 8 >= scan.nbytes
         ]
-        of_tensors = {tensor.path for tensor, *_ in partly}
-        for tensor, piece, (begin, end) in partly if 2 * len(of_tensors) <= len(members) else ():
+        num_partly = len({tensor.path for tensor, *_ in partly})
+        is_odd = num_partly <= most and 2 * num_partly < len(members)
+        for tensor, piece, (begin, end) in partly if is_odd else ():
             width = piece.shape[1] * tensor.itemsize
             rows = piece.offsets[0] + begin // width, piece.offsets[0] + max(end // width, begin // width + 1)
             what = "these rows are zero, and those of other layers are not"
@@ -256,10 +296,10 @@ def _find_lost_moments(evidence: CheckpointEvidence, optimizer: Mapping[str, Opt
 
 
 def _compare_shapes(
-    state: State, states: list[State], optimizer: Mapping[str, OptimizedParameter]
+    evidence: CheckpointEvidence, state: State, optimizer: Mapping[str, OptimizedParameter]
 ) -> Iterator[Symptom]:
     """Compares the shapes of moments with those of the model beside them, by name, or, of numbers, all together."""
-    beside = [each for each in states if each is state or each.directory == state.directory]
+    beside = [each for each in evidence.checkpoint.states if each is state or each.directory == state.directory]
     model = [tensor for each in beside for tensor in each.select("model") if is_floating_point(tensor.dtype)]
     moments = [
         (name, tensor)
@@ -276,6 +316,10 @@ def _compare_shapes(
     if named or not model or state.arrangement is not Arrangement.WHOLE:
         return
     yield from _compare_numbers(state, beside, optimizer)
+    if moments and not any(each.keeps_order for each in beside if any(True for _ in each.select("model"))):
+        evidence.checkpoint.unchecked.append(
+            f"{state.files[0]}: which parameters its numbers are, since no file keeps their order"
+        )
     # Experts are one tensor in the model and many on the Hub: only matrices are compared.
     matrices = Counter(tensor.shape for _, tensor in moments if len(tensor.shape) == 2)
     of_model = Counter(tensor.shape for tensor in model if len(tensor.shape) == 2)

@@ -27,7 +27,7 @@ _MOST_STEPS = 1e9
 _RATES = re.compile(r"(?:^|\.)(?:_last_lr|base_lrs)\.\d+$")
 _SCALE = re.compile(r"(?:^|scaler\.)_?scale$")
 # CPU generators of torch have as many bytes, those of devices at most 64; and those of torch before 1.7.
-_RANDOM_STATE = re.compile(r"(?:rng|random)\w*(?:\.|$)|^torch_manual_seed$")
+_RANDOM_STATE = re.compile(r"(?:^|[._])rng(?:[._]|$)|random_states?(?:[._]|$)|^torch_manual_seed$")
 _RANDOM_STATE_BYTES, _MOST_OF_DEVICE = frozenset({5056, 5048, 824816, 824832}), 64
 
 
