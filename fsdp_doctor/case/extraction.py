@@ -42,8 +42,8 @@ _RELEASE_SECONDS = 0.5
 class ExtractionCheck:
     """Runs a method that extracts from a model, and records what it yields, keeps and changes.
 
-    Made when the model is in the state in which the method runs. truth: the weights that it has.
-    watches_state: whether memory and model may be looked at while copies are in flight, which waits for them.
+    Create it when the model is in the state in which the method will run. truth: the model's weights in that state.
+    watches_state: whether memory and model may be inspected while copies are in flight; inspecting waits for them.
     """
 
     def __init__(
@@ -84,12 +84,13 @@ class ExtractionCheck:
         keeps: bool = False,
         measured: contextlib.AbstractContextManager[None] | None = None,
     ) -> None:
-        """Has ``call`` run the method, and verifies its result. live_tensors: ids of the tensors that stay alive, so
-        that yielding one of them keeps nothing alive.
-        offloaded_bytes: of the shards that the method promises to move off the device before it yields.
-        owned: whether nobody but ``call`` holds the result, so that its memory can be measured.
+        """Has ``call`` run the method, and verifies the method's result.
+
+        live_tensors: ids of the tensors that stay alive in any case, so that yielding one keeps no more memory alive.
+        offloaded_bytes: size of the shards that the method promises to move off the device before it yields.
+        owned: whether only ``call`` holds the result, so that the result's memory can be measured.
         keeps: whether all entries are kept, and read once more at the end.
-        measured: entered while the method runs.
+        measured: a context that is entered while the method runs.
         """
         verifier = Verifier(expected)
         self._recorder.enter("extract")
@@ -235,8 +236,8 @@ class ExtractionSteps(MatrixSteps):
     def is_reusable(self, trainer: Trainer) -> bool:
         """Returns whether the trainer can serve the next case after its step.
 
-        A trained one can. A fresh one is no longer fresh, and one that could not go on after a step that raised stays
-        as it is.
+        A trained trainer can. A fresh trainer is no longer fresh, and a trainer that could not continue after a step
+        that raised stays as it is.
         """
         return self.scenario.phase.is_trained and self._goes_on
 
@@ -363,9 +364,9 @@ class _Timed:
 
 @contextlib.contextmanager
 def detect_races(device: torch.device, note: Callable[[ProblemKind, str], None]) -> Iterator[None]:
-    """Context that notes the data races of its block, which has waited for the device at its end.
+    """Notes the data races of a block; the block has waited for the device at its end.
 
-    The emulated device alone detects them.
+    Only the emulated device detects races.
     """
     if device.type != "emulated":
         yield

@@ -161,11 +161,11 @@ class LoadingSteps(MatrixSteps):
 
     @property
     def _watches_state(self) -> bool:
-        """Returns whether the model may be read: that waits for copies in flight, whose race must be able to show."""
+        """Returns whether the model may be read; reading waits for copies in flight, which would hide races."""
         return self.scenario.transfer.is_blocking
 
     def _load(self, call: Callable[[], Any], owned: bool) -> Any:
-        """Runs the method. Where every rank refuses a checkpoint that does not fit, the record says so."""
+        """Runs the method. If every rank refuses a checkpoint that does not fit, this is recorded."""
         runtime, must_fit = self._runtime, self.scenario.must_load
         self._recorder.enter("load")
         allocated = runtime.read_allocated_bytes() if self._watches_state and owned else None

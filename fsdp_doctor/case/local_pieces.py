@@ -1,6 +1,6 @@
 """Parts of each parameter, buffer and moment: the part on this rank, and the values that it should have.
 
-Computed from placements and flat layouts alone; local to a rank, no collective.
+They are computed from placements and flat layouts only, on each rank by itself and without a collective.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def _make_tensor_piece(tensor: ModelTensor, full: Full) -> LocalPiece:
 class _Place:
     """One parameter in an FSDP1 unit.
 
-    index: in the unit. mine: the elements of the flat parameter that are the parameter's and in this rank's shard.
-    begin: where they begin in the shard.
+    index: its place in the unit. mine: those elements of the flat parameter that belong to the parameter and are in
+    this rank's shard. begin: where these elements begin in the shard.
     """
 
     unit: Fsdp1Unit
@@ -180,7 +180,7 @@ def _read_state_in_unit(
 
 
 def _make_piece(name: str, state: torch.Tensor | None, full: torch.Tensor, placed: torch.Tensor) -> LocalPiece | None:
-    """placed: as the parameter is."""
+    """Makes the piece of one tensor. placed: a tensor that is placed as the parameter is."""
     if state is None:
         return None
     held = private.read_local_tensor(state).detach()

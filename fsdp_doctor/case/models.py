@@ -60,9 +60,9 @@ def halve(model: nn.Module) -> None:
 def add_special_values(model: Any) -> None:
     """Gives a built-in model the values that a copy can lose and a sum cannot show, in place; it trains as before.
 
-    -0.0 and a subnormal number are in a neuron of each dense MLP that puts out nothing and so has no gradient; NaN and
-    both infinities beside them in the rows of an untied embedding that no batch asks for, see
-    :func:`choose_token_range`. Both are in the first and in the last rows, so that other ranks have them too.
+    -0.0 and a subnormal number are in a neuron of each dense MLP whose output is zero, so that it has no gradient. The
+    rows of an untied embedding that no batch asks for (:func:`choose_token_range`) hold them, too, and also NaN and
+    both infinities. The first and the last neurons and rows are used, so that several ranks have such values.
     """
     subnormal = torch.finfo(torch.float32).tiny / 4
     layers: Any = find_decoder_layers(model)

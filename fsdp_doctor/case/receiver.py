@@ -2,7 +2,7 @@
 
 ``python -m fsdp_doctor.case.receiver PORT`` is the receiver. It keeps the tensors that arrive, by name, and returns
 them on request, so that the received weights are verified and not the sent ones. It refuses a tensor that arrives
-twice, and a bucket of which a part is missing. It ends with the process that started it.
+twice, and a bucket with a missing part. It ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class TensorHeader:
 
 @dataclass(frozen=True, eq=False)
 class SentBucket:
-    """buffer: 1-D, uint8, on the host: the tensors one after the other. seconds: that the receiver takes for it."""
+    """A bucket as it is sent.
+
+    buffer: the tensors one after the other, as a 1-D uint8 tensor on the host. seconds: how long the receiver takes.
+    """
 
     buffer: torch.Tensor
     headers: Sequence[TensorHeader]
@@ -61,7 +64,7 @@ class SentBucket:
 class _Broadcast:
     """A tensor that comes by a collective of an emulated device.
 
-    index: of the device that the receiver uses. directory: where the order of launches is noted.
+    index: the index of the receiver's device. directory: the directory where the order of launches is noted.
     """
 
     header: TensorHeader
@@ -168,7 +171,7 @@ class _Arrivals:
         return ""
 
     def receive(self, message: _Broadcast) -> str:
-        """Launches its part of the broadcast as late as the other process on its device lets it."""
+        """Launches the receiver's part of the broadcast as late as the other process on the same device allows."""
         header = message.header
         devices.load(RunDevice(type="emulated"), "emulated")
         torch.accelerator.set_device_index(message.index)

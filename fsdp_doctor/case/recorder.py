@@ -26,7 +26,7 @@ _PROGRESS_SECONDS = 1.0
 
 
 class _RankState(NamedTuple):
-    """The state of a rank that it tells the others after a call of the method.
+    """The state that a rank reports to the other ranks after a call of the method.
 
     num_agreements: number of agreements by our own loaders and extractors.
     """
@@ -105,9 +105,9 @@ class Recorder:
 
     @contextlib.contextmanager
     def record_exceptions(self) -> Iterator[None]:
-        """Makes an exception part of the record, KeyboardInterrupt too: nobody interrupts a worker.
+        """Records an exception instead of raising it, even a KeyboardInterrupt, since no user interrupts a worker.
 
-        SystemExit is raised: it ends the worker.
+        SystemExit is not recorded but raised: it ends the worker.
         """
         try:
             yield

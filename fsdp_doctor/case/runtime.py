@@ -158,7 +158,7 @@ def set_up_device(device: torch.device, run_device: RunDevice) -> None:
 def make_for_present_group(
     place: Place, device: torch.device, scratch: pathlib.Path, custom_model: pathlib.Path | None = None
 ) -> Runtime:
-    """Makes the control group beside a default process group that is there. Every rank must call it."""
+    """Makes the control group in addition to an existing default process group. Every rank must call it."""
     control = dist.new_group(backend="gloo", timeout=_NEVER)
     assert isinstance(control, dist.ProcessGroup)
     return Runtime(

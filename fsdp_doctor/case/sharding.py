@@ -47,7 +47,7 @@ def shard_fsdp2(
 ) -> nn.Module:
     """Shards in place: each decoder layer, an untied embedding, the root. Every rank must call it.
 
-    compute_dtype: without one there is no mixed precision.
+    compute_dtype: the dtype of mixed precision; None for no mixed precision.
     """
     mp_policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
@@ -90,7 +90,7 @@ _TENSOR_PARALLEL: dict[str, ParallelStyle] = {
 
 
 def divide_experts(module: Any, mesh: DeviceMesh, *, hidden: bool) -> None:
-    """Leaves this rank's part of the experts, fused as transformers 5 has them, and has it compute with these alone.
+    """Leaves only this rank's part of the experts, fused as in transformers 5, and makes the rank use it alone.
 
     The ranks of the mesh, which must be given the same tokens, add up what their experts put out. hidden: the part is a
     parameter of its own; otherwise it is a DTensor.
@@ -173,7 +173,7 @@ def shard_fsdp1(
 ) -> FullyShardedDataParallel:
     """Wraps each decoder layer and the root. Every rank must call it.
 
-    mesh: without one there is one group of all ranks. compute_dtype: without one there is no mixed precision.
+    mesh: None for one group of all ranks. compute_dtype: the dtype of mixed precision; None for no mixed precision.
     """
     strategy = ShardingStrategy.FULL_SHARD if mesh is None or mesh.ndim == 1 else ShardingStrategy.HYBRID_SHARD
     mixed_precision = None
@@ -202,7 +202,8 @@ def _are_all_trained(model: nn.Module) -> bool:
 
 
 def _wrap_policy(model: nn.Module) -> Any:
-    """Wraps each decoder layer; and as verl does for LoRA, each leaf that trains in a model where others are frozen.
+    """Makes the policy that wraps each decoder layer, and as verl does for LoRA, each trained leaf if others are
+    frozen.
 
     A flat parameter is trained as a whole or not at all.
     """

@@ -1,7 +1,8 @@
-"""Undoes what a method changes in the process beside its model, or says that no other case may run in the process.
+"""Undoes what a method changes in the process besides its model, or says that no other case may run in the process.
 
-Of a method that extracts, the settings that a training step depends on decide a verdict: they are those of the whole
-job, whatever the small models here use of them. A case is judged with all that its method left in place.
+If a method that extracts changes settings that a training step depends on, this decides a verdict: the settings belong
+to the whole job, even if the small models here do not use them. A case is judged with everything that its method left
+in place.
 """
 
 from __future__ import annotations

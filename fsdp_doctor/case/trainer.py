@@ -29,9 +29,9 @@ from fsdp_doctor.weights.fsdp import private
 class Start:
     """The start of a trainer.
 
-    options: of AdamW. same_batches: every rank trains on the batches of rank 0.
-    saves: what is trained is saved for ranks of another number, so there may be too few for two dims of a mesh, one of
-    which has one rank then.
+    options: options of AdamW. same_batches: whether every rank trains on the batches of rank 0.
+    saves: whether the trained model is saved for another number of ranks. There may then be too few ranks for two dims
+    of a mesh, so that one dim has one rank.
     """
 
     weights: models.Weights = "own"
@@ -154,7 +154,7 @@ class Trainer:
     def interrupt_step(self) -> None:
         """Runs the step that raises before the method, where the scenario has one, and catches the error as a job does.
 
-        It takes no batch: the next step has the batch that it would have had without it.
+        It takes no batch, so the next step has the same batch as without the interrupted step.
         """
         raised = self.scenario.phase.raised
         if raised is None:

@@ -190,7 +190,7 @@ def train_one_step(trainer: Trainer) -> list[str]:
 
 
 def digest_step(trainer: Trainer, unsharded: list[str]) -> StepOutcome:
-    """The outcome of a step with what FSDP kept unsharded. unsharded: what :func:`train_one_step` has returned."""
+    """Returns the outcome of a step and what FSDP kept unsharded. unsharded: the result of :func:`train_one_step`."""
     return digest_outcome(trainer.model, trainer.optimizer) | {
         "what is unsharded between forward and backward": ", ".join(unsharded),
         "what is unsharded after the backward": ", ".join(_list_unsharded(trainer.model)),

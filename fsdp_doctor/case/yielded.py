@@ -30,12 +30,12 @@ YieldedForm: TypeAlias = Literal["tensor", "dtensor", "sharded tensor", "local s
 class YieldedEntry:
     """One entry that a method yielded: its type, its place, and its data on the host.
 
-    shape: of the whole tensor. data: of a sharded entry, this rank's part; None of what is no tensor.
-    type_name: of what is neither a tensor nor its shape and dtype.
-    local_device, mesh, placements: of a DTensor: where its local part lies, the ranks of its mesh, its placements.
+    shape: the shape of the whole tensor. data: the data; for a sharded entry this rank's part, None for what is not a
+    tensor. type_name: the type of an entry that is neither a tensor nor a shape and dtype.
+    local_device, mesh, placements: for a DTensor, the device of its local part, the ranks of its mesh, its placements.
     is_freed: whether the memory of its data was freed, so that there is nothing to read.
-    rank_part, num_elements: of a ShardedTensor, which part this rank's shard is, and the elements of all shards.
-    place: of a local shard.
+    rank_part, num_elements: for a ShardedTensor, which part this rank's shard is, and the number of elements of all
+    shards. place: the place of a local shard.
     """
 
     name: str
@@ -97,7 +97,8 @@ def read(name: str, value: Any, *, waits: bool = False) -> YieldedEntry:
     """Reads one entry, whose data is on the host once the device has been waited for. An exception that the read raises
     counts as one of the method.
 
-    waits: for a case whose memory is measured: the host waits for the copy, which then needs no pinned memory.
+    waits: whether the host waits for the copy, which then needs no pinned memory, as in a case whose memory is
+    measured.
     """
     if isinstance(value, LocalShard):
         shard = value.tensor
@@ -173,11 +174,11 @@ def _is_freed(tensor: torch.Tensor) -> bool:
 
 
 def _copy_to_host(tensor: torch.Tensor, waits: bool) -> torch.Tensor | None:
-    """A copy of the tensor's data, which is there once the device has been waited for; None on the meta device, and
-    where the memory was freed.
+    """Copies the tensor's data; the copy is complete once the device has been waited for. Returns None for a tensor on
+    the meta device, and if the memory was freed.
 
     The copy is issued on the current stream, and waits for nothing else: a host that waits would order whatever
-    follows on other streams. It does so where ``waits`` says so.
+    follows on other streams. With ``waits`` the host waits all the same.
     """
     if tensor.is_meta or _is_freed(tensor):
         return None
@@ -212,11 +213,11 @@ def _unpack_pair(item: Any) -> tuple[str, Any]:
 class ExpectedYield:
     """The entries that a method must yield on one rank, their devices and dtypes.
 
-    compute_dtype: to which FSDP casts parameters for the computation; None where it casts nothing.
+    compute_dtype: the dtype to which FSDP casts parameters for the computation; None if it casts nothing.
     parameter_devices: the device that each parameter and buffer reports when the method starts, by its name.
     merged_weights: the weights with their adapters added, for a contract that promises them.
     rank_parts: this rank's part of each tensor, for a contract that promises this rank's shards.
-    earlier: what the method was to yield when it was called before; None of a first call.
+    earlier: what the method had to yield in its previous call; None for the first call.
     """
 
     contract: Contract

@@ -98,7 +98,7 @@ class Settings:
         return "" if row is None else str(row.value)
 
     def read_flag(self, *keys: str, default: bool = False) -> bool:
-        """A truth value, in any of the spellings of frameworks. Raises Unreadable for any other value."""
+        """Reads a truth value, in any spelling that a framework accepts. Raises Unreadable for any other value."""
         row = self.find_first(*keys)
         if row is None:
             return default

@@ -52,7 +52,7 @@ _GLOBALS: Mapping[str, frozenset[str]] = {
 
 
 class RefusedPickle(BadFile):
-    """The pickle asks for something that is no part of a checkpoint of torch."""
+    """The pickle asks for something that does not belong in a checkpoint of torch."""
 
 
 class Storage(NamedTuple):
@@ -138,7 +138,7 @@ class _Unpickler(pickle.Unpickler):
 def load_pickle(file: IO[bytes]) -> Any:
     """The value of the pickle at the position of a seekable file, of plain values, Storages and Pickled values.
 
-    Raises RefusedPickle for a global that torch does not write, BadFile for what is no whole pickle.
+    Raises RefusedPickle for a global that torch does not write, BadFile if the pickle is not whole.
     """
     _check_lengths(file)
     try:

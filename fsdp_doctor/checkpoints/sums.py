@@ -1,7 +1,8 @@
 """CRC-32 of a tensor whose pieces are written by several ranks, in any order: the sum of what each contributes.
 
-Without its first and last inversion a CRC is linear: that of a whole is the exclusive or of those of its pieces, each
-with zeros in place of the others. Zeros before a piece change nothing; zeros behind it are a multiplication.
+Without its first and last inversion a CRC is linear: the CRC of the whole is the exclusive or of the CRCs of its
+pieces, each padded with zeros for the other pieces. Zeros before a piece change nothing; zeros behind it are a
+multiplication.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def continue_linear_crc(data: bytes | memoryview, before: LinearCrc = 0) -> Line
 def shift_crc(crc: LinearCrc, nbytes: int) -> LinearCrc:
     """Returns the linear CRC of the same bytes with ``nbytes`` zeros behind them.
 
-    Of an ordinary CRC-32: with that of the next ``nbytes`` bytes, exclusive or gives the CRC-32 of both.
+    The exclusive or of a shifted ordinary CRC-32 and the CRC-32 of the next ``nbytes`` bytes is the CRC-32 of both.
     """
     if nbytes <= len(_ZEROS):  # which are sooner read than multiplied
         return continue_linear_crc(_ZEROS[:nbytes], crc)
@@ -54,7 +55,7 @@ def _compute_power(nbytes: int) -> int:
 
 
 def _multiply(left: int, right: int) -> int:
-    """The product of two polynomials modulo that of the CRC."""
+    """Returns the product of two polynomials modulo the CRC's polynomial."""
     product = 0
     while left:
         if left & _ONE:

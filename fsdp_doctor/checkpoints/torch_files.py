@@ -60,9 +60,9 @@ class TorchFile:
 
 @dataclass(slots=True)
 class TorchTensors:
-    """Tensors in a file's value. ranks, world_sizes: those named by its sharded tensors.
+    """Tensors in a file's value. ranks, world_sizes: the ranks and world sizes that its sharded tensors name.
 
-    unread: what is neither a value nor a tensor whose bytes are known, and of which kind it is, by path.
+    unread: the kind of each object that is neither a value nor a tensor whose bytes are known, by path.
     """
 
     tensors: list[SavedTensor] = field(default_factory=list)
@@ -99,9 +99,9 @@ class _Window(io.RawIOBase):
 
 
 def read_torch_file(file: OpenFile, begin: int = 0, length: int | None = None) -> TorchFile:
-    """Reads all but the tensors' bytes of a file of torch.save, or of a range of a file that is one.
+    """Reads everything except the tensors' bytes from a file of torch.save, or from a range of a file that holds one.
 
-    Raises BadFile if it is none, or truncated or damaged.
+    Raises BadFile if it is not a file of torch.save, or is truncated or damaged.
     """
     length = file.size - begin if length is None else length
     if begin + length > file.size:
@@ -313,13 +313,13 @@ def read_mesh_shape(mesh: Pickled) -> Shape:
 
 
 def order_shards(mesh: Shape, placements: Sequence[Any], said: Any = None) -> list[tuple[int, int]]:
-    """The dims of the tensor that are divided, each with the dim of the mesh over which, in the order of the division.
+    """Lists the divided dims of the tensor, each with the mesh dim that divides it, in the order of the division.
 
-    That is the order of the mesh's dims. A strided shard says that some of the dims behind it came first, as those of
-    tensor parallelism do before FSDP's: the product of their sizes is its split factor.
+    This is normally the order of the mesh's dims. A strided shard says that some of the dims behind it came first, as
+    those of tensor parallelism do before FSDP's: the product of their sizes is its split factor.
 
-    said: the order as torch 2.10 and newer write it, too; None if the file has none. Raises NotRead for a placement
-    that is none of these, and for an order that is not known.
+    said: the order that torch 2.10 and newer also write; None if the file does not state it. Raises NotRead for any
+    other placement, and for an order that is not known.
     """
     if len(placements) != len(mesh):
         raise NotRead(f"placed by {len(placements)} placements on a mesh of {len(mesh)} dims")
@@ -353,7 +353,10 @@ def order_shards(mesh: Shape, placements: Sequence[Any], said: Any = None) -> li
 def compute_local_block(
     shape: Shape, mesh: Shape, coordinate: Shape, shards: Sequence[tuple[int, int]]
 ) -> tuple[Shape, Shape]:
-    """Offsets and lengths of what a coordinate of the mesh has, by torch.chunk's division. shards: as ordered."""
+    """Returns the offsets and lengths of the block at a coordinate of the mesh, divided as by torch.chunk.
+
+    shards: the result of :func:`order_shards`.
+    """
     offsets, lengths = [0] * len(shape), list(shape)
     for dim, at in shards:
         rows = -(-lengths[dim] // mesh[at])

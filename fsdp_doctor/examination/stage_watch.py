@@ -204,7 +204,7 @@ class StorageTracker(private.OperatorMode):
         return tracked
 
     def _note_gradients(self, arguments: tuple[Any, ...]) -> None:
-        """Counts activations among the arguments of a reduction as gradients: the backward made them."""
+        """Counts activations that are arguments of a reduction as gradients, since the backward made them."""
         for tensor in list_tensors(arguments):
             for storage in list_storages(tensor):
                 tracked = self._live.get(id(storage))

@@ -454,7 +454,10 @@ def _count_consequences(groups: list[Group], cause: Group | None) -> dict[str, i
 
 @functools.lru_cache(maxsize=4096)
 def _make_group_key(line: str) -> str:
-    """A message's first line without what differs between ranks and attempts. line: with each digit as 0."""
+    """Returns a message's first line without what differs between ranks and attempts.
+
+    line: the line with each digit replaced by 0.
+    """
     return _DIGITS.sub("#", fold(signatures.join_lines(line)))
 
 

@@ -1,6 +1,6 @@
 """Dumps of torch's flight recorder, which each rank writes when a collective times out, as a pickle or as JSON.
 
-Their last collectives show at which one the ranks differ. The dumps are ``comm_lib_trace_rank_N`` or
+The last collectives in the dumps show at which collective the ranks differ. The dumps are ``comm_lib_trace_rank_N`` or
 ``nccl_trace_rank_N`` in the folder of TORCH_FR_DUMP_TEMP_FILE.
 """
 

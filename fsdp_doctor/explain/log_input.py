@@ -78,9 +78,9 @@ _USUAL_WIDTHS = frozenset({*range(60, _WIDEST + 1, 10), 72, 79, 99, 132})
 
 
 class Line(NamedTuple):
-    """One line: its number, who wrote it ("" where nothing says), the text after its prefixes, the whole of it.
+    """One line: its number, who wrote it ("" if unknown), the text after its prefixes, and the whole line.
 
-    stamped: whether one of the prefixes is a time alone, as of a container or of a program's next message.
+    stamped: whether one of the prefixes is only a time, as a container or a program's next message has.
     """
 
     number: int
@@ -94,8 +94,9 @@ class Line(NamedTuple):
 class LogPiece:
     """A piece of a log.
 
-    text: all of it. lines: as the programs wrote them. numbers: of the line of the file in which each begins. written:
-    the lines of the file, of which a terminal may have made several of one.
+    text: the whole text. lines: the lines as the programs wrote them. numbers: for each of them, the number of the
+    file's line in which it begins. written: the lines of the file, where a terminal may have broken one line into
+    several.
     """
 
     text: str
@@ -216,9 +217,10 @@ def _inflate(data: Iterable[bytes], name: str) -> Iterator[bytes]:
 
 
 def _is_binary(data: bytes) -> bool:
-    """Judges by the beginning.
+    """Returns whether the data is binary, judged by its beginning.
 
-    Binary is a known format, a tenth of control characters, or fewer among bytes that are no UTF-8.
+    Data is binary if it has a known binary format, or if more than a tenth of it are control characters; if much of it
+    is not valid UTF-8, half as many control characters suffice.
     """
     begin = data[:4096]
     control = len(begin) - len(begin.translate(None, _NOT_TEXT))
@@ -244,7 +246,7 @@ def _break_into_lines(text: str) -> list[str]:
 
 
 def _find_common_label(lines: Sequence[str]) -> str:
-    """Finds the indentation or label that is the same before every line; empty without one."""
+    """Finds the indentation or label that is the same before every line; empty if there is none."""
     written = [line for line in lines if line.strip()]
     if len(set(written)) < 2:
         return ""
@@ -315,7 +317,7 @@ def split_lines(number: int, raw: str) -> list[Line]:
 
 
 def parse_line(number: int, raw: str) -> Line:
-    """A line without its prefixes, of which it can have several: a time, then Ray's, then torchrun's."""
+    """Parses a line into its text and its prefixes; it can have several: a time, then Ray's, then torchrun's."""
     sources: list[str] = []
     position, stamped = 0, False
     raw = raw[:_MAX_LINE]
@@ -349,7 +351,7 @@ def has_clock(raw: str) -> bool:
 
 
 def parse_time(raw: str) -> float | None:
-    """Seconds of the first time stamp in the line, on an arbitrary but common scale; None without one."""
+    """Seconds of the first time stamp in the line, on an arbitrary but common scale; None if there is none."""
     if not has_clock(raw):
         return None
     if match := _STAMP.search(raw):

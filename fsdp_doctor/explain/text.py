@@ -45,7 +45,10 @@ _ASK_FOR_DUMPS = (
 
 
 def render_text(explanation: Explanation, width: int) -> str:
-    """width: in columns. Code and commands are not wrapped. The answer comes first."""
+    """Renders the explanation as text, the answer first.
+
+    width: the width in columns. Code and commands are not wrapped.
+    """
     lines = wrap_lines([*_render_answer(explanation), *_render_heading(explanation)], width)
     if explanation.hang is not None:
         lines += _render_hang(explanation.hang, width, ask=explanation.showing == "hang")
@@ -90,7 +93,7 @@ def render_json(explanation: Explanation) -> str:
 
 
 def choose_frames(raised: Raised) -> list[str]:
-    """The innermost frame, and before it the innermost one that is not torch's."""
+    """Returns the innermost frame, preceded by the innermost frame outside of torch if that is another."""
     outside = [frame for frame in raised.frames if "/torch/" not in frame and 'File "torch/' not in frame]
     return list(dict.fromkeys([*outside[-1:], *raised.frames[-1:]]))
 
@@ -228,7 +231,7 @@ def _came_first(other: Raised, cause: Group | None) -> bool:
 
 
 def _name_raising_ranks(group: Group) -> str:
-    """The ranks that raised it, or how often it was raised; empty where it was once and nothing says by whom."""
+    """Names the ranks that raised it, or says how often it was raised; empty for a single time by an unknown rank."""
     sources = sorted((source for source in group.sources if source), key=_make_natural_key)
     if not sources:
         return f" ({group.count} times)" if group.count > 1 else ""
@@ -251,7 +254,7 @@ def _describe_place(raised: Raised) -> str:
 
 
 def render_entry(entry: KnownFailure, width: int) -> list[str]:
-    """The lines of the whole entry, of at most ``width`` columns but for code and commands."""
+    """Renders the whole entry as lines of at most ``width`` columns; code and commands may be wider."""
     return [*wrap(_name_entry(entry), width), "", *_render_body(entry, width)]
 
 
@@ -394,7 +397,7 @@ def _render_hang(hang: Hang, width: int, *, ask: bool) -> list[str]:
 
 
 def _find_calling_frame(waiting: Waiting) -> str:
-    """The innermost frame of the user's code, or else of a package but torch; empty where there is none."""
+    """Finds the innermost frame of the user's code, or else of a package other than torch; empty if there is none."""
     frames = [frame for frame in waiting.frames if "/torch/" not in frame and "<frozen" not in frame]
     return next((frame for frame in frames if "-packages/" not in frame), frames[0] if frames else "")
 

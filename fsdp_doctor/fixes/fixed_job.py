@@ -31,10 +31,10 @@ _WITH_VALUE = ("-m", "-c", "-W", "-X")
 class FixReport:
     """Reports of the processes of a job about one fix.
 
-    called, left: calls of the replacement, and those that the original answered. callers: ranks that called it.
-    missing: ranks of a caller's node that never did. unheard: the other ranks of the widest process group, which may
-    be on another node. processes: in which the function was replaced.
-    overridden: classes with a function of their own. verified: of the ranks that compared a sync, by rank, how many
+    called, left: the number of calls of the replacement, and of those calls that the original answered. callers: ranks
+    that called it. missing: ranks of a caller's node that never called it. unheard: the other ranks of the widest
+    process group, which may be on another node. processes: the number of processes in which the function was replaced.
+    overridden: classes that define the function themselves. verified: for each rank that compared a sync, how many
     tensors were sent, and the differences.
     """
 
@@ -85,7 +85,7 @@ class FixedJobRun:
 
     @property
     def sentences(self) -> Iterator[str]:
-        """Sentences for the user: refusals alone, if there are some."""
+        """Sentences for the user; if there are refusals, only these."""
         yield from self.refusals
         for report in self.reports if not self.refusals else ():
             yield from report.sentences
@@ -106,7 +106,8 @@ def find_fixed_functions(framework: str | None, ids: Sequence[str]) -> list[Fixe
     """Finds the functions that the job's framework has and that would be replaced, all of them or those of the ids.
 
     framework: None for the one that is installed. Raises UsageError for a framework or an id that is not known, and
-    where several are installed; CannotRun where none is, or one is refused (:func:`find_function`).
+    where several are installed; CannotRun if no framework is installed, or if a function is refused
+    (:func:`find_function`).
     """
     if framework is None:
         distributions = {fix.framework: fix.distribution for fix in entry.FIXES}

@@ -82,8 +82,8 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def narrowness(self) -> int:
-        """Counts the axes that it names, the method counting most: of two entries that show, the narrower one
-        says more.
+        """Counts the axes that the trigger names; the method counts most. If two entries apply, the narrower one says
+        more.
         """
         return len(self.values) + 2 * ("method" in self.values)
 

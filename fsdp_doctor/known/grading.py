@@ -54,7 +54,7 @@ class Evidence:
 
     @property
     def places(self) -> str:
-        """The traceback, and the line of code with what it calls written as frames: C++ has none of its own."""
+        """The traceback, the line of code, and the calls in that line written as frames, since C++ has no frames."""
         called = [f"in {name}" for name in _CALLED.findall(self.code)]
         return "\n".join(filter(None, (self.traceback, self.code, *called)))
 

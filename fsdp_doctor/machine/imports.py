@@ -28,9 +28,9 @@ def freeze_imports() -> Iterator[None]:
 
 
 def find_source_file(module: str, *directories: pathlib.Path) -> pathlib.Path | None:
-    """Finds the source of a module in the directories and on the path, without importing anything; None without one.
+    """Finds a module's source file in the directories and on the path, without importing anything; None if it has none.
 
-    Raises ModuleNotFoundError where the module, or the package that it is in, is not there.
+    Raises ModuleNotFoundError if the module, or the package that contains it, is not found.
     """
     package, *parts = module.split(".")
     spec = importlib.machinery.PathFinder.find_spec(package, [*map(str, directories), *sys.path])

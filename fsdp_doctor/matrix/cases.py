@@ -117,8 +117,8 @@ class Scenario:
     def must_load(self) -> bool:
         """Returns whether a load has to succeed; otherwise every rank may refuse it before anything is changed.
 
-        FSDP1 has no way back from a backward that raised, and has lost its shards where a manual offload moved what a
-        step left unsharded: no loader of weights can do anything to that.
+        FSDP1 cannot recover from a backward that raised, and it has lost its shards if a manual offload moved what a
+        step had left unsharded. No loader of weights can repair either.
         """
         is_moved = self.param_offload or (self.staging.is_staged and not self.policy)
         is_beyond_repair = self.phase.raised == "backward" or (self.phase.raised is not None and is_moved)

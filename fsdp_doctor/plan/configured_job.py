@@ -185,7 +185,7 @@ def _refuse_without_fsdp(result: CheckResult) -> None:
 def _read_machines(result: CheckResult) -> tuple[int | None, int]:
     """Returns the devices of each node, None if they are not configured, and the number of nodes.
 
-    Raises Unreadable for less than 1, and for ranks that are not as many on each node.
+    Raises Unreadable for a number below 1, and for ranks that cannot be divided evenly over the nodes.
     """
     keys, settings, ranks = _read_keys(result.framework).machines, result.settings, result.world_size
     _read_positive(settings, *keys.ranks)

@@ -72,7 +72,7 @@ class RoleSetup:
     def views_hold_shards(self) -> bool:
         """Returns whether the modules' parameters are views that keep the memory of a flat parameter when it is moved.
 
-        With the original parameters FSDP1 makes new views, and the last forward's hold it.
+        With ``use_orig_params`` FSDP1 makes new views, but the views of the last forward keep the memory.
         """
         return self.computes_with_shards and not self.scenario.strategy.uses_original_parameters
 

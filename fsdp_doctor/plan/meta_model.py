@@ -47,8 +47,9 @@ class ShapedUnit:
 class ModelShape:
     """A model without its weights.
 
-    layers: the units of the decoder layers, in order. embedding: the input embedding, unless it is tied to the head
-    and so the root's. root: all other parameters. buffer_bytes: each of its buffers, which no FSDP shards.
+    layers: the units of the decoder layers, in order. embedding: the input embedding; None if it is tied to the head,
+    since it then belongs to the root. root: all other parameters. buffer_bytes: the size of each buffer; neither FSDP1
+    nor FSDP2 shards buffers.
     """
 
     name: str

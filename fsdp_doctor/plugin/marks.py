@@ -1,6 +1,6 @@
 """The marks of a test: which scenarios, how many ranks and which device they ask for. Imports no torch.
 
-A mark that makes no sense is one sentence, and fails its test alone.
+A mark that makes no sense fails only its own test, with a one-sentence message.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def parametrize_scenarios(metafunc: pytest.Metafunc) -> None:
 def read(item: pytest.Item, device: str) -> MarkedTest:
     """Reads the marks of a test. Raises UsageError if they make no sense.
 
-    device: the one to use if the mark names none.
+    device: the device to use if the mark names none.
     """
     if not isinstance(item, pytest.Function) or (item.cls and issubclass(item.cls, unittest.TestCase)):
         raise UsageError(f"{item.name} is no test function: mark a function, or a method of a class of pytest's own")

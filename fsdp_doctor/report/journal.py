@@ -93,7 +93,7 @@ def read_report(path: pathlib.Path) -> Report:
 
 
 def _choose_longer(results: list[Any], journal: pathlib.Path) -> list[Any]:
-    """Returns the journal's results if they are more; the journal's last line may be half written."""
+    """Returns the journal's results if it has more than ``results``; the journal's last line may be half written."""
     in_journal = []
     with contextlib.suppress(OSError):
         for line in journal.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -48,7 +48,7 @@ class ReportWriter:
         return [number for number, case in enumerate(self._cases) if case.id not in done]
 
     def open(self, facts: EnvironmentFacts) -> None:
-        """Writes all further results to disk. facts: the ones that only the workers know."""
+        """Writes all further results to disk. facts: facts about the environment that only the workers know."""
         self.is_open = True
         self._report = dataclasses.replace(self._report, environment=self._report.environment | facts)
         with self._keep_fault():

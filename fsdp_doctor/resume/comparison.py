@@ -87,7 +87,7 @@ _COUNTERS = ("step", "steps", "_step")
 
 @dataclass(frozen=True, kw_only=True)
 class RunDifference:
-    """Differences on one rank. names: those of all parameters, or other values, that differ."""
+    """Differences on one rank. names: the names of all parameters or other values that differ."""
 
     kind: StateKind
     symptom: ResumeSymptom
@@ -102,8 +102,9 @@ def find_unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 class RankComparison:
     """Compares what one rank recorded.
 
-    straight: its steps in the run that went through, from its first. resumed: in the run that began from the save after
-    step ``at`` of the straight one. elsewhere: generators of other ranks at that step of the straight run, by rank.
+    straight: the rank's steps in the uninterrupted run, from its first. resumed: its steps in the run that began from
+    the save after step ``at`` of the straight run. elsewhere: generators of other ranks at that step of the straight
+    run, by rank.
     """
 
     def __init__(
@@ -258,7 +259,7 @@ class RankComparison:
         return owners
 
     def _compare_options(self) -> Iterator[RunDifference]:
-        """Compares options by parameter: the number of a group is no state, and groups may come in another order."""
+        """Compares options by parameter, since the number of a group is not state and the groups' order may differ."""
         schedules = find_unlike(*self._read_schedules())
         members: dict[tuple[str, str], list[str]] = {}
         for name, group in self._expected.groups.items():
@@ -294,7 +295,7 @@ class RankComparison:
         return _make("options", symptom, [group], f"{text}: that of step {steps[0]}")
 
     def _read_schedules(self) -> tuple[RecordedValues, RecordedValues]:
-        """Reads the state that decides the learning rate, of the schedulers that both runs have."""
+        """Reads the state that decides the learning rate from the schedulers that both runs have."""
         kept = [
             {
                 name: {key: value for key, value in values.items() if key not in _IGNORED_OF_SCHEDULERS}
@@ -437,7 +438,7 @@ def _flatten(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def find_unrepeatable(one: Sequence[StepRecord], other: Sequence[StepRecord]) -> str:
-    """Describes the first difference between two runs that should be the same, on one rank; empty without one."""
+    """Describes the first difference between two runs that should be the same, on one rank; empty if there is none."""
     for was, now in zip(one, other, strict=False):
         for name in ("weights", "batches", "gradients"):
             if getattr(was, name) != getattr(now, name):

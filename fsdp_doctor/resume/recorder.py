@@ -54,7 +54,7 @@ def digest_bytes(data: Any) -> str:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Returns a digest of this rank's part of a tensor; "empty" without elements, "zeros" where all are zero."""
+    """Returns a digest of this rank's part of a tensor: "empty" if it has no elements, "zeros" if all are zero."""
     with torch.no_grad():
         local = tensor.detach()
         if hasattr(local, "to_local"):
@@ -138,7 +138,8 @@ def _digest_all(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
 class _Heap:
     """Objects found on the heap, in an order that two runs of one program share.
 
-    roots: modules with parameters that are no other's children. schedulers, scalers, averages: by name.
+    roots: modules that have parameters and are not children of another module. schedulers, scalers, averages: the
+    objects of each kind, by name.
     """
 
     def __init__(self) -> None:
@@ -262,7 +263,7 @@ class StepRecorder:
         self._batches.append([digest(tensor) for tensor in _list_tensors([arguments, options])])
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, options: Any) -> Any:
-        """Records the step before it is taken; with a closure, after its first call, which has the backward."""
+        """Records the step before it is taken; with a closure, after its first call, which runs the backward."""
         closure = arguments[1] if len(arguments) > 1 else options.get("closure")
         if closure is None:
             self._guard(self._take_step, optimizer)

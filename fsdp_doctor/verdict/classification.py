@@ -183,7 +183,7 @@ def is_cascade(failure: Failure) -> bool:
 
 
 def find_wait(stack: str) -> str:
-    """The function of torch.distributed, or the device, for which the rank waited; empty if it did not.
+    """Finds the function of torch.distributed, or the device, that the rank waited for; empty if it did not wait.
 
     stack: as faulthandler wrote it; its current thread is the main thread of the worker.
     """

@@ -64,9 +64,9 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """The type and the first line of the message; where that only announces what follows, the next one too.
+        """The type and the first line of the message; also the next line, if the first one only announces it.
 
-        Of a message that carries another exception's traceback, that exception.
+        If the message carries another exception's traceback, this is that exception's line.
         """
         # As torch's CheckpointException carries one.
         _, _, carried = self.message.partition("Traceback (most recent call last):")
@@ -205,7 +205,7 @@ def _format_traceback(error: BaseException) -> str:
 
 
 def _make_readable(read: Callable[[], str], what: str) -> str:
-    """The text; where reading it raises, a sentence that says so. Characters that no file can hold are escaped."""
+    """Returns the text, or if reading it raises, a sentence that says so. Escapes characters that no file can hold."""
     try:
         return read().encode(errors="backslashreplace").decode()
     except BaseException as error:

@@ -34,12 +34,12 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_K
 class MethodArguments:
     """The sharded model in the state that the scenario left it in, and what else a method can ask for by name.
 
-    device: this rank's compute device. The others exist in a probe alone.
+    device: this rank's compute device. All further arguments exist only in a probe.
     scratch: a directory of this call, the same on every rank, not yet made.
     control: a gloo group apart from the model's.
-    state: of a method that loads, its checkpoint.
-    buffers: those that no state dict has, by name, on the host, as in a model that was never on the meta device.
-    experts: the dim of the mesh along which experts are hidden from FSDP; None where they are not.
+    state: for a method that loads, the checkpoint to load.
+    buffers: the non-persistent buffers, by name, on the host, as in a model that was never on the meta device.
+    experts: the dim of the mesh along which experts are hidden from FSDP; None if they are not hidden.
     """
 
     model: nn.Module
@@ -145,11 +145,11 @@ def load_optimizer_by_fix(
 def load_user_method(name: str, given: Collection[str] = _ARGUMENTS) -> tuple[Callable[..., Any], Contract]:
     """Imports ``module:function``.
 
-    given: the names of the arguments that there are. The function is called with the sharded model and with those that
-    its further parameters name, and returns a mapping, or yields (name, tensor). What it promises is what
-    ``fsdp_doctor.promises`` says of it.
+    given: the names of the available arguments. The function is called with the sharded model and with the arguments
+    that its further parameters name, and returns a mapping, or yields (name, tensor). Its contract is the one declared
+    with ``fsdp_doctor.promises``.
 
-    Raises UsageError if it does not import, is no function, or asks for an argument that there is not.
+    Raises UsageError if the import fails, if there is no such function, or if it asks for an unknown argument.
     """
     module_name, _, attribute = name.partition(":")
     try:

@@ -101,7 +101,7 @@ def run_checks(evidence: CheckpointEvidence) -> list[Symptom]:
 
 
 def _list_parts(state: State) -> Iterator[State]:
-    """Lists the parts that are not the model, and have its names: an average of the weights, say."""
+    """Lists the parts of the state that are not the model but have its names, such as an average of the weights."""
     names = {tensor.parameter for tensor in state.select("model")}
     for part, count in state.left_out.items():
         head = tuple(part.split(".")) if part else ()

@@ -47,7 +47,7 @@ class CheckpointEvidence:
         return bool(scans) and all(scan.is_zero for _, scan in scans)
 
     def find_checksum(self, tensor: SavedTensor) -> int | None:
-        """The CRC-32 of all its bytes, in the order of rows; None if its pieces are not blocks of whole rows."""
+        """The CRC-32 of the tensor's bytes, in the order of rows; None if its pieces are not blocks of whole rows."""
         crc, at = 0, 0
         for piece, scan in {piece.offsets: (piece, scan) for piece, scan in sorted(self.find_scans(tensor))}.values():
             rows = piece.rows or (0, 1)

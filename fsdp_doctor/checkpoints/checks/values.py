@@ -137,9 +137,9 @@ def _is_of_one_value(evidence: CheckpointEvidence, tensor: SavedTensor) -> bool:
 def _find_equal_rows(
     evidence: CheckpointEvidence, tensor: SavedTensor
 ) -> list[tuple[SavedPiece, tuple[int, int] | None, str]]:
-    """Finds rows that follow one another and are equal, and halves, quarters or eighths that are.
+    """Finds equal consecutive rows, and equal halves, quarters or eighths of a tensor.
 
-    Rows of an embedding may be equal: those of added words. Key and value heads are repeated for more groups.
+    In an embedding the rows of added words may be equal. Key and value heads are repeated to make more groups.
     """
     if len(tensor.shape) != 2 or not MATRIX.search(tensor.parameter) or EMBEDDING.search(tensor.parameter):
         return []
@@ -299,7 +299,7 @@ def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
 
 
 def _find_zero_columns(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds columns that are zero: of one tensor, where those like it have none; alike in all, they are padding."""
+    """Finds zero columns: suspicious in one tensor if similar tensors have none, padding if they are alike in all."""
     matrices = (each for each in state.select("model") if len(each.shape) == 2 and is_floating_point(each.dtype))
     for members in group_families(each for each in matrices if not LORA.match(each.parameter)):
         found = [

@@ -40,7 +40,10 @@ _OUTPUT = re.compile(r" --(?:json|markdown|junit|svg|html)(?: |=)(?:'[^']*'|\S+)
 
 @dataclass(frozen=True)
 class _Column:
-    """An environment. rows: by id of the case, without outcomes and statements. outcomes: by the same id."""
+    """An environment.
+
+    rows: the cases by id, without outcomes and statements. outcomes: the outcomes by the same id.
+    """
 
     environment: Environment
     rows: Mapping[str, MergedCase]
@@ -48,7 +51,7 @@ class _Column:
 
 
 def merge(reports: Mapping[str, Report | MergedReport]) -> MergedReport:
-    """Merges reports. reports: by the name of each in the merged report.
+    """Merges reports. reports: the reports by the names that they have in the merged report.
 
     Reports of one environment that have different cases become one. Raises UsageError if two have the same case:
     nothing says which of them counts.

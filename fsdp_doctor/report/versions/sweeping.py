@@ -250,7 +250,7 @@ def _read_device(options: Sequence[str]) -> str:
 
 
 def _list_selecting_words(options: Sequence[str]) -> list[str]:
-    """The options that decide which cases run, without the device."""
+    """Lists the words of the options that decide which cases run; the device and the outputs are left out."""
     words = iter(write_home_as_tilde(word) for word in _split_words(options))
     selecting = []
     for word in words:

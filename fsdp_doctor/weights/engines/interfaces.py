@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 class ShardOptions(TypedDict, total=False):
     """The options of :func:`fsdp_doctor.local_shards` that an engine's interface passes on.
 
-    names: ``auto`` by default: those of the Hub, which engines load, where transformers knows them.
+    names: ``auto`` by default, which gives the Hub's names, which engines load, if transformers knows them.
     """
 
     dtype: torch.dtype | None

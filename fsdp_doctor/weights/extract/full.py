@@ -123,13 +123,14 @@ def full_tensors(
         transformers knows them, otherwise the model's; or a mapping in the form of :func:`read_hub_view`. A tensor of
         the Hub that is a part of one of the model's, as an expert's of a fused tensor, is a view of it, so who keeps
         one of its parts keeps all of it. ``keep_dtype`` has the model's names all the same.
-    experts: of experts that were divided before FSDP sharded them, so that groups of ranks have others under one name:
-        the dim of the mesh along which they are divided, ``mesh["ep"]``, of all parameters below a module ``experts``;
-        or such dims by patterns of names. They are yielded joined along their first dim, as one tensor.
-    tensors: what is yielded, alone, in place of the model's parameters and persistent buffers, such as an average of
-        the weights: by the model's names, DTensors of the same shapes, or plain tensors that are whole on every rank,
-        in any dtype. They come with the names, ties and adapters of the model; ``model.state_dict() | average`` has the
-        rest, too. Not of FSDP1 units. The plan is not kept.
+    experts: for experts that were divided before FSDP sharded them, so that groups of ranks have different experts
+        under one name: the dim of the mesh along which they are divided, ``mesh["ep"]``, of all parameters below a
+        module ``experts``; or such dims by patterns of names. They are yielded joined along their first dim, as one
+        tensor.
+    tensors: only these tensors are yielded instead of the model's parameters and persistent buffers, such as an
+        average of the weights: by the model's names, DTensors of the same shapes, or plain tensors that are whole on
+        every rank, in any dtype. They come with the names, ties and adapters of the model; ``model.state_dict() |
+        average`` has the rest, too. Not of FSDP1 units. The plan is not kept.
     in_step: no rank gathers while another sends. A bucket is complete on the device when its first tensor is yielded,
         and the next is gathered when every rank has asked for it and its device has done all that was launched on it.
         For receivers on the trainers' devices, where a gather that waits for a rank keeps what that rank's send waits
@@ -190,7 +191,7 @@ def weights_info(
 
 @contextlib.contextmanager
 def announce_errors(model: nn.Module) -> Iterator[None]:
-    """Tells the other ranks about an error: those of the model, or all where it does not say who they are."""
+    """Tells the other ranks about an error: the model's ranks, or all ranks if those are unknown."""
     try:
         yield
     except Exception as error:
@@ -309,9 +310,10 @@ def yield_each_name(tensors: TensorStream) -> Generator[tuple[str, torch.Tensor]
 
 @dataclass(eq=False)
 class _PendingBucket:
-    """A bucket whose loading has begun. is_launched: its collectives are, and ``done`` is the event after them.
+    """A bucket whose loading has begun.
 
-    deltas: kept until then, for the device reads them.
+    is_launched: whether its collectives have been launched. done: the event after the collectives. deltas: the LoRA
+    deltas, kept until that event because the device reads them.
     """
 
     bucket: Bucket

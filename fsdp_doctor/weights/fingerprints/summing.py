@@ -63,7 +63,8 @@ class TensorPart:
 class _SumLaunch:
     """The sums of tensors on one device, in one launch; ``start`` sums what is in the same memory then.
 
-    names, parts: with lanes of zero. rows: of each, both lanes and how many elements were summed.
+    names, parts: the tensors' names and parts; the lanes of the parts are zero. rows: for each tensor, both lanes and
+    the number of elements that were summed.
     """
 
     def __init__(self, entries: Sequence[_Entry], device: torch.device) -> None:
@@ -94,7 +95,7 @@ class FingerprintSums:
 
     A tensor is read on the stream that is current when it is added, and may be changed or freed afterwards.
 
-    repeats: for :meth:`repeat`; then a tensor may be changed, and not be freed.
+    repeats: whether :meth:`repeat` will be called; if so, a tensor may be changed but must not be freed.
     """
 
     def __init__(self, *, repeats: bool = False) -> None:
@@ -120,7 +121,8 @@ class FingerprintSums:
     def add_bucket(self, tensors: Iterable[tuple[str, torch.Tensor | TensorPart]]) -> None:
         """Adds tensors that are all there, such as a bucket that has arrived: in one launch a device.
 
-        Raises as :meth:`add`. Of what is not contiguous, 64 MiB of copies are kept until they are summed.
+        Raises as :meth:`add`. For tensors that are not contiguous, up to 64 MiB of copies are kept until they are
+        summed.
         """
         for name, tensor in tensors:
             part, blocks = _divide_into_blocks(name, tensor)
@@ -132,7 +134,8 @@ class FingerprintSums:
     ) -> None:
         """Adds blocks that are summed together with the next ones: their memory must not change until :meth:`flush`.
 
-        part: with lanes of zero. memory: what others hold anyway; of blocks elsewhere, 64 MiB cause a flush.
+        part: the part, with lanes of zero. memory: memory that others hold anyway; 64 MiB of blocks outside of it
+        cause a flush.
         """
         storage = memory.untyped_storage().data_ptr() if memory is not None else None
         if storage is not None:
@@ -226,10 +229,10 @@ def fingerprint_tensors(
 
 
 class RepeatedFingerprintOfTensors:
-    """:func:`fingerprint_tensors` of the same tensors after each weight sync, in one launch of which nothing is waited.
+    """Repeats :func:`fingerprint_tensors` for the same tensors after each weight sync, in one launch, without waiting.
 
     tensors: whole tensors and parts, by name, or pairs; their memory must be that of the tensors that the engine uses.
-    A tensor that has other memory meanwhile is noticed. Making it sums once, so it raises as
+    A tensor that has moved to other memory is detected. The constructor sums once, so it raises as
     :meth:`FingerprintSums.add`.
     """
 
@@ -327,7 +330,7 @@ def divide_shard_into_blocks(
 ) -> list[IndexedBlock]:
     """The blocks of a shard, with the places of their elements in the whole tensor.
 
-    strides: of the elements' numbers in the sum, one for each dim of ``shape``; by default row-major.
+    strides: the strides of the elements' numbers in the sum, one for each dim of ``shape``; by default row-major.
     """
     whole = compute_row_major_strides(shape)
     if place.offset is not None and place.stride == whole and strides is None:
@@ -339,7 +342,7 @@ def divide_shard_into_blocks(
 
 
 def swap_halves(part: torch.Tensor, offsets: Sequence[int], shape: Sequence[int], dim: int) -> Iterator[IndexedBlock]:
-    """Divides a block at the middle of the dim, and gives the places of each half to the other; none of an odd dim."""
+    """Divides a block at the middle of the dim and gives each half the places of the other; nothing for an odd dim."""
     if dim >= len(shape) or shape[dim] % 2:
         return
     half = shape[dim] // 2

@@ -1,9 +1,9 @@
-"""The form in which a tensor's memory has its values: one by one, or such that no function of ours can read them.
+"""The form in which a tensor's memory holds its values: one by one, or in a way that our functions cannot read.
 
-A tensor is unreadable where its elements do not lie in memory one by one, and where those that do are codes of a
-quantization, of which a weight is computed with scales that lie elsewhere. Codes have the dtype of a weight where
-``bnb_4bit_quant_storage`` says so, and ``fully_shard`` replaces the parameter by a DTensor, which leaves the class of
-the module to tell them by. Nothing is imported for it: who never imported bitsandbytes has no module of it.
+A tensor is unreadable if its elements do not lie in memory one by one, or if they are codes of a quantization, from
+which a weight is computed with scales that lie elsewhere. With ``bnb_4bit_quant_storage`` codes can have the dtype of a
+weight, and ``fully_shard`` replaces the parameter by a DTensor, so that only the class of the module shows that they
+are codes. Nothing is imported for this: without an import of bitsandbytes there is no module of its classes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SCALES = ("{}_scale", "{}_scales", "{}_scale_inv", "SCB")
 class UnreadableTensors(RuntimeError):
     """Tensors of a model whose memory is not their values: codes of a quantization, or a form that is not dense.
 
-    forms: by the name of each, what it is.
+    forms: for the name of each tensor, a description of its form.
     """
 
     def __init__(self, forms: Mapping[str, str]) -> None:
@@ -52,7 +52,7 @@ class UnreadableTensors(RuntimeError):
 
 
 def refuse(forms: Mapping[str, str]) -> None:
-    """Raises UnreadableTensors for any. forms: by name."""
+    """Raises UnreadableTensors if there are any. forms: the unreadable forms by name."""
     if forms:
         raise UnreadableTensors(forms)
 
@@ -71,8 +71,9 @@ def describe_unless_dense(tensor: torch.Tensor) -> str:
 
 
 def _describe_layout(tensor: torch.Tensor) -> str:
-    """Tells sparse, nested and quantized tensors, parameters of lazy modules, and subclasses that wrap other tensors
-    (with a ``__torch_dispatch__``). Subclasses that only carry attributes, as parameters do, are dense.
+    """Describes sparse, nested and quantized tensors, parameters of lazy modules, and subclasses that wrap other
+    tensors (with a ``__torch_dispatch__``); empty for a dense tensor. Subclasses that only carry attributes, as
+    parameters do, are dense.
     """
     if _is_wrapper(type(tensor)):
         return f"a {type(tensor).__name__}"

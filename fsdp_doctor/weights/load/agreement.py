@@ -85,7 +85,7 @@ class LoadAgreement:
 
     @contextlib.contextmanager
     def announce_errors(self) -> Iterator[None]:
-        """Tells the other ranks what this one raises inside, and raises LoadError where another rank fails."""
+        """Tells the other ranks about an error in the block, and raises LoadError if another rank fails."""
         try:
             yield
             self._agreement.end()
@@ -106,7 +106,7 @@ class LoadAgreement:
 
 @contextlib.contextmanager
 def announce_early_errors(model: nn.Module) -> Iterator[None]:
-    """Tells the other ranks what this one raises inside, before it knows which ranks they are."""
+    """Tells the other ranks about an error in the block, before this rank knows which ranks they are."""
     try:
         yield
     except BaseException as error:

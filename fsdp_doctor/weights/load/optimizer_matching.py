@@ -145,7 +145,7 @@ def read_option(option: Any) -> Any:
 
 
 class StateForm(enum.Enum):
-    """Owners of the elements of a state tensor, as its shape on this rank tells.
+    """Owners of the elements of a state tensor, found by its shape on this rank.
 
     EITHER: this rank's shard has the shape of the whole parameter.
     """
@@ -160,7 +160,8 @@ class StateForm(enum.Enum):
 class ParameterPart:
     """One parameter of the model in a parameter of the optimizer.
 
-    shape: of the full one. slices: this rank's part of it in the optimizer's flat parameter; None for all of it.
+    shape: the shape of the full parameter. slices: this rank's part of it in the optimizer's flat parameter; None for
+    all of it.
     """
 
     names: tuple[str, ...]
@@ -292,8 +293,9 @@ def _list_trainable_of_unit(
 class StateForms:
     """Forms in which an optimizer keeps the tensors of its state: divided like their parameter, or whole on each rank.
 
-    What it has tells. Of a key that it has of no parameter, ``whole`` says it; where that is None, torch's own
-    optimizers divide them, and of others nothing is known.
+    The state that the optimizer already has shows the form. For a key that is in no parameter's state, ``whole``
+    decides; if ``whole`` is None, torch's own optimizers divide such tensors, and for other optimizers the form is
+    unknown.
     """
 
     def __init__(
@@ -316,7 +318,7 @@ class StateForms:
                 self._by_key[key].add(form)
 
     def is_whole(self, parameter: OptimizerParameter, key: str) -> bool:
-        """Raises LoadError where nothing tells."""
+        """Returns whether the optimizer keeps whole tensors for the key. Raises LoadError if this is unknown."""
         form = self._forms.get((id(parameter), key))
         if form in (StateForm.SHARD, StateForm.WHOLE):
             return form is StateForm.WHOLE
@@ -511,7 +513,7 @@ class StateMatching:
 
 
 def _is_same_option(ours: Any, theirs: Any) -> bool:
-    """theirs: as ``read_option`` returns it."""
+    """Returns whether two options are the same. theirs: the option as ``read_option`` returns it."""
     ours = read_option(ours)
     if isinstance(ours, torch.Tensor) or isinstance(theirs, torch.Tensor):
         return isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor) and torch.equal(ours, theirs)

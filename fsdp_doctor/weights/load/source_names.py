@@ -21,7 +21,7 @@ _MOST_NAMES = 10
 
 
 class SourceNames:
-    """The names of one load's source. Where ``names`` is ``auto``, those that this rank's source has."""
+    """The names of one load's source. If ``names`` is ``auto``, the names that this rank's source has."""
 
     def __init__(self, names: Names, model: nn.Module, targets: Sequence[Target], source: LoadSource) -> None:
         self._model = model
@@ -34,7 +34,7 @@ class SourceNames:
         return self._hub.digest if self._hub is not None else ""
 
     def follow(self, word: str) -> None:
-        """Takes the names of the rank that said the word. Raises LoadError if they are others here."""
+        """Uses the names of the rank whose ``word`` this is. Raises LoadError if those names differ on this rank."""
         if not word:
             self._hub = None
             return
@@ -46,7 +46,7 @@ class SourceNames:
             )
 
     def divide(self, targets: Sequence[Target]) -> list[Target]:
-        """The targets by these names: a fused one as its parts. Raises LoadError for a part that is no range of it."""
+        """Divides fused targets into their parts of these names. Raises LoadError for a part that is not a range."""
         if self._hub is None:
             return list(targets)
         parts = [(target, *part) for target in targets for part in self._hub.list_parts(target.names)]
@@ -59,7 +59,7 @@ class SourceNames:
         return [part for part in divided if part is not None]
 
     def rename(self, reasons: Mapping[str, _T]) -> Mapping[str, _T]:
-        """reasons: by the first name of a tensor in the model."""
+        """Returns the reasons by the source's names. reasons: by the first name of each tensor in the model."""
         if self._hub is None:
             return reasons
         return {part[0][0]: why for name, why in reasons.items() for part in self._hub.list_parts((name,))}
@@ -71,7 +71,7 @@ class SourceNames:
             raise LoadError(str(error)) from None
 
     def _find_in(self, tensors: Mapping[str, object]) -> HubNames | None:
-        """Finds the names; None for the model's, and if the source does not tell its names before it is read."""
+        """Finds the names; None for the model's names, and if the source's names are unknown before it is read."""
         strangers = [name for name in tensors if name not in self._shapes]
         hub = self._choose("auto") if strangers else None
         of_hub = [name for name in strangers if hub is not None and name in hub.views]
@@ -86,7 +86,7 @@ class SourceNames:
 
 
 def _cut(target: Target, names: tuple[str, ...], view: TensorView) -> Target | None:
-    """The part of a target as a target; None where this rank's elements of it are no part of its shard."""
+    """Returns a part of a target as a target; None if this rank's elements of the part are not a part of its shard."""
     if view.is_whole(target.shape):
         return replace(target, names=names)
     cut = target.layout.cut(target.shape, view)

@@ -1,4 +1,4 @@
-"""A tensor as a part of another: a box of its indices, of which a rank's shard has a smaller box."""
+"""A tensor as a part of another tensor: a box of that tensor's indices; a rank's shard holds a smaller box of it."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class Box:
         return (view if self.dims is None else view.permute(self._order)).reshape(self.lengths)
 
     def cut(self, part: LocalPart) -> tuple[LocalPart, Slices]:
-        """Cuts a rank's part of the box: as indices of the box, and in the rank's shard.
+        """Cuts out a rank's part of the box: its indices in the box, and its place in the rank's shard.
 
-        held: its part of the tensor.
+        part: the rank's part of the tensor.
         """
         runs, places = [], []
         for begin, length, parts in zip(self.begins, self.lengths, part.runs, strict=True):
@@ -85,7 +85,7 @@ class Box:
         return LocalPart(tuple(runs)), tuple(places)
 
     def restore(self, cut: LocalPart, block: torch.Tensor) -> tuple[LocalPart, torch.Tensor]:
-        """Restores a rank's part of the box, with the view's dims: as indices of the view, and the elements."""
+        """Returns a rank's part of the box in the view's dims: its indices in the view, and its elements."""
         assert self.dims is not None
         runs = [cut.runs[dim] if dim >= 0 else (range(1),) for dim in self.dims]
         if not cut.shape.numel() and runs:
@@ -96,7 +96,7 @@ class Box:
 
 
 def find_box(view: TensorView, shape: Sequence[int]) -> Box | None:
-    """Finds the view's box in a tensor of that shape; None if it is no box, or not inside."""
+    """Finds the view's box in a tensor of that shape; None if the view is not a box, or is not inside the tensor."""
     if view.is_whole(shape):
         return Box((0,) * len(shape), view.shape, tuple(range(len(shape))))
     strides, numel = compute_row_major_strides(shape), math.prod(view.shape)

@@ -52,7 +52,10 @@ class PlanMismatch(RuntimeError):
 
 @dataclass
 class _Keys:
-    """Keys in the store. read: by every rank. unread: maybe not by all, until all have come to the next stage."""
+    """Keys in the store.
+
+    read: keys that every rank has read. unread: keys that some ranks may not have read until all reach the next stage.
+    """
 
     read: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)

@@ -59,10 +59,11 @@ class Gather:
 
 @dataclass(eq=False)
 class Call:
-    """The state of one extraction, where the plan is that of many.
+    """The state of one extraction; its plan is shared by many extractions.
 
-    shards: what this rank holds, by the places of the sources. ready: the places of those that a collective can read
-    as they are. units: the outputs of FSDP1 units that have been gathered in part, by the units' order.
+    shards: this rank's shards, by the places of their sources. ready: the places of the sources whose shards a
+    collective can read without a copy. units: the outputs of FSDP1 units that have been gathered in part, by the
+    units' order.
     """
 
     device: torch.device
@@ -75,9 +76,9 @@ class TensorTransfer(ABC):
     """A transfer that gathers some of the model's tensors. It is kept with the plan; ``begun`` makes the one of a call.
 
     order: the place of its first tensor among all. names: the first name of each tensor of which it has a part.
-    nbytes: the device memory that it takes at most, of which collecting_bytes in ``collect`` and opened_bytes when its
-    tensors are copied out; copied_bytes: beside that, while its tensors are handed out. shard_group: None where
-    nothing is communicated.
+    nbytes: the device memory that it takes at most, including collecting_bytes in ``collect`` and opened_bytes when its
+    tensors are copied out; copied_bytes: the memory in addition to nbytes while its tensors are handed out.
+    shard_group: None if nothing is communicated.
     """
 
     order: int
@@ -621,7 +622,7 @@ class UnitGather(TensorTransfer):
 
 
 class _CopiedOut:
-    """The tensors of a flat parameter, each with memory of its own from when its group is asked for, in their order."""
+    """The tensors of a flat parameter, taken in order; each gets its own memory when its group is asked for."""
 
     def __init__(self, flat: torch.Tensor, spans: Sequence[Span], groups: Sequence[Sequence[int]]) -> None:
         self._flat: torch.Tensor | None = flat if groups else None
@@ -651,7 +652,7 @@ def _view_span(flat: torch.Tensor, span: Span, offset: int) -> torch.Tensor:
 
 
 def _group_neighbours(indices: Sequence[int], sizes: Sequence[int], together_bytes: int) -> list[list[int]]:
-    """Neighbours, as many as fit; each with what is small beside the largest."""
+    """Groups neighbours, as many as fit into ``together_bytes``, or into 9/8 of the largest if that is more."""
     largest = max((sizes[index] for index in indices), default=0)
     most = max(together_bytes, largest + largest // 8)
     groups: list[list[int]] = []

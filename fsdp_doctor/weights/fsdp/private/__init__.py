@@ -271,8 +271,8 @@ _PLAIN_INSIDE = {
 def read_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part as it lies, half-moved or not: ``DTensor._local_tensor``. A plain tensor is its own.
 
-    Of a subclass that has the weight as one plain tensor inside, that one. No copy, no collective. The public
-    ``to_local()`` makes a view of a parameter's in newer versions, which costs time.
+    For a subclass that holds the weight as one plain tensor, this is that tensor. Nothing is copied, and no collective
+    is called. In newer versions the public ``to_local()`` makes a view of a parameter's local tensor, which costs time.
     """
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     kind = type(local)

@@ -301,7 +301,7 @@ def _list_params(state: Any) -> list[Any]:
 
 
 def _read_divisor(group: Any) -> str | None:
-    """torch 2.6 and 2.7 keep an operator of NCCL in place of the factor."""
+    """Reads the divisor. torch 2.6 and 2.7 store an operator of NCCL instead of the factor."""
     factor = getattr(group, "gradient_divide_factor", None)
     if factor is None:
         return "another factor" if getattr(group, "reduce_scatter_reduce_op", None) is not None else None
