@@ -67,14 +67,15 @@ def compare_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
 
 def judge_settings(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Settings with which no step can be made, and parameters that stand twice in the optimizer's groups."""
-    params: dict[int | None, Counter[object]] = defaultdict(Counter)
+    # By the rank and the optimizer.
+    params: dict[tuple[int | None, str], Counter[object]] = defaultdict(Counter)
     for (path, rank), value in state.values.items():
         name = ".".join(path)
         if (found := GROUP_SETTING.search(name)) and found["key"].startswith("params"):
-            params[rank][value] += 1
+            params[rank, name[: found.start()]][value] += 1
         elif _is_impossible(name, value, state.label):
             yield Symptom(Trouble.SETTING, f"it is {value:g}", _find_file(state, rank), name, rank=rank)
-    for rank, counts in params.items():
+    for (rank, _), counts in params.items():
         if twice := [str(key) for key, count in counts.items() if count > 1]:
             what = f"the groups have {join_some(twice)} twice"
             yield Symptom(Trouble.OTHER_OPTIMIZER, what, _find_file(state, rank), "param_groups", rank=rank)
