@@ -145,7 +145,7 @@ def find_odd_shapes(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
 
     Layers that were made smaller differ in several tensors at once, which fit each other.
     """
-    if any(re.search(r"rank\W?_?\d", file) for file in state.files):
+    if state.arrangement is Arrangement.WHOLE and any(re.search(r"rank_?\d", file) for file in state.files):
         return  # perhaps the shards of a rank, without a word about the whole
     tensors = {each.parameter: each for each in state.select("model") if each.numel and is_floating_point(each.dtype)}
     of_layers: dict[str, dict[str, SavedTensor]] = defaultdict(dict)

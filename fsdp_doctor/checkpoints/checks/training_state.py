@@ -75,7 +75,7 @@ def judge_settings(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
             params[rank, name[: found.start()]][value] += 1
         elif _is_impossible(name, value, state.label):
             yield Symptom(Trouble.SETTING, f"it is {value:g}", _find_file(state, rank), name, rank=rank)
-    for (rank, _), counts in params.items():
+    for (rank, _head), counts in params.items():
         if twice := [str(key) for key, count in counts.items() if count > 1]:
             what = f"the groups have {join_some(twice)} twice"
             yield Symptom(Trouble.OTHER_OPTIMIZER, what, _find_file(state, rank), "param_groups", rank=rank)
