@@ -37,7 +37,7 @@ def _shard_by_fsdp2(whole: Any, scenario: Scenario, mesh: DeviceMesh, device: to
         whole,
         mesh,
         compute_dtype=torch.bfloat16,
-        policy=scenario.policy,
+        offload=scenario.offload,
         pin_memory=scenario.pinning.is_pinned and device.type != "cpu",
     )
     model.to_empty(device="cpu" if scenario.policy else device)
@@ -56,7 +56,7 @@ def _shard_by_fsdp1(whole: Any, scenario: Scenario, mesh: DeviceMesh, device: to
         mesh,
         device,
         compute_dtype=torch.bfloat16,
-        policy=scenario.policy,
+        offload=scenario.offload,
         use_orig_params=scenario.strategy.uses_original_parameters,
     )
     private.run_fsdp1_lazy_init(model)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import assert_never
 
 from fsdp_doctor.case import models
-from fsdp_doctor.matrix.axes import Backend, CheckpointFit, Model, Sharding, Strategy
+from fsdp_doctor.matrix.axes import Backend, CheckpointFit, Model, OffloadWay, Sharding, Strategy
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.weights.fsdp import private, reader
 from fsdp_doctor.weights.fsdp.reader import ModelContents
@@ -36,11 +36,11 @@ class BuiltFacts:
     """Facts of a built model. None: a fact that is not asked for, or that the model does not show.
 
     units: the number of FSDP modules of each kind. spreads: over which ranks parameters are replicated and sharded.
-    groups: the number of process groups. policy: the offload policy, and whether it pins where it says so.
-    casts_to, reduces_in: the mixed precision. dtypes: of the parameters.
-    shards_on, shown_on: device types of the parameters' shards, and those that the parameters report.
-    pinned: whether the shards in host memory are pinned. moments_on: device types of the optimizer's state, without
-    its step counters. has_stepped: whether the optimizer has a state. open_step: the part of a step that has not ended.
+    groups: the number of process groups. policy: the offload policy, and whether it pins where it says so. casts_to,
+    reduces_in: the mixed precision. dtypes: of the parameters. shards_on, shown_on: device types of the parameters'
+    shards, and those that the parameters report. pinned: whether the shards in host memory are pinned. moments_on:
+    device types of the optimizer's state, without its step counters. comes_for_step: whether hooks of the optimizer
+    bring its state. has_stepped: whether the optimizer has a state. open_step: the part of a step that has not ended.
     model: the class of the model. backends: by device type. ranks: the number of ranks.
     """
 
@@ -56,6 +56,7 @@ class BuiltFacts:
     shown_on: frozenset[str] | None = None
     pinned: frozenset[bool] | None = None
     moments_on: frozenset[str] | None = None
+    comes_for_step: bool | None = None
     has_stepped: bool | None = None
     open_step: Literal["forward", "backward", "none"] | None = None
     model: str | None = None
@@ -118,6 +119,7 @@ def read_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> BuiltFacts
         shown_on=frozenset(parameter.device.type for parameter in parameters),
         pinned=frozenset(local.is_pinned() for local in on_host),
         moments_on=frozenset(moment.device.type for moment in moments),
+        comes_for_step=bool(private.list_optimizer_hooks(optimizer)),
         has_stepped=bool(state),
         open_step=reader.find_open_step(model, contents) or "none",
         model=_name_class(plain),
@@ -242,7 +244,7 @@ def derive_facts(scenario: Scenario, *, device: str, ranks: int) -> BuiltFacts:
         units=_derive_units(scenario) if built_in else None,
         spreads=_derive_spreads(scenario, ranks),
         groups=_derive_groups(scenario),
-        policy=frozenset({_derive_policy(scenario, device)}),
+        policy=_derive_policies(scenario, device),
         casts_to=frozenset({torch.bfloat16 if casts else None}),
         reduces_in=frozenset({torch.float32 if casts else None}),
         dtypes=_derive_dtypes(scenario),
@@ -250,6 +252,7 @@ def derive_facts(scenario: Scenario, *, device: str, ranks: int) -> BuiltFacts:
         shown_on=frozenset({device}) if scenario.staging.is_staged and scenario.version == 2 else None,
         pinned=_derive_pinned(scenario, device),
         moments_on=_derive_moment_devices(scenario, device),
+        comes_for_step=scenario.offload.way is OffloadWay.AROUND_STEP,
         has_stepped=scenario.phase.is_trained,
         open_step=scenario.phase.raised or "none",
         model=_CLASSES[scenario.model] if built_in else None,
@@ -263,7 +266,8 @@ def derive_facts(scenario: Scenario, *, device: str, ranks: int) -> BuiltFacts:
 
 
 def _derive_dtypes(scenario: Scenario) -> frozenset[torch.dtype] | None:
-    if scenario.version == 1 and scenario.phase.raised and (scenario.param_offload or scenario.staging.is_staged):
+    is_moved = scenario.offload.takes_shards_away or scenario.staging.is_staged
+    if scenario.version == 1 and scenario.phase.raised and is_moved:
         # A manual offload replaces the shard of a unit that is unsharded by what the unit computes with.
         return None
     return frozenset({torch.bfloat16 if scenario.checkpoint is CheckpointFit.FP32 else torch.float32})
@@ -315,40 +319,52 @@ def _derive_groups(scenario: Scenario) -> int | None:
             assert_never(scenario.sharding)
 
 
-def _derive_policy(scenario: Scenario, device: str) -> Literal["none", "cpu", "pinned", "unpinned"]:
-    if not scenario.policy:
-        return "none"
-    if scenario.version == 1:
-        return "cpu"
+def _derive_policies(scenario: Scenario, device: str) -> frozenset[Literal["none", "cpu", "pinned", "unpinned"]] | None:
+    if scenario.offload.way is OffloadWay.BY_PARAMETER:
+        # A mapping, and not one of torch's policies.
+        return None
+    if not scenario.offload.takes_policy:
+        return frozenset({"none"})
     # Without an accelerator there is nothing to pin memory for.
-    return "pinned" if scenario.pinning.is_pinned and device != "cpu" else "unpinned"
+    pinned: Literal["pinned", "unpinned"] = "pinned" if scenario.pinning.is_pinned and device != "cpu" else "unpinned"
+    policy: Literal["cpu", "pinned", "unpinned"] = "cpu" if scenario.version == 1 else pinned
+    return frozenset({policy, "none"} if scenario.offload.way is OffloadWay.PARTIAL else {policy})
 
 
 def _derive_shard_devices(scenario: Scenario, device: str) -> frozenset[str] | None:
     if scenario.init.is_meta:
         return frozenset({"meta"})
-    if scenario.policy:
+    if scenario.offload.takes_policy and scenario.version == 2 and scenario.staging.is_staged:
         # Where a model.to(device) under CPUOffloadPolicy puts the shards is up to torch.
-        return None if scenario.version == 2 and scenario.staging.is_staged else frozenset({"cpu"})
-    return frozenset({"cpu" if scenario.param_offload and not scenario.staging.is_staged else device})
+        return None
+    if scenario.offload.way in (OffloadWay.PARTIAL, OffloadWay.BY_PARAMETER):
+        return frozenset({"cpu", device})
+    is_away = scenario.offload.takes_shards_away and not scenario.staging.is_staged
+    return frozenset({"cpu" if scenario.policy or is_away else device})
 
 
 def _derive_pinned(scenario: Scenario, device: str) -> frozenset[bool] | None:
     on = _derive_shard_devices(scenario, device)
-    if device == "cpu" or on != frozenset({"cpu"}):
-        return frozenset() if on == frozenset({device}) != frozenset({"cpu"}) else None
-    if scenario.policy and scenario.version == 2:
+    if device == "cpu" or on is None:
+        return None
+    if "cpu" not in on:
+        return frozenset() if on == frozenset({device}) else None
+    if scenario.offload.takes_policy and scenario.version == 2:
         return frozenset({scenario.pinning.is_pinned})
-    if scenario.policy:
+    if scenario.offload.takes_policy:
         # FSDP1 pins when it first runs.
         return frozenset({True}) if scenario.phase.is_trained else None
+    if scenario.offload.way is OffloadWay.MOVED:
+        return frozenset({True})
     return frozenset({False}) if scenario.transfer.is_blocking else None
 
 
 def _derive_moment_devices(scenario: Scenario, device: str) -> frozenset[str]:
     if not scenario.phase.is_trained:
         return frozenset()
-    return frozenset({"cpu" if scenario.policy or scenario.optimizer_offload else device})
+    if scenario.offload.way in (OffloadWay.PARTIAL, OffloadWay.BY_PARAMETER):
+        return frozenset({"cpu", device})
+    return frozenset({"cpu" if scenario.policy or scenario.offload.takes_optimizer_away else device})
 
 
 def _derive_backends(scenario: Scenario, device: str) -> dict[str, str] | None:

@@ -33,7 +33,7 @@ from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.sharding import read_contents
 from fsdp_doctor.case.trainer import Start, Trainer, find_data_rank
 from fsdp_doctor.case.training_state import StepOutcome, digest_outcome, train_one_step
-from fsdp_doctor.matrix.axes import CheckpointFit, Offload, Phase, Sharding
+from fsdp_doctor.matrix.axes import CheckpointFit, Offload, OffloadWay, Phase, Sharding
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.matrix.contracts import Contract, Loads
 from fsdp_doctor.weights.fsdp import reader
@@ -72,7 +72,7 @@ class Checkpoint:
 def find_source(scenario: Scenario) -> Scenario:
     """The scenario whose run is saved: the same one as far as it decides the bits of a training step."""
     return scenario.change(
-        offload=Offload.from_flags(policy=scenario.policy),
+        offload=scenario.offload if decides_bits(scenario.offload) else Offload(),
         staging="unstaged",
         phase="trained",
         transfer="blocking",
@@ -80,6 +80,22 @@ def find_source(scenario: Scenario) -> Scenario:
         checkpoint="exact",
         context="ordinary",
     )
+
+
+def decides_bits(offload: Offload) -> bool:
+    """Returns whether a training step under the offload may end in other bits than one without it.
+
+    It does where an update is made on the host, or of other gradients.
+    """
+    match offload.way:
+        case OffloadWay.PARTIAL | OffloadWay.BY_PARAMETER | OffloadWay.AROUND_STEP:
+            return True
+        case OffloadWay.BY_PHASE | OffloadWay.MOVED:
+            return False
+        case None:
+            return offload.policy
+        case _:
+            assert_never(offload.way)
 
 
 def take(scenario: Scenario, runtime: Runtime, save: Callable[[Trainer], None] = lambda trainer: None) -> Checkpoint:

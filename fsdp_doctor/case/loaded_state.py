@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,8 @@ class LoadedState:
     """Made just before the load and asked for :meth:`problems` just after it; local to a rank.
 
     right: the values that the model must have, unsharded.
-    device: the compute device. parameter_device: where the shards of a model that is now on meta belong.
+    device: the compute device. on_host: the parameters whose shards belong on the host if they are now on meta.
+    pins: whether a policy of torch's may pin shards.
     left_alone: a name whose tensor the load must not change.
     watches: whether the values from before may be read now, which waits for copies in flight.
     """
@@ -50,7 +51,8 @@ class LoadedState:
         right: Full,
         *,
         device: torch.device,
-        parameter_device: torch.device,
+        on_host: Collection[str],
+        pins: bool,
         buffers: Full,
         left_alone: str = "",
         watches: bool = True,
@@ -58,7 +60,8 @@ class LoadedState:
         self._model = model
         self._right = right
         self._device = device
-        self._parameter_device = parameter_device
+        self._on_host = on_host
+        self._pins = pins
         self._transient = buffers
         self._left_alone = left_alone
         self._watches = watches
@@ -98,7 +101,7 @@ class LoadedState:
             device=piece.device,
             local_device=local.device,
             dtype=local.dtype,
-            pinned=self._watches and not meta and local.device.type == "cpu" and local.is_pinned(),
+            pinned=self._watches and self._pins and not meta and local.device.type == "cpu" and local.is_pinned(),
             trains=piece.shown.requires_grad,
             values=None if meta or not self._watches else local.detach().to("cpu", copy=True),
         )
@@ -167,7 +170,7 @@ class LoadedState:
             return ""
         device, local_device = before.device, before.local_device
         if local_device.type == "meta":
-            device = local_device = self._parameter_device if isinstance(piece.shown, nn.Parameter) else self._device
+            device = local_device = torch.device("cpu") if piece.name in self._on_host else self._device
         if piece.device != device:
             return f"on {piece.device} where {device} was promised"
         if piece.held.device != local_device:

@@ -1,12 +1,16 @@
-"""A framework's manual offload, and the load that brings the model back: verl's functions for both FSDPs."""
+"""Manual offloads of frameworks, and what brings the model back: verl's functions for both FSDPs, and other ways."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from fsdp_doctor.weights.fsdp import private, reader
+from fsdp_doctor.weights.fsdp.private import fsdp2
 
 
 @torch.no_grad()
@@ -34,12 +38,38 @@ def _move(model: nn.Module, device: torch.device, *, non_blocking: bool) -> None
 
 
 @torch.no_grad()
-def unstage(model: nn.Module, device: torch.device) -> None:
+def move_shards(model: nn.Module, device: torch.device, *, pin_memory: bool) -> None:
+    """Gives every shard other memory on ``device``, as miles_diffusion's sleep and wake do (pull request 182)."""
+    fsdp2.give_memory(model, device, pin_memory=pin_memory)
+
+
+@torch.no_grad()
+def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, *, non_blocking: bool = False) -> None:
+    """verl's offload_fsdp_optimizer and load_fsdp_optimizer: every tensor of the state, the step counters too."""
+    for state in optimizer.state.values():
+        entries: dict[str, Any] = state
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                entries[key] = value.to(device, non_blocking=non_blocking)
+
+
+def keep_state_on_host(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Has the state on ``device`` during each update alone: verl's optimizer_offload_step (pull request 7804)."""
+    optimizer.register_step_pre_hook(lambda updated, *_: move_optimizer(updated, device))
+    optimizer.register_step_post_hook(lambda updated, *_: move_optimizer(updated, torch.device("cpu")))
+
+
+@torch.no_grad()
+def unstage(model: nn.Module, device: torch.device, offloaded: Collection[nn.Module]) -> None:
     """Undoes ``load`` under CPUOffloadPolicy: shards to the CPU, where torch expects them, buffers to ``device``.
 
     A half-moved module trains again after it. The policy moves parameters only, so the buffers
-    that ``model.to`` took along must come back.
+    that ``model.to`` took along must come back. offloaded: the modules under the policy; the other units go to
+    ``device``, outer ones first.
     """
     model.to("cpu")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.to("cpu" if module in offloaded else device)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from typing_extensions import assert_never
 
 from fsdp_doctor.case import models
-from fsdp_doctor.matrix.axes import Sharding
+from fsdp_doctor.matrix.axes import Offload, OffloadWay, Sharding
 from fsdp_doctor.weights.fsdp import private, reader
 from fsdp_doctor.weights.fsdp.expert_groups import list_expert_meshes, place_experts
 from fsdp_doctor.weights.fsdp.reader import ModelContents
@@ -42,7 +43,7 @@ def shard_fsdp2(
     *,
     kind: Sharding = Sharding.FULL,
     compute_dtype: torch.dtype | None,
-    policy: bool,
+    offload: Offload,
     pin_memory: bool,
 ) -> nn.Module:
     """Shards in place: each decoder layer, an untied embedding, the root. Every rank must call it.
@@ -52,11 +53,28 @@ def shard_fsdp2(
     mp_policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
         mp_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    offload_policy = CPUOffloadPolicy(pin_memory=pin_memory) if policy else OffloadPolicy()
     units = models.find_decoder_layers(model)
     embedding = models.find_input_embedding(model)
     shard: Callable[..., Any] = private.replicate if kind is Sharding.REPLICATE else fully_shard
-    options: dict[str, Any] = {"mp_policy": mp_policy, "offload_policy": offload_policy}
+    options: dict[str, Any] = {"mp_policy": mp_policy}
+    offloaded = find_offloaded_units(model, offload)
+
+    how: dict[str, Any] = {"pin_memory": pin_memory}
+    by_phase = {"offload_after_backward": False}
+
+    def choose_policy(unit: nn.Module) -> Any:
+        match offload.way:
+            case OffloadWay.BY_PHASE:
+                return CPUOffloadPolicy(**how, **by_phase)
+            case OffloadWay.BY_PARAMETER:
+                # What is a DTensor belongs to a unit within this one.
+                own = ((name, each) for name, each in unit.named_parameters() if not isinstance(each, DTensor))
+                return {name: CPUOffloadPolicy(**how) for name, each in own if each.ndim > 1}
+            case OffloadWay.PARTIAL | OffloadWay.MOVED | OffloadWay.AROUND_STEP | None:
+                return CPUOffloadPolicy(**how) if unit in offloaded else OffloadPolicy()
+            case _:
+                assert_never(offload.way)
+
     match kind:
         case Sharding.EXPERTS:
             options["shard_placement_fn"] = _place_experts_apart(model, mesh)
@@ -68,7 +86,7 @@ def shard_fsdp2(
             for layer in units:
                 experts = layer.get_submodule("mlp.experts")
                 divide_experts(experts, mesh["ep"], hidden=kind is Sharding.HIDDEN_EXPERTS)
-                shard(experts, mesh=mesh["fsdp"], **options)
+                shard(experts, mesh=mesh["fsdp"], offload_policy=choose_policy(layer), **options)
             if kind is Sharding.HIDDEN_EXPERTS:
                 setattr(model, _EXPERTS_MESH, mesh["ep"])
             mesh = init_device_mesh(mesh.device_type, (mesh.size(),), mesh_dim_names=("all",))
@@ -77,8 +95,26 @@ def shard_fsdp2(
         case _:
             assert_never(kind)
     for unit in (*units, *([embedding] if embedding is not None else []), model):
-        shard(unit, mesh=mesh, **options)
+        shard(unit, mesh=mesh, offload_policy=choose_policy(unit), **options)
     return model
+
+
+def explain_no_offload(offload: Offload) -> str:
+    """Explains why the installed torch has no such offload; empty if it has."""
+    match offload.way:
+        case OffloadWay.BY_PHASE if "offload_after_backward" not in inspect.signature(CPUOffloadPolicy).parameters:
+            return f"the CPUOffloadPolicy of torch {torch.__version__} has no phases (pytorch#192441)"
+        case OffloadWay.BY_PARAMETER if not hasattr(torch.distributed.fsdp, "cpu_offload_by_budget"):
+            return f"fully_shard of torch {torch.__version__} takes no policy by parameter (pytorch#188120)"
+        case _:
+            return ""
+
+
+def find_offloaded_units(model: nn.Module, offload: Offload) -> tuple[nn.Module, ...]:
+    """Finds the modules to shard under CPUOffloadPolicy or CPUOffload, in a model that is not sharded yet."""
+    if offload.policy:
+        return tuple(model.modules())
+    return tuple(models.find_decoder_layers(model)[1::2]) if offload.way is OffloadWay.PARTIAL else ()
 
 
 # Of a decoder layer as transformers writes it. Not the attention: its norms see the heads of one rank alone.
@@ -168,7 +204,7 @@ def shard_fsdp1(
     device: torch.device,
     *,
     compute_dtype: torch.dtype | None,
-    policy: bool,
+    offload: Offload,
     use_orig_params: bool,
 ) -> FullyShardedDataParallel:
     """Wraps each decoder layer and the root. Every rank must call it.
@@ -187,12 +223,12 @@ def shard_fsdp1(
         )
     return FullyShardedDataParallel(
         model,
-        auto_wrap_policy=_wrap_policy(model),
+        auto_wrap_policy=_wrap_policy(model, find_offloaded_units(model, offload)),
         device_id=device,
         device_mesh=mesh,
         sharding_strategy=strategy,
         mixed_precision=mixed_precision,
-        cpu_offload=CPUOffload(offload_params=True) if policy else None,
+        cpu_offload=CPUOffload(offload_params=True) if offload.policy else None,
         use_orig_params=use_orig_params,
     )
 
@@ -201,18 +237,22 @@ def _are_all_trained(model: nn.Module) -> bool:
     return all(parameter.requires_grad for parameter in model.parameters())
 
 
-def _wrap_policy(model: nn.Module) -> Any:
+def _wrap_policy(model: nn.Module, offloaded: tuple[nn.Module, ...]) -> Any:
     """Makes the policy that wraps each decoder layer, and as verl does for LoRA, each trained leaf if others are
     frozen.
 
-    A flat parameter is trained as a whole or not at all.
+    A flat parameter is trained as a whole or not at all. offloaded: the units under CPUOffload, with all below them.
     """
     layer_classes = {type(layer) for layer in models.find_decoder_layers(model)}
-    if _are_all_trained(model):
+    if _are_all_trained(model) and not offloaded:
         return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layer_classes)
+    on_host = {module for unit in offloaded for module in unit.modules()}
+    trains_all = _are_all_trained(model)
 
-    def is_unit(module: nn.Module) -> bool:
+    def choose_options(module: nn.Module) -> bool | dict[str, Any]:
         trains = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-        return type(module) in layer_classes or (trains and not any(module.children()))
+        is_leaf = not trains_all and trains and not any(module.children())
+        is_unit = type(module) in layer_classes or is_leaf
+        return {"cpu_offload": CPUOffload(offload_params=True)} if is_unit and module in on_host else is_unit
 
-    return CustomPolicy(is_unit)
+    return CustomPolicy(choose_options)

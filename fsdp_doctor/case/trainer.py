@@ -20,7 +20,7 @@ from typing_extensions import assert_never
 from fsdp_doctor.case import models, offloading, sharding
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.examination.stage_watch import Unwatched
-from fsdp_doctor.matrix.axes import CheckpointFit, Precision, Sharding
+from fsdp_doctor.matrix.axes import CheckpointFit, OffloadWay, Precision, Sharding
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.weights.fsdp import private
 
@@ -65,6 +65,7 @@ class StepRaised(Exception):
 class Trainer:
     """A sharded model with its optimizer, in the state between two training steps.
 
+    names_on_host: the parameters that were sharded under an offload policy, which keeps them on the host between steps.
     watch: measures the memory of its stages.
     Every method that is not a property is to be called by every rank.
     """
@@ -95,6 +96,13 @@ class Trainer:
             models.halve(plain)
         if self.runtime.training.checkpointing:
             models.checkpoint_activations(plain)
+        self._offloaded_units = frozenset(sharding.find_offloaded_units(plain, self.scenario.offload))
+        self.names_on_host = frozenset(
+            f"{prefix}.{name}"
+            for prefix, module in plain.named_modules()
+            if module in self._offloaded_units
+            for name, _ in module.named_parameters(recurse=False)
+        )
         mesh = self.runtime.make_mesh(self.scenario.sharding)
         if self.scenario.version == 2:
             return sharding.shard_fsdp2(
@@ -102,7 +110,7 @@ class Trainer:
                 mesh,
                 kind=self.scenario.sharding,
                 compute_dtype=compute_dtype(self.scenario.precision),
-                policy=self.scenario.policy,
+                offload=self.scenario.offload,
                 # A machine without an accelerator has nothing to pin memory for, and torch refuses to.
                 pin_memory=self.scenario.pinning.is_pinned and self.runtime.has_accelerator,
             )
@@ -111,7 +119,7 @@ class Trainer:
             mesh if self.with_mesh else None,
             self.runtime.device,
             compute_dtype=compute_dtype(self.scenario.precision),
-            policy=self.scenario.policy,
+            offload=self.scenario.offload,
             use_orig_params=self.scenario.strategy.uses_original_parameters,
         )
 
@@ -120,7 +128,10 @@ class Trainer:
         # torch's kernels for many tensors at once refuse DTensors of several meshes.
         sharding = self.scenario.sharding
         foreach = False if sharding is Sharding.TP or sharding.is_of_experts else None
-        return torch.optim.AdamW(self.model.parameters(), foreach=foreach, **self._options)
+        optimizer = torch.optim.AdamW(self.model.parameters(), foreach=foreach, **self._options)
+        if self.scenario.offload.way is OffloadWay.AROUND_STEP:
+            offloading.keep_state_on_host(optimizer, self.runtime.device)
+        return optimizer
 
     def read_data_position(self) -> torch.Tensor:
         """Returns the position of this rank in the order of its batches, for :meth:`seek`."""
@@ -133,11 +144,16 @@ class Trainer:
     def step(self, after_forward: Callable[[], object] = lambda: None) -> None:
         """Forward, backward, AdamW: parameters and optimizer state must be loaded.
 
-        after_forward: called between forward and backward.
+        after_forward: called between the first forward and its backward.
         """
         loss = self._compute_loss()
         after_forward()
         loss.backward()
+        if self.scenario.offload.way is OffloadWay.AROUND_STEP:
+            self._compute_loss().backward()
+        if self.scenario.version == 1 and self.scenario.offload.way is OffloadWay.PARTIAL:
+            # FSDP1 waits for the gradients that it copies to the host only if its root is offloaded.
+            self.runtime.synchronize()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.num_steps += 1
@@ -205,7 +221,10 @@ class Trainer:
         if self.scenario.param_offload:
             offloading.offload(self.model, non_blocking=non_blocking)
         if self.scenario.optimizer_offload:
-            self._move_optimizer(torch.device("cpu"), non_blocking=non_blocking)
+            offloading.move_optimizer(self.optimizer, torch.device("cpu"), non_blocking=non_blocking)
+        if self.scenario.offload.way is OffloadWay.MOVED:
+            offloading.move_shards(self.model, torch.device("cpu"), pin_memory=self.runtime.has_accelerator)
+            offloading.move_optimizer(self.optimizer, torch.device("cpu"))
 
     def stage(self) -> None:
         """verl's load_fsdp_model_to_gpu before the extraction, under every offload."""
@@ -223,10 +242,10 @@ class Trainer:
 
     def unstage(self, *, undo_staging: bool = False) -> None:
         """Offloads the staged modules again: the first half of :meth:`resume`."""
-        if self._staged and self.scenario.param_offload:
+        if self._staged and self.scenario.offload.takes_shards_away:
             self.offload()
-        if self._staged and undo_staging and self.scenario.policy and self.scenario.version == 2:
-            offloading.unstage(self.model, self.runtime.device)
+        if self._staged and undo_staging and self.scenario.offload.takes_policy and self.scenario.version == 2:
+            offloading.unstage(self.model, self.runtime.device, self._offloaded_units)
         self._staged = False
 
     def load(self) -> None:
@@ -234,7 +253,10 @@ class Trainer:
         if self.scenario.param_offload:
             self._load_parameters()
         if self.scenario.optimizer_offload:
-            self._move_optimizer(self.runtime.device, non_blocking=False)
+            offloading.move_optimizer(self.optimizer, self.runtime.device)
+        if self.scenario.offload.way is OffloadWay.MOVED:
+            offloading.move_shards(self.model, self.runtime.device, pin_memory=False)
+            offloading.move_optimizer(self.optimizer, self.runtime.device)
 
     def list_tensor_ids(self) -> set[int]:
         """Ids of the tensors that live as long as the trainer: yielding one of them keeps nothing alive."""
@@ -246,15 +268,6 @@ class Trainer:
     def _load_parameters(self) -> None:
         non_blocking = not self.scenario.transfer.is_blocking
         offloading.load(self.model, self.runtime.device, non_blocking=non_blocking)
-
-    @torch.no_grad()
-    def _move_optimizer(self, device: torch.device, *, non_blocking: bool) -> None:
-        """verl's offload_fsdp_optimizer and load_fsdp_optimizer: every tensor of the state."""
-        for state in self.optimizer.state.values():
-            entries: dict[str, Any] = state
-            for key, value in entries.items():
-                if isinstance(value, torch.Tensor):
-                    entries[key] = value.to(device, non_blocking=non_blocking)
 
 
 def find_data_rank(sharding: Sharding, runtime: Runtime) -> int:
@@ -277,8 +290,8 @@ def _explain_impossible(scenario: Scenario, runtime: Runtime, *, saves: bool) ->
         return f"{scenario.sharding} needs an even number of ranks, at least 4; there are {runtime.world_size}"
     if not scenario.backend.has_cpu_collectives and not runtime.has_accelerator:
         return "without an accelerator there is one backend, gloo, and no device-only group"
-    if scenario.contradiction:
-        return scenario.contradiction
+    if reason := scenario.contradiction or sharding.explain_no_offload(scenario.offload):
+        return reason
     if scenario.model.is_custom and runtime.custom_model is None:
         return "the model 'custom' needs --model DIR"
     return models.explain_unsupported(scenario.model, fused=scenario.sharding.divides_experts)

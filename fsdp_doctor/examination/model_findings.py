@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import assert_never
@@ -321,6 +321,16 @@ def find_in_gradients(model: nn.Module, contents: ModelContents) -> Iterator[Fin
             names=open_ended,
             remedy="set_is_last_backward(True) before the last backward of an accumulation.",
         )
+    if unfinished := tuple(_find_unfinished(model, contents)):
+        yield Finding(
+            kind="gradients-unfinished",
+            severity="hazard",
+            sentence=f"Under CPUOffload below a root without it: {join_few(unfinished, 'flat parameter')}; FSDP1 does "
+            "not wait for their gradients on the way to the host, which an optimizer step reads too early.",
+            names=unfinished,
+            entry="fsdp1-partly-offloaded-gradients-unfinished",
+            remedy="torch.accelerator.synchronize() between backward and optimizer.step(); or CPUOffload for the root.",
+        )
     replaced = _find_replaced(model, contents)
     if unmanaged := tuple(name for name in _find_unmanaged(model, contents) if name not in replaced):
         yield Finding(
@@ -589,6 +599,17 @@ def _find_unmanaged(model: nn.Module, contents: ModelContents) -> Iterator[str]:
         for parameter in contents.parameters:
             if parameter.tensor.requires_grad and not isinstance(parameter.tensor, DTensor):
                 yield parameter.names[0]
+
+
+def _find_unfinished(model: nn.Module, contents: ModelContents) -> Iterator[str]:
+    """Finds FSDP1 units that are offloaded below a root that is not: the end of a backward asks the root alone."""
+    known: set[nn.Module] = set()
+    for module in model.modules():
+        if not isinstance(module, FullyShardedDataParallel) or module in known:
+            continue
+        known.update(below := FullyShardedDataParallel.fsdp_modules(module))
+        if not module.cpu_offload.offload_params:
+            yield from (unit.flat_name for unit in contents.fsdp1_units if unit.offloads and unit.module in below)
 
 
 def _find_mixed(contents: ModelContents) -> Iterator[str]:

@@ -6,6 +6,7 @@ No value of one axis is also a value of another, so the id of a case can be read
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -100,22 +101,49 @@ class OffloadFlag(AxisValue):
                 assert_never(self)
 
 
-@dataclass(frozen=True, order=True)
+class OffloadWay(AxisValue):
+    """A way to offload that verl's three settings do not have."""
+
+    PARTIAL = "partial", "CPUOffloadPolicy / CPUOffload for every second decoder layer, none for the other units"
+    BY_PARAMETER = (
+        "by-parameter",
+        "a mapping of names to policies: the matrices of each unit are offloaded (pytorch#188120; no release has it)",
+    )
+    BY_PHASE = (
+        "by-phase",
+        "CPUOffloadPolicy(offload_after_backward=False): shards are on the host between forward and backward alone "
+        "(pytorch#192441; no release has it)",
+    )
+    MOVED = (
+        "moved",
+        "the trainer puts each shard into pinned memory of its own, and moves the optimizer's state "
+        "(miles_diffusion#182)",
+    )
+    AROUND_STEP = (
+        "optimizer-around-step",
+        "the optimizer state is on the device during the update alone; gradients of two batches add up before it "
+        "(verl#7804)",
+    )
+
+
+@functools.total_ordering
+@dataclass(frozen=True)
 class Offload:
-    """Combination of verl's three offload flags, in the order of :class:`OffloadFlag`.
+    """Combination of verl's three offload flags, in the order of :class:`OffloadFlag`, or one other way.
 
     The policy takes precedence, as in verl: with it, the two manual flags have no effect.
     """
 
     flags: tuple[OffloadFlag, ...] = ()
+    way: OffloadWay | None = None
 
     @classmethod
     def parse(cls, text: str) -> Offload:
-        """Reads ``none``, or flags joined by ``+`` in their order. Raises ValueError for anything else."""
-        offload = cls(()) if text == "none" else cls(tuple(OffloadFlag(word) for word in text.split("+")))
-        if offload not in OFFLOADS:
-            raise ValueError(f"{text!r} is not a value of the axis offload")
-        return offload
+        """Reads ``none``, flags joined by ``+`` in their order, or a way. Raises ValueError for anything else."""
+        for offload in OFFLOADS:
+            if str(offload) == text:
+                return offload
+        raise ValueError(f"{text!r} is not a value of the axis offload")
 
     @classmethod
     def from_flags(cls, *, policy: bool = False, param: bool = False, optimizer: bool = False) -> Offload:
@@ -123,15 +151,39 @@ class Offload:
         return cls(tuple(flag for flag, is_set in flags.items() if is_set))
 
     def __str__(self) -> str:
-        return "+".join(self.flags) or "none"
+        return str(self.way or "+".join(self.flags) or "none")
 
     def __bool__(self) -> bool:
-        return bool(self.flags)
+        return bool(self.flags or self.way)
+
+    def __lt__(self, other: Offload) -> bool:
+        return OFFLOADS.index(self) < OFFLOADS.index(other)
 
     @property
     def policy(self) -> bool:
-        """Returns whether torch owns the placement of the shards."""
+        """Returns whether torch owns the placement of every shard, and keeps it in host memory between steps."""
         return OffloadFlag.POLICY in self.flags
+
+    @property
+    def takes_policy(self) -> bool:
+        """Returns whether at least one unit is under CPUOffloadPolicy or CPUOffload."""
+        match self.way:
+            case OffloadWay.PARTIAL | OffloadWay.BY_PARAMETER | OffloadWay.BY_PHASE:
+                return True
+            case OffloadWay.MOVED | OffloadWay.AROUND_STEP | None:
+                return self.policy
+            case _:
+                assert_never(self.way)
+
+    @property
+    def takes_shards_away(self) -> bool:
+        """Returns whether the framework moves the shards to the host between steps, and back before the next."""
+        return OffloadFlag.PARAM in self.by_hand or self.way is OffloadWay.MOVED
+
+    @property
+    def takes_optimizer_away(self) -> bool:
+        """Returns whether the framework keeps the optimizer state on the host between steps."""
+        return OffloadFlag.OPTIMIZER in self.by_hand or self.way in (OffloadWay.MOVED, OffloadWay.AROUND_STEP)
 
     @property
     def by_hand(self) -> tuple[OffloadFlag, ...]:
@@ -140,6 +192,8 @@ class Offload:
 
     @property
     def meaning(self) -> str:
+        if self.way is not None:
+            return self.way.meaning
         if not self.flags:
             return "param_offload=false, optimizer_offload=false, offload_policy=false"
         settings = ", ".join(flag.meaning for flag in self.flags)
@@ -151,8 +205,9 @@ class Offload:
 
 
 _MANUAL_FLAGS = ((), (OffloadFlag.PARAM,), (OffloadFlag.OPTIMIZER,), (OffloadFlag.PARAM, OffloadFlag.OPTIMIZER))
-OFFLOADS: tuple[Offload, ...] = tuple(
-    Offload((*policy, *manual)) for policy, manual in itertools.product(((), (OffloadFlag.POLICY,)), _MANUAL_FLAGS)
+OFFLOADS: tuple[Offload, ...] = (
+    *(Offload((*policy, *manual)) for policy, manual in itertools.product(((), (OffloadFlag.POLICY,)), _MANUAL_FLAGS)),
+    *(Offload(way=way) for way in OffloadWay),
 )
 
 

@@ -29,6 +29,7 @@ from fsdp_doctor.matrix.axes import (
     Model,
     Offload,
     OffloadFlag,
+    OffloadWay,
     Phase,
     Pinning,
     Precision,
@@ -40,6 +41,8 @@ from fsdp_doctor.matrix.axes import (
     parse_value,
 )
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase, FrameworkScenario, make_framework_scenario
+
+_WAYS_OF_FSDP2 = (OffloadWay.BY_PARAMETER, OffloadWay.BY_PHASE, OffloadWay.MOVED)
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -120,17 +123,19 @@ class Scenario:
         FSDP1 cannot recover from a backward that raised, and it has lost its shards if a manual offload moved what a
         step had left unsharded. No loader of weights can repair either.
         """
-        is_moved = self.param_offload or (self.staging.is_staged and not self.policy)
+        is_moved = self.offload.takes_shards_away or (self.staging.is_staged and not self.policy)
         is_beyond_repair = self.phase.raised == "backward" or (self.phase.raised is not None and is_moved)
         return self.checkpoint.must_load and not (self.version == 1 and is_beyond_repair)
 
     @property
     def contradiction(self) -> str:
         """Explains why no model can have all these values at once; empty if a model can."""
-        if not self.pinning.is_pinned and not (self.policy and self.version == 2):
+        if self.version == 1 and self.offload.way in _WAYS_OF_FSDP2:
+            return f"only FSDP2's shards can be offloaded as {self.offload}"
+        if not self.pinning.is_pinned and not (self.offload.takes_policy and self.version == 2):
             return "only FSDP2's CPUOffloadPolicy can be told not to pin"
         if not self.transfer.is_blocking and not self.offload.by_hand:
-            return "only a manual offload can be non-blocking"
+            return "only verl's manual offload can be non-blocking"
         if self.sharding.needs_fsdp2 and self.version == 1:
             return f"only FSDP2 can be sharded as {self.sharding}"
         if self.checkpoint is CheckpointFit.HUB and self.model.has_adapters:
@@ -155,7 +160,7 @@ class Scenario:
             return "FullyShardedDataParallel materializes a model when it wraps it"
         if self.phase.is_trained:
             return "a model on the meta device has not been trained"
-        if self.param_offload or self.staging.is_staged:
+        if self.offload.takes_shards_away or self.staging.is_staged:
             return "a model on the meta device has no memory that could be moved"
         return ""
 

@@ -1,10 +1,11 @@
 """Extent of the matrix in each direction: the default, the part that ``quick`` takes, the cases that ``full`` adds.
 
 The default matrix answers the first questions: both strategies, all eight of verl's flag combinations, unstaged and
-staged, every method; extractions after a training step, loads before the first one, also from the meta device and
-with checkpoints that do not fit. The level ``full`` adds every other axis value, one variant of the default at a time
-(and two where they are known to act together), each over the offloads that behave differently. The level ``quick`` has
-the scenarios that break most often, with the methods that a framework is known to use.
+staged, every method; one or two scenarios of each other way to offload; extractions after a training step, loads before
+the first one, also from the meta device and with checkpoints that do not fit. The level ``full`` adds every other axis
+value, one variant of the default at a time (and two where they are known to act together), each over the offloads that
+behave differently. The level ``quick`` has the scenarios that break most often, with the methods that a framework is
+known to use.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Literal, TypeAlias
 
 from typing_extensions import assert_never
 
-from fsdp_doctor.matrix.axes import AXES, AXIS
+from fsdp_doctor.matrix.axes import AXES, AXIS, OFFLOADS, OffloadWay
 from fsdp_doctor.matrix.cases import Scenario, make_scenario
 from fsdp_doctor.matrix.contracts import Direction
 
@@ -26,13 +27,15 @@ _Values: TypeAlias = Mapping[str, tuple[str, ...]]
 
 _DEFAULT: _Values = {axis.name: (axis.default,) for axis in AXES} | {
     "strategy": ("fsdp2", "fsdp1"),
-    "offload": tuple(AXIS["offload"].values),
+    "offload": tuple(str(offload) for offload in OFFLOADS if offload.way is None),
     "staging": tuple(AXIS["staging"].values),
 }
 _DEFAULT_MATRIX: dict[Direction, _Values] = {"out": _DEFAULT, "in": {**_DEFAULT, "phase": ("fresh",)}}
 _NONE, _POLICY, _PARAM = ("none",), ("policy",), ("param",)
 _MANUAL = ("param", "optimizer", "param+optimizer")
 _DISTINCT_OFFLOADS = ("none", *_MANUAL, "policy")
+_WAYS = tuple(OffloadWay)
+_BUILT_WAYS = (OffloadWay.PARTIAL, OffloadWay.MOVED, OffloadWay.AROUND_STEP)
 _EACH_KIND = ("none", "param", "policy")
 _FSDP2, _FSDP1, _BOTH, _ALL = ("fsdp2",), ("fsdp1",), ("fsdp2", "fsdp1"), ("fsdp2", "fsdp1", "fsdp1-orig")
 _UNSTAGED, _STAGED = ("unstaged",), ("staged",)
@@ -85,6 +88,9 @@ _DEFAULT_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         _vary_extraction(_FSDP2, _POLICY, _UNSTAGED, consumer="keeps-views"),
         _vary_extraction(_FSDP2, _POLICY, _STAGED, model="qwen3-moe"),
         _vary_extraction(_FSDP1, _NONE, _UNSTAGED, model="qwen3-moe"),
+        _vary_extraction(_FSDP2, _BUILT_WAYS, _UNSTAGED),
+        _vary_extraction(_FSDP2, (OffloadWay.PARTIAL,), _STAGED),
+        _vary_extraction(_FSDP1, (OffloadWay.PARTIAL,), _UNSTAGED),
     ),
     "in": (
         _vary_load(_FSDP2, _POLICY, _UNSTAGED, precision="fp32-compute"),
@@ -102,6 +108,9 @@ _DEFAULT_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         _vary_load(_BOTH, checkpoint="other-run"),
         _vary_load(_BOTH, checkpoint="other-world"),
         _vary_load(_BOTH, model="qwen3-moe", checkpoint="hub"),
+        _vary_load(_FSDP2, _BUILT_WAYS, _UNSTAGED),
+        _vary_load(_FSDP2, (OffloadWay.PARTIAL,), _STAGED),
+        _vary_load(_FSDP1, (OffloadWay.PARTIAL,), _UNSTAGED),
     ),
 }
 
@@ -114,6 +123,15 @@ _FULL_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
     "out": (
         _vary_extraction(("fsdp1-orig",)),
         _vary_extraction(phase="fresh"),
+        _vary_extraction(_FSDP2, _WAYS, _UNSTAGED),
+        _vary_extraction(offloads=_BUILT_WAYS),
+        _vary_extraction(offloads=_BUILT_WAYS, stagings=_UNSTAGED, phase="fresh"),
+        _vary_extraction(_BOTH, (OffloadWay.PARTIAL,), _UNSTAGED, phase="after-raised-forward"),
+        _vary_extraction(_FSDP2, (OffloadWay.PARTIAL,), pinning="unpinned"),
+        _vary_extraction(_BOTH, _BUILT_WAYS, _UNSTAGED, dims="uneven"),
+        _vary_extraction(_BOTH, (OffloadWay.PARTIAL,), _UNSTAGED, backend="device-only"),
+        _vary_extraction(_BOTH, (OffloadWay.PARTIAL,), _UNSTAGED, sharding="hsdp"),
+        *(_vary_extraction(_BOTH, _BUILT_WAYS, _UNSTAGED, model=model) for model in ("qwen3-tied", "qwen3-lora")),
         *(_vary_extraction(_ALL, ("none", "policy"), _UNSTAGED, phase=raised) for raised in _RAISED),
         *(_vary_extraction(_FSDP2, _NONE, _STAGED, phase=raised) for raised in _RAISED),
         _vary_extraction(backend="device-only"),
@@ -144,6 +162,15 @@ _FULL_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
     "in": (
         _vary_load(("fsdp1-orig",), _DISTINCT_OFFLOADS, ("unstaged", "staged")),
         _vary_load(_ALL, _DISTINCT_OFFLOADS, phase="trained"),
+        _vary_load(_FSDP2, _WAYS),
+        _vary_load(_ALL, _BUILT_WAYS, ("unstaged", "staged")),
+        _vary_load(_ALL, _BUILT_WAYS, phase="trained"),
+        _vary_load(_FSDP2, (OffloadWay.PARTIAL,), pinning="unpinned"),
+        _vary_load(_BOTH, _BUILT_WAYS, dims="uneven"),
+        _vary_load(_FSDP2, (OffloadWay.PARTIAL,), init="meta"),
+        *(_vary_load(_BOTH, _BUILT_WAYS, checkpoint=saved) for saved in ("other-run", "other-world")),
+        _vary_load(_BOTH, (OffloadWay.PARTIAL,), sharding="hsdp"),
+        *(_vary_load(_BOTH, _BUILT_WAYS, model=model) for model in ("qwen3-tied", "qwen3-lora")),
         *(_vary_load(_ALL, ("none", "policy"), phase=raised) for raised in _RAISED),
         *(_vary_load(_FSDP2, _NONE, _STAGED, phase=raised) for raised in _RAISED),
         _vary_load(_ALL, _EACH_KIND, backend="device-only"),

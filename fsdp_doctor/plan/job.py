@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.cases import Scenario
 
 # More would take too long: each layer is made, and its forward followed.
@@ -52,6 +53,10 @@ class RoleSetup:
     method: str = "full_tensors"
     extracted_bytes: int | None = None
     saved_whole: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scenario.offload.way is not None:
+            raise UsageError(f"the plan knows verl's offloads, and not {self.scenario.offload}")
 
     @property
     def stays_on_host(self) -> bool:

@@ -13,7 +13,7 @@ from typing_extensions import assert_never
 from fsdp_doctor import __version__
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known import signatures
-from fsdp_doctor.matrix.axes import CheckpointFit, Context, Model, Sharding
+from fsdp_doctor.matrix.axes import CheckpointFit, Context, Model, OffloadWay, Sharding
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.methods import MatrixMethod, explain_impossible, find_method, is_user_method
@@ -47,6 +47,7 @@ def render_script(case: Case, expectation: Expectation, name: str = "repro.py", 
         case=case,
         scenario=scenario,
         CheckpointFit=CheckpointFit,
+        OffloadWay=OffloadWay,
         contract=method.contract,
         minimal=minimal,
         num_ranks=num_ranks,
@@ -79,6 +80,10 @@ def _find_method(case: Case) -> MatrixMethod:
         raise UsageError(f"case {case.id!r}: a script saves its checkpoint itself, not with save_pretrained")
     if scenario.model.is_custom:
         raise UsageError(f"case {case.id!r} has a model of your own; a script has only built-in models")
+    if scenario.offload.way in (OffloadWay.MOVED, OffloadWay.BY_PHASE, OffloadWay.BY_PARAMETER):
+        raise UsageError(f"case {case.id!r}: there is no script of an offload that is {scenario.offload}")
+    if scenario.offload.way is OffloadWay.PARTIAL and scenario.init.is_meta:
+        raise UsageError(f"case {case.id!r}: there is no script of a partly offloaded model on the meta device")
     method = find_method(case.method, scenario.version)
     if method.is_fix:
         raise UsageError(f"case {case.id!r}: {method.name} is fsdp-doctor's own; a script has only torch's functions")

@@ -39,6 +39,14 @@ _OTHERWISE: tuple[tuple[Scenario, Scenario, set[str]], ...] = (
     ),
     (_PLAIN.change(checkpoint="fp32"), _PLAIN, {"dtypes"}),
     (_PLAIN, _PLAIN.change(offload="optimizer"), {"moments_on"}),
+    (_PLAIN.change(offload="optimizer"), _PLAIN.change(offload="optimizer-around-step"), {"comes_for_step"}),
+    (_PLAIN.change(offload="param+optimizer"), _PLAIN.change(offload="moved"), {"pinned"}),
+    (_UNDER_POLICY, _PLAIN.change(offload="partial"), {"policy", "shards_on", "moments_on"}),
+    (
+        _PLAIN.change(strategy="fsdp1", offload="partial"),
+        _PLAIN.change(strategy="fsdp1", offload="policy"),
+        {"policy", "shards_on", "moments_on"},
+    ),
     (_PLAIN, _PLAIN.change(offload="param"), {"shards_on", "pinned"}),
     (_PLAIN.change(strategy="fsdp1"), _PLAIN.change(strategy="fsdp1", offload="param"), {"shards_on", "pinned"}),
     (

@@ -6,11 +6,19 @@ import functools
 import itertools
 from typing import Any
 
+import pytest
 import torch
 from support.broken_steps import Job, assert_same_steps, make_net, wrap_fsdp1, wrap_fsdp2
 from support.ranks import Setting, on_ranks, this_device
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    OffloadPolicy,
+    fully_shard,
+)
 
 import fsdp_doctor
 from fsdp_doctor import examine
@@ -70,6 +78,32 @@ def test_the_remedy_for_a_moved_model_leads_to_right_steps() -> None:
                     move_buffers(job.model)
                 assert list_serious(examine(job.model, job.optimizer)) == set()
                 assert_same_steps(job, twin)
+
+
+def wrap_partly(net: nn.Sequential, *, root: bool) -> nn.Module:
+    """FSDP1 around the net's layers, the first of them under CPUOffload, and around the whole."""
+    for name in ("1", "2"):
+        offload = CPUOffload(offload_params=name == "1")
+        net[int(name)] = FullyShardedDataParallel(net[int(name)], device_id=this_device(), cpu_offload=offload)
+    return FullyShardedDataParallel(net, device_id=this_device(), cpu_offload=CPUOffload(offload_params=root))
+
+
+class WaitingJob(Job):
+    def finish_backward(self) -> None:
+        torch.accelerator.synchronize()
+
+
+@on_the_device
+def test_waiting_for_the_device_gives_a_partly_offloaded_fsdp1_its_gradients() -> None:
+    below_a_root, below_an_offloaded_root = (functools.partial(wrap_partly, root=root) for root in (False, True))
+    hasty = Job(below_a_root)
+    waiting = WaitingJob(below_a_root)
+    twin = Job(below_an_offloaded_root)
+    assert has(hasty, "gradients-unfinished")
+    assert not has(twin, "gradients-unfinished")
+    assert_same_steps(waiting, twin)
+    with pytest.raises(AssertionError):
+        assert_same_steps(hasty, Job(below_an_offloaded_root))
 
 
 def has(job: Job, kind: str) -> bool:

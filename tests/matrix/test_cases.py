@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from fsdp_doctor.errors import UsageError
-from fsdp_doctor.matrix.axes import AXES, AXIS, check_axis_value
+from fsdp_doctor.matrix.axes import AXES, AXIS, OffloadWay, check_axis_value
 from fsdp_doctor.matrix.cases import Case, Scenario, make_scenario, parse_case_id
 from fsdp_doctor.matrix.contracts import Contract, promises
 from fsdp_doctor.matrix.methods import METHOD_NAMES, METHODS, find_method, is_user_method
@@ -107,6 +107,21 @@ def test_an_id_may_end_in_a_function_of_the_user():
 def test_the_policy_turns_the_manual_offloads_off(offload, policy, param, optimizer):
     scenario = make_scenario(BASE | {"offload": offload})
     assert (scenario.policy, scenario.param_offload, scenario.optimizer_offload) == (policy, param, optimizer)
+
+
+@pytest.mark.parametrize("way", OffloadWay)
+def test_a_way_that_verl_lacks_stands_alone_and_sorts(way):
+    scenario = make_scenario(BASE | {"offload": str(way)})
+    assert (scenario.offload.way, scenario.offload.flags, scenario.policy) == (way, (), False)
+    assert sorted([scenario, make_scenario(BASE | {"offload": "none"})])[1] == scenario
+    for joined in (f"{way}+param", f"policy+{way}"):
+        with pytest.raises(UsageError):
+            check_axis_value("offload", joined)
+
+
+@pytest.mark.parametrize("way", ["moved", "by-phase", "by-parameter"])
+def test_ways_that_replace_fsdp2_shards_are_no_ways_of_fsdp1(way):
+    assert make_scenario(BASE | {"strategy": "fsdp1", "offload": way}).contradiction
 
 
 @pytest.mark.parametrize(("strategy", "version"), [("fsdp2", 2), ("fsdp1", 1), ("fsdp1-orig", 1)])

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from fsdp_doctor.errors import CannotRun, UsageError
-from fsdp_doctor.matrix.axes import AXES, AXIS
+from fsdp_doctor.matrix.axes import AXES, AXIS, OFFLOADS, OffloadWay
 from fsdp_doctor.matrix.cases import make_scenario
 from fsdp_doctor.matrix.methods import FIX, FIXES, find_fix, find_method, list_methods
 from fsdp_doctor.matrix.selection import Selection, select
@@ -25,14 +25,31 @@ def is_plain(case):
     return ordinary and not scenario.model.has_experts
 
 
+_FLAGS = [str(offload) for offload in OFFLOADS if offload.way is None]
+
+
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_the_default_matrix_tries_each_way_that_torch_can_build(direction):
+    cases = [case for case in select(Selection(directions=(direction,))) if case.scenario.offload.way is not None]
+    assert {case.scenario.offload.way for case in cases} == set(OffloadWay) - {
+        OffloadWay.BY_PHASE,
+        OffloadWay.BY_PARAMETER,
+    }
+    for scenario in {case.scenario for case in cases}:
+        expected = {method.name for method in list_methods(scenario, direction) if not method.is_fix}
+        assert {case.method for case in cases if case.scenario == scenario} == expected
+
+
 def test_default_extractions_combine_both_strategies_with_all_offloads_stagings_and_methods():
     cases = [
-        case for case in select(Selection(directions=("out",))) if is_plain(case) and not case.scenario.phase.raised
+        case
+        for case in select(Selection(directions=("out",)))
+        if is_plain(case) and not case.scenario.phase.raised and case.scenario.offload.way is None
     ]
     expected = {
         (strategy, offload, staging, method.name)
         for strategy in ("fsdp2", "fsdp1")
-        for offload in AXIS["offload"].values
+        for offload in _FLAGS
         for staging in AXIS["staging"].values
         for method in list_methods(make_scenario({"strategy": strategy, "offload": offload, "staging": staging}), "out")
         if not method.is_fix
@@ -47,13 +64,15 @@ def test_default_extractions_combine_both_strategies_with_all_offloads_stagings_
 
 def test_the_default_loading_matrix_adds_what_only_a_load_has():
     cases = [
-        case for case in select(Selection(directions=("in",))) if is_plain(case) and not case.scenario.phase.raised
+        case
+        for case in select(Selection(directions=("in",)))
+        if is_plain(case) and not case.scenario.phase.raised and case.scenario.offload.way is None
     ]
     plain = {c for c in cases if c.scenario.init == "materialized" and c.scenario.checkpoint == "exact"}
     assert {c.scenario for c in plain} == {
         make_scenario({"strategy": strategy, "offload": offload, "staging": staging, "phase": "fresh"})
         for strategy in ("fsdp2", "fsdp1")
-        for offload in AXIS["offload"].values
+        for offload in _FLAGS
         for staging in AXIS["staging"].values
     }
     for scenario in {c.scenario for c in plain}:

@@ -15,7 +15,7 @@ from support.emulation import needs_emulation
 from support.places import ROOT
 
 from fsdp_doctor.examination.memory_records import MemoryFile, read_memory_file
-from fsdp_doctor.matrix.axes import AXIS
+from fsdp_doctor.matrix.axes import OFFLOADS
 
 # As small as it can be with parameters, gathers and activations each a good part of it; its vocabulary is uneven.
 _CONFIG = {
@@ -30,7 +30,9 @@ _CONFIG = {
     "tie_word_embeddings": False,
 }
 # A policy overrides manual offloads, so the others are the policy once more.
-_OFFLOADS = ",".join(offload for offload in AXIS["offload"].values if not offload.startswith("policy+"))
+_OFFLOADS = ",".join(
+    str(offload) for offload in OFFLOADS if offload.way is None and not (offload.policy and len(offload.flags) > 1)
+)
 _RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
     "2 ranks, five offloads": (
         2,

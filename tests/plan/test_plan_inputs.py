@@ -12,8 +12,9 @@ from support.places import TESTS
 from fsdp_doctor.check.framework import Framework
 from fsdp_doctor.check.frameworks import FRAMEWORKS
 from fsdp_doctor.errors import UsageError
+from fsdp_doctor.matrix.cases import make_scenario
 from fsdp_doctor.plan.configured_job import PlanKeys, PlanOptions, read_job
-from fsdp_doctor.plan.job import JobSetup
+from fsdp_doctor.plan.job import JobSetup, RoleSetup
 
 _CONFIGS = TESTS / "check" / "configs"
 _AREAL = ("actor.path=small", "actor.fsdp.offload_params=false")
@@ -165,3 +166,9 @@ def test_the_configuration_is_read_without_torch() -> None:
         "print([role.role for role in job.roles], job.engine.utilization)"
     )
     assert python_prints(code).strip() == "['actor', 'critic'] 0.5"
+
+
+def test_an_offload_that_the_plan_does_not_know_is_refused() -> None:
+    scenario = make_scenario({"strategy": "fsdp2", "offload": "partial", "staging": "unstaged"})
+    with pytest.raises(UsageError, match="partial"):
+        RoleSetup(role="actor", scenario=scenario, shard_ranks=2)

@@ -52,6 +52,10 @@ _REFUSALS = {
     "fsdp1/none/unstaged/fresh/hsdp/set_optimizer_state_dict.full": (
         "torch cannot save the optimizer's state of FSDP1's replicas"
     ),
+    "fsdp2/moved/unstaged/state_dict": "there is no script of an offload that is moved",
+    "fsdp2/by-phase/unstaged/state_dict": "there is no script of an offload that is by-phase",
+    "fsdp2/by-parameter/unstaged/state_dict": "there is no script of an offload that is by-parameter",
+    "fsdp2/partial/unstaged/fresh/meta/dcp.load": ("there is no script of a partly offloaded model on the meta device"),
     "fsdp2/none/unstaged/packed/state_dict.full_tensor.to": (
         "there is no script of a consumer; a script reads each entry when it comes"
     ),

@@ -93,10 +93,14 @@ class Job:
         generator = torch.Generator().manual_seed(10 * seed + this_rank())
         return self.model(torch.randn(4, 3, generator=generator).to(this_device())).square().sum()  # type: ignore[no-any-return]
 
+    def finish_backward(self) -> None:
+        """Does what a job does between backward and step; most do nothing."""
+
     def step(self, seed: int = 0) -> tuple[float, Tensors]:
         """Takes a step, and returns the loss and this rank's gradients."""
         loss = self.compute_loss(seed)
         loss.backward()
+        self.finish_backward()
         gradients = {name: shard.grad for name, shard in self.shards.items() if shard.grad is not None}
         found = {n: (g.to_local() if isinstance(g, DTensor) else g).detach().clone() for n, g in gradients.items()}
         self.optimizer.step()
@@ -130,5 +134,5 @@ def assert_same_steps(job: Job, twin: Job, count: int = 2) -> None:
         (loss, found), (right_loss, right) = job.step(seed), twin.step(seed)
         assert loss == right_loss, f"step {seed}: the loss is {loss}, not {right_loss}"
         assert found.keys() == right.keys(), f"step {seed}: gradients of {sorted(found)}, not of {sorted(right)}"
-        wrong = [name for name in right if not torch.equal(found[name], right[name])]
+        wrong = [name for name in right if not torch.equal(found[name].cpu(), right[name].cpu())]
         assert not wrong, f"step {seed}: other gradients of {wrong}"

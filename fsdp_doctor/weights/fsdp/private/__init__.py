@@ -244,6 +244,11 @@ def list_step_hooks(module: nn.Module) -> list[Any]:
     return [get(module, f"_{when}_hooks") for when in ("forward_pre", "forward", "backward_pre", "backward")]
 
 
+def list_optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Lists what runs before a step of the optimizer: ``register_step_pre_hook`` has no counterpart that reads."""
+    return list(get(optimizer, "_optimizer_step_pre_hooks").values())
+
+
 def run_fsdp1_lazy_init(model: FullyShardedDataParallel) -> None:
     """Does what the first forward does before it computes, and makes the local shards.
 

@@ -227,6 +227,22 @@ def reshard(states: Sequence[Any]) -> None:
             get(group, "reshard")()
 
 
+def give_memory(model: nn.Module, device: torch.device, *, pin_memory: bool) -> None:
+    """Gives each sharded parameter other memory on ``device``, from which its unit gathers, and the same values.
+
+    ``FSDPParam._sharded_param_data`` and ``to_sharded_dtensor``: ``Module.to`` gives the shard alone other memory,
+    without its padding, and pageable. The parameters stay the same objects, which an optimizer has.
+    """
+    for param in (param for state in list_states(model) for param in _list_params(state)):
+        gathered, parameter = get(param, "_sharded_param_data"), get(param, "sharded_param")
+        memory = torch.empty_like(gathered, device=device, pin_memory=pin_memory).copy_(gathered)
+        local = read_local_tensor(parameter)
+        shard = memory.as_strided(local.size(), local.stride(), local.storage_offset())
+        moved = nn.Parameter(get(param, "to_sharded_dtensor")(shard), requires_grad=parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, moved)
+        param._sharded_param_data = memory
+
+
 def _return_to_idle(holder: Any) -> None:
     stage = get(holder, "_training_state")
     holder._training_state = type(stage).IDLE
