@@ -220,15 +220,6 @@ def _put_into_words(fact: Any) -> str:
 # What is asked for
 
 _ADAPTED_LINEARS = 7
-_CLASSES: dict[Model, str] = {
-    Model.QWEN3: "Qwen3ForCausalLM",
-    Model.QWEN3_TIED: "Qwen3ForCausalLM",
-    Model.QWEN3_BUFFERS: "Qwen3ForCausalLM",
-    Model.QWEN3_LORA: "Qwen3ForCausalLM",
-    Model.QWEN2: "Qwen2ForCausalLM",
-    Model.QWEN3_MOE: "Qwen3MoeForCausalLM",
-    Model.QWEN3_5: "Qwen3_5ForCausalLM",
-}
 
 
 def derive_facts(scenario: Scenario, *, device: str, ranks: int) -> BuiltFacts:
@@ -255,7 +246,7 @@ def derive_facts(scenario: Scenario, *, device: str, ranks: int) -> BuiltFacts:
         comes_for_step=scenario.offload.way is OffloadWay.AROUND_STEP,
         has_stepped=scenario.phase.is_trained,
         open_step=scenario.phase.raised or "none",
-        model=_CLASSES[scenario.model] if built_in else None,
+        model=_derive_class(scenario.model),
         is_tied=scenario.model.is_tied if built_in else None,
         has_adapters=scenario.model.has_adapters if built_in else None,
         has_buffers=scenario.model.has_buffers if built_in else None,
@@ -263,6 +254,22 @@ def derive_facts(scenario: Scenario, *, device: str, ranks: int) -> BuiltFacts:
         backends=_derive_backends(scenario, device),
         ranks=ranks,
     )
+
+
+def _derive_class(model: Model) -> str | None:
+    match model:
+        case Model.QWEN3 | Model.QWEN3_TIED | Model.QWEN3_BUFFERS | Model.QWEN3_LORA:
+            return "Qwen3ForCausalLM"
+        case Model.QWEN2:
+            return "Qwen2ForCausalLM"
+        case Model.QWEN3_MOE:
+            return "Qwen3MoeForCausalLM"
+        case Model.QWEN3_5:
+            return "Qwen3_5ForCausalLM"
+        case Model.CUSTOM:
+            return None
+        case _:
+            assert_never(model)
 
 
 def _derive_dtypes(scenario: Scenario) -> frozenset[torch.dtype] | None:

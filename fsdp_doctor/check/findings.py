@@ -29,12 +29,6 @@ _SIZES = (
     "num_local_experts",
 )
 _HEADS = ("num_attention_heads", "num_key_value_heads")
-_BUILT_IN: dict[str, Model] = {
-    "qwen2": Model.QWEN2,
-    "qwen3": Model.QWEN3,
-    "qwen3_moe": Model.QWEN3_MOE,
-    "qwen3_5": Model.QWEN3_5,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,10 +213,27 @@ def _read_local_model(path: Setting | None) -> _LocalModel | None:
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
     model_type = str(config.get("model_type", ""))
-    built_in = _BUILT_IN.get(model_type)
+    built_in = next((model for model in Model if _name_type(model) == model_type), None)
     if built_in is Model.QWEN3 and text.get("tie_word_embeddings"):
         built_in = Model.QWEN3_TIED
     return _LocalModel(sizes=_read_sizes(text), model_type=model_type, built_in=built_in)
+
+
+def _name_type(model: Model) -> str | None:
+    """The ``model_type`` of which the matrix has this model; None for a variant of such a model, and the user's."""
+    match model:
+        case Model.QWEN2:
+            return "qwen2"
+        case Model.QWEN3:
+            return "qwen3"
+        case Model.QWEN3_MOE:
+            return "qwen3_moe"
+        case Model.QWEN3_5:
+            return "qwen3_5"
+        case Model.QWEN3_TIED | Model.QWEN3_BUFFERS | Model.QWEN3_LORA | Model.CUSTOM:
+            return None
+        case _:
+            assert_never(model)
 
 
 def _read_sizes(config: Mapping[str, Any]) -> dict[str, int]:

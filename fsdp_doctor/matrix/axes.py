@@ -204,9 +204,15 @@ class Offload:
         return f"{settings}: CPUOffloadPolicy / CPUOffload(offload_params=True)"
 
 
-_MANUAL_FLAGS = ((), (OffloadFlag.PARAM,), (OffloadFlag.OPTIMIZER,), (OffloadFlag.PARAM, OffloadFlag.OPTIMIZER))
+_MANUAL_FLAGS = tuple(flag for flag in OffloadFlag if flag is not OffloadFlag.POLICY)
+# Every combination: those without the policy first, and of both those of fewer flags first; then the other ways.
 OFFLOADS: tuple[Offload, ...] = (
-    *(Offload((*policy, *manual)) for policy, manual in itertools.product(((), (OffloadFlag.POLICY,)), _MANUAL_FLAGS)),
+    *(
+        Offload((*policy, *manual))
+        for policy in ((), (OffloadFlag.POLICY,))
+        for count in range(len(_MANUAL_FLAGS) + 1)
+        for manual in itertools.combinations(_MANUAL_FLAGS, count)
+    ),
     *(Offload(way=way) for way in OffloadWay),
 )
 

@@ -32,7 +32,7 @@ _DEFAULT: _Values = {axis.name: (axis.default,) for axis in AXES} | {
 }
 _DEFAULT_MATRIX: dict[Direction, _Values] = {"out": _DEFAULT, "in": {**_DEFAULT, "phase": ("fresh",)}}
 _NONE, _POLICY, _PARAM = ("none",), ("policy",), ("param",)
-_MANUAL = ("param", "optimizer", "param+optimizer")
+_MANUAL = tuple(str(offload) for offload in OFFLOADS if offload.by_hand)
 _DISTINCT_OFFLOADS = ("none", *_MANUAL, "policy")
 _WAYS = tuple(OffloadWay)
 _BUILT_WAYS = (OffloadWay.PARTIAL, OffloadWay.MOVED, OffloadWay.AROUND_STEP)
