@@ -10,7 +10,7 @@ import pathlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, overload
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, get_args, overload
 
 import msgspec
 from packaging.specifiers import SpecifierSet
@@ -132,8 +132,9 @@ class Framework(ABC):
         """The uses of one of the models."""
 
     def list_models(self) -> Mapping[Role, tuple[str, ...]]:
-        """Maps the role of each model of the run to the sections of its FSDP settings."""
-        return {"model": self.list_keys("model").sections}
+        """Maps the role of each model of the run to the sections of its FSDP settings; by default each of the table."""
+        models = self.facts.models or {"model": KeyTable()}
+        return {role: self.list_keys(role).sections for role in get_args(Role) if role in models}
 
     def list_section_keys(self) -> Keys:
         """Names all keys that a section of FSDP settings can have; empty where they are not known."""
@@ -144,7 +145,8 @@ class Framework(ABC):
         return ()
 
     def list_keys(self, role: Role) -> KeyTable:
-        table: KeyTable = self.facts.models.get(role, KeyTable())
+        """The keys of a model. Raises KeyError for a role that the table lacks, unless it has no models at all."""
+        table: KeyTable = self.facts.models[role] if self.facts.models else KeyTable()
         return table
 
 

@@ -55,9 +55,6 @@ class NemoRl(FsdpFramework[_Versions]):
             return None
         return per_node - taken if nodes == 1 else per_node * (nodes - taken)
 
-    def list_models(self) -> dict[Role, tuple[str, ...]]:
-        return {"actor": (_DTENSOR,)}
-
     def read(self, role: Role) -> ModelReading:
         if self.settings.read_flag(_MEGATRON):
             return report_not_under_fsdp(role, self.settings.find_first(_MEGATRON))

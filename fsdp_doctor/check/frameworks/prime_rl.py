@@ -54,9 +54,6 @@ class PrimeRl(FsdpFramework[_Versions]):
         gpus = settings.read_number("deployment.num_train_gpus", f"{LAUNCH}.trainer_gpus", "trainer_gpus")
         return gpus or settings.count("trainer_gpu_ids")
 
-    def list_models(self) -> dict[Role, tuple[str, ...]]:
-        return {"actor": ()}
-
     def read(self, role: Role) -> ModelReading:
         both = self.settings.find_first_true(*_KEYS.policy), self.settings.find_first_true(*_KEYS.optimizer_offload)
         sentence = "prime-rl rejects fsdp_cpu_offload together with optim_cpu_offload"
