@@ -182,7 +182,8 @@ def list_cases(
     else:
         cases = selection.select().cases
         rows = [{"id": case.id, "method": case.method, **case.scenario.to_json()} for case in cases]
-        print(json.dumps(rows, indent=1) if as_json else "\n".join(case.id for case in cases))
+        # Flushed, so that the count comes after the last id where both streams share a pipe.
+        print(json.dumps(rows, indent=1) if as_json else "\n".join(case.id for case in cases), flush=True)
         scenarios = {case.scenario for case in cases}
         print(f"{format_count(len(cases), 'case')} in {format_count(len(scenarios), 'scenario')}", file=sys.stderr)
         for matrix in matrices:
