@@ -10,37 +10,47 @@ from typing import Any, NamedTuple
 class OtherFormat(NamedTuple):
     """A format that is not read.
 
-    files: names of files, or of the directory, of which one is enough. tool: what reads it. beside: names of which one
-    must be there, too. setting: a key and a value of a ``metadata.json`` in the directory, where this says it.
-    is_copy: whether it may lie beside a model in another form, which is then judged by itself.
+    files: names of files of which one is enough. tool: what reads it. directories: names of directories in which all is
+    of it. beside: names of which one must be there, too. setting: a key and a value of a ``metadata.json`` in the
+    directory, where this says it. is_copy: whether it may lie beside a model in another form, which is then judged by
+    itself.
     """
 
     name: str
     files: str
     tool: str
+    directories: str = ""
     beside: str = ""
     setting: tuple[str, str] | None = None
     is_copy: bool = False
 
-    def describes(self, directory: str, names: Collection[str], settings: Mapping[str, Any]) -> bool:
+    def describes(self, directories: Collection[str], names: Collection[str], settings: Mapping[str, Any]) -> bool:
         if self.setting is not None and settings.get(self.setting[0]) == self.setting[1]:
             return True
         if self.beside and not any(re.fullmatch(self.beside, name) for name in names):
             return False
-        return any(re.fullmatch(self.files, name) for name in (*names, directory) if self.files)
+        return bool(self.list_files(names)) or self.owns(directories)
+
+    def list_files(self, names: Collection[str]) -> list[str]:
+        return sorted(name for name in names if self.files and re.fullmatch(self.files, name))
+
+    def owns(self, directories: Collection[str]) -> bool:
+        """Returns whether all that is in one of these directories is of this format, by the directory's name."""
+        return any(self.directories and re.fullmatch(self.directories, name) for name in directories)
 
 
 OTHER_FORMATS = (
+    OtherFormat(
+        "DeepSpeed's universal checkpoint",
+        r"universal_checkpoint_info|latest_universal",
+        "DeepSpeed reads it with load_universal",
+        directories=r"global_step\d+_universal",
+    ),
     OtherFormat(
         "DeepSpeed ZeRO",
         r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+(_\d+)?_(model|optim)_states\.pt|mp_rank_\d+(_\d+)?_model_states\.pt"
         r"|layer_\d+-model(_\d+)?-model_states\.pt",
         "python zero_to_fp32.py, which DeepSpeed puts beside it, writes whole weights",
-    ),
-    OtherFormat(
-        "DeepSpeed's universal checkpoint",
-        r"universal_checkpoint_info|latest_universal",
-        "DeepSpeed reads it with load_universal",
     ),
     OtherFormat(
         "Megatron-FSDP",
@@ -57,16 +67,21 @@ OTHER_FORMATS = (
     ),
     OtherFormat(
         "Megatron",
-        r"mp_rank_\d\d(_\d{3}){0,2}|model_optim_rng\.pt|distrib_optim\.pt",
+        r"model_optim_rng\.pt|distrib_optim\.pt",
         "tools/checkpoint/convert.py of Megatron-LM writes other files",
+        directories=r"mp_rank_\d\d(_\d{3}){0,2}",
     ),
     OtherFormat(
-        "NeMo", r".*\.nemo|model_weights\.ckpt|nemo_model_config\.yaml", "NeMo's export_ckpt writes Hugging Face files"
+        "NeMo",
+        r".*\.nemo|model_weights\.ckpt|nemo_model_config\.yaml",
+        "NeMo's export_ckpt writes Hugging Face files",
+        directories=r".*\.nemo",
     ),
     OtherFormat(
         "Orbax (JAX)",
-        r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|ocdbt\.process_\d+|_sharding",
+        r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|_sharding",
         "orbax.checkpoint reads it",
+        directories=r"ocdbt\.process_\d+",
     ),
     OtherFormat(
         "TensorRT-LLM",
@@ -99,7 +114,7 @@ OTHER_FORMATS = (
         is_copy=True,
     ),
     OtherFormat("MLX", r"weights(\.\d+)?\.npz|.*\.npz", "mlx_lm reads it", is_copy=True),
-    OtherFormat("Core ML", r".*\.mlmodel|.*\.mlpackage", "coremltools reads it", is_copy=True),
+    OtherFormat("Core ML", r".*\.mlmodel", "coremltools reads it", directories=r".*\.mlpackage", is_copy=True),
     OtherFormat(
         "a packed file",
         r".*\.(pt|pth|bin|ckpt|safetensors|distcp)\.(zst|gz|xz|bz2|lz4)|.*\.(tar|tar\.\w+|tgz|zip)",
@@ -112,9 +127,11 @@ OTHER_WRITERS = {"mlx": "MLX (mlx_lm reads it)", "tf": "TensorFlow", "flax": "Fl
 KNOWN_FORMATS = "DCP, a file of each rank, Hugging Face files, files of torch.save"
 
 
-def find_other_format(directory: str, names: Collection[str], settings: Mapping[str, Any]) -> OtherFormat | None:
+def find_other_format(
+    directories: Collection[str], names: Collection[str], settings: Mapping[str, Any]
+) -> OtherFormat | None:
     """The format of the files in a directory; None if it is none that is known and not read.
 
-    directory: its name. settings: what its ``metadata.json`` says.
+    directories: its name, and those of the directories that it lies in. settings: what its ``metadata.json`` says.
     """
-    return next((each for each in OTHER_FORMATS if each.describes(directory, names, settings)), None)
+    return next((each for each in OTHER_FORMATS if each.describes(directories, names, settings)), None)

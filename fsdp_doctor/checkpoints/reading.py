@@ -158,16 +158,19 @@ class _Reading:
         Such files next to others are noted.
         """
         settings = self.checkpoint.settings.get(_join(directory, "metadata.json"))
-        here = pathlib.PurePath(os.path.abspath(self.checkpoint.root / directory)).name
-        found = find_other_format(here, names, settings if isinstance(settings, dict) else {})
+        root = pathlib.PurePath(os.path.abspath(self.checkpoint.root)).name
+        *above, here = (root, *pathlib.PurePath(directory).parts)
+        found = find_other_format((*above, here), names, settings if isinstance(settings, dict) else {})
         if found is None:
             return False
-        others = sorted(name for name in names if re.fullmatch(found.files or "(?!)", name))
+        if found.owns(above):
+            return True  # which was said of the directory that it lies in
+        others = found.list_files(names)
         file = _join(directory, join_some(others, 2)) if others else directory
         if found.is_copy:
             self._copies.append((f"these are files of {found.name}, which are not read: {found.tool}", file))
             names.difference_update(others)
-            return self._pass_over_other_format(directory, names)
+            return found.owns((here,)) or self._pass_over_other_format(directory, names)
         self.note(Trouble.OTHER_FORMAT, f"it is a checkpoint of {found.name}, which is not read: {found.tool}", file)
         return True
 

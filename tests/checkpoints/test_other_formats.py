@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from support import saved_checkpoints as saved
 
 from fsdp_doctor.checkpoints.conversion import convert
+from fsdp_doctor.checkpoints.formats import OTHER_FORMATS
 from fsdp_doctor.checkpoints.targets import ConversionTarget
 from fsdp_doctor.checkpoints.verification import verify
 from fsdp_doctor.weights.fingerprints import FingerprintError, fingerprint_checkpoint
@@ -40,6 +41,15 @@ def zero(directory: pathlib.Path) -> None:
 def zero_1(directory: pathlib.Path) -> None:
     (directory / "global_step1").mkdir()
     torch.save({"module": WEIGHTS}, directory / "global_step1" / "mp_rank_00_model_states.pt")
+
+
+def universal(directory: pathlib.Path) -> None:
+    """Writes files as ds_to_universal.py of DeepSpeed: a directory for each parameter, and the name of the newest."""
+    for name, tensor in WEIGHTS.items():
+        (directory / "global_step10_universal" / "zero" / name).mkdir(parents=True)
+        torch.save({"param": tensor}, directory / "global_step10_universal" / "zero" / name / "fp32.pt")
+    torch.save({"module": {}}, directory / "global_step10_universal" / "mp_rank_00_model_states.pt")
+    (directory / "latest_universal").write_text("global_step10_universal")
 
 
 def megatron(directory: pathlib.Path) -> None:
@@ -73,12 +83,16 @@ def tensors(name: str, form: str = "pt") -> Callable[[pathlib.Path], Any]:
 OTHERS: dict[str, Callable[[pathlib.Path], Any]] = {
     "DeepSpeed ZeRO": zero,
     "DeepSpeed ZeRO, ": zero_1,
+    "DeepSpeed's universal checkpoint": universal,
     "Megatron": megatron,
     "Megatron (torch_dist)": lambda d: save_distributed(d, "torch_dist"),
     "Megatron-FSDP": lambda d: save_distributed(d, "fsdp_dtensor"),
     "the original Llama": lambda d: torch.save({"layers.0.wq.weight": torch.ones(3, 3)}, d / "consolidated.00.pth"),
     "NeMo": touch("model.nemo"),
     "GGUF": touch("model-Q4_K_M.gguf"),
+    "Core ML": touch(
+        "a.mlpackage/Data/com.apple.CoreML/model.mlmodel", "a.mlpackage/Data/com.apple.CoreML/weights/weight.bin"
+    ),
     "ONNX": touch("onnx/model.onnx"),
     "TensorFlow": touch("tf_model.h5"),
     "TensorFlow ": touch("saved_model.pb", "variables/variables.data-00000-of-00001"),
@@ -91,6 +105,11 @@ OTHERS: dict[str, Callable[[pathlib.Path], Any]] = {
     "a packed file": touch("model.safetensors.zst"),
     "a packed file ": touch("pytorch_model.bin.gz"),
 }
+
+
+def test_every_format_that_is_not_read_has_a_case() -> None:
+    without = {each.name for each in OTHER_FORMATS} - {name.strip(", (") for name in OTHERS}
+    assert without == set(), "OTHERS has no directory of these formats of checkpoints/formats.py"
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -115,6 +134,14 @@ def test_copies_in_other_formats_do_not_prevent_the_judgement_of_a_model(
     )
     found = verify(tmp_path / "hub")
     assert (found.answer, sum("not read" in line for line in found.unchecked)) == ("sound", 5), found.to_text()
+
+
+@pytest.mark.parametrize("name", ["model.tar", "model.onnx", "model.gguf"])
+def test_a_directory_is_judged_whatever_file_its_name_resembles(
+    originals: pathlib.Path, tmp_path: pathlib.Path, name: str
+) -> None:
+    shutil.copytree(originals / "hub", tmp_path / name)
+    assert verify(tmp_path / name).answer == "sound"
 
 
 def test_a_directory_of_verl_is_not_taken_for_megatron(originals: pathlib.Path, tmp_path: pathlib.Path) -> None:
