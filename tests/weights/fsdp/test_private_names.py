@@ -122,6 +122,17 @@ def test_no_other_module_uses_a_private_name_of_torch() -> None:
     assert {str(path.relative_to(_PACKAGE)): names for path, names in uses.items() if names} == {}
 
 
+def test_a_function_on_private_names_says_which_names_it_needs() -> None:
+    """Its docstring has a name in double backticks, and with it why no public name does the same."""
+    silent = []
+    for path in sorted(_HOME.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and "``" not in (ast.get_docstring(node) or ""):
+                names = [*private_uses(ast.Module(node.body, [])), *_names_in(ast.unparse(node))]
+                silent += [f"{path.name}, line {node.lineno}: {node.name} uses {', '.join(names)}"] if names else []
+    assert silent == []
+
+
 def _names_in(text: str) -> set[str]:
     """The private names that a script uses: attributes, imports, and strings that are such a name."""
     found = re.findall(r"""\.(_[a-z]\w*)|import (_[a-z]\w*)|["'](_[a-z]\w*)["']""", text)

@@ -137,7 +137,10 @@ class Fsdp1Unit:
 
     @property
     def is_sharded(self) -> bool:
-        """False where torch turned it into NO_SHARD, as in a shard group of one: the shard is the whole."""
+        """False where torch turned it into NO_SHARD, as in a shard group of one: the shard is the whole.
+
+        ``FlatParamHandle.uses_sharded_strategy``: the module's ``sharding_strategy`` is not documented either.
+        """
         return bool(get(self._handle, "uses_sharded_strategy"))
 
     @property

@@ -244,6 +244,7 @@ def give_memory(model: nn.Module, device: torch.device, *, pin_memory: bool) -> 
 
 
 def _return_to_idle(holder: Any) -> None:
+    """``FSDPState._training_state``, and the group's: torch itself sets it at the end of a step alone."""
     stage = get(holder, "_training_state")
     holder._training_state = type(stage).IDLE
 
