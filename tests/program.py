@@ -199,12 +199,12 @@ def torchrun(*arguments: str, env: dict[str, str] | None = None, cwd: pathlib.Pa
     return run(sys.executable, "-m", "torch.distributed.run", *arguments, env=env, cwd=cwd)
 
 
-def torchrun_script(script: pathlib.Path, directory: pathlib.Path) -> Run:
-    """A script on two ranks, with nothing of ours in their processes; what they print, rank after rank.
+def torchrun_script(script: pathlib.Path, directory: pathlib.Path, ranks: int = 2) -> Run:
+    """A script on its ranks, with nothing of ours in their processes; what they print, rank after rank.
 
     Of one pipe that both print into, the lines of one rank may lie within those of the other.
     """
-    arguments = ("--nproc-per-node=2", "--redirects=3", f"--log-dir={directory / 'printed'}", str(script))
+    arguments = (f"--nproc-per-node={ranks}", "--redirects=3", f"--log-dir={directory / 'printed'}", str(script))
     done = torchrun(*arguments, env={"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}, cwd=directory)
     stdout, stderr = (
         "".join(file.read_text() for file in sorted(directory.glob(f"printed/*/attempt_0/*/{stream}.log")))

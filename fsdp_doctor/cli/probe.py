@@ -190,7 +190,11 @@ def repro(
         typer.Option(metavar="REPORT", help="Expect the verdict in this JSON report, instead of the catalogue's."),
     ] = None,
     minimal: Annotated[
-        bool, typer.Option("--minimal", help="Two linear layers and torch alone, on one rank where one shows it.")
+        bool,
+        typer.Option("--minimal", help="At most 25 lines of torch alone, on the CPU and one rank where that shows it."),
+    ] = False,
+    as_test: Annotated[
+        bool, typer.Option("--as-test", help="The script ends with 1 where it fails, as git bisect run needs it.")
     ] = False,
 ) -> None:
     """Write a standalone script that reproduces a case.
@@ -209,6 +213,9 @@ def repro(
     )
     name = out.name if out is not None else "repro.py"
     if isinstance(chosen, FrameworkCase):
-        output.write(out, repro.render_framework_script(chosen, expectation, name))
+        text = repro.render_framework_script(chosen, expectation, name, as_test=as_test)
+    elif minimal:
+        text = repro.render_minimal(chosen, name, as_test=as_test)
     else:
-        output.write(out, repro.render_script(chosen, expectation, name, minimal))
+        text = repro.render_script(chosen, expectation, name, as_test=as_test)
+    output.write(out, text)

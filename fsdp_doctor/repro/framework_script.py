@@ -12,13 +12,20 @@ from fsdp_doctor.errors import UsageError
 from fsdp_doctor.matrix.frameworks.adapters import locate_adapter
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 from fsdp_doctor.repro.expectation import Expectation
+from fsdp_doctor.repro.script import describe_exit, tell_outcome
 
+# The last statement of a script before the case.
+_SET_UP = "\nRANK, device = "
 _ROOM = pathlib.Path(__file__).parent
 
 
-def render_framework_script(case: FrameworkCase, expectation: Expectation, file_name: str = "repro.py") -> str:
-    """Renders a script that runs ``case`` on two GPUs, and ends with 0 if everything is right.
+def render_framework_script(
+    case: FrameworkCase, expectation: Expectation, file_name: str = "repro.py", *, as_test: bool = False
+) -> str:
+    """Renders a script that runs ``case`` on two GPUs, and shows its failure.
 
+    as_test: ends with 1 where it fails, and with 0 where it does not; so does the script of a case that is not known to
+    fail.
     Raises UsageError for an adapter without a template.
     """
     if case.is_fixed:
@@ -35,6 +42,7 @@ def render_framework_script(case: FrameworkCase, expectation: Expectation, file_
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    as_test = as_test or expectation.kind in ("ok", "refused")
     packages = dict.fromkeys(("torch", *scenario.matrix.distributions))
     text: str = environment.get_template(template.name).render(
         case=case,
@@ -47,6 +55,10 @@ def render_framework_script(case: FrameworkCase, expectation: Expectation, file_
         file_name=file_name,
         version=__version__,
         versions=", ".join(f"{name} {expectation.versions.get(name, 'any')}" for name in packages),
+        describe_exit=describe_exit(as_test=as_test),
         seed='int(sys.argv[1] == "load")' if case.definition.kind == "resume" else "0",
     )
-    return re.sub(r"\n{3,}", "\n\n", re.sub(r"\n[ ]+(?=\n)", "", text)).rstrip() + "\n"
+    head, mark, code = re.sub(r"\n{3,}", "\n\n", re.sub(r"\n[ ]+(?=\n)", "", text)).rstrip().partition(_SET_UP)
+    line, _, code = code.partition("\n")
+    script = f"{head}{mark}{line}\n\n{tell_outcome(code.strip(), as_test=as_test)}\n"
+    return script if as_test else script.replace("\nimport os", "\nimport os, traceback", 1)

@@ -26,30 +26,25 @@ _TEMPLATE: dict[Direction, str] = {"out": "extraction.py.jinja", "in": "loading.
 _TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(_ROOM), undefined=jinja2.StrictUndefined)
 
 
-def render_script(case: Case, expectation: Expectation, name: str = "repro.py", minimal: bool = False) -> str:
+def render_script(case: Case, expectation: Expectation, name: str = "repro.py", *, as_test: bool = False) -> str:
     """Renders a script that runs ``case`` under torchrun, and ends with 0 if the case ends as expected.
 
-    name: the script's, for the command in its docstring. minimal: with two linear layers instead of the model, on one
-    rank if that shows the failure. Raises UsageError for a case that only fsdp-doctor can run, or that needs its model.
+    name: the script's, for the command in its docstring. as_test: ends with 1 if the case fails in any way, and with 0
+    if it does not. Raises UsageError for a case that only fsdp-doctor can run.
     """
-    method = _find_method(case)
-    if minimal and case.scenario.model is not Model.QWEN3:
-        raise UsageError(f"case {case.id!r} needs its model, {case.scenario.model}; leave out --minimal")
-    module, _, function = method.function.partition(":")
-    # Read, not imported: that would take torch.
-    method_module = (_METHODS / f"{module}.py").read_text(encoding="utf-8")
+    method = locate_method(case)
+    function = method.function.partition(":")[2]
+    method_module = read_method_module(method)
     scenario = case.scenario
-    packages = ("torch", "transformers", "peft")[: 1 if minimal else 2 + scenario.model.has_adapters]
-    num_ranks, mesh = _choose_mesh(case)
-    if minimal and expectation.on_one_rank and scenario.sharding is Sharding.FULL:
-        num_ranks, mesh = 1, mesh.replace("2", "1")
+    packages = ("torch", "transformers", "peft")[: 2 + scenario.model.has_adapters]
+    num_ranks, mesh = choose_mesh(case)
     text = _TEMPLATES.get_template(_TEMPLATE[method.direction]).render(
         case=case,
         scenario=scenario,
         CheckpointFit=CheckpointFit,
         OffloadWay=OffloadWay,
         contract=method.contract,
-        minimal=minimal,
+        as_test=as_test,
         num_ranks=num_ranks,
         mesh=mesh,
         config=_name_config(scenario.model),
@@ -69,7 +64,7 @@ def render_script(case: Case, expectation: Expectation, name: str = "repro.py", 
     return prune(text)
 
 
-def _find_method(case: Case) -> MatrixMethod:
+def locate_method(case: Case) -> MatrixMethod:
     """The method of the case. Raises UsageError if a script cannot have it."""
     scenario = case.scenario
     if is_user_method(case.method):
@@ -87,7 +82,7 @@ def _find_method(case: Case) -> MatrixMethod:
     method = find_method(case.method, scenario.version)
     if method.is_fix:
         raise UsageError(f"case {case.id!r}: {method.name} is fsdp-doctor's own; a script has only torch's functions")
-    _choose_mesh(case)
+    choose_mesh(case)
     if reason := explain_impossible(method, scenario):
         raise UsageError(f"case {case.id!r} cannot be tried: {reason}")
     # Files for each rank hold the optimizer's own state_dict(), everything else get_optimizer_state_dict's.
@@ -97,7 +92,28 @@ def _find_method(case: Case) -> MatrixMethod:
     return method
 
 
-def _choose_mesh(case: Case) -> tuple[int, str]:
+def describe_exit(*, as_test: bool) -> str:
+    """The convention of all scripts, for a docstring."""
+    return f'Its last line is "shown" or "not shown"{"; exit code 1: it fails" if as_test else ""}.'
+
+
+def tell_outcome(code: str, *, as_test: bool, caught: str = "Exception") -> str:
+    """Code that raises where it fails, with the last line of all scripts: ``shown`` or ``not shown``.
+
+    as_test: what it raises ends the script, and so torchrun. caught: the exceptions that show the failure.
+    """
+    code = f'{code}\nprint("not shown")'
+    if as_test:
+        return code
+    return f'try:\n{textwrap.indent(code, "    ")}\nexcept {caught}:\n    traceback.print_exc()\n    print("shown")'
+
+
+def read_method_module(method: MatrixMethod) -> str:
+    """The source with the function of a method: read, not imported, which would take torch."""
+    return (_METHODS / f"{method.function.partition(':')[0]}.py").read_text(encoding="utf-8")
+
+
+def choose_mesh(case: Case) -> tuple[int, str]:
     """The number of ranks, and the arguments of ``init_device_mesh``. Raises UsageError if no template has the mesh."""
     match sharding := case.scenario.sharding:
         case Sharding.FULL:
@@ -196,13 +212,13 @@ def prune(source: str) -> str:
         if (name := _find_defined_name(node)) in definitions:
             raise ValueError(f"defined twice: {name}")
         definitions |= {name: node} if name else {}
-    used = more = _list_used_names(main)
-    while more := {other for name in more & definitions.keys() for other in _list_used_names(definitions[name])} - used:
+    used = more = list_used_names(main)
+    while more := {other for name in more & definitions.keys() for other in list_used_names(definitions[name])} - used:
         used |= more
     needed = [node for name, node in definitions.items() if name in used]
     constants = [_read_dense_text(source, node) for node in needed if isinstance(node, ast.Assign)]
     functions = [_read_dense_text(source, node) for node in needed if isinstance(node, ast.FunctionDef)]
-    head = [read_node_text(source, docstring), _select_imports(body, used), "\n".join(constants)]
+    head = [read_node_text(source, docstring), select_imports(body, used), "\n".join(constants)]
     return "\n\n".join([*head, *functions, _read_dense_text(source, main)]) + "\n"
 
 
@@ -214,11 +230,11 @@ def _find_defined_name(node: ast.stmt) -> str:
     return ""
 
 
-def _list_used_names(node: ast.stmt) -> set[str]:
+def list_used_names(node: ast.stmt) -> set[str]:
     return {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
 
 
-def _select_imports(body: list[ast.stmt], used: set[str]) -> str:
+def select_imports(body: list[ast.stmt], used: set[str]) -> str:
     """One statement for each module that is used: the standard library's, then the rest."""
     members: dict[str, set[str]] = {}
     for node in body:

@@ -94,7 +94,7 @@ def test_the_report_names_the_versions_and_each_thing_that_was_changed(run: Run)
 def test_a_script_fails_where_its_case_does(case_id: str, fails: bool, tmp_path: pathlib.Path) -> None:
     case = parse_framework_id(case_id)
     pytest.importorskip(case.scenario.matrix.distributions[0])
-    (tmp_path / "repro.py").write_text(render_framework_script(case, Expectation(kind="ok")))
+    (tmp_path / "repro.py").write_text(render_framework_script(case, Expectation(kind="crash"), as_test=True))
     (tmp_path / "files").mkdir()
     for word in ("save", "load") if case.definition.kind == "resume" else ("",):
         program = tmp_path / "program.py"

@@ -56,11 +56,13 @@ def test_every_shim_is_listed_once(matrix: FrameworkMatrix) -> None:
 def test_the_script_of_each_case_is_short_and_has_nothing_of_ours(matrix: FrameworkMatrix) -> None:
     for case in select(Selection(frameworks=(matrix.name,))):
         assert isinstance(case, FrameworkCase)
-        lines = render_framework_script(case, Expectation(kind="ok", title="Well", source="a test")).splitlines()
-        ast.parse("\n".join(lines))
-        assert len(lines) <= 60, case.id
-        assert max(map(len, lines)) <= 120, case.id
-        assert not [line for line in lines if "fsdp_doctor" in line]
+        expectation = Expectation(kind="crash", title="Well", source="a test")
+        for as_test, most in ((True, 62), (False, 66)):
+            lines = render_framework_script(case, expectation, as_test=as_test).splitlines()
+            ast.parse("\n".join(lines))
+            assert len(lines) <= most, case.id
+            assert max(map(len, lines)) <= 120, case.id
+            assert not [line for line in lines if "fsdp_doctor" in line]
 
 
 @pytest.mark.parametrize("scenario", [{"framework": "accelerate", "configuration": "fsdp3/none"}, {"framework": "x"}])

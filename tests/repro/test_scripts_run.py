@@ -144,8 +144,23 @@ def test_a_script_that_expects_another_end_ends_with_1(tmp_path: pathlib.Path) -
     case = _case("fsdp2/none/unstaged/state_dict.to.full_tensor")
     as_expected = _run(tmp_path, render_script(case, _OK))
     assert (as_expected.codes, as_expected.output.count("ok: PASS")) == ([0, 0], 2)
+    assert "not shown" in as_expected.output.splitlines()
     other = Expectation(kind="crash", message="RuntimeError: nothing raises this")
     assert _run(tmp_path, render_script(case, other)).codes == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("case_id", "code", "line"),
+    [
+        ("fsdp2/none/unstaged/summon_full_params", 1, "shown"),
+        ("fsdp2/none/unstaged/state_dict.to.full_tensor", 0, "not shown"),
+    ],
+)
+def test_as_a_test_a_script_ends_with_1_where_it_fails(
+    tmp_path: pathlib.Path, case_id: str, code: int, line: str
+) -> None:
+    run = _run(tmp_path, render_script(_case(case_id), find_expected(_case(case_id)), as_test=True))
+    assert (run.codes, line in run.output.splitlines()) == ([code, code], True), run.output
 
 
 def test_a_script_runs_under_torchrun_as_its_docstring_says(tmp_path: pathlib.Path) -> None:
@@ -216,37 +231,11 @@ def test_a_script_does_not_pass_if_the_case_ends_otherwise(
     run = _run(tmp_path, text.replace(line, planted) if line else text)
     assert run.codes == [1, 1], run.output
     assert output in run.output
+    kind = (expectation or find_expected(case)).kind
+    assert ("shown" if kind in ("ok", "refused") else "not shown") in run.output.splitlines()
 
 
 def test_a_scripts_own_check_does_not_hide_its_race(tmp_path: pathlib.Path) -> None:
     case = _case("fsdp2/param/unstaged/nonblocking/get_model_state_dict.sharded")
     run = _run(tmp_path, render_script(case, find_expected(case)))
     assert run.codes == [0, 0], run.output
-
-
-@pytest.mark.parametrize(
-    ("case_id", "ranks"),
-    [
-        ("fsdp2/policy/staged/state_dict", 1),
-        ("fsdp1/param/unstaged/state_dict", 1),
-        ("fsdp2/none/unstaged/summon_full_params", 1),
-        ("fsdp2/none/unstaged/fresh/missing-key/set_model_state_dict.full", 1),
-        ("fsdp2/param/unstaged/uneven/fresh/to_empty.broadcast", 2),
-    ],
-)
-def test_two_linear_layers_show_the_failure_on_as_few_ranks_as_do(
-    tmp_path: pathlib.Path, case_id: str, ranks: int
-) -> None:
-    text = render_script(_case(case_id), find_expected(_case(case_id)), minimal=True)
-    assert "transformers" not in text
-    assert f"It needs {ranks} " in " ".join(text.split())
-    file = tmp_path / "script.py"
-    file.write_text(text)
-    run = run_script(file, ranks=ranks)
-    assert run.codes == [0] * ranks, run.output
-
-
-def test_a_minimal_script_is_refused_if_the_case_needs_its_model() -> None:
-    case = _case("fsdp1/none/unstaged/qwen3-buffers/full_state_dict.rank0+cpu")
-    with pytest.raises(UsageError, match="needs its model, qwen3-buffers; leave out --minimal"):
-        render_script(case, find_expected(case), minimal=True)
