@@ -7,10 +7,11 @@ import pathlib
 import shlex
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fsdp_doctor import repro
 from fsdp_doctor.bundle.command_run import CommandRun
+from fsdp_doctor.bundle.named import NamedInLogs, read_names
 from fsdp_doctor.bundle.redaction import IS_PLACEHOLDER
 from fsdp_doctor.check import CheckResult, list_cases, presentation
 from fsdp_doctor.errors import FsdpDoctorError, UsageError
@@ -33,6 +34,7 @@ _SHOWN_OTHERS = 3
 _LINE_CHARACTERS = 4_000
 _WIDTH = 120
 SCRIPT = "repro.py"
+MINIMAL_SCRIPT = "minimal.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,7 @@ class FailureEvidence:
 
     environment: this machine's. logs: files, also dumps of torch's flight recorder; the output of the command is the
     last one. explanation: what the logs show. configuration: as ``check`` read it. run: the command's outcome.
+    named: the versions and the ranks in the logs.
     """
 
     environment: EnvironmentFacts
@@ -49,6 +52,7 @@ class FailureEvidence:
     configuration: CheckResult | None = None
     report: Report | None = None
     run: CommandRun | None = None
+    named: NamedInLogs = field(default_factory=NamedInLogs)
 
 
 def gather(
@@ -69,6 +73,7 @@ def gather(
         configuration=configuration,
         report=report,
         run=run,
+        named=read_names(log for log in logs if read_dump(log, 0) is None),
     )
 
 
@@ -147,7 +152,7 @@ class ChosenCase:
     """The case of a bug report.
 
     why: the reason for this case, in words. command: runs the case. result: the report's, if it has the case.
-    script: the standalone script; if it is empty, no_script says why.
+    script: the standalone script; if it is empty, no_script says why. minimal: the short script, if there is one.
     """
 
     case: AnyCase
@@ -156,11 +161,13 @@ class ChosenCase:
     result: CaseResult | None = None
     script: str = ""
     no_script: str = ""
+    minimal: str = ""
 
     @property
     def script_command(self) -> str:
-        """Reads the command that starts the script from the script's docstring."""
-        return next((line.strip() for line in self.script.splitlines() if line.strip().startswith("torchrun")), "")
+        """Reads the command that starts the short or else the full script from its docstring."""
+        lines = (line.strip() for line in (self.minimal or self.script).splitlines())
+        return next((line.partition("  #")[0] for line in lines if line.startswith("torchrun")), "")
 
 
 def choose_case(evidence: FailureEvidence) -> ChosenCase | None:
@@ -215,7 +222,18 @@ def _add_script(case: AnyCase, why: str, report: Report | None) -> ChosenCase:
         result=result,
         script=script,
         no_script=no_script,
+        minimal=_write_minimal(case, result),
     )
+
+
+def _write_minimal(case: AnyCase, result: CaseResult | None) -> str:
+    """The short script; empty where the case has none, or failed in the report as the catalogue does not know."""
+    if isinstance(case, FrameworkCase) or (result is not None and not result.known):
+        return ""
+    try:
+        return "" if repro.find_expected(case).kind == "ok" else repro.render_minimal(case, MINIMAL_SCRIPT)
+    except UsageError:
+        return ""
 
 
 def _choose_expectation(case: Case, report: Report | None) -> repro.Expectation:
@@ -236,4 +254,5 @@ def make_case_texts(chosen: ChosenCase) -> dict[str, str]:
         lines.append(f"In the report it is {chosen.result.verdict.kind}: {chosen.result.verdict.reason}")
     if chosen.no_script:
         lines.append(f"No standalone script: {chosen.no_script}")
-    return {"case.txt": "\n".join(lines) + "\n", **({SCRIPT: chosen.script} if chosen.script else {})}
+    scripts = {MINIMAL_SCRIPT: chosen.minimal, SCRIPT: chosen.script}
+    return {"case.txt": "\n".join(lines) + "\n", **{name: script for name, script in scripts.items() if script}}

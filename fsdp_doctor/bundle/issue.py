@@ -15,7 +15,15 @@ from dataclasses import dataclass
 
 import jinja2
 
-from fsdp_doctor.bundle.evidence import ChosenCase, FailureEvidence, choose_case, make_case_texts, make_texts
+from fsdp_doctor.bundle.evidence import (
+    MINIMAL_SCRIPT,
+    ChosenCase,
+    FailureEvidence,
+    choose_case,
+    make_case_texts,
+    make_texts,
+)
+from fsdp_doctor.bundle.named import NamedInLogs
 from fsdp_doctor.bundle.redaction import PLACEHOLDER, Redactor
 from fsdp_doctor.errors import DoctorFault
 from fsdp_doctor.explain import Explanation
@@ -27,13 +35,14 @@ _VERSIONS = ("fsdp-doctor", "torch", "transformers", "accelerate", "peft")
 _LONGEST_LINE = 300
 _MOST_RANKS = 8
 MOST_CHARACTERS = 65_536
-# Titles, and lines, of the parts that are shown; with the head, the versions and the words between they make 80 lines.
+# Titles, and lines, of the parts that are shown; with the head, the versions, a short script and the words between they
+# make 150 lines. The longest answer about a known failure, of which the remedy is a part, has all its lines.
 _TITLES = {
     "stacks.txt": "Where each rank was",
     "explain.txt": "What `fsdp-doctor explain` says",
     "check.txt": "What `fsdp-doctor check` says of the configuration",
 }
-_MOST: dict[str, int] = {"stacks.txt": 12, "explain.txt": 24, "check.txt": 24, "environment.txt": 15}
+_MOST: dict[str, int] = {"stacks.txt": 12, "explain.txt": 64, "check.txt": 24, "environment.txt": 15}
 # Each of them would make the fence longer by two.
 _MANY_BACKTICKS = re.compile("`{17,}")
 _LEFT_OUT = "[... the rest is in the bundle ...]"
@@ -63,7 +72,7 @@ def make_head(evidence: FailureEvidence, chosen: ChosenCase | None) -> Head:
     return Head(
         title=_join_lines(_issue_title(evidence, chosen)),
         what=_join_lines(_describe_failure(evidence, chosen)),
-        where=_join_lines(_describe_place(evidence, chosen)),
+        where=_join_lines(evidence.named.write_ranks(_describe_place(evidence, chosen))),
         versions=_join_lines(_describe_versions(evidence)),
         reproduce=_join_lines(_reproduce_line(evidence, chosen)),
     )
@@ -139,23 +148,34 @@ def _describe_versions(evidence: FailureEvidence) -> str:
     """The versions that it failed with: of the report, of the command's machine, or what the log says of them."""
     explanation = evidence.explanation
     if evidence.report is None and evidence.run is None and explanation is not None:
-        return f"torch {explanation.torch} (of the log)" if explanation.torch else "the log does not name its torch"
+        return _describe_versions_of_logs(evidence, explanation.torch)
     facts = evidence.report.environment if evidence.report is not None else evidence.environment
     packages = facts.get("packages", {})
-    parts = [f"{name} {packages[name]}" for name in _VERSIONS if name in packages]
+    names = dict.fromkeys((*_VERSIONS, *evidence.named.versions))
+    parts = [f"{name} {packages[name]}" for name in names if name in packages]
     parts += [f"Python {facts['python']}"] if "python" in facts else []
     parts += [f"CUDA {facts['cuda']}"] if facts.get("cuda") else []
     parts += [f"{count} x {name}" for name, count in Counter(facts.get("accelerators", [])).items()]
     return f"{', '.join(parts)}{' (of the report)' if evidence.report is not None else ''}"
 
 
+def _describe_versions_of_logs(evidence: FailureEvidence, torch: str) -> str:
+    versions = {"torch": torch} | {
+        name: version for name, version in evidence.named.versions.items() if name != "torch"
+    }
+    named = [f"{name} {version}" for name, version in versions.items() if version]
+    unknown = [name for name, version in versions.items() if not version]
+    parts = [f"{', '.join(named)} (of the log)"] if named else []
+    parts += [f"the log does not name its {', '.join(unknown)}"] if unknown else []
+    return "; ".join(parts)
+
+
 def _reproduce_line(evidence: FailureEvidence, chosen: ChosenCase | None) -> str:
     if chosen is None:
         how = shlex.join(evidence.run.command) if evidence.run is not None else "see the log in the bundle"
         return f"{how} (no case of the matrix is known for it)"
-    return "; or ".join(
-        filter(None, (chosen.script_command and f"{chosen.script_command} (in the bundle)", chosen.command))
-    )
+    where = "below" if chosen.minimal else "in the bundle"
+    return "; or ".join(filter(None, (chosen.script_command and f"{chosen.script_command} ({where})", chosen.command)))
 
 
 def _join_lines(text: str) -> str:
@@ -163,7 +183,7 @@ def _join_lines(text: str) -> str:
     return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]} ..."
 
 
-def render_issue(head: Head, files: Mapping[str, str], replaced: Counter[str]) -> str:
+def render_issue(head: Head, files: Mapping[str, str], replaced: Counter[str], named: NamedInLogs) -> str:
     """Renders issue.md. head, files: without private text. replaced: number of replacements by kind."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
@@ -177,9 +197,11 @@ def render_issue(head: Head, files: Mapping[str, str], replaced: Counter[str]) -
     if "explain.txt" in shown:
         # Both have the same entry of the catalogue.
         shown.pop("check.txt", None)
+        shown["explain.txt"] = named.write_ranks(shown["explain.txt"])
     text = environment.get_template("issue.md.jinja").render(
         head=head,
         parts={title: shown[name] for name, title in _TITLES.items() if name in shown},
+        script=files.get(MINIMAL_SCRIPT, "").rstrip(),
         environment=shown["environment.txt"],
         of_log_alone=_REPORT not in files and "command.txt" not in files,
         files=sorted(files),
@@ -245,7 +267,8 @@ def make_bundle(evidence: FailureEvidence, redactor: Redactor | None = None) -> 
     heading = "Replaced texts and their numbers; the same text has the same placeholder in every file."
     files[_REPLACED] = "\n".join([heading, "", *(lines or ["nothing"])]) + "\n"
     return Bundle(
-        files={"issue.md": render_issue(clean_head, files, redactor.counts), **files}, replaced=redactor.counts
+        files={"issue.md": render_issue(clean_head, files, redactor.counts, evidence.named), **files},
+        replaced=redactor.counts,
     )
 
 

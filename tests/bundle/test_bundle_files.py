@@ -11,6 +11,7 @@ from support import reports
 from support.inside import Done, doctor
 
 from fsdp_doctor.bundle.issue import MOST_CHARACTERS
+from fsdp_doctor.known.catalogue import read_catalogue
 from fsdp_doctor.machine import environment
 from fsdp_doctor.matrix.selection import Selection, select
 from fsdp_doctor.report.document import convert_report_to_dict
@@ -20,6 +21,7 @@ _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _LOG = _ROOT / "examples" / "verl-5995" / "log.txt"
 _CONFIG = _ROOT / "examples" / "verl-5995" / "config.txt"
 _CASE = "fsdp2/policy/staged/state_dict"
+_MOST_LINES = 150
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +53,7 @@ def test_of_a_log_and_a_configuration_it_has_answers_case_and_script(tmp_path: p
     assert "Known: fsdp2-pinned-policy-half-moved" in files["explain.txt"]
     assert "fsdp2-pinned-policy-half-moved" in files["check.txt"]
     assert "the log shows fsdp2-pinned" in files["case.txt"]
-    assert len(files["issue.md"].splitlines()) <= 80
+    assert len(files["issue.md"].splitlines()) <= _MOST_LINES
     assert files["issue.md"].count("Before torch 2.9 nothing raises") == 1, "an entry is there once"
     assert "### Versions" in files["issue.md"]
     compile(files["repro.py"], "repro.py", "exec")
@@ -65,9 +67,45 @@ def test_an_issue_begins_with_the_failure_its_place_versions_and_reproduction(tm
         "- **What:**": "Attempted to set the storage",
         "- **Where:**": "in get_per_tensor_param",
         "- **Versions:**": "torch",
-        "- **How to reproduce:**": "torchrun --nproc-per-node 2 repro.py",
+        "- **How to reproduce:**": "torchrun --nproc-per-node 1 minimal.py",
     }.items():
         assert [line for line in first if line.startswith(begin) and content in line], first
+
+
+def test_an_issue_has_the_short_script_and_the_whole_remedy(tmp_path: pathlib.Path) -> None:
+    _, files = _bundle(tmp_path, "--log", str(_LOG))
+    assert files["minimal.py"] in files["issue.md"]
+    entry = next(entry for entry in read_catalogue() if entry.id == "fsdp2-pinned-policy-half-moved")
+    # The answer wraps the text.
+    issue = " ".join(files["issue.md"].split())
+    assert " ".join(entry.remedy.split()) in issue
+    assert " ".join(entry.remedies["verl"].split()) in issue
+
+
+_WORKERS = """transformers version: 4.57.1
+PyTorch version: 2.9.1+cu128
+(WorkerDict pid=1187) [rank3]: verl==0.8.0
+(WorkerDict pid=1187) Traceback (most recent call last):
+(WorkerDict pid=1187)   File "/env/lib/python3.11/site-packages/trl/trainer.py", line 7, in step
+(WorkerDict pid=1187) ValueError: no
+(WorkerDict pid=1188) ValueError: no
+"""
+
+
+def test_an_issue_names_each_version_of_the_log_and_ranks_for_pids(tmp_path: pathlib.Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text(_WORKERS)
+    _, files = _bundle(tmp_path, "--log", str(log))
+    head = "\n".join(files["issue.md"].splitlines()[:10])
+    assert all(version in head for version in ("torch 2.9.1", "transformers 4.57.1", "verl 0.8.0", "its trl"))
+    assert "rank 3" in head
+    assert "1187" not in files["issue.md"]
+    assert "pid=1187" in files["log.txt"]
+
+
+def test_a_failure_that_the_catalogue_does_not_know_has_no_short_script(tmp_path: pathlib.Path) -> None:
+    _, files = _bundle(tmp_path, "--report", _report(tmp_path, _broken()))
+    assert ("repro.py" in files, "minimal.py" in files) == (True, False)
 
 
 def test_a_log_may_come_from_standard_input(tmp_path: pathlib.Path) -> None:
@@ -108,7 +146,7 @@ def test_what_was_replaced_in_a_message_matches_anything_in_the_script(tmp_path:
 
 
 @pytest.mark.parametrize("word", ["x", "`" * 9, "me@nowhere.de ", "</details>"])
-def test_an_issue_has_at_most_80_lines_and_fits_into_githubs_limit(tmp_path: pathlib.Path, word: str) -> None:
+def test_an_issue_has_at_most_150_lines_and_fits_into_githubs_limit(tmp_path: pathlib.Path, word: str) -> None:
     log = tmp_path / "log.txt"
     line = word * (3_000 // len(word))
     log.write_text(
@@ -118,7 +156,7 @@ def test_an_issue_has_at_most_80_lines_and_fits_into_githubs_limit(tmp_path: pat
     )
     _, files = _bundle(tmp_path, "--log", str(log), "--report", _report(tmp_path, _broken(line), notes=(line,)))
     assert len(files["issue.md"]) <= MOST_CHARACTERS
-    assert 20 < len(files["issue.md"].splitlines()) <= 80
+    assert 20 < len(files["issue.md"].splitlines()) <= _MOST_LINES
     assert files["issue.md"].splitlines()[-1].startswith("The bundle also holds: ")
 
 

@@ -1,0 +1,66 @@
+"""The names in a log that an issue needs: the versions of packages, and the ranks of processes."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from fsdp_doctor.explain.log_input import LogInput
+
+# Packages whose versions decide what fails, as their distributions are called.
+_PACKAGES = (
+    *("torch", "transformers", "accelerate", "peft", "trl", "verl", "vllm", "sglang", "ray", "lightning"),
+    *("torchtitan", "torchao", "safetensors", "bitsandbytes", "deepspeed", "axolotl", "flash-attn", "triton", "numpy"),
+)
+_ALIASES = {"pytorch": "torch", "pytorch-lightning": "lightning", "flash_attn": "flash-attn"}
+_NAME = "|".join(sorted((*_PACKAGES, *_ALIASES), key=len, reverse=True))
+_VERSION = re.compile(
+    rf"(?<![\w/.-])`?(?P<name>{_NAME})`?(?: version)?\s{{0,3}}(?:==|=|:)?\s{{0,8}}"
+    r"v?(?P<version>\d+\.\d+(?:\.\w+)*(?:\+\w+)?)",
+    re.IGNORECASE,
+)
+_FRAME = re.compile(rf'File "(?:[^"]*/)?(?P<name>{_NAME})/')
+_PID = re.compile(r"\bpid\s?[=:]?\s?(\d+)")
+_RANK = re.compile(r"\brank\s*[=:]?\s*(\d{1,6})\b|\[rank(\d{1,6})\]")
+_LONGEST_LINE = 4_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedInLogs:
+    """versions: by package in the order of the logs; empty for one that stands in a traceback alone. ranks: by pid."""
+
+    versions: dict[str, str] = field(default_factory=dict)
+    ranks: dict[str, int] = field(default_factory=dict)
+
+    def write_ranks(self, text: str) -> str:
+        """Returns the text with the rank of each process in place of its pid."""
+        return _PID.sub(lambda pid: self._write_rank(pid[1]), text)
+
+    def _write_rank(self, pid: str) -> str:
+        return f"rank {self.ranks[pid]}" if pid in self.ranks else "a rank that the log does not number"
+
+
+def read_names(logs: Iterable[pathlib.Path]) -> NamedInLogs:
+    """Reads each log once. A rank stands in the line of its pid or, as torchrun prints it, in one before."""
+    named = NamedInLogs()
+    for log in logs:
+        rank: int | None = None
+        for piece in LogInput(log).read_pieces():
+            for whole in piece.written:
+                line = whole[:_LONGEST_LINE]
+                for found in _FRAME.finditer(line):
+                    named.versions.setdefault(_find_package(found["name"]), "")
+                for found in _VERSION.finditer(line):
+                    name = _find_package(found["name"])
+                    named.versions[name] = named.versions.get(name) or found["version"]
+                if ranks := _RANK.search(line):
+                    rank = int(ranks[1] or ranks[2])
+                if (pid := _PID.search(line)) and rank is not None and (ranks or "exitcode" in line):
+                    named.ranks.setdefault(pid[1], rank)
+    return named
+
+
+def _find_package(name: str) -> str:
+    return _ALIASES.get(name.lower(), name.lower())
