@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 from fsdp_doctor.machine.environment import format_lines
+from fsdp_doctor.matrix.cases import Case
+from fsdp_doctor.matrix.methods import is_user_method
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.report.failure_groups import FailureGroup, group_failures, number_failures
 from fsdp_doctor.report.layout import Grid, find_fixes, make_grids, rerun_command, summarize
@@ -120,7 +122,11 @@ def _block(report: Report, failure: FailureGroup, *, details: bool) -> list[str]
     lines += ["", f"Run again in fresh workers: {confirmed} of {ran_again} gave the same verdict."] if ran_again else []
     lines += ["", *(f"`{case_id}`  " for case_id in shown)]
     lines += [f"and {count - len(shown)} more"] if count > len(shown) else []
-    lines += ["", f"Alone: `{rerun_command(report, failure.results[0])}`", ""]
+    first = failure.results[0]
+    lines += ["", f"Alone: `{rerun_command(report, first)}`", ""]
+    if known is not None and not is_user_method(first.method):
+        short = "; `--minimal` makes it short, where it can be" if isinstance(first.case, Case) else ""
+        lines += [f"As a script: `fsdp-doctor repro '{first.id}'`{short}", ""]
     if details:
         traceback = failure.traceback.rstrip().splitlines()
         if len(traceback) > _TRACEBACK_LINES:

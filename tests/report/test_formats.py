@@ -234,6 +234,13 @@ def test_markdown_has_every_distinct_failure_where_they_fit():
     assert "more distinct failures" not in text
 
 
+def test_markdown_has_the_command_of_a_known_failures_script():
+    known, unknown = result(CASES[0], known="fsdp2-pinned-policy-half-moved"), result(CASES[1], "wrong")
+    assert f"`fsdp-doctor repro '{CASES[0].id}'`" in render(report(known, unknown), "markdown")
+    assert CASES[1].id in render(report(unknown), "markdown")
+    assert "fsdp-doctor repro" not in render(report(unknown), "markdown")
+
+
 def test_markdown_counts_the_distinct_failures_that_did_not_fit():
     results = [result(case, reason=f"trouble {i} " + "long " * 200) for i, case in enumerate(CASES)]
     text = render(report(*results), "markdown")
