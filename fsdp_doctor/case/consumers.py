@@ -72,7 +72,7 @@ def consume(consumer: Consumer, function: MethodFunction, given: MethodArguments
         case Consumer.PACKED:
             return _send_packed(pull, given, note)
         case Consumer.STEP_IN_FLIGHT:
-            return _send_packed(pull, given, note, before=functools.partial(_write_weights, given))
+            return _send_packed(pull, given, note, before=functools.partial(write_weights, given))
         case Consumer.COLOCATED:
             return _send_colocated(iterate_entries(pull()), given, note)
         case Consumer.SHARED_DEVICE:
@@ -258,7 +258,7 @@ def _synchronize(stream: Any) -> None:
 
 
 @torch.no_grad()
-def _write_weights(given: MethodArguments) -> None:
+def write_weights(given: MethodArguments) -> None:
     """Imitates the end of a step: writes every weight with the same bits, by kernels for which nothing waits."""
     for parameter in given.model.parameters():
         local = private.read_local_tensor(parameter).detach()

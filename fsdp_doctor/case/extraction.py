@@ -19,14 +19,15 @@ from fsdp_doctor.case.findings import join_first_names
 from fsdp_doctor.case.lora_reference import compute_merged_weights, compute_rank_parts
 from fsdp_doctor.case.matrix_steps import MatrixSteps
 from fsdp_doctor.case.methods.lookup import MethodFunction
-from fsdp_doctor.case.next_steps import NextSteps
+from fsdp_doctor.case.next_steps import Moment, NextSteps
 from fsdp_doctor.case.recorder import Recorder
 from fsdp_doctor.case.reference import Reference
 from fsdp_doctor.case.runtime import Runtime
-from fsdp_doctor.case.trainer import Trainer, compute_dtype
+from fsdp_doctor.case.trainer import Trainer, Unsupported, compute_dtype
 from fsdp_doctor.case.training_state import train_one_step
 from fsdp_doctor.case.yielded import ExpectedYield, Verifier, YieldedEntry
 from fsdp_doctor.examination.stage_watch import StageWatch, Unwatched
+from fsdp_doctor.matrix.axes import Phase
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.matrix.methods import MatrixMethod, is_user_method
 from fsdp_doctor.text import format_count
@@ -83,6 +84,7 @@ class ExtractionCheck:
         owned: bool = True,
         keeps: bool = False,
         measured: contextlib.AbstractContextManager[None] | None = None,
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
         """Has ``call`` run the method, and verifies the method's result.
 
@@ -91,11 +93,12 @@ class ExtractionCheck:
         owned: whether only ``call`` holds the result, so that the result's memory can be measured.
         keeps: whether all entries are kept, and read once more at the end.
         measured: a context that is entered while the method runs.
+        ended: called when the method has ended, before what it leaves is looked at.
         """
         verifier = Verifier(expected)
         self._recorder.enter("extract")
         with measured or contextlib.nullcontext():
-            self._drain(call, verifier, live_tensors, offloaded_bytes, owned, keeps)
+            self._drain(call, verifier, live_tensors, offloaded_bytes, owned, keeps, ended)
         self._recorder.enter("fingerprint")
         self._recorder.add(problems=verifier.list_problems())
         if self._watches_state:
@@ -110,6 +113,7 @@ class ExtractionCheck:
         offloaded_bytes: int,
         owned: bool,
         keeps: bool,
+        ended: Callable[[], None],
     ) -> None:
         """Runs the method, reads each entry when it comes, verifies them, then looks for memory that was not released.
 
@@ -144,6 +148,7 @@ class ExtractionCheck:
             peak = runtime.read_peak_bytes()
             del items
             timed.wait()
+        ended()
         recorder.add(
             seconds=timed.seconds,
             num_tensors=len(entries),
@@ -214,6 +219,8 @@ class ExtractionSteps(MatrixSteps):
         self._next_steps = next_steps
         self._expected: ExpectedYield | None = None
         self._goes_on = True
+        # Before the training step that a method has trained while it goes on.
+        self._moment: Moment | None = None
 
     def build(self) -> Trainer:
         scenario, runtime, measured = self.scenario, self._runtime, self._recorder.measure_memory
@@ -296,7 +303,27 @@ class ExtractionSteps(MatrixSteps):
             # The second call of a user's function is made for what it keeps, and for what may be kept of it.
             keeps=self._recorder.record.call == 2 and self.method.contract.keeps,
             measured=self._recorder.measure_memory(trainer.watch, "extracted", self.method.name),
+            ended=lambda: self._take_step_back(trainer),
         )
+
+    def train_within(self, trainer: Trainer) -> None:
+        if self.scenario.phase is not Phase.TRAINED:
+            raise Unsupported("a method can have a step trained only after steps, the last of which came to its end")
+        self._moment = Moment(trainer)
+        # The job is not in the context in which it called the method.
+        with torch.inference_mode(False), torch.enable_grad():
+            trainer.resume(undo_staging=self.undoes_staging)
+            self.train_step(trainer)
+        self.check_trained(trainer, 0)
+
+    def _take_step_back(self, trainer: Trainer) -> None:
+        """Takes the trainer back to where the method found it, if the method has trained a step."""
+        if self._moment is not None:
+            self._moment.restore(trainer)
+            self._moment = None
+            trainer.offload()
+            if self.scenario.staging.is_staged:
+                trainer.stage()
 
     def recover(self, trainer: Trainer) -> bool:
         """Has the job recover from the step that raised before the method; returns whether it can train on."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Generator
 from typing import Any
 
+import torch
+from packaging.version import Version
+
 from fsdp_doctor.case import built_scenario
 from fsdp_doctor.case.case_steps import CaseSteps, R
-from fsdp_doctor.case.consumers import consume, prepare_consumer
+from fsdp_doctor.case.consumers import consume, prepare_consumer, write_weights
 from fsdp_doctor.case.methods.lookup import MethodArguments, MethodFunction
 from fsdp_doctor.case.recorder import Recorder
 from fsdp_doctor.case.runtime import Runtime
@@ -78,6 +82,10 @@ class MatrixSteps(CaseSteps[Trainer]):
         """Trains one step."""
         trainer.step()
 
+    def train_within(self, trainer: Trainer) -> None:
+        """Trains a step while the method goes on."""
+        self.train_on(trainer)
+
     def train_on(self, trainer: Trainer) -> None:
         """Brings a prepared trainer back, and trains a step."""
         trainer.resume(undo_staging=self.undoes_staging)
@@ -107,6 +115,7 @@ class MatrixSteps(CaseSteps[Trainer]):
             state=self.state,
             buffers=self.buffers,
             experts=find_experts_mesh(trainer.model),
+            train=functools.partial(self.train_within, trainer),
         )
 
     def watch_state(self, trainer: Trainer) -> None:
@@ -127,6 +136,8 @@ class MatrixSteps(CaseSteps[Trainer]):
             self._recorder.note("poisoned", str(difference))
 
     def call_method(self, trainer: Trainer) -> Any:
+        if self.method.trains:
+            write_weights(self.given)
         return consume(self.scenario.consumer, self._function, self.given, self._recorder.note)
 
     def resume(self, trainer: Trainer) -> None:
@@ -160,7 +171,11 @@ def _explain_impossible(method: MatrixMethod, scenario: Scenario, runtime: Runti
         return reason
     if scenario.consumer is Consumer.SHARED_DEVICE and (runtime.device.type != "emulated" or runtime.world_size == 1):
         return "the order of launches is seen on the emulated device alone, with 2 ranks or more"
-    on_disk = method.name in ("dcp", "save_full_tensors") or method.contract.given in ("dcp", "rank_files")
+    if method.since and Version(torch.__version__) < Version(method.since):
+        return f"torch {torch.__version__} has no {method.name} as the case calls it; {method.since} and newer have"
+    if method.on_accelerator and not runtime.has_accelerator:
+        return f"{method.name} needs an accelerator"
+    on_disk = method.name.startswith(("dcp", "save_full_tensors")) or method.contract.given in ("dcp", "rank_files")
     if on_disk and runtime.num_nodes > 1:
         return "the checkpoint directory is not shared between the nodes"
     return ""

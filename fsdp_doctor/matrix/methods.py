@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from fsdp_doctor.matrix.axes import CheckpointFit, FsdpVersion
+from fsdp_doctor.matrix.axes import CheckpointFit, Context, FsdpVersion, Phase
 from fsdp_doctor.matrix.cases import AnyCase, Scenario
 from fsdp_doctor.matrix.contracts import Direction, Method
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
@@ -31,6 +31,10 @@ class MatrixMethod(Method):
     offloads: the method moves the shards off the device before it yields, and so promises their memory back.
     sends: the framework sends what the method yields, so the method is tried with every consumer.
     optimizer_first: the optimizer is made before the load, also where the model is still on the meta device.
+    since: the oldest torch that has the method; empty if every supported one has it.
+    trains: a job calls the method right after a step, whose kernels may still be writing the weights, and trains on
+        before the method has ended.
+    on_accelerator: torch has the method only where there is an accelerator.
     """
 
     fsdp: tuple[FsdpVersion, ...]
@@ -42,11 +46,15 @@ class MatrixMethod(Method):
     offloads: bool = False
     sends: bool = False
     optimizer_first: bool = False
+    since: str = ""
+    trains: bool = False
+    on_accelerator: bool = False
 
     def applies(self, scenario: Scenario) -> bool:
         """Returns whether the method makes sense in the scenario; the probe finds whether it works."""
         suits = self._suits_loading(scenario) if self.direction == "in" else not scenario.is_of_loading
         suits = suits and (self.sends or not scenario.consumer.needs_sender)
+        suits = suits and (not self.trains or _is_between_steps(scenario))
         return scenario.version in self.fsdp and self.has_values(scenario.values) and suits
 
     def _suits_loading(self, scenario: Scenario) -> bool:
@@ -60,6 +68,12 @@ class MatrixMethod(Method):
         if scenario.checkpoint.saved_elsewhere:
             return self.is_fix or contract.given in ("dcp", "rank_files")
         return scenario.checkpoint.is_of_every_method or whole_model
+
+
+def _is_between_steps(scenario: Scenario) -> bool:
+    """Returns whether a job may save here and train on: nothing has raised, no context is open, no copy in flight."""
+    plain = scenario.context is Context.ORDINARY and scenario.transfer.is_blocking and not scenario.staging.is_staged
+    return plain and scenario.phase is Phase.TRAINED
 
 
 METHODS: tuple[MatrixMethod, ...] = tuple(

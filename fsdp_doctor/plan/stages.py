@@ -176,7 +176,8 @@ _REPLAYS: Mapping[str, Callable[[Timeline, RankShards, RoleSetup], None]] = {
     **dict.fromkeys(
         (
             *("state_dict", "get_model_state_dict.sharded", "get_model_state_dict.sharded+cpu", "sharded_state_dict"),
-            *("local_state_dict", "dcp", "weights_info", "save_full_tensors"),
+            *("local_state_dict", "dcp", "dcp.async_save", "weights_info"),
+            *("dcp.async_save.pinned", "dcp.async_save.not_awaited", "save_full_tensors"),
         ),
         _replay_nothing,
     ),

@@ -68,7 +68,7 @@ def test_every_method_of_the_table_asks_for_what_there_is_alone(row: Any) -> Non
     of_loads = {"state", "buffers"} if row.direction == "in" else set()
     assert (
         set(list_requested_arguments(find_function(row)))
-        <= {"optimizer", "device", "scratch", "control", "experts"} | of_loads
+        <= {"optimizer", "device", "scratch", "control", "experts", "train"} | of_loads
     )
 
 

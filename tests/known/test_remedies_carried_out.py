@@ -17,6 +17,7 @@ from support.ranks import Setting, of_all_ranks, on_ranks, this_device, this_ran
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -204,6 +205,48 @@ def test_a_save_in_the_background_has_the_tensors_of_its_call() -> None:
             dcp.load(template, checkpoint_id=directory)
             assert_equal(template, right)
             together()
+
+
+def _read_back(directory: str, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    template = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in like.items()}
+    dcp.load(template, checkpoint_id=directory)
+    return template
+
+
+@on_the_device
+def test_a_stager_with_a_stream_copies_what_the_step_has_written() -> None:
+    job = Job(wrap_fsdp2)
+    names = {"stager": DefaultStager(StagingOptions()), "gloo": None}
+    with tempfile.TemporaryDirectory() as own:
+        directory = of_all_ranks(own)[0]
+        with torch.emulated.race_detection():
+            job.step()
+            scope = carry_out("FD236", state=get_model_state_dict(job.model), directory=directory, **names)
+            torch.emulated.synchronize()
+            assert not torch.emulated.data_races()
+        right = read_whole(job.model)
+        job.step()
+        scope["saving"].upload_completion.result()
+        assert_equal(_read_back(directory, right), right)
+        together()
+
+
+@on_the_device
+def test_a_save_that_waits_for_the_last_leaves_it_as_it_was() -> None:
+    job = Job(wrap_fsdp2)
+    names = {"stager": DefaultStager(StagingOptions(False, False, False, False)), "gloo": None}
+    with tempfile.TemporaryDirectory() as own:
+        directories = [f"{of_all_ranks(own)[0]}/{step}" for step in range(3)]
+        rights, saving = [], None
+        for directory in directories:
+            rights.append(read_whole(job.model))
+            state = get_model_state_dict(job.model)
+            saving = carry_out("FD237", state=state, directory=directory, saving=saving, **names)["saving"]
+            job.step()
+        saving.result()
+        for directory, right in zip(directories, rights, strict=True):
+            assert_equal(_read_back(directory, right), right)
+        together()
 
 
 @on_the_device

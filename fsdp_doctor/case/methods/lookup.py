@@ -40,6 +40,8 @@ class MethodArguments:
     state: for a method that loads, the checkpoint to load.
     buffers: the non-persistent buffers, by name, on the host, as in a model that was never on the meta device.
     experts: the dim of the mesh along which experts are hidden from FSDP; None if they are not hidden.
+    train: trains the next step of the job, for a method during which the job goes on; every rank calls it, and once.
+        What the method yields is still the state at its call, and the model is taken back when it has ended.
     """
 
     model: nn.Module
@@ -50,6 +52,7 @@ class MethodArguments:
     state: Any = None
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     experts: DeviceMesh | None = None
+    train: Callable[[], None] | None = None
 
 
 MethodFunction = Callable[[MethodArguments], Any]

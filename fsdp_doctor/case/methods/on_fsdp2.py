@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import pathlib
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -105,6 +107,70 @@ def save_and_load_dcp(model: torch.nn.Module, scratch: pathlib.Path, control: di
     finally:
         if dist.get_rank() == 0:
             shutil.rmtree(scratch, ignore_errors=True)
+    return full
+
+
+def save_dcp_in_background(
+    model: torch.nn.Module, scratch: pathlib.Path, control: dist.ProcessGroup, train: Callable[[], None]
+) -> dict[str, Any]:
+    """Saves as torchtitan does: the state is staged by the call, and written while the job trains on."""
+    state = get_model_state_dict(model)
+    saving: Any = dcp.async_save(state, checkpoint_id=scratch, process_group=control)
+    train()
+    saving.result()
+    return read_back_dcp(state, scratch, control)
+
+
+def save_dcp_in_background_pinned(
+    model: torch.nn.Module, scratch: pathlib.Path, control: dist.ProcessGroup, train: Callable[[], None]
+) -> dict[str, Any]:
+    """Saves as torchtitan does with async_with_pinned_mem: the copies are made on a stream of their own."""
+    state = get_model_state_dict(model)
+    stager = staging.DefaultStager(staging.StagingOptions())
+    saving: Any = dcp.async_save(state, checkpoint_id=scratch, process_group=control, async_stager=stager)
+    saving.staging_completion.result()
+    train()
+    saving.upload_completion.result()
+    stager.close()
+    return read_back_dcp(state, scratch, control)
+
+
+def save_dcp_before_the_last_has_ended(
+    model: torch.nn.Module, scratch: pathlib.Path, control: dist.ProcessGroup, train: Callable[[], None]
+) -> dict[str, Any]:
+    """Saves twice with one stager. The first save is not waited for, and its store takes nothing before the second."""
+    takes = threading.Event()
+
+    class SlowStore(dcp.FileSystemWriter):
+        def write_data(self, *plan: Any) -> Any:
+            takes.wait()
+            return super().write_data(*plan)
+
+    state = get_model_state_dict(model)
+    stager: Any = staging.DefaultStager(staging.StagingOptions(False, False, False, False))
+    first: Any = dcp.async_save(
+        state, storage_writer=SlowStore(scratch / "first"), process_group=control, async_stager=stager
+    )
+    try:
+        train()
+        state = get_model_state_dict(model)
+        second: Any = dcp.async_save(state, checkpoint_id=scratch / "second", async_stager=stager)
+        second.result()
+    finally:
+        takes.set()
+        first.result()
+    stager.close()
+    return read_back_dcp(state, scratch, control, "first")
+
+
+def read_back_dcp(
+    state: dict[str, Any], scratch: pathlib.Path, control: dist.ProcessGroup, name: str = ""
+) -> dict[str, Any]:
+    full = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
+    dcp.load(full, checkpoint_id=scratch / name, process_group=control)
+    dist.barrier(group=control)
+    if dist.get_rank() == 0:
+        shutil.rmtree(scratch)
     return full
 
 
