@@ -270,6 +270,13 @@ def test_torchtitan_saves_only_where_it_is_asked_to_and_offloads_only_shards() -
     assert list_cases(result) == []
 
 
+@pytest.mark.parametrize(("mode", "known"), [("disabled", False), ("async", False), ("Async_with_pinned_mem", True)])
+def test_torchtitans_mode_of_saving_decides_how_a_checkpoint_fails(mode: str, known: bool) -> None:
+    result = checked("torchtitan.toml", f"checkpoint.async_mode={mode}", "training.enable_cpu_offload=false")
+    cases = [case for finding in of_kind(result, "known") for case in finding.cases]
+    assert any(case.endswith("dcp.async_save.pinned") for case in cases) is known
+
+
 @pytest.mark.parametrize(
     ("arguments", "version", "offload"),
     [([], "0.6.0", "none"), ([], "0.7.0", "optimizer"), (["model.optim_cpu_offload=false"], "0.7.0", "none")],

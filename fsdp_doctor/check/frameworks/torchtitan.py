@@ -58,8 +58,18 @@ class Torchtitan(FsdpFramework[VersionRange]):
     def list_extractions(self, role: Role, versions: VersionRange, scenario: Scenario) -> Iterator[ExtractionPoint]:
         if self.settings.read_flag("checkpoint.enable", "checkpoint.enable_checkpoint"):
             yield make_extraction_point("checkpoint", scenario, "get_model_state_dict.sharded")
-            yield make_extraction_point("checkpoint", scenario, "dcp")
+            yield make_extraction_point("checkpoint", scenario, self._name_save())
             yield make_loading_point("resume", scenario, "dcp.load.model+optimizer")
+
+    def _name_save(self) -> str:
+        """Names the method that saves; torchtitan compares the mode in lower case, and refuses any other."""
+        match self.settings.read_word("checkpoint.async_mode").lower():
+            case "async":
+                return "dcp.async_save"
+            case "async_with_pinned_mem":
+                return "dcp.async_save.pinned"
+            case _:
+                return "dcp"
 
     def find_problems(self) -> list[ConfigFinding]:
         """An offload under a name that torchtitan does not know."""
