@@ -118,6 +118,8 @@ def _explain_too_large(case: Case, contract: Contract, kind: VerdictKind) -> str
             pass
         case _:
             assert_never(scenario.model)
+    if scenario.offload.way is not None:
+        return f"it needs the offload {scenario.offload}"
     if scenario.checkpoint in (CheckpointFit.OTHER_RUN, CheckpointFit.OTHER_WORLD):
         return "it needs the checkpoint of another run"
     match kind:
