@@ -20,8 +20,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDat
 from torch.distributed.tensor import DTensor
 from typing_extensions import assert_never
 
-from fsdp_doctor.case import models
-from fsdp_doctor.matrix.axes import Backend, CheckpointFit, Model, OffloadWay, Sharding, Strategy
+from fsdp_doctor.case import models, optimizers
+from fsdp_doctor.matrix.axes import Backend, CheckpointFit, Model, OffloadWay, Optimizer, Sharding, Strategy
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.weights.fsdp import private, reader
 from fsdp_doctor.weights.fsdp.reader import ModelContents
@@ -39,8 +39,9 @@ class BuiltFacts:
     groups: the number of process groups. policy: the offload policy, and whether it pins where it says so. casts_to,
     reduces_in: the mixed precision. dtypes: of the parameters. shards_on, shown_on: device types of the parameters'
     shards, and those that the parameters report. pinned: whether the shards in host memory are pinned. moments_on:
-    device types of the optimizer's state, without its step counters. comes_for_step: whether hooks of the optimizer
-    bring its state. has_stepped: whether the optimizer has a state. open_step: the part of a step that has not ended.
+    device types of the optimizer's state, without its step counters. optimizer: its kind. comes_for_step: whether hooks
+    of the optimizer bring its state. has_stepped: whether it has a state. open_step: the part of a step that has not
+    ended.
     model: the class of the model. backends: by device type. ranks: the number of ranks.
     """
 
@@ -57,6 +58,7 @@ class BuiltFacts:
     pinned: frozenset[bool] | None = None
     moments_on: frozenset[str] | None = None
     comes_for_step: bool | None = None
+    optimizer: Optimizer | Literal["another"] | None = None
     has_stepped: bool | None = None
     open_step: Literal["forward", "backward", "none"] | None = None
     model: str | None = None
@@ -120,6 +122,7 @@ def read_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> BuiltFacts
         pinned=frozenset(local.is_pinned() for local in on_host),
         moments_on=frozenset(moment.device.type for moment in moments),
         comes_for_step=bool(private.list_optimizer_hooks(optimizer)),
+        optimizer=optimizers.recognize(optimizer),
         has_stepped=bool(state),
         open_step=reader.find_open_step(model, contents) or "none",
         model=_name_class(plain),
@@ -244,6 +247,7 @@ def derive_facts(scenario: Scenario, *, device: str, ranks: int) -> BuiltFacts:
         pinned=_derive_pinned(scenario, device),
         moments_on=_derive_moment_devices(scenario, device),
         comes_for_step=scenario.offload.way is OffloadWay.AROUND_STEP,
+        optimizer=scenario.optimizer,
         has_stepped=scenario.phase.is_trained,
         open_step=scenario.phase.raised or "none",
         model=_derive_class(scenario.model),

@@ -7,8 +7,8 @@ it as frameworks do, and leave beside it the contents and what their next step m
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
+import io
 import pathlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ from fsdp_doctor.weights.fsdp.reader import ModelTensor
 
 EXTRA_KEY = "extra.weight"
 _EXTRA_SHAPE = (3, 3)
-# Of AdamW: not those of the run that is saved, so that a load which does not bring them is seen.
+# Of the optimizer: not those of the run that is saved, so that a load which does not bring them is seen.
 _OTHER_OPTIONS = {"lr": 5e-4, "weight_decay": 0.1}
 _DCP, _RANK_FILES, _HUB = "dcp", "rank_files", "hub"
 
@@ -110,7 +110,7 @@ def take(scenario: Scenario, runtime: Runtime, save: Callable[[Trainer], None] =
     truth = reference.take(trainer.model, trainer.optimizer, runtime)
     tied = [names for names in reader.read(trainer.model).list_all_names() if len(names) > 1]
     (group,) = trainer.optimizer.state_dict()["param_groups"]
-    raw_optimizer = copy.deepcopy(trainer.optimizer.state_dict())
+    raw_optimizer = _copy_as_file(trainer.optimizer.state_dict())
     data_position = trainer.read_data_position()
     save(trainer)
     train_one_step(trainer)
@@ -124,6 +124,15 @@ def take(scenario: Scenario, runtime: Runtime, save: Callable[[Trainer], None] =
         data_position=data_position,
         went_on=digest_outcome(trainer.model, trainer.optimizer),
     )
+
+
+def _copy_as_file(state: dict[str, Any]) -> dict[str, Any]:
+    """Copies what deepcopy cannot, too: the 8-bit tensors of torchao."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    copied: dict[str, Any] = torch.load(file, weights_only=False)
+    return copied
 
 
 def name_directory(scenario: Scenario, scratch: pathlib.Path) -> pathlib.Path:
@@ -316,7 +325,7 @@ class CheckpointForms:
         files = checkpoint.directory / _HUB if checkpoint.directory and fit is CheckpointFit.HUB else None
         self.files = files
         self._weights = _read_files(files) if files is not None else _make_saved_weights(checkpoint, fit)
-        self._model = trainer.model
+        self._model, self._optimizer = trainer.model, trainer.optimizer
         self._runtime = trainer.runtime
         self._scenario = trainer.scenario
         self._directory = directory
@@ -326,12 +335,13 @@ class CheckpointForms:
         saved = self._checkpoint.directory
         match contract.given:
             case "full":
+                optimizer = self._make_optimizer_state(sharded=False) if contract.loads != "model" else {}
                 if contract.ranks == "rank0" and self._runtime.rank != 0:
                     return _select_loaded(contract, {}, {})
                 weights = self._weights
                 if contract.weights == "adapter":
                     weights = lora_reference.select_adapter_weights(weights)
-                return _select_loaded(contract, weights, self._make_optimizer_state(sharded=False))
+                return _select_loaded(contract, weights, optimizer)
             case "sharded":
                 return _select_loaded(contract, self._make_sharded_weights(), self._make_optimizer_state(sharded=True))
             case "dcp":
@@ -389,8 +399,13 @@ class CheckpointForms:
         return self._scenario.version == 1 and bool(full.ndim) and full.shape != _EXTRA_SHAPE
 
     def _make_optimizer_state(self, *, sharded: bool) -> dict[str, Any]:
-        """Returns the optimizer's state in the form of ``get_optimizer_state_dict``, by parameter names."""
+        """Returns the optimizer's state in the form of ``get_optimizer_state_dict``, by parameter names.
+
+        Every rank must call it.
+        """
         like = self._find_sharded_tensors()
+        if not self._scenario.optimizer.has_full_state:
+            return self._make_state_of_tensors(like, sharded=sharded)
         state: dict[str, dict[str, Any]] = {}
         for name, full in self._checkpoint.moments.items():
             parameter, _, key = name.rpartition(".")
@@ -398,7 +413,27 @@ class CheckpointForms:
             state.setdefault(parameter, {})[key] = value
         buffers = {name for buffer in reader.read(self._model).buffers for name in buffer.names}
         names = [name for name in like if name not in buffers and name not in self._checkpoint.tied_names]
+        optimized = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        # Of a tensor that FSDP1 shards there is no parameter by itself.
+        names = [name for name in names if (tensor := like[name]) is None or id(tensor.tensor) in optimized]
         return {"state": state, "param_groups": [{**self._checkpoint.options, "params": names}]}
+
+    def _make_state_of_tensors(self, like: dict[str, ModelTensor | None], *, sharded: bool) -> dict[str, Any]:
+        """Makes the same of state that only its own tensors can hold, such as 8-bit codes."""
+        names = {id(t.tensor): t.names[0] for t in like.values() if t is not None}
+        (group,) = self._optimizer.param_groups
+        in_order = [names[id(parameter)] for parameter in group["params"]]
+
+        def place(value: Any) -> Any:
+            if sharded or not isinstance(value, DTensor):
+                return value
+            on_device: Any = value.to(self._runtime.device)
+            return on_device.full_tensor()
+
+        # A setter may keep the tensors that it is given.
+        entries = _copy_as_file(self._checkpoint.raw_optimizer)["state"].items()
+        state = {in_order[index]: {key: place(value) for key, value in values.items()} for index, values in entries}
+        return {"state": state, "param_groups": [{**self._checkpoint.options, "params": in_order}]}
 
 
 def _select_loaded(contract: Contract, weights: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:

@@ -227,7 +227,7 @@ def find_optimizer_problems(
         findings.note("wrong", what, "the number of param groups")
     for group, wanted in zip(groups, options, strict=False):
         for key in wanted.keys() | group.keys():
-            if _make_plain(group.get(key)) != _make_plain(wanted.get(key)):
+            if _is_other_option(group.get(key), wanted.get(key)):
                 findings.note("wrong", f"is {group.get(key)!r}, not {wanted.get(key)!r}", f"the option {key}")
     return findings.list_problems()
 
@@ -240,13 +240,14 @@ def read_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def _make_plain(value: Any) -> Any:
-    """Turns a list into a tuple, because a setter of torch turns tuples into lists, which no optimizer minds."""
-    return tuple(value) if isinstance(value, list) else value
+def _is_other_option(ours: Any, wanted: Any) -> bool:
+    """Returns whether an option is another; a setter of torch turns tuples into lists, which no optimizer minds."""
+    ours, wanted = (tuple(value) if isinstance(value, list) else value for value in (ours, wanted))
+    return isinstance(ours, torch.Tensor) != isinstance(wanted, torch.Tensor) or bool(ours != wanted)
 
 
-def count_optimized(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[int, int]:
-    """Returns (number of the model's parameters that the optimizer has, number of the model's parameters)."""
-    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+def count_optimized(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> tuple[int, int]:
+    """Returns (number of the model's parameters that an optimizer has, number of the model's parameters)."""
+    optimized = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     parameters = list(model.parameters())
     return sum(id(parameter) in optimized for parameter in parameters), len(parameters)

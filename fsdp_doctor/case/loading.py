@@ -133,7 +133,7 @@ class LoadingSteps(MatrixSteps):
     def check_resumed(self, trainer: Trainer) -> None:
         recorder = self._recorder
         self._runtime.synchronize()
-        num, total = count_optimized(trainer.optimizer, trainer.model)
+        num, total = count_optimized(trainer.optimizers, trainer.model)
         if num != total:
             recorder.note("poisoned", f"the optimizer holds {num} of the model's {total} parameters")
         pieces = local_pieces.list_model_pieces(trainer.model, self._right)

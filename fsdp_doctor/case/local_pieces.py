@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_doctor.case.optimizers import read_values
 from fsdp_doctor.case.sharding import compute_tensor_part, read_contents
 from fsdp_doctor.weights.fsdp import private
 from fsdp_doctor.weights.fsdp.reader import FlatSlice, Fsdp1Unit, ModelContents, ModelTensor
@@ -73,7 +74,9 @@ def list_optimizer_pieces(
         parameter, _, key = name.rpartition(".")
         if parameter in tensors:
             tensor = tensors[parameter]
-            piece = _make_piece(name, optimizer.state.get(tensor.tensor, {}).get(key), full, tensor.placed)
+            state = optimizer.state.get(tensor.tensor, {}).get(key)
+            is_alike = state is None or state.shape == tensor.tensor.shape
+            piece = _make_piece(name, state, full, tensor.placed if is_alike else state)
         else:
             piece = _read_state_in_unit(places[parameter], optimizer, name, full)
         if piece is None:
@@ -174,15 +177,15 @@ def _read_state_in_unit(
     if state is None or state.ndim == 0 or full.ndim == 0:
         return _make_piece(name, state, full, full)
     begin = 0 if unit.keeps_originals else place.begin
-    held = state.detach().reshape(-1)[begin : begin + len(place.mine)]
+    held = read_values(state).reshape(-1)[begin : begin + len(place.mine)]
     expected = place.cut_part(full)
     return LocalPiece(names=(name,), shown=state, device=state.device, held=held, expected=expected)
 
 
 def _make_piece(name: str, state: torch.Tensor | None, full: torch.Tensor, placed: torch.Tensor) -> LocalPiece | None:
-    """Makes the piece of one tensor. placed: a tensor that is placed as the parameter is."""
+    """Makes the piece of one tensor. placed: a tensor that is placed as the state is."""
     if state is None:
         return None
-    held = private.read_local_tensor(state).detach()
+    held = read_values(state)
     expected = cut_part(placed, full) if state.ndim else full
     return LocalPiece(names=(name,), shown=state, device=state.device, held=held, expected=expected)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_doctor.case.optimizers import read_values
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.sharding import compute_tensor_part, list_ranks, read_contents
 from fsdp_doctor.weights.fsdp import private
@@ -24,8 +25,6 @@ from fsdp_doctor.weights.fsdp.shards import LayoutError, LocalPart
 _BATCH_BYTES = 256 << 20
 # In the same order on every rank.
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-# The optimizer under test is AdamW. A rank without a piece of a parameter does not know the names of its state.
-_ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(kw_only=True)
@@ -92,8 +91,8 @@ def _list_tensor_parts(
         name = parameter.names[0]
         reference.parameters.append(name)
         for key, state in _list_states(optimizer, parameter.tensor):
-            local = _copy_to_host(private.read_local_tensor(state))
-            placed = parameter.placed if state.ndim else state
+            local = _copy_to_host(read_values(state))
+            placed = parameter.placed if state.shape == parameter.tensor.shape else state
             yield _Part(local, _make_joiner(reference.optimizer, f"{name}.{key}", placed, state.dtype))
 
 
@@ -147,7 +146,7 @@ def _list_unit_parts(
             yield from _list_original_state_parts(reference, names, unit, optimizer)
             continue
         for key, state in _list_states(optimizer, unit.flat_parameter):
-            yield _Part(_copy_to_host(state), _make_cutter(reference.optimizer, names, f".{key}", unit))
+            yield _Part(_copy_to_host(read_values(state)), _make_cutter(reference.optimizer, names, f".{key}", unit))
 
 
 def _make_cutter(
@@ -175,10 +174,12 @@ def _list_original_state_parts(
 
     The state on each rank holds the piece of the parameter that is in the rank's shard, or nothing.
     """
+    # A rank without a piece of a parameter has no state of it, and has the same keys of others.
+    keys = sorted({key for state in optimizer.state.values() for key in state}, key=lambda key: (key != "step", key))
     for name, shape, parameter in zip(names, unit.shapes, unit.originals, strict=True):
         states = dict(optimizer.state.get(parameter, {}))
-        for key in _ADAM_STATE:
-            local = _copy_to_host(states[key]) if key in states else torch.empty(0)
+        for key in keys:
+            local = _copy_to_host(read_values(states[key])) if key in states else torch.empty(0)
             yield _Part(local, _make_stitcher(reference.optimizer, f"{name}.{key}", shape, unit))
 
 

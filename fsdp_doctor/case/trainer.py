@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from typing_extensions import assert_never
 
-from fsdp_doctor.case import models, offloading, sharding
+from fsdp_doctor.case import models, offloading, optimizers, sharding
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.examination.stage_watch import Unwatched
 from fsdp_doctor.matrix.axes import CheckpointFit, OffloadWay, Precision, Sharding
@@ -29,7 +29,7 @@ from fsdp_doctor.weights.fsdp import private
 class Start:
     """The start of a trainer.
 
-    options: options of AdamW. same_batches: whether every rank trains on the batches of rank 0.
+    options: options of the optimizer. same_batches: whether every rank trains on the batches of rank 0.
     saves: whether the trained model is saved for another number of ranks. There may then be too few ranks for two dims
     of a mesh, so that one dim has one rank.
     """
@@ -124,14 +124,24 @@ class Trainer:
         )
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """AdamW over the parameters that the model has now."""
+        """The scenario's optimizer over the parameters that the model has now; those that it does not take have another
+        one, without state.
+        """
         # torch's kernels for many tensors at once refuse DTensors of several meshes.
         sharding = self.scenario.sharding
         foreach = False if sharding is Sharding.TP or sharding.is_of_experts else None
-        optimizer = torch.optim.AdamW(self.model.parameters(), foreach=foreach, **self._options)
+        optimizer, *self._others = optimizers.make_optimizers(
+            self.scenario.optimizer, self.model, foreach=foreach, options=self._options
+        )
         if self.scenario.offload.way is OffloadWay.AROUND_STEP:
-            offloading.keep_state_on_host(optimizer, self.runtime.device)
+            for each in (optimizer, *self._others):
+                offloading.keep_state_on_host(each, self.runtime.device)
         return optimizer
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The scenario's optimizer, and the one for what it does not take."""
+        return (self.optimizer, *self._others)
 
     def read_data_position(self) -> torch.Tensor:
         """Returns the position of this rank in the order of its batches, for :meth:`seek`."""
@@ -142,7 +152,7 @@ class Trainer:
         self._generator.set_state(position)
 
     def step(self, after_forward: Callable[[], object] = lambda: None) -> None:
-        """Forward, backward, AdamW: parameters and optimizer state must be loaded.
+        """Forward, backward, optimizer: parameters and optimizer state must be loaded.
 
         after_forward: called between the first forward and its backward.
         """
@@ -154,8 +164,9 @@ class Trainer:
         if self.scenario.version == 1 and self.scenario.offload.way is OffloadWay.PARTIAL:
             # FSDP1 waits for the gradients that it copies to the host only if its root is offloaded.
             self.runtime.synchronize()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self._drop_gradients()
         self.num_steps += 1
         if not bool(torch.isfinite(loss)):
             raise FloatingPointError(f"the loss of training step {self.num_steps} is {float(loss)}")
@@ -192,7 +203,7 @@ class Trainer:
         hook.remove()
         # While the modules show what they computed with: a state dict would reshard them, and its gradients would stay.
         self.model.zero_grad()
-        self.optimizer.zero_grad()
+        self._drop_gradients()
         self.seek(position)
 
     def recover(self) -> bool:
@@ -211,9 +222,13 @@ class Trainer:
         if isinstance(self.model, FullyShardedDataParallel):
             position = self.read_data_position()
             self._compute_loss().backward()
-            self.optimizer.zero_grad()
+            self._drop_gradients()
             self.seek(position)
         return True
+
+    def _drop_gradients(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def offload(self) -> None:
         """The framework's manual offload, where the scenario has one."""
@@ -221,10 +236,10 @@ class Trainer:
         if self.scenario.param_offload:
             offloading.offload(self.model, non_blocking=non_blocking)
         if self.scenario.optimizer_offload:
-            offloading.move_optimizer(self.optimizer, torch.device("cpu"), non_blocking=non_blocking)
+            self._move_state(torch.device("cpu"), non_blocking=non_blocking)
         if self.scenario.offload.way is OffloadWay.MOVED:
             offloading.move_shards(self.model, torch.device("cpu"), pin_memory=self.runtime.has_accelerator)
-            offloading.move_optimizer(self.optimizer, torch.device("cpu"))
+            self._move_state(torch.device("cpu"))
 
     def stage(self) -> None:
         """verl's load_fsdp_model_to_gpu before the extraction, under every offload."""
@@ -253,10 +268,10 @@ class Trainer:
         if self.scenario.param_offload:
             self._load_parameters()
         if self.scenario.optimizer_offload:
-            offloading.move_optimizer(self.optimizer, self.runtime.device)
+            self._move_state(self.runtime.device)
         if self.scenario.offload.way is OffloadWay.MOVED:
             offloading.move_shards(self.model, self.runtime.device, pin_memory=False)
-            offloading.move_optimizer(self.optimizer, self.runtime.device)
+            self._move_state(self.runtime.device)
 
     def list_tensor_ids(self) -> set[int]:
         """Ids of the tensors that live as long as the trainer: yielding one of them keeps nothing alive."""
@@ -264,6 +279,10 @@ class Trainer:
         tensors = (*self.model.parameters(), *self.model.buffers(), *state)
         shards = (private.read_local_tensor(tensor) for tensor in tensors if isinstance(tensor, DTensor))
         return {id(tensor) for tensor in (*tensors, *shards)}
+
+    def _move_state(self, device: torch.device, *, non_blocking: bool = False) -> None:
+        for optimizer in self.optimizers:
+            offloading.move_optimizer(optimizer, device, non_blocking=non_blocking)
 
     def _load_parameters(self) -> None:
         non_blocking = not self.scenario.transfer.is_blocking
@@ -294,4 +313,6 @@ def _explain_impossible(scenario: Scenario, runtime: Runtime, *, saves: bool) ->
         return reason
     if scenario.model.is_custom and runtime.custom_model is None:
         return "the model 'custom' needs --model DIR"
+    if reason := optimizers.explain_unsupported(scenario.optimizer, has_accelerator=runtime.has_accelerator):
+        return reason
     return models.explain_unsupported(scenario.model, fused=scenario.sharding.divides_experts)

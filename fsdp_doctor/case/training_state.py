@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_doctor.case import local_pieces
+from fsdp_doctor.case import local_pieces, optimizers
 from fsdp_doctor.case.findings import join_first_names, view_as_bits
 from fsdp_doctor.case.reference import Reference, divide_into_batches
 from fsdp_doctor.case.trainer import Trainer
@@ -150,11 +150,11 @@ def _list_step_hooks(module: nn.Module) -> tuple[Any, ...]:
 
 
 def list_optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, str, Any]]:
-    """Yields (number of the parameter, name of the state, its value)."""
+    """Yields (number of the parameter, name of the state, its value), of 8-bit state each of its tensors."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
-        for key, value in optimizer.state.get(parameter, {}).items():
-            yield index, key, value
+        for key, state in optimizer.state.get(parameter, {}).items():
+            yield from ((index, name, value) for name, value in optimizers.list_memories(key, state))
 
 
 def _digest_tensors(tensors: list[torch.Tensor]) -> list[str]:

@@ -83,6 +83,7 @@ class JobOptions:
             backend=["mixed"],
             transfer=["blocking"],
             precision=["bf16-compute"],
+            optimizer=["adamw"],
             context=["ordinary"],
             method=methods,
         ).select()

@@ -62,6 +62,7 @@ class SelectionOptions:
     pinning: Annotated[list[str] | None, declare_axis("pinning")] = None
     transfer: Annotated[list[str] | None, declare_axis("transfer")] = None
     precision: Annotated[list[str] | None, declare_axis("precision")] = None
+    optimizer: Annotated[list[str] | None, declare_axis("optimizer")] = None
     init: Annotated[list[str] | None, declare_axis("init")] = None
     checkpoint: Annotated[list[str] | None, declare_axis("checkpoint")] = None
     context: Annotated[list[str] | None, declare_axis("context")] = None
@@ -101,7 +102,7 @@ class SelectionOptions:
         bool,
         typer.Option(
             "--fix",
-            help="Also run our own methods: full_tensors, local_shards, load_full_tensors, load_optimizer_state; with "
+            help="Also run our own methods: full_tensors, local_shards, load_full_tensors, load_optimizer_state, their saves; with "
             "--framework, each method that has a fix once more, with its function replaced.",
         ),
     ] = False

@@ -235,7 +235,7 @@ class PreparationSteps(SessionSteps):
             elif name not in trains and changed and not is_tied:
                 findings.note("poisoned", "a training step changed what is frozen", name)
         self.recorder.add(problems=findings.list_problems())
-        optimized, total = count_optimized(trainer.optimizer, trainer.model)
+        optimized, total = count_optimized((trainer.optimizer,), trainer.model)
         if trains and not optimized:
             self.recorder.note("poisoned", f"the optimizer holds {optimized} of the model's {total} parameters")
 

@@ -29,6 +29,7 @@ AxisName: TypeAlias = Literal[
     "pinning",
     "transfer",
     "precision",
+    "optimizer",
     "init",
     "checkpoint",
     "context",
@@ -439,6 +440,32 @@ class Precision(AxisValue):
                 assert_never(self)
 
 
+class Optimizer(AxisValue):
+    """Selects the optimizer whose state is made by the steps of a trained model."""
+
+    ADAMW = "adamw", "AdamW as torch makes it: over lists of tensors, with step counters on the host"
+    SGD = "sgd", "SGD with momentum 0.9"
+    MUON = "muon", "Muon for the matrices, torch 2.9 and newer; an SGD of its own, without state, for the rest"
+    ADAFACTOR = "adafactor", "torch's Adafactor; of a flat parameter it keeps the second moments whole, not as factors"
+    ADAMW_FUSED = "adamw-fused", "AdamW(fused=True), with step counters beside the parameters"
+    ADAMW_CAPTURABLE = "adamw-capturable", "AdamW(capturable=True), as a CUDA graph takes it"
+    ADAMW_8BIT = "adamw-8bit", "torchao's AdamW8bit: blocks of 8-bit codes with a scale each, and a tensor for lr"
+    TENSOR_LR = "tensor-lr", "AdamW(lr=torch.tensor(...)), on the host"
+
+    @property
+    def has_full_state(self) -> bool:
+        """Returns whether its state has tensors with a value for each element of the parameter, and single values."""
+        match self:
+            case Optimizer.ADAMW_8BIT:
+                return False
+            case Optimizer.ADAMW | Optimizer.SGD | Optimizer.MUON | Optimizer.ADAFACTOR:
+                return True
+            case Optimizer.ADAMW_FUSED | Optimizer.ADAMW_CAPTURABLE | Optimizer.TENSOR_LR:
+                return True
+            case _:
+                assert_never(self)
+
+
 class Init(AxisValue):
     """Selects where the model is before a load."""
 
@@ -584,6 +611,7 @@ _ENUMS: dict[str, type[AxisValue]] = {
     "pinning": Pinning,
     "transfer": Transfer,
     "precision": Precision,
+    "optimizer": Optimizer,
     "init": Init,
     "checkpoint": CheckpointFit,
     "context": Context,

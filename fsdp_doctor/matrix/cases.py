@@ -30,6 +30,7 @@ from fsdp_doctor.matrix.axes import (
     Offload,
     OffloadFlag,
     OffloadWay,
+    Optimizer,
     Phase,
     Pinning,
     Precision,
@@ -60,6 +61,7 @@ class Scenario:
     pinning: Pinning = Pinning.PINNED
     transfer: Transfer = Transfer.BLOCKING
     precision: Precision = Precision.BF16_COMPUTE
+    optimizer: Optimizer = Optimizer.ADAMW
     init: Init = Init.MATERIALIZED
     checkpoint: CheckpointFit = CheckpointFit.EXACT
     context: Context = Context.ORDINARY
@@ -150,6 +152,8 @@ class Scenario:
             return "an uneven model has an odd number of experts, which two groups of ranks cannot share evenly"
         if not self.precision.casts and self.checkpoint is CheckpointFit.FP32:
             return "a model for the checkpoint fp32 has bfloat16 parameters, and never computes in float32"
+        if reason := self._explain_no_optimizer():
+            return reason
         if self.model.is_custom and not self.dims.is_even:
             return "the dimensions of a model given with --model are its own"
         if self.checkpoint.is_of_tied_weights and not (self.model.is_tied or self.model.is_custom):
@@ -163,6 +167,20 @@ class Scenario:
         if self.offload.takes_shards_away or self.staging.is_staged:
             return "a model on the meta device has no memory that could be moved"
         return ""
+
+    def _explain_no_optimizer(self) -> str:
+        """Explains why the optimizer cannot train such a model; empty if it can."""
+        match self.optimizer:
+            case Optimizer.MUON if self.version == 1:
+                return "Muon takes matrices, and the optimizer of FSDP1 has flat parameters"
+            case Optimizer.ADAMW_8BIT if self.version == 1:
+                return "torchao has no 8-bit state of FSDP1's flat shards here, which are no multiples of its blocks"
+            case Optimizer.ADAFACTOR if self.version == 2:
+                return "torch's Adafactor squares the norms of gradients in place, which DTensors refuse"
+            case Optimizer.ADAMW_CAPTURABLE if self.policy:
+                return "a capturable AdamW steps on the device, and the policy has it step on the host"
+            case _:
+                return ""
 
 
 @dataclass(frozen=True, order=True)

@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 
 from typing_extensions import assert_never
 
-from fsdp_doctor.matrix.axes import AXES, AXIS, OFFLOADS, OffloadWay
+from fsdp_doctor.matrix.axes import AXES, AXIS, OFFLOADS, OffloadWay, Optimizer
 from fsdp_doctor.matrix.cases import Scenario, make_scenario
 from fsdp_doctor.matrix.contracts import Direction
 
@@ -37,9 +37,21 @@ _DISTINCT_OFFLOADS = ("none", *_MANUAL, "policy")
 _WAYS = tuple(OffloadWay)
 _BUILT_WAYS = (OffloadWay.PARTIAL, OffloadWay.MOVED, OffloadWay.AROUND_STEP)
 _EACH_KIND = ("none", "param", "policy")
+_WITH_OPTIMIZER = ("none", "optimizer", "policy")
 _FSDP2, _FSDP1, _BOTH, _ALL = ("fsdp2",), ("fsdp1",), ("fsdp2", "fsdp1"), ("fsdp2", "fsdp1", "fsdp1-orig")
 _UNSTAGED, _STAGED = ("unstaged",), ("staged",)
 _RAISED = ("after-raised-forward", "after-raised-backward")
+_SAMPLED_OPTIMIZERS = ("muon", "adamw-8bit")
+# By optimizer, the strategies and offloads with which it can train.
+_OPTIMIZERS = {
+    "sgd": (_ALL, _WITH_OPTIMIZER),
+    "muon": (_FSDP2, _WITH_OPTIMIZER),
+    "adafactor": (("fsdp1", "fsdp1-orig"), _WITH_OPTIMIZER),
+    "adamw-fused": (_ALL, _WITH_OPTIMIZER),
+    "adamw-capturable": (_ALL, ("none", "optimizer")),
+    "adamw-8bit": (_FSDP2, _WITH_OPTIMIZER),
+    "tensor-lr": (_ALL, _WITH_OPTIMIZER),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +92,7 @@ _DEFAULT_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         _vary_extraction(_BOTH, _NONE, _UNSTAGED, precision="fp32-compute"),
         _vary_extraction(_BOTH, _PARAM, _UNSTAGED, precision="fp32-compute"),
         _vary_extraction(_BOTH, _POLICY, _STAGED, precision="fp32-compute"),
+        *(_vary_extraction(_FSDP2, _NONE, _UNSTAGED, optimizer=optimizer) for optimizer in _SAMPLED_OPTIMIZERS),
         _vary_extraction(_FSDP2, _POLICY, _UNSTAGED, context="inference"),
         _vary_extraction(_FSDP1, _NONE, _UNSTAGED, context="inference"),
         *(_vary_extraction(_BOTH, _NONE, _UNSTAGED, phase=raised) for raised in _RAISED),
@@ -96,6 +109,7 @@ _DEFAULT_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         _vary_load(_FSDP2, _POLICY, _UNSTAGED, precision="fp32-compute"),
         _vary_load(_FSDP1, _NONE, _UNSTAGED, precision="fp32-compute"),
         _vary_load(_FSDP1, _POLICY, _STAGED, precision="fp32-compute"),
+        *(_vary_load(_FSDP2, optimizer=optimizer) for optimizer in _SAMPLED_OPTIMIZERS),
         _vary_load(_BOTH, context="inference"),
         *(_vary_load(_BOTH, phase=raised) for raised in _RAISED),
         _vary_load(_FSDP2, ("none", "policy"), init="meta"),
@@ -115,7 +129,7 @@ _DEFAULT_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
 }
 
 # The default matrix samples these axes: some of their values, with the methods that a framework is known to use.
-_SAMPLED = ("precision", "context", "consumer")
+_SAMPLED = ("precision", "optimizer", "context", "consumer")
 _CONSUMERS = ("second-group", "slow", "packed", "step-in-flight", "colocated", "keeps-views", "in-place")
 _MODELS = ("qwen3-tied", "qwen3-buffers", "qwen2", "qwen3-moe", "qwen3.5", "qwen3-lora")
 _DIVIDED_EXPERTS = ("2d", "hidden-experts")
@@ -142,6 +156,7 @@ _FULL_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         _vary_extraction(offloads=_MANUAL, dims="uneven", transfer="nonblocking"),
         _vary_extraction(offloads=_EACH_KIND, precision="fp32-compute"),
         _vary_extraction(offloads=("none", "policy"), precision="fp32-compute", sharding="size1"),
+        *(_vary_extraction(*where, _UNSTAGED, optimizer=optimizer) for optimizer, where in _OPTIMIZERS.items()),
         _vary_extraction(offloads=_EACH_KIND, context="no_grad"),
         _vary_extraction(offloads=_EACH_KIND, context="inference"),
         # With these a method of torch's hangs, which takes a deadline each.
@@ -182,6 +197,15 @@ _FULL_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         _vary_load(_ALL, _POLICY, _STAGED, precision="fp32-compute"),
         _vary_load(_ALL, _POLICY, _STAGED, precision="fp32-compute", phase="trained"),
         _vary_load(_FSDP2, ("none", "policy"), precision="fp32-compute", init="meta"),
+        *(_vary_load(*where, optimizer=optimizer) for optimizer, where in _OPTIMIZERS.items()),
+        *(
+            variant
+            for optimizer, (strategies, _) in _OPTIMIZERS.items()
+            for variant in (
+                _vary_load(strategies, optimizer=optimizer, phase="trained"),
+                _vary_load(strategies, optimizer=optimizer, checkpoint="other-world"),
+            )
+        ),
         _vary_load(_ALL, _EACH_KIND, context="no_grad"),
         _vary_load(_ALL, _EACH_KIND, context="inference"),
         _vary_load(_ALL, _EACH_KIND, dims="uneven"),
@@ -251,7 +275,8 @@ def has_methods_in_use_alone(level: Level, scenario: Scenario, asked: bool) -> b
         case "quick":
             return True
         case "default":
-            return is_sampled(scenario) and not asked
+            # Few methods concern an optimizer, and all of them are tried.
+            return is_sampled(scenario) and not asked and scenario.optimizer is Optimizer.ADAMW
         case "full":
             return False
         case _:

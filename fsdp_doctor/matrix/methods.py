@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from fsdp_doctor.matrix.axes import CheckpointFit, Context, FsdpVersion, Phase
+from fsdp_doctor.matrix.axes import CheckpointFit, Context, FsdpVersion, Optimizer, Phase
 from fsdp_doctor.matrix.cases import AnyCase, Scenario
 from fsdp_doctor.matrix.contracts import Direction, Method
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 
-FIX, LOADING_FIX, OPTIMIZER_FIX = "full_tensors", "load_full_tensors", "load_optimizer_state"
+FIX, LOADING_FIX = "full_tensors", "load_full_tensors"
+SAVING_OPTIMIZER_FIX, OPTIMIZER_FIX = "save_optimizer_state", "load_optimizer_state"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,14 @@ class MatrixMethod(Method):
         suits = self._suits_loading(scenario) if self.direction == "in" else not scenario.is_of_loading
         suits = suits and (self.sends or not scenario.consumer.needs_sender)
         suits = suits and (not self.trains or _is_between_steps(scenario))
+        suits = suits and (self._concerns_optimizers or scenario.optimizer is Optimizer.ADAMW)
         return scenario.version in self.fsdp and self.has_values(scenario.values) and suits
+
+    @property
+    def _concerns_optimizers(self) -> bool:
+        """Returns whether the method is tried with every optimizer: it reads or loads a state, or must keep one."""
+        is_of_state = self.contract.form == "optimizer" or self.contract.loads != "model"
+        return is_of_state or self.name in (FIX, LOADING_FIX) or is_user_method(self.name)
 
     def _suits_loading(self, scenario: Scenario) -> bool:
         """Returns whether the method can load a model on meta, and its checkpoint can differ as the scenario says."""
@@ -108,6 +116,9 @@ def explain_impossible(method: MatrixMethod, scenario: Scenario) -> str:
             return "an optimizer is loaded for a model that has its weights, not for a model on the meta device"
         if scenario.checkpoint.is_of_weights_alone:
             return f"{scenario.checkpoint} is a checkpoint of weights, and {method.name} loads an optimizer"
+    is_of_full_state = method.contract.form == "optimizer" or method.contract.loads == "optimizer"
+    if method.is_fix and is_of_full_state and not scenario.optimizer.has_full_state:
+        return f"{method.name} refuses the state of {scenario.optimizer}, which has no value for each element"
     if method.without_mesh and not scenario.sharding.has_one_mesh:
         return f"{method.name} needs a model without a device mesh, and {scenario.sharding} is built with one"
     if method.contract.form == "flat" and scenario.strategy.uses_original_parameters:
@@ -136,5 +147,5 @@ def find_fix(name: str, fsdp: int) -> str:
     if contract.form == "local":
         return name
     if contract.direction == "out":
-        return FIX
+        return SAVING_OPTIMIZER_FIX if contract.form == "optimizer" else FIX
     return LOADING_FIX if contract.loads == "model" else OPTIMIZER_FIX

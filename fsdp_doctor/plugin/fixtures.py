@@ -109,7 +109,7 @@ class FsdpCase:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """AdamW over the model's parameters."""
+        """The scenario's optimizer over the model's parameters; of Muon over its matrices."""
         return self._whole_trainer.optimizer
 
     @property

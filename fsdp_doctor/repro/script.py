@@ -13,7 +13,7 @@ from typing_extensions import assert_never
 from fsdp_doctor import __version__
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known import signatures
-from fsdp_doctor.matrix.axes import CheckpointFit, Context, Model, OffloadWay, Sharding
+from fsdp_doctor.matrix.axes import CheckpointFit, Context, Model, OffloadWay, Optimizer, Sharding
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.methods import MatrixMethod, explain_impossible, find_method, is_user_method
@@ -37,6 +37,7 @@ def render_script(case: Case, expectation: Expectation, name: str = "repro.py", 
     method_module = read_method_module(method)
     scenario = case.scenario
     packages = ("torch", "transformers", "peft")[: 2 + scenario.model.has_adapters]
+    packages += ("torchao",) if scenario.optimizer is Optimizer.ADAMW_8BIT else ()
     num_ranks, mesh = choose_mesh(case)
     text = _TEMPLATES.get_template(_TEMPLATE[method.direction]).render(
         case=case,
@@ -48,6 +49,8 @@ def render_script(case: Case, expectation: Expectation, name: str = "repro.py", 
         num_ranks=num_ranks,
         mesh=mesh,
         config=_name_config(scenario.model),
+        optimizer=_write_optimizer(scenario.optimizer, "1e-3" if method.contract.loads == "model" else "lr"),
+        state_keys=_write_state_keys(scenario.optimizer),
         with_mesh=not method.without_mesh,
         offloads=method.offloads,
         optimizer_first=method.optimizer_first,
@@ -144,6 +147,44 @@ def _name_config(model: Model) -> str:
             raise ValueError("a model of the user's own has no script")
         case _:
             assert_never(model)
+
+
+def _write_optimizer(optimizer: Optimizer, lr: str) -> str:
+    """The expression that makes the optimizer. Muon has no second one here: the rest of the model stays as it is."""
+    match optimizer:
+        case Optimizer.ADAMW:
+            return f"torch.optim.AdamW(model.parameters(), lr={lr})"
+        case Optimizer.SGD:
+            return f"torch.optim.SGD(model.parameters(), momentum=0.9, lr={lr})"
+        case Optimizer.MUON:
+            return f"torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr={lr})"
+        case Optimizer.ADAFACTOR:
+            return f"torch.optim.Adafactor(model.parameters(), lr={lr})"
+        case Optimizer.ADAMW_FUSED:
+            return f"torch.optim.AdamW(model.parameters(), fused=True, lr={lr})"
+        case Optimizer.ADAMW_CAPTURABLE:
+            return f"torch.optim.AdamW(model.parameters(), capturable=True, lr={lr})"
+        case Optimizer.ADAMW_8BIT:
+            return f"AdamW8bit(model.parameters(), lr={lr})"
+        case Optimizer.TENSOR_LR:
+            return f"torch.optim.AdamW(model.parameters(), lr=torch.tensor({lr}))"
+        case _:
+            assert_never(optimizer)
+
+
+def _write_state_keys(optimizer: Optimizer) -> str:
+    """The tuple of the keys of the state that the optimizer makes for each parameter."""
+    match optimizer:
+        case Optimizer.SGD | Optimizer.MUON:
+            return '("momentum_buffer",)'
+        case Optimizer.ADAFACTOR:
+            return '("step", "variance")'
+        case Optimizer.ADAMW | Optimizer.ADAMW_FUSED | Optimizer.ADAMW_CAPTURABLE:
+            return '("step", "exp_avg", "exp_avg_sq")'
+        case Optimizer.ADAMW_8BIT | Optimizer.TENSOR_LR:
+            return '("step", "exp_avg", "exp_avg_sq")'
+        case _:
+            assert_never(optimizer)
 
 
 def _call(module: str, function: str, direction: Direction, context: Context) -> str:

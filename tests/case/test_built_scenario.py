@@ -37,6 +37,7 @@ _OTHERWISE: tuple[tuple[Scenario, Scenario, set[str]], ...] = (
         _PLAIN.change(strategy="fsdp1"),
         {"casts_to", "reduces_in"},
     ),
+    *((_PLAIN.change(optimizer=other), _PLAIN, {"optimizer"}) for other in ("sgd", "muon", "adamw-fused", "tensor-lr")),
     (_PLAIN.change(checkpoint="fp32"), _PLAIN, {"dtypes"}),
     (_PLAIN, _PLAIN.change(offload="optimizer"), {"moments_on"}),
     (_PLAIN.change(offload="optimizer"), _PLAIN.change(offload="optimizer-around-step"), {"comes_for_step"}),

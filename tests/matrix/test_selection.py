@@ -21,7 +21,8 @@ def values(cases, axis):
 
 def is_plain(case):
     scenario = case.scenario
-    ordinary = (scenario.precision, scenario.context, scenario.consumer) == ("bf16-compute", "ordinary", "alone")
+    axes = ("precision", "optimizer", "context", "consumer")
+    ordinary = all(scenario.values[axis] == AXIS[axis].default for axis in axes)
     return ordinary and not scenario.model.has_experts
 
 
@@ -95,7 +96,7 @@ def test_the_default_matrix_tries_every_method_after_a_step_that_raised():
 
 
 def test_the_default_matrix_samples_full_precision_inference_mode_and_experts():
-    sampled = [case for case in select(Selection()) if not is_plain(case)]
+    sampled = [case for case in select(Selection()) if not is_plain(case) and case.scenario.optimizer == "adamw"]
     assert values(sampled, "precision") == set(AXIS["precision"].values)
     assert values(sampled, "context") == {"ordinary", "inference"}
     assert values([case for case in sampled if case.scenario.model.has_experts], "checkpoint") == {"exact", "hub"}
@@ -104,6 +105,24 @@ def test_the_default_matrix_samples_full_precision_inference_mode_and_experts():
     }
     assert directions == set(itertools.product((1, 2), ("out", "in")))
     assert all(find_method(case.method, case.scenario.version).used_by for case in sampled)
+
+
+def test_the_default_matrix_tries_muon_and_8_bit_state_with_every_method_of_optimizers():
+    cases = [case for case in select(Selection()) if case.scenario.optimizer != "adamw"]
+    assert values(cases, "optimizer") == {"muon", "adamw-8bit"}
+    for scenario in {case.scenario for case in cases}:
+        direction = "out" if scenario.phase.is_trained else "in"
+        methods = {method.name for method in list_methods(scenario, direction) if not method.is_fix}
+        assert {case.method for case in cases if case.scenario == scenario} == methods
+        assert all("optim" in name for name in methods if name != "rank_files.model+optimizer")
+
+
+def test_another_optimizer_has_only_methods_that_concern_its_state():
+    for value in AXIS["optimizer"].values:
+        scenario = make_scenario({"strategy": "fsdp2", "offload": "none", "staging": "unstaged", "optimizer": value})
+        names = {method.name for method in list_methods(scenario)}
+        assert {FIX, "load_full_tensors", "save_optimizer_state", "load_optimizer_state"} <= names
+        assert ("state_dict" in names) == (value == AXIS["optimizer"].default)
 
 
 def test_requested_values_get_every_method_and_no_other_precision_or_context():
@@ -210,18 +229,14 @@ def test_fix_adds_the_fix_once_to_each_scenario():
     assert len(added) == len(set(added))
     assert {case.scenario for case in added} == {case.scenario for case in without}
     fixes = {(c.scenario, find_fix(c.method, c.scenario.version)) for c in without}
-    others = {
-        (s, name)
-        for s, method in fixes
-        for name in ("local_shards", "save_full_tensors")
-        if method == FIX and not s.consumer.needs_sender
-    }
-    assert fixes | others == {(c.scenario, c.method) for c in added}
+    directions = {(scenario, find_method(name, scenario.version).direction) for scenario, name in fixes}
+    all_of_ours = {(s, m.name) for s, direction in directions for m in list_methods(s, direction) if m.is_fix}
+    assert fixes <= all_of_ours == {(c.scenario, c.method) for c in added}
 
 
 def test_fix_joins_cases_given_by_id():
     found = ids(case_ids=("fsdp2/none/staged/dcp", "fsdp2/none/staged/unshard"), fix=True)
-    fixes = (FIX, "local_shards", "save_full_tensors")
+    fixes = (FIX, "local_shards", "save_full_tensors", "save_optimizer_state")
     assert found == [f"fsdp2/none/staged/{name}" for name in ("dcp", "unshard", *fixes)]
 
 
@@ -232,7 +247,8 @@ def test_the_fix_can_be_named_as_a_method():
 def test_fix_stays_beside_what_an_expression_leaves_and_nowhere_else():
     expression = "fsdp2 and policy+param and staged and not optimizer and dcp and not load"
     found = ids(expression=expression, fix=True)
-    assert found == [f"fsdp2/policy+param/staged/{name}" for name in ("dcp", FIX, "local_shards", "save_full_tensors")]
+    ours = (FIX, "local_shards", "save_full_tensors", "save_optimizer_state")
+    assert found == [f"fsdp2/policy+param/staged/{name}" for name in ("dcp", *ours)]
 
 
 def test_an_expression_leaves_exactly_the_ids_it_matches():
@@ -307,4 +323,10 @@ def test_an_id_whose_strategy_lacks_its_method_is_a_usage_error(case_id):
 
 def test_a_named_method_of_one_direction_brings_no_fix_of_the_other():
     cases = select(Selection(methods=("unshard",), fix=True))
-    assert {case.method for case in cases} == {"unshard", FIX, "local_shards", "save_full_tensors"}
+    assert {case.method for case in cases} == {
+        "unshard",
+        FIX,
+        "local_shards",
+        "save_full_tensors",
+        "save_optimizer_state",
+    }

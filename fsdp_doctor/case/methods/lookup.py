@@ -25,7 +25,7 @@ from fsdp_doctor.matrix.contracts import Contract
 from fsdp_doctor.matrix.methods import MatrixMethod
 from fsdp_doctor.weights.extract import full_tensors, local_shards
 from fsdp_doctor.weights.load import load_full_tensors, load_optimizer_state
-from fsdp_doctor.weights.save import save_full_tensors
+from fsdp_doctor.weights.save import save_full_tensors, save_optimizer_state
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -133,6 +133,18 @@ def save_by_fix(model: nn.Module, experts: DeviceMesh | None, scratch: pathlib.P
             full |= load_file(file)
         shutil.rmtree(scratch)
     return full
+
+
+def save_optimizer_by_fix(
+    model: nn.Module, optimizer: torch.optim.Optimizer, experts: DeviceMesh | None, scratch: pathlib.Path
+) -> dict[str, torch.Tensor]:
+    """Saves, and returns on rank 0 what torch reads from the file."""
+    save_optimizer_state(model, optimizer, scratch, experts=experts)
+    if dist.get_rank() != 0:
+        return {}
+    saved = torch.load(scratch / "optimizer.pt", weights_only=True)
+    shutil.rmtree(scratch)
+    return {f"{name}.{key}": value for name, values in saved["state"].items() for key, value in values.items()}
 
 
 def load_by_fix(model: nn.Module, state: Any, buffers: Any, experts: DeviceMesh | None) -> Any:

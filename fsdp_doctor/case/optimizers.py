@@ -1,0 +1,116 @@
+"""The optimizers of the axis: what makes each of them, how one is recognized, and the memory of its state."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from typing_extensions import assert_never
+
+from fsdp_doctor.matrix.axes import Optimizer
+from fsdp_doctor.weights.fsdp import private
+
+
+def explain_unsupported(kind: Optimizer, *, has_accelerator: bool) -> str:
+    """Explains why the optimizer cannot be made here; empty if it can."""
+    match kind:
+        case Optimizer.MUON:
+            is_there = hasattr(torch.optim, "Muon")
+            return "" if is_there else f"torch {torch.__version__} has no Muon; 2.9 and newer have"
+        case Optimizer.ADAMW_8BIT:
+            is_there = importlib.util.find_spec("torchao") is not None
+            return "" if is_there else "AdamW8bit is torchao's, which is not installed"
+        case Optimizer.ADAMW_CAPTURABLE:
+            return "" if has_accelerator else "a capturable AdamW needs an accelerator"
+        case Optimizer.ADAMW | Optimizer.SGD | Optimizer.ADAFACTOR | Optimizer.ADAMW_FUSED | Optimizer.TENSOR_LR:
+            return ""
+        case _:
+            assert_never(kind)
+
+
+def make_optimizers(
+    kind: Optimizer, model: nn.Module, *, foreach: bool | None, options: Mapping[str, Any]
+) -> tuple[torch.optim.Optimizer, ...]:
+    """Makes the optimizer of the axis over the parameters that the model has now, and one for those it does not take.
+
+    foreach: of AdamW and SGD. options: of the first; all kinds have them. The other one has the same in every run.
+    """
+    parameters = list(model.parameters())
+    match kind:
+        case Optimizer.ADAMW:
+            return (torch.optim.AdamW(parameters, foreach=foreach, **options),)
+        case Optimizer.SGD:
+            return (torch.optim.SGD(parameters, momentum=0.9, foreach=foreach, **options),)
+        case Optimizer.MUON:
+            muon: Any = vars(torch.optim)["Muon"]
+            matrices, others = ([p for p in parameters if (p.ndim == 2) is wanted] for wanted in (True, False))
+            return muon(matrices, **options), torch.optim.SGD(others, lr=1e-3)
+        case Optimizer.ADAFACTOR:
+            return (torch.optim.Adafactor(parameters, **options),)
+        case Optimizer.ADAMW_FUSED:
+            return (torch.optim.AdamW(parameters, fused=True, **options),)
+        case Optimizer.ADAMW_CAPTURABLE:
+            return (torch.optim.AdamW(parameters, capturable=True, foreach=foreach, **options),)
+        case Optimizer.ADAMW_8BIT:
+            return (_make_8bit(parameters, options),)
+        case Optimizer.TENSOR_LR:
+            lr = torch.tensor(options["lr"], device="cpu")
+            return (torch.optim.AdamW(parameters, foreach=False, **{**options, "lr": lr}),)
+        case _:
+            assert_never(kind)
+
+
+def _make_8bit(parameters: list[nn.Parameter], options: Mapping[str, Any]) -> torch.optim.Optimizer:
+    import torchao.optim
+
+    class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]
+        """Steps without torch.compile, which has no compiler for the emulated device; torch's setters step, too."""
+
+        def step(self, closure: Any = None) -> Any:
+            with torch.compiler.set_stance("force_eager"):
+                return super().step(closure)
+
+    optimizer: torch.optim.Optimizer = AdamW8bit(parameters, **options)
+    return optimizer
+
+
+def recognize(optimizer: torch.optim.Optimizer) -> Optimizer | Literal["another"]:
+    """Returns the value of the axis that an optimizer has, by its class and its options."""
+    group = optimizer.param_groups[0]
+    match type(optimizer).__name__:
+        case "SGD":
+            return Optimizer.SGD
+        case "Muon":
+            return Optimizer.MUON
+        case "Adafactor":
+            return Optimizer.ADAFACTOR
+        case "AdamW8bit":
+            return Optimizer.ADAMW_8BIT
+        case "AdamW":
+            if group["fused"]:
+                return Optimizer.ADAMW_FUSED
+            if group["capturable"]:
+                return Optimizer.ADAMW_CAPTURABLE
+            return Optimizer.TENSOR_LR if isinstance(group["lr"], torch.Tensor) else Optimizer.ADAMW
+        case _:
+            return "another"
+
+
+def read_values(state: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a state tensor; of 8-bit codes the values that they stand for."""
+    local = private.read_local_tensor(state).detach()
+    return local.dequantize() if hasattr(local, "__tensor_flatten__") else local
+
+
+def list_memories(key: str, state: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors of this rank of which a state consists, by name: of 8-bit codes also their scales."""
+    local = private.read_local_tensor(state) if isinstance(state, torch.Tensor) else state
+    if not hasattr(local, "__tensor_flatten__"):
+        yield key, state
+        return
+    names, _ = local.__tensor_flatten__()
+    for name in names:
+        yield f"{key}.{name}", getattr(local, name)
