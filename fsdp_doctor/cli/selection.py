@@ -102,8 +102,8 @@ class SelectionOptions:
         bool,
         typer.Option(
             "--fix",
-            help="Also run our own methods: full_tensors, local_shards, load_full_tensors, load_optimizer_state, their saves; with "
-            "--framework, each method that has a fix once more, with its function replaced.",
+            help="Also run our own methods: full_tensors, local_shards, load_full_tensors, load_optimizer_state, "
+            "and what saves; with --framework, each method that has a fix once more, with its function replaced.",
         ),
     ] = False
     last_failed: Annotated[

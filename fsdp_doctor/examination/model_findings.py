@@ -55,6 +55,8 @@ def find_after_load(
     if optimizer is not None:
         yield from _check_optimizer_parameters(contents, optimizer)
         yield from _check_moment_dtypes(contents, optimizer)
+        yield from _check_step_counters(contents, optimizer)
+        yield from _check_unmade_state(contents, optimizer)
     yield from _check_changed_parameters(model, contents)
     if dist.is_initialized() and (unknown := tuple(read_groups(contents).find_unknown())):
         yield Finding(
@@ -164,6 +166,51 @@ def _check_moment_dtypes(contents: ModelContents, optimizer: torch.optim.Optimiz
             names=names,
             entry="moments-take-the-parameters-dtype",
             remedy="load the state while the parameters have their own dtype; load_optimizer_state() keeps it.",
+        )
+
+
+def _check_step_counters(contents: ModelContents, optimizer: torch.optim.Optimizer) -> Iterator[Finding]:
+    """A move of the whole state takes the counters with it: verl's load of an offloaded optimizer does."""
+    names = {id(parameter): name for name, parameter in _list_trainable(contents)}
+    waits = tuple(
+        names[id(parameter)]
+        for group in optimizer.param_groups
+        # Adam and its kin, unless their kernels read the counter themselves.
+        if "capturable" in group and not (group["capturable"] or group.get("fused"))
+        for parameter in group["params"]
+        if id(parameter) in names
+        and isinstance(step := optimizer.state.get(parameter, {}).get("step"), torch.Tensor)
+        and step.device.type not in ("cpu", "meta")
+    )
+    if waits:
+        yield Finding(
+            kind="counters-on-device",
+            severity="note",
+            sentence=f"Step counters on the device, of an optimizer that is neither fused nor capturable: "
+            f"{join_few(waits)}; its step reads each on the host, and so waits for the device as often.",
+            names=waits,
+            remedy="for state in optimizer.state.values(): state['step'] = state['step'].cpu()",
+        )
+
+
+def _check_unmade_state(contents: ModelContents, optimizer: torch.optim.Optimizer) -> Iterator[Finding]:
+    """``zeros_like(parameter.data)`` raises for a half-moved parameter, whose storage is on another device."""
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    names = tuple(
+        name
+        for name, parameter in _list_trainable(contents)
+        if id(parameter) in trained
+        and not optimizer.state.get(parameter)
+        and private.read_local_tensor(parameter).device.type != parameter.device.type
+    )
+    if names:
+        yield Finding(
+            kind="state-cannot-be-made",
+            severity="bad",
+            sentence=f"Half-moved, and without state in the optimizer: {join_few(names)}; an optimizer that makes its "
+            "state from parameter.data, at once or in its first step, raises.",
+            names=names,
+            remedy='model.to("cpu"), then each buffer back to the device, and only then make the optimizer and step.',
         )
 
 

@@ -128,6 +128,46 @@ def test_the_remedy_for_optimizer_state_elsewhere_leads_to_right_steps() -> None
 
 
 @on_the_device
+def test_the_remedy_for_step_counters_on_the_device_leads_to_right_steps() -> None:
+    for build in (wrap_fsdp2, wrap_fsdp1):
+        job, twin = Job(build), Job(build)
+        assert not has(job, "counters-on-device")
+        for state in job.optimizer.state.values():
+            state |= {key: value.to(this_device()) for key, value in state.items()}
+        assert has(job, "counters-on-device")
+        for state in job.optimizer.state.values():
+            state["step"] = state["step"].cpu()
+        assert not has(job, "counters-on-device")
+        assert_same_steps(job, twin)
+
+
+@on_the_device
+def test_counters_of_a_fused_or_capturable_adamw_belong_on_the_device() -> None:
+    for options in ({"fused": True}, {"capturable": True}):
+        job = Job(wrap_fsdp2, steps=0)
+        job.optimizer = torch.optim.AdamW(job.shards.values(), **options)  # type: ignore[arg-type]
+        job.step()
+        assert next(iter(job.optimizer.state.values()))["step"].device.type == this_device().type
+        assert not has(job, "counters-on-device")
+
+
+@on_the_device
+def test_the_remedy_for_state_that_cannot_be_made_leads_to_right_steps() -> None:
+    wrap_policy = functools.partial(wrap_fsdp2, offload_policy=CPUOffloadPolicy())
+    job, twin = (Job(lambda net: wrap_policy(net).cpu(), steps=0) for _ in range(2))
+    job.model.to(this_device())
+    assert has(job, "state-cannot-be-made")
+    with pytest.raises(RuntimeError, match="Attempted to set the storage"):
+        [torch.zeros_like(shard.data) for shard in job.shards.values()]
+    job.model.to("cpu")
+    move_buffers(job.model)
+    for each in (job, twin):
+        each.optimizer = torch.optim.Adagrad(each.shards.values())
+    assert not has(job, "state-cannot-be-made")
+    assert_same_steps(job, twin)
+
+
+@on_the_device
 def test_the_remedy_for_a_moved_fsdp1_module_leads_to_right_steps() -> None:
     for use_orig_params in (False, True):
         wrap = functools.partial(wrap_fsdp1, use_orig_params=use_orig_params)

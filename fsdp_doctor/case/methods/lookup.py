@@ -24,6 +24,7 @@ from fsdp_doctor.matrix.axes import Context
 from fsdp_doctor.matrix.contracts import Contract
 from fsdp_doctor.matrix.methods import MatrixMethod
 from fsdp_doctor.weights.extract import full_tensors, local_shards
+from fsdp_doctor.weights.fingerprints.keyed_sum import compute_column_keys
 from fsdp_doctor.weights.load import load_full_tensors, load_optimizer_state
 from fsdp_doctor.weights.save import save_full_tensors, save_optimizer_state
 
@@ -140,6 +141,8 @@ def save_optimizer_by_fix(
 ) -> dict[str, torch.Tensor]:
     """Saves, and returns on rank 0 what torch reads from the file."""
     save_optimizer_state(model, optimizer, scratch, experts=experts)
+    # Keys on the device that stay for the process: not memory that the call keeps.
+    compute_column_keys.cache_clear()
     if dist.get_rank() != 0:
         return {}
     saved = torch.load(scratch / "optimizer.pt", weights_only=True)
