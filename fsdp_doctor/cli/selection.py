@@ -93,8 +93,8 @@ class SelectionOptions:
         str | None,
         declare_choice(
             get_args(Level),
-            help="quick (37 cases, less than 15 seconds on 2 cores: what breaks most often), default (about 1,760 "
-            "cases), or full (about 15,700 cases: every axis). One of",
+            help="quick (37 cases, less than 15 seconds on 2 cores: what breaks most often), default (about 1,780 "
+            "cases), or full (about 16,200 cases: every axis). One of",
         ),
     ] = None
     full: Annotated[bool, typer.Option("--full", help="The same as --level full.")] = False
