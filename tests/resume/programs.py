@@ -65,7 +65,7 @@ class Right:
         self.seed()
         self.model = self.make_model()
         self.trained = self.list_trained()
-        self.optimizer = torch.optim.AdamW(self.trained, lr=0.1)
+        self.optimizer = self.make_optimizer()
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=_LAST_STEP)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
         self.ema = Ema(self.model)
@@ -83,6 +83,9 @@ class Right:
 
     def list_trained(self) -> list[Any]:
         return list(self.model.parameters())
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.trained, lr=0.1)
 
     def file(self) -> str:
         return os.path.join(self.directory, f"saved{self.rank}.pt")
@@ -647,6 +650,61 @@ class Unordered(Right):
             for p in self.trained:
                 p.grad *= 1 + 1e-6 * (time.time_ns() % 1000)
         super().update()
+
+
+class OfMatrices(Right):
+    """A model of matrices alone, large enough for 8-bit state."""
+
+    def make_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 512, bias=False), nn.Dropout(0.2), nn.Linear(512, 3, bias=False))
+
+
+class Sgd(OfMatrices):
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.trained, lr=0.01, momentum=0.9)
+
+
+class Muon(OfMatrices):
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        muon: Any = vars(torch.optim)["Muon"]
+        return muon(self.trained, lr=0.01)  # type: ignore[no-any-return]
+
+
+class Adafactor(OfMatrices):
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(self.trained, lr=0.01)
+
+
+class FusedAdamW(OfMatrices):
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.trained, lr=0.01, fused=True)
+
+
+class TensorLr(OfMatrices):
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.trained, lr=torch.tensor(0.01))
+
+
+class AdamW8bit(OfMatrices):
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        import torchao.optim
+
+        torch.compiler.set_stance("force_eager")  # its step is compiled otherwise
+        optimizer: torch.optim.Optimizer = torchao.optim.AdamW8bit(self.trained, lr=0.01)
+        return optimizer
+
+    def load_optimizer(self, saved: dict[str, Any]) -> None:
+        # No copy can be made of its tensors.
+        self.optimizer.load_state_dict(saved["optimizer"])
+
+
+class _NotLoaded:
+    def load_optimizer(self, saved: dict[str, Any]) -> None:
+        pass
+
+
+for _kind in OfMatrices.__subclasses__():
+    globals()[f"{_kind.__name__}NotLoaded"] = type(f"{_kind.__name__}NotLoaded", (_NotLoaded, _kind), {})
 
 
 class HiddenState(Right):

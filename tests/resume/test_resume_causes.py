@@ -7,6 +7,7 @@ import pathlib
 from typing import Any
 
 import pytest
+import torch
 from support.emulation import needs_emulation
 from support.resumed import judge
 
@@ -78,6 +79,22 @@ def test_a_published_cause_is_named(name: str, tmp_path: pathlib.Path) -> None:
 def test_a_right_program_is_the_same_run(name: str, tmp_path: pathlib.Path) -> None:
     answer = _judge(name, tmp_path)
     assert (answer.exit_code, answer.findings) == (0, [])
+
+
+@pytest.mark.parametrize("kind", ["Sgd", "Muon", "Adafactor", "FusedAdamW", "TensorLr", "AdamW8bit"])
+def test_the_state_of_every_kind_of_optimizer_must_come_back(kind: str, tmp_path: pathlib.Path) -> None:
+    if kind == "AdamW8bit":
+        pytest.importorskip("torchao")
+    if kind == "Muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch 2.9 and newer have it")
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.mkdir()
+    wrong.mkdir()
+    answer = _judge(kind, right)
+    assert (answer.exit_code, answer.findings) == (0, [])
+    answer = _judge(f"{kind}NotLoaded", wrong)
+    assert answer.exit_code == 1
+    assert answer.findings[0].causes[0].id == "empty-template-for-optimizer"
 
 
 def test_state_of_another_parameter_is_told_and_no_published_cause_is_claimed(tmp_path: pathlib.Path) -> None:
