@@ -15,7 +15,6 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_doctor import LoadError, SaveError, load_optimizer_state, save_optimizer_state
 
-
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 
 
