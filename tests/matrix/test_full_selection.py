@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 
+from fsdp_doctor.errors import CannotRun
 from fsdp_doctor.matrix.axes import AXES, AXIS
 from fsdp_doctor.matrix.cases import Case
 from fsdp_doctor.matrix.selection import Selection, select
@@ -36,7 +37,11 @@ def test_two_filters_with_full_select_the_cases_common_to_both_filters() -> None
     whole = set(_whole())
     met = 0
     for asked in _TWO_VALUES:
-        selected = set(_full(**asked))
+        try:
+            selected = set(_full(**asked))
+        except CannotRun:
+            # Without our own methods nothing loads the Hub's files beside some optimizers.
+            continue
         if selected <= whole:
             met += 1
             (first, one), (second, other) = asked.items()
