@@ -138,12 +138,14 @@ def merge(
     """Merge reports of several versions of torch or of a framework into one, and say what changed between them.
 
     Prints a line for each case: what it showed since which version. Where a file is written, it prints a line for each
-    environment, and for each case that changed.
+    environment, and for each way in which cases changed.
     """
     from fsdp_doctor.report.page import write_page
     from fsdp_doctor.report.versions.merged import (
         read_either,
         render_cases,
+        render_changed_cases,
+        render_changes,
         render_environments,
         render_incomplete,
         summarize_merged,
@@ -157,11 +159,12 @@ def merge(
         write_merged(json_file, merged)
     if html is not None:
         write_page(html, merged)
-    brief = (json_file is not None or html is not None) and not every_case
-    lines = [
-        *(render_environments(merged) if brief and not changes else render_incomplete(merged)),
-        *render_cases(merged, only_changes=changes or brief),
-    ]
+    if changes:
+        lines = [*render_incomplete(merged), *render_changed_cases(merged)]
+    elif every_case or (json_file is None and html is None):
+        lines = [*render_incomplete(merged), *render_cases(merged)]
+    else:
+        lines = [*render_environments(merged), *render_changes(merged)]
     if lines:
         print("\n".join(lines))
     print(summarize_merged(merged), file=sys.stderr)

@@ -250,15 +250,34 @@ def render_incomplete(merged: MergedReport) -> Iterator[str]:
             yield f"{environment.name}\tincomplete\t{environment.ended}"
 
 
-def render_cases(merged: MergedReport, only_changes: bool = False) -> Iterator[str]:
-    """One line for each case, or for each that changed: the statements on it, else the verdict of each environment."""
+def render_cases(merged: MergedReport) -> Iterator[str]:
+    """One line for each case: the statements on versions that ran it, else the verdict of each environment."""
     for case in merged.cases:
-        if case.changes or not only_changes:
-            parts = [f"{statement.where}: {statement.text}" for statement in case.statements] or [
-                f"{environment.name}: {merged.show(case, number)}"
-                for number, environment in enumerate(merged.environments)
-            ]
-            yield "\t".join([case.id, *parts])
+        parts = [f"{statement.where}: {statement.text}" for statement in case.statements if statement.periods] or [
+            f"{environment.name}: {merged.show(case, number)}"
+            for number, environment in enumerate(merged.environments)
+            if case.outcomes[number] is not None
+        ]
+        yield "\t".join([case.id, *parts])
+
+
+def render_changed_cases(merged: MergedReport) -> Iterator[str]:
+    """One line for each case that changed: the statements that say how."""
+    for case in merged.cases:
+        if case.changes:
+            said = [f"{statement.where}: {statement.text}" for statement in case.statements if statement.changes]
+            yield "\t".join([case.id, *said])
+
+
+def render_changes(merged: MergedReport) -> Iterator[str]:
+    """One line for each way in which cases changed: the first of them, and how many more there are."""
+    changed: dict[str, dict[str, None]] = {}
+    for case in merged.cases:
+        for statement in case.statements:
+            if statement.changes:
+                changed.setdefault(statement.text, {})[case.id] = None
+    for text, (first, *others) in changed.items():
+        yield "\t".join([text, first, *([f"and {len(others)} more"] if others else [])])
 
 
 def summarize_merged(merged: MergedReport) -> str:

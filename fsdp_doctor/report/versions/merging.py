@@ -296,7 +296,10 @@ def _list_version_rows(environments: Sequence[Environment]) -> list[_VersionRow]
         for index, environment in enumerate(environments):
             if environment.packages.get(package):
                 facts = _list_facts(environment)
-                words = [_describe_machine(environment), *(f"{name} {facts.get(name) or 'none'}" for name in differing)]
+                words = [
+                    _describe_machine(environment),
+                    *(f"{name} {facts[name]}" for name in differing if facts.get(name)),
+                ]
                 groups.setdefault(", ".join(words), []).append(index)
         rows += [
             _make_version_row(package, where, environments, group) for where, group in groups.items() if len(group) > 1

@@ -25,6 +25,7 @@ from fsdp_doctor.report.versions.merged import (
     convert_merged_to_dict,
     make_merged_schema,
     read_merged,
+    render_changes,
     render_incomplete,
     summarize_merged,
     write_merged,
@@ -124,6 +125,19 @@ def test_devices_and_frameworks_are_told_apart() -> None:
         "torch 2.11.0, emulated, 2 ranks of emulated, transformers 5.0",
         "torch 2.11.0, emulated, 2 ranks of emulated, transformers 5.1",
     ]
+
+
+def test_a_package_that_an_environment_lacks_is_not_named() -> None:
+    merged = _merged(
+        *(_of(torch, "ok", **packages) for torch in ("2.10.0", "2.11.0") for packages in ({}, {"verl": "0.9.1"}))
+    )
+    where = [statement.where for statement in merged.cases[0].statements]
+    assert where == ["2 ranks of emulated", "2 ranks of emulated, verl 0.9.1"]
+
+
+def test_cases_that_changed_alike_are_one_line_of_the_summary() -> None:
+    merged = _merged(_of("2.10.0", "crash", "crash"), _of("2.11.0", "ok", "ok"))
+    assert list(render_changes(merged)) == [f"crash since torch 2.10, ok from 2.11\t{_ONE.id}\tand 1 more"]
 
 
 def test_a_column_shows_why_its_environment_could_not_be_made() -> None:
@@ -258,7 +272,7 @@ def test_a_report_is_merged_whether_it_is_compressed_or_not(
     plain, compressed = tmp_path / "one.json", tmp_path / "two.json.gz"
     write_report(plain, _of("2.10.0", "crash"))
     compressed.write_bytes(gzip.compress(_REPORT_TEXT.encode()))
-    merge_command(reports=[plain, compressed], json_file=tmp_path / "all.json.gz")
+    merge_command(reports=[plain, compressed], json_file=tmp_path / "all.json.gz", every_case=True)
     printed = capsys.readouterr()
     assert f"{_ONE.id}\t2 ranks of emulated: crash since torch 2.10, ok from 2.11\n" in printed.out
     assert "1 case in 2 environments" in printed.err
@@ -303,7 +317,7 @@ def test_the_committed_report_merged_again_is_itself() -> None:
     assert dataclasses.replace(again, version=merged.version) == merged
 
 
-def test_writing_a_file_prints_a_line_for_each_environment_and_change(
+def test_writing_a_file_prints_a_line_for_each_environment_and_way_of_change(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {"a.json": _of("2.10.0", "crash", "ok", "unsupported"), "b.json": _of("2.11.0", "ok", "ok")}
@@ -315,7 +329,7 @@ def test_writing_a_file_prints_a_line_for_each_environment_and_change(
     assert capsys.readouterr().out.splitlines() == [
         "torch 2.10.0, emulated\t1 ok, 1 bad, 1 not run",
         "torch 2.11.0, emulated\t2 ok, 0 bad, 1 not run",
-        changed,
+        f"crash since torch 2.10, ok from 2.11\t{_ONE.id}",
     ]
     merge_command(reports=reports, json_file=tmp_path / "all.json", changes=True)
     assert capsys.readouterr().out.splitlines() == [changed]
