@@ -9,6 +9,7 @@ or -1, statements, whether it changed). A number in a row is an index into the l
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import pathlib
 import re
@@ -16,9 +17,11 @@ from typing import Any, get_args
 
 import jinja2
 from markupsafe import Markup
+from packaging.version import Version
 
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known.catalogue import read_catalogue
+from fsdp_doctor.known.failures import DOCUMENTATION
 from fsdp_doctor.known.signatures import DEVICE
 from fsdp_doctor.matrix.axes import AXIS
 from fsdp_doctor.matrix.contracts import Direction
@@ -33,6 +36,7 @@ from fsdp_doctor.report.versions.merged import (
     MergedVerdict,
     Outcome,
 )
+from fsdp_doctor.report.versions.merging import make_version_key, strip_build
 from fsdp_doctor.verdict.classification import GOOD, MEANING, VerdictKind
 
 # In this order they are one script.
@@ -68,6 +72,7 @@ def render_page(merged: MergedReport, picture: str = "") -> str:
     """
     if not merged.cases:
         raise UsageError("the reports have no results, so there is nothing to show on a page")
+    merged = put_newest_first(merged)
     style, script = _read("page.css"), "\n".join(map(_read, _SCRIPTS))
     return _TEMPLATES.get_template("page.html.jinja").render(
         environments=merged.environments,
@@ -75,6 +80,8 @@ def render_page(merged: MergedReport, picture: str = "") -> str:
         data=make_page_data(merged),
         entries=read_catalogue(),
         meanings={**MEANING, "unmeasurable": _UNMEASURABLE},
+        words={axis: _list_meanings(merged, axis) for axis in _AXES},
+        documentation=DOCUMENTATION,
         # Not escaped; the content security policy allows these alone.
         style=Markup(style),
         script=Markup(script),
@@ -107,11 +114,33 @@ class _Numbers:
         return list(self._number)
 
 
+def put_newest_first(merged: MergedReport) -> MergedReport:
+    """Sorts the environments by torch, the newest first; those that could not be made stay the last."""
+
+    def key(index: int) -> tuple[bool, tuple[bool, Version]]:
+        environment = merged.environments[index]
+        return environment.world_size > 0, make_version_key(strip_build(environment.torch))
+
+    order = sorted(range(len(merged.environments)), key=key, reverse=True)
+    return dataclasses.replace(
+        merged,
+        environments=tuple(merged.environments[index] for index in order),
+        cases=tuple(
+            dataclasses.replace(case, outcomes=tuple(case.outcomes[index] for index in order)) for case in merged.cases
+        ),
+    )
+
+
+def _list_meanings(merged: MergedReport, axis: str) -> dict[str, str]:
+    """The values of an axis that cases have, each with its meaning."""
+    used = {getattr(case, axis) for case in merged.cases}
+    return {value: meaning for value, meaning in AXIS[axis].values.items() if value in used}
+
+
 def make_page_data(merged: MergedReport) -> dict[str, Any]:
     """Makes the data of the page, as JSON values."""
     texts, methods = _Numbers(""), _Numbers()
-    used = {axis: {getattr(case, axis) for case in merged.cases} for axis in _AXES}
-    words = {axis: _Numbers(*(value for value in AXIS[axis].values if value in used[axis])) for axis in _AXES}
+    words = {axis: _Numbers(*_list_meanings(merged, axis)) for axis in _AXES}
     cases = [_make_case(case, words, methods, texts) for case in merged.cases]
     return {
         "environments": [_make_column(environment) for environment in merged.environments],

@@ -11,13 +11,13 @@ function chosenColumns() {
     .filter((one) => state.device === ANY || one.device === state.device);
 }
 
-// An environment in which nothing of this was to run has no column; one whose run was cut short has.
-function hasColumn(column, rows) {
-  return Boolean(column.incomplete) || rows.some((one) => one.outcomes[column.index]);
+// The results that say whether a case works: none of those that could not be built or measured.
+function answers(column, rows) {
+  return rows.map((one) => one.outcomes[column.index]).filter((outcome) => outcome && [...data.good, ...data.bad].includes(outcome.kind));
 }
 
 function columnHead(column, rows) {
-  const ran = rows.map((one) => one.outcomes[column.index]).filter((outcome) => outcome && outcome.kind !== "unmeasurable");
+  const ran = answers(column, rows);
   const good = ran.filter((outcome) => data.good.includes(outcome.kind)).length;
   const head = element("th", { scope: "col", title: column.name }, `torch ${column.torch}`, element("small", {}, column.device));
   if (column.more) head.append(element("small", {}, column.more));
@@ -68,13 +68,15 @@ function grouped(rows) {
 function showMatrix(most = MOST_ROWS) {
   const rows = chosenCases();
   const chosen = chosenColumns();
-  const columns = chosen.filter((column) => hasColumn(column, rows));
+  // A report of the CPU alone may have no answer to any of these cases; its columns are shown then.
+  const answering = chosen.filter((column) => answers(column, rows).length);
+  const columns = answering.length ? answering : chosen.filter((column) => rows.some((one) => one.outcomes[column.index]));
   const without = chosen.length - columns.length;
   const place = document.getElementById("matrix");
   place.replaceChildren();
   document.getElementById("count").textContent =
     `${rows.length} of ${cases.length} cases, ${columns.length} of ${data.environments.length} environments`
-    + (rows.length && without ? `; in ${without} more these cases did not run` : "");
+    + (rows.length && without ? `; ${without} more have no result of these cases` : "");
   if (!rows.length) {
     place.append(element("p", { className: "more" }, "No case is like this; choose “any” somewhere."));
     return;

@@ -138,7 +138,7 @@ def _make_environment(name: str, report: Report) -> Environment:
     facts = report.environment
     packages = dict(report.packages)
     torch = facts.get("torch", packages.get("torch", ""))
-    if torch and "torch" not in packages and _make_version_key(torch)[0]:
+    if torch and "torch" not in packages and make_version_key(torch)[0]:
         packages["torch"] = torch
     missing = report.num_selected - len(report.results)
     return Environment(
@@ -229,7 +229,7 @@ def _join(first: _Column, other: _Column) -> _Column:
 
 def _make_environment_key(environment: Environment) -> tuple[object, ...]:
     """Sorts by machine and version; an environment that could not be made comes last."""
-    torch = _make_version_key(strip_build(environment.torch))
+    torch = make_version_key(strip_build(environment.torch))
     never_made = environment.world_size == 0
     return never_made, _describe_machine(environment), torch, environment.created, environment.reports
 
@@ -326,11 +326,11 @@ def _make_version_row(
         strip_build(each.packages[package]) for each in environments if each.packages.get(package)
     )
     short = shorten_names(everywhere) if package == "torch" else {version: version for version in everywhere}
-    ordered = sorted(group, key=lambda index: _make_version_key(version_of[index]))
+    ordered = sorted(group, key=lambda index: make_version_key(version_of[index]))
     ran = {short[version_of[index]]: index for index in ordered}
     first, last = version_of[ordered[0]], version_of[ordered[-1]]
-    between = _make_version_key(first), _make_version_key(last)
-    candidates = [short[version] for version in everywhere if between[0] < _make_version_key(version) < between[1]]
+    between = make_version_key(first), make_version_key(last)
+    candidates = [short[version] for version in everywhere if between[0] < make_version_key(version) < between[1]]
     if package == "torch":
         candidates += _list_minors_between(first, last, everywhere)
     untried = tuple(version for version in sort_versions(candidates) if version not in ran)
@@ -339,9 +339,9 @@ def _make_version_row(
 
 def _list_minors_between(first: str, last: str, there: Sequence[str]) -> list[str]:
     """The releases of torch between two versions that no environment has."""
-    if not (_make_version_key(first)[0] and _make_version_key(last)[0]) or Version(first).major != Version(last).major:
+    if not (make_version_key(first)[0] and make_version_key(last)[0]) or Version(first).major != Version(last).major:
         return []
-    tried = {Version(version).minor for version in there if _make_version_key(version)[0]}
+    tried = {Version(version).minor for version in there if make_version_key(version)[0]}
     major = Version(first).major
     return [f"{major}.{minor}" for minor in range(Version(first).minor + 1, Version(last).minor) if minor not in tried]
 
@@ -377,10 +377,10 @@ def _write_statement(package: str, periods: Sequence[Period], not_run: Sequence[
 
 def sort_versions(versions: Iterable[str]) -> list[str]:
     """Sorts versions, each once, the oldest first."""
-    return sorted(set(versions), key=_make_version_key)
+    return sorted(set(versions), key=make_version_key)
 
 
-def _make_version_key(text: str) -> tuple[bool, Version]:
+def make_version_key(text: str) -> tuple[bool, Version]:
     """A key to sort by; texts that are no versions come first."""
     try:
         return True, Version(text)
@@ -398,6 +398,6 @@ def shorten_names(versions: Sequence[str]) -> dict[str, str]:
     minors = {version: ".".join(version.split(".")[:2]) for version in versions}
     every_minor = list(minors.values())
     return {
-        version: minor if every_minor.count(minor) == 1 and _make_version_key(version)[0] else version
+        version: minor if every_minor.count(minor) == 1 and make_version_key(version)[0] else version
         for version, minor in minors.items()
     }

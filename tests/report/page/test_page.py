@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import html.parser
 import json
 import pathlib
@@ -16,9 +17,10 @@ from support.places import ROOT
 
 from fsdp_doctor.errors import UsageError
 from fsdp_doctor.known.catalogue import find_entry, read_catalogue
+from fsdp_doctor.matrix.axes import Offload, Staging, Strategy
 from fsdp_doctor.report.document import convert_report_to_dict
 from fsdp_doctor.report.page import render_page
-from fsdp_doctor.report.page.compat_page import make_page_data
+from fsdp_doctor.report.page.compat_page import make_page_data, put_newest_first
 from fsdp_doctor.report.versions.merged import read_merged
 from fsdp_doctor.report.versions.merging import merge
 
@@ -185,9 +187,23 @@ def test_two_outputs_of_one_name_are_refused(tmp_path: pathlib.Path) -> None:
     assert (done.code, done.stderr) == (2, "fsdp-doctor: Invalid value for '--json': --html names the same file\n")
 
 
+def test_the_newest_torch_is_first_with_its_own_outcomes() -> None:
+    merged = pages.merged_devices()
+    newest = put_newest_first(merged)
+    assert [one.torch for one in newest.environments] == ["2.13.0", "2.12.0", "2.11.0"]
+    for before, after in zip(merged.cases, newest.cases, strict=True):
+        shown = {one.name: merged.show(before, number) for number, one in enumerate(merged.environments)}
+        assert shown == {one.name: newest.show(after, number) for number, one in enumerate(newest.environments)}
+
+
+def test_the_words_of_the_fields_have_their_meanings(page: str) -> None:
+    for value in (Strategy.FSDP1, Strategy.FSDP2, *Staging, Offload.parse("policy")):
+        assert value.meaning in html.unescape(page)
+
+
 def test_the_last_column_is_a_version_that_did_not_install() -> None:
     never = pages.report_of("2.9", [], device="auto", world_size=0, complete=False, ended="torch 2.9 does not install")
     merged = merge({"never.json": never, "ran.json": pages.report_of("2.13.0", pages.results_of("2.13.0")[:3])})
-    _, last = make_page_data(merged)["environments"]
+    _, last = make_page_data(put_newest_first(merged))["environments"]
     assert (last["torch"], last["device"], last["more"]) == ("2.9", make_page_data(merged)["nowhere"], "")
     assert last["incomplete"] == "torch 2.9 does not install"
