@@ -1,7 +1,8 @@
-"""A report as a heat map in SVG: methods down, offloads and scenarios across, a colour for each verdict."""
+"""A report as a heat map in SVG: methods down, strategies, scenarios and offloads across, a colour for each verdict."""
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,8 @@ from fsdp_doctor.report.layout import sort_by_table, summarize
 from fsdp_doctor.text import make_printable
 from fsdp_doctor.verdict.classification import MEANING, NOT_RUN, VerdictKind
 
-_CELL, _STEP, _GROUP_GAP, _MARGIN = 13, 15, 6, 16
-_FONT, _CHARACTER = 11, 6.4  # pixels; of the font below a character is at most so wide
+_CELL, _STEP, _GROUP_GAP, _STRATEGY_GAP, _MARGIN = 12, 13, 3, 20, 16
+_FONT, _CHARACTER, _TITLE_CHARACTER = 11, 6.4, 9  # pixels; of the fonts below a character is at most so wide
 _LONGEST_TITLE = 160
 # Of a column's name, which is turned by 60 degrees: its height and its width for each pixel of its length.
 _RISE, _RUN = 0.87, 0.5
@@ -50,17 +51,45 @@ text {{ font: {_FONT}px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace
 
 @dataclass(frozen=True)
 class _Block:
-    """The results of one strategy in one direction. columns: the words of a scenario without its strategy."""
+    """The results in one direction, of all strategies of a framework or of torch side by side.
 
-    title: str
+    columns: the words of each scenario.
+    """
+
+    direction: str
     methods: tuple[str, ...]
     columns: tuple[tuple[str, ...], ...]
     cells: dict[tuple[str, tuple[str, ...]], CaseResult]
 
     @property
+    def shared(self) -> list[str]:
+        """The words after the offload that every column has, which its name need not repeat."""
+        return [word for word in self.columns[0][2:] if all(word in words[2:] for words in self.columns)]
+
+    @property
+    def title(self) -> str:
+        return ", ".join([self.direction, *self.shared])
+
+    @property
     def names(self) -> list[str]:
         """The names of the columns, without the word for a scenario that is not staged."""
-        return [" ".join(word for word in words if word != "unstaged") for words in self.columns]
+        return [
+            " ".join([words[1], *(word for word in words[2:] if word not in ("unstaged", *self.shared))])
+            for words in self.columns
+        ]
+
+    @property
+    def places(self) -> list[int]:
+        """How far each column is from the first: between two strategies, and two scenarios, is a gap."""
+        places, start = [0], 0
+        for before, words in itertools.pairwise(self.columns):
+            place = places[-1] + _STEP
+            if before[0] != words[0]:
+                start = place = max(place, start + len(before[0]) * _TITLE_CHARACTER) + _STRATEGY_GAP
+            elif before[2:] != words[2:]:
+                place += _GROUP_GAP
+            places.append(place)
+        return places
 
     @property
     def height(self) -> int:
@@ -69,20 +98,22 @@ class _Block:
     @property
     def head(self) -> int:
         """The height of its title and of its columns' names."""
-        return 30 + round(max(map(len, self.names)) * _CHARACTER * _RISE)
+        return 32 + round(max(map(len, self.names)) * _CHARACTER * _RISE)
 
     @property
     def width(self) -> int:
-        """The width of the cells, and of the part of the last column's name that extends beyond them."""
-        gaps = len({words[1:] for words in self.columns}) * _GROUP_GAP
-        return len(self.columns) * _STEP + gaps + round(max(map(len, self.names)) * _CHARACTER * _RUN)
+        """The width of the cells, and of the part of the last columns' names that extends beyond them."""
+        names = zip(self.places, self.names, strict=True)
+        return max(place + _STEP + round(len(name) * _CHARACTER * _RUN) for place, name in names)
 
 
 def render_heat_map(report: Report) -> str:
     """Renders all results that a report has; one page, as high and wide as it needs to be."""
     blocks = _make_blocks(report)
     kinds = Counter(result.verdict.kind for result in report.results)
-    left = _MARGIN + round(max((len(name) for block in blocks for name in block.methods), default=0) * _CHARACTER) + 8
+    labels = [len(name) * _CHARACTER for block in blocks for name in block.methods]
+    titles = [len(block.title) * _TITLE_CHARACTER for block in blocks]
+    left = _MARGIN + round(max((*labels, *titles), default=0)) + 8
     legend = [(f"{count} {kind}", kind) for kind in MEANING if (count := kinds[kind])]
     width = max(
         _MARGIN * 2 + sum(len(text) * 7 + 32 for text, _ in legend), *(left + block.width for block in blocks), 480
@@ -91,7 +122,7 @@ def render_heat_map(report: Report) -> str:
     top = 78
     for block in blocks:
         parts += _draw_block(block, left, top)
-        top += block.height + 24
+        top += block.height + 18
     for line in (summarize(report), *report.notes):
         parts.append(f'<text x="{_MARGIN}" y="{top}" class="quiet">{_escape(line)}</text>')
         top += 16
@@ -104,22 +135,29 @@ def render_heat_map(report: Report) -> str:
 
 
 def _make_blocks(report: Report) -> list[_Block]:
-    blocks: dict[str, dict[tuple[str, tuple[str, ...]], CaseResult]] = {}
+    blocks: dict[tuple[str, str], dict[tuple[str, tuple[str, ...]], CaseResult]] = {}
     for result in report.results:
         case = result.case
         direction = "extraction" if find_direction(case) == "out" else "loading"
-        words = case.scenario.id.split("/")[1:]
-        cells = blocks.setdefault(f"{read_leading_words(case)[0]}, {direction}", {})
-        cells[result.method, tuple(words)] = result
+        framework = read_leading_words(case)[0].rpartition(":")[0]
+        cells = blocks.setdefault((framework, direction), {})
+        cells[result.method, tuple(case.scenario.id.split("/"))] = result
     arranged = []
-    for title, cells in blocks.items():
+    for (_, direction), cells in blocks.items():
         # The offloads of one scenario stand next to each other.
         columns = list(dict.fromkeys(words for _, words in cells))
-        scenarios = list(dict.fromkeys(words[1:] for words in columns))
-        offloads = sort_by_table((words[0] for words in columns), tuple(AXIS["offload"].values))
-        columns.sort(key=lambda words: (scenarios.index(words[1:]), offloads.index(words[0])))
+        scenarios = list(dict.fromkeys((words[0], words[2:]) for words in columns))
+        offloads = sort_by_table((words[1] for words in columns), tuple(AXIS["offload"].values))
+        strategies = list(dict.fromkeys(words[0] for words in columns))
+        columns.sort(
+            key=lambda words: (
+                strategies.index(words[0]),
+                scenarios.index((words[0], words[2:])),
+                offloads.index(words[1]),
+            )
+        )
         methods = sort_by_table((method for method, _ in cells), METHOD_NAMES)
-        arranged.append(_Block(title=title, methods=methods, columns=tuple(columns), cells=cells))
+        arranged.append(_Block(direction=direction, methods=methods, columns=tuple(columns), cells=cells))
     return arranged
 
 
@@ -137,19 +175,20 @@ def _draw_head(report: Report, legend: Sequence[tuple[str, VerdictKind]]) -> Ite
 
 
 def _draw_block(block: _Block, left: int, top: int) -> Iterator[str]:
-    yield f'<text x="{_MARGIN}" y="{top + 16}" class="title">{_escape(block.title)}</text>'
+    yield f'<text x="{_MARGIN}" y="{top + 12}" class="title">{_escape(block.title)}</text>'
     first = top + block.head
     for number, method in enumerate(block.methods):
         yield f'<text x="{left - 8}" y="{first + number * _STEP + 10}" class="row">{_escape(method)}</text>'
-    x = left
-    for number, (words, name) in enumerate(zip(block.columns, block.names, strict=True)):
-        if number and words[1:] != block.columns[number - 1][1:]:
-            x += _GROUP_GAP
+    drawn: set[str] = set()
+    for words, name, place in zip(block.columns, block.names, block.places, strict=True):
+        x = left + place
+        if words[0] not in drawn:
+            drawn.add(words[0])
+            yield f'<text x="{x}" y="{top + 12}" class="title">{_escape(words[0])}</text>'
         yield f'<text transform="translate({x + 9} {first - 5}) rotate(-60)">{_escape(name)}</text>'
         for row, method in enumerate(block.methods):
             if (result := block.cells.get((method, words))) is not None:
                 yield _draw_cell(x, first + row * _STEP, result.verdict.kind, f"{result.id}: {result.verdict.reason}")
-        x += _STEP
 
 
 def _draw_cell(x: int, y: int, kind: VerdictKind, title: str = "") -> str:
@@ -157,7 +196,7 @@ def _draw_cell(x: int, y: int, kind: VerdictKind, title: str = "") -> str:
     title = textwrap.shorten(title.rstrip(": "), _LONGEST_TITLE, placeholder=" ...")
     said = f"<title>{_escape(title)}</title>" if title and kind not in NOT_RUN else ""
     letter = _COLOURS[kind][2]
-    text = f'<text x="{x + _CELL / 2:g}" y="{y + 10}" class="letter">{letter}</text>' if letter else ""
+    text = f'<text x="{x + _CELL / 2:g}" y="{y + 9}" class="letter">{letter}</text>' if letter else ""
     return f'<rect x="{x}" y="{y}" width="{_CELL}" height="{_CELL}" rx="2" class="{kind}">{said}</rect>{text}'
 
 

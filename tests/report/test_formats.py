@@ -294,6 +294,13 @@ def test_the_picture_is_well_formed_xml_whatever_a_worker_wrote(text):
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
 
 
+def test_the_picture_has_a_method_of_two_strategies_in_one_row():
+    cases = select(Selection(axes={"strategy": ("fsdp1", "fsdp2")}, directions=("out",), methods=("state_dict",)))
+    root = ElementTree.fromstring(render(report(*(result(case, "ok", "") for case in cases)), "svg").encode())
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert [texts.count(text) for text in ("state_dict", "fsdp1", "fsdp2")] == [1, 1, 1]
+
+
 def test_the_picture_has_the_matrix_the_reasons_and_the_summary():
     made = report(*every_kind())
     words = "".join(ElementTree.fromstring(render(made, "svg").encode()).itertext())
