@@ -154,10 +154,14 @@ class JobSizeOptions:
 
 def plan(
     *,
+    directory: Annotated[
+        str | None,
+        typer.Argument(metavar="DIR", help="A model, planned as accelerate trains it with FSDP2, without --config."),
+    ] = None,
     config: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(help="What `fsdp-doctor check` reads: a file, - or an override a.b=value; can be repeated."),
-    ],
+    ] = None,
     job: JobSizeOptions,
     framework_version: Annotated[
         str | None, typer.Option(metavar="VERSION", help="Of the framework, as for check.")
@@ -175,8 +179,16 @@ def plan(
     for option, memory in (("--gpu-memory", job.gpu_memory), ("--host-memory", job.host_memory)):
         if memory is not None and memory < _LEAST_MEMORY:
             raise UsageError(f"{option} {memory}: that is {memory} bytes; give a unit, as in 80GiB")
-    from fsdp_doctor.plan.configured_job import PlanOptions, read_job
+    from fsdp_doctor.plan.configured_job import PLAIN_FSDP2, PlanOptions, read_job
 
+    if directory is not None:
+        if config or job.model is not None:
+            raise UsageError(
+                f"{directory}: next to --config, the model is given with --model; without it, as DIR alone"
+            )
+        config, job = [*PLAIN_FSDP2], dataclasses.replace(job, model=directory)
+    if not config:
+        raise UsageError("give --config, or the directory of a model")
     job_setup = read_job(config, PlanOptions(framework_version=framework_version, **vars(job)))
     options.check_versions()
     from fsdp_doctor.examination.memory_views import render_memory_svg

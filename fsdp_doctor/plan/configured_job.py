@@ -99,6 +99,8 @@ def _find_size_keys(framework: str, role: Role) -> SizeKeys:
     return sizes.get(role) or sizes["any"]
 
 
+# A configuration of accelerate that says no more than that it is FSDP2.
+PLAIN_FSDP2 = ("distributed_type=FSDP", "fsdp_config.fsdp_version=2")
 _DEFAULT_GPUS = 8
 _LAUNCHED_GPUS = (
     *(f"{SECTION}.{name}" for name in ("nproc_per_node", "num_gpus", "gpus_per_node")),

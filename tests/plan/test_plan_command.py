@@ -58,6 +58,32 @@ def test_every_role_the_engine_and_the_host_are_planned() -> None:
         assert expected in done.stdout
 
 
+def test_a_model_alone_is_planned_as_plain_fsdp2(tmp_path: pathlib.Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 512, **sizes}))
+    alone = doctor("memory", "plan", str(tmp_path), "--gpus", "2", *_SMALL[2:], env={"COLUMNS": "1000"})
+    configured = _plan(
+        *("--model", str(tmp_path), "--gpus", "2", *_SMALL[2:]),
+        config=("distributed_type=FSDP", "fsdp_config.fsdp_version=2"),
+    )
+    assert alone.code == 0, alone.stderr
+    assert "fsdp2, offload none, in 2 shard(s); 2 x 256 tokens at once" in alone.stdout
+    assert alone.stdout == configured.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), ("--config", "directory")),
+        (("small", "--config", "a.b=1"), ("small", "--model")),
+        (("small", "--model", "small"), ("small", "--model")),
+        (("nowhere",), ("nowhere", "config.json")),
+    ],
+)
+def test_a_plan_is_of_a_configuration_or_of_a_model(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    _fails(doctor("memory", "plan", *arguments), 2, *words)
+
+
 def test_a_plan_that_does_not_fit_names_a_setting_that_helps() -> None:
     done = _plan(
         *_SMALL, "--gpu-memory", "4500MiB", config=(*_VERL, "actor_rollout_ref.rollout.gpu_memory_utilization=0.9")
