@@ -13,6 +13,9 @@ from fsdp_doctor.checkpoints.record import State
 _Path: TypeAlias = tuple[str, ...]
 # The keys under which programs put a model's state.
 _MODEL_KEYS = frozenset({"model", "module", "state_dict", "app", "model_state", "model_state_dict", "model_weights"})
+# Keys of other copies of the model, and slots of an optimizer that hold one: float32 weights, and averages.
+MASTER = re.compile(r"^(?!.*(?:ema|averag)).*(?:^|[._])(?:master|fp32|float32|main_param)|^param$")
+AVERAGE = re.compile(r"(?:^|[._])(?:model_|state_dict_)?ema(?:[._]|$)|averag|(?:^|[._])swa(?:[._]|$)")
 
 
 def assign_roles(state: State, config: Mapping[str, Any], part: str | None) -> None:

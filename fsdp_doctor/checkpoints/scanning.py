@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pathlib
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from fsdp_doctor.checkpoints.files import CHUNK_BYTES, BadFile, OpenFile
+from fsdp_doctor.checkpoints.parts import MASTER
 from fsdp_doctor.checkpoints.record import Member, SavedCheckpoint, SavedFile, SavedPiece, SavedTensor
 from fsdp_doctor.checkpoints.spans import SpanScan, SpanScanner
 from fsdp_doctor.checkpoints.sums import crc32
@@ -22,6 +24,9 @@ Sink: TypeAlias = Callable[[str, int, bytes], None]
 _LONGEST_HOLE = 64 << 20
 # One is read while another is summed; more do not pay on the machines that were tried.
 _READERS = 2
+# Whose samples are kept: tied tensors, and all of a directory in which there may be other copies of the model.
+_MAY_BE_TIED = re.compile(r"(?:^|\.)(?:shared|embed_tokens|wte|lm_head)\.weight$")
+_MOST_SAMPLED = 20_000
 
 
 @dataclass(slots=True)
@@ -44,11 +49,14 @@ def scan(checkpoint: SavedCheckpoint, progress: Callable[[int], None] | None = N
     Host memory: a few MiB for each of two readers, however large the checkpoint is.
     """
     pieces: dict[str, dict[tuple[int, int], _Place]] = defaultdict(dict)
+    with_copies = _list_with_copies(checkpoint)
     for state in checkpoint.states:
         for tensor in state.tensors.values():
+            keeps_sample = state.directory in with_copies or bool(_MAY_BE_TIED.search(tensor.name))
             for piece in tensor.pieces:
                 if piece.begin >= 0 and piece.numel:
-                    pieces[piece.file][piece.begin, piece.span * tensor.itemsize] = _Place(tensor, piece)
+                    place = _Place(tensor, piece, keeps_sample)
+                    pieces[piece.file][piece.begin, piece.span * tensor.itemsize] = place
     scans = Scans()
 
     def scan_file(saved: SavedFile) -> Scans:
@@ -60,6 +68,18 @@ def scan(checkpoint: SavedCheckpoint, progress: Callable[[int], None] | None = N
             scans.symptoms += part.symptoms
             scans.nbytes += part.nbytes
     return scans
+
+
+def _list_with_copies(checkpoint: SavedCheckpoint) -> set[str]:
+    """Lists the directories in which there may be other copies of the model, of as many tensors as memory allows."""
+    num_pieces: Counter[str] = Counter()
+    found = set()
+    for state in checkpoint.states:
+        num_pieces[state.directory] += sum(len(tensor.pieces) for tensor in state.tensors.values())
+        labels = [state.label, *state.left_out, *{tensor.last_name for tensor in state.select("optimizer")}]
+        if any(MASTER.search(label) for label in labels):
+            found.add(state.directory)
+    return {directory for directory in found if num_pieces[directory] <= _MOST_SAMPLED}
 
 
 def _scan_file(
@@ -96,7 +116,10 @@ def _scan_member(
     progress: Callable[[int], None] | None,
     sink: Sink | None,
 ) -> None:
-    scanners = [SpanScanner(begin, nbytes, place.tensor, place.piece) for (begin, nbytes), place in pieces]
+    scanners = [
+        SpanScanner(begin, nbytes, place.tensor, place.piece, keeps_sample=place.keeps_sample)
+        for (begin, nbytes), place in pieces
+    ]
     crc: int | None = 0
     for begin, end, is_hole in file.find_extents(member.begin, member.begin + member.nbytes):
         if is_hole and end - begin > _LONGEST_HOLE:
@@ -143,3 +166,4 @@ class _Place(NamedTuple):
 
     tensor: SavedTensor
     piece: SavedPiece
+    keeps_sample: bool

@@ -50,6 +50,8 @@ _FLOATS = {
     "float16": _FloatFormat(0x7C00, "<f2"),
     "float8_e5m2": _FloatFormat(0x7C, "<f2", 8),
 }
+# Below zero none is.
+_SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "running_var"})
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
 
 
@@ -59,12 +61,12 @@ class SpanScan:
 
     crc: None where a hole was not read. is_zero: of either sign. is_constant: all elements are the same. num_huge:
     finite, and beyond 1e30; largest: of these. first_bad: the number of the first element that is one, NaN or infinite.
-    num_negative: elements below zero, of mean squares.
+    num_negative: elements below zero, of mean squares and variances.
 
     size: the mean of the magnitudes of a sample; spread: their standard deviation by their mean. sample: the elements
-    of it, of Adam's moments, at the same places in pieces of the same shape. looks_split: whether the first elements
-    look like two values of bfloat16 in each of float32. zero_runs: ranges of bytes that are zero and contain a page of
-    the file; at most 1000.
+    of it, of Adam's moments and where it was asked for, at the same places in pieces of the same shape. looks_split:
+    whether the first elements look like two values of bfloat16 in each of float32. zero_runs: ranges of bytes that are
+    zero and contain a page of the file; at most 1000.
 
     Of contiguous pieces of two and more dimensions, by rows of the last one: zero_columns: those that are zero in all
     rows that were looked at, first, behind the last. equal_rows: the longest run of equal rows that are not zero.
@@ -97,13 +99,15 @@ class SpanScan:
 class SpanScanner:
     """Takes the bytes of a file in order, and looks at those of one piece."""
 
-    def __init__(self, begin: int, nbytes: int, tensor: SavedTensor, piece: SavedPiece) -> None:
+    def __init__(
+        self, begin: int, nbytes: int, tensor: SavedTensor, piece: SavedPiece, *, keeps_sample: bool = False
+    ) -> None:
         self.begin, self.end = begin, begin + nbytes
         self.scan = SpanScan(nbytes)
         self._dtype, self._itemsize = tensor.dtype, DTYPES[tensor.dtype].itemsize
         self._float = _FLOATS.get(tensor.dtype)
-        self._is_square = self._float is not None and tensor.last_name in ("exp_avg_sq", "max_exp_avg_sq")
-        self._keeps_sample = tensor.last_name in _MOMENTS
+        self._is_square = self._float is not None and tensor.last_name in _SQUARES
+        self._keeps_sample = keeps_sample or tensor.last_name in _MOMENTS
         self._tail = b""
         self._num_candidates = 0
         self._zeros_before = 0
@@ -169,16 +173,15 @@ class SpanScanner:
     def _look_at_bits(self, form: _FloatFormat, bits: _Array, first: int) -> None:
         """Looks at whole elements; first: the number of the first of them."""
         size, scan = self._itemsize, self.scan
-        signed = bits.view(f"<i{size}")
+        signed, sign = bits.view(f"<i{size}"), 0x80 << 8 * (size - 1)
         if self._is_square:
-            scan.num_negative += int(numpy.count_nonzero(signed < 0))
+            scan.num_negative += int(numpy.count_nonzero(bits > sign))
         if scan.is_constant:
             is_as_first = scan.head[:size] == bits[:1].tobytes() and bits[0] == bits[-1]
             scan.is_constant = bool(is_as_first and (bits == bits[0]).all())
         low, high = numpy.searchsorted(self._places, (first, first + len(bits)))
         if low < high:
             self._sample[low:high] = _read_floats(form, bits[self._places[low:high] - first])
-        sign = 0x80 << 8 * (size - 1)
         if scan.is_zero:
             scan.is_zero = not (bits & (sign - 1)).any()
         if int(signed.max()) < form.huge and int(bits.max()) < sign | form.huge:

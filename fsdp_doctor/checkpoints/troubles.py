@@ -102,6 +102,17 @@ class Trouble(Enum):
     COPIED_ROWS = Kind("damage", "a load returns one rank's rows twice", TroubleRemedy.SAVE_AGAIN)
     COPIED_TENSOR = Kind("damage", "a load returns one tensor's values for both", TroubleRemedy.SAVE_AGAIN)
     MOMENTS = Kind("damage", "Adam's next step with it is NaN, or many times too large", TroubleRemedy.SAVE_AGAIN)
+    VARIANCE = Kind("damage", "a load returns it, and the norm's outputs become NaN", TroubleRemedy.SAVE_AGAIN)
+    STATISTICS = Kind(
+        "damage", "a strict load fails, and another normalizes by what the norm began with", TroubleRemedy.SAVE_AGAIN
+    )
+    GATES = Kind("damage", "a load of the cell fails", TroubleRemedy.SAVE_AGAIN)
+    STALE_COPY = Kind("damage", "the copy that is read last decides", TroubleRemedy.SAVE_AGAIN)
+    MASTER = Kind("damage", "a resume's first step puts it in the place of the weights", TroubleRemedy.SAVE_AGAIN)
+    AVERAGE = Kind("damage", "a load of the average fails", TroubleRemedy.SAVE_AGAIN)
+    EQUAL_AVERAGE = Kind(
+        "warning", "a load returns the model for its average", TroubleRemedy.LOOK, "averaging may begin late"
+    )
     EQUAL_LAYERS = Kind(
         "warning", "a load returns the same weights for them", TroubleRemedy.LOOK, "after a model was deepened"
     )

@@ -20,7 +20,7 @@ import pytest
 import torch
 from program import doctor, run
 from safetensors.torch import save_file
-from support import saved_checkpoints as saved
+from support import made_models as made, saved_checkpoints as saved
 from support.damages import full, moments, repeat_rows
 
 from fsdp_doctor.checkpoints import verification
@@ -188,6 +188,10 @@ def project_moments(state: dict[str, Any]) -> None:
             each.update({kind: each[kind][:8].clone() for kind in ("exp_avg", "exp_avg_sq")})
 
 
+def keep(_: dict[str, Any]) -> None:
+    """Leaves a model as it is."""
+
+
 MORE_LAWFUL: dict[str, tuple[str, Damage, set[str]]] = {
     "a file that was renamed": ("legacy", rename_root, set()),
     "a vocabulary padded with zeros": ("tied", pad_vocabulary, {"padded", "zero_rows"}),
@@ -296,6 +300,80 @@ MORE_LAWFUL: dict[str, tuple[str, Damage, set[str]]] = {
         {"wrapped"},
     ),
 }
+
+# Of the models of support/made_models.py, written over what "legacy" has.
+_MADE: dict[str, tuple[Damage, set[str]]] = {
+    "convolutions": (made.make(made.make_convolutions, keep), set()),
+    "a variance of minus zero": (
+        made.make(made.make_convolutions, lambda t: t["layer2.0.bn1.running_var"][3].fill_(-0.0)),
+        set(),
+    ),
+    "the difference of two convolutional models": (
+        made.make(made.make_convolutions, lambda t: [v.neg_() for n, v in t.items() if "running_var" in n]),
+        {"unusual"},
+    ),
+    "norms that are frozen": (
+        made.make(made.make_convolutions, lambda t: [t.pop(n) for n in list(t) if "num_batches" in n]),
+        set(),
+    ),
+    "the first norm frozen": (
+        made.make(made.make_convolutions, lambda t: t.pop("layer0.0.bn1.num_batches_tracked")),
+        {"unusual"},
+    ),
+    "a mean without a variance": (
+        made.make(made.make_perceptrons, lambda t: t.update({"rewards.running_mean": torch.ones(3)})),
+        set(),
+    ),
+    "matrices that widen and narrow by turns": (
+        made.make(
+            lambda: {f"layers.{n}.weight": torch.randn(*((64, 32) if n % 2 else (32, 64))) for n in range(5)}, keep
+        ),
+        set(),
+    ),
+    "a GRU": (made.make(made.make_cells, keep, torch.nn.GRU), set()),
+    "an LSTM that projects": (made.make(lambda: made.make_cells(proj_size=8, bidirectional=True), keep), set()),
+    "a cell of another form": (
+        made.make(
+            lambda: {
+                **{f"cell.weight_{kind}": torch.randn(size, 28) for kind, size in (("ih", 9), ("hh", 7))},
+                **{f"cell.bias_{kind}": torch.randn(28) for kind in ("ih", "hh")},
+            },
+            keep,
+        ),
+        set(),
+    ),
+    "float32 weights": (made.make(made.make_rounded, keep), set()),
+    "float32 weights that are something else": (
+        made.make(made.make_rounded, lambda t: [tensor.mul_(1.1) for tensor in t["master"].values()]),
+        set(),
+    ),
+    "weights that are rounded at random": (
+        made.make(
+            made.make_rounded, lambda t: t.update(model={n: made.round_at_random(v) for n, v in t["master"].items()})
+        ),
+        set(),
+    ),
+    "an average of which one part was trained": (
+        made.make(made.make_rounded, lambda t: t["fp32_ema"]["embed.weight"].mul_(1.01), "fp32_ema"),
+        set(),
+    ),
+    "an average": (made.make(made.make_averaged, keep, 500.0), set()),
+    "an average that equals the model at the start": (
+        made.make(made.make_averaged, lambda t: t.update(ema=t["model"]), 5.0),
+        set(),
+    ),
+    "an average that equals the model": (
+        made.make(made.make_averaged, lambda t: t.update(ema={n: v.clone() for n, v in t["model"].items()}), 500.0),
+        {"equal_average"},
+    ),
+    "an average of a rank's rows": (
+        made.make(made.make_averaged, lambda t: t.update(ema={n: v[:16].clone() for n, v in t["model"].items()}), 5.0),
+        set(),
+    ),
+    "T5": (made.make_of_class(made.make_t5, keep), set()),
+    "a picture's positions": (made.make_of_class(made.make_vit, keep), set()),
+}
+MORE_LAWFUL |= {name: ("legacy", change, expected) for name, (change, expected) in _MADE.items()}
 
 
 @pytest.mark.parametrize("name", MORE_LAWFUL)

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from support import saved_checkpoints as saved
+from support import made_models as made, saved_checkpoints as saved
 
 Damage = Callable[[pathlib.Path], Any]
 EMBED, HEAD, DOWN = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.down_proj.weight"
 RANK_0, RANK_1 = "model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"
+GATE_AND_UP = "layers.1.mlp.gate_proj.weight", "layers.1.mlp.up_proj.weight"
+POSITION_BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 HUB, TIED, BIN = "model-00001-of-00003.safetensors", "model.safetensors", "pytorch_model.bin"
 
 
@@ -639,5 +641,93 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
         "trainer",
         lambda d: saved.edit_json(d / "checkpoint-1" / "trainer_state.json", global_step=9),
         "steps_contradict",
+    ),
+    "a negative variance": (
+        "legacy",
+        made.make(made.make_convolutions, lambda t: t["layer2.0.bn1.running_var"][3].fill_(-0.1)),
+        "variance",
+    ),
+    "a variance lost": (
+        "legacy",
+        made.make(made.make_convolutions, lambda t: t.pop("layer2.0.bn1.running_var")),
+        "statistics",
+    ),
+    "a count of batches lost": (
+        "legacy",
+        made.make(made.make_convolutions, lambda t: t.pop("layer2.0.bn1.num_batches_tracked")),
+        "statistics",
+    ),
+    "a variance lost in Lightning's file": (
+        "lightning",
+        tensors(
+            "last.ckpt",
+            lambda t: t.update(
+                state_dict={n: v for n, v in made.make_convolutions().items() if n != "layer2.0.bn1.running_var"}
+            ),
+        ),
+        "statistics",
+    ),
+    "a transposed convolution": (
+        "legacy",
+        made.make(made.make_convolutions, lambda t: made.transpose(t, "layer2.0.conv1.weight")),
+        "shape",
+    ),
+    "a transposed matrix": (
+        "legacy",
+        made.make(made.make_perceptrons, lambda t: made.transpose(t, "layers.2.up.weight")),
+        "shape",
+    ),
+    "a gate of an LSTM lost": (
+        "legacy",
+        made.make(made.make_cells, lambda t: t.update({"rnn.weight_ih_l1": t["rnn.weight_ih_l1"][:48]})),
+        "gates",
+    ),
+    "a gate of an LSTM lost in all tensors of a layer": (
+        "legacy",
+        made.make(made.make_cells, lambda t: t.update({n: v[:48] for n, v in t.items() if n.endswith("_l1")})),
+        "gates",
+    ),
+    "a gate of a GRU lost": (
+        "legacy",
+        made.make(made.make_cells, lambda t: t.update({"rnn.weight_hh_l1": t["rnn.weight_hh_l1"][:32]}), torch.nn.GRU),
+        "gates",
+    ),
+    "a float32 weight that is older than the model's": (
+        "legacy",
+        made.make(made.make_rounded, lambda t: t["master"]["layers.1.mlp.up_proj.weight"].mul_(1.001)),
+        "master",
+    ),
+    "two float32 weights exchanged": (
+        "legacy",
+        made.make(made.make_rounded, lambda t: made.exchange(t["master"], *GATE_AND_UP)),
+        "master",
+    ),
+    "two float32 weights exchanged in the optimizer": (
+        "legacy",
+        made.make(made.make_averaged, lambda t: made.exchange(made.keep_masters(t), *GATE_AND_UP), 7.0),
+        "master",
+    ),
+    "an average of another vocabulary": (
+        "legacy",
+        made.make(made.make_averaged, lambda t: t["ema"].update({"embed.weight": torch.randn(97, 32)}), 7.0),
+        "average",
+    ),
+    "T5's biases of positions lost in the decoder": (
+        "legacy",
+        made.make_of_class(made.make_t5, lambda t: t.pop(f"decoder.{POSITION_BIAS}")),
+        "missing_tensor",
+    ),
+    "a tied embedding of another step": (
+        "legacy",
+        made.make_of_class(made.make_t5, lambda t: t["encoder.embed_tokens.weight"][5].add_(1)),
+        "stale_copy",
+    ),
+    "positions of a smaller picture": (
+        "legacy",
+        made.make_of_class(
+            made.make_vit,
+            lambda t: t.update({"embeddings.position_embeddings": t["embeddings.position_embeddings"][:, :10]}),
+        ),
+        "shape",
     ),
 }

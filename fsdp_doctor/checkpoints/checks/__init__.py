@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
+from fsdp_doctor.checkpoints.checks.copies import compare_averages, compare_masters, list_parts
 from fsdp_doctor.checkpoints.checks.evidence import CheckpointEvidence
+from fsdp_doctor.checkpoints.checks.modules import (
+    compare_gates,
+    compare_positions,
+    find_lost_position_bias,
+    find_lost_statistics,
+    find_stale_copies,
+    find_transposed,
+)
 from fsdp_doctor.checkpoints.checks.optimizer import compare_optimizer
 from fsdp_doctor.checkpoints.checks.ranks import compare_ranks, find_copied_rows, find_foreign_ranks, find_gaps
 from fsdp_doctor.checkpoints.checks.structure import (
@@ -39,7 +47,6 @@ from fsdp_doctor.checkpoints.checks.values import (
     find_other_sizes,
     find_zeros,
 )
-from fsdp_doctor.checkpoints.names import strip_prefixes
 from fsdp_doctor.checkpoints.record import State
 from fsdp_doctor.checkpoints.troubles import Symptom
 
@@ -69,6 +76,14 @@ CHECKS: tuple[_Check, ...] = (
     find_odd_shapes,
     find_missing_tensors,
     find_mixed_dtypes,
+    find_lost_statistics,
+    find_transposed,
+    compare_gates,
+    compare_positions,
+    find_lost_position_bias,
+    find_stale_copies,
+    compare_averages,
+    compare_masters,
 )
 CHECKS_OF_ALL: tuple[Callable[[CheckpointEvidence], Iterator[Symptom]], ...] = (
     compare_optimizer,
@@ -88,34 +103,16 @@ _CHECKS_OF_PARTS: tuple[_Check, ...] = (
     find_equal_layers,
     find_equal_tensors,
     find_odd_shapes,
+    find_lost_statistics,
+    find_transposed,
+    compare_gates,
 )
 
 
 def run_checks(evidence: CheckpointEvidence) -> list[Symptom]:
     found = [symptom for state in evidence.checkpoint.states for check in CHECKS for symptom in check(evidence, state)]
     for state in evidence.checkpoint.states:
-        for part in _list_parts(state):
+        for part in list_parts(state):
             found += [symptom for check in _CHECKS_OF_PARTS for symptom in check(evidence, part)]
             found += find_missing_from_part(state, part)
     return found + [symptom for check in CHECKS_OF_ALL for symptom in check(evidence)]
-
-
-def _list_parts(state: State) -> Iterator[State]:
-    """Lists the parts of the state that are not the model but have its names, such as an average of the weights."""
-    names = {tensor.parameter for tensor in state.select("model")}
-    for part, count in state.left_out.items():
-        head = tuple(part.split(".")) if part else ()
-        tensors = {path: tensor for path, tensor in state.tensors.items() if head and path[: len(head)] == head}
-        of_names = strip_prefixes([".".join(path[len(head) :]) for path in tensors])
-        if count > 1 and 2 * len(names & set(of_names.values())) > len(of_names):
-            yield dataclasses.replace(
-                state,
-                tensors={
-                    path: dataclasses.replace(tensor, parameter=of_names[".".join(path[len(head) :])])
-                    for path, tensor in tensors.items()
-                },
-                roles=dict.fromkeys(tensors, "model"),
-                head=head,
-                values={},
-                left_out={},
-            )

@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 import struct
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy
 
 from fsdp_doctor.checkpoints.record import SavedCheckpoint, SavedPiece, SavedTensor, State
 from fsdp_doctor.checkpoints.scanning import Scans
 from fsdp_doctor.checkpoints.spans import SpanScan
 from fsdp_doctor.checkpoints.sums import shift_crc
 
+Samples: TypeAlias = "numpy.ndarray[Any, Any]"
 LAYER = re.compile(r"^(?P<stack>.*?\b(?:layers|layer|h|blocks|block))\.(?P<number>\d+)\.(?P<rest>.+)$")
 EXPERT = re.compile(r"^(?P<layer>.*\bexperts)\.(?P<number>\d+)\.(?P<rest>.+)$")
 LORA = re.compile(r"^(?P<module>.*)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight$")
@@ -55,6 +58,17 @@ class CheckpointEvidence:
                 return None
             crc, at = shift_crc(crc, scan.nbytes) ^ scan.crc, rows[1]
         return crc if at == (tensor.shape or (1,))[0] else None
+
+    def pair_samples(self, one: SavedTensor, other: SavedTensor) -> Iterator[tuple[Samples, Samples]]:
+        """Yields finite elements of two tensors at the same places, of pieces that hold the same rows."""
+        samples = {
+            (piece.offsets, piece.shape): scan.sample for piece, scan in self.find_scans(other) if piece.is_contiguous
+        }
+        for piece, scan in self.find_scans(one):
+            pair = scan.sample, samples.get((piece.offsets, piece.shape))
+            if pair[0] is not None and pair[1] is not None and piece.is_contiguous and len(pair[0]) == len(pair[1]):
+                is_there = numpy.isfinite(pair[0]) & numpy.isfinite(pair[1])
+                yield pair[0][is_there], pair[1][is_there]
 
     def find_model_config(self, state: State) -> dict[str, Any]:
         """The facts of config.json, those of the text model first; empty if the weights are quantized."""

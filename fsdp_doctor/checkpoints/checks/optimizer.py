@@ -9,7 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy
 
@@ -20,6 +20,7 @@ from fsdp_doctor.checkpoints.checks.evidence import (
     LAYER,
     MOMENTS,
     CheckpointEvidence,
+    Samples,
     measure_size,
     parse_number,
 )
@@ -29,7 +30,6 @@ from fsdp_doctor.checkpoints.record import Arrangement, SavedTensor, State, pars
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
 from fsdp_doctor.text import join_some
 
-_Samples: TypeAlias = "numpy.ndarray[Any, Any]"
 # Slots of a parameter's own shape. GaLore and others keep moments of a smaller one, of most matrices.
 _LIKE_PARAMETER = MOMENTS | {"max_exp_avg_sq", "momentum_buffer"}
 # Optimizers with further slots (SOAP, Adan, Adafactor, Prodigy) keep moments of something else than the gradient.
@@ -228,20 +228,11 @@ def _count_above_maximum(evidence: CheckpointEvidence, by_kind: Mapping[str, Sav
 
 def _pair_samples(
     evidence: CheckpointEvidence, by_kind: Mapping[str, SavedTensor], one: str, other: str
-) -> Iterator[tuple[_Samples, _Samples, str]]:
-    """Yields the elements of two slots at the same places, of pieces that hold the same rows, and their dtype."""
-    if one not in by_kind or other not in by_kind:
-        return
-    samples = {
-        (piece.offsets, piece.shape): scan.sample
-        for piece, scan in evidence.find_scans(by_kind[other])
-        if piece.is_contiguous
-    }
-    for piece, scan in evidence.find_scans(by_kind[one]):
-        pair = scan.sample, samples.get((piece.offsets, piece.shape))
-        if pair[0] is not None and pair[1] is not None and piece.is_contiguous and len(pair[0]) == len(pair[1]):
-            is_there = numpy.isfinite(pair[0]) & numpy.isfinite(pair[1])
-            yield pair[0][is_there], pair[1][is_there], by_kind[one].dtype
+) -> Iterator[tuple[Samples, Samples, str]]:
+    """Yields the elements of two slots at the same places, and their dtype."""
+    if one in by_kind and other in by_kind:
+        for first, second in evidence.pair_samples(by_kind[one], by_kind[other]):
+            yield first, second, by_kind[one].dtype
 
 
 def _find_lost_moments(evidence: CheckpointEvidence, optimizer: Mapping[str, OptimizedParameter]) -> Iterator[Symptom]:
@@ -341,10 +332,10 @@ def _is_projection(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     return any(shape[at] == whole[at] and shape[1 - at] < whole[1 - at] for at in (0, 1))
 
 
-def _compare_numbers(
+def name_numbers(
     state: State, beside: list[State], optimizer: Mapping[str, OptimizedParameter]
-) -> Iterator[Symptom]:
-    """Finds two parameters whose state was exchanged, where the files keep the order that the numbers count."""
+) -> dict[str, SavedTensor]:
+    """Returns the model's parameter of each number of the optimizer, where the files keep the order; else none."""
     places = {
         tensor.pieces[0][:2]: tensor
         for each in beside
@@ -353,12 +344,18 @@ def _compare_numbers(
         if is_floating_point(tensor.dtype) and tensor.pieces
     }
     groups = {path[:-1] for path, _ in state.values if path[-2:-1] == ("params",)}
-    if len(groups) != 1 or {*map(str, range(len(places)))} != optimizer.keys():
-        return
+    is_of_all = len(groups) == 1 and {*map(str, range(len(places)))} == optimizer.keys()
+    return {str(number): tensor for number, tensor in enumerate(places.values())} if is_of_all else {}
+
+
+def _compare_numbers(
+    state: State, beside: list[State], optimizer: Mapping[str, OptimizedParameter]
+) -> Iterator[Symptom]:
+    """Finds two parameters whose state was exchanged, where the files keep the order that the numbers count."""
     odd = [
         (number, parameter, tensor)
-        for number, parameter in enumerate(places.values())
-        if (tensor := optimizer[str(number)].tensors.get("exp_avg")) is not None and tensor.shape != parameter.shape
+        for number, parameter in name_numbers(state, beside, optimizer).items()
+        if (tensor := optimizer[number].tensors.get("exp_avg")) is not None and tensor.shape != parameter.shape
     ]
     if len(odd) == 2 and odd[0][1].shape == odd[1][2].shape and odd[1][1].shape == odd[0][2].shape:
         for number, parameter, tensor in odd:

@@ -1,0 +1,146 @@
+"""Checks of other copies of the model: averages, and the float32 weights that a narrower model is rounded from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from re import Pattern
+
+import numpy
+
+from fsdp_doctor.checkpoints.checks.evidence import CheckpointEvidence, Samples
+from fsdp_doctor.checkpoints.checks.optimizer import name_numbers, read_optimizer
+from fsdp_doctor.checkpoints.names import strip_prefixes, strip_wrappers
+from fsdp_doctor.checkpoints.parts import AVERAGE, MASTER
+from fsdp_doctor.checkpoints.record import SavedTensor, State
+from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
+
+# Copies that say what is usual; the part of a sample that may be otherwise; steps after which an average has moved.
+_FEWEST, _FEW, _MANY_STEPS = 3, 0.02, 100
+# A unit in the last place, by the value: where rounding is random, it is off by less.
+_UNITS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
+_SMALLEST = 1e-7
+
+
+def list_parts(state: State) -> Iterator[State]:
+    """Lists the parts of the state that are not the model but have its names, such as an average of the weights."""
+    names = {tensor.parameter for tensor in state.select("model")}
+    for part, count in state.left_out.items():
+        head = tuple(part.split(".")) if part else ()
+        tensors = {path: tensor for path, tensor in state.tensors.items() if head and path[: len(head)] == head}
+        of_names = strip_prefixes([".".join(path[len(head) :]) for path in tensors])
+        if count > 1 and 2 * len(names & set(of_names.values())) > len(of_names):
+            yield dataclasses.replace(
+                state,
+                tensors={
+                    path: dataclasses.replace(tensor, parameter=of_names[".".join(path[len(head) :])])
+                    for path, tensor in tensors.items()
+                },
+                roles=dict.fromkeys(tensors, "model"),
+                head=head,
+                values={},
+                left_out={},
+            )
+
+
+def _list_copies(evidence: CheckpointEvidence, state: State, kind: Pattern[str]) -> Iterator[dict[str, SavedTensor]]:
+    """Lists parts of the state, and states beside it, that are called so: each by the names of the model."""
+    for part in list_parts(state):
+        if kind.search(".".join(part.head or ())):
+            yield {tensor.parameter: tensor for tensor in part.select("model")}
+    for other in evidence.checkpoint.states:
+        if other is not state and other.directory == state.directory and kind.search(other.label):
+            yield {tensor.parameter: tensor for tensor in other.select("model")}
+
+
+def compare_averages(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Compares an average with the model: it has the same shapes, and other values after many steps."""
+    model = {tensor.parameter: tensor for tensor in state.select("model")}
+    for average in () if AVERAGE.search(state.label) else _list_copies(evidence, state, AVERAGE):
+        pairs = [(model[name], tensor) for name, tensor in average.items() if name in model]
+        odd = [(tensor, copy) for tensor, copy in pairs if tensor.shape != copy.shape]
+        # A rank may have averaged its own rows.
+        may_be_shards = len(odd) * 4 > len(pairs) and all(
+            len(copy.shape) < len(tensor.shape) or (copy.shape[1:] == tensor.shape[1:] and copy.numel < tensor.numel)
+            for tensor, copy in odd
+        )
+        for tensor, copy in () if may_be_shards else odd:
+            what = f"it is {list(copy.shape)}, and the model's is {list(tensor.shape)}"
+            yield Symptom(Trouble.AVERAGE, what, copy.file, copy.name)
+        steps = [step for each in _list_beside(evidence, state) for step in _list_steps(evidence, each)]
+        sums = [(evidence.find_checksum(tensor), evidence.find_checksum(copy)) for tensor, copy in pairs]
+        if (
+            len(sums) > 1
+            and all(one == other is not None for one, other in sums)
+            and max(steps, default=0) >= _MANY_STEPS
+        ):
+            what = f"all its {len(sums)} tensors are the model's, bit by bit, after {max(steps):g} steps"
+            yield Symptom(Trouble.EQUAL_AVERAGE, what, pairs[0][1].file, pairs[0][1].name)
+
+
+def _list_beside(evidence: CheckpointEvidence, state: State) -> list[State]:
+    return [each for each in evidence.checkpoint.states if each is state or each.directory == state.directory]
+
+
+def _list_steps(evidence: CheckpointEvidence, state: State) -> Iterator[float]:
+    for parameter in read_optimizer(evidence, state).values():
+        yield from parameter.steps
+
+
+def compare_masters(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Compares float32 weights with those of the model that were rounded from them: a few that differ are older."""
+    model = {tensor.parameter: tensor for tensor in state.select("model") if tensor.dtype in _UNITS}
+    for masters in _list_masters(evidence, state) if model else ():
+        pairs = [
+            (model[name], master)
+            for name, master in masters.items()
+            if name in model and master.dtype == "float32" and master.shape == model[name].shape
+        ]
+        rounded = [(master, _compare_rounded(evidence, weight, master)) for weight, master in pairs]
+        rounded = [(master, shares) for master, shares in rounded if shares is not None]
+        for is_near in (False, True):
+            odd = [master for master, shares in rounded if shares and shares[is_near] > _FEW]
+            if len(rounded) >= _FEWEST and 3 * len(odd) <= len(rounded):
+                for master in odd:
+                    what = f"it does not round to the weights of the model, as {len(rounded) - len(odd)} others do"
+                    yield Symptom(Trouble.MASTER, what, master.file, master.name)
+                break
+        else:
+            if rounded:
+                line = f"{rounded[0][0].file}: whether the float32 weights round to the model's: most do not"
+                evidence.checkpoint.unchecked.append(line)
+
+
+def _list_masters(evidence: CheckpointEvidence, state: State) -> Iterator[dict[str, SavedTensor]]:
+    yield from _list_copies(evidence, state, MASTER)
+    beside = _list_beside(evidence, state)
+    for each in beside:
+        optimizer = read_optimizer(evidence, each)
+        places = name_numbers(each, beside, optimizer)
+        for slot in sorted({slot for parameter in optimizer.values() for slot in parameter.tensors}):
+            if MASTER.search(slot):
+                yield {
+                    places[name].parameter if name in places else strip_wrappers(name): parameter.tensors[slot]
+                    for name, parameter in optimizer.items()
+                    if slot in parameter.tensors
+                }
+
+
+def _compare_rounded(
+    evidence: CheckpointEvidence, weight: SavedTensor, master: SavedTensor
+) -> tuple[float, float] | None:
+    """Computes which share of a sample is not the nearest value, and which is off by a unit; None without a sample."""
+    off = far = count = 0
+    for narrow, wide in evidence.pair_samples(weight, master):
+        off += int(numpy.count_nonzero(_round(wide, weight.dtype) != narrow))
+        far += int(numpy.count_nonzero(abs(narrow - wide) > _UNITS[weight.dtype] * abs(wide) + _SMALLEST))
+        count += len(narrow)
+    return (off / count, far / count) if count else None
+
+
+def _round(values: Samples, dtype: str) -> Samples:
+    if dtype == "float16":
+        return values.astype(numpy.float16).astype(numpy.float64)
+    bits = values.astype(numpy.float32).view(numpy.uint32)
+    bits = bits + ((bits >> 16 & 1) + 0x7FFF)
+    return (bits & 0xFFFF0000).view(numpy.float32).astype(numpy.float64)

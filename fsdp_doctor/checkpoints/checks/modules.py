@@ -1,0 +1,253 @@
+"""Checks of modules whose tensors belong together: statistics of norms, cells, convolutions, positions, tied copies."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+
+from fsdp_doctor.checkpoints.checks.evidence import LAYER, CheckpointEvidence, group_families, name_family
+from fsdp_doctor.checkpoints.dtypes import is_floating_point
+from fsdp_doctor.checkpoints.model_types import find_marks
+from fsdp_doctor.checkpoints.record import Arrangement, SavedTensor, State
+from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
+
+_MEAN, _VARIANCE, _COUNT = "running_mean", "running_var", "num_batches_tracked"
+# Tensors that say what is usual for one more of their name.
+_FEWEST_LIKE = 3
+_CELL = re.compile(
+    r"(?P<module>(?:.*\.)?)(?P<kind>(?:weight|bias)_(?:ih|hh)|weight_hr)"
+    r"(?P<layer>(?:_l(?P<number>\d+)(?P<reverse>_reverse)?)?)"
+)
+# Of torch's RNN, GRU and LSTM.
+_GATES = frozenset({1, 3, 4})
+_CONVOLUTION = re.compile(r"(?P<parent>.*\d.*\.)conv(?P<number>\d*)\.weight")
+_POSITION_BIAS = re.compile(
+    r"(?P<side>(?:.*\.)?(?:encoder|decoder))\.block\.\d+\.layer\.0\.SelfAttention\.(?P<part>q|relative_attention_bias)\.weight"
+)
+_EMBEDDING = re.compile(r"(?:^|\.)(?:shared|embed_tokens|wte)\.weight$")
+_POSITIONS = re.compile(r"(?!.*text)(?:.*\.)?embeddings\.position_embeddings?(?:\.weight)?")
+# Model types of pictures that are cut into squares, each with a row of the table; before these are at most two more.
+_OF_PICTURES = frozenset(
+    {
+        *("vit", "deit", "dinov2", "dinov2_with_registers", "vit_mae", "vit_msn", "clip", "clip_vision_model"),
+        *("siglip", "siglip_vision_model", "blip_vision_model"),
+    }
+)
+
+
+def find_lost_statistics(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Statistics of a BatchNorm of which a part is not there, or which no activations have."""
+    norms: dict[str, dict[str, SavedTensor]] = defaultdict(dict)
+    for tensor in state.select("model"):
+        module, _, kind = tensor.parameter.rpartition(".")
+        if kind in (_MEAN, _VARIANCE, _COUNT):
+            norms[module][kind] = tensor
+    yield from _find_negative_variances(evidence, [each[_VARIANCE] for each in norms.values() if _VARIANCE in each])
+    for lost in () if state.is_incomplete else (_MEAN, _VARIANCE):
+        num_whole = sum(lost in kinds and len(kinds) > 1 for kinds in norms.values())
+        lacking = {module: kinds for module, kinds in norms.items() if lost not in kinds and len(kinds) > 0}
+        for module, kinds in lacking.items():
+            # Other modules that average have a mean, and perhaps no variance.
+            if kinds.keys() > {_COUNT} or (_COUNT not in kinds and num_whole > len(lacking)):
+                what = f"the norm has {' and '.join(sorted(kinds))} alone"
+                yield Symptom(Trouble.STATISTICS, what, next(iter(kinds.values())).file, f"{module}.{lost}")
+    if not state.is_incomplete:
+        yield from _find_lost_counts(norms)
+
+
+def _find_negative_variances(evidence: CheckpointEvidence, variances: list[SavedTensor]) -> Iterator[Symptom]:
+    negative = {
+        tensor.name: count
+        for tensor in variances
+        if (count := sum(scan.num_negative for _, scan in evidence.find_scans(tensor)))
+    }
+    # A difference of two models has negative ones everywhere.
+    is_difference = len(negative) > 1 and 2 * len(negative) > len(variances)
+    for tensor in variances:
+        if tensor.name in negative:
+            trouble = Trouble.UNUSUAL if is_difference else Trouble.VARIANCE
+            yield Symptom(trouble, f"{negative[tensor.name]} of its values are negative", tensor.file, tensor.name)
+
+
+def _find_lost_counts(norms: dict[str, dict[str, SavedTensor]]) -> Iterator[Symptom]:
+    """Finds the one norm that lacks its count of batches; a frozen norm has none, and the first ones are frozen."""
+    families: dict[str, list[str]] = defaultdict(list)
+    for module, kinds in norms.items():
+        if kinds.keys() >= {_MEAN, _VARIANCE}:
+            families[re.sub(r"\d+", "#", module)].append(module)
+    for modules in families.values():
+        lacking = [module for module in modules if _COUNT not in norms[module]]
+        first = min(modules, key=lambda module: [int(number) for number in re.findall(r"\d+", module)])
+        for module in lacking if 2 * len(lacking) < len(modules) else ():
+            is_lost = len(lacking) == 1 and len(modules) > _FEWEST_LIKE and module != first
+            what = f"{len(modules) - len(lacking)} of {len(modules)} norms like it have it"
+            trouble = Trouble.STATISTICS if is_lost else Trouble.UNUSUAL
+            yield Symptom(trouble, what, norms[module][_MEAN].file, f"{module}.{_COUNT}")
+
+
+def compare_gates(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Weights of recurrent cells: all have as many rows, which are as many times the hidden size as there are gates."""
+    cells: dict[tuple[str, str], dict[str, SavedTensor]] = defaultdict(dict)
+    for tensor in () if _may_be_shards(state) else state.select("model"):
+        found = _CELL.fullmatch(tensor.parameter)
+        if found and len(tensor.shape) == (2 if found["kind"].startswith("weight") else 1) and tensor.numel:
+            cells[found["module"], found["layer"]][found["kind"]] = tensor
+    gates: dict[str, dict[str, int]] = defaultdict(dict)
+    for (module, layer), kinds in cells.items():
+        by_rows = [tensor for kind, tensor in kinds.items() if kind != "weight_hr"]
+        if not layer and not _is_of_torch(kinds):
+            continue
+        common = Counter(tensor.shape[0] for tensor in by_rows).most_common(1)[0][0] if by_rows else 0
+        for tensor in by_rows:
+            if tensor.shape[0] != common:
+                what = f"it has {tensor.shape[0]} rows, and the others of its cell have {common}"
+                yield Symptom(Trouble.GATES, what, tensor.file, tensor.name)
+        hidden = kinds.get("weight_hh")
+        if hidden is None or "weight_hr" in kinds or hidden.shape[0] != common:
+            continue
+        number, rest = divmod(common, hidden.shape[1])
+        if rest or number not in _GATES:
+            what = f"it is {list(hidden.shape)}, and a cell has 1, 3 or 4 times as many rows as columns"
+            yield Symptom(Trouble.GATES if rest else Trouble.UNUSUAL, what, hidden.file, hidden.name)
+        elif layer:
+            gates[module][layer] = number
+    for module, by_layer in gates.items():
+        for layer, number in by_layer.items() if len(set(by_layer.values())) > 1 else ():
+            if number < max(by_layer.values()):
+                hidden = cells[module, layer]["weight_hh"]
+                what = f"it has {number} gates, and other layers of the module have {max(by_layer.values())}"
+                yield Symptom(Trouble.GATES, what, hidden.file, hidden.name)
+
+
+def _is_of_torch(kinds: dict[str, SavedTensor]) -> bool:
+    """Returns whether a cell without a number is of torch's form; others keep the transpose."""
+    biases = {tensor.shape[0] for kind, tensor in kinds.items() if kind.startswith("bias")}
+    weights = {tensor.shape for kind, tensor in kinds.items() if kind.startswith("weight")}
+    return len(kinds) == 4 and not all(shape[1] in biases for shape in weights)
+
+
+def _may_be_shards(state: State) -> bool:
+    """Returns whether the files may hold the shards of a rank, without a word about the whole."""
+    return state.arrangement is Arrangement.WHOLE and any(re.search(r"rank_?\d", file) for file in state.files)
+
+
+def find_transposed(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Matrices and convolutions of the transposed shape of those like them, where what is beside them is not."""
+    if _may_be_shards(state):
+        return
+    tensors = {each.parameter: each for each in state.select("model") if each.numel and is_floating_point(each.dtype)}
+    of_layers: dict[str, list[str]] = defaultdict(list)
+    for name in tensors:
+        if found := LAYER.match(name):
+            of_layers[f"{found['stack']}.{found['number']}"].append(name)
+    families = {
+        name_family(members[0]): members for members in group_families(t for t in tensors.values() if len(t.shape) > 0)
+    }
+    common = {name: Counter(each.shape for each in members).most_common(1)[0] for name, members in families.items()}
+    odd: list[tuple[SavedTensor, tuple[int, ...]]] = []
+    for family, members in families.items():
+        shape, count = common[family]
+        swapped = (shape[1], shape[0], *shape[2:]) if len(shape) > 1 else shape
+        if shape != swapped and count >= _FEWEST_LIKE - 1 and count == len(members) - 1:
+            odd += [(tensor, shape) for tensor in members if tensor.shape == swapped]
+    for tensor, shape in odd:
+        layer = LAYER.match(tensor.parameter)
+        beside = of_layers[f"{layer['stack']}.{layer['number']}"] if layer else []
+        bias = tensors.get(f"{tensor.parameter.removesuffix('.weight')}.bias")
+        others = [tensors[name] for name in beside if tensors[name] is not tensor and tensors[name] is not bias]
+        is_alone = bool(others) and all(each.shape == common[name_family(each)][0] for each in others)
+        denies_bias = bias is not None and len(shape) == 2 and bias.shape == shape[:1] != tensor.shape[:1]
+        if is_alone or denies_bias:
+            what = f"it is {list(tensor.shape)}, and those like it are {list(shape)}"
+            yield Symptom(Trouble.SHAPE, what, tensor.file, tensor.name)
+    yield from _compare_with_norms(tensors, {tensor.name for tensor, _ in odd})
+
+
+def _compare_with_norms(tensors: dict[str, SavedTensor], known: set[str]) -> Iterator[Symptom]:
+    """Compares convolutions with the norms of the same number: behind one, it has as many channels as that puts out."""
+    families: dict[str, list[tuple[SavedTensor, int]]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        found = _CONVOLUTION.fullmatch(name)
+        norm = tensors.get(f"{found['parent']}bn{found['number']}.weight") if found else None
+        if norm is not None and len(tensor.shape) > 2 and tensor.shape[0] != tensor.shape[1] and len(norm.shape) == 1:
+            families[name_family(tensor)].append((tensor, norm.shape[0]))
+    for members in families.values():
+        odd = [(tensor, channels) for tensor, channels in members if tensor.shape[0] != channels == tensor.shape[1]]
+        fitting = sum(tensor.shape[0] == channels for tensor, channels in members)
+        if (
+            len(odd) == 1
+            and fitting >= _FEWEST_LIKE
+            and fitting + 1 == len(members)
+            and odd[0][0].parameter not in known
+        ):
+            tensor, channels = odd[0]
+            what = f"it puts out {tensor.shape[0]} channels, and the norm behind it has {channels}"
+            yield Symptom(Trouble.SHAPE, what, tensor.file, tensor.name)
+
+
+def find_lost_position_bias(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Biases of positions that one of T5's two stacks has, and the other has lost."""
+    sides: dict[str, set[str]] = defaultdict(set)
+    for tensor in () if state.is_incomplete else state.select("model"):
+        if found := _POSITION_BIAS.fullmatch(tensor.parameter):
+            sides[found["side"]].add(found["part"])
+    for side, parts in sides.items():
+        other = re.sub(r"\w+$", "decoder" if side.endswith("encoder") else "encoder", side)
+        if parts == {"q"} and len(sides.get(other, ())) == 2:
+            name = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+            yield Symptom(Trouble.MISSING_TENSOR, f"the {other} has it", state.files[0], name)
+
+
+def find_stale_copies(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Copies of a tied embedding that are of another step: most of their rows are equal, and not all."""
+    config = evidence.find_model_config(state)
+    tables = [tensor for tensor in state.select("model") if _EMBEDDING.search(tensor.parameter)]
+    shared = next((each for each in tables if each.parameter.endswith("shared.weight")), None)
+    first = shared or (tables[0] if len(tables) == 1 else None)
+    head = next((each for each in state.select("model") if each.parameter == "lm_head.weight"), None)
+    ties = config.get("tie_word_embeddings", True if config and shared else None)
+    is_judged = ties is True and find_marks(config) is not None
+    copies = [each for each in tables if shared is not None and each is not shared]
+    copies += [head] if head is not None and ties is not False and not is_judged else []
+    for copy in copies if first is not None else ():
+        if first is not None and _are_mostly_equal(evidence, first, copy):
+            is_certain = ties is True or (copy is not head and ties is None)
+            what = f"most of its rows are those of {first.parameter}, bit by bit, and some are not"
+            yield Symptom(Trouble.STALE_COPY if is_certain else Trouble.UNUSUAL, what, copy.file, copy.name)
+
+
+def _are_mostly_equal(evidence: CheckpointEvidence, one: SavedTensor, other: SavedTensor) -> bool:
+    """Returns whether two tensors differ, and most of the elements that were sampled do not."""
+    sums = evidence.find_checksum(one), evidence.find_checksum(other)
+    if (one.shape, one.dtype) != (other.shape, other.dtype) or None in sums or sums[0] == sums[1]:
+        return False
+    pairs = list(evidence.pair_samples(one, other))
+    equal = sum(int(numpy.count_nonzero((a == b) & (a != 0))) for a, b in pairs)
+    return 2 * equal > sum(len(a) for a, _ in pairs)
+
+
+def compare_positions(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Tables of positions in a picture, which have a row for each square and at most two more."""
+    config = evidence.checkpoint.find_setting(state.directory, "config.json")
+    inner = config.get("vision_config")
+    of_pictures: dict[str, Any] = inner if isinstance(inner, dict) else config
+    sizes = [_read_sides(of_pictures.get(key)) for key in ("image_size", "patch_size")]
+    if of_pictures.get("model_type") not in _OF_PICTURES or None in sizes:
+        return
+    (height, width), (tall, wide) = (size or (0, 1) for size in sizes)
+    squares = (height // tall) * (width // wide)
+    for tensor in state.select("model"):
+        rows = tensor.shape[-2] if len(tensor.shape) in (2, 3) else None
+        if _POSITIONS.fullmatch(tensor.parameter) and rows is not None and not squares <= rows <= squares + 2:
+            what = f"it has {rows} rows, and by config.json a picture has {squares} squares"
+            yield Symptom(Trouble.SHAPE, what, tensor.file, tensor.name)
+
+
+def _read_sides(value: Any) -> tuple[int, int] | None:
+    sides = value if isinstance(value, list) else [value, value]
+    is_pair = len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)
+    return (sides[0], sides[1]) if is_pair else None

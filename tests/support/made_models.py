@@ -1,0 +1,131 @@
+"""Small models that no program of the tests saves: convolutions, cells, copies in other dtypes, T5, pictures."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration, ViTConfig, ViTModel
+
+Weights = dict[str, Any]
+
+
+class _Block(torch.nn.Module):
+    def __init__(self, puts_in: int, puts_out: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = torch.nn.Conv2d(puts_in, puts_out, 3, bias=False), torch.nn.BatchNorm2d(puts_out)
+        self.conv2, self.bn2 = torch.nn.Conv2d(puts_out, puts_out, 3, bias=False), torch.nn.BatchNorm2d(puts_out)
+
+
+def make_convolutions() -> Weights:
+    """Makes four stages of two blocks, with statistics as after training."""
+    torch.manual_seed(0)
+    stages = [torch.nn.Sequential(_Block(width, width + 8), _Block(width + 8, width + 8)) for width in range(8, 40, 8)]
+    weights = dict(torch.nn.ModuleDict({f"layer{number}": stage for number, stage in enumerate(stages)}).state_dict())
+    for name, tensor in weights.items():
+        if name.endswith(("running_mean", "running_var")):
+            tensor.uniform_(0.1, 2)
+    return weights
+
+
+def make_cells(kind: type[torch.nn.RNNBase] = torch.nn.LSTM, **settings: Any) -> Weights:
+    torch.manual_seed(0)
+    return dict(torch.nn.ModuleDict({"rnn": kind(24, 16, num_layers=3, **settings)}).state_dict())
+
+
+def make_perceptrons() -> Weights:
+    """Makes four layers of two matrices, which are as wide as the other is tall."""
+    torch.manual_seed(0)
+    layers = [
+        {"up": torch.nn.Linear(32, 64), "down": torch.nn.Linear(64, 32), "norm": torch.nn.LayerNorm(32)}
+        for _ in range(4)
+    ]
+    each = torch.nn.ModuleList(map(torch.nn.ModuleDict, layers))
+    return dict(torch.nn.ModuleDict({"layers": each}).state_dict())
+
+
+def make_layers() -> Weights:
+    torch.manual_seed(0)
+    kinds = ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj")
+    layers = {f"layers.{number}.{kind}.weight": torch.randn(32, 32) * 0.02 for number in range(4) for kind in kinds}
+    return layers | {"embed.weight": torch.randn(99, 32)}
+
+
+def make_rounded(key: str = "master") -> Weights:
+    """Makes a model in bfloat16, and the float32 weights that it is rounded from."""
+    weights = make_layers()
+    return {"model": {name: tensor.bfloat16() for name, tensor in weights.items()}, key: weights}
+
+
+def make_averaged(step: float) -> Weights:
+    """Makes a model, its average, and an optimizer that names its parameters."""
+    weights = make_layers()
+    kept = {
+        name: {
+            "step": torch.tensor(step),
+            "exp_avg": torch.randn_like(tensor) * 0.01,
+            "exp_avg_sq": torch.rand_like(tensor) + 0.1,
+        }
+        for name, tensor in weights.items()
+    }
+    average = {name: tensor * 1.01 for name, tensor in weights.items()}
+    groups = [{"params": list(weights), "lr": 1e-3, "betas": (0.9, 0.999)}]
+    return {"model": weights, "ema": average, "optimizer": {"state": kept, "param_groups": groups}}
+
+
+def exchange(weights: Weights, one: str, other: str) -> None:
+    weights[one], weights[other] = weights[other], weights[one]
+
+
+def round_at_random(tensor: torch.Tensor) -> torch.Tensor:
+    """Rounds to bfloat16, up or down by chance."""
+    bits = tensor.view(torch.int32) + torch.randint(0, 1 << 16, tensor.shape, dtype=torch.int32)
+    return (bits & -(1 << 16)).view(torch.float32).bfloat16()
+
+
+def transpose(weights: Weights, name: str) -> None:
+    weights[name] = weights[name].transpose(0, 1).contiguous()
+
+
+def keep_masters(state: Weights) -> Weights:
+    """Gives the optimizer the float32 weights, and rounds the model; returns the optimizer's state by name."""
+    masters = state["model"]
+    state["model"] = {name: tensor.bfloat16() for name, tensor in masters.items()}
+    state["optimizer"]["state"] = {name: {"master_param": tensor} for name, tensor in masters.items()}
+    kept: Weights = state["optimizer"]["state"]
+    return kept
+
+
+def make(build: Callable[..., Weights], edit: Callable[[Weights], Any], *arguments: Any) -> Callable[..., None]:
+    """Puts a changed model in the place of what is in a directory's file."""
+
+    def write(directory: pathlib.Path) -> None:
+        weights = build(*arguments)
+        edit(weights)
+        torch.save(weights, directory / "pytorch_model.bin")
+
+    return write
+
+
+def make_of_class(model: Callable[[], PreTrainedModel], edit: Callable[[Weights], Any]) -> Callable[..., None]:
+    """The same with a model of transformers, and its config.json."""
+
+    def write(directory: pathlib.Path) -> None:
+        torch.manual_seed(0)
+        made = model()
+        made.config.save_pretrained(directory)
+        make(lambda: {name: tensor.clone() for name, tensor in made.state_dict().items()}, edit)(directory)
+
+    return write
+
+
+def make_t5(**settings: Any) -> T5ForConditionalGeneration:
+    sizes = {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**sizes | settings))
+
+
+def make_vit() -> ViTModel:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    return ViTModel(ViTConfig(**sizes, image_size=32, patch_size=8))
