@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field
@@ -31,6 +32,12 @@ _FEW_EXPONENTS, _LOOKED_AT = 12, 1024
 _ROWS_FOR_COLUMNS, _FEWEST_ROWS = 32, 8
 # Shorter rows may be equal by chance.
 _SHORTEST_ROW_BYTES = 32
+# Several matrices in one, by their rows; distances of equal rows that are kept of one, the most frequent ones.
+_FUSED = re.compile(
+    r"(?:^|[._])(?:w?qkv|qkv_proj|query_key_value|in_proj|kv|kv_proj|gate_up|gate_up_proj|w13)(?:[._]weight)?$"
+)
+_MOST_DISTANCES = 3
+_ODD = 0x9E3779B97F4A7C15
 # Eighths of the rows are compared by this many rows of each.
 _BLOCKS, _ROWS_OF_BLOCK = 8, 8
 
@@ -71,7 +78,8 @@ class SpanScan:
     Of contiguous pieces of two and more dimensions, by rows of the last one: zero_columns: those that are zero in all
     rows that were looked at, first, behind the last. equal_rows: the longest run of equal rows that are not zero.
     row_sums: CRC-32s of eight rows of each eighth, None for one that was not read whole; empty if the rows are not
-    divisible by 64.
+    divisible by 64. repeats: of several matrices in one, how far rows lie behind others that they equal by their ends,
+    and how many do.
     """
 
     nbytes: int
@@ -93,6 +101,7 @@ class SpanScan:
     zero_columns: tuple[int, int] | None = None
     equal_rows: tuple[int, int] | None = None
     row_sums: tuple[int | None, ...] = ()
+    repeats: tuple[tuple[int, int], ...] = ()
     head: bytes = b""
 
 
@@ -116,7 +125,7 @@ class SpanScanner:
         self._places = every if count <= _SAMPLE else (every * 2 + 1) * count // (2 * _SAMPLE)
         self._sample = numpy.full(len(self._places), math.nan)
         is_matrix = self._float is not None and len(piece.shape) > 1 and piece.is_contiguous
-        self._rows = _RowScanner(piece, self._itemsize, nbytes) if is_matrix else None
+        self._rows = _RowScanner(tensor, piece, nbytes) if is_matrix else None
 
     def skip(self, begin: int, end: int) -> None:
         if max(begin, self.begin) < min(end, self.end):
@@ -232,8 +241,8 @@ class SpanScanner:
 class _RowScanner:
     """Looks at the rows of a piece: those that lie whole in a chunk."""
 
-    def __init__(self, piece: SavedPiece, itemsize: int, nbytes: int) -> None:
-        self._bytes, self._itemsize = piece.shape[-1] * itemsize, itemsize
+    def __init__(self, tensor: SavedTensor, piece: SavedPiece, nbytes: int) -> None:
+        self._bytes, self._itemsize = piece.shape[-1] * tensor.itemsize, tensor.itemsize
         self._count = nbytes // self._bytes
         self._is_filled = numpy.zeros(piece.shape[-1], bool)
         self._num_looked_at = 0
@@ -241,6 +250,8 @@ class _RowScanner:
         self._run = (0, 0)
         step = self._count // (_BLOCKS * _ROWS_OF_BLOCK)
         has_blocks = self._count % (_BLOCKS * _ROWS_OF_BLOCK) == 0 and self._bytes >= _SHORTEST_ROW_BYTES
+        is_fused = self._bytes >= _SHORTEST_ROW_BYTES and _FUSED.search(tensor.name)
+        self._ends = numpy.zeros(self._count if is_fused else 0, numpy.uint64)
         self._compared: dict[int, int | None] = dict.fromkeys(range(0, self._count, step)) if has_blocks else {}
 
     def feed(self, place: int, chunk: bytes) -> None:
@@ -256,6 +267,9 @@ class _RowScanner:
             self._num_looked_at += len(looked_at)
         if self._bytes >= _SHORTEST_ROW_BYTES:
             self._find_equal(first, rows)
+        if len(self._ends):
+            begin, end = (rows[:, part].copy().view("<u8")[:, 0] for part in (slice(8), slice(-8, None)))
+            self._ends[first : first + count] = begin ^ end * numpy.uint64(_ODD)
         if self._compared:
             step = self._count // len(self._compared)
             for row in range(-(-first // step) * step, first + count, step):
@@ -270,6 +284,14 @@ class _RowScanner:
         begin, end = self._longest
         scan.equal_rows = (begin, end) if end - begin > 1 else None
         scan.row_sums = tuple(self._compared.values())
+        scan.repeats = self._count_repeats()
+
+    def _count_repeats(self) -> tuple[tuple[int, int], ...]:
+        order = numpy.argsort(self._ends, kind="stable")
+        ordered = self._ends[order]
+        is_repeated = (ordered[1:] == ordered[:-1]) & (ordered[1:] != 0)
+        counts = Counter(numpy.diff(order)[is_repeated].tolist())
+        return tuple(counts.most_common(_MOST_DISTANCES))
 
     def _find_equal(self, first: int, rows: _Array) -> None:
         """Finds rows that equal the one before them: by their first bytes, then whole."""

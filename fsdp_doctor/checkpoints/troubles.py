@@ -162,6 +162,7 @@ class Trouble(Enum):
     NO_OPTIMIZER = Kind("warning", "the optimizer starts anew", TroubleRemedy.LOOK)
     STEPS = Kind("damage", "the ranks go on from different steps", TroubleRemedy.ONE_SAVE)
     STEPS_CONTRADICT = Kind("damage", "a resume goes on from parts of different steps", TroubleRemedy.ONE_SAVE)
+    TORN_STEP = Kind("damage", "a resume goes on from a step that was made in part", TroubleRemedy.SAVE_AGAIN)
     STEPS_DIFFER = Kind(
         "warning", "a resume counts from either", TroubleRemedy.LOOK, "a scheduler may count processes, or epochs"
     )

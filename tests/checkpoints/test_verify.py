@@ -21,7 +21,7 @@ import torch
 from program import doctor, run
 from safetensors.torch import save_file
 from support import made_models as made, saved_checkpoints as saved
-from support.damages import full, moments, repeat_rows
+from support.damages import full, fuse, moments, repeat_rows
 
 from fsdp_doctor.checkpoints import verification
 
@@ -186,6 +186,26 @@ def project_moments(state: dict[str, Any]) -> None:
     for each in state["optimizer"]["state"].values():
         if each["exp_avg"].ndim == 2:
             each.update({kind: each[kind][:8].clone() for kind in ("exp_avg", "exp_avg_sq")})
+
+
+def count_less(state: dict[str, Any], part: str) -> None:
+    """Keeps a step less for the parameters that have the part in their names."""
+    for name, kept in state["optimizer"]["state"].items():
+        kept["step"] -= float(part in name)
+
+
+def freeze_copies(state: dict[str, Any]) -> None:
+    made.copy_layer(state["model"])
+    for name in [name for name in state["model"] if name.startswith(("layers.0.", "layers.1."))]:
+        del state["optimizer"]["state"][name]
+
+
+def project_factors(state: dict[str, Any]) -> None:
+    for kept in made.keep_factors(state).values():
+        kept["exp_avg_sq_row"] = kept["exp_avg_sq_row"][:8].clone()
+
+
+VARY = {"steps_vary"}
 
 
 def keep(_: dict[str, Any]) -> None:
@@ -369,6 +389,50 @@ _MADE: dict[str, tuple[Damage, set[str]]] = {
     "an average of a rank's rows": (
         made.make(made.make_averaged, lambda t: t.update(ema={n: v[:16].clone() for n, v in t["model"].items()}), 5.0),
         set(),
+    ),
+    "Adafactor": (made.make(made.make_averaged, made.keep_factors, 7.0), set()),
+    "Adafactor of projected gradients": (made.make(made.make_averaged, project_factors, 7.0), set()),
+    "a layer that was passed over": (made.make(made.make_averaged, lambda t: count_less(t, "layers.3."), 7.0), VARY),
+    "a module that was passed over": (
+        made.make(made.make_averaged, lambda t: count_less(t, "layers.2.mlp"), 7.0),
+        VARY,
+    ),
+    "projections that were frozen for a step": (
+        made.make(made.make_averaged, lambda t: count_less(t, "up_proj"), 7.0),
+        VARY,
+    ),
+    "a deepened model before its training": (
+        made.make(made.make_averaged, lambda t: made.copy_layer(t["model"]), 1.0),
+        {"equal_layers"},
+    ),
+    "a deepened model whose layers are frozen": (
+        made.make(made.make_averaged, freeze_copies, 7.0),
+        {"equal_layers", "no_optimizer"},
+    ),
+    "fused projections": (fuse(keep), set()),
+    "fused heads that are repeated": (
+        fuse(lambda t: made.repeat_heads(t["layers.1.self_attn.qkv_proj.weight"])),
+        set(),
+    ),
+    "keys that are the values": (
+        fuse(lambda t: [made.repeat_keys(v) for n, v in t.items() if "qkv" in n]),
+        set(),
+    ),
+    "experts that were upcycled": (
+        fuse(lambda t: [v.copy_(v[:1].expand_as(v).clone()) for n, v in t.items() if "experts" in n]),
+        set(),
+    ),
+    "a scheduler that counts epochs": (
+        made.make(made.make_averaged, lambda t: made.add_scheduler(t, last_epoch=5, rate=1e-3), 500.0),
+        set(),
+    ),
+    "a scheduler that began late": (
+        made.make(made.make_averaged, lambda t: made.add_scheduler(t, last_epoch=450, rate=1e-3), 500.0),
+        set(),
+    ),
+    "an epoch's scheduler beside another rate": (
+        made.make(made.make_averaged, lambda t: made.add_scheduler(t, last_epoch=5, rate=9e-4), 500.0),
+        {"steps_differ"},
     ),
     "T5": (made.make_of_class(made.make_t5, keep), set()),
     "a picture's positions": (made.make_of_class(made.make_vit, keep), set()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable
@@ -144,12 +145,13 @@ def divide_shard(directory: pathlib.Path) -> None:
     shutil.copy(first, directory / "shard-00001-model-00002-of-00002.safetensors")
 
 
-def save_dcp(state: dict[str, Any]) -> Damage:
+def save_dcp(state: dict[str, Any], num_files: int = 1) -> Damage:
     def damage(directory: pathlib.Path) -> None:
         shutil.rmtree(directory)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that no process group is there
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
+            writer = dcp.FileSystemWriter(directory, thread_count=num_files)
+            dcp.save(state, storage_writer=writer, no_dist=True)
 
     return damage
 
@@ -273,6 +275,40 @@ def widen(state: dict[str, Any]) -> None:
 
 def zero_rows_of(name: str, first: int, after: int) -> Damage:
     return tensors(TIED, lambda t: t[name][first:after].zero_())
+
+
+def save_older_file(directory: pathlib.Path) -> None:
+    """Saves two files that divide the steps of every module, one of them of an older step."""
+    made_state = made.make_averaged(7.0)
+    kept = {name: slots for name, slots in made_state["optimizer"]["state"].items() if name != "embed.weight"}
+    state = {f"state.{name}.{slot}": tensor for name, slots in kept.items() for slot, tensor in slots.items()}
+    state |= {name: made_state["model"][name] for name in kept}
+    save_dcp(state, num_files=2)(directory)
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    for index, info in metadata.storage_data.items():
+        if index.fqn.endswith(".step") and info.relative_path == "__0_1.distcp":
+            state[index.fqn] = torch.tensor(5.0)
+    save_dcp(state, num_files=2)(directory)
+
+
+def tear_step(state: dict[str, Any]) -> None:
+    """Keeps a step less for the parameters behind the fifth."""
+    for kept in list(state["optimizer"]["state"].values())[5:]:
+        kept["step"] -= 1
+
+
+def shorten_factors(state: dict[str, Any]) -> None:
+    made.keep_factors(state)["layers.1.mlp.up_proj.weight"]["exp_avg_sq_row"].resize_(30)
+
+
+def fuse(edit: Callable[[dict[str, Any]], Any], **config: Any) -> Damage:
+    """A model of fused projections, changed, and its config.json."""
+
+    def write(directory: pathlib.Path) -> None:
+        made.make(made.make_fused, edit)(directory)
+        (directory / "config.json").write_text(json.dumps(made.HEADS | config))
+
+    return write
 
 
 # Of what is saved, a damage and the kind of trouble that it is; the numbers are those of the kinds that users report.
@@ -729,5 +765,45 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
             lambda t: t.update({"embeddings.position_embeddings": t["embeddings.position_embeddings"][:, :10]}),
         ),
         "shape",
+    ),
+    "the factors of a smaller matrix": (
+        "legacy",
+        made.make(made.make_averaged, shorten_factors, 7.0),
+        "other_optimizer",
+    ),
+    "a step that was made in part": ("legacy", made.make(made.make_averaged, tear_step, 7.0), "torn_step"),
+    "a DCP file of another step": ("dcp", save_older_file, "steps"),
+    "a layer as another one, both trained": (
+        "legacy",
+        made.make(made.make_averaged, lambda t: made.copy_layer(t["model"]), 7.0),
+        "copied_tensor",
+    ),
+    "keys as values": (
+        "legacy",
+        fuse(lambda t: made.repeat_keys(t["layers.1.self_attn.qkv_proj.weight"])),
+        "equal_rows",
+    ),
+    "keys as values, by heads": (
+        "legacy",
+        fuse(
+            lambda t: made.repeat_keys_of_heads(t["layers.1.attention.query_key_value.weight"]),
+            num_key_value_heads=4,
+        ),
+        "equal_rows",
+    ),
+    "a gate as the projection up": (
+        "legacy",
+        fuse(lambda t: made.repeat_gate(t["layers.1.mlp.gate_up_proj.weight"])),
+        "equal_rows",
+    ),
+    "an expert's gate as its projection up": (
+        "legacy",
+        fuse(lambda t: made.repeat_gate(t["layers.1.mlp.experts.gate_up_proj"][2])),
+        "equal_rows",
+    ),
+    "a scheduler of an older step": (
+        "legacy",
+        made.make(made.make_averaged, lambda t: made.add_scheduler(t, last_epoch=450, rate=9e-4), 500.0),
+        "steps_contradict",
     ),
 }

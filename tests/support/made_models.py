@@ -98,6 +98,60 @@ def keep_masters(state: Weights) -> Weights:
     return kept
 
 
+def keep_factors(state: Weights) -> Weights:
+    """Puts Adafactor in the place of Adam; returns the optimizer's state by name."""
+    kept: Weights = state["optimizer"]["state"]
+    for name, tensor in state["model"].items():
+        square = tensor.square()
+        kept[name] = {"step": 7, "exp_avg_sq_row": square.mean(-1), "exp_avg_sq_col": square.mean(-2)}
+    return kept
+
+
+def copy_layer(weights: Weights) -> None:
+    for name in [name for name in weights if name.startswith("layers.1.")]:
+        weights[name] = weights[name.replace(".1.", ".0.")].clone()
+
+
+def add_scheduler(state: Weights, *, last_epoch: int, rate: float) -> None:
+    """Adds a scheduler that set a learning rate last; the loop counts what the optimizer does."""
+    state["global_step"] = int(state["optimizer"]["state"]["embed.weight"]["step"])
+    state["lr_scheduler"] = {"last_epoch": last_epoch, "_step_count": last_epoch + 1, "_last_lr": [rate]}
+
+
+def make_fused() -> Weights:
+    """Makes layers whose projections are fused: one after the other, by heads, and of experts."""
+    torch.manual_seed(0)
+    shapes = {
+        "self_attn.qkv_proj.weight": (128, 64),
+        "attention.query_key_value.weight": (192, 64),
+        "mlp.gate_up_proj.weight": (194, 64),
+        "mlp.experts.gate_up_proj": (4, 48, 64),
+    }
+    return {f"layers.{number}.{name}": torch.randn(shape) for number in range(4) for name, shape in shapes.items()}
+
+
+# Of make_fused: four heads of queries, two of keys, each of 16 rows.
+HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def repeat_keys(tensor: torch.Tensor) -> None:
+    tensor[96:] = tensor[64:96].clone()
+
+
+def repeat_keys_of_heads(tensor: torch.Tensor) -> None:
+    heads = tensor.view(4, 3, 16, 64)
+    heads[:, 2] = heads[:, 1].clone()
+
+
+def repeat_heads(tensor: torch.Tensor) -> None:
+    """Repeats a head of keys, and one of values, for more groups of queries."""
+    tensor[80:96], tensor[112:] = tensor[64:80].clone(), tensor[96:112].clone()
+
+
+def repeat_gate(tensor: torch.Tensor) -> None:
+    tensor[len(tensor) // 2 :] = tensor[: len(tensor) // 2].clone()
+
+
 def make(build: Callable[..., Weights], edit: Callable[[Weights], Any], *arguments: Any) -> Callable[..., None]:
     """Puts a changed model in the place of what is in a directory's file."""
 

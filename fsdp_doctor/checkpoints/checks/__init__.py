@@ -34,6 +34,7 @@ from fsdp_doctor.checkpoints.checks.training_state import (
     compare_counts,
     compare_steps,
     compare_trainer_step,
+    find_torn_steps,
     judge_random_states,
     judge_settings,
     judge_settings_beside,
@@ -84,6 +85,7 @@ CHECKS: tuple[_Check, ...] = (
     find_stale_copies,
     compare_averages,
     compare_masters,
+    find_torn_steps,
 )
 CHECKS_OF_ALL: tuple[Callable[[CheckpointEvidence], Iterator[Symptom]], ...] = (
     compare_optimizer,

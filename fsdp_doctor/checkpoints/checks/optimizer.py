@@ -89,6 +89,7 @@ def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
         optimizer = read_optimizer(evidence, state)
         yield from _compare_moments(evidence, state, optimizer)
         yield from _compare_shapes(evidence, state, optimizer)
+        yield from _compare_factors(evidence, state, optimizer)
         ids = {f"{key}" for (path, _), key in state.values.items() if path[-2:-1] == ("params",)}
         of_tensors = {name for name, parameter in optimizer.items() if parameter.tensors}
         with_state |= of_tensors
@@ -327,9 +328,39 @@ def _compare_shapes(
         yield Symptom(Trouble.OTHER_OPTIMIZER, what, state.files[0])
 
 
+def _compare_factors(
+    evidence: CheckpointEvidence, state: State, optimizer: Mapping[str, OptimizedParameter]
+) -> Iterator[Symptom]:
+    """Compares the rows and columns that Adafactor keeps of a matrix with the matrix."""
+    beside = [each for each in evidence.checkpoint.states if each is state or each.directory == state.directory]
+    model = {tensor.parameter: tensor for each in beside for tensor in each.select("model")}
+    places = name_numbers(state, beside, optimizer)
+    factored: list[tuple[SavedTensor, tuple[int, ...], SavedTensor | None]] = []
+    for name, parameter in optimizer.items():
+        pair = [parameter.tensors.get(slot) for slot in ("exp_avg_sq_row", "exp_avg_sq_col")]
+        of_torch = [parameter.tensors.get(slot) for slot in ("row_var", "col_var")]
+        row, column = pair if None not in pair else of_torch
+        if row is not None and column is not None and row.shape and column.shape:
+            lengths = row.shape if None not in pair else row.shape[:-1]
+            whole = places.get(name) or model.get(strip_wrappers(name))
+            factored.append((row, (*lengths, column.shape[-1]), whole))
+    shapes = {tensor.shape for tensor in model.values()}
+    known = [(row, shape, whole) for row, shape, whole in factored if whole is not None]
+    odd = [(row, shape, f"the parameter is {list(whole.shape)}") for row, shape, whole in known if shape != whole.shape]
+    if not known and model and state.arrangement is Arrangement.WHOLE:
+        odd = [(row, shape, "no parameter is so") for row, shape, _ in factored if shape not in shapes]
+    # Of a gradient that was projected the factors are of fewer rows or columns, and of an expert's they may be many.
+    if len(odd) * 4 > len(factored) and any(_is_projection(shape, whole) for _, shape, _ in odd for whole in shapes):
+        return
+    for row, shape, why in odd if known or len(odd) == 1 < len(factored) else ():
+        what = f"with the columns beside it, it is of a matrix of {list(shape)}, and {why}"
+        yield Symptom(Trouble.OTHER_OPTIMIZER, what, row.file, row.name)
+
+
 def _is_projection(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     """Says whether an optimizer that projects the gradient of ``whole`` may keep moments of this shape."""
-    return any(shape[at] == whole[at] and shape[1 - at] < whole[1 - at] for at in (0, 1))
+    are_matrices = len(shape) == len(whole) == 2
+    return are_matrices and any(shape[at] == whole[at] and shape[1 - at] < whole[1 - at] for at in (0, 1))
 
 
 def name_numbers(

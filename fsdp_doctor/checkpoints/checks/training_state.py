@@ -6,22 +6,30 @@ import math
 import pathlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from fsdp_doctor.checkpoints.checks.evidence import (
+    EXPERT,
     GROUP_SETTING,
     CheckpointEvidence,
     find_rank_file,
     parse_number,
 )
-from fsdp_doctor.checkpoints.checks.optimizer import read_optimizer
-from fsdp_doctor.checkpoints.record import PlainValue, State
+from fsdp_doctor.checkpoints.checks.optimizer import name_numbers, read_optimizer
+from fsdp_doctor.checkpoints.names import strip_wrappers
+from fsdp_doctor.checkpoints.record import Arrangement, PlainValue, State
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
 from fsdp_doctor.text import join_some
 
 _COUNTERS = frozenset({"step", "last_epoch", "_step_count", "global_step"})
 _STEP_FOLDER = re.compile(r"(?:checkpoint|global_step|step)[-_](\d+)")
+# Projections of one module, of which all or none have a gradient; modules that two files have in common.
+_PROJECTION = re.compile(
+    r"(?P<module>.*\b(?:layers|layer|h|blocks|block)\.\d+\..*?)"
+    r"(?P<kind>(?:[qkvo]|out|gate|up|down)_proj|query|key|value|[qkvo])\.weight"
+)
+_FEWEST_MODULES = 2
 # No job takes as many.
 _MOST_STEPS = 1e9
 _RATES = re.compile(r"(?:^|\.)(?:_last_lr|base_lrs)\.\d+$")
@@ -63,6 +71,59 @@ def compare_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
     if len(steps) > 1:
         what = f"the parameters' steps are between {min(steps):g} and {max(steps):g}"
         yield Symptom(Trouble.STEPS_VARY, what, state.directory)
+
+
+def find_torn_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
+    """Steps of an optimizer that was saved in the midst of a step, and those of a file that is of another save.
+
+    Layers and experts may be passed over, and kinds of parameters frozen in all layers, but not one projection of a
+    module in one layer alone.
+    """
+    beside = [each for each in evidence.checkpoint.states if each is state or each.directory == state.directory]
+    optimizer = read_optimizer(evidence, state)
+    places = name_numbers(state, beside, optimizer)
+    steps: dict[str, dict[str, float]] = defaultdict(dict)
+    files: dict[str, dict[float, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for key, parameter in optimizer.items():
+        name = places[key].parameter if key in places else strip_wrappers(key)
+        found = _PROJECTION.fullmatch(name)
+        if not found or EXPERT.match(name) or len(parameter.steps) != 1:
+            continue
+        (step,) = parameter.steps
+        steps[found["module"]][found["kind"]] = step
+        if (tensor := parameter.tensors.get("step")) is not None and state.arrangement is Arrangement.DCP:
+            files[tensor.file][step].add(found["module"])
+    if (old := _find_file_of_another_save(files)) is not None:
+        file, step, common = old
+        what = f"the steps of its parameters are {step:g}, and those in other files {common:g}, of the same modules"
+        yield Symptom(Trouble.STEPS, what, file)
+        return
+    found_steps = sorted({step for kinds in steps.values() for step in kinds.values()})
+    if len(found_steps) != 2 or found_steps[1] - found_steps[0] != 1:
+        return
+    for module, kinds in steps.items():
+        behind = [kind for kind, step in kinds.items() if step == found_steps[0]]
+        family = re.sub(r"\d+", "#", module)
+        like = [each for other, each in steps.items() if other != module and re.sub(r"\d+", "#", other) == family]
+        is_alone = any(each.get(kind) == found_steps[1] for each in like for kind in behind)
+        is_passed = any(each.get(kind) == found_steps[0] for each in like for kind in kinds.keys() - {*behind})
+        if 0 < len(behind) < len(kinds) and (is_alone or is_passed):
+            what = f"{join_some(behind)} made {found_steps[0]:g} steps, and the others in it {found_steps[1]:g}"
+            yield Symptom(Trouble.TORN_STEP, what, state.files[0], module)
+
+
+def _find_file_of_another_save(
+    files: Mapping[str, Mapping[float, Collection[str]]],
+) -> tuple[str, float, float] | None:
+    """Finds the file whose steps are all others than those in the other files, though these are of the same modules."""
+    of_one = {file: next(iter(by_step)) for file, by_step in files.items() if len(by_step) == 1}
+    counts = Counter(of_one.values())
+    if len(of_one) < len(files) or len(counts) != 2:
+        return None
+    rare, common = sorted(counts, key=lambda step: (counts[step], step))
+    file = next(each for each, step in of_one.items() if step == rare)
+    modules = {module for each, step in of_one.items() if step == common for module in files[each][step]}
+    return (file, rare, common) if len(modules & {*files[file][rare]}) >= _FEWEST_MODULES else None
 
 
 def judge_settings(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
@@ -124,11 +185,12 @@ def compare_trainer_step(evidence: CheckpointEvidence) -> Iterator[Symptom]:
 
 
 class _Count(NamedTuple):
-    """Steps by one witness: its file, and what it calls them."""
+    """Steps by one witness: its file, and what it calls them. rates: the learning rates that it set or has."""
 
     file: str
     name: str
     steps: float
+    rates: frozenset[float] = frozenset()
 
 
 def compare_counts(evidence: CheckpointEvidence) -> Iterator[Symptom]:
@@ -158,6 +220,43 @@ def compare_counts(evidence: CheckpointEvidence) -> Iterator[Symptom]:
                 if scheduler.steps > optimizer.steps and scheduler.steps % max(optimizer.steps, 1):
                     what = f"it is {scheduler.steps:g}, and the optimizer made {optimizer.steps:g} steps"
                     yield Symptom(Trouble.STEPS_DIFFER, what, scheduler.file, scheduler.name)
+            if len(schedulers) == 1:
+                yield from _judge_older_scheduler(schedulers[0], optimizer, loops)
+
+
+def _judge_older_scheduler(scheduler: _Count, optimizer: _Count, loops: list[_Count]) -> Iterator[Symptom]:
+    """Judges the one scheduler of an optimizer that made more steps.
+
+    It may count epochs, which are few, or have begun late; but then it set the learning rate that the optimizer has.
+    """
+    has_other_rate = scheduler.rates and optimizer.rates and not _are_near(scheduler.rates, optimizer.rates)
+    if not has_other_rate or not scheduler.steps < optimizer.steps:
+        return
+    counts_steps = 2 * scheduler.steps > optimizer.steps
+    is_denied = counts_steps and any(loop.steps == optimizer.steps for loop in loops)
+    what = f"it is {scheduler.steps:g}, the optimizer made {optimizer.steps:g} steps, and has another learning rate"
+    trouble = Trouble.STEPS_CONTRADICT if is_denied else Trouble.STEPS_DIFFER
+    yield Symptom(trouble, what, scheduler.file, scheduler.name)
+
+
+def _are_near(some: frozenset[float], others: frozenset[float]) -> bool:
+    return all(any(math.isclose(one, other, rel_tol=1e-6) for other in others) for one in some)
+
+
+def _read_rates(values: Mapping[tuple[str, ...], PlainValue], head: tuple[str, ...]) -> frozenset[float]:
+    """Reads the learning rates that a scheduler has set last."""
+    return frozenset(
+        value
+        for path, value in values.items()
+        if path[: len(head) + 1] == (*head, "_last_lr") and isinstance(value, int | float)
+    )
+
+
+def _read_rates_of_groups(state: State) -> frozenset[float]:
+    settings = ((GROUP_SETTING.search(".".join(path)), value) for (path, _), value in state.values.items())
+    return frozenset(
+        value for found, value in settings if found and found["key"] == "lr" and isinstance(value, int | float)
+    )
 
 
 def _count_steps(evidence: CheckpointEvidence, states: list[State]) -> tuple[_Count | None, list[_Count], list[_Count]]:
@@ -168,17 +267,18 @@ def _count_steps(evidence: CheckpointEvidence, states: list[State]) -> tuple[_Co
     for file, values in evidence.checkpoint.values_beside.items():
         epoch = values.get(("last_epoch",))
         if pathlib.PurePath(file).parent == pathlib.PurePath(states[0].directory) and isinstance(epoch, int):
-            schedulers.append(_Count(file, "last_epoch", epoch))
+            schedulers.append(_Count(file, "last_epoch", epoch, _read_rates(values, ())))
     for state in states:
         steps = [step for parameter in read_optimizer(evidence, state).values() for step in parameter.steps]
         if steps and (optimizer is None or max(steps) > optimizer.steps):
-            optimizer = _Count(state.files[0], "step", max(steps))
+            optimizer = _Count(state.files[0], "step", max(steps), _read_rates_of_groups(state))
         for (path, _), value in state.values.items():
             if not isinstance(value, int) or isinstance(value, bool):
                 continue
             name = ".".join(path)
             if path[-1:] == ("last_epoch",) and ("sched" in name or "sched" in state.label or len(path) == 1):
-                schedulers.append(_Count(state.files[0], name, value))
+                of_all = {path: value for (path, _), value in state.values.items()}
+                schedulers.append(_Count(state.files[0], name, value, _read_rates(of_all, path[:-1])))
             elif path in (("global_step",), ("step",), ("iteration",), ("train_state", "step")):
                 loops.append(_Count(state.files[0], name, value))
     return optimizer, schedulers, loops

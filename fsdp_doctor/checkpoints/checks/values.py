@@ -21,7 +21,9 @@ from fsdp_doctor.checkpoints.checks.evidence import (
     measure_size,
     parse_number,
 )
+from fsdp_doctor.checkpoints.checks.optimizer import OptimizedParameter, name_numbers, read_optimizer
 from fsdp_doctor.checkpoints.dtypes import is_floating_point
+from fsdp_doctor.checkpoints.names import strip_wrappers
 from fsdp_doctor.checkpoints.record import Arrangement, SavedPiece, SavedTensor, State, parse_optimizer_slot
 from fsdp_doctor.checkpoints.spans import PAGE_BYTES, SpanScan
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
@@ -32,6 +34,8 @@ _MOST_PADDING = 1 / 8
 _TINY, _USUAL_SPREAD, _NARROW = 1e-10, 0.5, 0.35
 # After as many steps a weight has changed, whatever the warmup.
 _FEWEST_STEPS = 3
+# Of the rows of a part, those that have to be equal.
+_MOST_ROWS = 0.95
 _FRACTIONS = {2: "half", 4: "quarter", 8: "eighth"}
 _NORM = re.compile(r"(?:norm\d?|ln_\w+)\.weight$")
 # How many matrices say what is usual, and by which factor one is of another order.
@@ -122,7 +126,11 @@ def find_constants(evidence: CheckpointEvidence, state: State) -> Iterator[Sympt
         for tensor in of_one_value if len(of_one_value) < len(members) else ():
             what = f"all its elements are the same, and of {len(members)} tensors like it {len(of_one_value)} are so"
             yield Symptom(Trouble.CONSTANT, what, tensor.file, tensor.name)
-        found = {tensor.path: _find_equal_rows(evidence, tensor) for tensor in members if tensor not in of_one_value}
+        found = {
+            tensor.path: _find_equal_rows(evidence, tensor) + _find_equal_parts(evidence, state, tensor)
+            for tensor in members
+            if tensor not in of_one_value
+        }
         of_equal_rows = [tensor for tensor in members if found.get(tensor.path)]
         for tensor in of_equal_rows if 2 * len(of_equal_rows) <= max(len(members), 2) else ():
             piece, rows, what = found[tensor.path][0]
@@ -157,6 +165,40 @@ def _find_equal_rows(
             what = f"this {_FRACTIONS[count]} of the rows equals another one, bit by bit"
             found.append((piece, (at + rows[0], at + rows[1]), what))
     return found
+
+
+def _find_equal_parts(
+    evidence: CheckpointEvidence, state: State, tensor: SavedTensor
+) -> list[tuple[SavedPiece, tuple[int, int] | None, str]]:
+    """Finds two equal ones of the matrices that are fused in one: keys as values, a gate as the projection up."""
+    found: list[tuple[SavedPiece, tuple[int, int] | None, str]] = []
+    for piece, scan in evidence.find_scans(tensor):
+        repeats = dict(scan.repeats) if piece.shape == tensor.shape and not scan.is_constant else {}
+        sizes = _list_sizes_of_parts(evidence.find_model_config(state), tensor) if repeats else {}
+        for distance, rows in sizes.items():
+            # A row that does not lie in one chunk of the file is not compared.
+            if repeats.get(distance, 0) >= _MOST_ROWS * rows:
+                what = f"{repeats[distance]} rows equal those that lie {distance} rows before them, by their ends"
+                found.append((piece, None, what))
+    return found
+
+
+def _list_sizes_of_parts(config: Mapping[str, Any], tensor: SavedTensor) -> dict[int, int]:
+    """Returns how far equal parts would lie apart, and how many rows they would have.
+
+    Heads may be repeated within the keys and within the values, but no keys are values.
+    """
+    rows = tensor.shape[-2]
+    if re.search(r"gate_up|w13|(?:^|[._])kv", tensor.name):
+        return {rows // 2: rows // 2} if rows % 2 == 0 else {}
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if len(tensor.shape) != 2 or not isinstance(heads, int) or not isinstance(hidden, int):
+        return {rows // 3: rows // 3} if rows % 3 == 0 and len(tensor.shape) == 2 else {}
+    groups, width = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
+    if not isinstance(groups, int) or not isinstance(width, int) or rows != (heads + 2 * groups) * width:
+        return {}
+    by_heads = {width: groups * width} if groups == heads else {}
+    return by_heads | {groups * width: groups * width}
 
 
 def _find_repeated_block(scan: SpanScan, rows: int) -> tuple[tuple[int, int], int] | None:
@@ -220,7 +262,7 @@ def find_equal_layers(evidence: CheckpointEvidence, state: State) -> Iterator[Sy
     for stack, number, other, tensors in _compare_layers(evidence, state):
         what = f"its {len(tensors)} matrices are those of layer {other}, bit by bit"
         trouble = Trouble.EQUAL_LAYERS
-        if _are_all_trained(evidence, state):
+        if _are_all_trained(evidence, state) or _were_trained_apart(evidence, state, tensors, (number, other)):
             trouble, what = Trouble.COPIED_TENSOR, f"{what}, and the optimizer updated both"
         yield Symptom(trouble, what, tensors[0].file, f"{stack}.{number}")
 
@@ -243,6 +285,34 @@ def _compare_layers(evidence: CheckpointEvidence, state: State) -> Iterator[tupl
 
 def _list_equal_layers(evidence: CheckpointEvidence, state: State) -> set[str]:
     return {f"{stack}.{each}" for stack, *pair, _ in _compare_layers(evidence, state) for each in pair}
+
+
+def _were_trained_apart(
+    evidence: CheckpointEvidence, state: State, tensors: list[SavedTensor], numbers: tuple[int, int]
+) -> bool:
+    """Returns whether an optimizer made three steps or more with other gradients for each matrix of the two layers."""
+    beside = [each for each in evidence.checkpoint.states if each is state or each.directory == state.directory]
+    kept: dict[str, OptimizedParameter] = {}
+    for each in beside:
+        optimizer = read_optimizer(evidence, each)
+        places = name_numbers(each, beside, optimizer)
+        kept |= {
+            places[name].parameter if name in places else strip_wrappers(name): parameter
+            for name, parameter in optimizer.items()
+        }
+    for tensor in tensors:
+        pair = [kept.get(LAYER.sub(rf"\g<stack>.{number}.\g<rest>", tensor.parameter)) for number in numbers]
+        moments = [each.tensors["exp_avg"] for each in pair if each is not None and "exp_avg" in each.tensors]
+        steps = [step for each in pair if each is not None for step in each.steps]
+        sums = {evidence.find_checksum(moment) for moment in moments}
+        if (
+            len(sums) < 2
+            or None in sums
+            or min(steps, default=0) < _FEWEST_STEPS
+            or any(map(evidence.is_zero, moments))
+        ):
+            return False
+    return True
 
 
 def _are_all_trained(evidence: CheckpointEvidence, state: State) -> bool:
