@@ -64,7 +64,9 @@ def _load_kinds(table: str) -> dict[str, list[re.Pattern[str]]]:
     return {name: [re.compile(pattern) for pattern in patterns] for name, patterns in tables[table].items()}
 
 
-_ASK_FOR_TENSORS = "What were the tensors of that call: `fsdp_doctor.examine(model, optimizer)` right before it?"
+_ASK_FOR_TENSORS = (
+    "Which tensors did the failing call get? Run `fsdp_doctor.examine(model, optimizer)` right before the call."
+)
 _FOREIGN = _load_kinds("foreign")
 _FOREIGN_PLACES = _load_kinds("foreign_places")
 _UNDECIDED = _load_kinds("undecided")

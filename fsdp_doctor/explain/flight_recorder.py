@@ -71,11 +71,11 @@ def read_dump(path: pathlib.Path, index: int) -> Dump | None:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
     if len(data) > (_MAX_PICKLE if is_pickle else _MAX_JSON):
-        raise UsageError(f"{path} is larger than a flight recorder's dump that can be read")
+        raise UsageError(f"{path} is too large for a dump of the flight recorder")
     content = _unpickle(path, data) if is_pickle else _parse_json(path, data)
     entries = content.get("entries") if isinstance(content, dict) else None
     if not isinstance(entries, list):
-        raise UsageError(f"{path} is no dump of torch's flight recorder: it has no list of entries")
+        raise UsageError(f"{path} is not a dump of torch's flight recorder: it has no list of entries")
     rank = _RANK.search(path.name)
     return Dump(int(rank[1]) if rank else index, _group_calls(entries))
 
@@ -108,7 +108,7 @@ def _unpickle(path: pathlib.Path, data: bytes) -> Any:
     # A damaged pickle makes the unpickler raise nearly anything, MemoryError for a size that it only announces.
     except Exception as error:
         raise UsageError(
-            f"{path} is a pickle, but no dump of torch's flight recorder: {read_first_line(error)}"
+            f"{path} is a pickle, but not a dump of torch's flight recorder: {read_first_line(error)}"
         ) from None
 
 
@@ -116,7 +116,7 @@ def _parse_json(path: pathlib.Path, data: bytes) -> Any:
     try:
         return json.loads(data.decode("utf-8", errors="replace"))
     except (ValueError, RecursionError):
-        raise UsageError(f"{path} begins like a flight recorder's dump and is no whole JSON document") from None
+        raise UsageError(f"{path} begins like a flight recorder's dump, but is not a complete JSON document") from None
 
 
 def _group_calls(entries: list[Any]) -> dict[str, dict[int, _Call]]:

@@ -107,7 +107,7 @@ def _compare(waiting: list[Waiting]) -> tuple[str, bool]:
     inside = [rank for rank in waiting if rank.entered]
     if late and inside:
         whose = "its" if len(late) == 1 else "their"
-        last = f"{_name_waiting_ranks(late)} never came there, the last of {whose} calls being {late[0].call}"
+        last = f"{_name_waiting_ranks(late)} never reached this call, and the last of {whose} calls is {late[0].call}"
         return f"{_describe_places(inside)}; {last}.", True
     if len({rank.call for rank in inside}) > 1:
         return f"{_describe_places(inside)}{_describe_delay(inside)}.", True
@@ -152,11 +152,13 @@ def _describe_same_place(waiting: list[Waiting], call: str) -> str:
     verb = "waits" if len(ranks) == 1 else "wait"
     start = f"{_capitalize(name_ranks(ranks))}{f' of a group of {size}' if size else ''} {verb} in {call}"
     if missing:
-        absent = f"of {name_ranks(missing)} the log says nothing: a rank that did not come there is among them"
+        absent = (
+            f"the log says nothing about {name_ranks(missing)}: at least one of these ranks did not reach this call"
+        )
         return f"{start}, and {absent}."
     if len(ranks) == 1 and not size:
-        return f"{start}, and of the other ranks the log says nothing: one of them did not come there."
-    return f"{start} with the same sizes: they do not part there, so look at the network and the devices."
+        return f"{start}, and the log says nothing about the other ranks: one of them did not reach this call."
+    return f"{start} with the same sizes: the ranks agree on this call, so look at the network and the devices."
 
 
 def _name_waiting_ranks(waiting: Iterable[Waiting]) -> str:

@@ -165,8 +165,10 @@ class SymptomReader:
         for name, value in figures.items():
             before, at = self._before.get(name, (0.0, 0))
             if self._loaded is not None and before and value > _JUMPS[name] * before:
-                clash = f"{name} is {value:g} at the first step after a load, and was {before:g} before it"
-                decide = "`fsdp-doctor resume -- COMMAND` runs the job straight and resumed, and names what differs."
+                clash = f"{name} is {value:g} at the first step after a load, but was {before:g} before the load"
+                decide = (
+                    "`fsdp-doctor resume -- COMMAND` runs the job without and with a resume, and names the differences."
+                )
                 self._find(clash, decide, at, self._loaded, number)
             self._before[name] = value, number
         if figures:
@@ -199,8 +201,8 @@ class SymptomReader:
             if other != source and before != path and is_beside and number - at < _NEAR:
                 clash = f"{other} saves to {before}, and {source} to {path}"
                 decide = (
-                    "Do both belong to one checkpoint? Then broadcast the name from rank 0; "
-                    "`fsdp-doctor checkpoint verify DIRECTORY` says which ranks' files are there."
+                    "Do both paths belong to one checkpoint? If so, broadcast the name from rank 0; `fsdp-doctor "
+                    "checkpoint verify DIRECTORY` says which ranks' files exist."
                 )
                 self._find(clash, decide, at, number)
         self._paths[source] = path, number

@@ -31,16 +31,16 @@ _ATTACHMENTS = (
     "the whole traceback of the rank that failed first",
     "`fsdp-doctor env`, from the same environment",
     "`fsdp-doctor probe --fix --markdown report.md`, from the same machine",
-    "the configuration, or what `fsdp-doctor check CONFIG` makes of it",
+    "the configuration, or the output of `fsdp-doctor check CONFIG`",
 )
 _NO_FAILURE = (
-    "There is no failure in the log that this program can read. If the job failed, give the whole log of the rank that "
-    "failed, or its end."
+    "This program found no failure in the log. If the job failed, pass the whole log of the failed rank, or the end "
+    "of this log."
 )
 _HANG_HEADER = ("ranks", "group", "waits in", "in", "out", "last launched", "last done", "seconds")
 _ASK_FOR_DUMPS = (
-    "To see what each rank did, and who called it: run again with TORCH_FR_BUFFER_SIZE=2000 and "
-    "TORCH_NCCL_DUMP_ON_TIMEOUT=1, and give the dumps of all ranks to `fsdp-doctor explain`."
+    "To see what each rank did, and the calling code, run again with TORCH_FR_BUFFER_SIZE=2000 and "
+    "TORCH_NCCL_DUMP_ON_TIMEOUT=1, and pass the dumps of all ranks to `fsdp-doctor explain`."
 )
 
 
@@ -111,9 +111,9 @@ def _render_answer(explanation: Explanation) -> list[str]:
     if explanation.showing != "failure":
         return []
     if explanation.foreign:
-        return [f"No failure of FSDP's: it is about {explanation.foreign}.", ""]
+        return [f"No failure of FSDP's: the log is about {explanation.foreign}.", ""]
     if not explanation.matches:
-        about = f"It is about {explanation.about}, and" if explanation.about else "It is"
+        about = f"The failure is about {explanation.about}, and" if explanation.about else "It is"
         clash = _write_clash(explanation.reading) if explanation.reading is not None else ""
         return [
             f"{about} not in the catalogue of known failures. {clash}".rstrip(),
@@ -121,7 +121,7 @@ def _render_answer(explanation: Explanation) -> list[str]:
             "",
         ]
     if explanation.grade == "possible":
-        return ["It may be a known failure, and the log does not say which.", ""]
+        return ["This may be a known failure, but the log does not say which one.", ""]
     entry, places = explanation.matches[0].entry, _join_places(explanation)
     fix = find_fix_command(entry.short_code, function=places)
     lines = [_name_match(explanation.matches[0]), *([f"Fix: {fix}"] if fix else [])]
@@ -133,7 +133,7 @@ def _write_clash(reading: Reading) -> str:
 
 
 def _write_decision(reading: Reading | None) -> list[str]:
-    return [f"What would decide: {reading.decide}"] if reading is not None and reading.decide else []
+    return [f"To find the cause: {reading.decide}"] if reading is not None and reading.decide else []
 
 
 def _render_reading(explanation: Explanation) -> list[str]:
@@ -164,17 +164,22 @@ def _render_heading(explanation: Explanation) -> list[str]:
         return ["The job hung: a collective did not end."]
     if cause is None:
         if (symptom := explanation.reading) is not None:
-            return [f"There is no exception in the log, and a symptom: {symptom.clash}.", *_write_decision(symptom)]
+            return [
+                f"There is no exception in the log, but there is a symptom: {symptom.clash}.",
+                *_write_decision(symptom),
+            ]
         sentence = f"There is no exception in the log. {summary.sentence}." if summary else _NO_FAILURE
         if explanation.killed_for_memory and summary is None:
             sentence = "There is no exception in the log."
         if explanation.dumps:
-            sentence = "Every collective in the flight recorder's dumps has ended, and the ranks called the same ones."
+            sentence = (
+                "Every collective in the flight recorder's dumps has ended, and all ranks called the same collectives."
+            )
         return [sentence, *_render_host_memory_hint(explanation)]
     if explanation.showing == "cut":
         return _render_cause("The log ends within a traceback, before its exception", cause)
     if explanation.showing == "consequences":
-        heading = f"The log has only consequences of a failure elsewhere ({cause.consequence}); the first of them"
+        heading = f"The log has only consequences of a failure elsewhere ({cause.consequence}); the first consequence"
         return _render_cause(heading, cause)
     return _render_cause("Root cause", cause)
 
@@ -190,12 +195,12 @@ def _render_cause(heading: str, group: Group) -> list[str]:
 def _render_host_memory_hint(explanation: Explanation) -> list[str]:
     """A hint that a process which left no message may have been killed for lack of host memory."""
     if explanation.killed_for_memory:
-        return [f"A process was killed for want of host memory ({explanation.killed_for_memory}): look there first."]
+        return [f"A process was killed for lack of host memory ({explanation.killed_for_memory}): look there first."]
     if explanation.summary is None or explanation.summary.ended != "SIGKILL":
         return []
     return [
-        "SIGKILL is mostly the kernel's, for want of host memory: `dmesg | grep -i oom` on that host says so, or the "
-        "container's limit was reached."
+        "SIGKILL usually comes from the kernel, because the host ran out of memory: check `dmesg | grep -i oom` on "
+        "the host. Otherwise the container's memory limit was reached."
     ]
 
 
@@ -205,7 +210,9 @@ def _render_notes(explanation: Explanation) -> list[str]:
     is_elsewhere = explanation.showing == "consequences"
     if is_elsewhere and not explanation.killed_for_memory:
         where = f"rank {summary.rank}'s own log" if summary is not None else "the logs of the other ranks"
-        lines.append(f"What they follow from is not in what was read: look in {where}, and at every rank's stack.")
+        lines.append(
+            f"The original failure is not in the logs that were read: look in {where}, and at every rank's stack."
+        )
     if is_elsewhere or (explanation.killed_for_memory and explanation.showing != "nothing"):
         lines += _render_host_memory_hint(explanation)
     for other in explanation.others[:_MAX_OTHERS]:
@@ -371,7 +378,7 @@ def _match_lines(explanation: Explanation, width: int) -> list[str]:
 
 def _possible_lines(matches: tuple[Match, ...], width: int) -> list[str]:
     lines = [f"  {match.entry.id}: {next(iter((*match.against, *match.open)), '')}" for match in matches]
-    heading = "Possible, and what would decide (`fsdp-doctor explain ID`):"
+    heading = "Possible failures, each with what is open or speaks against it (`fsdp-doctor explain ID`):"
     return wrap_lines(["", heading, *lines[:_MAX_POSSIBLE]], width)
 
 
@@ -406,7 +413,7 @@ def _render_hang_table(waiting: tuple[Waiting, ...]) -> list[str]:
     """Ranks that are in the same place share a row; an empty column is left out."""
     rows: dict[tuple[str, ...], list[Waiting]] = {}
     for rank in waiting:
-        call = rank.call if rank.entered else f"not there; last in {rank.call}"
+        call = rank.call if rank.entered else f"not in this call; last in {rank.call}"
         launched, done = ("" if number is None else str(number) for number in (rank.enqueued, rank.completed))
         rows.setdefault((rank.group, call, rank.sent, rank.received, launched, done), []).append(rank)
     cells = [(_format_rank_numbers(ranks), *row, _format_longest_wait(ranks)) for row, ranks in rows.items()]

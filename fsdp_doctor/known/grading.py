@@ -123,7 +123,7 @@ def _grade(entry: KnownFailure, evidence: Evidence, *, is_shared: bool) -> Match
         place = entry.place or "FSDP, a DTensor or a state dict"
         questions.insert(0, f"does the traceback go through {place}?")
     if evidence.indirect:
-        questions.append("where was it raised? The log has no traceback of it")
+        questions.append("where was the exception raised? The log has no traceback of it")
     against = tuple(_list_contradictions(entry, evidence))
     grade: Grade = "possible"
     if has_frame and not lacking and not evidence.indirect:
@@ -138,7 +138,7 @@ def _list_contradictions(entry: KnownFailure, evidence: Evidence) -> Iterator[st
         if evidence.shows(name):
             yield f"the log shows that {CLUES[name].fact}"
     if evidence.script and not entry.is_raised_in(evidence.script):
-        yield f"a line of {evidence.script} raised it, and may mean something else by it"
+        yield f"a line of {evidence.script} raised the exception, which may mean something else there"
     innermost = evidence.traceback.rpartition("\n")[2]
     is_its = entry.is_raised_in(innermost) or (entry.frames and entry.has_frame(innermost))
     if (match := _PACKAGE.search(innermost)) and not is_its:
@@ -146,4 +146,4 @@ def _list_contradictions(entry: KnownFailure, evidence: Evidence) -> Iterator[st
     if match := _OTHER_SHARDING.search(evidence.traceback):
         yield f"the traceback goes through {match[1]}"
     if not entry.shows_on(evidence.torch):
-        yield f"the log names torch {evidence.torch}, and this needs {entry.torch}"
+        yield f"the log names torch {evidence.torch}, but this failure needs {entry.torch}"

@@ -122,7 +122,7 @@ class RankComparison:
     def list_differences(self) -> list[RunDifference]:
         """Lists those of the first step, in the order of kinds; that of a later step where the first shows none."""
         if not self._resumed:
-            text = f"the resumed run took no training step; step {self._expected.step} was to come"
+            text = f"the resumed run took no training step; step {self._expected.step} was expected"
             return [RunDifference(kind="run", symptom="no-step", text=text)]
         if self._is_from_beginning():
             text = "everything is as before step 1, and the first batch is batch 1: nothing was resumed"
@@ -152,7 +152,9 @@ class RankComparison:
     def _compare_weights(self) -> Iterator[RunDifference]:
         expected, begun = self._expected, self._begun
         if wrong := find_unlike(expected.others, begun.others):
-            yield _make("weights", "frozen-weights", wrong, f"{join_some(wrong)}, which the optimizer has not, differ")
+            yield _make(
+                "weights", "frozen-weights", wrong, f"{join_some(wrong)}, which the optimizer does not have, differ"
+            )
         wrong = find_unlike(expected.weights, begun.weights)
         if not wrong:
             return
@@ -165,13 +167,16 @@ class RankComparison:
             text = f"the weights before step {self._expected.step} rounded to bfloat16"
             yield _make("weights", "weights-rounded", wrong, f"{count} are {text}: {join_some(wrong, 3)}")
         elif set(wrong) == set(expected.weights) and expected.others and all(" parameter " in name for name in wrong):
-            text = "the optimizer's own copies of the weights are not the model's, which are right"
-            theirs = f": they are those before step {whole.step}" if whole is not None else ""
+            text = "the optimizer's own copies of the weights differ from the model's weights, which are right"
+            theirs = f": the copies are those from before step {whole.step}" if whole is not None else ""
             yield _make("weights", "masters-not-loaded", wrong, f"{text}{theirs}")
         elif whole is not None:
             symptom: ResumeSymptom = "weights-not-loaded" if whole is self._first else "weights-of-another-step"
             nothing = ": nothing was loaded" if whole is self._first else ""
-            text = f"the weights are those before step {whole.step}, not before step {self._expected.step}{nothing}"
+            text = (
+                f"the weights are those from before step {whole.step}, not from before step "
+                f"{self._expected.step}{nothing}"
+            )
             yield _make("weights", symptom, wrong, text)
         elif average := self._find_average(wrong):
             yield _make("weights", "weights-are-the-average", wrong, f"{count} are those of {average}")
@@ -180,7 +185,7 @@ class RankComparison:
             yield _make("weights", "weights-of-another-parameter", wrong, f"{count} are another parameter's: {pairs}")
         elif part is not None:
             step = self._expected.step
-            text = f"{count} are those before step {part.step}, not before step {step}: {join_some(wrong, 3)}"
+            text = f"{count} are those from before step {part.step}, not from before step {step}: {join_some(wrong, 3)}"
             yield _make("weights", "weights-partly-of-another-step", wrong, text)
         else:
             text = f"{count} are of no step of the straight run: {join_some(wrong, 3)}"
@@ -216,7 +221,7 @@ class RankComparison:
         having = [name for name, state in expected.items() if state]
         missing = [name for name in having if not begun.get(name)]
         if missing:
-            text = f"no state of {len(missing)} of {len(having)} parameters"
+            text = f"{len(missing)} of {len(having)} parameters have no optimizer state"
             yield _make("optimizer", "state-missing", missing, text)
         wrong = [name for name in having if name not in missing and expected[name] != begun[name]]
         if not wrong:
@@ -237,7 +242,7 @@ class RankComparison:
             made = f", and their {counters[0]} is {now[0]}, not {was[0]}" if counters else ""
             yield _make("optimizer", "state-of-a-dummy-step", wrong, f"{', '.join(moments)} of {text} are zero{made}")
         elif moments and (whose := self._find_owners(wrong, moments)):
-            pairs = join_some([f"that of {name} is that of {other}" for name, other in whose.items()], 3)
+            pairs = join_some([f"{name} has the state of {other}" for name, other in whose.items()], 3)
             text = f"the optimizer's state of {text} is another parameter's: {pairs}"
             yield _make("optimizer", "state-of-another-parameter", wrong, text)
         elif moments:
@@ -284,7 +289,9 @@ class RankComparison:
         steps = [each.step for each in self._straight if each.options.get(group, {}).get("lr") == now]
         text = f"the learning rate of {group} is {now}, not {was}"
         if not steps:
-            return _make("options", "rate-of-no-step", [group], f"{text}, that of no step of the straight run")
+            return _make(
+                "options", "rate-of-no-step", [group], f"{text}, and no step of the straight run has this rate"
+            )
         symptom: ResumeSymptom = (
             "rate-initial"
             if steps[0] == self._first.step
@@ -292,7 +299,7 @@ class RankComparison:
             if steps[0] > self._expected.step
             else "rate-behind"
         )
-        return _make("options", symptom, [group], f"{text}: that of step {steps[0]}")
+        return _make("options", symptom, [group], f"{text}: it is the rate of step {steps[0]}")
 
     def _read_schedules(self) -> tuple[RecordedValues, RecordedValues]:
         """Reads the state that decides the learning rate from the schedulers that both runs have."""
@@ -325,7 +332,7 @@ class RankComparison:
             before = _flatten(self._first.averages.get(name, {}))
             weights = [*self._begun.weights.values(), *self._begun.buffers.values()]
             if all(now.get(key) in weights or before.get(key) == now.get(key) for key in wrong):
-                text = "are the weights themselves, or as before step 1: it was made anew"
+                text = "are the weights themselves, or as before step 1: the average was created again"
                 yield _make("average", "average-new", wrong, f"{name}: {join_some(wrong, 3)} {text}")
             else:
                 yield _make("average", "average", wrong, f"{name}: {join_some(wrong, 3)} differ")
@@ -365,7 +372,7 @@ class RankComparison:
         elif first in straight:
             yield self._describe_place(straight.index(first), begin)
         elif length > 1 and resumed[1:length] == wanted[1:length]:
-            text = f"batch {begin + 1} has other values, and those after it are right"
+            text = f"batch {begin + 1} has other values, but the later batches are right"
             yield _make("data", "data-first-batch", (), text)
         else:
             known = any(batch in straight for batch in resumed)
@@ -415,7 +422,9 @@ class RankComparison:
                     continue
                 if name == "weights" and was.step == self._expected.step + 1:
                     wrong = find_unlike(was.weights, now.weights)
-                    text = f"step {was.step - 1} makes other weights of equal weights, gradients and optimizer state"
+                    text = (
+                        f"step {was.step - 1} computes other weights from equal weights, gradients and optimizer state"
+                    )
                     yield _make("later", "step-differs", wrong, f"{text}: {join_some(wrong, 3)}")
                 else:
                     yield _make("later", "later", (), f"{name.partition('_')[0]} first differ at step {was.step}")

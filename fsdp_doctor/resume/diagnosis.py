@@ -144,8 +144,8 @@ class _Diagnosis:
         if not [step for step in written if step >= at]:
             when = f"after step {', '.join(map(str, written))} alone" if written else "never"
             raise UsageError(
-                f"the job is to save after step {at}, and wrote into {{dir}} {when}: give --at the step of its save, "
-                "or have it save with {n}"
+                f"the job must save after step {at}, but wrote into {{dir}} {when}: set --at to the step of the "
+                "job's save, or use {n} to set the job's save step"
             )
 
     def _compare(self, one: UserJobRun, other: UserJobRun, resume: int) -> None:
@@ -157,7 +157,7 @@ class _Diagnosis:
         kinds = {difference.kind for _, difference in found}
         if self._unrepeatable:
             self._notes.append(
-                "what it draws and computes was left out, for the program does not repeat itself: "
+                "random draws and computed values were not compared, because the program does not repeat itself: "
                 f"{self._unrepeatable} differ between two runs from the start"
             )
             found = [each for each in found if each[1].kind not in NOT_LOADED]
@@ -175,7 +175,7 @@ class _Diagnosis:
     def _pair(self, one: UserJobRun, other: UserJobRun) -> list[tuple[int, RankRecord, RankRecord]]:
         if other.ranks and {*one.ranks} != {*other.ranks}:
             raise UsageError(
-                f"the {other.name} run has {len(other.ranks)} ranks, and the {one.name} one {len(one.ranks)}"
+                f"the {other.name} run has {len(other.ranks)} ranks, but the {one.name} run has {len(one.ranks)}"
             )
         return [
             (rank, record, other.ranks.get(rank, RankRecord(facts=record.facts, steps=[])))
@@ -277,11 +277,11 @@ class _Diagnosis:
             case "wrong":
                 first = self._findings[0]
                 second = " the second time" if first.resume == 2 else ""
-                return f"The resumed run{second} is another run from step {first.step} on: {first.text}."
+                return f"The resumed run{second} differs from the straight run from step {first.step} on: {first.text}."
             case "not repeatable":
                 return (
-                    f"The program is not repeatable: {self._unrepeatable} differ between two runs of the same command. "
-                    "Of the resume only what it loads was compared, and that is right."
+                    f"The program is not repeatable: {self._unrepeatable} differ between two runs of the same "
+                    "command. For the resume only the loaded state was compared, and it is right."
                 )
             case _ as unreachable:
                 assert_never(unreachable)
@@ -299,15 +299,17 @@ class _Diagnosis:
         if epochs and all(before % length for length in epochs):
             per_step = max(before // self._job.at, 1)
             yield (
-                f"step {self._job.at} is within an epoch of {epochs[0]} batches; "
-                f"--at {max(epochs[0] // per_step, 1)} is the end of one, where other resumes go wrong"
+                f"step {self._job.at} is within an epoch of {epochs[0]} batches; --at "
+                f"{max(epochs[0] // per_step, 1)} is the end of an epoch, where other resume errors appear"
             )
         for name in record.facts.unseen:
-            yield f"{name} is loaded: what it keeps outside torch.optim's optimizers was not seen"
+            yield f"{name} is loaded: its state outside torch.optim's optimizers was not compared"
         if record.facts.device == "emulated":
-            yield "on the emulated device its generators are saved and restored with the CPU's, by the doctor"
+            yield (
+                "on the emulated device fsdp-doctor saves and restores the device's generators together with the CPU's"
+            )
         if self._job.deterministic:
-            yield "the job ran with deterministic algorithms, which it does not have by itself"
+            yield "the job ran with deterministic algorithms, which fsdp-doctor turned on"
 
 
 def _renumber(record: RankRecord, begin: int) -> list[StepRecord]:
@@ -350,7 +352,7 @@ def _join_ranks(texts: dict[int, str], num_ranks: int) -> str:
     for text, ranks in ranks_of.items():
         numbers = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
         parts.append(f"{text} on rank{'s' * (len(ranks) > 1)} {numbers}")
-    more = f"; and otherwise on {len(parts) - 3} more" if len(parts) > 3 else ""
+    more = f"; and {len(parts) - 3} more differences" if len(parts) > 3 else ""
     return "; ".join(parts[:3]) + more
 
 

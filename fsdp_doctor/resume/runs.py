@@ -20,8 +20,8 @@ RunName: TypeAlias = Literal["straight", "resumed", "straight-again", "resumed-a
 RUNS: dict[RunName, str] = {
     "straight": "straight through the save",
     "resumed": "resumed from the save",
-    "straight-again": "straight again, since something differs: is the program the same twice?",
-    "resumed-again": "resumed again, since gradients alone differ: does that run repeat itself?",
+    "straight-again": "straight again, because something differs: does the program repeat itself?",
+    "resumed-again": "resumed again, because only gradients differ: does the resumed run repeat itself?",
     "second-resume": "resumed from the save of the resumed run",
 }
 _RECORDER = pathlib.Path(__file__).with_name("recorder.py")
@@ -116,7 +116,7 @@ def run_job(
     )
     end_descendants()
     if ended.end == "stopped":
-        raise Interrupted(f"stopped; what the job wrote is in {log}")
+        raise Interrupted(f"stopped; the output of the job is in {log}")
     if failures := read_start_failures(record):
         raise UsageError(f"the recorder could not start in the job: {failures[0]}")
     return UserJobRun(name=name, command=tuple(words), ended=ended, log=log, ranks=read_ranks(record))
@@ -131,7 +131,7 @@ def require_records(run: UserJobRun, num_steps: int) -> None:
     of = f"the {run.name} run"
     errors = {rank: record.error for rank, record in run.ranks.items() if record.error}
     for rank, error in errors.items():
-        raise UsageError(f"{of}: the recorder gave up on rank {rank}: {error}; {see}")
+        raise UsageError(f"{of}: the recorder stopped on rank {rank}: {error}; {see}")
     if run.failed:
         what = f"{run.ended.sentence} {_read_end(run.log)}".rstrip(" .")
         raise UsageError(f"{of} failed. {what}; {see}")
@@ -141,14 +141,16 @@ def require_records(run: UserJobRun, num_steps: int) -> None:
     if not stepped:
         unseen = sorted({name for record in run.ranks.values() for name in record.facts.unseen})
         forwards = max((record.forwards for record in run.ranks.values()), default=0)
-        seen = f"; the model was called {forwards} times, so something else steps" if forwards else ""
-        loaded = f"; {', '.join(unseen)} is loaded, which the recorder does not see through" if unseen else ""
+        seen = f"; the model was called {forwards} times, so something else updates its weights" if forwards else ""
+        loaded = f"; {', '.join(unseen)} is loaded, and the recorder does not see steps inside it" if unseen else ""
         raise UsageError(f"{of}: {_UNSEEN}{seen}{loaded}; {see}")
     missing = next(iter(run.ranks.values())).facts.ranks - len(run.ranks)
     if missing:
-        raise UsageError(f"{of}: {missing} ranks left no record; all must run on this machine; {see}")
+        raise UsageError(f"{of}: {missing} ranks left no record; all ranks must run on this machine; {see}")
     if run.num_steps < num_steps:
-        raise UsageError(f"{of} took {run.num_steps} steps, and {num_steps} are needed: have it train longer; {see}")
+        raise UsageError(
+            f"{of} took {run.num_steps} steps, but {num_steps} steps are needed: let the job train longer; {see}"
+        )
 
 
 def _read_end(log: pathlib.Path) -> str:

@@ -115,4 +115,4 @@ def test_the_first_failed_rank_is_shown_if_the_log_names_it(tmp_path: pathlib.Pa
     closed = "[rank1]: RuntimeError: Connection closed by peer [127.0.0.1]:40214"
     summary = ["Root Cause (first observed failure):", "  rank      : 3 (local_rank: 3)", "  exitcode  : 1 (pid: 9)"]
     shown = text.render_text(explained(tmp_path, closed, *summary), 1000)
-    assert "rank 3" in shown.partition("What they follow from")[2]
+    assert "rank 3" in shown.partition("The original failure")[2]

@@ -144,7 +144,7 @@ def test_the_rank_that_torchrun_saw_fail_first_is_believed(tmp_path: pathlib.Pat
             1,
             [
                 "It is not in the catalogue",
-                "What would decide: ",
+                "To find the cause: ",
                 "Root cause",
                 "To report it",
                 "fsdp-doctor env",
@@ -158,7 +158,7 @@ def test_the_rank_that_torchrun_saw_fail_first_is_believed(tmp_path: pathlib.Pat
                 "Reproduce: fsdp-doctor probe --case 'fsdp2/policy/staged/state_dict'",
             ],
         ),
-        ("step 1\nstep 2\n", 1, ["no failure in the log that this program can read"]),
+        ("step 1\nstep 2\n", 1, ["found no failure in the log"]),
     ],
     ids=["killed", "consequences", "unknown", "known", "nothing"],
 )
@@ -252,7 +252,7 @@ def test_a_process_that_was_killed_for_host_memory_is_where_to_look(tmp_path: pa
     file.write_text(f"INFO saving\n{told}\n[rank1]: RuntimeError: Connection closed by peer [10.0.0.1]:40214\n")
     run = doctor("explain", str(file))
     said = " ".join(run.stdout.split())
-    assert "killed for want of host memory" in said
+    assert "killed for lack of host memory" in said
     assert "log.txt, line 2" in said
     assert "is not in this log" not in said
 

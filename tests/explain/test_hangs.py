@@ -52,7 +52,7 @@ def test_the_same_collective_with_other_sizes_is_said(tmp_path: pathlib.Path) ->
 
 def test_ranks_of_which_the_log_says_nothing_are_named(tmp_path: pathlib.Path) -> None:
     said = _parting(tmp_path, *(_watchdog(rank, 7, "ALLREDUCE", (1, 1)) for rank in (1, 2, 5)))
-    assert said.startswith("Ranks 1-2 and 5 wait in ALLREDUCE 7, and of ranks 0 and 3-4 the log says nothing")
+    assert said.startswith("Ranks 1-2 and 5 wait in ALLREDUCE 7, and the log says nothing about ranks 0 and 3-4")
     assert _parting(tmp_path, _watchdog(0, 7, "_ALLGATHER_BASE", (4, 16))).startswith("Rank 0 of a group of 4 waits in")
 
 
