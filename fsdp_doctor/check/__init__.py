@@ -121,8 +121,8 @@ def check(
     if kind is None:
         names = ", ".join(kind.facts.name for kind in frameworks.FRAMEWORKS)
         raise UsageError(
-            f"{', '.join(arguments)}: not a configuration of a supported framework, or not enough of one to know it "
-            f"by; these are supported: {names}"
+            f"{', '.join(arguments)}: this is not a configuration of a supported framework, or not enough of it to "
+            f"recognize the framework; supported are: {names}"
         )
     facts = kind.facts
     version = _find_version("--framework-version", framework_version, facts.distributions or (facts.name,))
@@ -139,7 +139,7 @@ def check(
     ]
     said = [{(finding.kind, finding.entry or finding.sentence) for finding in result.findings} for result in others]
     common = [one for one in first.findings if all((one.kind, one.entry or one.sentence) in other for other in said)]
-    sentence = "this number cannot be read; what is said here holds whatever it is"
+    sentence = "this number cannot be read; the findings here hold for any number"
     return dataclasses.replace(
         first, findings=(*common, report_unknown(sentence, *strange, decides=True)), settings=settings
     )
@@ -189,7 +189,9 @@ def _check_as(
     )
     findings += [*find_known_failures(uses, run), *find_replaced_values(settings), *_find_not_read(settings)]
     if version.version is None and len({use.role for use in uses}) < len(uses):
-        findings.append(note(f"what this amounts to depends on the version of {version.of}: give --framework-version"))
+        findings.append(
+            note(f"the meaning of this setting depends on the version of {version.of}: give --framework-version")
+        )
     return CheckResult(
         framework=facts.name,
         uses=tuple(uses),
@@ -279,8 +281,10 @@ def _read_world_size(kind: type[Framework], settings: Settings, findings: list[C
 
 def _find_not_read(settings: Settings) -> list[ConfigFinding]:
     """Findings on named files that are not here, and on further launch commands."""
-    missing = "this names a file that cannot be read here, so what it sets is not known; give it beside"
+    missing = (
+        "this names a file that cannot be read here, so its settings are not known; give the file as a further argument"
+    )
     findings = [report_unknown(missing, row) for row in reading.find_missing_files(settings)]
     if others := settings.find_first(NOT_READ):
-        findings.append(note("of several commands that look like the training the last is read", others))
+        findings.append(note("several commands look like the training command; only the last one is read", others))
     return findings

@@ -111,7 +111,7 @@ def find_replaced_values(settings: Settings) -> list[ConfigFinding]:
     pairs = list(settings.replaced.values())
     shown = [row for pair in pairs[:_MAX_REPLACED] for row in pair]
     more = f" ({len(pairs) - _MAX_REPLACED} more are not shown)" if len(pairs) > _MAX_REPLACED else ""
-    sentence = f"the same file gives a setting two values; the later one of each is taken{more}"
+    sentence = f"the same file sets a setting twice; the later value is used{more}"
     return [note(sentence, *shown)] if pairs else []
 
 
@@ -143,7 +143,7 @@ def find_missing_backends(uses: Sequence[Use]) -> list[ConfigFinding]:
         ConfigFinding(
             kind="conflict",
             sentence=f"{role}: the policy keeps the shards on the CPU, but the process group has only the "
-            "accelerator's backend: no backend can run a collective over them there",
+            "accelerator's backend: no backend can run a collective over the shards on the CPU",
             settings=tuple(
                 dict.fromkeys(str(r) for use in same for r in use.reasons if r.axis in ("offload", "backend"))
             ),
@@ -188,7 +188,7 @@ def apply_model(uses: Sequence[Use], model: ConfiguredModel) -> tuple[tuple[Use,
         return tuple(uses), [_report_unknown_dims(model)] if any(map(_races_where_uneven, uses)) else []
     findings = []
     if local.built_in is None:
-        sentence = f"the probe has no model of type {local.model_type!r} and uses {scenarios[0].model} in its place"
+        sentence = f"the probe has no model of type {local.model_type!r} and uses {scenarios[0].model} instead"
         findings.append(note(sentence, model.path))
     sizes = ", ".join(f"{name}={size}" for name, size in local.sizes.items() if size % model.ranks)
     where = f"config.json of {model.path}" + (f": {sizes} over {model.ranks} ranks" if sizes else "")
@@ -273,8 +273,8 @@ def _races_where_uneven(use: Use) -> bool:
 def _report_race(racing: Sequence[Use], sizes: str, ranks: int) -> ConfigFinding:
     sentence = (
         f"the manual offload does not wait for its copies, and {sizes} cannot be divided evenly among the {ranks} "
-        "ranks of a shard group: FSDP2 pads such a shard on the host while the copy is still running, and weights are "
-        "lost"
+        "ranks of a shard group. FSDP2 pads an uneven shard on the host while the copy is still running, and "
+        "weights are lost"
     )
     settings = tuple(str(reason) for reason in racing[0].reasons if reason.axis in ("offload", "transfer", "dims"))
     ids = tuple(case.id for use in racing for case in use.cases)
@@ -290,7 +290,8 @@ def _report_unknown_dims(model: ConfiguredModel) -> ConfigFinding:
     else:
         missing = "the model is not a local directory"
     sentence = (
-        "the manual offload does not wait for its copies, which loses weights where a dimension cannot be divided "
-        f"evenly among the ranks of a shard group; whether this model has one is not known: {missing}"
+        "the manual offload does not wait for its copies, which loses weights if a dimension cannot be divided "
+        "evenly among the ranks of a shard group. It is not known whether this model has such a dimension: "
+        f"{missing}"
     )
     return note(sentence, model.path)

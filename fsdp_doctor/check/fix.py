@@ -28,7 +28,7 @@ class Fix:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.before}: {f'set it to {self.after}' if self.after else 'leave it out'}"
+        return f"{self.before}: {f'set it to {self.after}' if self.after else 'remove it'}"
 
 
 def find_fix(arguments: Sequence[str], check: Callable[[Sequence[str]], CheckResult]) -> Fix | None:

@@ -224,7 +224,7 @@ class FsdpFramework(Framework, Generic[V]):
         """A note on the degrees of other parallelisms that are more than 1."""
         rows = [self.settings.find_first(f"{section}.{degree}") for degree in degrees]
         others = [row for row in rows if row and (self.settings.read_number(row.key) or 1) > 1]
-        sentence = "the probe has no other parallelism beside FSDP; these settings are left out of the cases"
+        sentence = "the probe has no parallelism other than FSDP; its cases ignore these settings"
         return [note(sentence, *others)] if others else []
 
     def _shard_group(self, keys: KeyTable) -> int:
@@ -232,7 +232,7 @@ class FsdpFramework(Framework, Generic[V]):
         size = self.settings.read_number(*keys.shard_group)
         if size == 0:
             row = self.settings.find_first(*keys.shard_group)
-            raise Unreadable(f"{row} is a group of no ranks, and the job fails; all are -1")
+            raise Unreadable(f"{row} is a group without ranks, and the job fails; use -1 for all ranks")
         return -1 if size is None else size
 
 
@@ -244,7 +244,7 @@ def report_not_under_fsdp(role: Role, because: Because, *findings: ConfigFinding
 def trains_with_fsdp(row: Setting, with_fsdp: Collection[str], without: Collection[str]) -> bool:
     """Returns whether the named engine moves the model first. Raises Unreadable for an engine in neither list."""
     if str(row.value) not in (*with_fsdp, *without):
-        raise Unreadable(f"{row}: this engine is not known, or has an FSDP of its own, which is not read")
+        raise Unreadable(f"{row}: this engine is not known, or has its own FSDP, which is not checked")
     return str(row.value) in with_fsdp
 
 

@@ -182,7 +182,7 @@ class _Script:
             yield self.text.count("\n") + 2 - len(parts), "".join(parts)
 
     def _refuse_too_long(self) -> UsageError:
-        return UsageError(f"{self.name}: its variables, which contain one another, become too long")
+        return UsageError(f"{self.name}: its variables contain one another and become too long")
 
 
 @dataclass

@@ -27,7 +27,9 @@ def render_text(result: CheckResult, width: int = 120) -> str:
     """The summary, the findings, the scenario of each role with its reasons, and the command that tries the cases."""
     lines = [f"{result.framework}: {_render_summary(result)}"]
     if result.under_fsdp:
-        ranks = "2 ranks, for none are configured" if result.world_size is None else f"{result.world_size} ranks"
+        ranks = (
+            ("2 ranks, because no number is configured") if result.world_size is None else f"{result.world_size} ranks"
+        )
         sources = f"{result.version} (its sources were read at {result.read_in}); {result.torch}; {ranks}"
         lines += [f"  read for {sources}"]
     for kind, findings in itertools.groupby(result.findings, key=lambda finding: finding.kind):
@@ -78,7 +80,7 @@ def _render_summary(result: CheckResult) -> str:
     bad = sum(finding.bad for finding in result.findings)
     findings = f"{bad} finding{'s' * (bad != 1)}" if bad else ""
     if not result.determined:
-        return f"not all of it could be read{f'; {findings}' if findings else ''}"
+        return f"some settings could not be read{f'; {findings}' if findings else ''}"
     if not result.under_fsdp:
         return f"not FSDP{f'; {findings}' if findings else ', nothing to check'}"
     count = len(list_cases(result))
@@ -95,7 +97,7 @@ def _render_role(role: str, uses: Sequence[Use]) -> Iterator[str]:
         scenarios = [(label, _render_scenario(use)) for use in uses for label in _list_labels(use)]
         widest = max(len("versions"), *(len(label) for label, _ in scenarios))
         yield role
-        yield f"      {'versions':{widest}}  amounts to"
+        yield f"      {'versions':{widest}}  means"
         for number, (label, scenario) in enumerate(scenarios, 1):
             yield f"  ({number}) {label:{widest}}  {scenario}"
     for line, rows in _number_lines(uses, [[str(reason) for reason in use.reasons] for use in uses]):
@@ -104,7 +106,7 @@ def _render_role(role: str, uses: Sequence[Use]) -> Iterator[str]:
     for line, rows in _number_lines(uses, points):
         yield f"  {line}{rows}"
     if any(use.scenario for use in uses) and not any(points):
-        yield "  nothing is extracted from it"
+        yield "  nothing is extracted from this model"
 
 
 def _list_labels(use: Use) -> list[str]:
@@ -166,14 +168,14 @@ def list_remedies(result: CheckResult) -> dict[str, str]:
 
 def _list_conditions(entry: KnownFailure, result: CheckResult) -> Iterator[str]:
     """The versions and ranks that a failure depends on, with what is known of them here; and where it was measured."""
-    yield f"torch: {entry.torch or 'every version that was tried'}"
+    yield f"torch: {entry.torch or 'every tried version'}"
     for name, versions in entry.versions.items():
-        yield f"only with {name} {versions} ({result.packages.get(name, 'which is not known here')})"
+        yield f"only with {name} {versions} ({result.packages.get(name, 'version not known here')})"
     groups = [trigger.shard_group for trigger in entry.triggers]
     if groups and (most := max(group.max or 0 for group in groups)) and all(group.max for group in groups):
-        yield f"only where a parameter is sharded over at most {most} rank{'s' * (most > 1)}"
+        yield f"only if a parameter is sharded over at most {most} rank{'s' * (most > 1)}"
     elif groups and (least := min(group.min for group in groups)) > 1:
-        yield f"only where a parameter is sharded over {least} ranks or more"
+        yield f"only if a parameter is sharded over {least} ranks or more"
     if entry.measured:
         yield f"measured with torch, by device: {'; '.join(entry.measured)}"
 

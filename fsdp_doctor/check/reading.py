@@ -85,8 +85,8 @@ def _match_override(argument: str) -> re.Match[str] | None:
 def _read_file(argument: str) -> list[Setting]:
     if argument.endswith(".py"):
         raise UsageError(
-            f"{argument} is a Python script, and only running it shows what it configures: call "
-            "fsdp_doctor.examine(model) in it, or give its settings as overrides like a.b=value"
+            f"{argument} is a Python script, and its settings are known only at run time: call "
+            "fsdp_doctor.examine(model) in the script, or give its settings as overrides like a.b=value"
         )
     name, text = read_text(argument)
     return config_files.parse(text, name, read_script)

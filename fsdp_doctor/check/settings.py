@@ -104,7 +104,7 @@ class Settings:
             return default
         word = str(row.value).strip().lower()
         if word not in _TRUE | _FALSE:
-            raise Unreadable(f"{row} is neither true nor false")
+            raise Unreadable(f"{row} must be true or false")
         return word in _TRUE
 
     def find_first_true(self, *keys: str) -> Setting | None:

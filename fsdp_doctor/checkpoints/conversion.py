@@ -110,7 +110,7 @@ def convert(
         try:
             model, renamed = _strip_wrappers(choose_model(checkpoint))
             if not model.tensors:
-                raise ConversionError(f"{source} holds no tensors by name")
+                raise ConversionError(f"{source} contains no named tensors")
             beside = list_settings_places(checkpoint, model, config)
             tied = _leave_out_tied_head(model, checkpoint) if to is ConversionTarget.HF else []
             config = config or next((str(place) for place in beside if (place / "config.json").is_file()), None)
@@ -119,7 +119,9 @@ def convert(
                 renamed += changed
             ranks = world_size or _count_ranks(model)
             if not ranks and to in (ConversionTarget.FSDP1, ConversionTarget.FSDP2):
-                raise ConversionError(f"{source} is not of ranks; say with --world-size how many are to read {target}")
+                raise ConversionError(
+                    f"{source} has no ranks; use --world-size to say how many ranks will read {target}"
+                )
             parameters = model.select_parameters(buffers)
             has_place = with_optimizer and to is not ConversionTarget.HF
             ask_order = functools.partial(find_order, config) if find_order is not None and config is not None else None
@@ -146,7 +148,7 @@ def _strip_wrappers(model: SavedModel) -> tuple[SavedModel, list[tuple[str, str]
     """The model without the prefixes of wrappers, and the names that had them, old and new."""
     names = strip_prefixes(model.tensors)
     if len({strip_wrappers(name) for name in names}) < len(names):
-        raise BadFile("has names that differ in a wrapper's prefix alone")
+        raise BadFile("has names that differ only in a wrapper's prefix")
     tensors = {names[name]: tensor for name, tensor in model.tensors.items()}
     return SavedModel(tensors, model.states), [(old, new) for old, new in names.items() if old != new]
 

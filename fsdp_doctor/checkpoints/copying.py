@@ -110,7 +110,8 @@ class Copy:
             for piece in {(p.offsets, p.shape): p for p in reversed(tensor.saved.pieces) if p.numel}.values():
                 if piece.begin < 0 or not piece.is_contiguous:
                     raise BadFile(
-                        "is stored with gaps between its elements, or packed, which is not converted", tensor.saved.name
+                        "is stored with gaps between its elements, or packed, and cannot be converted",
+                        tensor.saved.name,
                     )
                 sizes = DTYPES[tensor.saved.dtype].itemsize, tensor.itemsize
                 differs = tensor.dtype != tensor.saved.dtype
@@ -123,7 +124,7 @@ class Copy:
         self._next = dict.fromkeys(self._routes, 0)
         room, needed = os.statvfs(directory), layout.num_bytes
         if (free := room.f_bavail * room.f_frsize) < needed:
-            raise ConversionError(f"{directory.parent} has {free} bytes left, and {needed} are needed")
+            raise ConversionError(f"{directory.parent} has {free} bytes left, but {needed} bytes are needed")
         try:
             for number, file in enumerate(layout.files):
                 path = directory / file.name
@@ -198,7 +199,7 @@ class Copy:
             back = self._of_thread.buffer = bytearray(len(data))
         # Of the same length; == would compare a memoryview element by element.
         if os.preadv(self._fds[number], [back], place) != len(data) or not back.startswith(data):
-            raise ConversionError(f"{name} did not keep what was written to it, from byte {place} on")
+            raise ConversionError(f"{name} does not contain the written data from byte {place} on")
 
     def finish(self) -> None:
         """Makes all of it last. Raises ConversionError if bytes of the source did not come."""
@@ -229,4 +230,4 @@ def _check_disjoint(layout: FilePlan) -> None:
         ranges += [(number, begin, begin + len(text)) for begin, text in texts]
     for (file, _, end), (other, begin, _) in itertools.pairwise(sorted(ranges)):
         if file == other and begin < end:
-            raise DoctorFault(f"two parts of {layout.files[file].name} were to lie at byte {begin}")
+            raise DoctorFault(f"two parts of {layout.files[file].name} would begin at byte {begin}")

@@ -60,7 +60,7 @@ def read_metadata(file: OpenFile) -> Metadata:
     try:
         return _interpret(value)
     except (AttributeError, TypeError, ValueError, KeyError) as error:
-        raise BadFile(f"is no metadata of a distributed checkpoint ({type(error).__name__}: {error})") from None
+        raise BadFile(f"is not the metadata of a distributed checkpoint ({type(error).__name__}: {error})") from None
 
 
 def _interpret(value: Any) -> Metadata:
@@ -136,7 +136,9 @@ def read_item(file: OpenFile, path: str, item: Item, header: Header | None) -> I
     rank = parse_rank(path)
     if item.packing:
         if item.begin + item.nbytes > file.size:
-            raise BadFile(f"would end at byte {item.begin + item.nbytes} of a file of {file.size}", item.name)
+            raise BadFile(
+                f"would end at byte {item.begin + item.nbytes}, but the file has {file.size} bytes", item.name
+            )
         return ItemContents([])
     if header is not None:
         entry = header.tensors.get(item.name)
@@ -159,7 +161,7 @@ def read_item(file: OpenFile, path: str, item: Item, header: Header | None) -> I
     if found.unread:
         return contents._replace(unread=found.unread)
     if len(found.tensors) != 1 or found.tensors[0].path:
-        raise FormError("is no tensor in the file", item.name)
+        raise FormError("is not a tensor in the file", item.name)
     (tensor,) = found.tensors
     if (tensor.dtype, tensor.shape) != (item.dtype, item.lengths):
         raise _refuse_form(item, tensor.dtype, tensor.shape)
@@ -168,7 +170,7 @@ def read_item(file: OpenFile, path: str, item: Item, header: Header | None) -> I
 
 def _refuse_form(item: Item, dtype: str, shape: Shape) -> FormError:
     return FormError(
-        f"is {dtype} {list(shape)} in the file, and {item.dtype} {list(item.lengths)} in the metadata", item.name
+        f"is {dtype} {list(shape)} in the file, but {item.dtype} {list(item.lengths)} in the metadata", item.name
     )
 
 

@@ -53,7 +53,7 @@ class OpenFile:
         self._may_have_holes = status.st_blocks * 512 < status.st_size
         if not stat.S_ISREG(status.st_mode):
             self.close()
-            raise NotRead("is no file")
+            raise NotRead("is not a regular file")
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -71,13 +71,13 @@ class OpenFile:
         while into:
             count = os.preadv(self._fd, [into], offset)
             if not count:
-                raise BadFile(f"has become shorter while it was read: it ends at byte {offset}")
+                raise BadFile(f"became shorter while it was read: it ends at byte {offset}")
             offset, into = offset + count, into[count:]
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly ``length`` bytes. Raises BadFile if the file ends before."""
         if offset < 0 or offset + length > self.size:
-            raise BadFile(f"is truncated: it has {self.size} bytes, and {offset + length} are expected")
+            raise BadFile(f"is truncated: it has {self.size} bytes, but {offset + length} are expected")
         data = os.pread(self._fd, length, offset)
         while len(data) < length:
             rest = bytearray(length - len(data))

@@ -50,7 +50,7 @@ OTHER_FORMATS = (
         "DeepSpeed ZeRO",
         r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+(_\d+)?_(model|optim)_states\.pt|mp_rank_\d+(_\d+)?_model_states\.pt"
         r"|layer_\d+-model(_\d+)?-model_states\.pt",
-        "python zero_to_fp32.py, which DeepSpeed puts beside it, writes whole weights",
+        "python zero_to_fp32.py, which DeepSpeed puts next to it, writes whole weights",
     ),
     OtherFormat(
         "Megatron-FSDP",
@@ -118,7 +118,7 @@ OTHER_FORMATS = (
     OtherFormat(
         "a packed file",
         r".*\.(pt|pth|bin|ckpt|safetensors|distcp)\.(zst|gz|xz|bz2|lz4)|.*\.(tar|tar\.\w+|tgz|zip)",
-        "unpack it, and name what was in it",
+        "unpack the file, and pass its contents",
         is_copy=True,
     ),
 )

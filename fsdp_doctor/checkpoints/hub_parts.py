@@ -33,9 +33,11 @@ class HubPart(NamedTuple):
     def check(self, tensor: SavedTensor, expected: Shape) -> Shape:
         """The dims. Raises BadFile for a tensor that has another shape than the model's configuration says."""
         if self.dims is None:
-            raise BadFile("has other dims under the Hub's name, which is not converted: say --keep-names", tensor.name)
+            raise BadFile(
+                "has other dims under the Hub's name, which cannot be converted: use --keep-names", tensor.name
+            )
         if tensor.shape != expected:
-            raise BadFile(f"is {list(tensor.shape)}, and by config.json it would be {list(expected)}", tensor.name)
+            raise BadFile(f"is {list(tensor.shape)}, but must be {list(expected)} by config.json", tensor.name)
         return self.dims
 
 
@@ -49,7 +51,7 @@ def split_for_hub(tensors: Mapping[str, SavedTensor], parts: Mapping[str, HubPar
     for name, tensor in tensors.items():
         for hub_name in parts_of.get(name, [name]):
             if hub_name in split:
-                raise BadFile("is there by the model's name and by the Hub's", hub_name)
+                raise BadFile("is present under the model's name and under the Hub's", hub_name)
             split[hub_name] = _cut(tensor, hub_name, parts[hub_name]) if name in parts_of else tensor
     return split
 
@@ -66,9 +68,9 @@ def join_from_hub(tensors: Mapping[str, SavedTensor], parts: Mapping[str, HubPar
         if name in parts and name != next(each for each in parts_of[model_name] if each in tensors):
             continue  # with the first part that is there
         if model_name in joined:
-            raise BadFile("is there by the model's name and by the Hub's", model_name)
+            raise BadFile("is present under the model's name and under the Hub's", model_name)
         if name in parts and (missing := [each for each in parts_of[model_name] if each not in tensors]):
-            raise BadFile(f"lacks {join_some(missing)}, which is to become {model_name}")
+            raise BadFile(f"lacks {join_some(missing)}, which would become {model_name}")
         joined[model_name] = _join(tensors, parts_of[model_name], parts) if name in parts else tensor
     return joined
 
@@ -111,7 +113,9 @@ def _join(tensors: Mapping[str, SavedTensor], names: list[str], parts: Mapping[s
     joined = SavedTensor((of_first.tensor,), first.dtype, of_first.whole)
     for name in names:
         if tensors[name].dtype != first.dtype:
-            raise BadFile(f"is {tensors[name].dtype}, and {names[0]}, a part of the same, is {first.dtype}", name)
+            raise BadFile(
+                f"is {tensors[name].dtype}, but {names[0]}, a part of the same tensor, is {first.dtype}", name
+            )
         joined.pieces += [_place(piece, parts[name], tensors[name]) for piece in tensors[name].pieces]
     return joined
 

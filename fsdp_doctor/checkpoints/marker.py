@@ -46,4 +46,4 @@ def read_marker(directory: pathlib.Path) -> Marker | None:
     except FileNotFoundError:
         return None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BadFile(f"is no marker of a save: {error}") from None
+        raise BadFile(f"is not a marker of a save: {error}") from None

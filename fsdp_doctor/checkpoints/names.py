@@ -61,7 +61,7 @@ def match_names(
         common = set(sides[1 - side].values())
         if is_unique and (asked or _count(changed, common) > _count(sides[side], common)):
             if changed != sides[side]:
-                notes.append(f"the names of {called[side]} are taken without {what}")
+                notes.append(f"the names of {called[side]} are compared without {what}")
             sides[side] = changed
 
     for prefix in strip:

@@ -131,15 +131,18 @@ def _name_parameters(
         names = saved or _order_by_class(checkpoint, groups, model, find_order() if find_order is not None else None)
         if len(names) != len(keys):
             raise BadFile(
-                f"has an optimizer that numbers its {len(keys)} parameters in {len(groups)} groups, and nothing says "
-                f"which of the model's {len(places)} they are; say --no-optimizer"
+                f"has an optimizer that numbers its {len(keys)} parameters in {len(groups)} groups, but not which "
+                f"of the model's {len(places)} parameters they are; use --no-optimizer"
             )
     numbered = {str(key): name for key, name in zip(keys, names, strict=True)}
     for key, slots in state.items():
         tensor = model.tensors.get(numbered.get(key, ""))
         for slot in slots.values():
             if tensor is None or (isinstance(slot, SavedTensor) and slot.shape not in ((), (1,), tensor.shape)):
-                raise BadFile("is of another shape than the parameter of its number, or there is none", f"state {key}")
+                raise BadFile(
+                    "has another shape than the parameter with its number, or this parameter does not exist",
+                    f"state {key}",
+                )
     return numbered
 
 

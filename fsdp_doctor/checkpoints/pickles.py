@@ -112,9 +112,7 @@ class _Unpickler(pickle.Unpickler):
         if root == "torch" and name in DTYPES:
             return name
         if name not in _GLOBALS.get(root, ()) and not (root == "torch" and name in DTYPE_OF_STORAGE):
-            raise RefusedPickle(
-                f"has a pickle that asks for {module}.{name}, which is no part of a checkpoint of torch"
-            )
+            raise RefusedPickle(f"has a pickle that asks for {module}.{name}, which is not part of a torch checkpoint")
         if name in ("OrderedDict", "defaultdict", "Counter", "dict"):
             return self._types.setdefault(name, type(name, (_Dict,), {}))
         if name == "Size":
@@ -132,7 +130,7 @@ class _Unpickler(pickle.Unpickler):
         match pid:
             case ("storage", kind, str(key), _, int(numel), *_):
                 return Storage(key, DTYPE_OF_STORAGE.get(getattr(kind, "name", "")), numel)
-        raise BadFile("has a pickle that refers to something that is no storage")
+        raise BadFile("has a pickle with a reference to something other than a storage")
 
 
 def load_pickle(file: IO[bytes]) -> Any:

@@ -69,17 +69,21 @@ def read_checkpoint(path: pathlib.Path, part: str | None = None) -> SavedCheckpo
     else:
         reading.read_directory(".", {path.name})
     if is_one_file:
-        found.unchecked.append("the files beside it")
+        found.unchecked.append("the files next to it")
     for state in found.states:
         assign_roles(state, found.find_setting(state.directory, "config.json"), part)
         reading.note_unread(state)
         if state.candidates:
-            what = f"whether the model is sound: it may be {' or '.join(state.candidates)}; say which with --part"
+            what = (
+                f"whether the model is sound: the model may be {' or '.join(state.candidates)}; choose one with --part"
+            )
             found.unchecked.append(f"{pathlib.PurePath(state.directory, state.label)}: {what}")
     reading.note_copies()
     has_read = any(file.members for file in found.files.values()) or any(state.values for state in found.states)
     if not has_read and all(symptom.trouble.value.severity == "warning" for symptom in found.symptoms):
-        what = f"no file of a known format lies in {path}; looked for: {KNOWN_FORMATS}, and those that are not read"
+        what = (
+            f"{path} contains no file of a known format; looked for: {KNOWN_FORMATS}, and the formats that are not read"
+        )
         reading.note(Trouble.UNKNOWN, f"{what} ({', '.join(each.name for each in OTHER_FORMATS)})")
     return found
 
@@ -105,7 +109,7 @@ class _Reading:
             if state.roles[path] == "other" or is_array:
                 self.checkpoint.unchecked.append(f"{file}: {name} is {kind}, which is not read")
             else:
-                self.note(Trouble.NOT_READ, f"it is {kind}, which is not read", file, name)
+                self.note(Trouble.NOT_READ, f"the tensor is {kind}, which is not read", file, name)
 
     def walk(self) -> Iterator[tuple[str, set[str]]]:
         """Links to directories are not followed, since they may lead anywhere and in a circle."""
@@ -119,15 +123,15 @@ class _Reading:
             depth = len(pathlib.PurePath(relative).parts)
             for name in below:
                 if name.startswith(PARTIAL):
-                    what = "a save is under way, or one that did not end left it"
+                    what = "a save is under way, or an unfinished save left this file"
                     self.note(Trouble.UNFINISHED, what, _join(relative, name))
             below[:] = sorted(name for name in below if depth < _MOST_DEPTH and not name.startswith("."))
             if unfinished := [name for name in below if name.startswith("tmp_")]:
                 below[:] = [name for name in below if name not in unfinished]
-                self.note(Trouble.UNFINISHED, "a save that did not end left it", join_some(unfinished))
+                self.note(Trouble.UNFINISHED, "an unfinished save left this file", join_some(unfinished))
             count += len(names)
             if count > _MOST_FILES:
-                self.note(Trouble.UNKNOWN, f"the directory has more than {_MOST_FILES} files, which is no checkpoint")
+                self.note(Trouble.UNKNOWN, f"the directory has more than {_MOST_FILES} files, and is not a checkpoint")
                 return
             yield relative, set(names)
 
@@ -144,7 +148,7 @@ class _Reading:
         if any(dcp.METADATA.fullmatch(name) or name.endswith(".distcp") for name in names):
             self._read_dcp(directory, names)
         elif ".metadata.tmp" in names:
-            self.note(Trouble.METADATA, "only .metadata.tmp is there: the save did not end", directory)
+            self.note(Trouble.METADATA, "there is only .metadata.tmp: the save did not end", directory)
         self._read_torch_files(directory, names)
         self._read_safetensors(directory, names)
         known = {*self.checkpoint.files, *self.checkpoint.settings}
@@ -171,7 +175,7 @@ class _Reading:
             self._copies.append((f"these are files of {found.name}, which are not read: {found.tool}", file))
             names.difference_update(others)
             return found.owns((here,)) or self._pass_over_other_format(directory, names)
-        self.note(Trouble.OTHER_FORMAT, f"it is a checkpoint of {found.name}, which is not read: {found.tool}", file)
+        self.note(Trouble.OTHER_FORMAT, f"this is a checkpoint of {found.name}, which is not read: {found.tool}", file)
         return True
 
     def note_copies(self) -> None:
@@ -211,7 +215,7 @@ class _Reading:
             try:
                 return json.loads(file.read(0, file.size))
             except (ValueError, RecursionError):
-                raise BadFile("is no JSON") from None
+                raise BadFile("is not JSON") from None
 
         self.checkpoint.settings[path] = self._read(path, read, Trouble.SETTINGS_DAMAGED)
         self.checkpoint.files.pop(path, None)  # which is not there if it could not be opened
@@ -224,11 +228,11 @@ class _Reading:
         try:
             marker = msgspec.convert(self.checkpoint.settings[path], Marker)
         except msgspec.ValidationError as error:
-            self.note(Trouble.SETTINGS_DAMAGED, f"is no marker of a save: {error}", path)
+            self.note(Trouble.SETTINGS_DAMAGED, f"is not a marker of a save: {error}", path)
             return
         self._marked |= {_join(directory, name): file for name, file in marker.files.items()}
         for name in sorted(marker.files.keys() - names):
-            self.note(Trouble.MISSING_FILE, "the save wrote it, and it is not there", _join(directory, name))
+            self.note(Trouble.MISSING_FILE, "the save wrote this file, but it is missing", _join(directory, name))
 
     def _add_state(self, arrangement: Arrangement, directory: str, label: str) -> State:
         state = State(arrangement, directory, label)
@@ -244,7 +248,7 @@ class _Reading:
             if (saved_as := _RANK_FILE.fullmatch(f"{contents.root}.pt")) and saved_as["rank"]:
                 saved.ranks = {int(saved_as["rank"])}
             if contents.lacks_data:
-                self.note(Trouble.NO_DATA, "its tensors have no data", path)
+                self.note(Trouble.NO_DATA, "the file's tensors have no data", path)
             if _ANY_CLASSES.fullmatch(pathlib.PurePath(path).name):
                 beside = find_tensors(path, contents, rank) if contents.refusal is None else None
                 if beside is not None:
@@ -268,7 +272,7 @@ class _Reading:
         state = self._add_state(Arrangement.DCP, directory, "dcp")
         files = sorted(name for name in names if dcp.METADATA.fullmatch(name))
         if not files and not self.checkpoint.is_one_file:
-            what = "no .metadata is there" + (", only .metadata.tmp" if ".metadata.tmp" in names else "")
+            what = "there is no .metadata" + (", only .metadata.tmp" if ".metadata.tmp" in names else "")
             self.note(Trouble.METADATA, f"{what}: the save did not end, or the file is lost", directory)
         items: dict[str, list[dcp.Item]] = defaultdict(list)
         is_known = bool(files)
@@ -277,17 +281,17 @@ class _Reading:
             metadata = self._read(path, lambda file, _: dcp.read_metadata(file), Trouble.METADATA)
             is_known = is_known and metadata is not None
             for fqn in metadata.homeless if metadata is not None else ():
-                self.note(Trouble.GAP, "the metadata does not say where its bytes lie", path, fqn)
+                self.note(Trouble.GAP, "the metadata does not say where the tensor's bytes are", path, fqn)
             for item in metadata.items if metadata is not None else ():
                 items[item.file].append(item)
         for name, of_file in sorted(items.items()):
             path = _join(directory, name)
             state.files.append(path)
             if ".." in pathlib.PurePath(name).parts or pathlib.PurePath(name).is_absolute():
-                self.note(Trouble.METADATA, f"the metadata names a file outside of the directory: {name}", directory)
+                self.note(Trouble.METADATA, f"the metadata names a file outside the directory: {name}", directory)
             elif not (self.checkpoint.root / path).exists():
                 state.is_incomplete = True
-                what = f"the metadata names it, and it is not there; of {len(of_file)} items in it: "
+                what = f"the metadata names this file, but it is missing; of its {len(of_file)} items: "
                 self.note(
                     Trouble.MISSING_FILE,
                     what + join_some([item.name for item in of_file], 3),
@@ -300,11 +304,11 @@ class _Reading:
             for item in of_file:
                 _add_item(state, item, None)
         if ("state_dict",) in {path[:1] for path in state.tensors} and not {"meta.pt"} & names:
-            what = "Lightning wrote the tensors' names, and it is not there"
+            what = "Lightning wrote the tensors' names to this file, but it is missing"
             self.note(Trouble.MISSING_FILE, what, _join(directory, "meta.pt"))
         unnamed = sorted(name for name in names if name.endswith(".distcp") and name not in items)
         if is_known and unnamed:
-            self.note(Trouble.LEFTOVER, "the metadata does not name it", _join(directory, join_some(unnamed)))
+            self.note(Trouble.LEFTOVER, "the metadata does not name this file", _join(directory, join_some(unnamed)))
 
     def _read_items(self, state: State, items: list[dcp.Item], file: OpenFile, saved: SavedFile) -> None:
         header = dcp.read_safetensors_header(file)
@@ -313,12 +317,12 @@ class _Reading:
             self._note_trailing_bytes(header, file)
         if packed := [item for item in items if item.packing]:
             packing = ", ".join(packed[0].packing)
-            self.note(Trouble.NOT_READ, f"{len(packed)} items of it are packed ({packing}), which is not read", path)
+            self.note(Trouble.NOT_READ, f"{len(packed)} of its items are packed ({packing}), which is not read", path)
         end = 0
         for item in sorted(items, key=lambda item: item.begin):
             contents = None
             if header is None and item.begin < end:
-                self.note(Trouble.OVERLAP, "two items lie in the same bytes", path, item.name)
+                self.note(Trouble.OVERLAP, "two items use the same bytes", path, item.name)
             end = max(end, item.begin + item.nbytes)
             try:
                 contents = dcp.read_item(file, path, item, header)
@@ -386,14 +390,16 @@ class _Reading:
         inside = max((size for file in saved.values() if file for size in file.world_sizes), default=None)
         if world is not None and inside is not None and world % inside:
             self.note(
-                Trouble.WORLD_SIZE, f"the name says {world} ranks, the tensors inside {inside}", _join(directory, label)
+                Trouble.WORLD_SIZE,
+                f"the file name says {world} ranks, but the tensors in the file say {inside}",
+                _join(directory, label),
             )
         expected = world or inside or max(chosen.values()) + 1
         for rank in sorted(set(range(expected)) - set(chosen.values())):
             state.is_incomplete = True
             like = next(iter(chosen))
             lost = _join(directory, like[: like.rindex(str(chosen[like]))] + f"{rank}{pathlib.PurePath(like).suffix}")
-            self.note(Trouble.MISSING_RANK, f"of {expected} ranks' files it is not there", lost, rank=rank)
+            self.note(Trouble.MISSING_RANK, f"this file of {expected} ranks' files is missing", lost, rank=rank)
         for name, found in read.items():
             for tensor in found.tensors if found else ():
                 self._merge(state, tensor, chosen[name])
@@ -409,7 +415,7 @@ class _Reading:
             known.pieces += tensor.pieces
         elif state.judge_keys(tensor.path) != "other":
             other = f"{known.dtype} {list(known.shape)}"
-            what = f"it is {tensor.dtype} {list(tensor.shape)} here, and {other} on another rank"
+            what = f"the tensor is {tensor.dtype} {list(tensor.shape)} here, but {other} on another rank"
             self.note(Trouble.RANKS_DISAGREE, what, tensor.file, tensor.name, rank)
 
     def _choose_world_size(self, directory: str, label: str, files: Mapping[str, tuple[int, int | None]]) -> int | None:
@@ -427,14 +433,17 @@ class _Reading:
         if isinstance(said, int) and said not in ranks:
             self.note(
                 Trouble.WORLD_SIZE,
-                f"fsdp_config.json says {said} ranks, the names {join_some([str(size) for size in sorted(ranks)])}",
+                f"fsdp_config.json says {said} ranks, but the file names say "
+                f"{join_some([str(size) for size in sorted(ranks)])}",
                 _join(directory, label),
             )
         whole = [size for size, of in sorted(ranks.items()) if of >= set(range(size))]
         chosen = said if said in ranks else (whole or sorted(ranks))[-1]
         if others := [name for name, (_, of) in files.items() if of not in (chosen, None)]:
             self.note(
-                Trouble.LEFTOVER, f"it is of another number of ranks than {chosen}", _join(directory, join_some(others))
+                Trouble.LEFTOVER,
+                f"the files are from another number of ranks than {chosen}",
+                _join(directory, join_some(others)),
             )
         return chosen
 
@@ -449,7 +458,7 @@ class _Reading:
             for name, value in contents.items():
                 path = _join(directory, name)
                 if path in self.checkpoint.files and self.checkpoint.files[path].ranks:
-                    self.note(Trouble.PICKLED_SHARDS, "it has the shards of a rank, and not whole tensors", path)
+                    self.note(Trouble.PICKLED_SHARDS, "the file has one rank's shards, not whole tensors", path)
                 for tensor in value.tensors if value else ():
                     self._add_whole(state, tensor, path)
                 for keys, plain in value.values.items() if value else ():
@@ -492,7 +501,7 @@ class _Reading:
     def _read_header(self, file: OpenFile, saved: SavedFile) -> Header:
         header = read_header(file)
         if (writer := OTHER_WRITERS.get(str(header.metadata.get("format")))) is not None:
-            raise NotRead(f"was written by {writer}, whose layout of the weights is another one")
+            raise NotRead(f"was written by {writer}, which uses another layout of the weights")
         _read_offsets(header)
         marked = self._marked.get(saved.path)
         sums = marked.sums if marked is not None else {}
@@ -502,7 +511,9 @@ class _Reading:
             saved.members.append(Member("the header", 0, begin, marked.header))
             saved.has_checksums = sums.keys() == header.tensors.keys()
             for name in sorted(sums.keys() - header.tensors.keys()):
-                self.note(Trouble.LOST_TENSOR, "the save wrote it, and the file does not have it", saved.path, name)
+                self.note(
+                    Trouble.LOST_TENSOR, "the save wrote this tensor, but the file does not have it", saved.path, name
+                )
         self._note_trailing_bytes(header, file)
         return header
 
@@ -513,7 +524,7 @@ class _Reading:
 
     def _add_whole(self, state: State, tensor: SavedTensor, path: str) -> None:
         if (known := state.tensors.setdefault(tensor.path, tensor)) is not tensor:
-            self.note(Trouble.TWICE, f"it is in {known.file}, too", path, tensor.name)
+            self.note(Trouble.TWICE, f"the tensor is also in {known.file}", path, tensor.name)
 
     def _read_indexes(self, directory: str, names: Collection[str], suffix: str) -> dict[str, dict[str, str]]:
         """The file of each tensor, by the stem of the index; an index that is damaged is noted, and maps nothing."""
@@ -535,9 +546,11 @@ class _Reading:
             for name in expected if any(name in names for name in expected) else ():
                 if name not in names:
                     state.is_incomplete = True
-                    self.note(Trouble.MISSING_FILE, f"of {count} files it is not there", _join(state.directory, name))
+                    self.note(
+                        Trouble.MISSING_FILE, f"this file of {count} files is missing", _join(state.directory, name)
+                    )
         if weight_map is None and max(counts, default=1) > 1:
-            what = f"{len(files)} files are there, and no {state.label}.{suffix}.index.json says what is in them"
+            what = f"there are {len(files)} files, but no {state.label}.{suffix}.index.json that lists their tensors"
             self.note(Trouble.INDEX, what, state.directory)
         if not weight_map:
             return
@@ -547,18 +560,24 @@ class _Reading:
             lost = [name for name, of in weight_map.items() if of == file and name not in where]
             place = _join(state.directory, file)
             if not lost:
-                self.note(Trouble.INDEX, f"it names {file}, which is not there, and others have its tensors", path)
+                self.note(
+                    Trouble.INDEX, f"the index names {file}, which is missing, but other files have its tensors", path
+                )
             elif not any(s.trouble is Trouble.MISSING_FILE and s.file == place for s in self.checkpoint.symptoms):
-                what = f"the index says that it has {len(lost)} tensors, which no file has: {join_some(lost, 3)}"
+                what = f"the index lists {len(lost)} tensors of this file that no file has: {join_some(lost, 3)}"
                 self.note(Trouble.MISSING_FILE, what, place)
                 state.is_incomplete = True
         for name, file in weight_map.items():
             if file in names and _join(state.directory, file) in self.checkpoint.files and name not in where:
-                self.note(Trouble.LOST_TENSOR, f"the index says that {file} has it, and no file has", path, name)
+                self.note(
+                    Trouble.LOST_TENSOR, f"the index says that {file} has the tensor, but no file has it", path, name
+                )
             elif name in where and pathlib.PurePath(where[name]).name != file and file in names:
-                self.note(Trouble.INDEX, f"it says that {file} has it, and {where[name]} has", path, name)
+                self.note(
+                    Trouble.INDEX, f"the index says that {file} has the tensor, but {where[name]} has it", path, name
+                )
         for name in where.keys() - weight_map.keys():
-            self.note(Trouble.INDEX, f"it is in {where[name]}, and the index lacks it", path, name)
+            self.note(Trouble.INDEX, f"the tensor is in {where[name]}, but the index lacks it", path, name)
         self._compare_total_size(state, path)
 
     def _compare_total_size(self, state: State, path: str) -> None:
@@ -566,7 +585,7 @@ class _Reading:
         said = metadata.get("total_size") if isinstance(metadata, dict) else None
         actual = sum(piece.numel * t.itemsize for t in state.tensors.values() for piece in t.pieces)
         if isinstance(said, int) and said != actual and not state.is_incomplete:
-            self.note(Trouble.TOTAL_SIZE, f"total_size is {said}, and the tensors have {actual} bytes", path)
+            self.note(Trouble.TOTAL_SIZE, f"total_size is {said}, but the tensors have {actual} bytes", path)
 
     def _read_shards(self, directory: str, shards: Mapping[str, int | None], headers: Mapping[str, Header]) -> None:
         """Files of rows: nothing in them says how many rows the whole tensor has."""
@@ -579,14 +598,19 @@ class _Reading:
         for number in sorted(set(range(1, max(numbers, default=0))) - numbers):
             state.is_incomplete = True
             lost = _join(directory, re.sub(r"^shard-\d+", f"shard-{number:05}", next(iter(shards))))
-            self.note(Trouble.MISSING_RANK, f"no file of shard {number} is there", lost, rank=number - 1)
+            self.note(Trouble.MISSING_RANK, f"the file of shard {number} is missing", lost, rank=number - 1)
         for ending in {name.partition("-model-")[2] for name in shards}:
             of_file = {name: number for name, number in shards.items() if name.endswith(f"-model-{ending}")}
             shapes = [entry.shape for name in of_file.keys() & headers for entry in headers[name].tensors.values()]
             has_rows_for_all = max((shape[0] for shape in shapes if shape), default=0) >= len(numbers)
             for number in sorted(numbers - set(of_file.values())) if has_rows_for_all else ():
                 lost = _join(directory, f"shard-{number:05}-model-{ending}")
-                self.note(Trouble.MISSING_RANK, "it is not there, and that of another shard is", lost, rank=number - 1)
+                self.note(
+                    Trouble.MISSING_RANK,
+                    "this shard's file is missing, but another shard's file exists",
+                    lost,
+                    rank=number - 1,
+                )
                 state.is_incomplete = True
         for name, shard in shards.items():
             path, header = _join(directory, name), headers.get(name)
@@ -598,7 +622,9 @@ class _Reading:
                     raise BadFile(f"lacks {min(header.tensors.keys() - offsets.keys())}")
             except BadFile as error:
                 self.note(
-                    Trouble.FILE, f"it does not say where its rows belong: its DCP_SHARDING_INFO {error.what}", path
+                    Trouble.FILE,
+                    f"the file does not say where its rows belong: its DCP_SHARDING_INFO {error.what}",
+                    path,
                 )
                 continue
             copied = ""
@@ -608,13 +634,18 @@ class _Reading:
                 shape = tuple(o + n for o, n in zip(piece.offsets, piece.shape, strict=False))
                 tensor = state.tensors.setdefault((key,), SavedTensor((key,), entry.dtype, shape))
                 if tensor.dtype != entry.dtype or len(tensor.shape) != len(shape):
-                    self.note(Trouble.RANKS_DISAGREE, f"it is {tensor.dtype} {list(tensor.shape)} elsewhere", path, key)
+                    self.note(
+                        Trouble.RANKS_DISAGREE,
+                        f"the tensor is {tensor.dtype} {list(tensor.shape)} in another file",
+                        path,
+                        key,
+                    )
                     continue
                 tensor.shape = tuple(map(max, tensor.shape, shape))
                 copied = next((p.file for p in tensor.pieces if p.offsets == offsets[key] and piece.numel), copied)
                 tensor.pieces.append(piece)
             if copied:
-                self.note(Trouble.COPIED_RANK, f"{copied} has the same rows, and DCP writes none twice", path)
+                self.note(Trouble.COPIED_RANK, f"{copied} has the same rows, but DCP never writes rows twice", path)
 
 
 def _read_offsets(header: Header) -> dict[str, tuple[int, ...]]:

@@ -278,13 +278,13 @@ def choose_model(checkpoint: SavedCheckpoint) -> SavedModel:
     for state in sorted(checkpoint.states, key=_order_state):
         if state.candidates:
             raise BadFile(
-                f"has several parts that may be the model; say with --part which: {join_some(state.candidates)}"
+                f"has several parts that may be the model; choose one with --part: {join_some(state.candidates)}"
             )
         of_model = {state.get_saved_name(tensor): tensor for tensor in state.select("model")}
         if both := of_model.keys() & model.tensors.keys():
             name, other = min(both), model.tensors[min(both)].file
             if any(_order_state(state) == _order_state(chosen) for chosen in model.states):
-                raise BadFile(f"has {name} in {other} and in {of_model[name].file}: name one of them")
+                raise BadFile(f"has {name} in {other} and in {of_model[name].file}: pass one of the two")
         elif of_model:
             model.tensors.update(of_model)
             model.states.append(state)

@@ -42,31 +42,33 @@ def read_header(file: OpenFile) -> Header:
     NotRead for a dtype that is not known."""
     size = file.size
     if size < _LENGTH_BYTES:
-        raise BadFile(f"is no safetensors file: it has {size} bytes")
+        raise BadFile(f"is not a safetensors file: it has {size} bytes")
     length = int.from_bytes(file.read(0, _LENGTH_BYTES), "little")
     if not 2 <= length <= _LONGEST_HEADER:
-        raise BadFile(f"is no safetensors file: its header would be {length} bytes long")
+        raise BadFile(f"is not a safetensors file: its header would be {length} bytes long")
     begin = _LENGTH_BYTES + length
     if begin > size:
-        raise BadFile(f"is truncated, or no safetensors file: {size} bytes, and a header of {length}")
+        raise BadFile(f"is truncated, or not a safetensors file: it has {size} bytes, but a header of {length}")
     text = file.read(_LENGTH_BYTES, length)
     if (count := text.count(b'"data_offsets"')) > _MOST_TENSORS:
-        raise NotRead(f"has {count} tensors, and a file of more than {_MOST_TENSORS} is not read")
+        raise NotRead(f"has {count} tensors, but at most {_MOST_TENSORS} are read")
     try:
         header = parse_json(text)
     except ValueError as error:
-        raise BadFile(f"is no safetensors file: its header is no JSON ({error})") from None
+        raise BadFile(f"is not a safetensors file: its header is not JSON ({error})") from None
     if not isinstance(header, dict):
-        raise BadFile("is no safetensors file: its header is no JSON object")
+        raise BadFile("is not a safetensors file: its header is not a JSON object")
     metadata = header.pop("__metadata__", None)
     entries = {name: _read_entry(name, entry, begin, size) for name, entry in header.items()}
     tensors = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].nbytes, item[0])))
     at, before = begin, ""
     for name, entry in tensors.items():
         if entry.begin < at:
-            raise BadFile(f"and {name} lie in the same bytes", before)
+            raise BadFile(f"and {name} use the same bytes", before)
         if entry.begin > at:
-            raise BadFile(f"begins {entry.begin - at} bytes behind what is before it, which safetensors refuses", name)
+            raise BadFile(
+                f"begins {entry.begin - at} bytes after the end of the previous tensor, which safetensors refuses", name
+            )
         at, before = entry.begin + entry.nbytes, name
     end = max((entry.begin + entry.nbytes for entry in tensors.values()), default=begin)
     return Header(tensors, metadata if isinstance(metadata, dict) else {}, end)
@@ -76,7 +78,7 @@ def _read_entry(name: str, entry: Any, begin: int, size: int) -> HeaderEntry:
     entry = entry if isinstance(entry, dict) else {}
     code, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(code, str) or code not in NAME_OF_CODE:
-        raise NotRead(f"has the unknown dtype {code!r}; known are {', '.join(NAME_OF_CODE)}", name)
+        raise NotRead(f"has the unknown dtype {code!r}; known dtypes are {', '.join(NAME_OF_CODE)}", name)
     if not _are_counts(shape):
         raise BadFile(f"has the shape {shape!r}, which is not a list of lengths", name)
     if not _are_counts(offsets) or len(offsets) != 2:
@@ -85,9 +87,9 @@ def _read_entry(name: str, entry: Any, begin: int, size: int) -> HeaderEntry:
     dtype = NAME_OF_CODE[code]
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     if last - first != nbytes:
-        raise BadFile(f"has {last - first} bytes, and its shape {shape} takes {nbytes}", name)
+        raise BadFile(f"has {last - first} bytes, but its shape {shape} needs {nbytes}", name)
     if begin + last > size:
-        raise BadFile(f"is truncated: it has {size} bytes, {name} ends at byte {begin + last}")
+        raise BadFile(f"is truncated: it has {size} bytes, but {name} ends at byte {begin + last}")
     return HeaderEntry(dtype, tuple(shape), begin + first, nbytes)
 
 
@@ -129,7 +131,7 @@ def plan_hub_files(tensors: Iterable[tuple[str, str, tuple[int, ...]]], largest_
     filled = 0
     for name, dtype, shape in tensors:
         if name == "__metadata__":
-            raise BadFile("has a name that safetensors keeps for itself", name)
+            raise BadFile("has a name that is reserved by safetensors", name)
         nbytes = math.prod(shape) * DTYPES[dtype].itemsize
         if groups[-1] and filled + nbytes > largest_file:
             groups.append({})
@@ -162,21 +164,19 @@ def read_weight_map(index: pathlib.Path) -> dict[str, str]:
     # To read a pipe might wait forever.
     with OpenFile(index) as file:
         if file.size > _LONGEST_HEADER:
-            raise BadFile(f"is no index of a checkpoint: it has {file.size} bytes")
+            raise BadFile(f"is not an index of a checkpoint: it has {file.size} bytes")
         text = file.read(0, file.size)
     try:
         weight_map = parse_json(text)["weight_map"]
     except KeyError:
-        raise BadFile("is no index of a checkpoint: it has no weight_map") from None
+        raise BadFile("is not an index of a checkpoint: it has no weight_map") from None
     except (ValueError, TypeError) as error:
-        raise BadFile(f"is no index of a checkpoint: {read_first_line(error)}") from None
+        raise BadFile(f"is not an index of a checkpoint: {read_first_line(error)}") from None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise BadFile("is no index of a checkpoint: its weight_map does not map names to files")
+        raise BadFile("is not an index of a checkpoint: its weight_map does not map names to files")
     outside = {name for name in weight_map.values() if name in ("", "..") or pathlib.PurePath(name).name != name}
     if outside:
-        raise BadFile(
-            f"names files outside of its directory: {join_some(sorted(name or repr(name) for name in outside))}"
-        )
+        raise BadFile(f"names files outside its directory: {join_some(sorted(name or repr(name) for name in outside))}")
     return weight_map
 
 
@@ -185,14 +185,14 @@ def parse_json(text: bytes) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_refuse_duplicates)
     except RecursionError:
-        raise ValueError("it is nested without end") from None
+        raise ValueError("the JSON is nested too deeply") from None
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the name {twice} stands twice")
+        raise ValueError(f"the name {twice} occurs twice")
     return entries
 
 

@@ -99,7 +99,7 @@ def _scan_file(
                     inside.append(waiting.pop())
                 _scan_member(file, saved, member, inside, scans, progress, sink)
             if file.version != saved.version or file.has_changed():
-                scans.symptoms.append(Symptom(Trouble.CHANGED, "it changed while it was read", saved.path))
+                scans.symptoms.append(Symptom(Trouble.CHANGED, "the file changed while it was read", saved.path))
     except BadFile as error:
         scans.symptoms.append(Symptom(Trouble.CHANGED, error.what, saved.path))
     except OSError as error:
@@ -146,8 +146,8 @@ def _scan_member(
     if member.crc is None:
         return
     if crc != member.crc:
-        actual = f"has the CRC-32 {crc:08x}" if crc is not None else "was never written for the most part"
-        what = f"{member.name} {actual}, and {member.crc:08x} was saved"
+        actual = f"has the CRC-32 {crc:08x}" if crc is not None else "was mostly never written"
+        what = f"{member.name} {actual}, but {member.crc:08x} was saved"
         whose = [(place.tensor.name, place.piece.rows, place.piece.rank) for _, place in pieces]
         for name, rows, rank in whose or [("", None, None)]:
             scans.symptoms.append(Symptom(Trouble.CHECKSUM, what, saved.path, name, rows, rank))

@@ -47,10 +47,10 @@ def check_target(target: pathlib.Path, source: pathlib.Path, files: Iterable[pat
         if any(_lies_in(each, place) for each in (source, *_list_directories(files))):
             raise ConversionError(f"{place} is or contains {source}, and would be removed; name another directory")
         if _lies_in(place, source):
-            raise ConversionError(f"{place} lies in {source}, which is to be read; name a directory outside of it")
+            raise ConversionError(f"{place} is inside the source {source}; name a directory outside the source")
     if _is_there(target):
         if not overwrite:
-            raise ConversionError(f"{target} exists; name another directory, or say --overwrite")
+            raise ConversionError(f"{target} exists; name another directory, or use --overwrite")
         _check_written_by_conversion(target)
 
 
@@ -73,7 +73,9 @@ def make_partial_directory(target: pathlib.Path, *, overwrite: bool) -> Iterator
                 _check_written_by_conversion(old)
                 old.rename(target)
                 if not overwrite:
-                    raise ConversionError(f"{target} exists, put back from what a killed conversion had put aside")
+                    raise ConversionError(
+                        f"{target} exists: it was restored from the copy that a killed conversion had set aside"
+                    )
             _remove_leftover(old)
             directory.mkdir()
             _write_record(directory, ConversionRecord({}))
@@ -167,7 +169,7 @@ def _read_record(directory: pathlib.Path) -> ConversionRecord | None:
 def _check_written_by_conversion(target: pathlib.Path) -> None:
     """Raises ConversionError for anything but a directory that is empty, or as a conversion left it."""
     if target.is_symlink() or not target.is_dir():
-        raise ConversionError(f"{target} is no directory, and is not replaced; name another one")
+        raise ConversionError(f"{target} is not a directory, and is not replaced; name another directory")
     record = _read_record(target)
     known = record.files if record is not None else {}
     others = sorted(
@@ -177,7 +179,7 @@ def _check_written_by_conversion(target: pathlib.Path) -> None:
     )
     if others:
         raise ConversionError(
-            f"{target} holds what no conversion wrote, or what was changed since, and is not replaced: "
+            f"{target} contains files that no conversion wrote, or that were changed since, and is not replaced: "
             f"{join_some(others)}; remove it yourself, or name another directory"
         )
 

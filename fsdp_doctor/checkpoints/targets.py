@@ -275,8 +275,8 @@ def _make_mesh(rank: int, world_size: int, device: str) -> PickledInstance:
     installed = read_installed_versions(["torch"]).get("torch", _NEWEST_TORCH)
     if not is_at_least(installed, _OLDEST_TORCH) or is_at_least(installed, _UNKNOWN_TORCH):
         raise BadFile(
-            f"cannot be written as DTensors of torch {installed}: how torch pickles a mesh is known of "
-            f"{_OLDEST_TORCH} to {_NEWEST_TORCH}; convert it --to dcp, which has none"
+            f"cannot be written as DTensors of torch {installed}: the pickled form of a mesh is known only for "
+            f"{_OLDEST_TORCH} to {_NEWEST_TORCH}; use --to dcp, which pickles no mesh"
         )
     if is_at_least(installed, _NEWEST_TORCH):
         # It has no dim of length 1.

@@ -105,7 +105,7 @@ def read_torch_file(file: OpenFile, begin: int = 0, length: int | None = None) -
     """
     length = file.size - begin if length is None else length
     if begin + length > file.size:
-        raise BadFile(f"is truncated: it has {file.size} bytes, and {begin + length} are expected")
+        raise BadFile(f"is truncated: it has {file.size} bytes, but {begin + length} are expected")
     if not length:
         raise BadFile("is empty")
     window = _Window(file, begin, length)
@@ -118,7 +118,7 @@ def read_torch_file(file: OpenFile, begin: int = 0, length: int | None = None) -
     except BadFile:
         raise
     except Exception as error:  # zipfile raises whatever a damaged directory leads to
-        raise BadFile(f"is truncated or no file of torch.save ({read_first_line(error)})") from None
+        raise BadFile(f"is truncated, or not a file of torch.save ({read_first_line(error)})") from None
     roots = {member.name.partition("/")[0] for member in members}
     root = roots.pop() if len(roots) == 1 else ""
     named = {member.name.removeprefix(f"{root}/"): member for member in members}
@@ -131,9 +131,9 @@ def read_torch_file(file: OpenFile, begin: int = 0, length: int | None = None) -
     read.lacks_data = has_checksums and bool(filled) and not any(member.crc for member in filled)
     try:
         if (order := named.get("byteorder")) and file.read(order.begin, min(order.nbytes, 8)) != b"little":
-            raise NotRead("has another order of bytes than little-endian, which is not read")
+            raise NotRead("is not little-endian, and is not read")
         if (pickled := named.get("data.pkl")) is None:
-            raise BadFile("has no data.pkl: it is a zip, and no file of torch.save")
+            raise BadFile("has no data.pkl: it is a zip file, but not one of torch.save")
         if pickled.nbytes > _LARGEST_PICKLE:
             raise NotRead(f"has a pickle of {pickled.nbytes} bytes, which is not read")
         read.pickle_bytes = pickled.nbytes
@@ -148,17 +148,17 @@ def _read_member(file: OpenFile, begin: int, length: int, entry: zipfile.ZipInfo
     if header[:4] != b"PK\x03\x04":
         raise BadFile(f"has no {entry.filename} where its directory says")
     if entry.compress_type != zipfile.ZIP_STORED:
-        raise NotRead(f"is compressed ({entry.filename}), as torch.save never writes it, and is not read")
+        raise NotRead(f"is compressed ({entry.filename}), which torch.save never does, and is not read")
     first = entry.header_offset + _LOCAL_HEADER + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
     if first + entry.file_size > length:
-        raise BadFile(f"is truncated: {entry.filename} ends behind it")
+        raise BadFile(f"is truncated: {entry.filename} ends after the end of the file")
     return Member(entry.filename, begin + first, entry.file_size, entry.CRC)
 
 
 def _read_legacy(stream: io.BufferedReader, begin: int, length: int) -> TorchFile:
     """The format before torch 1.6: five pickles, then each storage behind its number of elements."""
     if load_pickle(stream) != _LEGACY_MAGIC:
-        raise BadFile("is a pickle, and no file of torch.save")
+        raise BadFile("is a pickle, but not a file of torch.save")
     try:
         load_pickle(stream), load_pickle(stream)
         value = load_pickle(stream)
@@ -174,7 +174,7 @@ def _read_legacy(stream: io.BufferedReader, begin: int, length: int) -> TorchFil
         members.append(Member(f"data/{key}", begin + at + 8, nbytes, None))
         at += 8 + nbytes
         if at > length:
-            raise BadFile(f"is truncated: it has {length} bytes, and storage {key} ends at byte {at}")
+            raise BadFile(f"is truncated: it has {length} bytes, but storage {key} ends at byte {at}")
     by_key = {member.name.removeprefix("data/"): member for member in members}
     return TorchFile(members, by_key, value, pickle_bytes=at)
 
@@ -253,7 +253,7 @@ class _Reader:
         itemsize = DTYPES[dtype].itemsize
         member = self.storages.get(storage.key)
         if member is None:
-            raise BadFile(f"lies in data/{storage.key}, which the file does not have")
+            raise BadFile(f"is in data/{storage.key}, which the file does not have")
         shape, strides = _check_counts(shape), _check_counts(strides)
         piece = SavedPiece(self.file, member.begin + first * itemsize, shape, (0,) * len(shape), strides, self.rank)
         if first < 0 or first * itemsize + piece.span * itemsize > member.nbytes:
@@ -276,8 +276,8 @@ class _Reader:
         offsets, held = compute_local_block(shape, sizes, _check_counts(coordinate), shards)
         if held != piece.shape or dtype != local_dtype:
             raise BadFile(
-                f"has {local_dtype} {list(piece.shape)} on the rank at {list(coordinate)} of the mesh {list(sizes)}, "
-                f"where {dtype} {list(held)} of {list(shape)} belong"
+                f"has {local_dtype} {list(piece.shape)} on the rank at {list(coordinate)} of the mesh "
+                f"{list(sizes)}, but must have {dtype} {list(held)} of {list(shape)}"
             )
         return SavedTensor(path, dtype, shape, [piece._replace(offsets=offsets)])
 
@@ -292,7 +292,7 @@ class _Reader:
             place = shard.get("metadata")
             _, piece = self._read_strided(shard.get("tensor"))
             if piece.shape != _check_counts(place.get("shard_sizes")):
-                raise BadFile(f"has a shard of {list(piece.shape)} where {place.get('shard_sizes')} belong")
+                raise BadFile(f"has a shard of {list(piece.shape)}, but {place.get('shard_sizes')} is expected")
             tensor.pieces.append(piece._replace(offsets=_check_counts(place.get("shard_offsets"))))
         if not shards:
             nothing = (0,) * len(tensor.shape)
@@ -343,9 +343,9 @@ def order_shards(mesh: Shape, placements: Sequence[Any], said: Any = None) -> li
         written = {entry.args[0]: list(entry.args[1]) for entry in said}
         is_strided = any(getattr(placement, "name", "") == "_StridedShard" for placement in placements)
         if {dim: sorted(dims) for dim, dims in written.items()} != {dim: sorted(dims) for dim, dims in orders.items()}:
-            raise NotRead(f"divided in the order {written}, and its placements say {orders}")
+            raise NotRead(f"divided in the order {written}, but its placements say {orders}")
         if is_strided and written != orders:
-            raise NotRead(f"placed as _StridedShard, of which the order {written} makes something else")
+            raise NotRead(f"placed as _StridedShard, which contradicts the order {written}")
         orders = written
     return [(dim, at) for dim, order in orders.items() for at in order]
 
@@ -373,5 +373,5 @@ def _flatten(value: Any) -> Shape:
 def _check_counts(value: Any) -> Shape:
     """Raises BadFile for anything but lengths."""
     if not isinstance(value, tuple | list) or not all(type(each) is int and each >= 0 for each in value):
-        raise BadFile(f"has {value!r} where lengths belong")
+        raise BadFile(f"has {value!r} instead of lengths")
     return tuple(value)

@@ -62,7 +62,7 @@ class Verification(msgspec.Struct):
         for of_group in groups.values():
             lines += [_write_sentence(finding) for finding in of_group[:_MOST_SHOWN]]
             if len(of_group) > _MOST_SHOWN:
-                lines.append(f"  and {len(of_group) - _MOST_SHOWN} more like it in this file")
+                lines.append(f"  and {len(of_group) - _MOST_SHOWN} more of this kind in this file")
             lines += [f"  a load: {of_group[0].load}", f"  do: {of_group[0].remedy}"]
         lines.append(f"read: {join_some(self.states, _MOST_LISTED) or 'nothing'}")
         lines += [f"not checked: {each}" for each in self.unchecked[-_MOST_LISTED:]]
@@ -137,7 +137,7 @@ def judge(
         unchecked=[
             *checkpoint.unchecked,
             *_list_without_checksums(checkpoint),
-            *([] if compare else ["whether the weights are of the step that you expect: no --against, no --base"]),
+            *([] if compare else ["whether the weights are from the expected step: no --against, no --base"]),
         ],
     )
     return found, scans
@@ -146,7 +146,7 @@ def judge(
 def _describe(state: State) -> str:
     where = pathlib.PurePath(state.directory, state.label)
     left_out = "".join(
-        f"; {part or 'others'}: {count} that are not the model's" for part, count in state.left_out.items()
+        f"; {part or 'others'}: {count} that do not belong to the model" for part, count in state.left_out.items()
     )
     return f"{where} ({state.arrangement.value}; {len(state.tensors)} tensors{left_out})"
 
@@ -183,7 +183,7 @@ def _list_without_checksums(checkpoint: SavedCheckpoint) -> list[str]:
         "these files were saved without checksums": [file for file in files if not file.path.endswith(".safetensors")],
     }
     return [
-        f"{why}: a changed value in {len(of_kind)} of {len(checkpoint.files)} files is not found without --against"
+        f"{why}: a changed value in {len(of_kind)} of {len(checkpoint.files)} files is found only with --against"
         for why, of_kind in kinds.items()
         if of_kind
     ]

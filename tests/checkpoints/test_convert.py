@@ -342,7 +342,7 @@ def test_what_was_written_is_compared_with_what_was_read(
     """A write that is lost: the disk says that it was done."""
     whole = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: len(data) if at > 50_000 else whole(fd, data, at))
-    with pytest.raises(ConversionError, match="did not keep what was written"):
+    with pytest.raises(ConversionError, match="does not contain the written data"):
         convert(originals / "dcp", tmp_path / "out", HF)
     assert list(tmp_path.iterdir()) == []
 

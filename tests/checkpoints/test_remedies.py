@@ -215,4 +215,4 @@ def test_a_lost_file_is_not_hidden_by_a_new_index(originals: pathlib.Path, tmp_p
     (directory / "part2.safetensors").unlink()
     found = verify(directory)
     assert (found.answer, saved.list_troubles(found)) == ("damaged", {"missing_file"}), found.to_text()
-    assert not any("index anew" in finding.remedy for finding in found.findings)
+    assert not any("index again" in finding.remedy for finding in found.findings)

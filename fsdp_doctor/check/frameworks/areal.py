@@ -59,7 +59,7 @@ class Areal(FsdpFramework[VersionRange]):
         default = "megatron" if _parse_degrees(allocation).get("p", 1) > 1 else "fsdp"
         engine = default if _DEGREES.fullmatch(allocation) else allocation.partition(":")[0]
         if engine not in ("fsdp", "megatron"):
-            raise Unreadable(f"{row}: this engine is not known, or has an FSDP of its own, which is not read")
+            raise Unreadable(f"{row}: this engine is not known, or has its own FSDP, which is not checked")
         return self.read_role(role) if engine == "fsdp" else report_not_under_fsdp(role, row)
 
     def choose_axes(self, role: Role, versions: VersionRange) -> dict[AxisName, Chosen]:
@@ -68,7 +68,7 @@ class Areal(FsdpFramework[VersionRange]):
             "offload": self.choose_offload(role, "offload_params=false is the default").chosen,
             "model": self.choose_model(role),
             "backend": Chosen(
-                Backend.DEVICE_ONLY, "areal/engine/fsdp_engine.py: the model's process group has NCCL alone"
+                Backend.DEVICE_ONLY, "areal/engine/fsdp_engine.py: the model's process group has only NCCL"
             ),
         }
 

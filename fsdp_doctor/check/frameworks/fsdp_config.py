@@ -268,7 +268,7 @@ class Accelerate(FsdpConfigFramework[_AccelerateVersions]):
             "offload": offload.chosen,
             "backend": Chosen(
                 versions.offload_backend if offload.policy else otherwise,
-                "accelerate/state.py: gloo beside NCCL for offload_params since 1.7.0, and for FULL_STATE_DICT",
+                "accelerate/state.py: gloo in addition to NCCL for offload_params since 1.7.0, and for FULL_STATE_DICT",
             ),
             "sharding": self.choose_sharding(role),
             "model": Chosen(Model.QWEN3),
@@ -302,7 +302,7 @@ class Accelerate(FsdpConfigFramework[_AccelerateVersions]):
             is_misplaced = row.key.startswith("fsdp_") and "." not in row.key and _is_in_file(row)
             if engine is not None and row.file == engine.file and is_misplaced:
                 yield report_conflict(
-                    f"accelerate refuses a file with a key that it does not know; move {row.key} into fsdp_config", row
+                    f"accelerate refuses a file with an unknown key; move {row.key} into fsdp_config", row
                 )
         synchronizes = self.settings.find_first(*_name_keys("sync_module_states"))
         loads = self.settings.find_first(*_name_keys("cpu_ram_efficient_loading"))
@@ -323,7 +323,9 @@ def _read_config_file(settings: Settings) -> Settings:
         return Settings()
     read = follow(row)
     if read is None and not any(f"{LAUNCH}.{flag}" in settings for flag in _ENGINES):
-        raise Unreadable(f"{row}: {pathlib.Path(str(row.value)).name} is not here; give that file beside the command")
+        raise Unreadable(
+            f"{row}: {pathlib.Path(str(row.value)).name} is not here; give this file as a further argument"
+        )
     return read or Settings()
 
 
@@ -373,7 +375,9 @@ class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
             raise Unreadable(f"{row} refers to a value that is not in the configuration")
         rows = parse_json(row) if row.value.lstrip().startswith("{") else follow(row)
         if rows is None:
-            raise UsageError(f"{row}: there is no such file; give it beside, or write fsdp_config out")
+            raise UsageError(
+                f"{row}: there is no such file; give the file as a further argument, or write out fsdp_config"
+            )
         return Settings.join(settings, [Setting(f"{_SECTION}.{r.key}", r.value, r.where) for r in rows])
 
     def list_models(self) -> dict[Role, tuple[str, ...]]:
@@ -382,7 +386,7 @@ class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
     def read(self, role: Role) -> ModelReading:
         options, ranges = self._read_options(), self.list_ranges()
         if not options:
-            sentence = "TrainingArguments reads fsdp_config only where fsdp is set"
+            sentence = "TrainingArguments reads fsdp_config only if fsdp is set"
             ignored = [report_conflict(sentence, row) for row in self.settings.list_below(_SECTION)[:1]]
             return report_not_under_fsdp(role, self.settings.find_first("deepspeed") or "fsdp is not set", *ignored)
         fsdp_versions = {versions.label: self.read_fsdp_version(versions) for versions in ranges}
@@ -411,9 +415,10 @@ class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
         row = self.settings.find_first(*_name_keys("version")) if versions.reads_version else None
         return {
             "strategy": self.choose_strategy(version, row or f"FSDP{versions.default} is the default"),
-            "offload": OffloadChoice(policy=policy, default=f"{fsdp} does not ask for it").chosen,
+            "offload": OffloadChoice(policy=policy, default=f"{fsdp} does not ask for offload").chosen,
             "backend": choose_backend(
-                self.settings.find_first("ddp_backend"), "only NCCL under torchrun; accelerate launch sets its own"
+                self.settings.find_first("ddp_backend"),
+                "only NCCL under torchrun; accelerate launch sets its own backend",
             ),
             "sharding": Chosen(_SHARDING[words[0]], fsdp) if words else Chosen(Sharding.FULL),
             "model": Chosen(Model.QWEN3),
@@ -442,7 +447,9 @@ class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
             yield finding("transformers before 5.0 ignores the version in fsdp_config and always uses FSDP1", version)
         offload = self.settings.find_first_true(*_name_keys("cpu_offload")) if "offload" not in options else None
         if offload and any(not versions.reads_cpu_offload for versions in ranges):
-            yield finding("transformers before 5.10 ignores cpu_offload; put `offload` into fsdp there", offload)
+            yield finding(
+                "transformers before 5.10 ignores cpu_offload; with these versions put `offload` into fsdp", offload
+            )
         ignored = self.settings.find_first_true(*_name_keys("offload_params"))
         if ignored and "offload" not in options and not offload:
             yield report_conflict("offload_params is accelerate's name, which TrainingArguments does not read", ignored)
@@ -451,7 +458,9 @@ class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
             yield finding(f"transformers since 5.10 rejects {refused} with FSDP2", self.settings.find_first("fsdp"))
         deepspeed = self.settings.find_first("deepspeed", f"{LAUNCH}.deepspeed")
         if deepspeed and deepspeed.value:
-            yield report_conflict("fsdp and deepspeed are both set; TrainingArguments takes one of them", deepspeed)
+            yield report_conflict(
+                "fsdp and deepspeed are both set; TrainingArguments accepts only one of them", deepspeed
+            )
 
 
 # axolotl
@@ -507,7 +516,7 @@ class Axolotl(FsdpConfigFramework[_AxolotlVersions]):
 
     def read(self, role: Role) -> ModelReading:
         if "base_model" not in self.settings:
-            raise Unreadable("the command's configuration is not here; give that file beside")
+            raise Unreadable("the command's configuration is not here; give this file as a further argument")
         if not self._read_options() and not self.settings.list_below(_SECTION):
             return report_not_under_fsdp(
                 role, self.settings.find_first("deepspeed") or "neither fsdp nor fsdp_config is set"
@@ -539,7 +548,7 @@ class Axolotl(FsdpConfigFramework[_AxolotlVersions]):
             "offload": offload.chosen,
             "backend": Chosen(
                 versions.offload_backend if offload.policy else Backend.DEVICE_ONLY,
-                "accelerate makes gloo beside NCCL for the offload since 1.7, which axolotl has since v0.10",
+                "since 1.7, which axolotl has since v0.10, accelerate makes gloo in addition to NCCL for the offload",
             ),
             "sharding": self._choose_sharding(version),
             "model": Chosen(
@@ -631,7 +640,7 @@ class MsSwift(FsdpConfigFramework[VersionRange]):
         return {
             "strategy": self.choose_strategy(self.read_fsdp_version(versions), why),
             "offload": offload.chosen,
-            "backend": Chosen(Backend.DEVICE_ONLY, "the Trainer makes its process group with NCCL alone"),
+            "backend": Chosen(Backend.DEVICE_ONLY, "the Trainer makes its process group with only NCCL"),
             "sharding": Chosen(Sharding.FULL),
             "model": Chosen(Model.QWEN3_LORA if has_adapter else Model.QWEN3, tuner or "the default"),
         }
@@ -651,4 +660,4 @@ def _read_fsdp_flag(row: Setting) -> Iterable[Setting]:
         return parse_json(row)
     if (named := follow(row)) is not None:
         return named
-    raise Unreadable(f"{row}: there is no such file; give it beside the command")
+    raise Unreadable(f"{row}: there is no such file; give the file as a further argument")

@@ -40,7 +40,7 @@ _SHARDING: dict[str, Sharding] = {
     "_HYBRID_SHARD_ZERO2": Sharding.HSDP,
     "NO_SHARD": Sharding.SIZE1,
 }
-_NCCL_ALONE = "Lightning's default is NCCL alone"
+_NCCL_ALONE = "Lightning's default is only NCCL"
 
 
 class _Versions(VersionRange, frozen=True, kw_only=True):
@@ -66,13 +66,15 @@ class Lightning(FsdpFramework[_Versions]):
     def read(self, role: Role) -> ModelReading:
         row = self.settings.find_first(*_STRATEGY)
         if self._name == _MODEL_PARALLEL:
-            sentence = "the fully_shard that configure_model calls is not here: whether it has a policy is not known"
+            sentence = (
+                "the fully_shard call in configure_model is not here: it is not known whether it has an offload policy"
+            )
             return self.read_role(role, [note(sentence, row)], [_Versions(use_orig_params=True)])
         if self._name in _FSDP_NAMES:
             return self.read_role(role)
         if _OTHER_NAMES.fullmatch(self._name):
             return report_not_under_fsdp(role, row)
-        raise Unreadable(f"{row} does not say which strategy it is")
+        raise Unreadable(f"{row} does not say which strategy is used")
 
     def read_model(self, role: Role) -> ConfiguredModel:
         """Returns None: the model is in the script."""
@@ -81,7 +83,7 @@ class Lightning(FsdpFramework[_Versions]):
     def choose_axes(self, role: Role, versions: _Versions) -> dict[AxisName, Chosen]:
         if self._name == _MODEL_PARALLEL:
             return {
-                "strategy": Chosen(Strategy.FSDP2, f"{_MODEL_PARALLEL} has the script call fully_shard"),
+                "strategy": Chosen(Strategy.FSDP2, f"{_MODEL_PARALLEL} lets the script call fully_shard"),
                 "offload": Chosen(Offload()),
                 "backend": Chosen(Backend.DEVICE_ONLY, _NCCL_ALONE),
             }

@@ -61,10 +61,12 @@ class NemoRl(FsdpFramework[_Versions]):
         enabled = self.settings.find_first(f"{_DTENSOR}.enabled")
         if enabled is None:
             raise Unreadable(
-                "policy.dtensor_cfg.enabled is not in the configuration; give the file of its `defaults` beside"
+                "policy.dtensor_cfg.enabled is not in the configuration; also give the file that its `defaults` names"
             )
         if not self.settings.read_flag(f"{_DTENSOR}.enabled"):
-            raise Unreadable(f"{enabled}: FSDP1 in NeMo-RL until v0.2 and refused since; neither is read")
+            raise Unreadable(
+                f"{enabled}: NeMo-RL uses FSDP1 until v0.2 and refuses this setting since; neither is checked"
+            )
         return self.read_role(role, self.find_other_parallelisms(_DTENSOR, _DEGREES))
 
     def choose_axes(self, role: Role, versions: _Versions) -> dict[AxisName, Chosen]:
@@ -78,7 +80,7 @@ class NemoRl(FsdpFramework[_Versions]):
             ),
             "backend": Chosen(
                 Backend.MIXED if is_mixed else Backend.DEVICE_ONLY,
-                "the worker's init_process_group: gloo beside NCCL with cpu_offload, with _v2 and since v0.5",
+                "the worker's init_process_group: gloo in addition to NCCL with cpu_offload, with _v2 and since v0.5",
             ),
         }
 

@@ -75,7 +75,7 @@ class PrimeRl(FsdpFramework[_Versions]):
             "model": self.choose_model(role),
             "backend": Chosen(
                 Backend.MIXED if offload.policy else Backend.DEVICE_ONLY,
-                "prime_rl/trainer/utils.py: gloo beside NCCL only with fsdp_cpu_offload",
+                "prime_rl/trainer/utils.py: gloo in addition to NCCL only with fsdp_cpu_offload",
             ),
         }
 

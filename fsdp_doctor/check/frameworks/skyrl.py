@@ -24,7 +24,7 @@ from fsdp_doctor.matrix.axes import AxisName, Backend, Strategy, Transfer
 from fsdp_doctor.matrix.cases import Scenario
 
 _STRATEGY = "trainer.strategy"
-_MOVED = "distributed/fsdp_strategy.py moves it by hand where all are colocated, the default"
+_MOVED = "distributed/fsdp_strategy.py moves it by hand if all models are colocated, the default"
 
 
 class _Versions(VersionRange, frozen=True, kw_only=True):
@@ -79,7 +79,7 @@ class SkyRl(FsdpFramework[_Versions]):
             if offload.param
             else Chosen(Transfer.BLOCKING),
             "model": self.choose_model(role),
-            "backend": Chosen(versions.backend, "skyrl's workers/worker.py: gloo beside NCCL since 0.2"),
+            "backend": Chosen(versions.backend, "skyrl's workers/worker.py: gloo in addition to NCCL since 0.2"),
             "sharding": self.choose_sharding(role),
         }
 

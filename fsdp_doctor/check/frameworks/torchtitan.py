@@ -50,7 +50,7 @@ class Torchtitan(FsdpFramework[VersionRange]):
             "offload": offload.chosen,
             "backend": Chosen(
                 Backend.MIXED if offload.policy else Backend.DEVICE_ONLY,
-                "torchtitan/distributed/utils.py: gloo beside NCCL only with enable_cpu_offload",
+                "torchtitan/distributed/utils.py: gloo in addition to NCCL only with enable_cpu_offload",
             ),
             "sharding": self.choose_sharding(role),
         }

@@ -180,10 +180,12 @@ class Verl(FsdpFramework[VerlVersions]):
     def list_models(self) -> dict[Role, tuple[str, ...]]:
         if engine := _find_other_engine(self.settings):
             if _split_words(f"{engine.key} {engine.value}").isdisjoint(_WITHOUT_FSDP):
-                raise Unreadable(f"{engine}: this engine is not known, or has an FSDP of its own, which is not read")
+                raise Unreadable(f"{engine}: this engine is not known, or has its own FSDP, which is not checked")
             return {"actor" if _is_ppo(self.settings) else "model": ()}
         if config := _find_unknown_config(self.settings):
-            raise Unreadable(f"{config}: what that configuration sets is not known; give its file beside the command")
+            raise Unreadable(
+                f"{config}: the settings of that configuration are not known; give its file as a further argument"
+            )
         models = _list_built_models(self.settings)
         return {model.role: model.sections for model in models if model is not _REF or self._list_ranges(model)}
 
@@ -201,7 +203,7 @@ class Verl(FsdpFramework[VerlVersions]):
             return report_not_under_fsdp(role, row, *self._find_offload_conflicts(model, strategy))
         assert strategy is not None
         if not ranges:
-            raise Unreadable("that version of verl does not know what these settings ask for")
+            raise Unreadable("this version of verl does not support these settings")
         if all(versions.fsdp1_only for versions in ranges):
             strategy = Strategy.FSDP1
         findings = [
@@ -217,7 +219,7 @@ class Verl(FsdpFramework[VerlVersions]):
         strategy = Strategy.FSDP1 if versions.fsdp1_only else model.read_strategy(self.settings) or Strategy.FSDP1
         offload, adapter = self._choose_offloads(model, strategy), model.find_adapter(self.settings)
         row, orig = model.find_strategy_setting(self.settings), model.name_keys("use_orig_params")
-        why = "verl has only FSDP1 before v0.4" if versions.fsdp1_only else str(row or "verl's default")
+        why = "before v0.4 verl has only FSDP1" if versions.fsdp1_only else str(row or "verl's default")
         chosen = Chosen(strategy, why)
         if strategy.version == 1 and self.settings.read_flag(*orig):
             chosen = Chosen(Strategy.FSDP1_ORIG, f"{why}; {self.settings.find_first(*orig)}")
@@ -251,7 +253,7 @@ class Verl(FsdpFramework[VerlVersions]):
         # A package with verl's settings that is not verl's may be a copy of it, with workers of its own.
         if module is not None and module[1] not in ("verl", "recipe") and not script.endswith((".py", ".sh")):
             sentence = (
-                f"{module[1]} is not verl's own package: what is said here holds if its workers are those of verl"
+                f"{module[1]} is not verl's own package: the findings here hold if its workers are verl's workers"
             )
             yield note(sentence, self.settings.find_first(SCRIPT))
         if _is_ppo(self.settings) and not _find_other_engine(self.settings):
@@ -294,7 +296,7 @@ class Verl(FsdpFramework[VerlVersions]):
         """The policy is FSDP2's, and FSDP1's for the old SFT trainer."""
         if model.forward_only:
             return OffloadChoice(
-                policy="verl puts a model that only runs forward under the policy, whatever its flags say"
+                policy="verl uses the offload policy for a model that only runs forward, whatever its flags say"
             )
         reads_policy = strategy.version == (1 if model is _OLD_SFT else 2)
         manual = model.find_manual_offloads(self.settings)
@@ -348,22 +350,22 @@ class Verl(FsdpFramework[VerlVersions]):
         if model is _OLD_SFT:
             if policy and strategy is Strategy.FSDP2:
                 sentence = (
-                    "since v0.4 the SFT trainer hands FSDP2 what is FSDP1's offload, which leaves the shards on the CPU"
+                    "since v0.4 the SFT trainer passes FSDP1's offload to FSDP2, which leaves the shards on the CPU"
                 )
                 yield report_conflict(sentence, policy, row)
             return
         inner, outer = model.find_inner_strategy(settings), model.find_outer_strategy(settings)
         if inner and outer and inner.value != outer.value and inner.key != outer.key:
             sentence = (
-                f"{role}: two different strategies: since PR 5885 (v0.8.0) the engine follows the first, before that "
-                "the second"
+                f"{role}: two different strategies are set: since PR 5885 (v0.8.0) the engine follows the first, "
+                "before this PR the second"
             )
             yield report_conflict(sentence, outer, inner)
         manual = list(model.find_manual_offloads(settings).values())
         if model.forward_only:
             if policy or manual:
                 yield note(
-                    f"{role}: verl puts this model under the policy, whatever these settings say", policy, *manual
+                    f"{role}: verl uses the offload policy for this model, whatever these settings say", policy, *manual
                 )
         elif policy and strategy is Strategy.FSDP1:
             yield report_conflict(
@@ -394,9 +396,9 @@ class Verl(FsdpFramework[VerlVersions]):
         share = settings.find_first(_UTILIZATION)
         memory = f"{share.value} of the device's memory" if share else "its share of the device's memory"
         sentence = (
-            f"{model.role}: a worker that only generates loads this FSDP model, too, and with fsdp_size=1 all of it: "
-            f"it is beside the engine's own weights when the engine asks for {memory} (issue 4229); "
-            "`fsdp-doctor memory plan` shows how much"
+            f"{model.role}: a worker that only generates also loads this FSDP model, and with fsdp_size=1 the "
+            f"whole model: it is on the device next to the engine's own weights when the engine asks for {memory} "
+            "(issue 4229); `fsdp-doctor memory plan` shows how much"
         )
         yield dataclasses.replace(
             report_conflict(sentence, settings.find_first(*size), share, rows[0]), holds_for=legacy
@@ -433,7 +435,8 @@ class Verl(FsdpFramework[VerlVersions]):
         settings, adapter = self.settings, _REF.find_adapter(self.settings)
         if adapter and _asks_for_reference(settings):
             sentence = (
-                "no reference model is built: with an adapter the actor without it is the reference (ref_in_actor)"
+                "no reference model is built: with an adapter, the actor without the adapter is the reference "
+                "(ref_in_actor)"
             )
             yield note(sentence, adapter)
         elif settings.list_below(_REF.sections[0]) and not _asks_for_reference(settings):
@@ -444,9 +447,9 @@ class Verl(FsdpFramework[VerlVersions]):
 
 def _choose_backend(model: VerlModel, versions: VerlVersions) -> Chosen:
     if model is _CRITIC and not versions.critic_backend.has_cpu_collectives:
-        return Chosen(versions.critic_backend, "verl/workers/fsdp_workers.py gives the critic's own process NCCL alone")
+        return Chosen(versions.critic_backend, "verl/workers/fsdp_workers.py gives the critic's own process only NCCL")
     if model is _SFT or not versions.backend.has_cpu_collectives:
-        return Chosen(Backend.DEVICE_ONLY, "verl makes this process group with NCCL alone")
+        return Chosen(Backend.DEVICE_ONLY, "verl makes this process group with only NCCL")
     return Chosen(Backend.MIXED)
 
 

@@ -94,20 +94,20 @@ def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
         of_tensors = {name for name, parameter in optimizer.items() if parameter.tensors}
         with_state |= of_tensors
         if lacking := sorted(ids - of_tensors) if of_tensors else []:
-            what = f"of {len(ids)} parameters {len(lacking)} have no state: {join_some(lacking)}"
+            what = f"{len(lacking)} of {len(ids)} parameters have no state: {join_some(lacking)}"
             yield Symptom(Trouble.NO_OPTIMIZER, what, state.directory)
     has_training_state = any(state.label == "extra_state" for state in states) or any(
         pathlib.PurePath(path).name == "trainer_state.json" for path in evidence.checkpoint.settings
     )
     if model and not with_state and has_training_state:
-        yield Symptom(Trouble.NO_OPTIMIZER, "there is no state of an optimizer", ".")
+        yield Symptom(Trouble.NO_OPTIMIZER, "there is no optimizer state", ".")
     families_with_state = {re.sub(r"\d+", "#", name) for name in with_state}
     layers_with_state = {found.group(1, 2) for name in with_state if (found := LAYER.match(name))}
     for name, tensor in model.items() if with_state & model.keys() else ():
         found = LAYER.match(name)
         is_like_others = re.sub(r"\d+", "#", name) in families_with_state and not EXPERT.match(name)
         if name not in with_state and is_like_others and found and found.group(1, 2) in layers_with_state:
-            what = "the optimizer has no state of it, and has of others in its layer"
+            what = "the optimizer has no state for this parameter, but for others in its layer"
             yield Symptom(Trouble.OPTIMIZER, what, tensor.file, name)
 
 
@@ -120,14 +120,17 @@ def _compare_moments(
         by_kind = parameter.tensors
         tensors = [by_kind[kind] for kind in sorted(MOMENTS & by_kind.keys())]
         if has_both and len(tensors) == 1 and parameter.is_of_adam:
-            what = f"it has no {min(MOMENTS - by_kind.keys())}, which {len(has_both)} of {len(optimizer)} have"
+            what = (
+                f"the parameter has no {min(MOMENTS - by_kind.keys())}, but {len(has_both)} of {len(optimizer)} "
+                "parameters have both moments"
+            )
             yield Symptom(Trouble.OPTIMIZER, what, tensors[0].file, name)
         if len(tensors) < 2:
             continue
         if what := _judge_moments(evidence, by_kind, min(parameter.steps, default=None)):
             yield Symptom(Trouble.MOMENTS, what, by_kind["exp_avg_sq"].file, by_kind["exp_avg_sq"].name)
         elif tensors[0].shape != tensors[1].shape and tensors[1].numel > 1:
-            what = f"its moments are {list(tensors[0].shape)} and {list(tensors[1].shape)}"
+            what = f"the two moments are {list(tensors[0].shape)} and {list(tensors[1].shape)}"
             yield Symptom(Trouble.OPTIMIZER, what, tensors[0].file, name)
     yield from _find_unequal_moments(evidence, state, optimizer)
     yield from _find_lost_moments(evidence, optimizer)
@@ -150,16 +153,17 @@ def _find_unequal_moments(
         if above and above * 50 >= looked_at and not _judge_moments(evidence, by_kind, None):
             found.append((by_kind["exp_avg_sq"], above, looked_at))
         if below := _count_above_maximum(evidence, by_kind):
-            what = f"{below} of the elements that were compared are above max_exp_avg_sq"
+            what = f"{below} of the compared elements are above max_exp_avg_sq"
             yield Symptom(Trouble.MOMENTS, what, by_kind["exp_avg_sq"].file, by_kind["exp_avg_sq"].name)
     mostly = [tensor for tensor, above, looked_at in found if 2 * above > looked_at]
     if len(mostly) > 2 and 2 * len(mostly) > num_compared:
         evidence.checkpoint.unchecked.append(
-            f"{state.files[0]}: whether the two moments fit each other: most do not, as in an optimizer other than Adam"
+            f"{state.files[0]}: whether the two moments fit each other: most do not, so the optimizer is "
+            "probably not Adam"
         )
         return
     for tensor, above, looked_at in found:
-        what = f"{above} of {looked_at} elements that were compared are too small for exp_avg, whatever the gradients"
+        what = f"{above} of {looked_at} compared elements are too small for exp_avg, whatever the gradients were"
         yield Symptom(Trouble.MOMENTS, what, tensor.file, tensor.name)
 
 
@@ -170,9 +174,9 @@ def _judge_moments(evidence: CheckpointEvidence, by_kind: Mapping[str, SavedTens
         return f"{negative} values of a mean of squares are negative"
     has_first = bool(evidence.find_scans(first)) and not evidence.is_zero(first)
     if has_first and evidence.is_zero(second) and (measure_size(evidence, first) or 1.0) > _SQUARE_IS_ZERO:
-        return "it is zero, and exp_avg is not"
+        return "exp_avg_sq is zero, but exp_avg is not"
     if step == 0 and has_first:
-        return "the step is 0, and there are moments"
+        return "the step is 0, but there are moments"
     return ""
 
 
@@ -268,7 +272,7 @@ def _find_lost_moments(evidence: CheckpointEvidence, optimizer: Mapping[str, Opt
         scans = {tensor.path: evidence.find_scans(tensor) for tensor in members}
         zero = [tensor for tensor in members if scans[tensor.path] and evidence.is_zero(tensor)]
         for tensor in zero if len(zero) <= most and 2 * len(zero) < len(members) else ():
-            what = f"it is zero, and of {len(members)} like it {len(members) - len(zero)} are not"
+            what = f"the moment is zero, but {len(members) - len(zero)} of {len(members)} similar moments are not"
             yield Symptom(Trouble.MOMENTS, what, tensor.file, tensor.name)
         partly = [
             (tensor, piece, (begin, end))
@@ -283,7 +287,7 @@ def _find_lost_moments(evidence: CheckpointEvidence, optimizer: Mapping[str, Opt
         for tensor, piece, (begin, end) in partly if is_odd else ():
             width = piece.shape[1] * tensor.itemsize
             rows = piece.offsets[0] + begin // width, piece.offsets[0] + max(end // width, begin // width + 1)
-            what = "these rows are zero, and those of other layers are not"
+            what = "these rows are zero, but not in other layers"
             yield Symptom(Trouble.MOMENTS, what, piece.file, tensor.name, rows, piece.rank)
 
 
@@ -303,14 +307,14 @@ def _compare_shapes(
     named = [(by_name[strip_wrappers(name)], tensor) for name, tensor in moments if strip_wrappers(name) in by_name]
     odd = [(parameter, tensor) for parameter, tensor in named if parameter.shape != tensor.shape]
     for parameter, tensor in odd if len(odd) * 4 <= len(named) else ():
-        what = f"it is {list(tensor.shape)}, and the parameter is {list(parameter.shape)}"
+        what = f"the state is {list(tensor.shape)}, but the parameter is {list(parameter.shape)}"
         yield Symptom(Trouble.OTHER_OPTIMIZER, what, tensor.file, tensor.name)
     if named or not model or state.arrangement is not Arrangement.WHOLE:
         return
     yield from _compare_numbers(state, beside, optimizer)
     if moments and not any(each.keeps_order for each in beside if any(True for _ in each.select("model"))):
         evidence.checkpoint.unchecked.append(
-            f"{state.files[0]}: which parameters its numbers are, since no file keeps their order"
+            f"{state.files[0]}: which parameter each number means, because no file has the order of the parameters"
         )
     # Experts are one tensor in the model and many on the Hub: only matrices are compared.
     matrices = Counter(tensor.shape for _, tensor in moments if len(tensor.shape) == 2)
@@ -390,5 +394,8 @@ def _compare_numbers(
     ]
     if len(odd) == 2 and odd[0][1].shape == odd[1][2].shape and odd[1][1].shape == odd[0][2].shape:
         for number, parameter, tensor in odd:
-            what = f"it is {list(tensor.shape)}, and parameter {number}, {parameter.parameter}, {list(parameter.shape)}"
+            what = (
+                f"the state is {list(tensor.shape)}, but parameter {number}, {parameter.parameter}, is "
+                f"{list(parameter.shape)}"
+            )
             yield Symptom(Trouble.OTHER_OPTIMIZER, what, tensor.file, tensor.name)

@@ -34,13 +34,13 @@ def find_gaps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
         boxes = sorted({(p.offsets, p.shape) for p in tensor.pieces if p.numel})
         file = tensor.file
         if any(o + n > size for box in boxes for o, n, size in zip(*box, tensor.shape, strict=True)):
-            yield Symptom(Trouble.OVERLAP, f"a piece reaches out of the shape {list(tensor.shape)}", file, tensor.name)
+            yield Symptom(Trouble.OVERLAP, f"a piece exceeds the shape {list(tensor.shape)}", file, tensor.name)
         elif len(boxes) > _MOST_BOXES:
             evidence.checkpoint.unchecked.append(f"{tensor.name}: whether its {len(boxes)} pieces overlap")
         elif tensor.shape and all(o[1:] == boxes[0][0][1:] and s[1:] == tensor.shape[1:] for o, s in boxes):
             yield from _sweep_rows(tensor, file, [(o[0], o[0] + s[0]) for o, s in boxes])
         elif any(_do_overlap(one, two) for one, two in itertools.combinations(boxes, 2)):
-            yield Symptom(Trouble.OVERLAP, "pieces of it overlap", file, tensor.name)
+            yield Symptom(Trouble.OVERLAP, "pieces of the tensor overlap", file, tensor.name)
         elif (covered := sum(math.prod(s) for _, s in boxes)) < tensor.numel:
             missing = tensor.numel - covered
             yield Symptom(Trouble.GAP, f"{missing} of {tensor.numel} elements are in no file", file, tensor.name)
@@ -73,9 +73,9 @@ def find_foreign_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[S
         (inside,), rank = file.ranks, int(found[1])
         other = first_with.setdefault(inside, path)
         if other != path:
-            yield Symptom(Trouble.COPIED_RANK, f"{other} holds what rank {inside} saved, too", path, rank=rank)
+            yield Symptom(Trouble.COPIED_RANK, f"{other} also holds the tensors of rank {inside}", path, rank=rank)
         elif inside != rank:
-            yield Symptom(Trouble.FOREIGN_RANK, f"it holds what rank {inside} saved", path, rank=rank)
+            yield Symptom(Trouble.FOREIGN_RANK, f"the file holds the tensors of rank {inside}", path, rank=rank)
 
 
 def compare_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
@@ -91,17 +91,17 @@ def compare_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
         if state.arrangement is Arrangement.RANK_FILES and here != ranks:
             others = ranks - here
             if len(others) < len(here):
-                what = f"it is not there, and {len(here)} of {len(ranks)} ranks have it"
+                what = f"this rank lacks the tensor, but {len(here)} of {len(ranks)} ranks have it"
                 for rank in sorted(others, key=str):
                     yield Symptom(Trouble.RANKS_DISAGREE, what, find_rank_file(state, rank), tensor.name, rank=rank)
             else:
-                what = f"rank {join_some(sorted(map(str, here)))} alone has it, of {len(ranks)} ranks"
+                what = f"only rank {join_some(sorted(map(str, here)))} of {len(ranks)} ranks has the tensor"
                 yield Symptom(Trouble.RANKS_DISAGREE, what, tensor.file, tensor.name)
         values: dict[Any, tuple[SavedPiece, int | None]] = {}
         for piece, scan in evidence.find_scans(tensor) if state.arrangement is not Arrangement.WHOLE else ():
             first, crc = values.setdefault((piece.offsets, piece.shape, piece.strides), (piece, scan.crc))
             if crc != scan.crc and piece.is_contiguous:
-                what = f"it differs from the copy in {first.file}"
+                what = f"the tensor differs from its copy in {first.file}"
                 yield Symptom(Trouble.REPLICAS_DIFFER, what, piece.file, tensor.name, rank=piece.rank)
 
 
@@ -120,7 +120,7 @@ def _compare_keys(state: State) -> Iterator[Symptom]:
     for key, here in by_key.items():
         # A rank may keep what belongs to it alone: several have what belongs to all.
         for rank in sorted(ranks.keys() - here) if len(here) * 2 >= len(ranks) else ():
-            what = f"{key} is not there, and {len(here)} of {len(ranks)} ranks have it"
+            what = f"this rank lacks {key}, but {len(here)} of {len(ranks)} ranks have it"
             yield Symptom(Trouble.RANKS_DISAGREE, what, ranks[rank], key, rank=rank)
 
 
@@ -140,5 +140,5 @@ def find_copied_rows(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
                 continue
             first = seen.setdefault((scan.crc, piece.shape), piece)
             if first.offsets != piece.offsets:
-                what = f"they are those of the rows from {first.offsets[0]} on in {first.file}, bit by bit"
+                what = f"these rows equal the rows from {first.offsets[0]} on in {first.file}, bit by bit"
                 yield Symptom(Trouble.COPIED_ROWS, what, piece.file, tensor.name, piece.rows, piece.rank)

@@ -67,13 +67,13 @@ def find_flat_shards(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
         name = tensor.parameter
         is_like_matrices = name_family(tensor) in of_matrices or MATRIX.search(name)
         if "flat_param" in name:
-            yield Symptom(Trouble.FLAT, "it is the flat parameter of FSDP1, and no weight", state.files[0], name)
+            yield Symptom(Trouble.FLAT, "this tensor is a flat parameter of FSDP1, not a weight", state.files[0], name)
         elif not tensor.numel and name.endswith("weight"):
             # Some classes have a matrix that fills up the width of another, which may be none.
             trouble = Trouble.FLAT if LAYER.match(name) or EMBEDDING.search(name) or num_empty > 1 else Trouble.UNUSUAL
-            yield Symptom(trouble, "it has no elements", tensor.file, name)
+            yield Symptom(trouble, "the tensor has no elements", tensor.file, name)
         elif len(tensor.shape) == 1 and "float" in tensor.dtype and is_like_matrices:
-            what = f"it is flat, of {tensor.shape[0]} elements, where a matrix belongs"
+            what = f"the tensor is flat, with {tensor.shape[0]} elements, but must be a matrix"
             yield Symptom(Trouble.FLAT, what, tensor.file, name)
 
 
@@ -86,17 +86,19 @@ def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[
         if len(tensor.shape) == 2 and EMBEDDING.search(name):
             rows, columns = tensor.shape
             if isinstance(hidden, int) and columns != hidden and not has_projection:
-                yield Symptom(Trouble.SHAPE, f"it has {columns} columns, and hidden_size is {hidden}", file, name)
+                yield Symptom(
+                    Trouble.SHAPE, f"the tensor has {columns} columns, but hidden_size is {hidden}", file, name
+                )
             if isinstance(vocabulary, int) and rows != vocabulary:
                 is_larger = rows > vocabulary and (rows % 8 == 0 or find_marks(config) is None)
                 trouble = Trouble.PADDED if is_larger else Trouble.SHAPE
-                yield Symptom(trouble, f"it has {rows} rows, and vocab_size is {vocabulary}", file, name)
+                yield Symptom(trouble, f"the tensor has {rows} rows, but vocab_size is {vocabulary}", file, name)
     embedding = next(
         (t for t in state.select("model") if re.search(r"(?:^|\.)(embed_tokens|wte)\.weight$", t.parameter)), None
     )
     head = next((t for t in state.select("model") if t.parameter == "lm_head.weight"), None)
     if not isinstance(vocabulary, int) and head and embedding and not has_projection and head.shape != embedding.shape:
-        what = f"it is {list(head.shape)}, and {embedding.parameter} is {list(embedding.shape)}"
+        what = f"the head is {list(head.shape)}, but {embedding.parameter} is {list(embedding.shape)}"
         is_padded = head.shape[1:] == embedding.shape[1:] and abs(head.shape[0] - embedding.shape[0]) < 1024
         yield Symptom(Trouble.PADDED if is_padded else Trouble.SHAPE, what, head.file, head.parameter)
     yield from _compare_projections(state, config)
@@ -131,7 +133,7 @@ def _compare_projections(state: State, config: dict[str, Any]) -> Iterator[Sympt
         # Layers of two kinds, of which config.json describes one in keys that are not known here.
         is_of_two_kinds = 1 < len(odd) < len(tensors)
         for tensor in odd:
-            what = f"it is {list(tensor.shape)}, and by config.json it would be {list(expected[kind])}"
+            what = f"the tensor is {list(tensor.shape)}, but must be {list(expected[kind])} by config.json"
             is_smaller = kind in of_mlp and is_pruned and math.prod(tensor.shape) < math.prod(expected[kind])
             trouble = Trouble.PRUNED if is_smaller and hidden in tensor.shape else Trouble.SHAPE
             trouble = Trouble.UNUSUAL if is_of_two_kinds else trouble
@@ -162,7 +164,7 @@ def find_odd_shapes(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     for of_layer in odd.values():
         if len(of_layer) == 1:
             tensor, common = of_layer[0]
-            what = f"it is {list(tensor.shape)}, and those of the other layers are {list(common)}"
+            what = f"the tensor is {list(tensor.shape)}, but {list(common)} in the other layers"
             yield Symptom(Trouble.SHAPE, what, tensor.file, tensor.parameter)
     for layer, by_rest in of_layers.items():
         if layer not in odd:
@@ -177,12 +179,15 @@ def _compare_within_layer(by_rest: dict[str, SavedTensor]) -> Iterator[Symptom]:
         weight = by_rest.get(f"{module}.weight")
         is_bias = kind == "bias" and len(tensor.shape) == 1 and bool(_OF_EVERY_LAYER.search(rest))
         if is_bias and weight is not None and len(weight.shape) == 2 and tensor.shape[0] not in weight.shape:
-            what = f"it has {tensor.shape[0]} elements, and the weight is {list(weight.shape)}"
+            what = f"the bias has {tensor.shape[0]} elements, but the weight is {list(weight.shape)}"
             yield Symptom(Trouble.SHAPE, what, tensor.file, tensor.parameter)
         queries = by_rest.get(f"{place}.{name.replace('_norm', '_proj')}.weight")
         is_of_heads = name in ("q_norm", "k_norm") and queries is not None and len(queries.shape) == 2
         if is_of_heads and queries is not None and queries.shape[0] % tensor.shape[0]:
-            what = f"it has {tensor.shape[0]} elements, and {queries.shape[0]} rows are no multiple of it"
+            what = (
+                f"the tensor has {tensor.shape[0]} elements, and the {queries.shape[0]} rows are not a multiple of "
+                "this number"
+            )
             yield Symptom(Trouble.SHAPE, what, tensor.file, tensor.parameter)
         up, down = by_rest.get(f"{place}.up_proj.weight"), by_rest.get(f"{place}.down_proj.weight")
         if name == "gate_proj" and kind == "weight" and up is not None and down is not None:
@@ -202,9 +207,11 @@ def compare_with_class(evidence: CheckpointEvidence, state: State) -> Iterator[S
         return
     what = ""
     if missing := [mark for mark in marks.needed if not any(mark.search(rest) for rest in rests)]:
-        what = f"config.json is of {config['model_type']}, whose layers have {missing[0].pattern}, and none here has it"
+        what = (
+            f"config.json says {config['model_type']}, whose layers have {missing[0].pattern}, but no layer here has it"
+        )
     elif other := [rest for mark in marks.foreign for rest in sorted(rests) if mark.search(rest)]:
-        what = f"config.json is of {config['model_type']}, whose layers have no {other[0]}, and those here have it"
+        what = f"config.json says {config['model_type']}, whose layers have no {other[0]}, but the layers here have it"
     if what:
         yield Symptom(Trouble.OTHER_MODEL, what.replace("\\", ""), state.files[0])
 
@@ -224,10 +231,10 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
         expected = max(said if isinstance(said, int) else 0, max(layers) + 1)
         beyond = sorted(number for number in layers if isinstance(said, int) and number >= said)
         if beyond and not config.keys() & {"num_nextn_predict_layers", "mtp_num_hidden_layers"}:
-            what = f"layer {join_some(list(map(str, beyond)))} is there, and num_hidden_layers is {said}"
+            what = f"layer {join_some(list(map(str, beyond)))} exists, but num_hidden_layers is {said}"
             yield Symptom(Trouble.EXTRA_LAYERS, what, state.files[0], stack)
         if missing := sorted(set(range(expected)) - layers.keys()):
-            what = f"of {expected} layers {len(missing)} are missing: number {join_some(list(map(str, missing)))}"
+            what = f"{len(missing)} of {expected} layers are missing: number {join_some(list(map(str, missing)))}"
             yield Symptom(Trouble.MISSING_TENSOR, what, state.files[0], stack)
         forms = Counter(frozenset(rests) for rests in layers.values())
         small, *more = sorted(forms, key=len)
@@ -239,18 +246,23 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
             may_differ = number == min(layers) and find_marks(config) is None
             for rest in sorted(more[0] - small):
                 trouble = Trouble.UNUSUAL if may_differ and not MATRIX.search(rest) else Trouble.MISSING_TENSOR
-                yield Symptom(trouble, "the other layers have it", state.files[0], f"{stack}.{number}.{rest}")
+                yield Symptom(
+                    trouble,
+                    "this layer lacks the tensor, but the other layers have it",
+                    state.files[0],
+                    f"{stack}.{number}.{rest}",
+                )
     embedding = next((names[name] for name in names if re.search(r"(?:^|\.)(embed_tokens|wte)\.weight$", name)), None)
     head, ties = names.get("lm_head.weight"), config.get("tie_word_embeddings")
     is_causal = any(str(kind).endswith("ForCausalLM") for kind in config.get("architectures") or ())
     of_its_shape = [each for name, each in names.items() if not LAYER.match(name) and each is not embedding]
     has_other_head = embedding is not None and any(each.shape == embedding.shape for each in of_its_shape)
     if ties is False and head is None and embedding is not None and is_causal and not has_other_head:
-        what = "it is missing, and config.json does not tie it to the embedding"
+        what = "the head is missing, and config.json does not tie it to the embedding"
         yield Symptom(Trouble.MISSING_TENSOR, what, state.files[0], "lm_head.weight")
     outside = [name for name in names if not LAYER.match(name)]
     has_norm = "norm" not in "".join(names) or any(re.search(r"norm|ln_", name) for name in outside)
-    parts = {"embedding": any(re.search(r"emb|wte", name) for name in outside), "norm behind the layers": has_norm}
+    parts = {"embedding": any(re.search(r"emb|wte", name) for name in outside), "norm after the layers": has_norm}
     has_projection = any(_EMBEDDING_WIDTH.search(key) for key in config)
     for part, is_there in parts.items() if is_causal and stacks and not has_projection else ():
         if not is_there:
@@ -259,7 +271,7 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
     if ties is True and head is not None and embedding is not None:
         sums = evidence.find_checksum(head), evidence.find_checksum(embedding)
         if None not in sums and sums[0] != sums[1]:
-            what = f"it differs from {embedding.parameter}, to which config.json ties it"
+            what = f"the head differs from {embedding.parameter}, but config.json ties the two"
             # Not every class that says so does it.
             trouble = Trouble.TIED if find_marks(config) is not None else Trouble.UNUSUAL
             yield Symptom(trouble, what, head.file, "lm_head.weight")
@@ -278,7 +290,7 @@ def find_experts(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom
         name, file = f"{layer}.*.{rest}", next(iter(by_number.values())).file
         expected = said or max(by_number) + 1
         if missing := sorted(set(range(expected)) - by_number.keys()):
-            what = f"of {expected} experts {len(missing)} are missing: {join_some(list(map(str, missing)))}"
+            what = f"{len(missing)} of {expected} experts are missing: {join_some(list(map(str, missing)))}"
             yield Symptom(Trouble.EXPERTS, what, file, name)
         matrices = [tensor for tensor in by_number.values() if len(tensor.shape) > 1 and not evidence.is_zero(tensor)]
         sums = [evidence.find_checksum(tensor) for tensor in matrices]
@@ -298,7 +310,7 @@ def find_missing_from_part(state: State, part: State) -> Iterator[Symptom]:
         name, found = tensor.parameter, LAYER.match(tensor.parameter)
         is_expected = found is not None and found.group(1, 2) in layers and re.sub(r"\d+", "#", name) in families
         if name not in names and len(tensor.shape) > 1 and is_expected:
-            what = "the model has it, and this part has it of other layers"
+            what = "the tensor is missing here: the model has it, and this part has it for other layers"
             yield Symptom(Trouble.MISSING_TENSOR, what, state.files[0], ".".join((*(part.head or ()), name)))
 
 
@@ -316,7 +328,7 @@ def find_mixed_dtypes(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
         (common, count), *others = Counter(tensor.dtype for tensor in members).most_common()
         for tensor in members if others and count * 3 >= len(members) * 2 else ():
             if tensor.dtype != common:
-                what = f"it is {tensor.dtype}, and {count} tensors like it are {common}"
+                what = f"the tensor is {tensor.dtype}, but {count} similar tensors are {common}"
                 yield Symptom(Trouble.DTYPES, what, tensor.file, tensor.name)
 
 
@@ -332,7 +344,7 @@ def find_missing_settings(evidence: CheckpointEvidence) -> Iterator[Symptom]:
         is_resume = here / "trainer_state.json" in settings or any("extra_state" in file for file in state.files)
         if not has_model and state.label != "extra_state" and any(True for _ in state.select("optimizer")):
             trouble = Trouble.NO_MODEL if is_resume else Trouble.NO_MODEL_HERE
-            yield Symptom(trouble, "there is an optimizer, and no model", state.directory)
+            yield Symptom(trouble, "there is an optimizer, but no model", state.directory)
         if state.label == "adapter_model" and here / "adapter_config.json" not in settings:
             yield Symptom(Trouble.SETTINGS, "adapter_config.json is missing", state.directory)
 
@@ -349,6 +361,8 @@ def compare_with_shards(evidence: CheckpointEvidence) -> Iterator[Symptom]:
             other = shards.tensors.get(path, SavedTensor(path, tensor.dtype, ()))
             sums = {evidence.find_checksum(each) for each in (tensor, other)}
             if other.shape != tensor.shape or (None not in sums and len(sums) > 1):
-                yield Symptom(Trouble.DIFFERS, f"it differs from what lies in {directory}", tensor.file, tensor.name)
+                yield Symptom(
+                    Trouble.DIFFERS, f"the tensor differs from the one in {directory}", tensor.file, tensor.name
+                )
         for path in shards.tensors.keys() - made.tensors.keys():
-            yield Symptom(Trouble.MISSING_TENSOR, f"it lies in {directory} alone", made.files[0], ".".join(path))
+            yield Symptom(Trouble.MISSING_TENSOR, f"only {directory} has the tensor", made.files[0], ".".join(path))

@@ -59,14 +59,14 @@ def compare_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
             what = f"the ranks have {join_some(numbers)}"
             (file, rank), number = next(item for item in by_rank.items() if item[1] != common)
             if 2 * most > len(by_rank):
-                what = f"it is {number:g}, and {most} of {len(by_rank)} ranks have {common:g}"
+                what = f"this rank's step is {number:g}, but {most} of {len(by_rank)} ranks have {common:g}"
             yield Symptom(Trouble.STEPS, what, file or find_rank_file(state, rank), ".".join(path), rank=rank)
         if state.judge_keys(path) != "optimizer":
             continue
         steps |= set(by_rank.values())
         for (file, rank), number in by_rank.items():
             if not (0 <= number < _MOST_STEPS and number == int(number)):
-                what = f"the step is {number:g}, which no count of steps is"
+                what = f"the step is {number:g}, which is not a valid step count"
                 yield Symptom(Trouble.SETTING, what, file or find_rank_file(state, rank), ".".join(path), rank=rank)
     if len(steps) > 1:
         what = f"the parameters' steps are between {min(steps):g} and {max(steps):g}"
@@ -135,7 +135,7 @@ def judge_settings(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
         if (found := GROUP_SETTING.search(name)) and found["key"].startswith("params"):
             params[rank, name[: found.start()]][value] += 1
         elif _is_impossible(name, value, state.label):
-            yield Symptom(Trouble.SETTING, f"it is {value:g}", _find_file(state, rank), name, rank=rank)
+            yield Symptom(Trouble.SETTING, f"the value is {value:g}", _find_file(state, rank), name, rank=rank)
     for (rank, _head), counts in params.items():
         if twice := [str(key) for key, count in counts.items() if count > 1]:
             what = f"the groups have {join_some(twice)} twice"
@@ -147,7 +147,7 @@ def judge_settings_beside(evidence: CheckpointEvidence) -> Iterator[Symptom]:
     for file, values in evidence.checkpoint.values_beside.items():
         for path, value in values.items():
             if _is_impossible(".".join(path), value, pathlib.PurePath(file).stem):
-                yield Symptom(Trouble.SETTING, f"it is {value:g}", file, ".".join(path))
+                yield Symptom(Trouble.SETTING, f"the value is {value:g}", file, ".".join(path))
 
 
 def _is_impossible(name: str, value: PlainValue, label: str) -> bool:
@@ -171,7 +171,7 @@ def judge_random_states(evidence: CheckpointEvidence, state: State) -> Iterator[
     for tensor in state.tensors.values():
         is_state = tensor.dtype == "uint8" and len(tensor.shape) == 1 and bool(_RANDOM_STATE.search(tensor.name))
         if is_state and tensor.numel > _MOST_OF_DEVICE and tensor.numel not in _RANDOM_STATE_BYTES:
-            what = f"it has {tensor.numel} bytes, and a generator of the CPU has 5056"
+            what = f"the state has {tensor.numel} bytes, but a CPU generator's state has 5056"
             yield Symptom(Trouble.RANDOM_STATE, what, tensor.file, tensor.name)
 
 
@@ -214,11 +214,11 @@ def compare_counts(evidence: CheckpointEvidence) -> Iterator[Symptom]:
         elif optimizer is not None:
             for loop in loops:
                 if loop.steps < optimizer.steps:
-                    what = f"it is {loop.steps:g}, and the optimizer made {optimizer.steps:g} steps"
+                    what = f"the count is {loop.steps:g}, but the optimizer made {optimizer.steps:g} steps"
                     yield Symptom(Trouble.STEPS_DIFFER, what, loop.file, loop.name)
             for scheduler in schedulers:
                 if scheduler.steps > optimizer.steps and scheduler.steps % max(optimizer.steps, 1):
-                    what = f"it is {scheduler.steps:g}, and the optimizer made {optimizer.steps:g} steps"
+                    what = f"the count is {scheduler.steps:g}, but the optimizer made {optimizer.steps:g} steps"
                     yield Symptom(Trouble.STEPS_DIFFER, what, scheduler.file, scheduler.name)
             if len(schedulers) == 1:
                 yield from _judge_older_scheduler(schedulers[0], optimizer, loops)
@@ -290,7 +290,7 @@ def _find_odd_count(counts: list[_Count], states: list[State]) -> Iterator[Sympt
         others = [each for each in counts if each is not odd]
         if others[0].steps == others[1].steps != odd.steps:
             witnesses = " and ".join(f"{each.name} in {each.file}" for each in others)
-            what = f"it is {odd.steps:g}, and {witnesses} are {others[0].steps:g}"
+            what = f"the count is {odd.steps:g}, but {witnesses} are {others[0].steps:g}"
             is_skipped = has_scaler and odd.name == "step" and odd.steps < others[0].steps
             trouble = Trouble.STEPS_DIFFER if is_skipped else Trouble.STEPS_CONTRADICT
             yield Symptom(trouble, what, odd.file, odd.name)

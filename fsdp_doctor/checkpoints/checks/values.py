@@ -80,7 +80,7 @@ def find_other_sizes(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
     for tensor in matrices:
         for piece, scan in evidence.find_scans(tensor):
             if scan.looks_split:
-                what = "its bytes are those of bfloat16, two values for each of float32"
+                what = "the bytes are bfloat16 values, two for each float32 element"
                 yield Symptom(Trouble.OTHER_BITS, what, piece.file, tensor.name, piece.rows, piece.rank)
     for members in group_families(each for each in matrices if not LORA.match(each.parameter)):
         sizes = [(tensor, size) for tensor in members if (size := measure_size(evidence, tensor))]
@@ -92,7 +92,7 @@ def find_other_sizes(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
         if len(far) + len(near) < len(sizes) or len(far) * 3 > len(sizes):
             continue  # they differ anyway
         for tensor, size in far:
-            what = f"its values are of the size {size:.2g}, and those of {len(near)} like it of {median:.2g}"
+            what = f"the values have the size {size:.2g}, but those of {len(near)} similar tensors {median:.2g}"
             yield Symptom(Trouble.MAGNITUDE, what, tensor.file, tensor.name)
 
 
@@ -109,12 +109,15 @@ def _find_misread_halves(evidence: CheckpointEvidence, matrices: list[SavedTenso
     ]
     small = [tensor for tensor, size, _ in samples if tensor.dtype == "bfloat16" and size is not None and size < _TINY]
     if len(small) >= _FEWEST_LIKE and 2 * len(small) > len(matrices):
-        what = f"{len(small)} of {len(matrices)} matrices have values below {_TINY:g}, as those of float16 read so"
+        what = (
+            f"{len(small)} of {len(matrices)} matrices have values below {_TINY:g}, as if float16 bits were read "
+            "as bfloat16"
+        )
         yield Symptom(Trouble.OTHER_BITS, what, small[0].file, small[0].name)
     usual = statistics.median(spread or 0.0 for *_, spread in samples) if samples else 0.0
     for tensor, size, spread in samples if usual > _USUAL_SPREAD else ():
         if tensor.dtype == "float16" and (spread or 0.0) < _NARROW and 0.9 < (size or 0.0) < 2:
-            what = f"its magnitudes are all near {size:.2g}, as those of bfloat16 read so"
+            what = f"all magnitudes are near {size:.2g}, as if bfloat16 bits were read as float16"
             yield Symptom(Trouble.OTHER_BITS, what, tensor.file, tensor.name)
 
 
@@ -124,7 +127,7 @@ def find_constants(evidence: CheckpointEvidence, state: State) -> Iterator[Sympt
     for members in group_families(each for each in matrices if is_floating_point(each.dtype)):
         of_one_value = [tensor for tensor in members if _is_of_one_value(evidence, tensor)]
         for tensor in of_one_value if len(of_one_value) < len(members) else ():
-            what = f"all its elements are the same, and of {len(members)} tensors like it {len(of_one_value)} are so"
+            what = f"all elements are equal, as in {len(of_one_value)} of {len(members)} similar tensors"
             yield Symptom(Trouble.CONSTANT, what, tensor.file, tensor.name)
         found = {
             tensor.path: _find_equal_rows(evidence, tensor) + _find_equal_parts(evidence, state, tensor)
@@ -228,7 +231,9 @@ def find_equal_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[S
         whole = _list_equal_layers(evidence, state) if equal else set()
         if len(equal) == 1 and not {LAYER.sub(r"\g<stack>.\g<number>", each.parameter) for each in equal[0]} <= whole:
             tensor, other = equal[0]
-            yield Symptom(Trouble.COPIED_TENSOR, f"it equals {other.name}, bit by bit", tensor.file, tensor.name)
+            yield Symptom(
+                Trouble.COPIED_TENSOR, f"the tensor equals {other.name}, bit by bit", tensor.file, tensor.name
+            )
     beside = (tensor for each in evidence.checkpoint.states for tensor in each.select("model"))
     # Embeddings that are added have the same gradients where all their indices are equal.
     outside = {tensor.shape for tensor in beside if not LAYER.match(tensor.parameter)}
@@ -242,7 +247,9 @@ def find_equal_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[S
             moments[slot[1]].append(tensor)
     for tensors in moments.values():
         for tensor, other in _find_equal(evidence, tensors):
-            yield Symptom(Trouble.COPIED_TENSOR, f"it equals {other.name}, bit by bit", tensor.file, tensor.name)
+            yield Symptom(
+                Trouble.COPIED_TENSOR, f"the tensor equals {other.name}, bit by bit", tensor.file, tensor.name
+            )
 
 
 def _find_equal(evidence: CheckpointEvidence, tensors: Iterable[SavedTensor]) -> list[tuple[SavedTensor, SavedTensor]]:
@@ -260,10 +267,10 @@ def _find_equal(evidence: CheckpointEvidence, tensors: Iterable[SavedTensor]) ->
 def find_equal_layers(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Layers all of whose matrices are the same, bit by bit: damage, where an optimizer has trained all of them."""
     for stack, number, other, tensors in _compare_layers(evidence, state):
-        what = f"its {len(tensors)} matrices are those of layer {other}, bit by bit"
+        what = f"the layer's {len(tensors)} matrices equal those of layer {other}, bit by bit"
         trouble = Trouble.EQUAL_LAYERS
         if _are_all_trained(evidence, state) or _were_trained_apart(evidence, state, tensors, (number, other)):
-            trouble, what = Trouble.COPIED_TENSOR, f"{what}, and the optimizer updated both"
+            trouble, what = Trouble.COPIED_TENSOR, f"{what}, but the optimizer updated both"
         yield Symptom(trouble, what, tensors[0].file, f"{stack}.{number}")
 
 
@@ -344,13 +351,13 @@ def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     for members in group_families(each for each in matrices if not LORA.match(each.parameter)):
         zero = [tensor for tensor in members if evidence.is_zero(tensor)]
         for tensor in zero if len(zero) < len(members) else ():
-            what = f"it is zero, and of {len(members)} tensors like it {len(members) - len(zero)} are not"
+            what = f"the tensor is zero, but {len(members) - len(zero)} of {len(members)} similar tensors are not"
             yield Symptom(Trouble.ZERO_MATRIX, what, tensor.file, tensor.name)
     norms = (tensor for tensor in state.select("model") if len(tensor.shape) == 1 and _NORM.search(tensor.parameter))
     for members in group_families(norms):
         zero = [tensor for tensor in members if evidence.is_zero(tensor)]
         for tensor in zero if len(zero) * 3 <= len(members) else ():
-            what = f"it is zero, and of {len(members)} norms like it {len(members) - len(zero)} are not"
+            what = f"the norm is zero, but {len(members) - len(zero)} of {len(members)} similar norms are not"
             yield Symptom(Trouble.ZERO_MATRIX, what, tensor.file, tensor.name)
     yield from _find_zero_columns(evidence, state)
     for tensor in state.tensors.values():
@@ -381,7 +388,7 @@ def _find_zero_columns(evidence: CheckpointEvidence, state: State) -> Iterator[S
         tensors = {tensor.path for tensor, _, _ in found}
         is_alike = len(tensors) == len(members) or len({columns for _, _, columns in found}) == 1 < len(tensors)
         for tensor, piece, (first, after) in found if MATRIX.search(members[0].parameter) else ():
-            what = f"the columns {first} to {after - 1} are zero in all rows that were looked at"
+            what = f"the columns {first} to {after - 1} are zero in all rows that were checked"
             trouble = Trouble.PADDED_COLUMNS if is_alike and len(members) > 1 else Trouble.ZERO_COLUMNS
             yield Symptom(trouble, what, piece.file, tensor.name, piece.rows, piece.rank)
 
@@ -400,13 +407,13 @@ def _judge_zero_runs(
             may_be_padding = EMBEDDING.search(tensor.name) and after == piece.shape[0]
             whose = "" if may_be_padding else _describe_share(piece.shape[0], first, after)
             if not whose and not EMBEDDING.search(tensor.name) and (after - first) * 8 >= piece.shape[0]:
-                whose = f", {after - first} of {piece.shape[0]} that follow one another"
+                whose = f", {after - first} of {piece.shape[0]} consecutive rows"
             trouble = Trouble.ZERO_RANK if whose else Trouble.ZERO_ROWS
             yield Symptom(trouble, f"these rows are zero{whose}", piece.file, tensor.name, rows, piece.rank)
             continue
         # A checksum that is right says that the zeros were saved.
         if file.has_checksums:
-            what = f"{end - begin} bytes that follow one another are zero, from within one row to within another"
+            what = f"{end - begin} consecutive bytes are zero, beginning and ending within a row"
             yield Symptom(Trouble.ZERO_ROWS, what, piece.file, tensor.name, rows, piece.rank)
             continue
         from_page = begin and -(piece.begin + begin) % PAGE_BYTES < slack
@@ -424,7 +431,7 @@ def _describe_share(rows: int, first: int, after: int) -> str:
     for world in (2**power for power in range(10, 0, -1)):
         share = -(-rows // world)
         if share > 1 and first % share == 0 and after == min(first + share, rows):
-            return f", which rank {first // share} of {world} would hold"
+            return f", which is the share of rank {first // share} of {world}"
     return ""
 
 
@@ -438,16 +445,16 @@ def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     for module, by_half in halves.items():
         file = next(iter(by_half.values())).file
         if len(by_half) == 1:
-            yield Symptom(Trouble.LORA_PAIR, f"it has lora_{next(iter(by_half))} alone", file, module)
+            yield Symptom(Trouble.LORA_PAIR, f"the module has only lora_{next(iter(by_half))}", file, module)
         elif not config.get("rank_pattern") and by_half["A"].shape[0] != config.get("r", by_half["A"].shape[0]):
-            what = f"lora_A has {by_half['A'].shape[0]} rows, and adapter_config.json says r = {config['r']}"
+            what = f"lora_A has {by_half['A'].shape[0]} rows, but adapter_config.json says r = {config['r']}"
             yield Symptom(Trouble.SHAPE, what, file, module)
     yield from _find_missing_adapters(state, halves, config)
     matrices = [by_half["B"] for by_half in halves.values() if "B" in by_half]
     zero = [tensor for tensor in matrices if evidence.is_zero(tensor)]
     if zero and len(zero) < len(matrices):
         for tensor in zero:
-            what = f"it is zero, and {len(matrices) - len(zero)} of {len(matrices)} are not"
+            what = f"lora_B is zero, but {len(matrices) - len(zero)} of {len(matrices)} are not"
             yield Symptom(Trouble.LORA_ZERO, what, tensor.file, tensor.name)
     elif zero:
         step = evidence.checkpoint.find_setting(state.directory, "trainer_state.json").get("global_step")
@@ -471,9 +478,12 @@ def _find_missing_adapters(
     for (stack, rest), numbers in by_kind.items():
         layers = set().union(*(each for (other, _), each in by_kind.items() if other == stack))
         for number in sorted(layers - numbers) if rest.rpartition(".")[2] in targets else ():
-            what = f"{len(numbers)} of {len(layers)} layers have it, and adapter_config.json names it for all"
+            what = (
+                f"{len(numbers)} of {len(layers)} layers have this module, but adapter_config.json names it for "
+                "all layers"
+            )
             yield Symptom(Trouble.ADAPTER_PART, what, state.files[0], f"{stack}.{number}.{rest}")
     for target in sorted(map(str, targets)):
         if halves and not any(f".{module}".endswith(f".{target}") for module in halves):
-            what = f"adapter_config.json names {target}, and no tensor is of it"
+            what = f"adapter_config.json names {target}, but no tensor belongs to it"
             yield Symptom(Trouble.NO_TARGET, what, state.files[0])

@@ -131,7 +131,7 @@ def test_a_distributed_checkpoint_with_a_damaged_file_is_one_sentence(tmp_path: 
     file.unlink()
     if damage == "truncated":
         file.write_bytes(data[:100])
-    expected = {"truncated": "is truncated", "missing": "it is not there"}[damage]
+    expected = {"truncated": "is truncated", "missing": "is missing"}[damage]
     with pytest.raises(UsageError, match=expected) as refused:
         fingerprint_command(checkpoint=tmp_path)
     assert str(tmp_path) in str(refused.value)
@@ -208,10 +208,10 @@ def test_an_index_that_names_files_outside_of_its_directory_is_refused(tmp_path:
     torch.save({"a": torch.ones(2)}, tmp_path / "x.bin")
     index = tmp_path / "inside" / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "../x.bin"}}))
-    with pytest.raises(UsageError, match=r"names files outside of its directory: \.\./x\.bin"):
+    with pytest.raises(UsageError, match=r"names files outside its directory: \.\./x\.bin"):
         fingerprint_command(checkpoint=tmp_path / "inside")
     index.write_text(json.dumps({"weight_map": {"a": 1}}))
-    with pytest.raises(UsageError, match="is no index of a checkpoint"):
+    with pytest.raises(UsageError, match="is not an index of a checkpoint"):
         fingerprint_command(checkpoint=tmp_path / "inside")
 
 

@@ -39,26 +39,26 @@ def _in_a_mebibyte(garbage: bytes) -> bytes:
 
 
 BROKEN: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "is no safetensors file"),
-    "a few bytes": (b"\x01\x02", "is no safetensors file"),
-    "a pickle": (b"PK\x03\x04" + bytes(100), "is truncated, or no safetensors file"),
-    "text": (b"Once upon a time there was a file", "is no safetensors file"),
+    "empty": (b"", "is not a safetensors file"),
+    "a few bytes": (b"\x01\x02", "is not a safetensors file"),
+    "a pickle": (b"PK\x03\x04" + bytes(100), "is truncated, or not a safetensors file"),
+    "text": (b"Once upon a time there was a file", "is not a safetensors file"),
     "a header that ends early": (_header(_entry())[:20], "is truncated, or no"),
-    "no JSON": (struct.pack("<Q", 4) + b"{abc", "is no JSON"),
-    "nested without end": (struct.pack("<Q", 100_000) + b"[" * 100_000, "is no JSON"),
-    "garbage": (_in_a_mebibyte(b"\xc9\x1f" * (_MIB // 2)), "is no JSON"),
-    "a long number": (_in_a_mebibyte(b'{"a":' + b"9" * (_MIB - 6) + b"}"), "is no JSON"),
-    "zeros": (_in_a_mebibyte(b"\0" * _MIB), "is no JSON"),
-    "a list": (struct.pack("<Q", 2) + b"[]", "is no JSON object"),
+    "no JSON": (struct.pack("<Q", 4) + b"{abc", "is not JSON"),
+    "nested too deeply": (struct.pack("<Q", 100_000) + b"[" * 100_000, "is not JSON"),
+    "garbage": (_in_a_mebibyte(b"\xc9\x1f" * (_MIB // 2)), "is not JSON"),
+    "a long number": (_in_a_mebibyte(b'{"a":' + b"9" * (_MIB - 6) + b"}"), "is not JSON"),
+    "zeros": (_in_a_mebibyte(b"\0" * _MIB), "is not JSON"),
+    "a list": (struct.pack("<Q", 2) + b"[]", "is not a JSON object"),
     "a tensor that is a number": (_header({"w": 3}) + bytes(16), "w has the unknown dtype None"),
     "an unknown dtype": (_header(_entry(dtype="F7")) + bytes(16), "w has the unknown dtype 'F7'"),
     "a NaN shape": (_header(_entry(shape=[float("nan"), 2])) + bytes(16), "w has the shape [nan, 2]"),
     "a negative shape": (_header(_entry(shape=[-2, -2])) + bytes(16), "w has the shape [-2, -2]"),
-    "an absurd shape": (_header(_entry(shape=[2**62, 2**62])) + bytes(16), "w has 16 bytes, and its shape"),
+    "an absurd shape": (_header(_entry(shape=[2**62, 2**62])) + bytes(16), "w has 16 bytes, but its shape"),
     "a shape of text": (_header(_entry(shape="22")) + bytes(16), "w has the shape '22'"),
     "offsets backwards": (_header(_entry(data_offsets=[16, 0])) + bytes(16), "w has -16 bytes"),
     "one offset": (_header(_entry(data_offsets=[16])) + bytes(16), "w has the offsets [16]"),
-    "two in the same bytes": (_header(_entry() | {"v": _entry()["w"]}) + bytes(16), "v and w lie in the same bytes"),
+    "two in the same bytes": (_header(_entry() | {"v": _entry()["w"]}) + bytes(16), "v and w use the same bytes"),
     "data that ends early": (_header(_entry()) + bytes(15), "is truncated"),
     "a name twice": (struct.pack("<Q", 14) + b'{"w":1,"w":2} ', "stands twice"),
 }
@@ -87,15 +87,15 @@ def test_a_pipe_or_a_directory_is_refused_without_waiting(tmp_path: pathlib.Path
 
 
 INDEXES: dict[str, tuple[str, str]] = {
-    "no JSON": ("{", "is no index of a checkpoint"),
-    "nested without end": ("[" * 100_000, "is no index of a checkpoint"),
-    "a list": ("[]", "is no index of a checkpoint"),
-    "no map": ("{}", "is no index of a checkpoint"),
-    "a map that is a list": ('{"weight_map": ["a"]}', "is no index of a checkpoint"),
-    "a file that is a number": ('{"weight_map": {"a": 1}}', "is no index of a checkpoint"),
-    "a name twice": ('{"weight_map": {"w": "a", "w": "b"}}', "is no index of a checkpoint"),
+    "no JSON": ("{", "is not an index of a checkpoint"),
+    "nested too deeply": ("[" * 100_000, "is not an index of a checkpoint"),
+    "a list": ("[]", "is not an index of a checkpoint"),
+    "no map": ("{}", "is not an index of a checkpoint"),
+    "a map that is a list": ('{"weight_map": ["a"]}', "is not an index of a checkpoint"),
+    "a file that is a number": ('{"weight_map": {"a": 1}}', "is not an index of a checkpoint"),
+    "a name twice": ('{"weight_map": {"w": "a", "w": "b"}}', "is not an index of a checkpoint"),
     **{
-        f"file {file!r}": (f'{{"weight_map": {{"w": "{file}"}}}}', f"outside of its directory: {file or repr('')}")
+        f"file {file!r}": (f'{{"weight_map": {{"w": "{file}"}}}}', f"outside its directory: {file or repr('')}")
         for file in ("../a", "/a", "inside/a", "..", "")
     },
 }
