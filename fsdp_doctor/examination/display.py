@@ -52,7 +52,7 @@ def _render_names(names: NameFacts) -> str:
     if not names.others:
         return "names: as on the Hub"
     name, of_hub = max(names.others.items(), key=lambda item: len(item[1]))
-    count = f"{len(names.others)} of {names.model_names} tensors are called otherwise on the Hub"
+    count = f"{len(names.others)} of {names.model_names} tensors have other names on the Hub"
     return f"names: {count}; {name} is {join_some(of_hub, 1)} there"
 
 

@@ -54,7 +54,7 @@ def find_in_places(facts: Facts) -> Iterator[Finding]:
 
 def check_not_fsdp(facts: Facts) -> Iterator[Finding]:
     if not facts.units:
-        what = "no module of it was given to fully_shard or FullyShardedDataParallel"
+        what = "fully_shard or FullyShardedDataParallel was applied to none of its modules"
         yield Finding(kind="not-fsdp", severity="note", sentence=f"The {facts.wrapper} is not an FSDP model: {what}.")
 
 
@@ -65,8 +65,9 @@ def check_half_moved(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="half-moved",
             severity="bad",
-            sentence=f"Reporting {state.wrapper_device} with the local shard on {state.device}: {join_few(names)}; "
-            "the module was moved under CPUOffloadPolicy, which moved the DTensors and not their shards.",
+            sentence=f"Reporting {state.wrapper_device}, but with the local shard on {state.device}: "
+            f"{join_few(names)}; the module was moved under CPUOffloadPolicy, and the move changed the DTensors but "
+            "not their shards.",
             names=names,
             entry="fsdp2-pinned-policy-half-moved",
             remedy=_describe_way_home(facts, 'model.to("cpu"), then each buffer back to the device')
@@ -77,14 +78,15 @@ def check_half_moved(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="half-moved",
             severity="bad",
-            sentence=f"Reporting {state.wrapper_device} with the shard on {state.device}: {join_few(names, _FLAT)}; "
-            "the module was moved, which did not move the local shards that FSDP1 keeps beside flat parameters.",
+            sentence=f"Reporting {state.wrapper_device}, but with the shard on {state.device}: "
+            f"{join_few(names, _FLAT)}; the module was moved, but not the local shards that FSDP1 keeps next "
+            "to flat parameters.",
             names=names,
             entry="fsdp1-moved-with-policy-offload" if state.policy else "fsdp1-manual-offload-then-state-dict",
             remedy=_describe_way_home(facts, 'model.to("cpu"), then each buffer back to the device') + "."
             if state.policy
-            else f"model.to({str(state.device)!r}); with use_orig_params=True then optimizer.zero_grad(), for a "
-            "model.to() restores gradients that it has dropped. FSDP1 is offloaded by its flat parameters.",
+            else f"model.to({str(state.device)!r}); with use_orig_params=True then optimizer.zero_grad(), because "
+            "model.to() restores dropped gradients. Offload FSDP1 by its flat parameters.",
         )
 
 
@@ -116,11 +118,14 @@ def check_fsdp1_away(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="fsdp1-away",
             severity="bad",
-            sentence=f"On {state.device}, where every unshard onto {state.unit.compute_device} asserts (forward, "
-            f"state_dict): {join_few(names, _FLAT)}.",
+            sentence=f"On {state.device}, so that every unshard on {state.unit.compute_device} fails its assertion "
+            f"(forward, state_dict): {join_few(names, _FLAT)}.",
             names=names,
             entry="fsdp1-manual-offload-then-state-dict",
-            remedy="load the model with what offloaded it before it is used; full_tensors() reads it in this state.",
+            remedy=(
+                "before using the model, load it with the counterpart of its offload; full_tensors() reads the "
+                "model in this state."
+            ),
         )
 
 
@@ -132,7 +137,7 @@ def check_fsdp2_away(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="partly-moved",
             severity="bad",
-            sentence=f"Not on {facts.compute_device}, where others ({len(at_home)}) are: {join_few(names)}.",
+            sentence=f"Not on {facts.compute_device}, unlike {len(at_home)} other parameters: {join_few(names)}.",
             names=names,
             remedy=_describe_way_home(facts, "move the whole model, or the tensors that were left behind") + ".",
         )
@@ -140,8 +145,7 @@ def check_fsdp2_away(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="elsewhere",
             severity="bad",
-            sentence=f"On {state.device}, and not on {facts.compute_device}, where the model computes: "
-            f"{join_few(names)}.",
+            sentence=f"On {state.device}, but the model computes on {facts.compute_device}: {join_few(names)}.",
             names=names,
             remedy=_describe_way_home(facts, f"model.to({str(facts.compute_device)!r})") + ".",
         )
@@ -163,9 +167,11 @@ def check_plain_parameters(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="ignored-away",
             severity="hazard",
-            sentence=f"Not managed by FSDP, and not on {facts.compute_device}, where it computes: {join_few(names)}.",
+            sentence=f"Not managed by FSDP, and not on the compute device {facts.compute_device}: {join_few(names)}.",
             names=names,
-            remedy="move them there, unless their module is meant to compute where they are.",
+            remedy=(
+                "move the parameters to the compute device, unless their module must compute on their present device."
+            ),
         )
 
 
@@ -180,7 +186,7 @@ def check_buffers(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="buffers-left-behind",
             severity="bad",
-            sentence=f"Not on {facts.compute_device}, where the model computes: {join_few(names, 'buffer')}.",
+            sentence=f"Not on the compute device {facts.compute_device}: {join_few(names, 'buffer')}.",
             names=names,
             entry="fsdp2-buffers-left-on-cpu" if facts.units[0].strategy == "fsdp2" else "",
             remedy="for buffer in model.buffers(): buffer.data = buffer.data.to(device)",
@@ -196,11 +202,11 @@ def check_optimizer_devices(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="optimizer-elsewhere",
             severity="bad",
-            sentence=f"Optimizer state ({entries}) on {apart[0].device}, and on {apart[0].home} this rank's part of "
-            f"{join_few(names)}: the next optimizer step fails.",
+            sentence=f"Optimizer state ({entries}) on {apart[0].device}, but this rank's part of {join_few(names)} on "
+            f"{apart[0].home}: the next optimizer step fails.",
             names=names,
             entry="optim-on-wrong-device-after-offload",
-            remedy="move the state to where its parameter lies before optimizer.step().",
+            remedy="move the state to its parameter's device before optimizer.step().",
         )
 
 
@@ -219,9 +225,9 @@ def check_uneven_after_nonblocking(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="uneven-nonblocking",
             severity="hazard",
-            sentence="Sharded unevenly, and offloaded to pinned memory as a non-blocking copy does: "
-            f"{join_few(names)}; a rank with a shorter shard has padded it on the host at once, perhaps before it "
-            "arrived.",
+            sentence="Sharded unevenly, and offloaded to pinned memory, perhaps by a non-blocking copy: "
+            f"{join_few(names)}; a rank with a shorter shard has padded it on the host at once, perhaps before "
+            "the copy arrived.",
             names=names,
             entry="nonblocking-offload-uneven-shards",
             remedy='offload with model.to("cpu"), which blocks.',
@@ -234,18 +240,18 @@ def check_outstanding_copy(facts: Facts) -> Iterator[Finding]:
         return
     stream = f"the current stream of {facts.compute_device}"
     known = {
-        False: f"{stream} has work left, so one may be under way, and",
+        False: f"{stream} has work left, so a copy may be under way, and",
         True: f"{stream} is idle, so the copies issued on it are done;",
-        None: f"{stream} cannot be asked, and",
+        None: f"{stream} cannot be queried, and",
     }[facts.stream_idle]
     yield Finding(
         kind="copy-outstanding",
         severity="note" if facts.stream_idle else "hazard",
-        sentence="In pinned host memory by no policy, as a non-blocking copy leaves it: "
-        f"{format_count(count, 'tensor')}; {known} whether one on another stream is under way cannot be known "
-        "without waiting.",
+        sentence="In pinned host memory without an offload policy, as after a non-blocking copy: "
+        f"{format_count(count, 'tensor')}; {known} it cannot be known without waiting whether a copy on "
+        "another stream is under way.",
         entry="non-blocking-d2h-read-too-early",
-        remedy="torch.accelerator.synchronize() before the host reads them.",
+        remedy="call torch.accelerator.synchronize() before the host reads the tensors.",
     )
 
 
@@ -259,11 +265,14 @@ def check_backend_for_cpu(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="no-backend-for-cpu",
             severity="hazard",
-            sentence=f"On the CPU, in a process group with a backend for {kind} alone: {join_few(names)}; whatever "
-            "communicates them where they lie fails (full_tensor, a full state dict, the norm of the gradients).",
+            sentence=f"On the CPU, but in a process group with only a backend for {kind}: {join_few(names)}; "
+            "collectives on the CPU tensors fail (full_tensor, a full state dict, the norm of the gradients).",
             names=names,
             entry="full-tensor-cpu-shard-nccl-only",
-            remedy=f"init_process_group with a backend for each (cpu:gloo,{kind}:...); full_tensors() needs no other.",
+            remedy=(
+                f"call init_process_group with a backend for each device (cpu:gloo,{kind}:...); full_tensors() "
+                "needs no CPU backend."
+            ),
         )
 
 

@@ -164,7 +164,7 @@ class Counters:
 def check_counted(device_type: str) -> None:
     """Raises CannotRun where torch does not count the memory of such devices. Makes no context on one."""
     if device_type == "cpu":
-        raise CannotRun("torch does not count the memory of the CPU: use --device emulated, or an accelerator")
+        raise CannotRun("torch does not measure the memory of the CPU: use --device emulated, or an accelerator")
     module = torch.get_device_module(device_type)
     if missing := [name for name in _NEEDED if not hasattr(module, name)]:
         raise CannotRun(

@@ -31,7 +31,7 @@ from fsdp_doctor.weights.fsdp.reader import ModelContents
 from fsdp_doctor.weights.transport.rank_groups import read_groups
 
 _CLOSE_STEP = (
-    "model.zero_grad(), then model.reset_iter_state(), which leaves the gradients that were not reduced."
+    "model.zero_grad(), then model.reset_iter_state(), which does not clear the gradients that were not reduced."
     if hasattr(FSDPModule, "reset_iter_state")
     else "load_full_tensors() from a checkpoint, which closes the step; torch has reset_iter_state() from 2.13 on."
 )
@@ -47,10 +47,10 @@ def find_after_load(
         yield Finding(
             kind="buffers-differ",
             severity="hazard",
-            sentence="With other values on some ranks when an extraction or a save last compared them: "
-            f"{join_few(differing, 'buffer')}; what is saved or collected has one rank's.",
+            sentence="With different values on some ranks when an extraction or a save last compared them: "
+            f"{join_few(differing, 'buffer')}; a saved or collected model has the values of one rank.",
             names=differing,
-            remedy="broadcast or all-reduce them before the save; full_state_dict() compares them again.",
+            remedy="broadcast or all-reduce the buffers before the save; full_state_dict() compares them again.",
         )
     if optimizer is not None:
         yield from _check_optimizer_parameters(contents, optimizer)
@@ -62,11 +62,11 @@ def find_after_load(
         yield Finding(
             kind="experts-hidden",
             severity="hazard",
-            sentence=f"Sharded over some of the model's ranks: {join_few(unknown)}; the others may have other tensors "
-            "under the same names, as of experts that were divided before FSDP sharded them.",
+            sentence=f"Sharded over some of the model's ranks: {join_few(unknown)}; the other ranks may have other "
+            "tensors under the same names, such as experts that were divided before FSDP sharded them.",
             names=unknown,
             entry="hidden-experts-taken-for-all",
-            remedy="say along which mesh they are divided, as in full_tensors(model, experts=mesh['ep']).",
+            remedy="pass the mesh along which they are divided, as in full_tensors(model, experts=mesh['ep']).",
         )
 
 
@@ -79,11 +79,12 @@ def find_unreadable(contents: ModelContents) -> Iterator[Finding]:
         yield Finding(
             kind="unreadable",
             severity="hazard",
-            sentence=f"With memory that is not their values ({form}): {join_few(names, 'tensor')}; what gathers, "
-            "casts, saves or loads them by their bytes has no weights, as torch's full state dict.",
+            sentence=f"With memory that does not contain their values ({form}): {join_few(names, 'tensor')}; code that "
+            "gathers, casts, saves or loads their bytes, such as torch's full state dict, does not get the "
+            "weights.",
             names=tuple(names),
-            remedy='full_tensors(model, lora="adapter") for the adapters; dequantize before the model is sharded for '
-            "the weights.",
+            remedy='use full_tensors(model, lora="adapter") for the adapters; for the weights, dequantize before the model '
+            "is sharded.",
         )
 
 
@@ -115,7 +116,7 @@ def _check_meta(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
             sentence=f"On the meta device, without values, unlike the parameters: {join_few(buffers, 'buffer')}.",
             names=buffers,
             entry="meta-buffers-stay-on-meta",
-            remedy="compute them again on the device; a load brings no buffer that no state dict has.",
+            remedy="compute the buffers again on the device; a load does not restore a buffer that no state dict has.",
         )
 
 
@@ -136,7 +137,7 @@ def _check_optimizer_parameters(contents: ModelContents, optimizer: torch.optim.
             kind="optimizer-holds-none",
             severity="bad",
             sentence=f"The optimizer holds none of the parameters that train, {join_few(unheld)}, so its steps change "
-            "nothing: it was made before the parameters that the model has now.",
+            "nothing: it was made before the model's present parameters.",
             names=unheld,
             entry="assign-leaves-the-optimizer-behind",
             remedy="make the optimizer after the load, or load in place.",
@@ -145,8 +146,8 @@ def _check_optimizer_parameters(contents: ModelContents, optimizer: torch.optim.
         yield Finding(
             kind="optimizer-holds-some",
             severity="hazard",
-            sentence=f"The optimizer holds {num_held} of {len(trained)} parameters that train, and not "
-            f"{join_few(unheld)}: unless another optimizer does, nothing trains them.",
+            sentence=f"The optimizer holds {num_held} of {len(trained)} parameters that train, but not "
+            f"{join_few(unheld)}: unless another optimizer holds them, nothing trains them.",
             names=unheld,
             entry="assign-leaves-the-optimizer-behind",
             remedy="make the optimizer after the load, or load in place.",
@@ -161,8 +162,8 @@ def _check_moment_dtypes(contents: ModelContents, optimizer: torch.optim.Optimiz
         yield Finding(
             kind="moments-rounded",
             severity="hazard",
-            sentence=f"Optimizer state ({entries}) in a dtype of fewer bits than its parameter's: {join_few(names)}; "
-            "unless the optimizer keeps it so, a load has rounded it.",
+            sentence=f"Optimizer state ({entries}) in a dtype with fewer bits than its parameter's: {join_few(names)}; "
+            "unless the optimizer uses this dtype, a load has rounded the state.",
             names=names,
             entry="moments-take-the-parameters-dtype",
             remedy="load the state while the parameters have their own dtype; load_optimizer_state() keeps it.",
@@ -220,35 +221,35 @@ def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iter
         yield Finding(
             kind="untied",
             severity="hazard",
-            sentence=f"Tied by the configuration (tie_word_embeddings), and two tensors: "
-            f"{'; '.join(' and '.join(pair) for pair in untied)}; they train apart from here on.",
+            sentence="Tied by the configuration (tie_word_embeddings), but two tensors: "
+            f"{'; '.join(' and '.join(pair) for pair in untied)}; the two train independently from now on.",
             names=tuple(name for pair in untied for name in pair),
             entry="load-from-meta-unties",
             remedy="model.tie_weights() after the load, before the first forward and before the optimizer is made."
             if _list_tied_places(model, contents) >= {name for pair in untied for name in pair}
-            else "build the model again, tie before it is sharded, and load: FSDP has two tensors, which "
-            "model.tie_weights() does not make one.",
+            else "build the model again, tie the weights before sharding, and load: FSDP has two tensors, and "
+            "model.tie_weights() cannot join them.",
         )
     if replaced := _find_replaced(model, contents):
         yield Finding(
             kind="replaced",
             severity="bad",
-            sentence="Assigned or swapped after the first forward, while FSDP2 continues to gather the former ones: "
+            sentence="Assigned or swapped after the first forward, while FSDP2 still gathers the former parameters: "
             f"{join_few(replaced)}; the next forward does not use the module's present parameters.",
             names=replaced,
-            remedy="module.unshard() and module.reshard() of the FSDP module bring back the parameter that FSDP2 has: "
-            "copy the values into that one. Tie before fully_shard.",
+            remedy="call module.unshard() and module.reshard() of the FSDP module to restore FSDP2's parameter, and "
+            "copy the values into this parameter. Tie before fully_shard.",
         )
     moved = [parameter for unit in contents.fsdp2_units for parameter, _ in unit.moved]
     if memory_replaced := _list_names(contents, moved):
         yield Finding(
             kind="memory-replaced",
             severity="bad",
-            sentence="With other memory than FSDP2 gathers, as torch.utils.swap_tensors() leaves it after the first "
-            f"forward: {join_few(memory_replaced)}; forwards use the former values, and optimizer.step() changes the "
-            "present ones.",
+            sentence="With other memory than FSDP2 gathers, for example because of torch.utils.swap_tensors() after "
+            f"the first forward: {join_few(memory_replaced)}; forwards use the former values, but "
+            "optimizer.step() changes the present values.",
             names=memory_replaced,
-            remedy="model.load_state_dict(model.state_dict()), in which FSDP2 looks for the memory again.",
+            remedy="call model.load_state_dict(model.state_dict()), in which FSDP2 finds the new memory.",
         )
     if recast := _list_names(contents, [parameter for unit in contents.fsdp2_units for parameter in unit.recast]):
         yield Finding(
@@ -257,7 +258,10 @@ def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iter
             sentence=f"Cast after the first forward, while FSDP2 expects the former dtype: {join_few(recast)}; the "
             "next forward or backward fails because of the dtype.",
             names=recast,
-            remedy="cast back, and cast before the first forward or compute in another dtype by MixedPrecisionPolicy.",
+            remedy=(
+                "cast the parameters back; cast before the first forward, or compute in another dtype with "
+                "MixedPrecisionPolicy."
+            ),
         )
     if second_memories := tuple(_find_second_memories(contents)):
         # torch gathers ``FlatParameter.data`` in full precision, casts ``_local_shard`` under mixed precision, and
@@ -265,48 +269,52 @@ def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iter
         yield Finding(
             kind="second-memory",
             severity="hazard",
-            sentence="With a local shard in other memory than the flat parameter, as model.cpu() and model.to(device), "
-            f"or lazy initialization under CPUOffload leave it: {join_few(second_memories, 'unit')}. A state dict "
-            "reads the flat parameter, a forward under mixed precision the local shard, and each forward ends with the "
-            "local shard: what optimizer.step() writes to the flat parameter now is lost there.",
+            sentence="With a local shard in other memory than the flat parameter, for example after model.cpu() and "
+            "model.to(device), or after lazy initialization under CPUOffload: "
+            f"{join_few(second_memories, 'unit')}. A state dict reads the flat parameter; a forward under "
+            "mixed precision reads the local shard, and each forward ends with the local shard. Values that "
+            "optimizer.step() writes to the flat parameter now are lost in the next forward.",
             names=second_memories,
-            remedy="with FullyShardedDataParallel.summon_full_params(model): pass, on every rank, before the forward.",
+            remedy=(
+                "run `with FullyShardedDataParallel.summon_full_params(model): pass` on every rank before the forward."
+            ),
         )
     if restored := tuple(_find_restored_gradients(contents)):
         yield Finding(
             kind="gradients-back",
             severity="hazard",
-            sentence=f"With gradients, and moved by model.to(), which restores those that zero_grad() has dropped: "
-            f"{join_few(restored)}; the next backward adds to them.",
+            sentence="With gradients, and moved by model.to(), which restores gradients that zero_grad() has dropped: "
+            f"{join_few(restored)}; the next backward adds to these gradients.",
             names=restored,
             entry="fsdp1-move-brings-gradients-back",
-            remedy="optimizer.zero_grad() before the next backward, unless an accumulation is under way.",
+            remedy="call optimizer.zero_grad() before the next backward, unless an accumulation is under way.",
         )
     if contents.ambiguous:
         yield Finding(
             kind="ambiguous-names",
             severity="hazard",
-            sentence=f"Under one name without what wrappers put into it: {join_few(contents.ambiguous, 'name')}; "
-            "whatever goes by such names, as a load into the unwrapped model, has one tensor of several.",
+            sentence="Several tensors have one name without the wrappers' words: "
+            f"{join_few(contents.ambiguous, 'name')}; code that uses such names, such as a load into the "
+            "unwrapped model, gets only one of the tensors.",
             names=contents.ambiguous,
-            remedy="rename the modules, none of which may be called as what a wrapper has inside.",
+            remedy="rename the modules: no module may have a name that a wrapper uses for its inner module.",
         )
     if contents.extra_states:
         yield Finding(
             kind="extra-state",
             severity="note",
-            sentence=f"With state that is no tensor (get_extra_state): {join_few(contents.extra_states, 'entry')}; a "
-            "state dict has it, and full_tensors(), save_full_tensors() and load_full_tensors() leave it out.",
+            sentence=f"With state that is not a tensor (get_extra_state): {join_few(contents.extra_states, 'entry')}; "
+            "a state dict has this state, but full_tensors(), save_full_tensors() and load_full_tensors() omit "
+            "it.",
             names=contents.extra_states,
-            remedy="save what get_extra_state() returns, and give it to set_extra_state() after a load.",
+            remedy="save the result of get_extra_state(), and pass it to set_extra_state() after a load.",
         )
     if contents.stray_pieces:
         yield Finding(
             kind="stray-piece",
             severity="bad",
-            sentence="Tied to a parameter of another FSDP1 unit before it was wrapped: "
-            f"{join_few(contents.stray_pieces)}; that unit alone gathers it, and the module has this rank's piece of "
-            "it.",
+            sentence=f"Tied to a parameter of another FSDP1 unit before wrapping: {join_few(contents.stray_pieces)}; "
+            "only the other unit gathers it, and the module here has only this rank's piece.",
             names=contents.stray_pieces,
             remedy="put the modules that share the parameter into one FSDP1 unit.",
         )
@@ -321,11 +329,13 @@ def find_in_gradients(model: nn.Module, contents: ModelContents) -> Iterator[Fin
         yield Finding(
             kind="mixed-dtypes",
             severity="bad",
-            sentence=f"Of several dtypes and trained in one unit of FSDP2, which takes one: {join_few(mixed)}; "
-            "the first forward fails (FSDP expects uniform original parameter dtype).",
+            sentence="Of several dtypes and trained in one unit of FSDP2, which accepts only one dtype: "
+            f"{join_few(mixed)}; the first forward fails (FSDP expects uniform original parameter dtype).",
             names=mixed,
             entry="fsdp2-unit-of-several-dtypes",
-            remedy="cast them to one dtype, or give the module with the other dtype to fully_shard by itself.",
+            remedy=(
+                "cast the parameters to one dtype, or apply fully_shard separately to the module with the other dtype."
+            ),
         )
     names_of: dict[int, list[str]] = {}
     for parameter in contents.parameters:
@@ -343,30 +353,33 @@ def find_in_gradients(model: nn.Module, contents: ModelContents) -> Iterator[Fin
         yield Finding(
             kind="gradients-unsynchronized",
             severity="hazard",
-            sentence=f"With gradient synchronization off: {join_few(unsynchronized)}; the next backward leaves "
-            "their gradients on their rank, and an optimizer step after it does not train them, or trains each rank "
-            "apart.",
+            sentence=f"With gradient synchronization off: {join_few(unsynchronized)}; the next backward does not "
+            "reduce their gradients, and an optimizer step after it does not train them, or trains each rank "
+            "separately.",
             names=unsynchronized,
-            remedy="set_requires_gradient_sync(True) before an accumulation's last backward; FSDP1: end no_sync().",
+            remedy=(
+                "call set_requires_gradient_sync(True) before an accumulation's last backward; with FSDP1, end "
+                "no_sync()."
+            ),
         )
     synchronized = [(names, switches) for names, switches in reduced if switches.synchronizes]
     if unreplicated := tuple(name for names, switches in synchronized if not switches.all_reduces for name in names):
         yield Finding(
             kind="gradients-unreplicated",
             severity="hazard",
-            sentence=f"With the all-reduce over the replicas off: {join_few(unreplicated)}; the next backward "
-            "reduces their gradients within a shard group alone.",
+            sentence=f"With the all-reduce over the replicas off: {join_few(unreplicated)}; the next backward reduces "
+            "their gradients only within a shard group.",
             names=unreplicated,
-            remedy="set_requires_all_reduce(True) before the last backward of an accumulation.",
+            remedy="call set_requires_all_reduce(True) before the last backward of an accumulation.",
         )
     if open_ended := tuple(name for names, switches in reduced if not switches.ends for name in names):
         yield Finding(
             kind="backward-open-ended",
             severity="hazard",
-            sentence=f"With the next backward declared not to be the last: {join_few(open_ended)}; it does not "
-            "wait for the reduced gradients, which an optimizer step after it would use.",
+            sentence=f"With the next backward declared not to be the last: {join_few(open_ended)}; the next backward "
+            "does not wait for the reduced gradients, which the following optimizer step would use.",
             names=open_ended,
-            remedy="set_is_last_backward(True) before the last backward of an accumulation.",
+            remedy="call set_is_last_backward(True) before the last backward of an accumulation.",
         )
     if unfinished := tuple(_find_unfinished(model, contents)):
         yield Finding(
@@ -383,17 +396,18 @@ def find_in_gradients(model: nn.Module, contents: ModelContents) -> Iterator[Fin
         yield Finding(
             kind="gradients-unmanaged",
             severity="hazard",
-            sentence=f"Trained, and not sharded by FSDP, which reduces the gradients of sharded ones: "
-            f"{join_few(unmanaged)}; unless the job reduces these itself, each rank trains another copy.",
+            sentence="Trained, but not sharded by FSDP, which reduces only gradients of sharded parameters: "
+            f"{join_few(unmanaged)}; unless the job reduces these gradients itself, each rank trains a "
+            "different copy.",
             names=unmanaged,
-            remedy="give the module that owns them to fully_shard, too, or all-reduce their gradients.",
+            remedy="also apply fully_shard to the module that owns the parameters, or all-reduce their gradients.",
         )
     for divisor, names in divided.items():
         yield Finding(
             kind="gradients-divided",
             severity="note",
-            sentence=f"With gradients divided by {divisor}, and not by the number of ranks: {join_few(names)}; "
-            "set_gradient_divide_factor was called, and it stays until it is called again.",
+            sentence=f"With gradients divided by {divisor}, not by the number of ranks: {join_few(names)}; "
+            "set_gradient_divide_factor was called, and its factor stays until the next call.",
             names=tuple(names),
         )
 
@@ -403,8 +417,8 @@ def find_in_step(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="shard-lost",
             severity="bad",
-            sentence="Moved while unsharded, as a manual offload does after a step that raised; the shards are lost: "
-            f"{join_few(lost, 'flat parameter')}.",
+            sentence="Moved while unsharded, for example by a manual offload after a step that raised; the shards are "
+            f"lost: {join_few(lost, 'flat parameter')}.",
             names=lost,
             entry="fsdp1-offload-replaces-unsharded-shards",
             remedy="build and wrap the model again, and load a checkpoint.",
@@ -415,9 +429,9 @@ def find_in_step(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 kind="step-open",
                 severity="bad",
-                sentence="A backward has begun and has not ended, as one that raised: FSDP2 reduces no gradients in "
-                "later backwards, so that no step trains, and a forward after torch's load computes with the weights "
-                "from before it.",
+                sentence="A backward has begun but not ended, for example because it raised: FSDP2 reduces no "
+                "gradients in later backwards, so no step trains, and a forward after torch's load computes with the "
+                "weights from before the load.",
                 entry="fsdp2-step-broken-off",
                 remedy=_CLOSE_STEP,
             )
@@ -425,8 +439,8 @@ def find_in_step(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 kind="step-open",
                 severity="bad",
-                sentence="A backward has begun and has not ended, as one that raised: FSDP1 has no way back, and later "
-                "steps fail or have wrong gradients.",
+                sentence="A backward has begun but not ended, for example because it raised: FSDP1 cannot recover, and "
+                "later steps fail or have wrong gradients.",
                 entry="fsdp1-step-broken-off",
                 remedy="build and wrap the model again and load a checkpoint; save_full_tensors() reads the weights in "
                 "this state.",
@@ -435,8 +449,8 @@ def find_in_step(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 kind="step-open",
                 severity="hazard",
-                sentence="A forward has begun and has not ended, as one that raised: forwards after torch's load "
-                "compute with the weights from before it, until a backward has ended.",
+                sentence="A forward has begun but not ended, for example because it raised: forwards after torch's "
+                "load compute with the weights from before the load, until a backward has ended.",
                 entry="fsdp2-step-broken-off",
                 remedy=_CLOSE_STEP,
             )
@@ -444,11 +458,12 @@ def find_in_step(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 kind="step-open",
                 severity="hazard",
-                sentence="A forward has begun and has not ended, as one that raised: FSDP1's state dicts fail until "
-                "the next forward has ended, and under an offload the next step takes the gradients of the one before.",
+                sentence="A forward has begun but not ended, for example because it raised: FSDP1's state dicts fail "
+                "until the next forward has ended, and under an offload the next step uses the gradients of "
+                "the previous step.",
                 entry="fsdp1-step-broken-off",
-                remedy="a forward and a backward whose gradients are dropped with optimizer.zero_grad(); "
-                "load_full_tensors() closes the step, too.",
+                remedy="run a forward and a backward, and drop their gradients with optimizer.zero_grad(); "
+                "load_full_tensors() also closes the step.",
             )
         case None:
             yield from _check_pending_gathers(contents)
@@ -462,12 +477,12 @@ def _check_pending_gathers(contents: ModelContents) -> Iterator[Finding]:
         yield Finding(
             kind="gather-pending",
             severity="hazard",
-            sentence=f"With a gather that was launched ahead and that no forward has used: {join_few(names)}; after a "
-            "load by torch the next forward uses the weights that it has gathered before.",
+            sentence=f"With a gather that was launched ahead and not used by a forward: {join_few(names)}; after a "
+            "load by torch the next forward uses the weights that were gathered before the load.",
             names=names,
             entry="fsdp2-pending-gather-outlives-a-load",
-            remedy="module.unshard() and module.reshard() of their FSDP modules before the load; load_full_tensors() "
-            "drops such gathers.",
+            remedy="call module.unshard() and module.reshard() of their FSDP modules before the load; "
+            "load_full_tensors() drops such gathers.",
         )
 
 
@@ -478,7 +493,7 @@ def find_in_memory(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="gradients-kept",
             severity="hazard",
-            sentence=f"With gradients on the device ({format_bytes(nbytes)}) and shards that were offloaded by hand: "
+            sentence=f"With gradients on the device ({format_bytes(nbytes)}), but shards that were offloaded by hand: "
             f"{join_few(names)}.",
             names=names,
             remedy="optimizer.zero_grad() before the offload"
@@ -496,12 +511,12 @@ def find_in_memory(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="offload-frees-nothing",
             severity="hazard",
-            sentence=f"Moved, while their former memory ({format_bytes(nbytes)} of the device) stays until the next "
-            f"forward, because FSDP1 keeps views of it: {join_few(names)}; they are not sharded, and "
-            "have the dtype of the computation.",
+            sentence=f"Moved, but their former memory ({format_bytes(nbytes)} of the device) stays until the next "
+            f"forward, because FSDP1 keeps views of it: {join_few(names)}; these parameters are not sharded, "
+            "and have the compute dtype.",
             names=names,
             entry="fsdp1-no-shard-offload-frees-nothing",
-            remedy="shards over at least two ranks, or float32 parameters with mixed precision.",
+            remedy="shard over at least two ranks, or use float32 parameters with mixed precision.",
         )
     unsharded = [(name, tensor) for name, tensor in _find_unsharded(contents) if _count_device_bytes([tensor])]
     num_sharded = sum(p.unit is not None for p in contents.parameters) + len(contents.fsdp1_units)
@@ -511,18 +526,19 @@ def find_in_memory(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
         yield Finding(
             kind="unsharded-copy",
             severity="note",
-            sentence=f"Unsharded on the device beside the shards, {format_bytes(nbytes)} in all: {join_few(names)}; "
-            "a forward without a backward leaves them, or reshard_after_forward=False.",
+            sentence=f"Unsharded on the device in addition to the shards, {format_bytes(nbytes)} in all: "
+            f"{join_few(names)}; the cause is a forward without a backward, or reshard_after_forward=False.",
             names=names,
-            remedy="module.reshard() of each FSDP module; it is undone in the next forward.",
+            remedy="call module.reshard() of each FSDP module; the next forward unshards it again.",
         )
     for number, nbytes in _find_copies(contents):
         yield Finding(
             kind="state-dict-held",
             severity="note",
-            sentence=f"In a dictionary with the model's names, beside the model: {format_count(number, 'tensor')} with "
-            f"{format_bytes(nbytes)} of device memory; it lives as long as something refers to it.",
-            remedy="del it when it has been read, or read full_tensors(), which holds one tensor at a time.",
+            sentence="In a dictionary with the model's names, in addition to the model: "
+            f"{format_count(number, 'tensor')} with {format_bytes(nbytes)} of device memory; the dictionary "
+            "lives as long as something refers to it.",
+            remedy="delete the dictionary after reading it, or read full_tensors(), which holds one tensor at a time.",
         )
     # CUDA's allocator of pinned memory takes a power of two for each tensor.
     sizes = [
@@ -537,9 +553,9 @@ def find_in_memory(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
             kind="pinned-twice",
             severity="note",
             sentence=f"Pinned on the host: {format_bytes(pinned)} of shards, for which the allocator of pinned memory "
-            f"takes {format_bytes(taken)}, the next power of two for each, and does not give it back.",
+            f"takes {format_bytes(taken)}, the next power of two for each shard, and never frees it.",
             entry="pinned-host-memory-doubles",
-            remedy="CPUOffloadPolicy(pin_memory=False), where host memory is short.",
+            remedy="use CPUOffloadPolicy(pin_memory=False), if host memory is short.",
         )
 
 

@@ -15,7 +15,7 @@ def test_a_fused_tensor_has_a_hub_name_for_each_of_its_parts() -> None:
     assert (names.model_names, len(names.others)) == (25, 4)
     down = names.others["model.layers.0.mlp.experts.down_proj"]
     assert sorted(down) == [f"model.layers.0.mlp.experts.{expert}.down_proj.weight" for expert in range(4)]
-    assert "4 of 25 tensors are called otherwise on the Hub" in str(examination)
+    assert "4 of 25 tensors have other names on the Hub" in str(examination)
     assert down[0] not in repr(examination)
 
 
