@@ -59,7 +59,7 @@ def packed_buckets(
         if buffer is None:
             buffer = torch.empty(max(bucket_bytes, tensor.nbytes), dtype=torch.uint8, device=tensor.device)
         if tensor.device != buffer.device:
-            raise ValueError(f"{name} is on {tensor.device}, and its bucket on {buffer.device}")
+            raise ValueError(f"{name} is on {tensor.device}, but its bucket is on {buffer.device}")
         dtype = name_dtype(tensor.dtype)
         index.append(PackedTensor(name, dtype, tuple(tensor.shape), start, start + tensor.nbytes))
         ((_, view),) = read_bucket(buffer, index[-1:])
@@ -76,7 +76,7 @@ def read_bucket(buffer: torch.Tensor, index: Sequence[PackedTensor]) -> Iterator
     Raises ValueError for an index that does not fit the bucket.
     """
     if buffer.dtype != torch.uint8 or buffer.ndim != 1:
-        raise ValueError(f"a bucket is uint8 and 1-D, not {buffer.dtype} and {buffer.ndim}-D")
+        raise ValueError(f"a bucket must be uint8 and 1-D, not {buffer.dtype} and {buffer.ndim}-D")
     for entry in index:
         dtype = getattr(torch, entry.dtype, None)
         shape = torch.Size(entry.shape)

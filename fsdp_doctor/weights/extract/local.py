@@ -268,8 +268,8 @@ def _cut(shard: LoadedShard, part: TensorSpec, view: TensorView) -> LoadedShard:
         return LoadedShard(part, tensor, ShardPlace(numel=part.numel, offset=0, stride=stride), shard.is_copy)
     if place.mesh is None or box is None or box.dims is None:
         raise NamesError(
-            f"{part.names[0]} is a part of {shard.spec.names[0]}, which is divided across it: ask for the names of the "
-            'model (names="model"), or for full tensors'
+            f"{part.names[0]} is a part of {shard.spec.names[0]}, whose shards cut across this part: use the names of "
+            'the model (names="model"), or full tensors'
         )
     held = place.held_part(shape)
     cut, places = box.cut(held)

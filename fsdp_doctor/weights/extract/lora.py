@@ -90,7 +90,7 @@ def select(layers: Layers, sources: Sequence[Source], lora: Lora) -> tuple[list[
     are merged in place hide the base, ValueError for "adapter" without exactly one active adapter.
     """
     if layers.prompts:
-        raise NotImplementedError(f"the model learns prompts ({', '.join(layers.prompts)}); LoRA alone is understood")
+        raise NotImplementedError(f"the model learns prompts ({', '.join(layers.prompts)}); only LoRA is supported")
     if not layers.has_adapters:
         if lora == "adapter":
             raise ValueError('lora="adapter": the model has no adapters')
@@ -118,7 +118,8 @@ def _refuse_ties(sources: Sequence[Source], layers: Layers) -> None:
             if adapted and len(spec.names) > 1:
                 raise NotImplementedError(
                     f"{adapted[0]} has an adapter and is tied to "
-                    f"{', '.join(name for name in spec.names if name != adapted[0])}: merged, the two would differ"
+                    f"{', '.join(name for name in spec.names if name != adapted[0])}: after a merge the two would "
+                    "differ"
                 )
 
 
@@ -130,7 +131,7 @@ def _fit_strides(sources: Sequence[Source], adapters: dict[str, list[LoraAdapter
             if name not in adapters or span.stride == (shape[1], 1):
                 continue
             if span.stride != (1, shape[0]):
-                raise NotImplementedError(f"{name}: with strides {span.stride} adapters cannot be merged into it")
+                raise NotImplementedError(f"{name}: adapters cannot be merged into a weight with strides {span.stride}")
             adapters[name] = [replace(adapter, transposed=not adapter.transposed) for adapter in adapters[name]]
     return adapters
 
@@ -239,7 +240,7 @@ def _make_merged_names(layers: Layers) -> Callable[[str], str | None]:
 
 def _make_base_names(layers: Layers) -> Callable[[str], str | None]:
     for weight in layers.merged:
-        raise RuntimeError(f"{weight}: adapters are merged into it; unmerge them to read the base")
+        raise RuntimeError(f"{weight}: adapters are merged into this weight; unmerge them to read the base")
     return _make_plain_names(layers, [(original, prefix) for _, original, prefix in layers.copies])
 
 
@@ -301,7 +302,7 @@ def _saves_embeddings(layers: Layers, adapter: str) -> bool:
 
 def _refuse_wrappers(layers: Layers) -> None:
     for prefix, kind in layers.wrappers.items():
-        raise NotImplementedError(f"{prefix.removesuffix('.')}: adapters of this kind ({kind}) are not understood")
+        raise NotImplementedError(f"{prefix.removesuffix('.')}: adapters of this kind ({kind}) are not supported")
 
 
 def _rename(sources: Sequence[Source], name_of: Callable[[str], str | None]) -> list[Source]:

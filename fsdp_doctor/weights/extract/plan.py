@@ -144,9 +144,9 @@ class _KeptPlan:
         contents = place_experts(put_in_place(reader.read(model), tensors), arguments.experts)
         if unused := contents.list_unused():
             raise RuntimeError(
-                f"FSDP2 does not compute with what the model has as {join_some(unused)}: it was assigned or swapped "
-                "after the first forward. Copy values into the parameter that FSDP2 has instead of replacing it "
-                "or its memory"
+                f"FSDP2 does not compute with the model's present {join_some(unused)}: the parameter was assigned "
+                "or swapped after the first forward. Copy values into FSDP2's parameter instead of replacing the "
+                "parameter or its memory"
             )
         # Adapters alone can be had of a model whose weights are codes.
         refuse(contents.find_unreadable(but_strided=arguments.lora == "adapter"))
@@ -235,8 +235,8 @@ def _make_plan(
     factors = adapters.find_factors(everything, merged)
     if lacking := [name for name in adapters.list_factor_names(merged) if name not in factors]:
         raise ValueError(
-            f"tensors: {join_some(lacking)} is merged into a weight that is among them, and is not: give it, too, or "
-            'ask for lora="base"'
+            f"tensors: {join_some(lacking)} is merged into a given weight, but is not given: also give it, or "
+            'use lora="base"'
         )
     groups = read_groups(contents)
     names = _choose_names(model, sources, arguments)
@@ -277,7 +277,7 @@ def _choose_names(model: nn.Module, sources: Sequence[Source], arguments: Argume
     names = arguments.names
     if arguments.lora == "adapter" and names != "model":
         if names != "auto":
-            raise NamesError("lora=\"adapter\" has the names of peft's files: the Hub's are those of the weights")
+            raise NamesError('lora="adapter" uses the names of peft\'s files: the Hub has names for the weights only')
         names = "model"
     shapes = {name: spec.shape for source in sources for spec in list_specs(source) for name in spec.names}
     return OutputNames(choose_names(dict(names) if isinstance(names, tuple) else names, model, shapes))

@@ -114,7 +114,7 @@ def compare_checkpoints(
     read = {path: _read(path, weights, dtype, parts) for path, weights in opened.items()}
     names = match_names(read[left].tensors, read[right].tensors, strip, (str(left), str(right)))
     if parts:
-        names.notes.append("the tensors of both are taken by the names of the Hub")
+        names.notes.append("the tensors of both are compared by the Hub's names")
     one, two = _rename(read[left], names.left), _rename(read[right], names.right)
     of_base = None
     if base is not None:
@@ -201,11 +201,11 @@ def _read(
         weights.take_hub_names(parts)
         return _fingerprint(weights, dtype)
     if dtype is not None:
-        raise FingerprintError(f"{path} holds sums, which --dtype {name_dtype(dtype)} cannot be applied to")
+        raise FingerprintError(f"{path} contains sums, and --dtype {name_dtype(dtype)} cannot be applied to sums")
     try:
         return Fingerprints.from_json(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
-        raise FingerprintError(f"{path} is no text") from None
+        raise FingerprintError(f"{path} is not a text file") from None
 
 
 def _rename(fingerprints: Fingerprints, names: Mapping[str, str]) -> Fingerprints:
@@ -239,7 +239,7 @@ def _sum_variants(
             detail = f"the halves of dim {dim} are swapped"
             mistakes.append(("halves swapped", detail, functools.partial(_swap_halves, expected, shape, dim)))
     if actual.shape == shape and expected.is_floating_point and other != expected:
-        detail = f"it is {actual.dtype}, not {name_dtype(expected)}: the same values, rounded"
+        detail = f"the dtype is {actual.dtype}, not {name_dtype(expected)}: the same values, rounded"
         mistakes.append(("rounded", detail, functools.partial(_cast, (other,), shape)))
     elif actual.shape == shape and expected.is_floating_point:
         for between in _ROUNDED_TO:
@@ -296,7 +296,7 @@ class _Weights:
                 what = f"{symptom.tensor}: {symptom.what}" if symptom.tensor else symptom.what
                 raise FingerprintError(f"{where}: {what} (fsdp-doctor checkpoint verify {path} says more)")
         if not self.tensors:
-            raise FingerprintError(f"{path} holds no tensors by name")
+            raise FingerprintError(f"{path} contains no named tensors")
 
     def take_hub_names(self, parts: Mapping[str, HubPart]) -> None:
         with self._raise_errors_of(""):
@@ -318,7 +318,7 @@ class _Weights:
         for path in sorted({piece.file for tensor in self.tensors.values() for piece in tensor.pieces}):
             with contextlib.suppress(FileNotFoundError):  # all that was read is of one version
                 if get_version(os.stat(self.checkpoint.root / path)) != self.checkpoint.files[path].version:
-                    raise FingerprintError(f"{self.checkpoint.root / path} has changed while it was read")
+                    raise FingerprintError(f"{self.checkpoint.root / path} changed while it was read")
 
     def find_ties(self) -> Iterator[tuple[str, ...]]:
         """The names whose tensors are the same bytes of a file."""

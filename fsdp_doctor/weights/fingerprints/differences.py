@@ -91,7 +91,7 @@ def compare_fingerprints(
         fingerprints.require_whole(whose)
     reasons = not_comparable or {}
     if unknown := [name for name in reasons if name not in trainer.tensors and name not in engine.tensors]:
-        raise FingerprintError(f"{join_some(unknown, 2)} is said not to be comparable, and neither side has it")
+        raise FingerprintError(f"{join_some(unknown, 2)} is listed as not comparable, but neither side has it")
     comparison = _Comparison(trainer, engine, history, base, variants or {}, reasons, *called)
     comparison.require_one_model()
     return [*comparison.find_differences(), *comparison.find_superfluous()]
@@ -124,8 +124,7 @@ class _Comparison:
             )
         if common and all(trainers[name].numel != engines[name].numel for name in common):
             raise FingerprintError(
-                f"fingerprints of different models: none of the {len(common)} tensors that both have is of the same "
-                "size"
+                f"fingerprints of different models: none of the {len(common)} common tensors has the same size"
             )
 
     def find_differences(self) -> Iterator[FingerprintDifference]:
@@ -135,7 +134,7 @@ class _Comparison:
                 yield FingerprintDifference(name, "not comparable", f"not comparable: {self.not_comparable[name]}")
             elif actual is None:
                 if not any(other in self.engine.tensors for other in self.tied_to.get(name, ())):
-                    yield FingerprintDifference(name, "missing", f"{self.engines_name} does not have it")
+                    yield FingerprintDifference(name, "missing", f"{self.engines_name} does not have this tensor")
             elif actual != expected:
                 yield FingerprintDifference(name, *self._explain(name, expected, actual))
 
@@ -145,31 +144,33 @@ class _Comparison:
                 yield FingerprintDifference(name, "not comparable", f"not comparable: {self.not_comparable[name]}")
             elif name not in self.trainer.tensors:
                 same = self.names_by_values.get(actual)
-                addition = f"; it has the values of {same[0]}" if same else ""
-                yield FingerprintDifference(name, "superfluous", f"{self.trainers_name} does not have it{addition}")
+                addition = f"; its values are those of {same[0]}" if same else ""
+                yield FingerprintDifference(
+                    name, "superfluous", f"{self.trainers_name} does not have this tensor{addition}"
+                )
 
     def _explain(self, name: str, expected: TensorFingerprint, actual: TensorFingerprint) -> tuple[DifferenceKind, str]:
         """The kind and the detail; the most specific explanation wins."""
         for steps, before in enumerate(reversed(self.history), start=1):
             if before.tensors.get(name) == actual:
                 when = f"{steps} {'step' if steps == 1 else 'steps'} before"
-                return "stale", f"stale: it is what {self.trainers_name} had {when}"
+                return "stale", f"stale: the values are those of {self.trainers_name} {when}"
         if self.base is not None and self.base.tensors.get(name) == actual:
-            return "base", "it is the base weight, without the adapter"
+            return "base", "the tensor is the base weight, without the adapter"
         for variant in self.variants.get(name, ()):
             if variant.lanes == actual.lanes:
                 return variant.kind, variant.detail
         if actual.lanes == expected.lanes and actual.dtype == expected.dtype:
             # Zeros add nothing to a sum, so it does not tell how many are at the end.
-            zeros = "" if actual.numel == expected.numel else ", but for zeros at the end,"
+            zeros = "" if actual.numel == expected.numel else ", except zeros at the end,"
             return "shape", f"the same values{zeros} in the shape {list(actual.shape)}, not {list(expected.shape)}"
         if explanation := self._explain_by_other_tensor(name, actual):
             return explanation
         if actual.shape != expected.shape:
-            return "shape", f"it has the shape {list(actual.shape)}, not {list(expected.shape)}"
+            return "shape", f"the shape is {list(actual.shape)}, not {list(expected.shape)}"
         if actual.dtype != expected.dtype:
-            return "dtype", f"it is {actual.dtype}, not {expected.dtype}"
-        return "values", "it holds other values"
+            return "dtype", f"the dtype is {actual.dtype}, not {expected.dtype}"
+        return "values", "the values are different"
 
     def _explain_by_other_tensor(self, name: str, actual: TensorFingerprint) -> tuple[DifferenceKind, str] | None:
         engines = self.engine.tensors
@@ -180,9 +181,11 @@ class _Comparison:
         if others:
             ties = any(name in names and others[0] in names for names in self.engine.tied)
             if ties and any(engines.get(other) == actual for other in others):
-                return "tied", f"{self.engines_name} ties it to {others[0]}, and {self.trainers_name} does not"
-            return "swapped", f"it holds the values of {others[0]}"
+                return "tied", f"{self.engines_name} ties this tensor to {others[0]}, but {self.trainers_name} does not"
+            return "swapped", f"the values are those of {others[0]}"
         for other in self.tied_to.get(name, ()):
             if engines.get(other) == self.trainer.tensors[other]:
-                return "untied", f"{self.trainers_name} ties it to {other}, which is right; this name has other values"
+                return "untied", (
+                    f"{self.trainers_name} ties this name to {other}, which is right; this name has different values"
+                )
         return None

@@ -60,8 +60,8 @@ class Fingerprints:
         for name, tensor in self.tensors.items():
             if not tensor.is_whole:
                 raise FingerprintError(
-                    f"{whose}: of {name} {tensor.num_summed} of {tensor.numel} elements were summed; "
-                    f"add the fingerprints of all ranks that share the tensor with combine_fingerprints"
+                    f"{whose}: only {tensor.num_summed} of {tensor.numel} elements of {name} were summed; combine "
+                    "the fingerprints of all ranks that share the tensor with combine_fingerprints"
                 )
 
     def to_json(self) -> str:
@@ -78,7 +78,7 @@ class Fingerprints:
         try:
             file = msgspec.json.decode(text, type=_File)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise FingerprintError(f"this is no file of fingerprints: {error}") from None
+            raise FingerprintError(f"this is not a file of fingerprints: {error}") from None
         require_version(file.version, "these fingerprints")
         tensors = {
             name: TensorFingerprint(
@@ -110,14 +110,14 @@ class _File:
 def require_fingerprints(value: object, whose: str) -> None:
     """Raises TypeError for anything else, such as None from another rank."""
     if not isinstance(value, Fingerprints):
-        raise TypeError(f"{whose} are no Fingerprints: {type(value).__name__}")
+        raise TypeError(f"{whose} are not Fingerprints: {type(value).__name__}")
 
 
 def require_version(version: Any, whose: str) -> None:
     if version != VERSION:
         raise FingerprintError(
-            f"{whose} are of version {version} of the sum, and this fsdp-doctor sums as in version {VERSION}: "
-            f"take both with the same fsdp-doctor"
+            f"{whose} are of version {version} of the sum, but this fsdp-doctor uses version {VERSION}: make both "
+            "with the same fsdp-doctor"
         )
 
 
@@ -144,7 +144,7 @@ def combine_fingerprints(parts: Iterable[Fingerprints]) -> Fingerprints:
                 add_fingerprint(sums, name, tensor)
             elif replica != tensor:
                 raise FingerprintError(
-                    f"{name}: elements {tensor.first} and on are held by several ranks, and not the same"
+                    f"{name}: several ranks have elements from {tensor.first} on, with different values"
                 )
     if is_empty:
         raise FingerprintError("there are no fingerprints to combine")
@@ -162,7 +162,9 @@ def add_fingerprint(sums: dict[str, TensorFingerprint], name: str, part: TensorF
         )
     num_summed = known.num_summed + part.num_summed
     if num_summed > known.numel:
-        raise FingerprintError(f"{name} has {known.numel} elements, and {num_summed} were summed: parts of it overlap")
+        raise FingerprintError(
+            f"{name} has {known.numel} elements, but {num_summed} were summed: parts of the tensor overlap"
+        )
     first = min((fingerprint.first for fingerprint in (known, part) if fingerprint.num_summed), default=0)
     lanes = reduce_to_lanes(fingerprint + other for fingerprint, other in zip(known.lanes, part.lanes, strict=True))
     sums[name] = replace(known, first=first, num_summed=num_summed, lanes=lanes)

@@ -224,7 +224,7 @@ class RepeatedFingerprint:
         Raises RuntimeError before the first, and where an iteration has not ended.
         """
         if self._added is None:
-            raise RuntimeError("nothing has been summed: call start(), or iterate to the end of full_tensors()")
+            raise RuntimeError("nothing was summed: call start(), or iterate over full_tensors() to its end")
         return _by_all_names(self._specs, self._added.read())
 
     def request(self, *, in_step: bool = False) -> ShardRequest:

@@ -49,14 +49,14 @@ class TensorPart:
         offsets = self.offsets or (0,) * len(self.shape)
         if not len(self.shape) == len(offsets) == self.tensor.ndim:
             raise FingerprintError(
-                f"{name}: a part has as many dims as the whole tensor, and an offset for each or none: "
+                f"{name}: a part must have as many dims as the whole tensor, and an offset for each dim or none: "
                 f"shape {list(self.shape)}, offsets {list(offsets)}, part {list(self.tensor.shape)}"
             )
         for offset, length, whole in zip(offsets, self.tensor.shape, self.shape, strict=True):
             if offset < 0 or offset + length > whole:
                 raise FingerprintError(
-                    f"{name}: a part of the shape {list(self.tensor.shape)} that begins at {list(offsets)} "
-                    f"does not lie in a tensor of the shape {list(self.shape)}"
+                    f"{name}: a part of the shape {list(self.tensor.shape)} that begins at {list(offsets)} is not "
+                    f"inside a tensor of the shape {list(self.shape)}"
                 )
 
 
@@ -219,7 +219,9 @@ def fingerprint_tensors(
     """
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     if not isinstance(pairs, Iterable):
-        raise TypeError(f"tensors by name are a mapping or pairs of a name and a tensor, not {type(tensors).__name__}")
+        raise TypeError(
+            f"named tensors must be a mapping or pairs of a name and a tensor, not {type(tensors).__name__}"
+        )
     if not isinstance(pairs, Iterator):
         return RepeatedFingerprintOfTensors(pairs).read()
     sums = FingerprintSums()
@@ -280,7 +282,7 @@ def _add_ties(tensors: Mapping[str, TensorFingerprint], groups: Iterable[Sequenc
 def require_dense(name: str, tensor: torch.Tensor) -> None:
     """Raises FingerprintError for a tensor whose elements do not lie in memory one by one."""
     if form := describe_unless_dense(tensor):
-        raise FingerprintError(f"{name} is {form}; fingerprints are of dense tensors that are in memory")
+        raise FingerprintError(f"{name} is {form}; fingerprints need dense tensors in memory")
 
 
 def make_unsummed(dtype: torch.dtype, shape: Sequence[int], blocks: Sequence[IndexedBlock]) -> TensorFingerprint:
@@ -293,10 +295,10 @@ def make_unsummed(dtype: torch.dtype, shape: Sequence[int], blocks: Sequence[Ind
 
 def _divide_into_blocks(name: str, tensor: torch.Tensor | TensorPart) -> tuple[TensorFingerprint, list[IndexedBlock]]:
     if not isinstance(name, str):
-        raise TypeError(f"the name of a tensor is a string, not {type(name).__name__}")
+        raise TypeError(f"the name of a tensor must be a string, not {type(name).__name__}")
     values = tensor.tensor if isinstance(tensor, TensorPart) else tensor
     if not isinstance(values, torch.Tensor):
-        raise TypeError(f"{name} is no tensor: {type(values).__name__}")
+        raise TypeError(f"{name} is not a tensor: {type(values).__name__}")
     if isinstance(tensor, TensorPart):
         require_dense(name, tensor.tensor)
         tensor.check(name)

@@ -60,7 +60,7 @@ def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     if changed:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         raise WeightsChanged(
-            f"rank {rank}: {len(changed)} of {len(was)} tensors changed, or are gone: {join_some(changed)}. {where}",
+            f"rank {rank}: {len(changed)} of {len(was)} tensors changed, or disappeared: {join_some(changed)}. {where}",
             changed,
             rank,
         )

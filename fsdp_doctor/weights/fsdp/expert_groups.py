@@ -37,7 +37,7 @@ def list_expert_meshes(experts: Experts | None) -> ExpertMeshes:
         if not isinstance(pattern, str) or not isinstance(mesh, DeviceMesh):
             raise TypeError(f"experts must be a DeviceMesh, or a mapping of patterns to such, not {experts!r}")
         if mesh.ndim != 1:
-            raise ValueError(f'experts: {mesh} has {mesh.ndim} dims: give the one that divides them, as mesh["ep"]')
+            raise ValueError(f'experts: {mesh} has {mesh.ndim} dims: pass the dim that divides them, as mesh["ep"]')
     return pairs
 
 
@@ -59,7 +59,9 @@ def place_experts(contents: ModelContents, experts: ExpertMeshes) -> ModelConten
             matched = True
     for unit in contents.fsdp1_units:
         if flat := [names[0] for names in unit.names if _find_mesh(names, experts) is not None]:
-            raise ValueError(f"experts: {flat[0]} is in an FSDP1 unit, of which no part of a larger tensor is gathered")
+            raise ValueError(
+                f"experts: {flat[0]} is in an FSDP1 unit, and FSDP1 units are not gathered as parts of a larger tensor"
+            )
     if not matched:
         raise ValueError(f"experts: no parameter is called {' or '.join(pattern for pattern, _ in experts)}")
     return contents
@@ -97,8 +99,8 @@ def _place(parameter: ModelTensor, mesh: DeviceMesh, ordered: DeviceMesh) -> DTe
     tensor, name = parameter.tensor, parameter.names[0]
     if re.search(r"(^|\.)experts\.\d+\.", name):
         raise ValueError(
-            f"experts: {name} is one expert's, which each group of ranks has numbered from 0 for itself: no "
-            "mesh says which of all experts it is; fuse them, or give them the numbers that they have among all"
+            f"experts: {name} belongs to one expert, and each group of ranks numbers its experts from 0: no mesh "
+            "says which of all experts it is. Fuse the experts, or number them among all experts"
         )
     placements: list[Placement] = [Shard(0), *(Replicate() for _ in range(ordered.ndim - 1))]
     if isinstance(tensor, DTensor):
@@ -107,9 +109,9 @@ def _place(parameter: ModelTensor, mesh: DeviceMesh, ordered: DeviceMesh) -> DTe
             ranks, along = tensor.device_mesh.mesh.tolist(), mesh.mesh.tolist()
             of_all = private.find_root_mesh(mesh).mesh.tolist()
             raise ValueError(
-                f"experts: {name} is sharded over the ranks {ranks}, which is no slice beside the ranks {along} of "
-                f"{of_all}: give the other dim of the mesh that FSDP shards it over, and nothing for what "
-                "is one DTensor already"
+                f"experts: {name} is sharded over the ranks {ranks}, which do not form a slice next to the ranks "
+                f"{along} of {of_all}: pass the other dim of the mesh over which FSDP shards the experts, and "
+                "nothing for experts that are already one DTensor"
             )
         placements[1:] = extended[1][1:]
     local = private.read_local_tensor(tensor)

@@ -44,9 +44,9 @@ class UnreadableTensors(RuntimeError):
             names_of.setdefault(form, []).append(name)
         described = "; ".join(f"{join_some(names)}: {form}" for form, names in names_of.items())
         super().__init__(
-            f"the values of {len(forms)} of the model's tensors cannot be read or written: {described}. Of a model "
-            'that trains adapters over such weights, lora="adapter" has the adapters; for the weights, replace them by '
-            "dense ones, as a quantizer's dequantize does, before the model is sharded"
+            f"the values of {len(forms)} of the model's tensors cannot be read or written: {described}. If the "
+            'model trains adapters over such weights, lora="adapter" reads the adapters. For the weights, replace them '
+            "by dense tensors, as a quantizer's dequantize does, before the model is sharded"
         )
         self.forms = dict(forms)
 
@@ -78,7 +78,7 @@ def _describe_layout(tensor: torch.Tensor) -> str:
     if _is_wrapper(type(tensor)):
         return f"a {type(tensor).__name__}"
     if isinstance(tensor, _LAZY):
-        return "not initialized, as a lazy module leaves it until its first forward"
+        return "not initialized, as in a lazy module before its first forward"
     if tensor.layout != torch.strided:
         return f"in the layout {str(tensor.layout).removeprefix('torch.')}"
     if tensor.is_nested:
@@ -127,7 +127,7 @@ class CodeFinder:
             return "codes with a scale for each block"
         is_small = tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
         if is_small and any(_has(owner, scale.format(key)) for scale in _SCALES):
-            return "codes with a scale beside them"
+            return "codes with a separate scale"
         is_code = is_small or tensor.dtype in (torch.int16, torch.int32, torch.int64)
         return f"codes of {self._method}" if self._method and is_code and isinstance(tensor, nn.Parameter) else ""
 

@@ -37,12 +37,12 @@ def put_in_place(contents: ModelContents, tensors: GivenTensors | None) -> Model
     strangers: list[str] = []
     for wrapped_name, tensor in tensors.items():
         if not isinstance(wrapped_name, str) or not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"tensors must have tensors by name, and has a {type(tensor).__name__} as {wrapped_name!r}")
+            raise TypeError(f"tensors must map names to tensors, but has a {type(tensor).__name__} as {wrapped_name!r}")
         name = strip_wrappers(wrapped_name)
         if name in in_units:
             raise ValueError(
-                f"tensors: {name} is in an FSDP1 unit, whose shards have no layout of their own: put the values into "
-                "the model for as long as they are read, or shard it with fully_shard"
+                f"tensors: {name} is in an FSDP1 unit, whose shards have no layout of their own: put the values "
+                "into the model while they are read, or shard the model with fully_shard"
             )
         if name not in known:
             strangers.append(wrapped_name)
@@ -51,7 +51,7 @@ def put_in_place(contents: ModelContents, tensors: GivenTensors | None) -> Model
         _check_shape(name, tensor, own)
         new = ModelTensor(own.names, tensor, tensor, None, describe_form(private.read_local_tensor(tensor)))
         if not _is_one(given.setdefault(id(own), new).tensor, tensor):
-            raise ValueError(f"tensors: {' and '.join(own.names)} are tied in the model, and two tensors here")
+            raise ValueError(f"tensors: {' and '.join(own.names)} are tied in the model, but two tensors here")
     if strangers:
         raise ValueError(f"tensors: no parameter and no persistent buffer is called {join_some(strangers)}")
 
@@ -75,10 +75,10 @@ def _check_shape(name: str, tensor: torch.Tensor, own: ModelTensor) -> None:
         return
     is_shard = not isinstance(tensor, DTensor) and tensor.shape == private.read_local_tensor(own.tensor).shape
     what = (
-        f"is this rank's shard of {list(shape)}, which nothing says: give DTensor.from_local of it, with the mesh, the "
-        "placements, the shape and the strides of the model's"
+        f"is this rank's shard of {list(shape)}, but a plain tensor: pass DTensor.from_local of the shard, with "
+        "the mesh, placements, shape and strides of the model's tensor"
         if is_shard
-        else f"has the shape {list(tensor.shape)}, and {list(shape)} in the model"
+        else f"has the shape {list(tensor.shape)}, but {list(shape)} in the model"
     )
     raise ValueError(f"tensors: {name} {what}")
 

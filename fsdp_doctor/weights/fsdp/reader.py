@@ -91,14 +91,16 @@ class ModelContents:
             return describe_ambiguous(self.ambiguous)
         if self.lost_shards:
             return (
-                f"{join_some(self.lost_shards)} was moved while it was unsharded, as a manual offload does after a "
-                "step that raised: the shard is lost. Build and wrap the model again, and load a checkpoint"
+                f"{join_some(self.lost_shards)} was moved while it was unsharded, as a manual offload does "
+                "after a step that raised: the shard is lost. Build and wrap the model again, and load a "
+                "checkpoint"
             )
         if not self.stray_pieces:
             return ""
         return (
-            f"{join_some(self.stray_pieces)} is a piece of the flat parameter of another FSDP1 unit, to which it was "
-            "tied before the model was wrapped: its module cannot use it. Put tied parameters into one FSDP1 unit"
+            f"{join_some(self.stray_pieces)} is a piece of another FSDP1 unit's flat parameter, because it was "
+            "tied before the model was wrapped: its module cannot use the piece. Put tied parameters into one "
+            "FSDP1 unit"
         )
 
     def list_tensors(self) -> Iterator[ModelTensor]:
@@ -157,15 +159,15 @@ class ModelContents:
 def describe_ambiguous(names: Sequence[str]) -> str:
     """A sentence about names that several tensors of a model would have."""
     return (
-        f"several tensors of the model are called {join_some(names)} once what wrappers put into the names of modules "
-        "is taken off, so that all but one would be lost: rename the modules"
+        f"several tensors of the model have the name {join_some(names)} after removing the words that wrappers "
+        "insert into module names, so all but one would be lost: rename the modules"
     )
 
 
 def check_model(model: object) -> None:
     """Raises TypeError for what is no module."""
     if not isinstance(model, nn.Module):
-        hint = "; tensors by name are given as tensors= beside their model" if isinstance(model, Mapping) else ""
+        hint = "; pass named tensors as tensors=, together with their model" if isinstance(model, Mapping) else ""
         raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}{hint}")
 
 

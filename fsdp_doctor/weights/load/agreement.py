@@ -60,8 +60,8 @@ class LoadAgreement:
             f"{count} of {len(self._ranks)} ranks have {_KINDS[kind]}" for kind, count in counts.items()
         )
         raise LoadError(
-            f"{statement or 'no rank has a source'}: rank {self._ranks[0]} alone must have one, or every rank, of one "
-            "kind"
+            f"{statement or 'no rank has a source'}: either only rank {self._ranks[0]} or every rank must have a "
+            "source, all of one kind"
         )
 
     def _compare_files(self, source: LoadSource) -> None:
@@ -72,8 +72,8 @@ class LoadAgreement:
             what = "names, shapes or dtypes" if first_digests[0] != digests[0] else "values"
             directories = sorted({str(file.path.parent) for file in source.files})
             raise LoadError(
-                f"the files of rank {dist.get_rank()} in {', '.join(directories)} have other {what} than those of rank "
-                f"{self._ranks[0]}: each node must have the same checkpoint"
+                f"the files of rank {dist.get_rank()} in {', '.join(directories)} have other {what} than the files "
+                f"of rank {self._ranks[0]}: each node must have the same checkpoint"
             )
 
     def count_written(self, number: int) -> None:

@@ -241,11 +241,11 @@ def check_arguments(model: nn.Module, bucket_bytes: int) -> None:
 def check_between_steps(model: nn.Module, contents: ModelContents) -> None:
     """Raises LoadError where a step runs, and for an FSDP1 model whose backward raised."""
     if (running := private.find_running_step(list(model.modules()))) is not None:
-        raise LoadError(f"a {running} is running, of which the load is a part: load between two steps")
+        raise LoadError(f"the load was called during a {running}: load between two steps")
     if broken := [unit.flat_name for unit in contents.fsdp1_units if unit.open_step == "backward"]:
         raise LoadError(
-            f"a backward raised and left {join_some(broken)} in the middle of it, from where FSDP1 has no way back: "
-            "build and wrap the model again, then load"
+            f"a backward raised and left {join_some(broken)} in the middle of it, and FSDP1 cannot recover: build "
+            "and wrap the model again, then load"
         )
 
 
@@ -288,8 +288,9 @@ def fill_targets(
     """
     if holders == "first" and place.partial:
         raise LoadError(
-            f"{join_some(place.partial)}: sharded over some of the model's ranks, on a mesh that is no submesh of "
-            "one of all, so that rank 0 does not know which rank has which part: give every rank the source"
+            f"{join_some(place.partial)}: sharded over some of the model's ranks, on a mesh that is not a submesh "
+            "of a mesh of all ranks, so rank 0 does not know which rank has which part: give every rank the "
+            "source"
         )
     if source.kind in ("mapping", "files"):
         matching.add_all(source.tensors)

@@ -92,8 +92,8 @@ class OnMesh(Layout):
         self._ranks = mesh.mesh
         if any(not _ascend(self._ranks, dim) for dim, p in enumerate(placements) if not isinstance(p, Replicate)):
             raise LoadError(
-                f"the mesh {self._ranks.tolist()} has its ranks in another order than their process group, by which "
-                "FSDP2 divides, while DTensor divides by the mesh: give it ranks in ascending order"
+                f"the mesh {self._ranks.tolist()} has its ranks in another order than their process group: FSDP2 "
+                "shards by the group, but DTensor by the mesh. Give the mesh ranks in ascending order"
             )
         self._placements = tuple(placements)
         self._parts: dict[tuple[torch.Size, int], LocalPart] = {}

@@ -120,7 +120,7 @@ class Matching:
                 return f'{difference} (dtype="cast" casts it)'
             case "cast":
                 may_cast = value.dtype.is_floating_point and target.dtype.is_floating_point
-                return "" if may_cast else f"{difference}, and only floating-point tensors are cast"
+                return "" if may_cast else f"{difference}, but only floating-point tensors are cast"
             case _:
                 assert_never(self._dtype)
 
@@ -136,7 +136,7 @@ class Matching:
         number = compute_checksum(make_portion(value, layout, layout.compute_part(target.shape, rank), target.dtype))
         if number != self._checksums.setdefault(index, number):
             first = self.names[index][0]
-            raise LoadError(f"{first} and {name} are tied in the model and have different values in the source")
+            raise LoadError(f"{first} and {name} are tied in the model, but have different values in the source")
 
 
 def _describe_missing(names: Sequence[str]) -> str:
@@ -144,7 +144,7 @@ def _describe_missing(names: Sequence[str]) -> str:
 
 
 def _describe_superfluous(names: Sequence[str]) -> str:
-    return f"the source has {len(names)} that the model does not have: {join_some(names, _MOST_NAMES)}"
+    return f"the source has {len(names)} tensors that the model does not have: {join_some(names, _MOST_NAMES)}"
 
 
 def _is_same_memory(one: Value, other: Value) -> bool:

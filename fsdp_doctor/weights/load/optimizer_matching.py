@@ -30,7 +30,7 @@ StateDtypeRule = Literal["keep", "cast", "source"]
 
 # Types of a single value in a parameter's state; torch's own optimizers have numbers only.
 SINGLE_TYPES = (numbers.Number, str, NoneType)
-_FORMAT = "the source must be what get_optimizer_state_dict(..., full_state_dict=True) returns"
+_FORMAT = "the source must be the result of get_optimizer_state_dict(..., full_state_dict=True)"
 # Options that say how an optimizer computes: they belong to the run, and not to what the optimizer has learned.
 _IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
 # Options that most optimizers have, so that they do not tell one from another.
@@ -101,7 +101,7 @@ def read_outline(source: Any) -> tuple[StateOutline, dict[str, torch.Tensor]]:
     outline, tensors = StateOutline(), {}
     for name, values in source["state"].items():
         if not isinstance(name, str) or not isinstance(values, Mapping):
-            raise LoadError(f"{_FORMAT}: its state has {name!r} where a parameter's name is expected")
+            raise LoadError(f"{_FORMAT}: its state has {name!r} instead of a parameter's name")
         entries: Entries = outline.entries.setdefault(name, {})
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
@@ -115,7 +115,8 @@ def read_outline(source: Any) -> tuple[StateOutline, dict[str, torch.Tensor]]:
                 entries[key] = ScalarEntry(value, None)
             else:
                 raise LoadError(
-                    f"{name_entry(key, name)} is a {type(value).__name__} in the source: state is tensors and numbers"
+                    f"{name_entry(key, name)} is a {type(value).__name__} in the source: state must be tensors "
+                    "and numbers"
                 )
     for group in groups:
         if not all(isinstance(name, str) for name in group["params"]):
@@ -210,7 +211,7 @@ class OptimizerParameter:
         """Raises LoadError for a tensor that is neither divided like the parameter, nor whole, nor a single value."""
         local, own = private.read_local_tensor(value), private.read_local_tensor(self.parameter)
         if form := describe_unless_dense(local):
-            raise LoadError(f"{name_entry(key, self.names[0])} is {form}, and not a tensor with a value per element")
+            raise LoadError(f"{name_entry(key, self.names[0])} is {form}, not a tensor with a value per element")
         if (
             isinstance(value, DTensor)
             and isinstance(self.parameter, DTensor)
@@ -229,9 +230,9 @@ class OptimizerParameter:
                 return StateForm.SHARD
         placed = f", placed as {list(value.placements)}" if isinstance(value, DTensor) else ""
         raise LoadError(
-            f"{name_entry(key, self.names[0])} has the shape {list(value.shape)}{placed}: that is neither the shape of "
-            f"the parameter, {list(self.whole_shape or own.shape)}, nor that of this rank's shard of it, "
-            f"{list(own.shape)}, nor a single value, so that nothing says which elements this rank has"
+            f"{name_entry(key, self.names[0])} has the shape {list(value.shape)}{placed}: this is neither the "
+            f"shape of the parameter, {list(self.whole_shape or own.shape)}, nor the shape of this rank's shard, "
+            f"{list(own.shape)}, nor a single value, so it is unknown which elements this rank has"
         )
 
 
@@ -246,7 +247,7 @@ def list_parameters(
             if id(parameter) not in known:
                 raise LoadError(
                     f"the optimizer has a parameter of shape {list(parameter.shape)} that the model does not have: "
-                    "make it after the model was sharded, or loaded with assign=True"
+                    "make the optimizer after the model was sharded, or loaded with assign=True"
                 )
             home, parts = known[id(parameter)]
             parameters.append(OptimizerParameter(parameter=parameter, group=index, home=home, parts=parts))
@@ -330,15 +331,15 @@ class StateForms:
         if self._whole is not None:
             if key in self._whole and parameter.whole_shape is None:
                 raise LoadError(
-                    f"whole: {join_some(parameter.names)} lie in one flat parameter, whose state FSDP1 divides"
+                    f"whole: {join_some(parameter.names)} are in one flat parameter, whose state FSDP1 divides"
                 )
             return key in self._whole
         if not _steps_as_torch_does(self._optimizer):
             kind = type(self._optimizer).__name__
             raise LoadError(
-                f"{kind} has no {key} yet, and nothing says whether it divides it like the parameters, or keeps it "
-                f"whole on each rank: pass whole=() in the first case, whole=({key!r},) in the second, or let it make "
-                "a step before the load"
+                f"{kind} has no {key} yet, and it is unknown whether {kind} divides {key} like the parameters, or "
+                f"keeps it whole on each rank: pass whole=() in the first case, whole=({key!r},) in the second, or "
+                "let the optimizer make a step before the load"
             )
         return False
 
@@ -364,8 +365,8 @@ def check_kind(outline: StateOutline, optimizer: torch.optim.Optimizer) -> None:
         lacking, unknown = options - set(group), set(group) - known - set(_COMMON)
         if unknown and 2 * len(lacking) > len(options):
             raise LoadError(
-                f"the source is the state of another optimizer: its param groups have {join_some(sorted(unknown))}, "
-                f"and not {join_some(sorted(lacking))}"
+                "the source is the state of another optimizer: its param groups have "
+                f"{join_some(sorted(unknown))}, but not {join_some(sorted(lacking))}"
             )
 
 
@@ -433,13 +434,13 @@ class StateMatching:
             for key, entry in entries.items():
                 if isinstance(entry, TensorEntry) and entry.shape != part.shape:
                     raise LoadError(
-                        f"{name_entry(key, name)} has the shape {list(entry.shape)} in the source, and the parameter "
-                        f"has {list(part.shape)}"
+                        f"{name_entry(key, name)} has the shape {list(entry.shape)} in the source, but the "
+                        f"parameter has {list(part.shape)}"
                     )
             if key := _find_differing_key(of_parts[0], entries):
                 raise LoadError(
-                    f"{parameter.names[0]} and {part.names[0]} lie in one flat parameter, and {key} of them differs in "
-                    "the source"
+                    f"{parameter.names[0]} and {part.names[0]} are in one flat parameter, but their {key} differs "
+                    "in the source"
                 )
         self.entries.append((parameter, {key: self._cast(parameter, key, e) for key, e in of_parts[0].items()}))
 
@@ -452,9 +453,9 @@ class StateMatching:
         match self._dtype:
             case "keep":
                 raise LoadError(
-                    f"{name_entry(key, parameter.names[0])} is {entry.dtype} in the source, and the parameter is "
-                    f"{dtype}: torch's optimizers compute with one dtype; dtype='cast' casts it, dtype='source' takes "
-                    "it as it is"
+                    f"{name_entry(key, parameter.names[0])} is {entry.dtype} in the source, but the parameter is "
+                    f"{dtype}: torch's optimizers compute with one dtype; dtype='cast' casts the state, "
+                    "dtype='source' keeps its dtype"
                 )
             case "cast":
                 return TensorEntry(entry.shape, dtype)
@@ -483,8 +484,8 @@ class StateMatching:
                     expected, first = known.setdefault(group, (match, name))
                     if expected != match:
                         raise LoadError(
-                            f"the param groups differ: {first} and {name} are in one group of either the optimizer or "
-                            "the source, and in two of the other"
+                            f"the param groups differ: {first} and {name} are in one group of the optimizer or the "
+                            "source, but in two groups of the other"
                         )
         return {
             ours: {key: v for key, v in self._outline.groups[theirs].items() if key not in _IMPLEMENTATION}
@@ -540,7 +541,7 @@ def _check_kinds(parameter: OptimizerParameter, entries: Entries, expected: Mapp
         if kinds.get(key) != expected.get(key):
             raise LoadError(
                 f"{name_entry(key, parameter.names[0])} is {kinds.get(key, 'missing')} in the source, {whose} "
-                f"{expected.get(key, 'none')}: a step would fail, or begin anew"
+                f"{expected.get(key, 'none')}: a step would fail, or begin again from zero"
             )
 
 

@@ -50,8 +50,8 @@ class SafetensorsFile:
         """
         if self._file.has_changed():
             raise LoadError(
-                f"{self.path} has changed while it was read, so what was loaded may be a mixture of two checkpoints: "
-                "load again when nothing writes to it"
+                f"{self.path} changed while it was read, so the loaded weights may be a mixture of two "
+                "checkpoints: load again when nothing writes to the file"
             )
 
 
@@ -81,9 +81,9 @@ def open_files(path: pathlib.Path) -> tuple[list[SafetensorsFile], dict[str, Fil
         index = read_index(path, "safetensors")
         paths = [path / name for name in sorted(set(index.values()))] if index else sorted(path.glob("*.safetensors"))
         if absent := [str(file) for file in paths if index and not file.exists()]:
-            raise LoadError(f"the index of {path} names files that are not there: {join_some(absent)}")
+            raise LoadError(f"the index of {path} names missing files: {join_some(absent)}")
         if not paths:
-            raise LoadError(f"{path} holds no safetensors file")
+            raise LoadError(f"{path} contains no safetensors file")
     with contextlib.ExitStack() as on_error:
         files = []
         for each in paths:
@@ -114,7 +114,7 @@ def _list_tensors(
     for file in files:
         names = {name for name, where in index.items() if where == file.path.name} if index else set(file.tensors)
         if lacking := sorted(names - set(file.tensors)):
-            raise LoadError(f"{file.path} does not hold what the index of {path} says: {join_some(lacking)}")
+            raise LoadError(f"{file.path} lacks tensors that the index of {path} names: {join_some(lacking)}")
         for name, tensor in file.tensors.items():
             if name in names:
                 if name in file_of:

@@ -63,8 +63,9 @@ def check_sums(tensors: Mapping[str, FileTensor], share: Share) -> int:
         first = differing[0]
         others = f", and {len(differing) - 1} others" if differing[1:] else ""
         raise LoadError(
-            f"{first.tensor.file.path}: the bytes of {first.name}{others} are not those that were saved, by the sums "
-            f"in {MARKER}: restore the file, or load with check_sums=False if something else has written it since"
+            f"{first.tensor.file.path}: the bytes of {first.name}{others} differ from the saved bytes, by the "
+            f"checksums in {MARKER}: restore the file, or load with check_sums=False if another program has "
+            "written it since"
         )
     return len(expected)
 
@@ -79,16 +80,16 @@ def _list_expected(tensors: Mapping[str, FileTensor]) -> Iterable[_Expected]:
                 markers[directory] = read_marker(directory)
             except BadFile as error:
                 raise LoadError(
-                    f"{error.describe(directory / MARKER)}, so its checksums cannot be compared: restore it, or load "
-                    "with check_sums=False"
+                    f"{error.describe(directory / MARKER)}, so its checksums cannot be compared: restore the file, "
+                    "or load with check_sums=False"
                 ) from None
         marker = markers[directory]
         if marker is None or file not in marker.files:
             continue
         if name not in marker.files[file].sums:
             raise LoadError(
-                f"{tensor.file.path}: {name} is not among the sums in {MARKER}, so another program has written the "
-                "file since: load with check_sums=False"
+                f"{tensor.file.path}: {name} is not among the checksums in {MARKER}, so another program has "
+                "written the file since: load with check_sums=False"
             )
         yield _Expected(name, tensor, marker.files[file].sums[name])
 

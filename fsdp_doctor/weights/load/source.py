@@ -122,4 +122,4 @@ def check_value(name: Any, value: Any) -> None:
     if isinstance(value, DTensor):
         raise LoadError(f"{name} is a DTensor, not a full tensor: the source must not be a sharded state dict")
     if form := describe_unless_dense(value):
-        raise LoadError(f"{name} is {form} in the source: only dense tensors that are in memory can be loaded")
+        raise LoadError(f"{name} is {form} in the source: only dense tensors in memory can be loaded")

@@ -41,8 +41,8 @@ class SourceNames:
         self._hub = self._hub or self._choose("hub")
         if self.word != word:
             raise LoadError(
-                "the Hub's names of the model are others here than on rank 0: every rank needs the same transformers, "
-                "or the same mapping"
+                "the Hub's names of the model differ here from those on rank 0: every rank needs the same version "
+                "of transformers, or the same mapping"
             )
 
     def divide(self, targets: Sequence[Target]) -> list[Target]:
@@ -53,8 +53,8 @@ class SourceNames:
         divided = [_cut(target, names, view) for target, names, view in parts]
         if scattered := [names[0] for (_, names, _), part in zip(parts, divided, strict=True) if part is None]:
             raise LoadError(
-                f"{len(scattered)} tensors of the source are parts of one that FSDP1 has divided across them, such as "
-                f"columns: {join_some(scattered, _MOST_NAMES)}; load them by the model's names"
+                f"{len(scattered)} tensors of the source are parts, such as columns, of a tensor that FSDP1 has "
+                f"divided across them: {join_some(scattered, _MOST_NAMES)}; load them by the model's names"
             )
         return [part for part in divided if part is not None]
 
@@ -79,8 +79,8 @@ class SourceNames:
             return None
         if of_model := [name for name in tensors if name in self._shapes and name not in hub.views]:
             raise LoadError(
-                f"the source is half converted: it has {len(of_hub)} tensors by names of the Hub "
-                f"({join_some(of_hub)}), and {len(of_model)} by the model's own ({join_some(of_model)})"
+                f"the source is half converted: it has {len(of_hub)} tensors by the Hub's names "
+                f"({join_some(of_hub)}), and {len(of_model)} by the model's names ({join_some(of_model)})"
             )
         return hub
 

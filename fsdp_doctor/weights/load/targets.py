@@ -84,10 +84,12 @@ def find_place(contents: ModelContents) -> ModelPlace:
     if contents.refusal:
         raise LoadError(contents.refusal)
     if not dist.is_initialized():
-        raise LoadError("the model is sharded, and torch.distributed is not initialized, or not any more")
+        raise LoadError("the model is sharded, but torch.distributed is not initialized, or no longer initialized")
     ranks = contents.ranks
     if others := [part for part in contents.list_ranks_of_parts() if not set(part) <= set(ranks)]:
-        raise LoadError(f"the model is on ranks {list(ranks)}, and a part of it on {list(others[0])}: load them apart")
+        raise LoadError(
+            f"the model is on ranks {list(ranks)}, but a part of it is on {list(others[0])}: load the two separately"
+        )
     meshes = tuple(
         mesh for mesh in list_meshes(contents) if mesh.size() == len(ranks) and list_mesh_ranks(mesh)[0] == ranks[0]
     )
@@ -96,7 +98,7 @@ def find_place(contents: ModelContents) -> ModelPlace:
     known_group = _find_known_group(contents, ranks)
     if len(ranks) > 1 and not private.has_backend_for(known_group or _find_world(), device):
         raise LoadError(
-            f"the model's process group has no backend for {device.type}: initialize it with one, as in "
+            f"the model's process group has no backend for {device.type}: initialize the group with one, as in "
             f'init_process_group("cpu:gloo,cuda:nccl")'
         )
     return ModelPlace(
@@ -113,9 +115,9 @@ def list_targets(contents: ModelContents, place: ModelPlace) -> list[Target]:
     """Lists each parameter and persistent buffer once, in the order of the model, those of FSDP1 units first."""
     if unused := contents.list_unused(but_followed=True):
         raise LoadError(
-            f"FSDP2 does not compute with what the model has as {join_some(unused)}: another parameter was assigned "
-            "after the first forward, and the next forward puts the former one back. Copy values into the former "
-            "one instead"
+            f"FSDP2 does not compute with the model's present {join_some(unused)}: another parameter was assigned "
+            "after the first forward, and the next forward restores the former parameter. Copy values into the "
+            "former parameter instead"
         )
     layouts, rank = Layouts(place.ranks, place.meshes), dist.get_rank()
     targets = [target for unit in contents.fsdp1_units for target in _list_targets_of_unit(unit, place)]
@@ -154,16 +156,16 @@ def match_transient_values(
         raise LoadError(f"buffers: the model has no non-persistent buffers of these names: {join_some(unknown)}")
     if empty := [b.names[0] for b in buffers if b.tensor.is_meta and not supplied.keys() & set(b.names)]:
         raise LoadError(
-            f"{len(empty)} non-persistent buffers are on the meta device, and no checkpoint has them; "
-            f"give them as buffers={{name: tensor}}: {join_some(empty)}"
+            f"{len(empty)} non-persistent buffers are on the meta device, and no checkpoint has them; pass them as "
+            f"buffers={{name: tensor}}: {join_some(empty)}"
         )
     for name, value in supplied.items():
         check_value(name, value)
         buffer = by_name[name].tensor
         if (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
             raise LoadError(
-                f"buffers: {name} is {list(value.shape)} of {value.dtype}, and {list(buffer.shape)} of {buffer.dtype} "
-                "in the model"
+                f"buffers: {name} is {list(value.shape)} of {value.dtype}, but {list(buffer.shape)} of "
+                f"{buffer.dtype} in the model"
             )
     pairs = ((by_name[name].tensor, value.detach()) for name, value in supplied.items())
     return [(buffer, value.to(device, copy=True) if buffer.is_meta else value) for buffer, value in pairs]
@@ -181,7 +183,7 @@ def replace_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
     try:
         torch.utils.swap_tensors(tensor, new)
     except RuntimeError as error:
-        raise LoadError(f"a tensor on the meta device cannot be given memory: {error}") from error
+        raise LoadError(f"cannot allocate memory for a tensor on the meta device: {error}") from error
 
 
 def list_meshes(contents: ModelContents) -> list[DeviceMesh]:
@@ -223,12 +225,10 @@ def _make_target(contents: ModelTensor, layout: Layout, rank: int, compute_devic
     device = find_home(contents, compute_device)
     local = private.read_local_tensor(tensor)
     if local.numel() != layout.compute_part(shape, rank).shape.numel():
-        raise LoadError(
-            f"{contents.names[0]}: this rank holds {local.numel()} elements, which is not what {layout} gives it"
-        )
+        raise LoadError(f"{contents.names[0]}: this rank holds {local.numel()} elements, which contradicts {layout}")
     if any(length > 1 and not stride for length, stride in zip(local.shape, local.stride(), strict=True)):
         raise LoadError(
-            f"{contents.names[0]} is expanded: several of its elements share memory; clone it before the load"
+            f"{contents.names[0]} is expanded: several of its elements share memory; clone the tensor before the load"
         )
 
     def shard() -> torch.Tensor:
@@ -243,13 +243,14 @@ def _make_target(contents: ModelTensor, layout: Layout, rank: int, compute_devic
 
 def _list_targets_of_unit(unit: Fsdp1Unit, place: ModelPlace) -> Iterator[Target]:
     if unit.is_summoned:
-        raise LoadError("the model is inside of summon_full_params, which would write over what is loaded")
+        raise LoadError("the model is inside summon_full_params, which would overwrite the loaded weights")
     flat = unit.shard
     if flat.is_meta:
-        raise LoadError(f"{unit.flat_name} is on the meta device, where FSDP1 cannot be loaded into")
+        raise LoadError(f"{unit.flat_name} is on the meta device, and FSDP1 cannot be loaded there")
     if unit.is_recast:
         raise LoadError(
-            f"{unit.flat_name} was cast after the first forward, and FSDP1 keeps it in two dtypes: cast it back"
+            f"{unit.flat_name} was cast after the first forward, and FSDP1 keeps it in two dtypes: cast it "
+            "back to the old dtype"
         )
     shards = ShardsOfUnit(unit, place.first)
     for names, piece in zip(unit.names, unit.read_layout(), strict=True):

@@ -100,7 +100,7 @@ def read_hub_parts(config: str) -> dict[str, HubPart]:
     """
     model = _build_on_meta(config)
     if getattr(model.config, "quantization_config", None) is not None:
-        raise HubNamesUnknown(f"the model of {config} is quantized: what the Hub has of it are no parts of its tensors")
+        raise HubNamesUnknown(f"the model of {config} is quantized: the Hub's tensors are not parts of its tensors")
     shapes = list_shapes(reader.read(model))
     parts = {}
     for name, view in revert_names(model, shapes).items():
@@ -174,7 +174,7 @@ def choose_names(names: Names, model: nn.Module, shapes: Mapping[str, torch.Size
             try:
                 return HubNames(revert_names(model, shapes))
             except HubNamesUnknown as error:
-                raise HubNamesUnknown(f'{error}; names="model" takes the model\'s own') from None
+                raise HubNamesUnknown(f'{error}; names="model" uses the model\'s own names') from None
         case "auto":
             try:
                 return HubNames(revert_names(model, shapes))
@@ -195,7 +195,7 @@ def revert_names(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str
     """Does the work of :func:`read_hub_view` for tensors of these names and shapes instead of the model's."""
     revert, pretrained = _find_reversion(model)
     if any(name != strip_adapters(name) for name in shapes):
-        raise HubNamesUnknown("the model has adapters: its tensors are not those that the Hub has of the model below")
+        raise HubNamesUnknown("the model has adapters: its tensors differ from the Hub's tensors of the base model")
     own = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     name_of = {private.storage_key(tensor): name for name, tensor in own.items()}
     try:
@@ -207,8 +207,7 @@ def revert_names(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str
         ) from error
     if copies := [name for name, tensor in reverted.items() if private.storage_key(tensor) not in name_of]:
         raise NamesError(
-            f"{len(copies)} tensors of the Hub are no part of one of the model's tensors: "
-            f"{join_some(copies, _MOST_NAMES)}"
+            f"{len(copies)} tensors of the Hub are not part of a tensor of the model: {join_some(copies, _MOST_NAMES)}"
         )
     views = {
         name: TensorView(
@@ -224,15 +223,15 @@ def _find_reversion(model: nn.Module) -> tuple[Any, Any]:
     """(transformers' ``revert_weight_conversion``, the transformers model)."""
     transformers, pretrained = sys.modules.get("transformers"), find_pretrained(model)
     if transformers is None or pretrained is None:
-        raise HubNamesUnknown("the model is no model of transformers, which alone says what the Hub's names are")
+        raise HubNamesUnknown("the model is not a model of transformers, and only transformers knows the Hub's names")
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
         raise HubNamesUnknown(
-            f"transformers {transformers.__version__} does not say which names the Hub has: 5.0.0 and newer do"
+            f"transformers {transformers.__version__} does not say which names the Hub has: use 5.0.0 or newer"
         ) from None
     if getattr(pretrained, "hf_quantizer", None) is not None:
-        raise HubNamesUnknown("the model is quantized: what the Hub has of it are no parts of its tensors")
+        raise HubNamesUnknown("the model is quantized: the Hub's tensors are not parts of its tensors")
     return revert_weight_conversion, pretrained
 
 

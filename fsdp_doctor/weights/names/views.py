@@ -136,10 +136,12 @@ def check_one_to_one(views: Mapping[str, TensorView], shapes: Mapping[str, Seque
     for name, view in views.items():
         box = find_box(view, shapes[view.name]) if view.name in shapes else None
         if box is None:
-            wrong.append(f"{name} is no part of {view.name}")
+            wrong.append(f"{name} is not a part of {view.name}")
         else:
             boxes[view.name].append(box)
-    wrong += [f"{name} is not covered once" for name, parts in boxes.items() if not _cover_once(parts, shapes[name])]
+    wrong += [
+        (f"{name} is not covered exactly once") for name, parts in boxes.items() if not _cover_once(parts, shapes[name])
+    ]
     if wrong:
         raise NamesError(f"the names are not one-to-one with the model's tensors: {join_some(wrong, _MOST_NAMES)}")
 

@@ -88,12 +88,12 @@ class SaveDirectory:
                 commit.break_off()
             except OSError as error:
                 raise SaveError(
-                    f"what a save to {self.path} left cannot be moved back ({error}): {commit.describe()}"
+                    f"the files that a save to {self.path} left cannot be moved back ({error}): {commit.describe()}"
                 ) from error
         there = sorted(filter(replaced.fullmatch, os.listdir(self.path)))
         if there and not overwrite:
             raise SaveError(
-                f"{self.path} has {join_some(there, 3)} already: name another directory, or say overwrite=True"
+                f"{self.path} already has {join_some(there, 3)}: name another directory, or use overwrite=True"
             )
         if there:
             self._refuse_files_of_others()
@@ -125,8 +125,9 @@ class SaveDirectory:
         ranks, own = self._store.get(self._record).decode(), str(list(self._ranks))
         if ranks != own:
             raise SaveError(
-                f"ranks {ranks} of this job have saved to {self.path}, and these are ranks {own}: what another model, "
-                "or another stage of one, has saved would be lost. Name a directory for each, or remove the files first"
+                f"ranks {ranks} of this job have saved to {self.path}, but these are ranks {own}: the files of "
+                "another model, or of another stage of one, would be lost. Name a directory for each, or remove "
+                "the files first"
             )
 
     def join(self, partial: str) -> None:
@@ -134,8 +135,8 @@ class SaveDirectory:
         self.partial = self.path / partial
         if not self.partial.is_dir():
             raise SaveError(
-                f"rank {self._rank} does not see what rank {self._ranks[0]} made in {self.path}: save to a file system "
-                "that all ranks share"
+                f"rank {self._rank} does not see the files that rank {self._ranks[0]} made in {self.path}: save to "
+                "a file system that all ranks share"
             )
         if self._rank != self._ranks[0]:
             self._lock(self._get_lock(self._rank))
@@ -160,7 +161,7 @@ class SaveDirectory:
                 room = os.statvfs(self.path)
                 free = room.f_bavail * room.f_frsize
                 raise SaveError(
-                    f"{self.path} has no room for {name} of {nbytes} bytes: {free} are free ({error.strerror})"
+                    f"{self.path} has no room for {name} of {nbytes} bytes: {free} bytes are free ({error.strerror})"
                 ) from None
             os.pwrite(fd, header, 0)
             os.fsync(fd)
@@ -198,7 +199,9 @@ class SaveDirectory:
             with contextlib.suppress(OSError):
                 commit.break_off()
             if isinstance(error, OSError):
-                raise SaveError(f"the new files did not get their names ({error}): {commit.describe()}") from error
+                raise SaveError(
+                    f"the new files could not be renamed to their names ({error}): {commit.describe()}"
+                ) from error
             raise
         self._superseded.append(commit)
         if self._store is not None:
@@ -274,7 +277,7 @@ class _Commit:
             stated = json.loads((partial / _COMMIT).read_bytes())
             former, new, replaces = tuple(stated["former"]), tuple(stated["new"]), bool(stated["replaces"])
         except (OSError, ValueError, KeyError) as error:
-            raise SaveError(f"{partial} is what a save left, and cannot be read ({error}): move it away") from error
+            raise SaveError(f"{partial} was left by a save, and cannot be read ({error}): move it away") from error
         return cls(partial.parent, partial, former, new, replaces)
 
     @classmethod
@@ -341,13 +344,13 @@ class _Commit:
         else:
             new = f"the new checkpoint is partly in {self.path} and in {self.partial}"
         if not self.replaces:
-            former = "there was none before"
+            former = "there was no checkpoint before"
         elif not any(in_aside):
-            former = f"the former one is as it was in {self.path}"
+            former = f"the former checkpoint is unchanged in {self.path}"
         elif all(in_aside):
-            former = f"the former one is complete in {self.aside}"
+            former = f"the former checkpoint is complete in {self.aside}"
         else:
-            former = f"the former one is partly in {self.path} and in {self.aside}"
+            former = f"the former checkpoint is partly in {self.path} and in {self.aside}"
         return f"{new}, and {former}"
 
 

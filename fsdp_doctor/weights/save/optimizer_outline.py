@@ -93,7 +93,7 @@ def make_outline(
     """
     known = {id(parameter.parameter) for parameter in parameters}
     if any(not isinstance(key, torch.Tensor) or id(key) not in known for key in optimizer.state):
-        raise SaveError(f"{type(optimizer).__name__} has state that belongs to none of its parameters; {REMEDY}")
+        raise SaveError(f"{type(optimizer).__name__} has state that does not belong to any of its parameters; {REMEDY}")
     outline, sums = RankOutline(), FingerprintSums()
     for parameter in parameters:
         values = optimizer.state.get(parameter.parameter, {})
@@ -145,8 +145,8 @@ def merge_outlines(outlines: Mapping[int, RankOutline]) -> SavedEntries:
                 without += lacking
             if without:
                 raise SaveError(
-                    f"rank {without[0]} has elements of {name} and no {key} of it, unlike rank {next(iter(entries))}: "
-                    "the ranks' optimizers have made different steps"
+                    f"rank {without[0]} has elements of {name}, but no {key} for it, unlike rank "
+                    f"{next(iter(entries))}: the ranks' optimizers have made different steps"
                 )
             merged.setdefault(name, {})[key] = entry
     return merged
@@ -158,8 +158,8 @@ def _merge_entry(entry: str, entries: Mapping[int, RankEntry], turn: int) -> Sav
     for rank, other in others:
         if _describe(other) != _describe(expected):
             raise SaveError(
-                f"{entry} is {_describe(expected)} on rank {first}, and {_describe(other)} on rank {rank}: the ranks "
-                f"must have the same of what is not divided; {REMEDY}"
+                f"{entry} is {_describe(expected)} on rank {first}, but {_describe(other)} on rank {rank}: "
+                f"undivided state must be equal on all ranks; {REMEDY}"
             )
     writer = list(entries)[turn % len(entries)]
     forms = {each.form for each in entries.values()}
@@ -169,14 +169,14 @@ def _merge_entry(entry: str, entries: Mapping[int, RankEntry], turn: int) -> Sav
         stated = " and ".join(
             f"{form.value} on rank {next(r for r in entries if entries[r].form is form)}" for form in forms
         )
-        raise SaveError(f"{entry} is, by its shapes, {stated}, so that nothing says whose it is; {REMEDY}")
+        raise SaveError(f"{entry} is, by its shapes, {stated}, so its owner is unknown; {REMEDY}")
     by_digest: dict[tuple[int, int] | None, int] = {}
     for rank, each in entries.items():
         by_digest.setdefault(each.digest, rank)
     if len(by_digest) > 1:
         raise SaveError(
-            f"{entry} is a whole tensor on each rank, and its values differ between ranks "
-            f"{sorted(by_digest.values())}, while a full state has one; {REMEDY}"
+            f"{entry} is a whole tensor on each rank, but its values differ between ranks "
+            f"{sorted(by_digest.values())}, and a full state can have only one; {REMEDY}"
         )
     return SavedEntry(StateForm.WHOLE, expected.dtype, None, writer)
 

@@ -99,8 +99,8 @@ class RankPlace:
         mesh, placements = extend_mesh(source.mesh, source.placements, known) or (source.mesh, source.placements)
         if mesh.size() != len(self.ranks):
             raise SaveError(
-                f"{source.spec.names[0]} is on a mesh of some of the ranks that is no slice of one of all, so that "
-                "nothing says which ranks have copies of it"
+                f"{source.spec.names[0]} is on a mesh of some of the ranks that is not a slice of a mesh of all "
+                "ranks, so it is unknown which ranks have copies of it"
             )
         here, turn = mesh.get_coordinate() or [0] * mesh.ndim, Turn(0, 1)
         for dim, placement in enumerate(placements):
@@ -130,5 +130,5 @@ def collect_sums(saving: SaveDirectory, ranks: Sequence[int], num_bytes: Mapping
         for name, crc in of_rank.sums.items():
             sums[name] ^= crc
     if num_written != expected:
-        raise SaveError(f"the ranks have written {num_written} bytes, and the tensors have {expected}")
+        raise SaveError(f"the ranks have written {num_written} bytes, but the tensors have {expected}")
     return {name: finish_crc(crc, num_bytes[name]) for name, crc in sums.items()}

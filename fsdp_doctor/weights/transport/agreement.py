@@ -216,8 +216,8 @@ class Agreement:
         with _lock:
             if any(other.concerns(self) and other.is_of_another_thread() for other in _under_way):
                 raise RuntimeError(
-                    "another thread of this process is extracting or loading over the same ranks, which one thread "
-                    "can do at a time: end that call first"
+                    "another thread of this process is extracting or loading over the same ranks, but only one "
+                    "thread can do so at a time: end that call first"
                 )
             _under_way.append(self)
         self._keys = _leftover.pop(self._ranks, self._keys)
@@ -328,10 +328,10 @@ class Agreement:
         call = f"call {self._number} over ranks {list(self._ranks)}"
         where = f"bucket {self._buckets} of {call} in time" if self._stage else f"{call} in time"
         verb = "iterate" if self._verb == "extract" else self._verb
-        made = "" if self._stage else f", and the others have come to {self._number - 1} at most"
+        made = "" if self._stage else f", and the other ranks have come to {self._number - 1} at most"
         return (
-            f"only {came} of {len(self._ranks)} ranks came to {where}{made}: each must "
-            f"{verb} as often as the others, with a model that is sharded over them"
+            f"only {came} of {len(self._ranks)} ranks came to {where}{made}: each rank must {verb} as often as the "
+            "others, with a model that is sharded over all of them"
         )
 
     def _is_answered_soon(self) -> bool:
@@ -354,7 +354,7 @@ class Agreement:
             self._end()
             raise RankLeft(
                 (self.watch() if self.watch is not None else "")
-                or "the process that has the process group's store has ended, or cannot be reached: "
+                or "the process with the process group's store has ended, or cannot be reached: "
                 f"{read_first_line(error)}"
             ) from error
 

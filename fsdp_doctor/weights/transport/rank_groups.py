@@ -302,28 +302,29 @@ def describe_conflicts(conflicts: Mapping[str, Conflict]) -> str:
     match conflict.relation:
         case "unknown":
             return (
-                f"{name}: each of the groups of ranks {groups} shards a tensor of this name, and nothing says whether "
-                "they have copies of one tensor or different ones, as of experts that were divided before FSDP sharded "
-                f"them.{others} Say along which mesh they are divided, as in experts=mesh['ep'], or distribute it over "
-                "a mesh of all ranks: Shard where the values differ, Replicate where they are copies."
+                f"{name}: each of the groups of ranks {groups} shards a tensor of this name, and it is unknown "
+                "whether the groups have copies of one tensor or different tensors, such as experts that were "
+                f"divided before FSDP sharded them.{others} Pass the mesh along which the experts are divided, as "
+                "in experts=mesh['ep'], or distribute the tensor over a mesh of all ranks: Shard if the values "
+                "differ, Replicate if they are copies."
             )
         case "copies":
             return (
-                f"{name}: by the mesh of the model's other parameters the groups of ranks {groups} have copies of it, "
-                f"but their values differ.{others} Say along which mesh experts are divided, as in "
-                "experts=mesh['ep']."
+                f"{name}: by the mesh of the model's other parameters the groups of ranks {groups} have copies of "
+                f"this tensor, but their values differ.{others} Pass the mesh along which experts are divided, as "
+                "in experts=mesh['ep']."
             )
         case "plain":
             return (
-                f"{name} is a parameter that nothing shards, and its values differ between ranks {groups}.{others} "
-                "If these are experts, say along which mesh they are divided, as in experts=mesh['ep']; if they are to "
-                "be copies, broadcast one."
+                f"{name} is a parameter that is not sharded, and its values differ between ranks {groups}.{others} "
+                "If the values are experts, pass the mesh along which they are divided, as in experts=mesh['ep']; "
+                "if they should be copies, broadcast one."
             )
         case "buffer":
             return (
-                f"{name} is a buffer whose values differ between ranks {groups}: each rank yields its own, and what is "
-                f"saved or collected has the first rank's.{others} Broadcast or all-reduce such buffers before, if "
-                "they are to be one."
+                f"{name} is a buffer whose values differ between ranks {groups}: each rank yields its own values, "
+                f"and a saved or collected model has the first rank's.{others} Broadcast or all-reduce such "
+                "buffers before, if they should be equal."
             )
         case _:
             assert_never(conflict.relation)

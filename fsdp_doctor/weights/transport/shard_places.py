@@ -109,8 +109,8 @@ def place_dtensor(source: Placed, local: torch.Tensor) -> SourceShard:
     shape = place.held_part(source.spec.shape).shape
     if shape.numel() != local.numel():
         raise RuntimeError(
-            f"{source.spec.names[0]}: this rank holds {local.numel()} elements where "
-            f"{source.placements} gives it {shape.numel()}"
+            f"{source.spec.names[0]}: this rank holds {local.numel()} elements, but {source.placements} gives it "
+            f"{shape.numel()}"
         )
     return SourceShard(spec=source.spec, local=local.reshape(-1), shape=shape, place=place)
 

@@ -189,8 +189,8 @@ def check_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -> N
             )
         if isinstance(source, Rows) and shards[source.place].numel() != source.held:
             raise RuntimeError(
-                f"{source.spec.names[0]}: this rank holds {shards[source.place].numel()} elements where "
-                f"its placements give it {source.held}"
+                f"{source.spec.names[0]}: this rank holds {shards[source.place].numel()} elements, but its "
+                f"placements give it {source.held}"
             )
 
 
@@ -226,7 +226,7 @@ def _make_source(place: int, model_tensor: ModelTensor, groups: _ShardGroups) ->
     if not isinstance(tensor, DTensor):
         return Plain(spec=spec, place=place)
     if not dist.is_initialized():
-        raise RuntimeError("the model is sharded, and torch.distributed is not initialized, or not any more")
+        raise RuntimeError("the model is sharded, but torch.distributed is not initialized, or no longer initialized")
     mesh, placements = tensor.device_mesh, tensor.placements
     split = [dim for dim, placement in enumerate(placements) if type(placement) is not Replicate]
     if not split:
@@ -280,7 +280,8 @@ def shard_group(group: dist.ProcessGroup, device: torch.device) -> ShardGroup:
 def _make_unit_sources(place: int, unit: Fsdp1Unit) -> Iterator[FlatUnit | Plain]:
     if unit.is_recast:
         raise RuntimeError(
-            f"{unit.flat_name} was cast after the first forward, and FSDP1 keeps it in two dtypes: cast it back"
+            f"{unit.flat_name} was cast after the first forward, and FSDP1 keeps it in two dtypes: cast it "
+            "back to the old dtype"
         )
     local = unit.shard
     parts = [

@@ -259,7 +259,7 @@ def test_weights_with_adapters_merged_in_place_are_yielded_as_they_are() -> None
     expected = tensors_of(copy.deepcopy(model).merge_and_unload())
     model.merge_adapter()
     assert_close(dict(full_tensors(model, lora="merged")), expected)
-    with pytest.raises(RuntimeError, match="adapters are merged into it"):
+    with pytest.raises(RuntimeError, match="adapters are merged into this weight"):
         full_tensors(model, lora="base")
 
 

@@ -160,7 +160,7 @@ def test_with_variants_from_the_trainer_the_mistake_is_named(model: nn.Module, h
         "deep: the halves of dim 1 are swapped",
         "norm: cast twice: to bfloat16 and back",
         "up.weight: cast twice: to float8_e4m3fn and back",
-        "gate.weight: it holds other values",
+        "gate.weight: the values are different",
     }
 
 
@@ -170,7 +170,7 @@ def test_trailing_zeros_are_distinguished_from_equal_values_in_another_shape() -
     padded = fingerprint_tensors({"head": torch.cat([rows, torch.zeros(3, 4)]), "norm": norm})
     reshaped = fingerprint_tensors({"head": rows.view(4, 5), "norm": norm})
     (of_padding,), (of_shape,) = compare_fingerprints(wanted, padded), compare_fingerprints(wanted, reshaped)
-    assert str(of_padding) == "head: the same values, but for zeros at the end, in the shape [8, 4], not [5, 4]"
+    assert str(of_padding) == "head: the same values, except zeros at the end, in the shape [8, 4], not [5, 4]"
     assert str(of_shape) == "head: the same values in the shape [4, 5], not [5, 4]"
 
 
@@ -183,7 +183,7 @@ def test_zeros_that_are_shorter_or_of_another_dtype_differ() -> None:
 def test_fingerprints_of_another_model_are_refused(model: nn.Module, held: Tensors) -> None:
     with pytest.raises(FingerprintError, match="different models"):
         kinds(model, {f"model.{name}": tensor for name, tensor in held.items()})
-    with pytest.raises(FingerprintError, match="none of the 10 tensors that both have is of the same size"):
+    with pytest.raises(FingerprintError, match="none of the 10 common tensors has the same size"):
         kinds(model, {name: torch.zeros(tensor.numel() + 1) for name, tensor in held.items()})
 
 
@@ -191,7 +191,7 @@ def test_fingerprints_of_a_part_of_the_ranks_are_refused(model: nn.Module, held:
     part = fingerprint_tensors(list((held | {"head.weight": TensorPart(held["head.weight"][:7], (20, 6))}).items()))
     with pytest.raises(FingerprintError, match=r"of head.weight 42 of 120 elements were summed"):
         compare_fingerprints(fingerprint(model), part)
-    with pytest.raises(FingerprintError, match="parts of it overlap"):
+    with pytest.raises(FingerprintError, match="parts of the tensor overlap"):
         combine_fingerprints([part, fingerprint_tensors({"head.weight": held["head.weight"]})])
 
 
@@ -204,7 +204,7 @@ def test_fingerprints_that_are_summed_otherwise_are_refused(model: nn.Module) ->
         lambda: combine_fingerprints([own, older]),
         lambda: Fingerprints.from_json(older.to_json()),
     ):
-        with pytest.raises(FingerprintError, match="take both with the same fsdp-doctor"):
+        with pytest.raises(FingerprintError, match="make both with the same fsdp-doctor"):
             compare()
 
 
@@ -322,16 +322,16 @@ _ONE = fingerprint_tensors({"a": torch.ones(2)})
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: compare_fingerprints(None, _ONE), "the fingerprints of the trainer are no Fingerprints: NoneType"),
-        (lambda: compare_fingerprints(_ONE, {}), "the fingerprints of the engine are no Fingerprints: dict"),
+        (lambda: compare_fingerprints(None, _ONE), "the fingerprints of the trainer are not Fingerprints: NoneType"),
+        (lambda: compare_fingerprints(_ONE, {}), "the fingerprints of the engine are not Fingerprints: dict"),
         (lambda: compare_fingerprints(_ONE, _ONE, history=[None]), "of 1 steps before are no Fingerprints"),
         (lambda: compare_fingerprints(_ONE, _ONE, history=_ONE), "a history is a sequence of Fingerprints"),
-        (lambda: compare_fingerprints(_ONE, _ONE, base={}), "the fingerprints of the base are no Fingerprints: dict"),
-        (lambda: combine_fingerprints([_ONE, None]), "fingerprints to be combined are no Fingerprints: NoneType"),
+        (lambda: compare_fingerprints(_ONE, _ONE, base={}), "the fingerprints of the base are not Fingerprints: dict"),
+        (lambda: combine_fingerprints([_ONE, None]), "fingerprints to be combined are not Fingerprints: NoneType"),
         (lambda: combine_fingerprints(_ONE), "those of several ranks, not of one"),
         (lambda: fingerprint_tensors({"a": "b"}), "a is no tensor: str"),
         (lambda: fingerprint_tensors({"a": TensorPart("b", shape=(2,), offsets=(0,))}), "a is no tensor: str"),
-        (lambda: fingerprint_tensors([torch.ones(2)]), "the name of a tensor is a string, not Tensor"),
+        (lambda: fingerprint_tensors([torch.ones(2)]), "the name of a tensor must be a string, not Tensor"),
         (lambda: fingerprint_tensors(nn.Linear(2, 2)), "a mapping or pairs of a name and a tensor, not Linear"),
     ],
 )

@@ -98,7 +98,7 @@ def test_the_command_prints_compares_and_says_what_differs(
         model[0].bias[3] += 1
     save_file(model.state_dict(), other)
     assert command(saved, other) == 1
-    assert capsys.readouterr().out == "0.bias: it holds other values\n"
+    assert capsys.readouterr().out == "0.bias: the values are different\n"
     assert command(saved, other, as_json=True) == 1
     assert [one["kind"] for one in json.loads(capsys.readouterr().out)] == ["values"]
 

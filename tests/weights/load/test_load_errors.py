@@ -37,7 +37,7 @@ UNFIT: dict[str, Callable[[], Tensors]] = {
     "has 1 that the model does not have: extra": lambda: other_tensors() | {"extra": torch.ones(3)},
     f"{SMALL} has the shape [13] in the source": lambda: _with(torch.ones(13)),
     f"{SMALL} is torch.float16 in the source and torch.float32 in the model": lambda: _with(torch.ones(14).half()),
-    "are tied in the model and have different values": lambda: _with(torch.ones(23, 8), "head.weight"),
+    "are tied in the model, but have different values": lambda: _with(torch.ones(23, 8), "head.weight"),
     f"{SMALL} is on the meta device": lambda: _with(torch.ones(14, device="meta")),
 }
 

@@ -191,7 +191,7 @@ SPOILED: dict[str, tuple[Callable[[pathlib.Path], None], tuple[str, ...]]] = {
         _spoil(lambda t: t | {EXPERT.format(3, "up"): t[EXPERT.format(3, "up")].t().contiguous()}),
         (EXPERT.format(3, "up"), "[32, 16] in the source and [16, 32] in the model"),
     ),
-    "an index that names other files": (_index_of_other_files, ("names files that are not there", "00001-of-00002")),
+    "an index that names other files": (_index_of_other_files, ("names missing files", "00001-of-00002")),
 }
 
 
@@ -242,9 +242,11 @@ def test_names_of_the_callers_own_fill_what_they_say_or_are_refused() -> None:
     assert_same(extracted(model), whole)
     one, other = (f"theirs.{EXPERT.format(expert, 'down')}" for expert in (0, 1))
     wrong: dict[str, dict[str, TensorView]] = {
-        "is not covered once": {**views, one: views[other]},
-        f"{one} is no part of": {**views, one: views[one]._replace(name="elsewhere")},
-        "others here than on rank 0": views if this_rank() == 0 else {**views, one: views[other], other: views[one]},
+        "is not covered exactly once": {**views, one: views[other]},
+        f"{one} is not a part of": {**views, one: views[one]._replace(name="elsewhere")},
+        "differ here from those on rank 0": views
+        if this_rank() == 0
+        else {**views, one: views[other], other: views[one]},
     }
     for words, mapping in wrong.items():
         with raises_soon(LoadError, words, "written nothing"):
@@ -256,7 +258,7 @@ def test_names_of_the_callers_own_fill_what_they_say_or_are_refused() -> None:
 def test_requesting_hub_names_fails_everywhere_for_a_model_without_hub_names() -> None:
     net = nn.Sequential(nn.Linear(6, 6))
     model = fully_shard(net.to(device_type()))
-    with raises_soon(LoadError, "no model of transformers", "written nothing"):
+    with raises_soon(LoadError, "not a model of transformers", "written nothing"):
         load_full_tensors(model, {"0.weight": torch.ones(6, 6), "0.bias": torch.ones(6)}, names="hub")
     with raises_soon((ValueError if this_rank() else LoadError), "names must be one of"):  # type: ignore[arg-type]
         load_full_tensors(model, None, names="theirs" if this_rank() else "model")  # type: ignore[arg-type]

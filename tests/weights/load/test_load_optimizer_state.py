@@ -153,7 +153,7 @@ def test_moments_of_another_dtype_than_their_parameter_are_refused_unless_asked_
     model = fsdp2(new_net(**_DIMS).to(torch.bfloat16))
     optimizer = adamw(model)
     _, _, state = _trained()
-    with pytest.raises(LoadError, match=r"is torch\.float32 in the source, and the parameter is torch\.bfloat16"):
+    with pytest.raises(LoadError, match=r"is torch\.float32 in the source, but the parameter is torch\.bfloat16"):
         load_optimizer_state(model, optimizer, on_first(state))
     assert not optimizer.state
     load_optimizer_state(model, optimizer, on_first(state), dtype="cast")

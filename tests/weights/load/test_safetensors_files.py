@@ -126,13 +126,13 @@ def test_an_index_counts_only_for_its_suffix_and_only_if_unique(tmp_path: pathli
 
 
 def test_files_that_do_not_match_their_index_or_one_another_are_named(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(LoadError, match="holds no safetensors file"):
+    with pytest.raises(LoadError, match="contains no safetensors file"):
         open_files(tmp_path)
     for name in ("a", "b"):
         save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(LoadError, match=r"w is in .*a.safetensors and in .*b.safetensors"):
         open_files(tmp_path)
-    for file, message in (("a", "does not hold what the index"), ("gone", "that are not there: .*gone.safetensors")):
+    for file, message in (("a", "lacks tensors that the index"), ("gone", "that are not there: .*gone.safetensors")):
         weight_map = {"w": "a.safetensors", "x": f"{file}.safetensors"}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(LoadError, match=message):

@@ -88,7 +88,7 @@ class _Quantized:
 def test_a_model_without_hub_names_is_refused_or_keeps_its_own_names() -> None:
     quantized = new_family("llama")
     quantized.hf_quantizer = _Quantized()
-    for model, why in ((nn.Linear(2, 2), "no model of transformers"), (quantized, "quantized")):
+    for model, why in ((nn.Linear(2, 2), "not a model of transformers"), (quantized, "quantized")):
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         with pytest.raises(HubNamesUnknown, match=why):
             choose_names("hub", model, shapes)

@@ -195,7 +195,7 @@ def test_state_that_cannot_be_made_whole_is_refused_by_name_before_writing() -> 
         (OfRows, ["rows of", "neither the shape of the parameter"]),
         (_SkipsOneStep, ["step of", "is 2.0", "1.0 of torch.float32 on rank 1"]),
         (_WithLists, ["history of", "is a list"]),
-        (_Counting, ["belongs to none of its parameters"]),
+        (_Counting, ["does not belong to any of its parameters"]),
     ]
     for make, words in refused:
         model, optimizer = _in_steps(make)

@@ -431,7 +431,7 @@ def test_without_its_store_a_call_ends_in_a_sentence() -> None:
     del server
     with (
         mock.patch.object(agreement, "connect", return_value=client),
-        raises_soon(RankLeft, "the process that has the process group's store has ended, or cannot be reached"),
+        raises_soon(RankLeft, "the process with the process group's store has ended, or cannot be reached"),
     ):
         extracted(model)
 
