@@ -37,7 +37,7 @@ from fsdp_doctor.text import find_main_thread
 _OTHERS = re.compile(r"/torch/|-packages/|/lib/python|<frozen ")
 _STACK_BEGINS = ("Fatal Python error", "Current thread", "Thread 0x")
 _STACK_SECONDS = 5.0
-NO_STACK = "no stack: it is no Python process, or handles SIGABRT itself"
+NO_STACK = "no stack: the process is not a Python process, or handles SIGABRT itself"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,8 @@ class TroubleRemedy(Enum):
     )
     REMOVE_OLDER = "remove the files of the older save"
     WRITE_INDEX = "write the index again from the headers of the files, which have all its tensors"
-    CONVERT = "run fsdp-doctor checkpoint convert PATH NEW --to hf, which writes the names without the prefix"
-    CONVERT_RANKS = "run fsdp-doctor checkpoint convert on the directory with the files of all ranks to merge them"
+    CONVERT = "fsdp-doctor checkpoint convert PATH NEW --to hf writes the names without the prefix"
+    CONVERT_RANKS = "fsdp-doctor checkpoint convert on the directory with the files of all ranks merges them"
     CONFIG = (
         "use the config.json of this model; if this config.json is right, the weights are incomplete: save them again"
     )

@@ -85,7 +85,7 @@ def _print_contents(output: pathlib.Path, made: Bundle) -> None:
     print(f"{output}: {', '.join(made.files)}")
     counts = ", ".join(f"{kind} ({count})" for kind, count in made.replaced.most_common())
     print(f"replaced: {counts or 'nothing'}")
-    print("Read issue.md before you publish it: private text that has no known form is still in it.")
+    print("Read issue.md before you publish it: private text in an unknown form is still in the bundle.")
 
 
 def env(

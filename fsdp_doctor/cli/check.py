@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from fsdp_doctor.check.fix import Fix
 
 EXIT_CODES = (
-    "Exit codes: 0 nothing in it is known to fail; 1 a known failure or a conflict; 2 usage; 3 it is not FSDP, or not "
-    "all of it could be read; 4 the output cannot be written. With --probe, that of the probe."
+    "Exit codes: 0 nothing in it is known to fail; 1 a known failure or a conflict; 2 usage; 3 the job is not "
+    "FSDP, or some settings could not be read; 4 the output cannot be written. With --probe, that of the probe."
 )
 
 
@@ -66,7 +66,7 @@ def check(
     if probe and as_json:
         raise UsageError("--probe prints the probe's report, so it cannot be combined with --json")
     if write and not fix:
-        raise UsageError("--write writes what --fix has found; use it with --fix")
+        raise UsageError("--write writes the change that --fix finds; use it with --fix")
     run = functools.partial(
         check.check, framework_version=framework_version, world_size=world_size, torch_version=torch_version
     )
@@ -81,7 +81,7 @@ def check(
     sys.stdout.flush()
     selection = [word for case in check.list_cases(result) for word in ("--case", case.id)]
     if not selection:
-        raise CannotRun("the configuration does not amount to any case that the probe can run")
+        raise CannotRun("the configuration does not correspond to any case that the probe can run")
     options.check_versions()
     options.start_ranks(RankOptions(nproc=world_size), ["probe", *selection])
 
@@ -92,10 +92,10 @@ def _print_fix(fix: Fix | None, remedies: Mapping[str, str], *, write: bool) -> 
     remedies: by entry of the catalogue, the whole remedy, of which the change of one setting may be a part.
     """
     if fix is None:
-        raise CannotRun("no change of one setting in a file mends it; see the findings without --fix")
+        raise CannotRun("no change of a single setting in a file solves the problem; see the findings without --fix")
     print(f"fsdp-doctor: {fix}", file=sys.stderr)
     for entry, remedy in remedies.items():
-        print(f"fsdp-doctor: this setting alone was changed; the whole remedy of {entry}: {remedy}", file=sys.stderr)
+        print(f"fsdp-doctor: only this setting was changed; the whole remedy of {entry}: {remedy}", file=sys.stderr)
     if write:
         fix.file.write_text(fix.text, encoding="utf-8")
     else:

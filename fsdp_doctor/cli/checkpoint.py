@@ -109,7 +109,7 @@ def _compare_with(
                 symptoms.append(Symptom(trouble, each.detail, file, each.name, rows))
         elif found.equal:
             trouble = Trouble.UNTRAINED if len(found.equal) == found.compared else Trouble.PARTLY_UNTRAINED
-            what = f"{len(found.equal)} of {found.compared} tensors are those of {base}: {join_some(found.equal)}"
+            what = f"{len(found.equal)} of {found.compared} tensors equal those of {base}: {join_some(found.equal)}"
             symptoms.append(Symptom(trouble, what))
     return symptoms
 
@@ -240,7 +240,7 @@ def convert(
         print(f"nothing was written to {target}", file=sys.stderr)
         raise SystemExit(EXIT_CODES[found.verification.answer])
     if to is ConversionTarget.HF and not (target / "config.json").is_file():
-        print("there is no config.json: no from_pretrained reads it until one is put there", file=sys.stderr)
+        print("there is no config.json: from_pretrained cannot read the checkpoint without it", file=sys.stderr)
     what = "the model and the optimizer" if found.has_optimizer else "the model"
     size = f"{found.num_bytes} bytes in {format_count(len(found.files), 'file')}"
     print(f"written: {what} to {target} ({size})", file=sys.stderr)
@@ -273,7 +273,7 @@ def _ask_for_parts(config: str, must_know: bool, needs_class: bool = False) -> M
         is_needed = must_know or (needs_class and isinstance(error, ModelClassUnknown))
         if is_needed or not isinstance(error, HubNamesUnknown):
             raise UsageError(f"{error}; --keep-names keeps the names as they are") from None
-        print(f"the names are as they were saved: {error}", file=sys.stderr)
+        print(f"the names stay as they were saved: {error}", file=sys.stderr)
         return {}
 
 

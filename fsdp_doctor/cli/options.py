@@ -159,7 +159,7 @@ def find_model_directory(value: str, built_in: Collection[str]) -> pathlib.Path:
     except (OSError, ValueError) as error:
         raise UsageError(f"--model {value}: cannot read config.json: {error}") from None
     if not isinstance(data, dict) or "model_type" not in data:
-        raise UsageError(f"--model {value}: config.json has no model_type, so it is no Hugging Face configuration")
+        raise UsageError(f"--model {value}: config.json has no model_type, so it is not a Hugging Face configuration")
     return directory.resolve()
 
 

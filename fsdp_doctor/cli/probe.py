@@ -170,7 +170,7 @@ def conduct(asked: ProbeOptions, ranks: options.RankOptions, *, jobs: int | None
     if not launch.is_under_torchrun():
         options.start_ranks(ranks, jobs=jobs)
     if jobs not in (None, 1) and launch.RankGroup.read() is None:
-        raise UsageError("--jobs starts ranks, and torchrun has started these: leave one of them out")
+        raise UsageError("--jobs starts ranks, but torchrun has already started them: leave out one of the two")
     from fsdp_doctor.probe.command import conduct
 
     code = conduct(asked)

@@ -241,7 +241,9 @@ def sweep(
             swept.append(one)
             print(_describe_result(one), flush=True)
     except _Signal as name:
-        raise Interrupted(f"stopped by {name}; what ran is kept, and the same command goes on with it") from None
+        raise Interrupted(
+            f"stopped by {name}; the finished cases are kept, and the same command continues with the rest"
+        ) from None
     # The worst of all: a fault of ours, then a version that could not run, then a verdict.
     expected = read_expectation(parsed["expect"], strict=parsed["strict"])
     raise SystemExit(max(_exit_code(one, expected) for one in swept))

@@ -62,7 +62,9 @@ def resume(
     The job needs no change. It must save after step {n} into {dir}, and train a few steps more.
     """
     if not any("{dir}" in word for word in command):
-        raise UsageError("the command must have {dir}, the directory that the job saves into: it is run several times")
+        raise UsageError(
+            "the command must have {dir}, the directory that the job saves into: the command is run several times"
+        )
     if twice and steps >= at:
         raise UsageError("--twice needs fewer --steps than --at: a job that resumes by itself takes its newest save")
     from fsdp_doctor.resume.answer import render_json, render_markdown, render_text
@@ -101,7 +103,7 @@ def _make_directory(directory: pathlib.Path | None) -> pathlib.Path:
     try:
         directory.mkdir(parents=True)
     except FileExistsError:
-        raise UsageError(f"--directory {directory}: it exists; name a new one") from None
+        raise UsageError(f"--directory {directory}: the directory exists; name a new one") from None
     except OSError as error:
         raise UsageError(f"--directory {directory}: {error.strerror or error}") from None
     return directory.resolve()

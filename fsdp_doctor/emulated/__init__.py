@@ -30,7 +30,9 @@ def _register() -> None:
 
     taken = torch._C._get_privateuse1_backend_name()
     if taken not in ("privateuseone", "emulated"):
-        raise EmulationUnavailable(f"torch has room for one device of this kind, and {taken} is registered already")
+        raise EmulationUnavailable(
+            f"torch has room for only one device of this kind, and {taken} is already registered"
+        )
     torch.utils.rename_privateuse1_backend("emulated")
     _C.register_device()
     _C.set_device_count(max(_DEFAULT_DEVICES, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))

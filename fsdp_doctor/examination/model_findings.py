@@ -83,8 +83,8 @@ def find_unreadable(contents: ModelContents) -> Iterator[Finding]:
             "gathers, casts, saves or loads their bytes, such as torch's full state dict, does not get the "
             "weights.",
             names=tuple(names),
-            remedy='use full_tensors(model, lora="adapter") for the adapters; for the weights, dequantize before the model '
-            "is sharded.",
+            remedy='use full_tensors(model, lora="adapter") for the adapters; for the weights, dequantize before the '
+            "model is sharded.",
         )
 
 

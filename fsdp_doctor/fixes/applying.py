@@ -150,11 +150,13 @@ def _find_original(function: FixedFunction) -> tuple[type[Any], FunctionType]:
     place = (code.co_filename, code.co_firstlineno) if code is not None else None
     if hasattr(original, "__wrapped__") or place != (str(function.file), function.first_line):
         where = f"{place[0]}:{place[1]}" if place is not None else repr(original)
-        raise CannotRun(f"fix {fix.id}: {fix.target} was replaced already, from {where}; take out one of the two")
+        raise CannotRun(
+            f"fix {fix.id}: {fix.target} was already replaced, from {where}; remove one of the two replacements"
+        )
     for subclass in _list_overriding_classes(owner, name):
         raise CannotRun(
             f"fix {fix.id}: {subclass.__module__}.{subclass.__qualname__} overrides {name}, so a replacement in "
-            f"{owner.__qualname__} would not be what runs; the fix does not know that class"
+            f"{owner.__qualname__} would not run; the fix does not know this class"
         )
     return owner, original
 

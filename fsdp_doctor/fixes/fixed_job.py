@@ -53,13 +53,14 @@ class FixReport:
         """Sentences for the user."""
         if not self.processes:
             yield (
-                f"fix {self.id} reached no process of the job: none imported the module that it is for, or PYTHONPATH "
-                "does not reach the ranks (python -I, srun --export=NONE, containers, a Ray cluster that ran before)"
+                f"fix {self.id} reached no process of the job: no process imported the fixed module, or PYTHONPATH "
+                "does not reach the ranks (python -I, srun --export=NONE, containers, a Ray cluster that ran "
+                "before)"
             )
             return
         if not self.called:
             by = f": {join_some(self.overridden)} overrides the function" if self.overridden else ""
-            yield f"fix {self.id} was in {self.processes} processes, and was never called{by}"
+            yield f"fix {self.id} was in {self.processes} processes, but was never called{by}"
             return
         world = len(self.callers) + len(self.missing) + len(self.unheard)
         left = f", {self.left} of them left to the original" if self.left else ""
@@ -69,9 +70,9 @@ class FixReport:
             yield f"fix {self.id} did not reach rank {ranks}: PYTHONPATH must reach every rank"
         if self.unheard:
             ranks = join_some([str(rank) for rank in self.unheard])
-            yield f"fix {self.id}: nothing was heard of rank {ranks}, which may be on another node: see its own output"
+            yield f"fix {self.id}: rank {ranks} reported nothing, and may be on another node: see its own output"
         for rank, (num_tensors, differences) in sorted(self.verified.items()):
-            equal = "what was sent first is what the model had" if not differences else "; ".join(differences)
+            equal = "the first sent tensors equal the model's" if not differences else "; ".join(differences)
             yield f"fix {self.id}: rank {rank}, {num_tensors} tensors: {equal}"
 
 
@@ -119,7 +120,9 @@ def find_fixed_functions(framework: str | None, ids: Sequence[str]) -> list[Fixe
                 "the Python of the job"
             )
         if len(present) > 1:
-            raise UsageError(f"{' and '.join(present)} are installed, and have fixes: name the job's by --framework")
+            raise UsageError(
+                f"{' and '.join(present)} are installed, and have fixes: name the job's framework with --framework"
+            )
         framework = present[0]
     fixes = choose_fixes(framework)
     for id in ids:
@@ -180,7 +183,7 @@ def _refuse_isolated(command: Sequence[str]) -> None:
         if not word.startswith("-") or word.startswith(_WITH_VALUE):
             return
         if _ISOLATING.match(word):
-            raise UsageError(f"{command[0]} {word} does not execute the fixes: leave the option out")
+            raise UsageError(f"{command[0]} {word} does not execute the fixes: leave out this option")
 
 
 def _summarize(id: str, events: Iterable[Mapping[str, Any]]) -> FixReport:

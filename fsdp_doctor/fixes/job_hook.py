@@ -72,8 +72,8 @@ def _check_environments_of_workers(injected: str) -> None:
         given = runtime_env.get("env_vars", {}).get("PYTHONPATH") if isinstance(runtime_env, dict) else None
         if given is not None and injected not in given.split(os.pathsep):
             _refuse(
-                "the job gives its Ray workers a PYTHONPATH of their own (runtime_env), with which the fix would not "
-                f"reach them; set it to {injected}{os.pathsep}{given}"
+                "the job gives its Ray workers a PYTHONPATH of their own (runtime_env), so the fix would not "
+                f"reach the workers; set PYTHONPATH to {injected}{os.pathsep}{given}"
             )
         return original(*arguments, **options)
 

@@ -57,4 +57,4 @@ def _compare(
     facts = {"fix": applied.fix.id, "tensors": len(sent.tensors), **describe_rank()}
     write_event("verified", num_different=len(found), differences=differences, **facts)
     for difference in differences:
-        applied.say_once(f"sent something else than the model has: {difference}")
+        applied.say_once(f"sent tensors that differ from the model's: {difference}")

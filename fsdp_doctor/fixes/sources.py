@@ -76,8 +76,8 @@ def find_function(fix: FrameworkFix) -> FixedFunction:
     if digest not in fix.sources:
         known = " or ".join(sorted(set(fix.sources.values())))
         raise CannotRun(
-            f"fix {fix.id}: the source of {fix.target} in {file} is not that of {known} (sha256 {digest[:12]}): it is "
-            "not replaced; install that release, or make the change by hand"
+            f"fix {fix.id}: the source of {fix.target} in {file} is not that of {known} (sha256 {digest[:12]}): it "
+            "is not replaced; install this release, or make the change by hand"
         )
     return FixedFunction(fix=fix, version=version, release=fix.sources[digest], file=file, first_line=first_line)
 
@@ -85,5 +85,5 @@ def find_function(fix: FrameworkFix) -> FixedFunction:
 def _read_version(fix: FrameworkFix) -> str:
     versions = read_installed_versions([fix.distribution])
     if not versions:
-        raise CannotRun(f"{fix.distribution} is not installed here: run this with the Python of the job")
+        raise CannotRun(f"{fix.distribution} is not installed here: run this command with the Python of the job")
     return versions[fix.distribution]

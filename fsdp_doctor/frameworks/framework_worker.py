@@ -62,7 +62,7 @@ def find_adapter(name: str) -> Adapter:
     place = locate_adapter(name)
     adapter = getattr(importlib.import_module(place.module), place.attribute)
     if not isinstance(adapter, Adapter):
-        raise TypeError(f"{place.module}:{place.attribute} is no fsdp_doctor.frameworks.adapter.Adapter")
+        raise TypeError(f"{place.module}:{place.attribute} is not an fsdp_doctor.frameworks.adapter.Adapter")
     return adapter
 
 
@@ -103,7 +103,7 @@ def _import(name: str, seconds: float) -> str:
         # SystemExit too: a framework that ends the process which imports it must not end the run.
         return f"{describe_version(name)} cannot be imported: {type(error).__name__}: {read_first_line(error)}"
     if torch.cuda.is_initialized():
-        return f"{describe_version(name)} initializes CUDA as it is imported, and no worker can be forked after that"
+        return f"{describe_version(name)} initializes CUDA during its import, and no worker can be forked afterwards"
     return ""
 
 

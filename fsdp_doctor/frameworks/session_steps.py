@@ -178,11 +178,11 @@ class SessionSteps(CaseSteps[FrameworkSession]):
             return f"{framework} needs a package that is not installed: {error}"
         if isinstance(error, ImportError):
             reason = str(error).removesuffix(f" ({error.path})")
-            return f"{framework} does not fit a package that is installed beside it: {reason}"
+            return f"{framework} does not work with another installed package: {reason}"
         if isinstance(error, NotInStandInError):
             return f"{framework}: {error}"
         if self._worker.device.type == "emulated" and str(error).startswith(_CUDA_MISSING):
-            return f"{framework} asks for CUDA itself, which the emulated device is not: {read_first_line(error)}"
+            return f"{framework} asks for CUDA itself, but the emulated device is not CUDA: {read_first_line(error)}"
         where = error.__traceback__
         while where is not None and where.tb_next is not None:
             where = where.tb_next

@@ -60,7 +60,8 @@ def load(device: RunDevice, asked: str) -> None:
         except ImportError as reason:
             why = "torch sees no accelerator here, and " if asked == "auto" else ""
             raise CannotRun(
-                f"{why}{reason}; --device cpu works without an accelerator, but offloading cannot break anything there"
+                f"{why}{reason}; --device cpu works without an accelerator, but offloading cannot break "
+                "anything on the CPU"
             ) from None
     elif not device.late_completion:
         raise UsageError(f"--no-late-completion is for the emulated device, but the device is {device.type}")
@@ -81,7 +82,7 @@ def check_there_is_one(device_type: str, *, rank: int, local_rank: int) -> None:
     """Raises CannotRun if this node has fewer devices than ranks."""
     num_devices = count(device_type)
     if num_devices == 0:
-        raise CannotRun(f"torch sees no {device_type} on this node; give --device auto for the device that there is")
+        raise CannotRun(f"torch sees no {device_type} on this node; give --device auto to use the available device")
     if local_rank >= num_devices:
         raise CannotRun(
             f"there are more ranks than devices on this node: rank {rank} is number {local_rank + 1} of this node, "

@@ -48,7 +48,7 @@ def _read_part(descriptor: int, name: str, size: int, *, waits: bool, is_patient
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         if not poll.poll(_MESSAGE_AFTER_S * 1000):
-            waiting = f"fsdp-doctor: waiting for {name}, to which nothing is written"
+            waiting = f"fsdp-doctor: waiting for {name}, but nothing is written to it"
             print(waiting, file=sys.stderr, flush=True)  # noqa: T201, a silent minute would look like a hang
             if not poll.poll(None if is_patient else (_GIVE_UP_AFTER_S - _MESSAGE_AFTER_S) * 1000):
                 raise UsageError(f"cannot read {name}: nothing was written to it for {_GIVE_UP_AFTER_S:.0f} s")

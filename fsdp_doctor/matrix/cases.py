@@ -141,11 +141,11 @@ class Scenario:
         if self.sharding.needs_fsdp2 and self.version == 1:
             return f"only FSDP2 can be sharded as {self.sharding}"
         if self.checkpoint is CheckpointFit.HUB and self.model.has_adapters:
-            return "save_pretrained of a model with adapters writes these alone"
+            return "save_pretrained of a model with adapters writes only the adapters"
         if self.sharding is Sharding.TP and self.model.has_experts:
-            return "tensor parallelism divides the dense MLP, which a model with experts lacks"
+            return "tensor parallelism divides the dense MLP, but a model with experts has no dense MLP"
         if self.sharding.is_of_experts and not (self.model.has_experts or self.model.is_custom):
-            return "only a model with experts has a mesh for them"
+            return "only a model with experts has a mesh for experts"
         if self.sharding.divides_experts and self.model.is_custom:
             return f"a model of your own says itself how it computes with experts that are divided as {self.sharding}"
         if self.sharding.divides_experts and not self.dims.is_even:

@@ -25,7 +25,7 @@ def compile_expression(text: str) -> Predicate:
     except RecursionError:
         raise UsageError("-k has too many parentheses") from None
     if rest:
-        raise UsageError(f"-k {text!r}: {rest[0]!r} is not expected there; join words with and, or, not")
+        raise UsageError(f"-k {text!r}: {rest[0]!r} is not expected here; join words with and, or, not")
     return predicate
 
 
@@ -56,7 +56,7 @@ def _parse_term(tokens: list[str], text: str) -> tuple[Predicate, list[str]]:
                 raise UsageError(f"-k {text!r} has a parenthesis that is not closed")
             return inner, rest[1:]
         case [")" | "and" | "or" as token, *_]:
-            raise UsageError(f"-k {text!r} has {token!r} where a word is expected")
+            raise UsageError(f"-k {text!r} has {token!r}, but a word is expected")
         case [word, *rest]:
             found = re.compile(r"(?<![A-Za-z0-9])" + re.escape(word))
             return (lambda case_id: found.search(case_id) is not None), rest

@@ -108,19 +108,19 @@ def explain_impossible(method: MatrixMethod, scenario: Scenario) -> str:
     if method.direction == "out" and method.contract.form == "optimizer" and not scenario.phase.is_trained:
         return "there is no optimizer state before the first step"
     if scenario.consumer.keeps_entries and not method.contract.keeps:
-        return f"{method.name} promises an entry only until the next one, and {scenario.consumer} keeps it"
+        return f"{method.name} promises an entry only until the next entry, but {scenario.consumer} keeps it"
     if scenario.consumer.changes_streams and method.contract.streams == "one":
-        return f"{method.name} promises its entries on one stream, and {scenario.consumer} asks on two"
+        return f"{method.name} promises its entries on one stream, but {scenario.consumer} asks on two streams"
     if method.direction == "in" and method.contract.loads != "model":
         if scenario.init.is_meta:
-            return "an optimizer is loaded for a model that has its weights, not for a model on the meta device"
+            return "an optimizer can be loaded only for a model with weights, not for a model on the meta device"
         if scenario.checkpoint.is_of_weights_alone:
-            return f"{scenario.checkpoint} is a checkpoint of weights, and {method.name} loads an optimizer"
+            return f"{scenario.checkpoint} is a checkpoint of weights, but {method.name} loads an optimizer"
     is_of_full_state = method.contract.form == "optimizer" or method.contract.loads == "optimizer"
     if method.is_fix and is_of_full_state and not scenario.optimizer.has_full_state:
         return f"{method.name} refuses the state of {scenario.optimizer}, which has no value for each element"
     if method.without_mesh and not scenario.sharding.has_one_mesh:
-        return f"{method.name} needs a model without a device mesh, and {scenario.sharding} is built with one"
+        return f"{method.name} needs a model without a device mesh, but {scenario.sharding} is built with a mesh"
     if method.contract.form == "flat" and scenario.strategy.uses_original_parameters:
         return "torch has LOCAL_STATE_DICT only for use_orig_params=False"
     return scenario.contradiction

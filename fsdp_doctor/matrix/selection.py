@@ -103,8 +103,8 @@ def _list_framework_cases(selection: Selection) -> Iterable[FrameworkCase]:
     beside += ["--level full"] * (selection.level == "full")
     if beside:
         raise UsageError(
-            f"--framework has its own axes and cannot be combined with {', '.join(beside)}; "
-            "-k picks configurations by the words of their ids"
+            f"--framework has its own axes and cannot be combined with {', '.join(beside)}; use -k to select "
+            "configurations by the words of their ids"
         )
     check_methods(selection.frameworks, selection.methods)
     if selection.fix and not any(method.fix for name in selection.frameworks for method in read_matrix(name).methods):

@@ -155,13 +155,13 @@ def read_job(arguments: Sequence[str], options: PlanOptions) -> JobSetup:
     except Unreadable as error:
         raise UsageError(str(error)) from None
     unread = [
-        f"{use.role}: the plan is for training all parameters, without the adapter, which takes more memory"
+        f"{use.role}: the plan assumes training of all parameters without the adapter, which takes more memory"
         for use in uses
         if use.scenario and use.scenario.model.has_adapters
     ]
     if not (options.gpus or gpus):
         sentence = "the configuration does not say how many devices a node has"
-        unread.append(f"{sentence}, and {_DEFAULT_GPUS} are taken: give --gpus")
+        unread.append(f"{sentence}, so {_DEFAULT_GPUS} are assumed: give --gpus")
     unread += [sentence for use in uses if (sentence := _describe_default_sizes(use.role, result, options))]
     return JobSetup(framework=result.framework, machines=machines, roles=roles, engine=engine, unread=tuple(unread))
 
@@ -358,5 +358,5 @@ def _describe_default_sizes(role: Role, result: CheckResult, options: PlanOption
         "--seq-len": options.length or any(settings.find_first(*each) for each in keys.lengths),
     }
     missing = [option for option, given in is_given.items() if not given]
-    sentence = "the configuration does not say how much is computed at once; a default is taken unless you give"
+    sentence = "the configuration does not say how much is computed at once; a default is used unless you give"
     return f"{role}: {sentence} {' and '.join(missing)}" if missing else ""

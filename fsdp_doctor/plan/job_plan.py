@@ -245,7 +245,7 @@ def _list_changes(job: JobSetup) -> Iterator[tuple[str, str, JobSetup]]:
             smaller = replace(job, engine=replace(engine, utilization=percent / 100))
             yield f"gpu_memory_utilization={percent / 100:g}", cost, smaller
         if not engine.sleeps and not engine.is_apart:
-            cost = "the engine's cache is made anew for each generation"
+            cost = "the engine's cache is created again for each generation"
             yield "free_cache_engine=true", cost, replace(job, engine=replace(engine, sleeps=True))
         if engine.loads_model:
             setting = "no FSDP model in a worker that only generates (verl since v0.8)"
@@ -267,13 +267,13 @@ def _list_role_changes(role: RoleSetup, ranks: int) -> Iterator[tuple[str, str, 
         for sequences in sorted({1, role.sequences // 2}, reverse=True):
             yield f"a micro batch of {sequences}", cost, replace(role, sequences=sequences)
     for setting, offload in _list_more_offloads(role):
-        cost = "the link to the host is in every step" if offload.policy else "moved twice in every step"
+        cost = "every step transfers over the link to the host" if offload.policy else "moved twice in every step"
         yield setting, cost, replace(role, scenario=scenario.change(offload=offload))
     if scenario.offload:
         cost = "more of the device, less of the host"
         yield "no offload", cost, replace(role, scenario=scenario.change(offload=Offload()))
     if role.shard_ranks < ranks:
-        cost = "gathers go over all ranks, between nodes too"
+        cost = "gathers include all ranks, also between nodes"
         whole = scenario.change(sharding=Sharding.FULL)
         yield f"fsdp_size={ranks}", cost, replace(role, shard_ranks=ranks, replicas=1, scenario=whole)
 

@@ -76,7 +76,9 @@ def read_shape(model: nn.Module, name: str) -> ModelShape:
     """Divides the parameters into units as :func:`fsdp_doctor.case.sharding` does."""
     layers = models.find_decoder_layers(model)
     if not layers:
-        raise UsageError(f"the model {name}: it has no decoder layers, or does not say which of its modules they are")
+        raise UsageError(
+            f"the model {name}: the model has no decoder layers, or does not name its modules that are decoder layers"
+        )
     embedding = models.find_input_embedding(model)
     taken: set[int] = set()
     units = [_shape_unit(f"layer {at}", layer, taken) for at, layer in enumerate(layers)]
@@ -164,7 +166,9 @@ def build_on_meta(
         config = _read_config(model)
         number = getattr(config.get_text_config(), "num_hidden_layers", None)
         if layers is None and isinstance(number, int) and number > MOST_LAYERS:
-            raise UsageError(f"the model {model}: it has {number} layers, and at most {MOST_LAYERS} are planned")
+            raise UsageError(
+                f"the model {model}: the model has {number} layers, but at most {MOST_LAYERS} can be planned"
+            )
         if layers is not None:
             _set_layers(config.get_text_config(), layers)
         try:

@@ -24,26 +24,38 @@ from fsdp_doctor.text import format_count
 _GIB = 1 << 30
 
 ASSUMPTIONS = (
-    "the units of FSDP are the decoder layers, the input embedding where it is not tied, and the root with all else",
+    "the FSDP units are the decoder layers, the input embedding if it is not tied, and the root with the rest",
     "float32 shards unless configured otherwise, bfloat16 computation, gradients reduced in float32; AdamW over lists "
     "of tensors, two moments",
     "attention by a fused kernel, if the model can have one; the loss as transformers has it: logits of all tokens "
     "cast to float32, their log-softmax, and the gradients of both",
     "a critic has a head of one output for each token instead of the vocabulary's head",
-    "a model is unsharded on the device unit by unit while it is built, as fully_shard and FSDP1 do with one that "
-    "lies on the host",
-    f"outside of torch's allocator, each process has {CONTEXT_BYTES / _GIB:.2f} GiB of CUDA context and "
-    f"{NCCL_BYTES / _GIB:.2f} GiB of NCCL's buffers; an engine that sleeps keeps {ASLEEP_BYTES / _GIB:.2f} GiB; a "
+    "while a model is built, it is moved to the device unsharded, unit by unit, as fully_shard and FSDP1 do with a "
+    "model on the host",
+    f"outside torch's allocator, each process has {CONTEXT_BYTES / _GIB:.2f} GiB of CUDA context and "
+    f"{NCCL_BYTES / _GIB:.2f} GiB of NCCL's buffers; a sleeping engine keeps {ASLEEP_BYTES / _GIB:.2f} GiB; a "
     f"process takes {PROCESS_BYTES / _GIB:g} GiB of the host",
-    "bytes are counted in tensors, without the memory that the caching allocator reserves beyond them by fragmentation",
+    (
+        "only bytes of tensors are counted, without the additional memory that the caching allocator reserves "
+        "because of fragmentation"
+    ),
 )
 NOT_MODELLED = (
     "tensor, pipeline, context and expert parallelism of the trainer; adapters, quantized weights, torch.compile; "
     "fused losses and offloaded activations, which take less",
-    "TRL's value head next to the vocabulary's head, which verl takes if transformers has no token classification",
-    "what a tower for images computes, and the tokens of images: its parameters, gradients and moments are in the plan",
-    "kernels for linear attention and state spaces, which take less than what transformers computes without them",
-    "an engine's own peak, which is within its share",
+    (
+        "TRL's value head in addition to the vocabulary's head, which verl uses if transformers has no token "
+        "classification"
+    ),
+    (
+        "the computation of an image tower, and the tokens of images: the tower's parameters, gradients and "
+        "moments are in the plan"
+    ),
+    (
+        "kernels for linear attention and state spaces, which take less memory than transformers' computation "
+        "without such kernels"
+    ),
+    "an engine's own peak, which is within the engine's share",
     "tokens that are padded or distributed unevenly among the ranks",
 )
 
@@ -99,7 +111,7 @@ def _render_lines(plan: JobPlan, advices: Sequence[Advice], width: int) -> Itera
     for moment in plan.host:
         if moment.is_certain:
             yield from _describe_moment(moment, "does not fit")
-    yield "And if the job loads or saves in this way, which the configuration does not say:"
+    yield "Additional memory, if the job loads or saves in this way (the configuration does not say):"
     for moment in plan.host:
         if not moment.is_certain:
             yield from _describe_moment(moment, "would not fit")
@@ -114,8 +126,8 @@ def _describe_last_rank(role: RolePlan) -> str:
     )
     if rank and first - last >= _GIB // 100:
         return (
-            f" That is rank 0 of a shard group; rank {rank} has {_format_gib(first - last)} GiB less at the peak "
-            "of a step.\n\n"
+            f" The figures are for rank 0 of a shard group; rank {rank} has {_format_gib(first - last)} GiB less "
+            "at the peak of a step.\n\n"
         )
     return " Every rank of a shard group holds as much.\n\n" if rank else ""
 
@@ -139,7 +151,7 @@ def _describe_verdict(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]
     """The answer, in the first line, and what to change."""
     limit = plan.job.machines.gpu_memory
     room = limit - plan.highest.total
-    left = f"{_format_gib(room)} GiB are left" if room >= 0 else f"{_format_gib(-room)} GiB are lacking"
+    left = f"{_format_gib(room)} GiB are left" if room >= 0 else f"{_format_gib(-room)} GiB are missing"
     device = f"{plan.highest.name} takes {_format_gib(plan.highest.total)} of {_format_gib(limit)} GiB; {left}."
     if plan.fits:
         yield f"The job fits: {device}"
@@ -149,7 +161,11 @@ def _describe_verdict(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]
     if not (host := plan.highest_of_host).fits:
         yield f"The job does not fit on the host: {host.name} takes {_format_gib(host.total)} GiB of it."
     enough = any(advice.plan.fits for advice in advices)
-    yield "One setting makes it fit, any of these:" if enough else "No one setting makes it fit; the nearest:"
+    yield (
+        "Each of these settings alone makes the job fit:"
+        if enough
+        else ("No single setting makes the job fit; the nearest are:")
+    )
     # Of several values of one setting the first is nearest to the configured one.
     first: dict[str, Advice] = {}
     for advice in advices:

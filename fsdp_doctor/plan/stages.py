@@ -385,7 +385,7 @@ class Predictor:
         if self._positions is not None and setup.length > self._positions:
             raise UsageError(
                 f"{setup.role}: sequences of {setup.length} tokens are longer than the {self._positions} positions "
-                f"that {self.shape.name} has learned: give --seq-len"
+                f"of {self.shape.name}: give --seq-len"
             )
         longest = max(parameter.shape[0] for parameter in self.shape.parameters)
         if setup.shard_ranks > longest:
@@ -406,14 +406,14 @@ class Predictor:
                     self._traced[batch] = trace(self._make(), batch)
             except LoopOverTokens:
                 raise CannotRun(
-                    f"{setup.role}: the forward of {self.shape.name} cannot be followed at {setup.length} tokens: it "
-                    "loops over the tokens in Python, which would take minutes; a plan with a smaller --seq-len is "
-                    "not comparable"
+                    f"{setup.role}: the forward of {self.shape.name} cannot be traced at {setup.length} tokens: it "
+                    "loops over the tokens in Python, which would take minutes; a plan with a smaller --seq-len "
+                    "is not comparable"
                 ) from None
             except _NOT_FOLLOWED as error:
                 why = read_first_line(error)
                 raise CannotRun(
-                    f"{setup.role}: the forward of {self.shape.name} fails in bfloat16, or cannot be followed without "
-                    f"weights: {why}"
+                    f"{setup.role}: the forward of {self.shape.name} fails in bfloat16, or cannot be traced "
+                    f"without weights: {why}"
                 ) from None
         return self._traced[batch]

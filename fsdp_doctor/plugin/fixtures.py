@@ -189,7 +189,7 @@ class FsdpCase:
         """
         __tracebackhide__ = True
         if self._checked:
-            pytest.fail("fsdp_case.check() was called before: the scenario has gone on to its next step")
+            pytest.fail("fsdp_case.check() was called before: the scenario is already in its next step")
         self._checked = True
         self._steps.undoes_staging = unstage
         trained_on = self._check_call(result)
@@ -217,7 +217,7 @@ class FsdpCase:
     def _whole_trainer(self) -> Trainer:
         __tracebackhide__ = True
         if self._trainer is None:
-            pytest.fail("fsdp_case is used up: fsdp_case.check() has trained its model on")
+            pytest.fail("fsdp_case cannot be used again: fsdp_case.check() has trained its model further")
         return self._trainer
 
     def _raise_if_bad(self) -> None:

@@ -82,12 +82,12 @@ def read(item: pytest.Item, device: str) -> MarkedTest:
     device: the device to use if the mark names none.
     """
     if not isinstance(item, pytest.Function) or (item.cls and issubclass(item.cls, unittest.TestCase)):
-        raise UsageError(f"{item.name} is no test function: mark a function, or a method of a class of pytest's own")
+        raise UsageError(f"{item.name} is not a test function: mark a function, or a method of a plain pytest class")
     scenario = _find_scenario(item)
     values = _read_values_of_any_test(item)
     number, timeout = values.get("ranks", _RANKS), values.get("timeout")
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise UsageError(f"{_mark(item)}: the number of ranks is a positive whole number, not {number!r}")
+        raise UsageError(f"{_mark(item)}: the number of ranks must be a positive whole number, not {number!r}")
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
         raise UsageError(f"{_mark(item)}: timeout is a positive number of seconds, not {timeout!r}")
     device_name = values.get("device") or device
@@ -133,7 +133,7 @@ def _list_scenarios(node: pytest.Item) -> list[Scenario]:
     if mark.args:
         raise UsageError(f"{_mark(node)} takes the axes by name, as offload='policy', not {mark.args[0]!r} alone")
     if _FIXTURE not in getattr(node, "fixturenames", ()):
-        raise UsageError(f"{node.name} is marked fsdp and has no argument {_FIXTURE}, through which it gets its model")
+        raise UsageError(f"{node.name} is marked fsdp, but has no argument {_FIXTURE}, which provides its model")
     axes = {name: value for name, value in mark.kwargs.items() if name not in _OF_ANY_TEST}
     chosen = {name: tuple(_list_values(node, name, value)) for name, value in axes.items()}
     direction = read_contract(getattr(node, "obj", None)).direction

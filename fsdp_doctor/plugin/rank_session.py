@@ -76,7 +76,7 @@ def find_session(request: pytest.FixtureRequest) -> RankSession:
     """The session that a fixture is set up in. Fails the test if there is none."""
     session = request.config.pluginmanager.get_plugin(REGISTERED_AS)
     if not isinstance(session, RankSession):
-        pytest.fail(f"{request.fixturename} is for tests marked fsdp or ranks, and this one is not", pytrace=False)
+        pytest.fail(f"{request.fixturename} is for tests marked fsdp or ranks, but this test is not", pytrace=False)
     return session
 
 
@@ -174,7 +174,7 @@ class RankSession:
         from fsdp_doctor.plugin.fixtures import FsdpCase
 
         if not hasattr(request, "param"):
-            pytest.fail("fsdp_case is for tests marked fsdp, and this one is marked ranks", pytrace=False)
+            pytest.fail("fsdp_case is for tests marked fsdp, but this test is marked ranks", pytrace=False)
         run, steps = self._runner.open(Case(request.param, "test:function"), read_contract(request.function))
         return FsdpCase(run, steps, request.param, self._scenarios, self.this_rank)
 

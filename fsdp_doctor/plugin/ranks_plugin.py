@@ -203,7 +203,9 @@ class PhaseOutcome:
         if len(self.skipped) == self.num_ranks:
             pytest.skip(self.reason)
         if self.skipped:
-            pytest.fail(f"skipped on {name_ranks(self.skipped)} and not on the others: {self.reason}", pytrace=False)
+            pytest.fail(
+                f"skipped on {name_ranks(self.skipped)}, but not on the other ranks: {self.reason}", pytrace=False
+            )
 
     def add_details(self, report: pytest.TestReport) -> None:
         """Adds the ranks' sections on a failure to pytest's report of the phase."""

@@ -40,8 +40,8 @@ def choose_num_writers(asked: int | None, world_size: int, device_type: str) -> 
     """
     if asked == world_size:
         raise UsageError(
-            f"--saved-by {asked} is this run's own number of ranks, for which there is --checkpoint other-run; "
-            "give another number"
+            f"--saved-by {asked} is this run's own number of ranks; use --checkpoint other-run for it, or give "
+            "another number"
         )
     more = devices.count(device_type) > world_size
     return asked or (world_size + 1 if more else world_size - 1)
@@ -101,7 +101,7 @@ class CheckpointWriters:
 def _judge(reports: Sequence[RankReport], num_writers: int) -> Verdict:
     """The verdict on a case that is given the checkpoint. That it was not saved is no fault of the method."""
     if not num_writers:
-        reason = "there is one device here, so no other number of ranks than 1 can save the checkpoint"
+        reason = "there is only one device here, so only 1 rank can save the checkpoint"
         return Verdict(kind="unsupported", reason=reason)
     before = f"no checkpoint of {format_count(num_writers, 'rank')}: "
     if refusals := [report.refused.reason for report in reports if report.refused]:

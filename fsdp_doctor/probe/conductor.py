@@ -90,7 +90,7 @@ class Conductor:
         while not (supervisor.tick() and round_.is_over()):
             if stopped_at is not None:
                 if time.monotonic() - stopped_at > _REPORT_SECONDS:
-                    raise DoctorFault("a supervisor did not report in time, and it is not known on which rank")
+                    raise DoctorFault("a supervisor did not report in time; its rank is not known")
             elif stop := watch.look([supervisor.read_last_record()], round_.is_in_trouble, round_.read_idle_seconds):
                 stopped_at = time.monotonic()
                 round_.order_stop(stop)

@@ -26,10 +26,10 @@ ON_THE_CPU = (
     "offloading causes cannot show here. CPUOffloadPolicy runs unpinned: there is nothing to pin memory for."
 )
 ON_THE_EMULATED_DEVICE = (
-    "The device is emulated in host memory: torch's FSDP code is the real one, the accelerator is not, and seconds "
+    "The device is emulated in host memory: torch's FSDP code is real, but the accelerator is not, and the times "
     "say nothing about a GPU."
 )
-EAGER = "Late completion is off: non-blocking copies finished at once, so no race of theirs can show."
+EAGER = "Late completion is off: non-blocking copies finished at once, so their races cannot show."
 
 
 def make_first_report(options: ProbeOptions, place: launch.Place, device: RunDevice, saved_by: int) -> Report:
@@ -58,8 +58,8 @@ def make_first_report(options: ProbeOptions, place: launch.Place, device: RunDev
         return report
     if (was := _describe_conditions(earlier)) != (now := _describe_conditions(report)):
         raise UsageError(
-            f"--resume: the report is of {was}, this run is of {now}; "
-            "their results cannot be combined; leave --resume out to start again"
+            f"--resume: the report is of {was}, but this run is of {now}; their results cannot be combined; leave "
+            "out --resume to start again"
         )
     selected = set(options.cases)
     return dataclasses.replace(
@@ -107,7 +107,7 @@ def _list_notes(options: ProbeOptions, device: RunDevice, saved_by: int, shims: 
         yield f"A checkpoint of other-world is saved by {format_count(saved_by, 'rank')}."
     for framework in dict.fromkeys(shim.framework for shim in shims):
         names = ", ".join(shim.name for shim in shims if shim.framework == framework)
-        yield f"So that {framework} finds the emulated device, these were changed in its workers: {names}."
+        yield f"These names were changed in the workers, so that {framework} finds the emulated device: {names}."
     for matrix in _list_matrices(options):
         if sentence := matrix.describe_untried(read_installed_versions(matrix.tried)):
             yield sentence

@@ -189,7 +189,7 @@ class WorkerProcess:
         with contextlib.suppress(psutil.Error):
             resident = psutil.Process(self.pid).memory_info().rss
         if resident > host_bytes:
-            self.stop("memory", f"held {resident >> 20} MiB of host memory, the limit is {host_bytes >> 20} MiB")
+            self.stop("memory", f"held {resident >> 20} MiB of host memory, but the limit is {host_bytes >> 20} MiB")
 
     def measure_idle_seconds(self) -> float:
         """Returns for how long the worker has only waited for other ranks or its device, since this was first asked
@@ -469,6 +469,6 @@ def check_ready(reports: Sequence[RankReport]) -> None:
     if missing:
         first = missing[0]
         output = first.output.strip().splitlines()[-1:]
-        ending = first.exit or first.stopped_detail or "it said nothing readable"
+        ending = first.exit or first.stopped_detail or "the worker printed nothing readable"
         ending += f" ({output[0]})" if output else ""
         raise DoctorFault(f"the worker of rank {first.rank} did not start: {ending}")

@@ -92,7 +92,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Raises ValueError if a brace is not closed."""
     pieces = _PIECE.findall(pattern)
     if not pattern or "".join(pieces) != pattern:
-        raise ValueError(f"the pattern {pattern!r} is empty or has a brace without its other half")
+        raise ValueError(f"the pattern {pattern!r} is empty or has an unmatched brace")
     return re.compile("".join(map(_compile_piece, pieces)))
 
 
@@ -137,7 +137,7 @@ def list_stale(report: Report, expected: ExpectedFailures, torch: str) -> Iterat
         covered = by_entry.get(entry, [])
         if covered and not any(entry.is_met_by(result) for result in covered):
             title = f"{entry.verdict} of {entry.cases[0]}{' and others' if len(entry.cases) > 1 else ''}"
-            yield f"stale: no case shows the {title} any more; remove the expectation, or give it an until"
+            yield f"stale: no case shows the {title} any more; remove the expectation, or give it an `until`"
         elif not covered and not any(map(entry.covers, ids)):
             yield f"stale: there is no case {' or '.join(entry.cases)}; remove the expectation, or correct its pattern"
 

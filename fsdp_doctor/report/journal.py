@@ -120,7 +120,9 @@ def read_document(path: pathlib.Path, kind: str, schema: str, version: int) -> d
         raise UsageError(f"{path} is not a {kind} of fsdp-doctor: its 'schema' is not {schema!r}")
     found = data.get("schema_version")
     if type(found) is not int or found != version:
-        raise UsageError(f"{path} has schema version {found}, and this fsdp-doctor reads {version}: upgrade it")
+        raise UsageError(
+            f"{path} has schema version {found}, but this fsdp-doctor reads {version}: upgrade fsdp-doctor"
+        )
     return data
 
 
@@ -141,7 +143,7 @@ def replace_file(path: pathlib.Path, content: str | bytes) -> None:
     beside = path.with_name(path.name + ".new")
     if path.exists() and not path.is_file():
         # Renaming would replace even a device or a pipe.
-        raise OSError(errno.EINVAL, "it is there, and no regular file")
+        raise OSError(errno.EINVAL, "it exists, but is not a regular file")
     try:
         with open(beside, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

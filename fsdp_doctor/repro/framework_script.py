@@ -30,8 +30,8 @@ def render_framework_script(
     """
     if case.is_fixed:
         raise UsageError(
-            f"case {case.id!r}: a script has the framework alone; write that of {case.plain_method}, and run it by "
-            f"`fsdp-doctor fix -- torchrun {file_name}`"
+            f"case {case.id!r}: a script has only the framework; write the script of {case.plain_method}, and run "
+            f"it with `fsdp-doctor fix -- torchrun {file_name}`"
         )
     scenario, template = case.scenario, locate_adapter(case.scenario.framework).template
     if not template.is_file():

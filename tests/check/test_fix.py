@@ -59,7 +59,7 @@ def test_write_changes_the_file_and_keeps_its_comments(tmp_path: pathlib.Path) -
 def test_where_no_single_setting_mends_it_that_is_said() -> None:
     done = doctor("check", str(CONFIGS / "verl_grpo.yaml"), "--framework-version", "0.7.1", "--fix")
     assert (done.code, done.stdout) == (3, "")
-    assert "no change of one setting" in done.stderr
+    assert "no change of a single setting" in done.stderr
 
 
 def test_write_alone_is_refused() -> None:

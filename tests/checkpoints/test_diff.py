@@ -164,7 +164,7 @@ def test_weights_that_were_never_trained_are_found_with_their_base(
 ) -> None:
     """The base was saved before a step, and ``full`` after it."""
     assert answers(originals / "bin", base=originals / "hub")[0] == 1
-    assert "30 of 30 tensors are those of" in capsys.readouterr().out
+    assert "30 of 30 tensors equal those of" in capsys.readouterr().out
     assert answers(originals / "full", base=originals / "hub")[0] == 0
 
 

@@ -78,7 +78,7 @@ def test_a_model_directory_that_is_none_is_exit_code_2(
     [
         ("", "it is not JSON"),
         ("{}", "its 'schema' is not 'fsdp-doctor/report'"),
-        (json.dumps({"schema": "fsdp-doctor/report", "schema_version": 99}), "upgrade it"),
+        (json.dumps({"schema": "fsdp-doctor/report", "schema_version": 99}), "upgrade fsdp-doctor"),
         (json.dumps({"schema": "fsdp-doctor/report", "schema_version": 1}), "a damaged report"),
     ],
 )

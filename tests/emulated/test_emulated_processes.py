@@ -33,7 +33,7 @@ except ImportError as error: print(f"{type(error).__name__}: {error}")
 
 def test_a_device_of_another_name_in_its_place_is_named() -> None:
     assert python_prints(_ANOTHER_DEVICE) == (
-        "EmulationUnavailable: torch has room for one device of this kind, and other is registered already\n"
+        "EmulationUnavailable: torch has room for only one device of this kind, and other is already registered\n"
     )
 
 

@@ -26,5 +26,5 @@ def test_a_tensor_with_another_prefix_on_the_hub_is_counted(family: str, others:
 
 def test_of_a_model_that_is_not_of_transformers_nothing_is_said() -> None:
     examination = examine(nn.Linear(2, 2))
-    assert "no model of transformers" in examination.facts.names.unknown
+    assert "not a model of transformers" in examination.facts.names.unknown
     assert "names" not in str(examination)

@@ -98,7 +98,7 @@ _FOUND = """\
   model.layers.1.mlp.up_proj.weight: swapped with model.layers.1.mlp.gate_proj.weight
   model.layers.2.self_attn.k_norm.weight: the engine does not have it
   model.layers.2.mlp.down_proj.weight: cast twice: to float8_e5m2 and back
-  model.layers.3.self_attn.v_proj.weight: it holds other values
+  model.layers.3.self_attn.v_proj.weight: the values are different
   lm_head.weight: the engine ties it to model.embed_tokens.weight, and the trainer does not
 """
 

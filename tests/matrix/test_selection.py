@@ -304,7 +304,7 @@ def test_a_selection_of_nothing_cannot_run(options):
         ({"axes": {"offload": ("zebra",)}}, "--offload: unknown value 'zebra'"),
         ({"axes": {"offload": ("none", "zebra")}, "level": "full"}, "--offload: unknown value 'zebra'"),
         ({"case_ids": ("zebra/dcp",)}, "'zebra' is not a value of any axis"),
-        ({"expression": "dcp dcp"}, "is not expected there"),
+        ({"expression": "dcp dcp"}, "is not expected here"),
     ],
 )
 def test_what_selects_nothing_or_does_not_exist_is_a_usage_error(options, complaint):

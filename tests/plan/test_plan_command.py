@@ -115,8 +115,8 @@ def test_each_offload_that_makes_it_fit_is_told() -> None:
 def test_a_limit_below_the_models_size_is_reported_without_promising_a_setting() -> None:
     done = _plan(*_SMALL, "--gpu-memory", "1MiB")
     assert done.code == 1
-    assert "GiB are lacking" in " ".join(done.stdout.split())
-    assert "No one setting makes it fit; the nearest:" in done.stdout
+    assert "GiB are missing" in " ".join(done.stdout.split())
+    assert "No single setting makes the job fit; the nearest are:" in done.stdout
 
 
 def test_the_host_can_be_what_does_not_hold_it() -> None:
@@ -365,7 +365,7 @@ def _plan_host(*settings: str, host: str) -> Done:
 def test_a_way_to_load_or_save_that_nobody_configured_does_not_decide() -> None:
     done = _plan_host(host="8GiB")
     assert done.code == 0, done.stderr
-    certain, _, hypothetical = done.stdout.partition("And if the job loads or saves in this way")
+    certain, _, hypothetical = done.stdout.partition("if the job loads or saves in this way")
     assert "does not fit" not in certain
     assert "rank 0 gathers a full state dict  would not fit" in hypothetical
     assert "every rank loads the checkpoint  would not fit" in hypothetical
@@ -374,7 +374,7 @@ def test_a_way_to_load_or_save_that_nobody_configured_does_not_decide() -> None:
 def test_a_checkpoint_that_is_gathered_on_rank_0_decides() -> None:
     done = _plan_host(*_SAVES, host="8GiB")
     assert done.code == 1
-    certain = done.stdout.partition("And if the job loads or saves in this way")[0]
+    certain = done.stdout.partition("if the job loads or saves in this way")[0]
     assert "rank 0 gathers a full state dict  does not fit" in certain
     assert "does not fit on the host: rank 0 gathers a full state dict takes " in done.stdout
 
@@ -388,5 +388,5 @@ def test_less_offload_is_told_where_only_the_host_is_too_small() -> None:
 
 def test_where_nothing_helps_the_nearest_are_told_by_what_the_host_lacks() -> None:
     done = _plan_host(_POLICY, host="5GiB")
-    nearest = done.stdout.partition("No one setting makes it fit; the nearest:\n")[2]
+    nearest = done.stdout.partition("No single setting makes the job fit; the nearest are:\n")[2]
     assert nearest.startswith("  actor: no offload: then 6.0 GiB in the host: offloaded; its cost: ")

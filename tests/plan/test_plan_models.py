@@ -148,7 +148,7 @@ def test_a_tower_for_images_is_held_and_not_followed(tmp_path: pathlib.Path) -> 
         ({"model_type": "t5"}, "no language model of type t5"),
         ({"hidden_size": "x"}, "expected int, got str"),
         ({"hidden_size": 256, "num_attention_heads": 7}, "not a multiple of the number of attention heads"),
-        ({"num_hidden_layers": 0}, "it has no decoder layers"),
+        ({"num_hidden_layers": 0}, "the model has no decoder layers"),
     ],
 )
 def test_a_model_that_is_none_is_refused_with_what_is_wrong(

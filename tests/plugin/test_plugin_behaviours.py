@@ -178,7 +178,7 @@ def test_a_test_expected_to_fail_may_fail_on_any_rank(behaviours: PytestRun) -> 
         ("test_has_no_number_of_ranks", "the number of ranks is a positive whole number, not 'two'"),
         ("test_has_an_unknown_device", "unknown device 'tpu'; use one of auto, cuda, xpu, cpu, emulated"),
         ("test_is_of_unittest", "test_is_of_unittest is no test function"),
-        ("test_has_no_scenario", "fsdp_case is for tests marked fsdp, and this one is marked ranks"),
+        ("test_has_no_scenario", "fsdp_case is for tests marked fsdp, but this test is marked ranks"),
     ],
 )
 def test_a_mark_that_means_nothing_is_one_sentence(behaviours: PytestRun, name: str, sentence: str) -> None:

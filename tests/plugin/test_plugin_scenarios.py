@@ -95,7 +95,7 @@ def test_a_scenario_that_cannot_be_built_is_skipped_with_the_reason(
         ("test_has_an_unknown_axis", "there is no axis 'offlod' (did you mean offload?)"),
         ("test_has_an_unknown_value", "offload: unknown value 'polcy' (did you mean policy"),
         ("test_has_a_value_of_the_probe_alone", "'other-run' is not for tests"),
-        ("test_has_no_fixture", "is marked fsdp and has no argument fsdp_case"),
+        ("test_has_no_fixture", "is marked fsdp, but has no argument fsdp_case"),
         ("test_has_a_value_without_its_axis", "takes the axes by name"),
     ],
 )

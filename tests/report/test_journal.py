@@ -190,7 +190,7 @@ def written_result(**changes):
         ("{}", "its 'schema' is not"),
         (written(schema="other/report"), "its 'schema' is not"),
         (written(schema=...), "its 'schema' is not"),
-        (written(schema_version=SCHEMA_VERSION + 1), "upgrade it"),
+        (written(schema_version=SCHEMA_VERSION + 1), "upgrade fsdp-doctor"),
         (written(schema_version="1"), "has schema version 1"),
         (written(schema_version=...), "has schema version None"),
         (written(complete=...), "is a damaged report"),

@@ -63,10 +63,10 @@ _REFUSALS = {
         "a script saves its checkpoint itself, not with save_pretrained"
     ),
     "fsdp2/none/unstaged/qwen3-moe/hidden-experts/get_optimizer_state_dict": (
-        "that the optimizer's state has other values, the doctor alone can see"
+        "only fsdp-doctor can see that the optimizer's state has other values"
     ),
     "fsdp2/none/unstaged/after-raised-backward/dcp.load": (
-        "what the load leaves to the next step, the doctor alone can see"
+        "only fsdp-doctor can see the effect of the load on the next step"
     ),
     "fsdp2/none/unstaged/tp/state_dict": "there is no script of a model that is sharded as tp",
     "fsdp2/none/unstaged/replicate/state_dict": "there is no script of a model that is sharded as replicate",
@@ -110,7 +110,7 @@ def test_a_hang_is_reported_by_the_script_itself() -> None:
         (["fsdp2/policy/staged/my.module:function"], "your own"),
         (["fsdp1-orig/none/unstaged/local_state_dict"], "LOCAL_STATE_DICT only for use_orig_params=False"),
         (["fsdp1/none/unstaged/fresh/size1/dcp.load.model+optimizer"], "cannot save the optimizer's state"),
-        (["fsdp1-orig/optimizer/unstaged/size1/nonblocking/get_optimizer_state_dict"], "the doctor alone can see"),
+        (["fsdp1-orig/optimizer/unstaged/size1/nonblocking/get_optimizer_state_dict"], "only fsdp-doctor can see"),
         (["fsdp2/policy/staged/state_dict", "--out", "/nowhere/at/all.py"], "/nowhere/at"),
         (["fsdp2/policy/staged/state_dict", "--report", "/nowhere.json"], "cannot read the report"),
     ],
@@ -139,7 +139,7 @@ def test_a_script_sees_the_place_of_an_optimizers_state() -> None:
 )
 def test_a_finding_of_a_report_that_a_script_cannot_make_is_refused(case_id: str, reason: str) -> None:
     case = _case(f"fsdp2/none/unstaged/{case_id}")
-    with pytest.raises(UsageError, match=f"that {reason.partition(':')[0]}, the doctor alone can see"):
+    with pytest.raises(UsageError, match=f"only fsdp-doctor can see that {reason.partition(':')[0]}"):
         read_reported(case, report(result(case, "poisoned", reason)))
 
 

@@ -138,8 +138,8 @@ def _find_compiler() -> list[str]:
             return command
     missing = f"CXX={configured}" if configured else ", ".join(_COMPILERS)
     raise EmulationUnavailable(
-        f"the emulated accelerator is built with a C++ compiler, and there is none ({missing} not found); "
-        "install one (Debian: apt install g++)"
+        f"the emulated accelerator is built with a C++ compiler, but there is none ({missing} not found); install "
+        "a compiler (Debian: apt install g++)"
     )
 
 

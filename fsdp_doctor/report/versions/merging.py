@@ -96,7 +96,7 @@ def choose_names(reports: Sequence[pathlib.Path], merged: pathlib.Path | None) -
         names = [_choose_name(file, merged, num_parts) for file in resolved]
         if len(set(names)) == len(names):
             return names
-    raise UsageError(f"two of the reports would be known as {max(names, key=names.count)}; rename one of them")
+    raise UsageError(f"two of the reports would have the name {max(names, key=names.count)}; rename one of them")
 
 
 def _choose_name(file: pathlib.Path, merged: pathlib.Path | None, num_parts: int) -> str:
@@ -213,7 +213,7 @@ def _join(first: _Column, other: _Column) -> _Column:
     if twice := first.outcomes.keys() & other.outcomes.keys():
         raise UsageError(
             f"{' and '.join(names)} are of one environment (torch {both[0].torch}, {_describe_machine(both[0])}) "
-            f"and both have {min(twice)}; merge one of them"
+            f"and both have {min(twice)}; merge only one of them"
         )
     environment = dataclasses.replace(
         both[0],

@@ -111,8 +111,8 @@ def check(sweep: Sweep) -> None:
         earlier = _read_existing_report(sweep.name_file(packages))
         if earlier is not None and earlier.results and not _has_options(earlier, sweep.options):
             raise UsageError(
-                f"{sweep.name_file(packages)} is the report of `{earlier.command}`, which has other options than this "
-                "sweep; give another --directory, or remove it"
+                f"{sweep.name_file(packages)} is the report of `{earlier.command}`, which has other options than "
+                "this sweep; give another --directory, or remove the report"
             )
 
 
@@ -320,7 +320,7 @@ def find_uv() -> str:
     uv = shutil.which("uv", path=os.pathsep.join((scripts, os.environ.get("PATH", os.defpath))))
     if uv is None:
         raise UsageError(
-            "a sweep makes its environments with uv, and there is none here: pip install 'fsdp-doctor[sweep]'"
+            "a sweep makes its environments with uv, but uv is not installed: pip install 'fsdp-doctor[sweep]'"
         )
     return uv
 

@@ -169,7 +169,7 @@ def test_a_merged_report_has_the_same_page_as_its_reports(tmp_path: pathlib.Path
     ("output", "code", "sentence"),
     [
         ("/nowhere/page.html", 2, "cannot write /nowhere/page.html: No such file or directory"),
-        ("/dev/full", 4, "cannot write /dev/full: it is there, and no regular file"),
+        ("/dev/full", 4, "cannot write /dev/full: it exists, but is not a regular file"),
     ],
 )
 def test_a_page_that_cannot_be_written_is_one_sentence(

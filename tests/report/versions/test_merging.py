@@ -226,7 +226,7 @@ def test_a_run_that_was_interrupted_is_merged_as_far_as_it_came(tmp_path: pathli
 def test_a_device_is_not_replaced_by_a_merged_report(tmp_path: pathlib.Path) -> None:
     device = tmp_path / "fifo"
     os.mkfifo(device)
-    with pytest.raises(DoctorFault, match="fifo: it is there, and no regular file"):
+    with pytest.raises(DoctorFault, match="fifo: it exists, but is not a regular file"):
         write_merged(device, _merged(_of("2.10.0", "ok")))
     assert device.is_fifo()
 
@@ -237,11 +237,15 @@ _REPORT_TEXT = json.dumps(convert_report_to_dict(_of("2.11.0", "ok")))
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("newer.json", _REPORT_TEXT.replace('"schema_version": 1', '"schema_version": 2').encode(), "upgrade it"),
+        (
+            "newer.json",
+            _REPORT_TEXT.replace('"schema_version": 1', '"schema_version": 2').encode(),
+            "upgrade fsdp-doctor",
+        ),
         ("cut.json", _REPORT_TEXT[:-50].encode(), "it is not JSON"),
         ("cut.json.gz", gzip.compress(_REPORT_TEXT.encode())[:-20], "cannot read the report"),
         ("plain.json.gz", _REPORT_TEXT.encode(), "cannot read the report .*Not a gzipped file"),
-        ("merged.json", _GOOD.replace(b'"schema_version": 1', b'"schema_version": 2'), "reads 1: upgrade it"),
+        ("merged.json", _GOOD.replace(b'"schema_version": 1', b'"schema_version": 2'), "reads 1: upgrade fsdp-doctor"),
         ("outcomes.json", _GOOD.replace(b'"outcomes": [0]', b'"outcomes": [7]'), "is a damaged merged report"),
         (
             "method.json",
@@ -282,7 +286,7 @@ def test_a_report_is_merged_whether_it_is_compressed_or_not(
 def test_a_folder_tells_reports_of_one_name_apart(tmp_path: pathlib.Path) -> None:
     files = [tmp_path / folder / "installed.json" for folder in ("torch-2.10", "torch-2.13")]
     assert choose_names(files, None) == ["torch-2.10/installed.json", "torch-2.13/installed.json"]
-    with pytest.raises(UsageError, match=r"two of the reports would be known as a/one.json; rename one of them"):
+    with pytest.raises(UsageError, match=r"two of the reports would have the name a/one.json; rename one of them"):
         choose_names([tmp_path / "a" / "one.json", tmp_path / "b" / "a" / "one.json"], None)
 
 
