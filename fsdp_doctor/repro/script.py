@@ -155,7 +155,9 @@ def _write_optimizer(optimizer: Optimizer, lr: str) -> str:
         case Optimizer.ADAMW:
             return f"torch.optim.AdamW(model.parameters(), lr={lr})"
         case Optimizer.SGD:
-            return f"torch.optim.SGD(model.parameters(), momentum=0.9, lr={lr})"
+            # Of the model that is loaded, which has the lower rate: its own options are not those of the run.
+            decay = ", weight_decay=0.1 * (lr < 1e-3)" if lr == "lr" else ""
+            return f"torch.optim.SGD(model.parameters(), momentum=0.9, lr={lr}{decay})"
         case Optimizer.MUON:
             return f"torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr={lr})"
         case Optimizer.ADAFACTOR:
