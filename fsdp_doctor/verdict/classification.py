@@ -36,21 +36,23 @@ VerdictKind = Literal[
 
 MEANING: dict[VerdictKind, str] = {
     "ok": "every value is right on every rank, and training continues",
-    "refused": "every rank raised an exception on a checkpoint that does not fit; the exact one is ok",
+    "refused": "every rank raised an exception for a checkpoint that does not fit; the exact checkpoint is ok",
     "wrong": "a value, shape or form differs from the reference",
-    "race": "a stream reads memory that another one writes, and neither waits: what arrives is a matter of time",
+    "race": "a stream reads memory that another stream writes, and neither waits: the values depend on timing",
     "incomplete": "names are missing or superfluous, a rank got no data, or something was not loaded",
-    "misplaced": "another device or dtype than promised",
+    "misplaced": "a tensor has another device or dtype than promised",
     "crash": "raised an exception",
     "hang": "did not end before the deadline; every rank's stack is in the report",
     "died": "a process ended in the middle: a signal or an exit",
     "oom": "ran out of device or host memory",
-    "poisoned": "the method worked, the next training step fails, or starts or ends with other weights",
+    "poisoned": "the method worked, but the next training step fails, or starts or ends with other weights",
     "leak": "memory was not given back, or grows with each call",
-    "order": "a hazard: two devices launch collectives in orders that wait for one another if each runs one at a time",
-    "unsupported": "cannot be built here; the reason says why",
+    "order": (
+        "a hazard: two devices launch collectives in orders that block each other if each device runs one at a time"
+    ),
+    "unsupported": "the case cannot be built here; the reason says why",
     "skipped": "not run, because its scenario already failed before any method could run",
-    "lost": "the doctor's own fault: no result",
+    "lost": "no result, because of an error in fsdp-doctor",
 }
 
 # The verdicts of cases that ran and are as they should be; and of cases that ran nothing.
@@ -135,7 +137,7 @@ def classify(reports: Sequence[RankReport], world_size: int) -> Verdict:
         return _judge_events(events, reports)
     unfinished = [report.rank for report in reports if report.record is None or not report.record.done]
     if unfinished:
-        reason = f"{name_ranks(unfinished)} did not finish and did not say why"
+        reason = f"{name_ranks(unfinished)} did not finish, and reported no reason"
         return Verdict(kind="lost", reason=reason, ranks=tuple(unfinished))
     return _judge_records(reports)
 

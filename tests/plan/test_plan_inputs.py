@@ -63,7 +63,7 @@ def test_no_devices_of_lightning_are_refused(devices: str) -> None:
 
 
 def test_a_number_of_devices_that_nothing_says_is_said_to_be_taken() -> None:
-    sentence = "the configuration does not say how many devices a node has, and 8 are assumed: give --gpus"
+    sentence = "the configuration does not say how many devices a node has, so 8 are assumed: give --gpus"
     assert sentence in _planned("trainer.strategy=fsdp", "trainer.devices=auto").unread
     assert sentence not in _planned("trainer.strategy=fsdp", "trainer.devices=8").unread
 

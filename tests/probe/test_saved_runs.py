@@ -97,7 +97,7 @@ def test_the_report_tells_how_many_ranks_saved(of_as_many: Run, by_own_loaders: 
 def test_the_number_that_loads_is_no_other_number(tmp_path: pathlib.Path) -> None:
     run = probe(tmp_path, *_ONE_STATE, *_METHODS, "--checkpoint", "other-world", "--saved-by", "2")
     assert run.code == 2
-    assert "--saved-by 2 is this run's own number of ranks, for which there is --checkpoint other-run" in run.stderr
+    assert "--saved-by 2 is this run's own number of ranks; use --checkpoint other-run for it" in run.stderr
 
 
 @pytest.mark.parametrize(("ranks", "there_are", "number"), [(2, 8, 3), (8, 8, 7), (2, 2, 1), (1, 1, 0)])

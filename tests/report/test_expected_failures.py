@@ -164,7 +164,7 @@ def test_patterns_match_the_cases_and_none_of_the_others() -> None:
         ('[[expect]]\ncases = ["a"]\nverdict = "crash"\nreason = 1', "at `$.expect[0].reason`"),
         ('[[expect]]\ncases = ["a"]\nverdict = "crash"\nuntill = "2.16"', "unknown field `untill`"),
         ('[[expect]]\ncases = ["a"]\nverdict = "crash"\nuntil = "soon"', "Invalid version: 'soon' - at `$.expect[0]`"),
-        ('[[expect]]\ncases = ["{a"]\nverdict = "crash"', "brace without its other half - at `$.expect[0]`"),
+        ('[[expect]]\ncases = ["{a"]\nverdict = "crash"', "unmatched brace - at `$.expect[0]`"),
     ],
 )
 def test_a_file_that_says_nothing_clear_is_refused_in_a_sentence(text: str, words: str, tmp_path: pathlib.Path) -> None:

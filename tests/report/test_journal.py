@@ -234,7 +234,7 @@ def test_a_directory_that_cannot_be_written_is_the_doctors_fault(start, tmp_path
 def test_a_pipe_or_a_device_is_not_replaced_by_a_report(start, tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(DoctorFault, match="no regular file"):
+    with pytest.raises(DoctorFault, match="not a regular file"):
         start(pipe, report())
     assert pipe.is_fifo()
     assert [file.name for file in tmp_path.iterdir()] == ["pipe"]

@@ -189,7 +189,7 @@ def test_fingerprints_of_another_model_are_refused(model: nn.Module, held: Tenso
 
 def test_fingerprints_of_a_part_of_the_ranks_are_refused(model: nn.Module, held: Tensors) -> None:
     part = fingerprint_tensors(list((held | {"head.weight": TensorPart(held["head.weight"][:7], (20, 6))}).items()))
-    with pytest.raises(FingerprintError, match=r"of head.weight 42 of 120 elements were summed"):
+    with pytest.raises(FingerprintError, match=r"only 42 of 120 elements of head.weight were summed"):
         compare_fingerprints(fingerprint(model), part)
     with pytest.raises(FingerprintError, match="parts of the tensor overlap"):
         combine_fingerprints([part, fingerprint_tensors({"head.weight": held["head.weight"]})])
@@ -261,7 +261,7 @@ def test_the_number_of_elements_reveals_duplicate_and_partial_arrivals(model: nn
     assert compare_fingerprints(trainer, whole.fingerprints()) == []
     twice.add_bucket(held.items())
     twice.add_bucket([("gate.weight", torch.zeros_like(held["gate.weight"]))])
-    with pytest.raises(FingerprintError, match=r"gate.weight has .* elements, and .* were summed"):
+    with pytest.raises(FingerprintError, match=r"gate.weight has .* elements, but .* were summed"):
         twice.fingerprints()
     rows = {name: TensorPart(tensor[:1], tensor.shape) for name, tensor in held.items() if name == "gate.weight"}
     part.add_bucket((held | rows).items())
@@ -324,13 +324,13 @@ _ONE = fingerprint_tensors({"a": torch.ones(2)})
     [
         (lambda: compare_fingerprints(None, _ONE), "the fingerprints of the trainer are not Fingerprints: NoneType"),
         (lambda: compare_fingerprints(_ONE, {}), "the fingerprints of the engine are not Fingerprints: dict"),
-        (lambda: compare_fingerprints(_ONE, _ONE, history=[None]), "of 1 steps before are no Fingerprints"),
+        (lambda: compare_fingerprints(_ONE, _ONE, history=[None]), "of 1 steps before are not Fingerprints"),
         (lambda: compare_fingerprints(_ONE, _ONE, history=_ONE), "a history is a sequence of Fingerprints"),
         (lambda: compare_fingerprints(_ONE, _ONE, base={}), "the fingerprints of the base are not Fingerprints: dict"),
         (lambda: combine_fingerprints([_ONE, None]), "fingerprints to be combined are not Fingerprints: NoneType"),
         (lambda: combine_fingerprints(_ONE), "those of several ranks, not of one"),
-        (lambda: fingerprint_tensors({"a": "b"}), "a is no tensor: str"),
-        (lambda: fingerprint_tensors({"a": TensorPart("b", shape=(2,), offsets=(0,))}), "a is no tensor: str"),
+        (lambda: fingerprint_tensors({"a": "b"}), "a is not a tensor: str"),
+        (lambda: fingerprint_tensors({"a": TensorPart("b", shape=(2,), offsets=(0,))}), "a is not a tensor: str"),
         (lambda: fingerprint_tensors([torch.ones(2)]), "the name of a tensor must be a string, not Tensor"),
         (lambda: fingerprint_tensors(nn.Linear(2, 2)), "a mapping or pairs of a name and a tensor, not Linear"),
     ],

@@ -181,12 +181,15 @@ SPOILED: dict[str, tuple[Callable[[pathlib.Path], None], tuple[str, ...]]] = {
         _spoil(lambda tensors: _without(tensors, *(name for name in tensors if ".experts.2." in name))),
         ("lacks 6 of the model's tensors", "experts.2."),
     ),
-    "half converted": (_spoil(_half_converted), ("half converted", "1 by the model's own", FUSED)),
+    "half converted": (_spoil(_half_converted), ("half converted", "1 by the model's names", FUSED)),
     "both": (
         _spoil(lambda tensors: tensors | {FUSED: torch.zeros(4, 32, 32)}),
-        ("half converted", "1 by the model's own", FUSED),
+        ("half converted", "1 by the model's names", FUSED),
     ),
-    "experts counted from 1": (_spoil(_counted_from_one), ("lacks 6", "has 6 that the model does not have", "rts.4.")),
+    "experts counted from 1": (
+        _spoil(_counted_from_one),
+        ("lacks 6", "has 6 tensors that the model does not have", "rts.4."),
+    ),
     "an expert that is transposed": (
         _spoil(lambda t: t | {EXPERT.format(3, "up"): t[EXPERT.format(3, "up")].t().contiguous()}),
         (EXPERT.format(3, "up"), "[32, 16] in the source and [16, 32] in the model"),
@@ -209,7 +212,7 @@ def test_a_directory_that_does_not_fit_is_an_error_and_writes_nothing() -> None:
                     load_full_tensors(model, source)
     with _saved("gpt2") as (directory, _):
         for names in ("auto", "model", "hub"):
-            with raises_soon(LoadError, "lacks", "has 28 that the model does not have", "written nothing"):
+            with raises_soon(LoadError, "lacks", "has 28 tensors that the model does not have", "written nothing"):
                 load_full_tensors(model, directory, names=names)
     with _saved("mixtral") as (directory, _), raises_soon(LoadError, "lacks", "written nothing"):
         load_full_tensors(model, directory)

@@ -60,7 +60,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "one offset": (_header(_entry(data_offsets=[16])) + bytes(16), "w has the offsets [16]"),
     "two in the same bytes": (_header(_entry() | {"v": _entry()["w"]}) + bytes(16), "v and w use the same bytes"),
     "data that ends early": (_header(_entry()) + bytes(15), "is truncated"),
-    "a name twice": (struct.pack("<Q", 14) + b'{"w":1,"w":2} ', "stands twice"),
+    "a name twice": (struct.pack("<Q", 14) + b'{"w":1,"w":2} ', "occurs twice"),
 }
 
 
@@ -80,9 +80,9 @@ def test_a_pipe_or_a_directory_is_refused_without_waiting(tmp_path: pathlib.Path
     (tmp_path / "directory.safetensors").mkdir()
     os.mkfifo(tmp_path / "model.safetensors.index.json")
     for name in ("pipe", "directory"):
-        with pytest.raises(LoadError, match=f"{name}.safetensors is no file"):
+        with pytest.raises(LoadError, match=f"{name}.safetensors is not a regular file"):
             SafetensorsFile(tmp_path / f"{name}.safetensors")
-    with pytest.raises(LoadError, match=r"index.json is no file"):
+    with pytest.raises(LoadError, match=r"index.json is not a regular file"):
         open_files(tmp_path)
 
 
@@ -132,7 +132,7 @@ def test_files_that_do_not_match_their_index_or_one_another_are_named(tmp_path: 
         save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(LoadError, match=r"w is in .*a.safetensors and in .*b.safetensors"):
         open_files(tmp_path)
-    for file, message in (("a", "lacks tensors that the index"), ("gone", "that are not there: .*gone.safetensors")):
+    for file, message in (("a", "lacks tensors that the index"), ("gone", "names missing files: .*gone.safetensors")):
         weight_map = {"w": "a.safetensors", "x": f"{file}.safetensors"}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(LoadError, match=message):
