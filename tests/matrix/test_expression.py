@@ -70,12 +70,12 @@ def test_it_means_what_python_means(expression):
 @pytest.mark.parametrize(
     ("expression", "complaint"),
     [
-        ("", "ends, but a word is expected"),
-        ("   ", "ends, but a word is expected"),
-        ("a and", "ends, but a word is expected"),
-        ("a or", "ends, but a word is expected"),
-        ("not", "ends, but a word is expected"),
-        ("(", "ends, but a word is expected"),
+        ("", "ends where a word is expected"),
+        ("   ", "ends where a word is expected"),
+        ("a and", "ends where a word is expected"),
+        ("a or", "ends where a word is expected"),
+        ("not", "ends where a word is expected"),
+        ("(", "ends where a word is expected"),
         ("and a", "'and', but a word is expected"),
         ("a or or b", "'or', but a word is expected"),
         ("a and or b", "'or', but a word is expected"),
