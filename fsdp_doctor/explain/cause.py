@@ -68,6 +68,7 @@ _ASK_FOR_TENSORS = (
     "Which tensors did the failing call get? Run `fsdp_doctor.examine(model, optimizer)` right before the call."
 )
 _FOREIGN = _load_kinds("foreign")
+_FSDP_FRAME = re.compile(r"\btorch/distributed/(?:_composable/)?fsdp/")
 _FOREIGN_PLACES = _load_kinds("foreign_places")
 _UNDECIDED = _load_kinds("undecided")
 _CONSEQUENCES = _load_kinds("consequences")
@@ -428,7 +429,9 @@ def _find_first_kind(kinds: Mapping[str, Sequence[re.Pattern[str]]], message: st
 def _find_foreign_cause(raised: Raised) -> str:
     """The cause that is not FSDP's, by the message, by who raised it, or by a mistake in the user's own line."""
     if named := _find_first_kind(_FOREIGN, raised.text):
-        return named
+        # Which device torch's own FSDP asks for is FSDP's matter.
+        is_of_device = named == "a torch that does not fit the machine"
+        return "" if is_of_device and any(_FSDP_FRAME.search(frame) for frame in raised.frames) else named
     if placed := _find_first_kind(_FOREIGN_PLACES, "\n".join(raised.frames[-_INNERMOST:])):
         return placed
     is_own = raised.type in _MISTAKES or raised.script

@@ -99,9 +99,10 @@ class FormReader:
 
 def _find_separator(lines: Sequence[str]) -> str:
     """Finds the separator between a viewer's line numbers and the lines; empty if the lines are not numbered."""
-    matches = [match for line in lines[:400] if line.strip() and (match := _NUMBERED.match(line))]
-    written = sum(bool(line.strip()) for line in lines[:400])
-    if len(matches) < _FEWEST_NUMBERED or len(matches) < written:
+    # A code block's fences, of a report in Markdown, have no number.
+    written = [line for line in lines[:400] if line.strip() and not line.lstrip().startswith("```")]
+    matches = [match for line in written if (match := _NUMBERED.match(line))]
+    if len(matches) < _FEWEST_NUMBERED or len(matches) < len(written):
         return ""
     numbers = [int(match["number"]) for match in matches]
     if any(not 0 < after - before <= 4 for before, after in itertools.pairwise(numbers)):

@@ -72,6 +72,13 @@ def test_who_and_when_are_read_from_the_frames(
         ("AttributeError: `rope_freqs` is not an nn.Parameter", "rope_freqs is a buffer"),
         ("RuntimeError: zero-dimensional tensor (at position 1) cannot be concatenated", "without dimensions"),
         ("SafetensorError: Error while deserializing header: HeaderTooLarge", "cut off"),
+        ("RuntimeError: [enforce fail at inline_container.cc:664] . unexpected pos 704 vs 598", "704 vs 598"),
+        ("RuntimeError: Parent directory /out/step-500 does not exist.", "/out/step-500"),
+        ("RuntimeError: Cannot concatenate overlapping meshes: [DeviceMesh((fsdp=4)), DeviceMesh((ep=2))]", "meshes"),
+        ("NotImplementedError: Cannot copy out of meta tensor; no data!", "meta"),
+        ("RuntimeError: Expected weight to be of same shape as normalized_shape, but got weight of shape [584] and "
+         "normalized_shape = [1168]", "584"),
+        ("RuntimeError: attempting to assign a gradient of size '[4]' to a tensor of size '[8]'", "another size"),
         ("AssertionError: Attempted to load weight (torch.Size([0])) into parameter (torch.Size([8, 4]))", "[8, 4]"),
         ("RuntimeError: setStorage: sizes [8, 4] requiring 128 out of bounds for storage of size 112", "16 fewer"),
         ("RuntimeError: 'weight' must be 2-D", "one rank's shard"),
@@ -190,3 +197,16 @@ def test_a_symptom_without_an_exception_is_read(
 )
 def test_what_every_run_shows_is_no_symptom(tmp_path: pathlib.Path, lines: list[str]) -> None:
     assert explained(tmp_path, *lines).reading is None
+
+
+def test_a_device_that_torchs_own_fsdp_asks_for_is_no_foreign_cause(tmp_path: pathlib.Path) -> None:
+    frame = f'  File "{_SITE}/torch/distributed/fsdp/_fsdp_state.py", line 7, in run'
+    raised = "AssertionError: Torch not compiled with CUDA enabled"
+    assert not explained(tmp_path, BEGIN, frame, raised).foreign
+    assert "CUDA" in _read(tmp_path, BEGIN, frame, raised).clash
+
+
+def test_numbered_lines_within_the_fences_of_a_code_block_are_read(tmp_path: pathlib.Path) -> None:
+    lines = [BEGIN, '  File "train.py", line 7, in run', "RuntimeError: Parent directory /out does not exist."]
+    numbered = [f"{number} {line}" for number, line in enumerate([*["step"] * 6, *lines], start=508)]
+    assert "/out" in _read(tmp_path, "```bash", *numbered, "```").clash
