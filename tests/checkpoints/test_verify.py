@@ -341,7 +341,7 @@ _MADE: dict[str, tuple[Damage, set[str]]] = {
         {"unusual"},
     ),
     "a mean without a variance": (
-        made.make(made.make_perceptrons, lambda t: t.update({"rewards.running_mean": torch.ones(3)})),
+        made.make(made.make_convolutions, lambda t: t.update({"rewards.running_mean": torch.ones(3)})),
         set(),
     ),
     "matrices that widen and narrow by turns": (
@@ -350,6 +350,9 @@ _MADE: dict[str, tuple[Damage, set[str]]] = {
         ),
         set(),
     ),
+    "layers of a Sequential, some without parameters": (made.make(made.make_sequential, keep), set()),
+    "convolutions and norms of a Sequential": (made.make(made.make_features, keep), set()),
+    "stages of which the last is smaller": (made.make(made.make_stages, keep), {"unusual"}),
     "a GRU": (made.make(made.make_cells, keep, torch.nn.GRU), set()),
     "an LSTM that projects": (made.make(lambda: made.make_cells(proj_size=8, bidirectional=True), keep), set()),
     "a cell of another form": (

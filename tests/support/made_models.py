@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +45,33 @@ def make_perceptrons() -> Weights:
     ]
     each = torch.nn.ModuleList(map(torch.nn.ModuleDict, layers))
     return dict(torch.nn.ModuleDict({"layers": each}).state_dict())
+
+
+def make_sequential() -> Weights:
+    linear = (torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    return dict(torch.nn.ModuleDict({"layers": torch.nn.Sequential(*linear)}).state_dict())
+
+
+def make_features() -> Weights:
+    widths = (3, 16, 32, 16)
+    parts = [
+        part
+        for puts_in, puts_out in itertools.pairwise(widths)
+        for part in (torch.nn.Conv2d(puts_in, puts_out, 3), torch.nn.BatchNorm2d(puts_out), torch.nn.ReLU())
+    ]
+    return dict(torch.nn.ModuleDict({"features": torch.nn.Sequential(*parts)}).state_dict())
+
+
+def make_stages() -> Weights:
+    """Makes stages of growing width, each with a matrix to the next one, as models of pictures have."""
+    torch.manual_seed(0)
+    shapes = {"query": (1, 1), "key": (1, 1), "output": (1, 2), "downsample": (2, 4)}
+    return {
+        f"encoder.layers.{stage}.{name}.weight": torch.randn(8 * rows << stage, 8 * columns << stage)
+        for stage in range(4)
+        for name, (rows, columns) in shapes.items()
+        if name != "downsample" or stage < 3
+    }
 
 
 def make_layers() -> Weights:

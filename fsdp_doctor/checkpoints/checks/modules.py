@@ -47,12 +47,13 @@ def find_lost_statistics(evidence: CheckpointEvidence, state: State) -> Iterator
         if kind in (_MEAN, _VARIANCE, _COUNT):
             norms[module][kind] = tensor
     yield from _find_negative_variances(evidence, [each[_VARIANCE] for each in norms.values() if _VARIANCE in each])
+    families = {module: re.sub(r"\d+", "#", module) for module in norms}
+    whole = Counter(families[module] for module, kinds in norms.items() if kinds.keys() >= {_MEAN, _VARIANCE})
     for lost in () if state.is_incomplete else (_MEAN, _VARIANCE):
-        num_whole = sum(lost in kinds and len(kinds) > 1 for kinds in norms.values())
-        lacking = {module: kinds for module, kinds in norms.items() if lost not in kinds and len(kinds) > 0}
-        for module, kinds in lacking.items():
-            # Other modules that average have a mean, and perhaps no variance.
-            if kinds.keys() > {_COUNT} or (_COUNT not in kinds and num_whole > len(lacking)):
+        for module, kinds in norms.items():
+            # Other modules that average have one of the two, and no count of batches.
+            is_norm = _COUNT in kinds or whole[families[module]] >= _FEWEST_LIKE
+            if lost not in kinds and kinds.keys() & {_MEAN, _VARIANCE} and is_norm:
                 what = f"the norm has {' and '.join(sorted(kinds))} alone"
                 yield Symptom(Trouble.STATISTICS, what, next(iter(kinds.values())).file, f"{module}.{lost}")
     if not state.is_incomplete:

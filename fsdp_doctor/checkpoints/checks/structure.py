@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import pathlib
 import re
+import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from fsdp_doctor.checkpoints.checks.evidence import (
@@ -17,7 +18,6 @@ from fsdp_doctor.checkpoints.checks.evidence import (
     MATRIX,
     CheckpointEvidence,
     group_families,
-    name_family,
 )
 from fsdp_doctor.checkpoints.dtypes import is_floating_point
 from fsdp_doctor.checkpoints.model_types import find_marks, has_last_norm
@@ -62,10 +62,10 @@ def find_flat_shards(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
     if state.arrangement is Arrangement.RANK_FILES:
         return
     num_empty = sum(not tensor.numel and len(tensor.shape) > 0 for tensor in state.select("model"))
-    of_matrices = {name_family(tensor) for tensor in state.select("model") if len(tensor.shape) > 1}
+    of_matrices = {_name_place(tensor.name) for tensor in state.select("model") if len(tensor.shape) > 1}
     for tensor in state.select("model"):
         name = tensor.parameter
-        is_like_matrices = name_family(tensor) in of_matrices or MATRIX.search(name)
+        is_like_matrices = _name_place(tensor.name) in of_matrices or MATRIX.search(name)
         if "flat_param" in name:
             yield Symptom(Trouble.FLAT, "this tensor is a flat parameter of FSDP1, not a weight", state.files[0], name)
         elif not tensor.numel and name.endswith("weight"):
@@ -75,6 +75,11 @@ def find_flat_shards(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
         elif len(tensor.shape) == 1 and "float" in tensor.dtype and is_like_matrices:
             what = f"the tensor is flat, with {tensor.shape[0]} elements, but must be a matrix"
             yield Symptom(Trouble.FLAT, what, tensor.file, name)
+
+
+def _name_place(name: str) -> str:
+    """Names what stands at the same place in other layers; a number before the last part is one of a Sequential."""
+    return re.sub(r"\d+(?!\d*\.\w+$)", "#", name)
 
 
 def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
@@ -223,19 +228,26 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
     if any(LORA.match(name) for name in names) or not state.files or state.is_incomplete:
         return
     stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for name in names:
+    shapes: dict[str, dict[str, list[tuple[int, ...]]]] = defaultdict(lambda: defaultdict(list))
+    for name, tensor in names.items():
         if found := LAYER.match(name):
             stacks[found["stack"]][int(found["number"])].add(re.sub(r"\d+", "#", found["rest"]))
+            if len(tensor.shape) > 1:
+                shapes[found["stack"]][found["rest"]].append(tensor.shape)
     for stack, layers in stacks.items():
         said = config.get("num_hidden_layers", config.get("n_layer")) if len(stacks) == 1 else None
+        # The stages of a model of pictures have other shapes, and other parts; a number may count something else there.
+        of_several = [each for each in shapes[stack].values() if len(each) > 1]
+        is_staged = 2 * sum(len(set(each)) > 1 for each in of_several) > len(of_several)
         expected = max(said if isinstance(said, int) else 0, max(layers) + 1)
         beyond = sorted(number for number in layers if isinstance(said, int) and number >= said)
         if beyond and not config.keys() & {"num_nextn_predict_layers", "mtp_num_hidden_layers"}:
             what = f"layer {join_some(list(map(str, beyond)))} exists, but num_hidden_layers is {said}"
-            yield Symptom(Trouble.EXTRA_LAYERS, what, state.files[0], stack)
-        if missing := sorted(set(range(expected)) - layers.keys()):
+            yield Symptom(Trouble.UNUSUAL if is_staged else Trouble.EXTRA_LAYERS, what, state.files[0], stack)
+        missing = sorted(set(range(expected)) - layers.keys())
+        if missing and (isinstance(said, int) or not _is_sequential(layers)):
             what = f"{len(missing)} of {expected} layers are missing: number {join_some(list(map(str, missing)))}"
-            yield Symptom(Trouble.MISSING_TENSOR, what, state.files[0], stack)
+            yield Symptom(Trouble.UNUSUAL if is_staged else Trouble.MISSING_TENSOR, what, state.files[0], stack)
         forms = Counter(frozenset(rests) for rests in layers.values())
         small, *more = sorted(forms, key=len)
         lacking = [*more, small][0] - small
@@ -245,9 +257,9 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
             # The first layer of some classes is without the norm before it, or has other parts.
             may_differ = number == min(layers) and find_marks(config) is None
             for rest in sorted(more[0] - small):
-                trouble = Trouble.UNUSUAL if may_differ and not MATRIX.search(rest) else Trouble.MISSING_TENSOR
+                is_unusual = is_staged or (may_differ and not MATRIX.search(rest))
                 yield Symptom(
-                    trouble,
+                    Trouble.UNUSUAL if is_unusual else Trouble.MISSING_TENSOR,
                     "this layer lacks the tensor, but the other layers have it",
                     state.files[0],
                     f"{stack}.{number}.{rest}",
@@ -275,6 +287,13 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
             # Not every class that says so does it.
             trouble = Trouble.TIED if find_marks(config) is not None else Trouble.UNUSUAL
             yield Symptom(trouble, what, head.file, "lm_head.weight")
+
+
+def _is_sequential(layers: Mapping[int, Collection[str]]) -> bool:
+    """Returns whether most of the layers are one module, between which others may have no parameters."""
+    end = re.compile(r"\.parametrizations\..*|\.?\w+$")
+    num_modules = [len({end.sub("", rest) for rest in rests}) for rests in layers.values()]
+    return statistics.median_low(num_modules) < 2
 
 
 def find_experts(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
