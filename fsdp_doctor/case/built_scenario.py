@@ -121,7 +121,7 @@ def read_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> BuiltFacts
         shown_on=frozenset(parameter.device.type for parameter in parameters),
         pinned=frozenset(local.is_pinned() for local in on_host),
         moments_on=frozenset(moment.device.type for moment in moments),
-        comes_for_step=bool(private.list_optimizer_hooks(optimizer)),
+        comes_for_step=any(map(_moves_state, private.list_optimizer_hooks(optimizer))),
         optimizer=optimizers.recognize(optimizer),
         has_stepped=bool(state),
         open_step=reader.find_open_step(model, contents) or "none",
@@ -134,6 +134,11 @@ def read_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> BuiltFacts
         backends=dict(pair.split(":", 1) for pair in dist.get_backend_config().split(",")),
         ranks=dist.get_world_size(),
     )
+
+
+def _moves_state(hook: Any) -> bool:
+    """Returns whether a hook of the optimizer is a trainer's, and not of what measures the memory of its steps."""
+    return not str(getattr(hook, "__module__", "")).startswith("fsdp_doctor.examination.")
 
 
 def _list_parameters(contents: ModelContents) -> Iterator[torch.Tensor]:

@@ -119,7 +119,7 @@ def test_a_module_moved_under_a_pinning_policy_is_half_moved_until_returned() ->
         equal((half.severity, half.entry, half.names), ("bad", "fsdp2-pinned-policy-half-moved", FSDP2))
         state = row(model, "up.weight").state
         equal((state.wrapper_device, state.device.type), (this_device(), "cpu"))
-        offloading.unstage(model, this_device())
+        offloading.unstage(model, this_device(), set(model.modules()))
         equal(kinds(examine(model)), [])
 
 

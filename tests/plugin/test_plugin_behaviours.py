@@ -164,7 +164,7 @@ def test_a_skip_counts_where_every_rank_skips(behaviours: PytestRun) -> None:
     assert behaviours["test_skips"].outcome == "skipped"
     assert "for a reason" in behaviours["test_skips"].message
     assert behaviours["test_skips_on_rank_1"].outcome == "failed"
-    assert "skipped on rank 1 and not on the others" in behaviours["test_skips_on_rank_1"].message
+    assert "skipped on rank 1, but not on the other ranks" in behaviours["test_skips_on_rank_1"].message
 
 
 def test_a_test_expected_to_fail_may_fail_on_any_rank(behaviours: PytestRun) -> None:
@@ -175,9 +175,9 @@ def test_a_test_expected_to_fail_may_fail_on_any_rank(behaviours: PytestRun) -> 
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("test_has_no_number_of_ranks", "the number of ranks is a positive whole number, not 'two'"),
+        ("test_has_no_number_of_ranks", "the number of ranks must be a positive whole number, not 'two'"),
         ("test_has_an_unknown_device", "unknown device 'tpu'; use one of auto, cuda, xpu, cpu, emulated"),
-        ("test_is_of_unittest", "test_is_of_unittest is no test function"),
+        ("test_is_of_unittest", "test_is_of_unittest is not a test function"),
         ("test_has_no_scenario", "fsdp_case is for tests marked fsdp, but this test is marked ranks"),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import assert_never
 
-from fsdp_doctor.text import join_some
+from fsdp_doctor.text import format_count, join_some
 from fsdp_doctor.weights.fsdp.forms import refuse
 from fsdp_doctor.weights.load.agreement import Holders
 from fsdp_doctor.weights.load.layouts import Whole
@@ -144,7 +144,8 @@ def _describe_missing(names: Sequence[str]) -> str:
 
 
 def _describe_superfluous(names: Sequence[str]) -> str:
-    return f"the source has {len(names)} tensors that the model does not have: {join_some(names, _MOST_NAMES)}"
+    count = format_count(len(names), "tensor")
+    return f"the source has {count} that the model does not have: {join_some(names, _MOST_NAMES)}"
 
 
 def _is_same_memory(one: Value, other: Value) -> bool:

@@ -95,7 +95,7 @@ def test_sigterm_ends_it_and_leaves_no_environment_and_no_process(swept: _Swept,
     os.kill(started.pid, signal.SIGTERM)
     done = started.wait()
     assert (done.code, done.left) == (130, []), done.stderr
-    assert done.stderr.startswith("fsdp-doctor: stopped by SIGTERM; what ran is kept")
+    assert done.stderr.startswith("fsdp-doctor: stopped by SIGTERM; the finished cases are kept")
     assert [file.name for file in tmp_path.iterdir()] == ["torch2.98.log"]
 
 
@@ -111,7 +111,7 @@ def test_a_sweep_keeps_results_at_ctrl_c_and_resumes_from_them(swept: _Swept, tm
     started.interrupt()
     done = started.wait()
     assert (done.code, done.left) == (130, []), done.stderr
-    assert "fsdp-doctor: stopped by SIGINT; what ran is kept" in done.stderr
+    assert "fsdp-doctor: stopped by SIGINT; the finished cases are kept" in done.stderr
     assert sorted(file.name for file in reports.iterdir()) == [f"torch2.98.{kind}" for kind in ("json", "log")]
     (kept,) = read_report(reports / "torch2.98.json").results
     # Of rank 0 nobody reads any more: the run is not kept busy, but hangs until its deadline.

@@ -140,13 +140,13 @@ def test_a_mesh_that_does_not_divide_the_experts_is_refused_everywhere() -> None
     numbered = nn.Sequential(OrderedDict(experts=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))).to(this_device())
     mesh = grid("efsdp", "ep")
     wrong: list[tuple[nn.Module, Any, type[Exception], tuple[str, ...]]] = [
-        (hidden, mesh["efsdp"], ValueError, (NAME, "no slice")),
+        (hidden, mesh["efsdp"], ValueError, (NAME, "slice")),
         (hidden, mesh, ValueError, ("2 dims",)),
         (hidden, {"expert.*": mesh["ep"]}, ValueError, ("expert.*", "no parameter")),
         (hidden, "ep", TypeError, ("DeviceMesh",)),
         (all_of_them, mesh["ep"], ValueError, (NAME, "already")),
         (ON_MESHES["fsdp1"][1](), mesh["ep"], ValueError, (NAME, "FSDP1")),
-        (fully_shard(numbered, mesh=world()), mesh["ep"], ValueError, ("experts.0.weight", "numbered")),
+        (fully_shard(numbered, mesh=world()), mesh["ep"], ValueError, ("experts.0.weight", "number")),
     ]
     for model, experts, kind, words in wrong:
         for call in (extracted, fingerprint, lambda m, **o: load_full_tensors(m, reference(), **o)):

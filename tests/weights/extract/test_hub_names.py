@@ -175,7 +175,7 @@ def test_a_part_that_fsdp1_divides_is_gathered_but_no_shard() -> None:
     net = nn.Sequential(nn.Linear(8, 8, bias=False))
     weight = net[0].weight.detach().clone()
     flat = torch.distributed.fsdp.FullyShardedDataParallel(net, device_id=this_device(), use_orig_params=True)
-    with raises_soon(NamesError, "left is a part of 0.weight, which is divided across it"):
+    with raises_soon(NamesError, "left is a part of 0.weight, whose shards cut across this part"):
         list(local_shards(flat, names=columns))
     assert_same(dict(full_tensors(flat, names=columns)), {"left": weight[:, :4], "right": weight[:, 4:]})
 

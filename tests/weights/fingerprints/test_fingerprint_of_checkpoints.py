@@ -160,7 +160,7 @@ def test_a_tensor_that_is_not_dense_in_memory_is_refused_by_name(tmp_path: pathl
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the storage of quantized ones is deprecated
         torch.save(tensors, tmp_path / "odd.pt")
-    with pytest.raises(UsageError, match=f"odd.pt: odd: it is .*{form.removesuffix('_coo')}"):
+    with pytest.raises(UsageError, match=f"odd.pt: odd: the tensor is .*{form.removesuffix('_coo')}"):
         fingerprint_command(checkpoint=tmp_path / "odd.pt")
 
 
@@ -197,7 +197,8 @@ def test_what_differs_between_two_checkpoints_is_said_with_their_paths(
     save_file({"other": both}, tmp_path / "neither.safetensors")
     assert command(tmp_path / "left.safetensors", tmp_path / "right.safetensors") == 1
     assert capsys.readouterr().out == (
-        f"a: {tmp_path}/right.safetensors does not have it\nb: {tmp_path}/left.safetensors does not have it\n"
+        f"a: {tmp_path}/right.safetensors does not have this tensor\n"
+        f"b: {tmp_path}/left.safetensors does not have this tensor\n"
     )
     with pytest.raises(UsageError, match=r"left\.safetensors has a, both, .*neither\.safetensors other"):
         diff_command(checkpoint=tmp_path / "left.safetensors", other=tmp_path / "neither.safetensors")

@@ -44,6 +44,7 @@ _OF_OTHERS_IN_SCRIPTS = {"_dist", "_weight_metadata", "_exit", "__main__", "_run
 _DOCUMENTED = {
     "torch",
     "torch.distributed",
+    "torch.distributed.checkpoint",
     "torch.distributed.checkpoint.format_utils",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.device_mesh",

@@ -34,7 +34,7 @@ def _of_rank(rank: int, its: Any, others: Any) -> Any:
 
 UNFIT: dict[str, Callable[[], Tensors]] = {
     f"lacks 1 of the model's tensors: {SMALL}": lambda: _with(None),
-    "has 1 that the model does not have: extra": lambda: other_tensors() | {"extra": torch.ones(3)},
+    "has 1 tensor that the model does not have: extra": lambda: other_tensors() | {"extra": torch.ones(3)},
     f"{SMALL} has the shape [13] in the source": lambda: _with(torch.ones(13)),
     f"{SMALL} is torch.float16 in the source and torch.float32 in the model": lambda: _with(torch.ones(14).half()),
     "are tied in the model, but have different values": lambda: _with(torch.ones(23, 8), "head.weight"),

@@ -116,7 +116,7 @@ def _of_another_model(path: pathlib.Path) -> None:
 
 SPOILED: dict[str, tuple[Callable[[pathlib.Path], None], str]] = {
     "truncated": (_truncate, "is truncated"),
-    "of another model": (_of_another_model, "the source has 1 that the model does not have: transformer.wte.weight"),
+    "of another model": (_of_another_model, "has 1 tensor that the model does not have: transformer.wte.weight"),
     "no safetensors": (lambda path: path.write_bytes(b"no" * 99) and None, "is not a safetensors file"),
 }
 

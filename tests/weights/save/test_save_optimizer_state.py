@@ -261,5 +261,5 @@ def test_what_cannot_be_saved_is_refused_on_every_rank() -> None:
         together()
         assert not directory.exists()
         save_optimizer_state(model, optimizer, directory)
-        with raises_soon(SaveError, "optimizer.pt already"):
+        with raises_soon(SaveError, "already has optimizer.pt"):
             save_optimizer_state(model, optimizer, directory)
