@@ -67,6 +67,8 @@ def _load_kinds(table: str) -> dict[str, list[re.Pattern[str]]]:
 _ASK_FOR_TENSORS = (
     "Which tensors did the failing call get? Run `fsdp_doctor.examine(model, optimizer)` right before the call."
 )
+# An operation that was given the wrong tensors; another exception is not explained by those.
+_OF_OPERANDS = re.compile(r"(?i)\b(?:tensors?|shapes?|sizes?|strides?|dtypes?|storage|gradients?|elements?)\b")
 _FOREIGN = _load_kinds("foreign")
 _FSDP_FRAME = re.compile(r"\btorch/distributed/(?:_composable/)?fsdp/")
 _FOREIGN_PLACES = _load_kinds("foreign_places")
@@ -354,6 +356,8 @@ class _Logs:
         if reading is None or not reading.clash:
             reading = self._symptom or reading
         if reading is None or reading.decide or not about_fsdp or showing == "cut":
+            return reading
+        if not _OF_OPERANDS.search(cause.first.text):
             return reading
         return replace(reading, decide=_ASK_FOR_TENSORS)
 

@@ -52,7 +52,7 @@ def test_a_receiver_of_messages_holds_what_was_sent_and_says_what_differs() -> N
     assert to_any.receive(held, sent.popleft) == []
     assert_same(held, expected)
     held["other"] = torch.ones(1)
-    assert to_any.receive(held, again.popleft) == ["other: the trainer does not have it"]
+    assert to_any.receive(held, again.popleft) == ["other: the trainer does not have this tensor"]
 
 
 @everywhere

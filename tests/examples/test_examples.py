@@ -91,15 +91,15 @@ if __name__ == "__main__":
     raise SystemExit(rollout_sync.main())
 """
 _FOUND = """\
-  model.layers.0.self_attn.q_proj.weight: stale: it is what the trainer had 1 step before
+  model.layers.0.self_attn.q_proj.weight: stale: the values are those of the trainer 1 step before
   model.layers.0.self_attn.o_proj.weight: transposed
   model.layers.0.mlp.gate_proj.weight: the halves of dim 0 are swapped
   model.layers.1.mlp.gate_proj.weight: swapped with model.layers.1.mlp.up_proj.weight
   model.layers.1.mlp.up_proj.weight: swapped with model.layers.1.mlp.gate_proj.weight
-  model.layers.2.self_attn.k_norm.weight: the engine does not have it
+  model.layers.2.self_attn.k_norm.weight: the engine does not have this tensor
   model.layers.2.mlp.down_proj.weight: cast twice: to float8_e5m2 and back
   model.layers.3.self_attn.v_proj.weight: the values are different
-  lm_head.weight: the engine ties it to model.embed_tokens.weight, and the trainer does not
+  lm_head.weight: the engine ties this tensor to model.embed_tokens.weight, but the trainer does not
 """
 
 _SAVING = """
