@@ -41,7 +41,8 @@ class RankRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of the matrix, and the runs in which it fails.
 
-    values: the values that an axis may have, ``method`` among them, each also with ``*``; the other axes are free. With
+    values: the values that an axis may have, ``method`` among them, each also with ``*``; the other axes are free. A
+        name behind ``!`` is left out, and a list of such names alone allows all others. With
         ``framework`` among them it is a part of that framework's matrix: its axes, and only device and ranks besides.
     device: the kinds of device. On the CPU offloading moves nothing, so a trigger for the CPU has to name it.
     ranks, shard_group: how many ranks there are, and over how many a parameter is sharded.
@@ -67,7 +68,7 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 return False
             values = {**case.scenario.values, "framework": case.scenario.framework, "method": case.method}
             return "framework" in self.values and all(_matches(values.get(a, ""), v) for a, v in self.values.items())
-        if "framework" in self.values or (case.method in FIXES and "method" not in self.values):
+        if "framework" in self.values or (case.method in FIXES and not self._names_methods):
             return False
         # The cheapest conditions come first: a report asks this millions of times.
         return (
@@ -85,7 +86,13 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Counts the axes that the trigger names; the method counts most. If two entries apply, the narrower one says
         more.
         """
-        return len(self.values) + 2 * ("method" in self.values)
+        axes = len(self.values.keys() - {"method"})
+        return axes + 3 * self._names_methods
+
+    @property
+    def _names_methods(self) -> bool:
+        """Returns whether the trigger names methods, and not only those that it leaves out."""
+        return any(not pattern.startswith("!") for pattern in self.values.get("method", ()))
 
 
 def _match_versions(packages: Mapping[str, str], versions: Mapping[str, SpecifierSet]) -> bool:
@@ -98,7 +105,13 @@ def _match_versions(packages: Mapping[str, str], versions: Mapping[str, Specifie
 
 
 def _matches(value: str, allowed: tuple[str, ...]) -> bool:
-    return value in allowed or any(fnmatch.fnmatchcase(value, pattern) for pattern in allowed if "*" in pattern)
+    """Returns whether a value is one of those allowed, which may have a ``*``, or none of those behind a ``!``."""
+    if f"!{value}" in allowed:
+        return False
+    named = [pattern for pattern in allowed if not pattern.startswith("!")]
+    return (
+        not named or value in named or any(fnmatch.fnmatchcase(value, pattern) for pattern in named if "*" in pattern)
+    )
 
 
 class KnownFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

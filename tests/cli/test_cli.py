@@ -31,7 +31,7 @@ def _complaint(stderr: str) -> str:
         (["--method", "nonsense"], "there is no method 'nonsense'"),
         (["--method", "no_such_module:function"], "No module named 'no_such_module'"),
         (["--method", "json:dmps"], "has no dmps (did you mean dumps"),
-        (["-k", "policy and and staged"], "has 'and' where a word is expected"),
+        (["-k", "policy and and staged"], "has 'and', but a word is expected"),
         (["-k", "(policy"], "a parenthesis that is not closed"),
         (["--model", "no/such/directory"], "neither a built-in model (qwen3"),
         (["--model", "Qwen/Qwen3-0.6B"], "hf download Qwen/Qwen3-0.6B config.json"),

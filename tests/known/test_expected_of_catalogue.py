@@ -161,6 +161,7 @@ def test_every_entry_of_a_race_waits_for_a_non_blocking_copy() -> None:
         for trigger in entry.triggers:
             in_the_method = trigger.values["method"] == ("to_empty.broadcast",)  # It offloads after the load.
             in_the_method |= trigger.values["method"] == ("lora.merged",)  # It copies from the policy's pinned memory.
+            in_the_method |= trigger.values["method"] == ("dcp.async_save.pinned",)  # It stages on a stream of its own.
             in_the_method |= "framework" in trigger.values  # It offloads as it does.
             assert in_the_method or trigger.values["transfer"] == ("nonblocking",), entry.id
 
