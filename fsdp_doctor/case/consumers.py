@@ -284,7 +284,7 @@ def _send_colocated(entries: _Entries, given: MethodArguments, note: _Note) -> _
 
 
 def _send_over_devices(pull: Callable[[], Any], given: MethodArguments, note: _Note) -> _Entries:
-    """The receiver uses the device of rank 1. Nothing hangs: what is looked at is the order of the launches."""
+    """Broadcasts each entry to a receiver on the device of rank 1. The order of launches is checked; nothing hangs."""
     assert given.scratch is not None
     directory = given.scratch.with_name(f"{given.scratch.name}-launches")
     emulated = torch.get_device_module(given.device)

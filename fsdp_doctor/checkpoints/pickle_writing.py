@@ -123,7 +123,7 @@ class _Emitter:
             self._emit_all(b"", (value.state,), b"b")
 
     def _emit_once(self, key: Hashable, emit: Any) -> None:
-        """Emits it the first time, and refers to that later."""
+        """Emits the object of ``key`` the first time; later calls emit a reference to its memo entry."""
         if (number := self._memo.get(key)) is not None:
             self.parts.append(b"h" + bytes([number]) if number < 256 else b"j" + struct.pack("<I", number))
             return

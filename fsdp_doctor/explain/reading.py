@@ -158,7 +158,7 @@ class SymptomReader:
                 self._read_line(number, raw, hints)
 
     def _read_line(self, number: int, raw: str, hints: Sequence[str]) -> None:
-        """hints: those that are somewhere in the piece."""
+        """hints: the hints that occur anywhere in the piece."""
         figures = {}
         if "loss" in raw or "grad_norm" in raw:
             figures = {match["name"]: float(match["value"]) for match in _FIGURE.finditer(raw)}

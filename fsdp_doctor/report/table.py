@@ -172,7 +172,7 @@ def _render_failures(report: Report, failures: list[FailureGroup], width: int) -
 
 
 def _render_known(known: list[list[FailureGroup]], width: int) -> RenderableType:
-    """Renders a line for each entry of the catalogue. known: the failures of each entry, which have one number."""
+    """Renders a line for each entry of the catalogue. known: for each entry its failures, which share one number."""
     if not known:
         return Text()
     heading = "Known failures, as expected (fsdp-doctor explain FDNNN has cause and remedy; --verbose the cases here):"

@@ -306,7 +306,7 @@ class StepRecorder:
         self._add_optimizer(optimizer)
 
     def _is_no_step(self, optimizer: Optimizer) -> bool:
-        """Torch makes an optimizer's state, and some programs do, by a step with gradients of zero."""
+        """Returns whether the step only creates the optimizer's state, as some programs do with zero gradients."""
         frames: list[FrameType] = []
         frame = inspect.currentframe()
         while frame is not None:

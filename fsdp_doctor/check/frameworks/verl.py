@@ -118,7 +118,8 @@ class VerlModel(KeyTable, frozen=True, kw_only=True):
 class VerlVersions(VersionRange, frozen=True, kw_only=True):
     """A range of versions, of one implementation of the workers.
 
-    trainers: those that it is a range of. chosen_by: the words of use_legacy_worker_impl that choose it; empty for all.
+    trainers: the trainers to whose versions the range applies.
+    chosen_by: the words of use_legacy_worker_impl that choose it; empty for all.
     engine: whether the engine runs the model, rather than fsdp_workers.py.
     own_strategy: the engine follows the strategy in the model's section alone, by default ``fsdp`` (until PR 5885).
     stages: it stages before each sync, whatever the offload. stages_policy: under CPUOffloadPolicy too.
@@ -454,7 +455,7 @@ def _choose_backend(model: VerlModel, versions: VerlVersions) -> Chosen:
 
 
 def _choose_transfer(strategy: Strategy, offload: OffloadChoice, versions: VerlVersions) -> Chosen:
-    """FSDP1's flat parameters and the optimizer's state are copied so in every version, FSDP2's since PR 7347."""
+    """Chooses non-blocking copies for FSDP1's flat parameters and the optimizer's state, for FSDP2's since PR 7347."""
     moves_optimizer_alone = offload.optimizer and not offload.param
     moves_so = moves_optimizer_alone or (offload.param and (strategy.version == 1 or versions.nonblocking))
     if not moves_so or offload.policy:

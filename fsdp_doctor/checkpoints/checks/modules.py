@@ -125,7 +125,7 @@ def compare_gates(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
 
 
 def _is_of_torch(kinds: dict[str, SavedTensor]) -> bool:
-    """Returns whether a cell without a number is of torch's form; others keep the transpose."""
+    """Returns whether a cell without a layer number has the layout of torch's; other libraries store the transpose."""
     biases = {tensor.shape[0] for kind, tensor in kinds.items() if kind.startswith("bias")}
     weights = {tensor.shape for kind, tensor in kinds.items() if kind.startswith("weight")}
     return len(kinds) == 4 and not all(shape[1] in biases for shape in weights)

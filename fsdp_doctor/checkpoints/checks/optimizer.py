@@ -139,7 +139,7 @@ def _compare_moments(
 def _find_unequal_moments(
     evidence: CheckpointEvidence, state: State, optimizer: Mapping[str, OptimizedParameter]
 ) -> Iterator[Symptom]:
-    """Finds means of squares that no gradients make with the other moment, and those above their own maximum."""
+    """Finds second moments that no gradients produce with the first moment, and second moments above their maximum."""
     betas, is_constant = _read_betas(state)
     found: list[tuple[SavedTensor, int, int]] = []
     num_compared = 0

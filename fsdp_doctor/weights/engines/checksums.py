@@ -19,7 +19,7 @@ _ENDPOINTS = {"vllm": "weight_checker", "sglang": "weights_checker"}
 class EngineChecksums:
     """A digest of each tensor, by (replica, rank in it, the engine's name of the tensor).
 
-    It is of the engine's layout, and comparable with those of the same engine alone: what a kernel or a quantization
+    It is of the engine's layout, and comparable only with digests of the same engine: what a kernel or a quantization
     needs has no counterpart in the trainer.
     """
 

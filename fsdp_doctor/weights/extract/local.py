@@ -163,7 +163,7 @@ def request_shards(model: nn.Module, arguments: Arguments, tensors: GivenTensors
 
 
 def refuse_unknown(request: ShardRequest) -> None:
-    """Raises PlanMismatch where other ranks may have other tensors under one name; plain ones it cannot know alone."""
+    """Raises PlanMismatch if other ranks may have different tensors under one name; it cannot judge plain tensors."""
     if unknown := request.plan.groups.find_unknown():
         raise PlanMismatch(describe_conflicts(unknown))
 

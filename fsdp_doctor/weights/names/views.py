@@ -40,7 +40,7 @@ class TensorView(NamedTuple):
         return all(step == wanted for length, step, wanted in steps if length > 1)
 
     def read(self, full: torch.Tensor) -> torch.Tensor:
-        """The part of the full tensor; a view, unless that is not contiguous."""
+        """Returns this part of the full tensor: a view of it, or of a copy if the full tensor is not contiguous."""
         return full if self.is_whole(full.shape) else full.contiguous().as_strided(self.shape, self.stride, self.offset)
 
 

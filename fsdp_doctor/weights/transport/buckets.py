@@ -78,7 +78,7 @@ class Bucket:
 
 
 class _OpenBucket:
-    """A bucket that is being filled. Its tensors by rows of one shard group and one dtype become one transfer."""
+    """A bucket that is being filled. Row-sharded tensors of one shard group and dtype become one transfer."""
 
     def __init__(self) -> None:
         self.bucket = Bucket()

@@ -139,7 +139,7 @@ def list_modules_and_tensors(model: nn.Module) -> tuple[list[nn.Module], list[An
 
 
 def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """``Module._modules``: ``named_children`` leaves out a module that is there under two names."""
+    """``Module._modules``: ``named_children`` yields a module that has two names only under the first."""
     children: dict[str, nn.Module | None] = get(module, "_modules")
     return children
 
@@ -371,7 +371,10 @@ def all_gather(group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: li
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False) -> None:
-    """Copies each source into its target, in one kernel where it can: ``torch._foreach_copy_``, in public one each."""
+    """Copies each source into its target, in one kernel where possible: ``torch._foreach_copy_``.
+
+    Public functions need a call for each.
+    """
     if targets:
         torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
 
