@@ -80,7 +80,7 @@ class _Block:
 
     @property
     def places(self) -> list[int]:
-        """How far each column is from the first: between two strategies, and two scenarios, is a gap."""
+        """Lists the offset of each column; a gap separates two strategies, and two scenarios."""
         places, start = [0], 0
         for before, words in itertools.pairwise(self.columns):
             place = places[-1] + _STEP

@@ -281,7 +281,7 @@ class _Script:
         return f"torch.ones(tensor.shape{dtype})"
 
     def _misfit(self, state: str) -> Iterator[str]:
-        """What the checkpoint in the variable ``state`` has more or less than the model."""
+        """Writes how the checkpoint in the variable ``state`` differs from the model's state dict."""
         match self.case.scenario.checkpoint:
             case CheckpointFit.EXTRA_KEY:
                 yield f'{state}["extra.weight"] = torch.ones(8, 8)'
@@ -336,7 +336,7 @@ class _Script:
 
     @property
     def _steps(self) -> bool:
-        """Whether more than one training step is written."""
+        """Returns whether more than one training step is written."""
         phase, later = self.case.scenario.phase, self.kind == "poisoned"
         return not self._builds_twice and (phase.raised is not None or (phase.is_trained and later))
 
@@ -408,7 +408,7 @@ class _Script:
 
     @property
     def _needs_values(self) -> bool:
-        """Whether the checkpoint must have other tensors than the model; not so where any error ends the load."""
+        """Returns whether the checkpoint must have other tensors than the model; it need not if the load raises."""
         ends_in_error = self.kind in ("crash", "refused", "poisoned") and self.case.scenario.checkpoint.must_load
         return not ends_in_error or self.case.scenario.init.is_meta or self._assigns
 
@@ -528,7 +528,7 @@ class _Script:
 
     @property
     def _assigns(self) -> bool:
-        """Whether the load puts the checkpoint's own tensors into the model."""
+        """Returns whether the load puts the checkpoint's own tensors into the model."""
         return any("assign=True" in line for line in _inline(self.module, self.function, [], needs_result=False))
 
     def _train_on(self) -> Iterator[str]:

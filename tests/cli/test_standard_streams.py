@@ -80,7 +80,7 @@ def test_the_first_line_of_a_long_list_can_be_taken() -> None:
     assert done.code == 141
 
 
-def test_the_count_of_a_list_is_a_line_where_both_streams_share_a_pipe() -> None:
+def test_the_count_of_a_list_has_its_own_line_in_a_pipe() -> None:
     done = _run("2>&1 | cat", "list", "--level", "quick")
     *ids, count = done.stdout.splitlines()
     assert count == f"{len(ids)} cases in {len({case.rpartition('/')[0] for case in ids})} scenarios"

@@ -107,7 +107,7 @@ def test_the_default_matrix_samples_full_precision_inference_mode_and_experts():
     assert all(find_method(case.method, case.scenario.version).used_by for case in sampled)
 
 
-def test_the_default_matrix_tries_muon_and_8_bit_state_with_every_method_of_optimizers():
+def test_the_default_matrix_tries_muon_and_8_bit_with_optimizer_methods():
     cases = [case for case in select(Selection()) if case.scenario.optimizer != "adamw"]
     assert values(cases, "optimizer") == {"muon", "adamw-8bit"}
     for scenario in {case.scenario for case in cases}:

@@ -321,7 +321,7 @@ def test_the_committed_report_merged_again_is_itself() -> None:
     assert dataclasses.replace(again, version=merged.version) == merged
 
 
-def test_writing_a_file_prints_a_line_for_each_environment_and_way_of_change(
+def test_writing_a_file_prints_one_line_per_environment_and_change(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {"a.json": _of("2.10.0", "crash", "ok", "unsupported"), "b.json": _of("2.11.0", "ok", "ok")}
