@@ -184,10 +184,13 @@ class ParameterPart:
 class OptimizerParameter:
     """One parameter of an optimizer: a parameter of the model, a part of one, or a flat parameter of several.
 
-    group: the index of its param group. home: where it lies in a training step.
+    group: the index of its param group. home: where it lies in a training step. own_shape: the shape of this rank's
+    part between two steps, which is the shape of its state; the parameter itself may be whole, as FSDP1 leaves it after
+    a step that raised.
     """
 
     parameter: torch.Tensor
+    own_shape: torch.Size
     group: int
     home: torch.device
     parts: tuple[ParameterPart, ...]
@@ -200,7 +203,7 @@ class OptimizerParameter:
     @property
     def has_state(self) -> bool:
         """Returns whether the optimizer makes state for it on this rank: FSDP1's makes none for an empty part."""
-        return isinstance(self.parameter, DTensor) or self.parameter.numel() > 0
+        return isinstance(self.parameter, DTensor) or self.own_shape.numel() > 0
 
     @property
     def whole_shape(self) -> torch.Size | None:
@@ -209,7 +212,7 @@ class OptimizerParameter:
 
     def find_form(self, key: str, value: torch.Tensor) -> StateForm:
         """Raises LoadError for a tensor that is neither divided like the parameter, nor whole, nor a single value."""
-        local, own = private.read_local_tensor(value), private.read_local_tensor(self.parameter)
+        local = private.read_local_tensor(value)
         if form := describe_unless_dense(local):
             raise LoadError(f"{name_entry(key, self.names[0])} is {form}, not a tensor with a value per element")
         if (
@@ -221,7 +224,7 @@ class OptimizerParameter:
         ):
             return StateForm.SHARD
         if not isinstance(value, DTensor) or all(isinstance(placement, Replicate) for placement in value.placements):
-            is_shard, is_whole = local.shape == own.shape, local.shape == self.whole_shape
+            is_shard, is_whole = local.shape == self.own_shape, local.shape == self.whole_shape
             if not local.ndim:
                 return StateForm.SINGLE
             if is_whole:
@@ -231,8 +234,8 @@ class OptimizerParameter:
         placed = f", placed as {list(value.placements)}" if isinstance(value, DTensor) else ""
         raise LoadError(
             f"{name_entry(key, self.names[0])} has the shape {list(value.shape)}{placed}: this is neither the "
-            f"shape of the parameter, {list(self.whole_shape or own.shape)}, nor the shape of this rank's shard, "
-            f"{list(own.shape)}, nor a single value, so it is unknown which elements this rank has"
+            f"shape of the parameter, {list(self.whole_shape or self.own_shape)}, nor the shape of this rank's shard, "
+            f"{list(self.own_shape)}, nor a single value, so it is unknown which elements this rank has"
         )
 
 
@@ -240,7 +243,7 @@ def list_parameters(
     contents: ModelContents, place: ModelPlace, optimizer: torch.optim.Optimizer
 ) -> list[OptimizerParameter]:
     """Raises LoadError for a parameter that the model does not have."""
-    known = {id(parameter): (home, parts) for parameter, home, parts in _list_trainable(contents, place)}
+    known = {id(parameter): (own, home, parts) for parameter, own, home, parts in _list_trainable(contents, place)}
     parameters = []
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -249,32 +252,35 @@ def list_parameters(
                     f"the optimizer has a parameter of shape {list(parameter.shape)} that the model does not have: "
                     "make the optimizer after the model was sharded, or loaded with assign=True"
                 )
-            home, parts = known[id(parameter)]
-            parameters.append(OptimizerParameter(parameter=parameter, group=index, home=home, parts=parts))
+            own_shape, home, parts = known[id(parameter)]
+            parameters.append(
+                OptimizerParameter(parameter=parameter, own_shape=own_shape, group=index, home=home, parts=parts)
+            )
     return parameters
 
 
 def _list_trainable(
     contents: ModelContents, place: ModelPlace
-) -> Iterator[tuple[torch.Tensor, torch.device, tuple[ParameterPart, ...]]]:
-    """(parameter, where it lies in training, its parts) of all that an optimizer may have."""
+) -> Iterator[tuple[torch.Tensor, torch.Size, torch.device, tuple[ParameterPart, ...]]]:
+    """(parameter, shape of this rank's part, its device in training, its parts) of all that an optimizer may have."""
     layouts = Layouts(place.ranks, place.meshes)
     for unit in contents.fsdp1_units:
         home = torch.device("cpu") if unit.offloads else unit.compute_device
-        for tensor, unit_parts in _list_trainable_of_unit(unit, place):
-            yield tensor, home, unit_parts
+        for tensor, own_shape, unit_parts in _list_trainable_of_unit(unit, place):
+            yield tensor, own_shape, home, unit_parts
     for parameter in contents.parameters:
-        if private.read_local_tensor(parameter.tensor).is_meta:
+        local = private.read_local_tensor(parameter.tensor)
+        if local.is_meta:
             raise LoadError(f"{parameter.names[0]} is on the meta device: load the model first")
         part = ParameterPart(
             names=parameter.names, shape=parameter.placed.shape, layout=layouts.choose(parameter.placed)
         )
-        yield parameter.tensor, find_home(parameter, place.device), (part,)
+        yield parameter.tensor, local.shape, find_home(parameter, place.device), (part,)
 
 
 def _list_trainable_of_unit(
     unit: Fsdp1Unit, place: ModelPlace
-) -> Iterator[tuple[nn.Parameter, tuple[ParameterPart, ...]]]:
+) -> Iterator[tuple[nn.Parameter, torch.Size, tuple[ParameterPart, ...]]]:
     shards = ShardsOfUnit(unit, place.first)
     pieces = [
         (names, piece.shape, InFlatParameter(shards, piece.offset, piece.stride))
@@ -282,13 +288,16 @@ def _list_trainable_of_unit(
     ]
     yield (
         unit.flat_parameter,
+        torch.Size([shards.length]),
         tuple(
             ParameterPart(names=names, shape=shape, layout=layout, slices=layout.find_slices(shape))
             for names, shape, layout in pieces
         ),
     )
     for original, (names, shape, layout) in zip(unit.originals, pieces, strict=False):
-        yield original, (ParameterPart(names=names, shape=shape, layout=layout),)
+        (own,) = layout.find_slices(shape)
+        own_shape = torch.Size([own.stop - own.start]) if unit.is_sharded else shape
+        yield original, own_shape, (ParameterPart(names=names, shape=shape, layout=layout),)
 
 
 class StateForms:
@@ -523,14 +532,14 @@ def _is_same_option(ours: Any, theirs: Any) -> bool:
 
 def _describe_kind(entry: TensorEntry | ScalarEntry, parameter: OptimizerParameter) -> str:
     """The kind of an entry, in the words of ``_describe_kind_of_value``."""
-    if isinstance(entry, TensorEntry) or (entry.dtype is not None and not parameter.parameter.ndim):
+    if isinstance(entry, TensorEntry) or (entry.dtype is not None and not parameter.own_shape):
         return "a tensor"
     return "a number" if isinstance(entry.value, numbers.Number) else type(entry.value).__name__
 
 
 def _describe_kind_of_value(value: Any, parameter: OptimizerParameter) -> str:
     """The kind of a value in an optimizer's state; a tensor with one value is a number."""
-    if isinstance(value, torch.Tensor) and (value.ndim or not parameter.parameter.ndim):
+    if isinstance(value, torch.Tensor) and (value.ndim or not parameter.own_shape):
         return "a tensor"
     return "a number" if isinstance(value, numbers.Number | torch.Tensor) else type(value).__name__
 

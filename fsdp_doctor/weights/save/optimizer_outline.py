@@ -100,7 +100,7 @@ def make_outline(
         entries = {key: _read_entry(parameter, key, value) for key, value in values.items()}
         if entries:
             outline.entries |= {name: dict(entries) for name in parameter.names}
-        elif private.read_local_tensor(parameter.parameter).numel():
+        elif parameter.own_shape.numel():
             outline.lacking.update(parameter.names)
         for key, entry in entries.items() if not is_alone else ():
             if entry.form in (StateForm.WHOLE, StateForm.EITHER):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from support.broken_steps import raising
 from support.extraction import all_trainable, everywhere, fsdp1, fsdp2, mesh_over, new_net, raises_soon
 from support.optimizers import Gathering, Local, OfRows
 from support.ranks import Setting, device_type, of_all_ranks, on_ranks, this_device, this_rank, together
@@ -108,6 +109,22 @@ def test_the_file_is_what_torch_gathers_and_is_loaded_by_both() -> None:
                 data[len(data) // 2] ^= 1
                 (directory / "optimizer.pt").write_bytes(data)
                 assert "checksum" in {finding.trouble for finding in verify(directory).findings}
+
+
+@everywhere
+def test_after_a_raised_step_the_file_is_the_state_before_it() -> None:
+    parts: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
+    builds = {**BUILDS, **(ON_DEVICE if device_type() != "cpu" else {})}
+    for (name, build), part in itertools.product(builds.items(), parts):
+        model, optimizer = trained(build)
+        expected = full_state_of(model, optimizer)
+        with raising(model.get_submodule("layers.1"), part):
+            step(model, optimizer, seed=2)
+        with new_directory() as directory:
+            save_optimizer_state(model, optimizer, directory)
+            saved = torch.load(directory / "optimizer.pt", weights_only=True)
+        assert saved["state"], name
+        assert_same(saved, expected)
 
 
 @on_ranks(Setting("cpu", 4))
