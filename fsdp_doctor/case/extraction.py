@@ -288,11 +288,27 @@ class ExtractionSteps(MatrixSteps):
             parameter_devices=yielded.read_parameter_devices(model),
             shard_group_of_one=self.scenario.sharding.keeps_whole_tensors or self._runtime.world_size == 1,
             merged_weights=merged,
-            rank_parts=compute_rank_parts(model, full, merged) if contract.form == "local" else {},
+            rank_parts=compute_rank_parts(model, full | self.truth.codes, {} if self.truth.codes else merged)
+            if contract.form == "local"
+            else {},
             earlier=self._expected,
         )
 
     def run_method(self, trainer: Trainer, call: Callable[[], Any], owned: bool) -> None:
+        """Runs and verifies the method. If every rank refuses to yield codes as weights, this is recorded."""
+        try:
+            self._extract(trainer, call, owned)
+        except SystemExit:
+            raise
+        except BaseException as error:
+            if self.scenario.must_extract:
+                raise
+            self.refuse(error, self._runtime.name_directory(self._recorder.record))
+        else:
+            if not self.scenario.must_extract:
+                self.was_refused_everywhere(False)
+
+    def _extract(self, trainer: Trainer, call: Callable[[], Any], owned: bool) -> None:
         assert self._expected is not None
         self._check.run(
             lambda: trainer.watch.count_outputs(call()),

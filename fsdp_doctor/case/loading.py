@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fsdp_doctor.case import local_pieces, lora_reference, models
 from fsdp_doctor.case.checkpoints import EXTRA_KEY, CheckpointForms, SavedCheckpoints, make_expected_weights, start_of
@@ -23,7 +21,6 @@ from fsdp_doctor.case.training_state import digest_outcome, find_differences, tr
 from fsdp_doctor.matrix.axes import CheckpointFit
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.matrix.methods import MatrixMethod
-from fsdp_doctor.verdict.records import make_failure
 
 
 class LoadingSteps(MatrixSteps):
@@ -180,7 +177,7 @@ class LoadingSteps(MatrixSteps):
             # torch's CheckpointException is no Exception.
             if must_fit:
                 raise
-            self._refuse(error)
+            self.refuse(error, self._checkpoint.directory or self._runtime.name_directory(self._recorder.record))
             return None
         if self._watches_state:
             runtime.synchronize()
@@ -188,26 +185,8 @@ class LoadingSteps(MatrixSteps):
         extra = peak - allocated if peak is not None and allocated is not None else None
         self._recorder.add(seconds=time.perf_counter() - start, peak_extra_bytes=extra)
         if not must_fit:
-            self._was_refused_everywhere(False)
+            self.was_refused_everywhere(False)
         return result
-
-    def _refuse(self, error: BaseException) -> None:
-        """Records that this rank refused the checkpoint. Raises ``error`` if another rank did not, or is gone."""
-        # The supervisor may have to end the others, which wait: it must know why.
-        self._recorder.fail(error)
-        with contextlib.suppress(Exception):
-            if self._was_refused_everywhere(True):
-                directory = self._checkpoint.directory or self._runtime.name_directory(self._recorder.record)
-                summary = make_failure(error).summary.replace(str(directory), "the checkpoint")
-                self._recorder.add(refusal=summary)
-                return
-        raise error
-
-    def _was_refused_everywhere(self, mine: bool) -> bool:
-        self._recorder.restore_torch()
-        flags = torch.tensor([int(mine)], device="cpu")
-        dist.all_reduce(flags, group=self._runtime.control)
-        return int(flags) == self._runtime.world_size
 
 
 def _differs(piece: local_pieces.LocalPiece) -> bool:

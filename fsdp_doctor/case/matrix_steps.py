@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pathlib
 from collections.abc import Generator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from packaging.version import Version
 
 from fsdp_doctor.case import built_scenario
@@ -21,6 +23,7 @@ from fsdp_doctor.case.trainer import Trainer, Unsupported
 from fsdp_doctor.matrix.axes import Consumer
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.matrix.methods import MatrixMethod, explain_impossible
+from fsdp_doctor.verdict.records import make_failure
 
 
 class MatrixSteps(CaseSteps[Trainer]):
@@ -139,6 +142,27 @@ class MatrixSteps(CaseSteps[Trainer]):
         if self.method.trains:
             write_weights(self.given)
         return consume(self.scenario.consumer, self._function, self.given, self._recorder.note)
+
+    def refuse(self, error: BaseException, directory: pathlib.Path) -> None:
+        """Records that this rank refused the method's work. Raises ``error`` if another rank did not, or is gone.
+
+        directory: the checkpoint, whose name is left out.
+        """
+        # The supervisor may have to end the others, which wait: it must know why.
+        self._recorder.fail(error)
+        with contextlib.suppress(Exception):
+            if self.was_refused_everywhere(True):
+                summary = make_failure(error).summary.replace(str(directory), "the checkpoint")
+                self._recorder.add(refusal=summary)
+                return
+        raise error
+
+    def was_refused_everywhere(self, mine: bool) -> bool:
+        """Returns whether the method was refused on all ranks, each of which must call this. mine: on this rank."""
+        self._recorder.restore_torch()
+        flags = torch.tensor([int(mine)], device="cpu")
+        dist.all_reduce(flags, group=self._runtime.control)
+        return int(flags) == self._runtime.world_size
 
     def resume(self, trainer: Trainer) -> None:
         recorder, name = self._recorder, self.method.name

@@ -46,8 +46,12 @@ def build(name: Model, dims: Dims, custom: pathlib.Path | None, weights: Weights
 
     ``own`` weights come from the user's directory, if it has a checkpoint.
     """
-    template = _build_template(name, dims, custom, weights)
-    return copy.deepcopy(template)
+    model = copy.deepcopy(_build_template(name, dims, custom, weights))
+    for module in model.modules() if name.is_quantized else ():
+        if hasattr(module, "quant_state"):
+            # The copies of a parameter and of its module have two copies of the scales, of which ``to`` moves one.
+            module.quant_state = module.get_parameter("weight").quant_state  # type: ignore[attr-defined]
+    return model
 
 
 def halve(model: nn.Module) -> None:
@@ -67,7 +71,8 @@ def add_special_values(model: Any) -> None:
     subnormal = torch.finfo(torch.float32).tiny / 4
     layers: Any = find_decoder_layers(model)
     for layer in layers:
-        if hasattr(layer.mlp, "gate_proj"):
+        # A quantization keeps none of them.
+        if hasattr(layer.mlp, "gate_proj") and not hasattr(model, "hf_quantizer"):
             neurons = [0, -1]
             layer.mlp.gate_proj.weight[neurons] = -0.0
             layer.mlp.up_proj.weight[neurons] = subnormal
@@ -109,6 +114,8 @@ def _build_new(name: Model, dims: Dims, custom: pathlib.Path | None, weights: We
     else:
         config = _make_config(name, dims)
     model = _check_module(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    if name.is_quantized:
+        model = _quantize(model)
     if name.has_buffers:
         add_buffers(model, SEED[weights])
     if name.has_adapters:
@@ -118,6 +125,20 @@ def _build_new(name: Model, dims: Dims, custom: pathlib.Path | None, weights: We
         adapters = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
         return _check_module(peft.get_peft_model(model, adapters))
     return model
+
+
+def _quantize(model: Any) -> nn.Module:
+    """Loads the weights in 4 bits, as a QLoRA job does: transformers quantizes while it loads."""
+    from transformers import BitsAndBytesConfig
+
+    options = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_quant_storage=torch.float32,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    how = {"dtype": torch.float32, "quantization_config": options, "device_map": "cpu"}
+    return _check_module(type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict(), **how))
 
 
 def check_directory(directory: pathlib.Path) -> None:
@@ -142,7 +163,7 @@ def _make_config(name: Model, dims: Dims) -> Any:
 
     sizes = _SMALL | {"vocab_size": _VOCABULARY[dims], "intermediate_size": _INTERMEDIATE[dims]}
     match name:
-        case Model.QWEN3 | Model.QWEN3_BUFFERS | Model.QWEN3_LORA:
+        case Model.QWEN3 | Model.QWEN3_BUFFERS | Model.QWEN3_LORA | Model.QWEN3_QLORA:
             return transformers.Qwen3Config(**sizes, head_dim=16)
         case Model.QWEN3_TIED:
             return transformers.Qwen3Config(**(sizes | {"tie_word_embeddings": True}), head_dim=16)
@@ -179,6 +200,9 @@ def explain_unsupported(name: Model, *, fused: bool = False) -> str:
 
     if name.has_adapters and importlib.util.find_spec("peft") is None:
         return "peft is not installed: install fsdp-doctor[lora]"
+    for package in ("bitsandbytes", "accelerate") if name.is_quantized else ():
+        if importlib.util.find_spec(package) is None:
+            return f"a model in 4 bits needs {package}, which is not installed"
     needed = {Model.QWEN3_MOE: "Qwen3MoeConfig", Model.QWEN3_5: "Qwen3_5TextConfig"}.get(name, "Qwen3Config")
     if fused and int(transformers.__version__.split(".")[0]) < 5:
         return f"transformers {transformers.__version__} does not fuse experts; 5.0 and newer do"

@@ -7,8 +7,10 @@ placements, over the control group. Nothing here calls ``state_dict``, ``full_te
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_doctor.case.optimizers import read_values
 from fsdp_doctor.case.runtime import Runtime
 from fsdp_doctor.case.sharding import compute_tensor_part, list_ranks, read_contents
+from fsdp_doctor.checkpoints.names import strip_wrappers
 from fsdp_doctor.weights.fsdp import private
 from fsdp_doctor.weights.fsdp.reader import Fsdp1Unit, ModelContents
 from fsdp_doctor.weights.fsdp.shards import LayoutError, LocalPart
@@ -31,7 +34,8 @@ _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, t
 class Reference:
     """The values that a method must deliver. Tensors are on the host, in the parameters' own dtypes.
 
-    full: every name of the state dict, tied names sharing one tensor.
+    full: every name of the state dict, tied names sharing one tensor; of 4-bit codes the weights that they stand for.
+    codes: the joined codes of those weights, by name.
     parameters: the names of the parameters, each once, under its first name.
     buffer_names: of the persistent buffers.
     local: this rank's shard of each tensor that is in no FSDP1 unit, under its first name.
@@ -40,6 +44,7 @@ class Reference:
     """
 
     full: dict[str, torch.Tensor] = field(default_factory=dict)
+    codes: dict[str, torch.Tensor] = field(default_factory=dict)
     parameters: list[str] = field(default_factory=list)
     buffer_names: frozenset[str] = frozenset()
     local: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -70,6 +75,8 @@ def take(model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Run
     parts = [*_list_unit_parts(reference, contents, optimizer), *_list_tensor_parts(reference, contents, optimizer)]
     for part, pieces in zip(parts, _gather([part.local for part in parts], runtime), strict=True):
         part.join(pieces)
+    reference.codes, weights = _decode(model, reference.full)
+    reference.full |= weights
     # The other names of tied tensors.
     for names in (
         *(names for unit in contents.fsdp1_units for names in unit.names),
@@ -77,6 +84,23 @@ def take(model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Run
     ):
         reference.full |= dict.fromkeys(names[1:], reference.full[names[0]])
     return reference
+
+
+def _decode(model: nn.Module, full: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(4-bit codes by the names of their weights, the weights that bitsandbytes computes from them)."""
+    codes, weights = {}, {}
+    for module_name, module in model.named_modules():
+        state: Any = getattr(module, "quant_state", None)
+        if state is None:
+            continue
+        import bitsandbytes.functional
+
+        name = f"{strip_wrappers(f'{module_name}.')}weight"
+        codes[name] = full[name]
+        on_host = copy.deepcopy(state)
+        on_host.to("cpu")
+        weights[name] = bitsandbytes.functional.dequantize_4bit(full[name], on_host)
+    return codes, weights
 
 
 def _list_tensor_parts(

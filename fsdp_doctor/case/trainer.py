@@ -94,6 +94,11 @@ class Trainer:
             models.add_special_values(plain)
         if self.scenario.checkpoint is CheckpointFit.FP32:
             models.halve(plain)
+        if self.scenario.model.is_quantized:
+            # The scales are in no parameter and in no buffer: FSDP leaves them where they are.
+            plain.to(self.runtime.device)
+            # bitsandbytes compiles what it has no kernels for, and there is no compiler for the emulated device.
+            torch.compiler.set_stance("force_eager")
         if self.runtime.training.checkpointing:
             models.checkpoint_activations(plain)
         self._offloaded_units = frozenset(sharding.find_offloaded_units(plain, self.scenario.offload))

@@ -137,7 +137,9 @@ def _list_state_tensors(contents: reader.ModelContents) -> Iterator[_StateTensor
         local = shards[-1] if unit.keeps_originals else flat.detach()
         yield _StateTensor(unit.flat_name, flat, local, keeps_gradient=unit.keeps_originals)
         yield from (_StateTensor(f"{unit.flat_name}, in another memory", shard, shard) for shard in shards)
-        yield from (_StateTensor(name, shown, shown.detach()) for name, shown in unit.shown.items())
+        # bitsandbytes registers the codes that a forward of FSDP1 shows as a parameter, whose memory FSDP1 frees.
+        there = {name: shown for name, shown in unit.shown.items() if shown.untyped_storage().nbytes()}
+        yield from (_StateTensor(name, shown, shown.detach()) for name, shown in there.items())
     for tensor in (*contents.list_tensors(), *contents.transient_buffers):
         local = private.read_local_tensor(tensor.tensor).detach()
         yield from (_StateTensor(name, tensor.tensor, local) for name in tensor.names)

@@ -24,6 +24,7 @@ EVEN_DIMS: dict[Model, int] = {
     Model.QWEN3_MOE: 4,
     Model.QWEN3_5: 4,
     Model.QWEN3_LORA: 4,
+    Model.QWEN3_QLORA: 4,
 }
 
 

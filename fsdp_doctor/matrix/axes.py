@@ -245,6 +245,7 @@ class Model(AxisValue):
     QWEN3_MOE = "qwen3-moe", "Qwen3-MoE with fused 3-D experts"
     QWEN3_5 = "qwen3.5", "Qwen3.5 with linear and full attention"
     QWEN3_LORA = "qwen3-lora", "Qwen3 with a LoRA adapter (peft) on every linear layer, everything else frozen"
+    QWEN3_QLORA = "qwen3-qlora", "the same over linear layers in 4 bits (bitsandbytes, NF4), stored as float32"
     CUSTOM = "custom", "the configuration or checkpoint given with --model DIR"
 
     @property
@@ -257,7 +258,12 @@ class Model(AxisValue):
 
     @property
     def has_adapters(self) -> bool:
-        return self is Model.QWEN3_LORA
+        return self in (Model.QWEN3_LORA, Model.QWEN3_QLORA)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Returns whether some parameters are codes of a quantization, and not weights."""
+        return self is Model.QWEN3_QLORA
 
     @property
     def has_experts(self) -> bool:

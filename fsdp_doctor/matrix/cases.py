@@ -130,6 +130,11 @@ class Scenario:
         return self.checkpoint.must_load and not (self.version == 1 and is_beyond_repair)
 
     @property
+    def must_extract(self) -> bool:
+        """Returns whether an extraction has to succeed; otherwise every rank may refuse to yield codes as weights."""
+        return not self.model.is_quantized
+
+    @property
     def contradiction(self) -> str:
         """Explains why no model can have all these values at once; empty if a model can."""
         if self.version == 1 and self.offload.way in _WAYS_OF_FSDP2:
@@ -150,6 +155,12 @@ class Scenario:
             return f"a model of your own says itself how it computes with experts that are divided as {self.sharding}"
         if self.sharding.divides_experts and not self.dims.is_even:
             return "an uneven model has an odd number of experts, which two groups of ranks cannot share evenly"
+        if self.model.is_quantized and self.precision.casts:
+            return "a cast to bfloat16 destroys 4-bit codes that are stored as float32"
+        if self.model.is_quantized and (self.init.is_meta or self.checkpoint is not CheckpointFit.EXACT):
+            return "a model in 4 bits is quantized from weights before it is sharded"
+        if self.model.is_quantized and self.sharding is Sharding.TP:
+            return "tensor parallelism divides rows of weights, which 4-bit codes do not have"
         if not self.precision.casts and self.checkpoint is CheckpointFit.FP32:
             return "a model for the checkpoint fp32 has bfloat16 parameters, and never computes in float32"
         if reason := self._explain_no_optimizer():
@@ -198,12 +209,11 @@ class Case:
         return f"{self.scenario.id}/{self.method}"
 
     @property
-    def that_must_load(self) -> Case:
-        """Makes the same case with the exact checkpoint, and a model whose backward did not raise.
-
-        Such a case must load.
-        """
+    def that_must_work(self) -> Case:
+        """Makes the same case with the exact checkpoint, dense weights, and a model whose backward did not raise."""
         exact = self.scenario.change(checkpoint=AXIS["checkpoint"].default)
+        if exact.model.is_quantized:
+            exact = exact.change(model=Model.QWEN3_LORA.value)
         return Case(exact if exact.must_load else exact.change(phase="fresh"), self.method)
 
 

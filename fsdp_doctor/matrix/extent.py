@@ -173,6 +173,9 @@ _FULL_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         *(_vary_extraction(_FSDP2, sharding=kind, model="qwen3-moe") for kind in _DIVIDED_EXPERTS),
         _vary_extraction(_FSDP2, sharding="replicate"),
         *(_vary_extraction(model=model) for model in _MODELS),
+        _vary_extraction(_ALL, ("none", "policy"), _UNSTAGED, model="qwen3-qlora", precision="fp32-compute"),
+        _vary_extraction(_BOTH, _PARAM, _STAGED, model="qwen3-qlora", precision="fp32-compute"),
+        _vary_extraction(_BOTH, _NONE, _UNSTAGED, model="qwen3-qlora", precision="fp32-compute", dims="uneven"),
     ),
     "in": (
         _vary_load(("fsdp1-orig",), _DISTINCT_OFFLOADS, ("unstaged", "staged")),

@@ -16,7 +16,7 @@ from fsdp_doctor.matrix.cases import AnyCase, Scenario
 from fsdp_doctor.matrix.contracts import Direction, Method
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 
-FIX, LOADING_FIX = "full_tensors", "load_full_tensors"
+FIX, ADAPTER_FIX, LOADING_FIX = "full_tensors", "full_tensors.adapter", "load_full_tensors"
 SAVING_OPTIMIZER_FIX, OPTIMIZER_FIX = "save_optimizer_state", "load_optimizer_state"
 
 
@@ -68,7 +68,7 @@ class MatrixMethod(Method):
     def _suits_loading(self, scenario: Scenario) -> bool:
         """Returns whether the method can load a model on meta, and its checkpoint can differ as the scenario says."""
         contract = self.contract
-        if scenario.init.is_meta and contract.loads != "model":
+        if scenario.model.is_quantized or (scenario.init.is_meta and contract.loads != "model"):
             return False
         whole_model = contract.loads == "model" and contract.weights == "own"
         if scenario.checkpoint is CheckpointFit.HUB:
@@ -147,5 +147,7 @@ def find_fix(name: str, fsdp: int) -> str:
     if contract.form == "local":
         return name
     if contract.direction == "out":
-        return SAVING_OPTIMIZER_FIX if contract.form == "optimizer" else FIX
+        if contract.form == "optimizer":
+            return SAVING_OPTIMIZER_FIX
+        return ADAPTER_FIX if contract.weights == "adapter" else FIX
     return LOADING_FIX if contract.loads == "model" else OPTIMIZER_FIX

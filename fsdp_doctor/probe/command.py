@@ -50,7 +50,7 @@ def conduct(options: ProbeOptions) -> int:
     with imports.freeze_imports():
         from fsdp_doctor.examination.live_memory import check_counted
         from fsdp_doctor.probe.checkpoint_writers import CheckpointWriters, choose_num_writers
-        from fsdp_doctor.probe.conductor import Conductor, add_cases_that_must_load, run_cases
+        from fsdp_doctor.probe.conductor import Conductor, add_cases_that_must_work, run_cases
         from fsdp_doctor.probe.deadlines import Limits
         from fsdp_doctor.probe.groups import SharedCases
         from fsdp_doctor.probe.job import Job, share_job
@@ -69,7 +69,7 @@ def conduct(options: ProbeOptions) -> int:
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="fsdp-doctor-"))
     job = Job(
         device=device,
-        cases=add_cases_that_must_load(options.cases),
+        cases=add_cases_that_must_work(options.cases),
         user_methods=tuple(dict.fromkeys(case.method for case in options.cases if is_user_method(case.method))),
         custom_model=options.model,
         scratch=scratch,

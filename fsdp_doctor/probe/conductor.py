@@ -138,10 +138,11 @@ def run_cases(
         yield result
 
 
-def add_cases_that_must_load(cases: Sequence[AnyCase]) -> tuple[AnyCase, ...]:
-    """Returns the cases, followed by those that must load, by which refusals are judged."""
-    misfits = (case for case in cases if isinstance(case, Case) and not case.scenario.must_load)
-    return tuple(dict.fromkeys([*cases, *(case.that_must_load for case in misfits)]))
+def add_cases_that_must_work(cases: Sequence[AnyCase]) -> tuple[AnyCase, ...]:
+    """Returns the cases, followed by those that must work, by which refusals are judged."""
+    matrix = [case for case in cases if isinstance(case, Case)]
+    misfits = [case for case in matrix if not (case.scenario.must_load and case.scenario.must_extract)]
+    return tuple(dict.fromkeys([*cases, *(case.that_must_work for case in misfits)]))
 
 
 class _Examiner:
@@ -161,7 +162,7 @@ class _Examiner:
         case = self._cases[number]
         verdict, reports = self._run(number)
         if isinstance(case, Case) and verdict.kind == "refused":
-            exact = case.that_must_load
+            exact = case.that_must_work
             if exact not in self._verdicts:
                 self.examine(self._cases.index(exact))
             verdict = judge_refusal(verdict, self._verdicts[exact], self._world_size)

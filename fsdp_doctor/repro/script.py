@@ -145,6 +145,8 @@ def _name_config(model: Model) -> str:
             return "Qwen3_5TextConfig"
         case Model.CUSTOM:
             raise ValueError("a model of the user's own has no script")
+        case Model.QWEN3_QLORA:
+            raise UsageError("there is no script of a model in 4 bits")
         case _:
             assert_never(model)
 

@@ -155,9 +155,12 @@ def test_full_has_every_value_of_every_axis_but_the_custom_model():
         assert values(cases, axis.name) == set(axis.values) - {"custom"}
 
 
-def test_adapter_methods_are_selected_only_for_the_model_with_adapters():
+def test_adapter_methods_are_selected_only_for_models_with_adapters():
     cases = select(Selection(level="full"))
-    assert {case.scenario.model for case in cases if case.method.startswith("lora.")} == {"qwen3-lora"}
+    assert {case.scenario.model for case in cases if case.method.startswith("lora.")} == {
+        "qwen3-lora",
+        "qwen3-qlora",
+    }
 
 
 def test_a_state_dict_is_held_only_across_offloads_of_device_shards():

@@ -120,6 +120,10 @@ def fix(model: nn.Module, experts: DeviceMesh | None) -> Any:
     return full_tensors(model, experts=experts)
 
 
+def extract_adapter_by_fix(model: nn.Module, experts: DeviceMesh | None) -> Any:
+    return full_tensors(model, lora="adapter", experts=experts)
+
+
 def extract_local_by_fix(model: nn.Module, experts: DeviceMesh | None) -> Any:
     for shard in local_shards(model, experts=experts):
         yield shard.name, shard

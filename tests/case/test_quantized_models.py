@@ -1,0 +1,34 @@
+"""A model in 4 bits: torch's methods pass its codes as weights, and ours refuse them and yield the adapters."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+from program import probe
+
+pytest.importorskip("bitsandbytes")
+
+_SCENARIO = "{strategy}/none/unstaged/qwen3-qlora/fp32-compute"
+_METHODS = {
+    "get_model_state_dict.full": ("wrong", "quantized-codes-as-weights"),
+    "full_tensors": ("refused", ""),
+    "local_shards": ("refused", ""),
+    "save_full_tensors": ("refused", ""),
+    "full_tensors.adapter": ("ok", ""),
+    "save_optimizer_state": ("ok", ""),
+}
+
+
+@pytest.mark.parametrize(("device", "strategy"), [("cpu", "fsdp2"), ("emulated", "fsdp2"), ("emulated", "fsdp1")])
+def test_codes_are_wrong_as_weights_and_refused_by_our_functions(
+    device: str, strategy: str, tmp_path: pathlib.Path
+) -> None:
+    cases = [f"{_SCENARIO.format(strategy=strategy)}/{method}" for method in _METHODS]
+    done = probe(tmp_path, "--fix", *(word for case in cases for word in ("--case", case)), device=device)
+    assert done.report is not None, done.stderr
+    found = {result.case.method: result for result in done.report.results if result.id in cases}
+    assert {method: (result.verdict.kind, result.known) for method, result in found.items()} == _METHODS
+    # A refusal names the tensors, and every rank raises it.
+    refused = [result for result in found.values() if result.verdict.kind == "refused"]
+    assert all("base_layer.weight" in result.verdict.reason for result in refused)
