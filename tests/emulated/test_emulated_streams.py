@@ -16,14 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("device_as_it_was")
 
-# Of CUDA's own machinery, and nothing to emulate: graphs, compilers, libraries, sensors, pools, and types that torch
-# makes by the name of the device.
+# Of CUDA's own machinery, and nothing to emulate: graphs, compilers, libraries, sensors, pools. Their types are there.
 _OF_CUDA_ALONE = {
-    *("CUDAGraph", "CudaError", "DeferredCudaCallError", "ExternalStream", "GreenContext", "CUDAPluggableAllocator"),
-    *("graph", "graphs", "graph_pool_handle", "make_graphed_callables", "jiterator", "nccl", "nvtx", "tunable"),
+    *("graphs", "graph_pool_handle", "make_graphed_callables", "jiterator", "nccl", "nvtx", "tunable"),
     *("caching_allocator_alloc", "caching_allocator_delete", "caching_allocator_disabled", "caching_allocator_enable"),
-    *("change_current_allocator", "check_error", "cudaStatus", "cudart", "current_blas_handle", "ipc_collect"),
-    *("get_gencode_flags", "get_stream_from_external", "has_half", "has_magma", "MemPool", "use_mem_pool"),
+    *("change_current_allocator", "check_error", "cudart", "current_blas_handle", "ipc_collect"),
+    *("get_gencode_flags", "get_stream_from_external", "has_half", "has_magma", "use_mem_pool"),
     *("temperature", "power_draw", "clock_rate", "utilization", "memory_usage", "device_memory_used"),
     *("profiler", "sparse", "streams", "default_generators", "list_gpu_processes"),
     *("get_sync_debug_mode", "set_sync_debug_mode", "host_memory_stats_as_nested_dict"),
@@ -34,6 +32,15 @@ _OF_CUDA_ALONE = {
 def test_every_other_name_of_torch_cuda_is_there() -> None:
     names = {name for name in torch.cuda.__all__ if not name.endswith(("Storage", "Tensor"))}
     assert {name for name in names if not hasattr(emulated, name)} <= _OF_CUDA_ALONE
+
+
+def test_types_of_cuda_alone_can_be_named_and_not_made() -> None:
+    assert issubclass(type("Pool", (emulated.MemPool,), {}), emulated.MemPool)
+    assert emulated.CUDAGraph | None
+    assert not isinstance(torch.ones(1, device=DEVICE), emulated.CUDAGraph)
+    with pytest.raises(RuntimeError):
+        emulated.CUDAGraph()
+    assert issubclass(emulated.CudaError, RuntimeError)
 
 
 def test_the_modules_of_torch_cuda_have_counterparts() -> None:

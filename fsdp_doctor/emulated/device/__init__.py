@@ -38,11 +38,19 @@ pinned_memory_allocated = _C.pinned_bytes  # of tensors, in bytes
 late_completion = _C.is_late
 copies_in_flight = _C.copies_in_flight  # non-blocking copies of this process that have not happened yet
 
+# Annotations, base classes, isinstance checks and except clauses name these, also in modules that never make one. torch
+# has all of them without CUDA, and says that none can be made.
+_TYPES_OF_CUDA_ALONE = frozenset(
+    {"CUDAGraph", "CudaError", "DeferredCudaCallError", "ExternalStream", "GreenContext", "cudaStatus", "graph"}
+)
+
 
 def __getattr__(name: str) -> Any:
     # torch.utils.checkpoint reads this name, and keeps the device's random state only if it is true.
     if name == "_initialized":
         return is_initialized()
+    if name in _TYPES_OF_CUDA_ALONE:
+        return getattr(torch.cuda, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

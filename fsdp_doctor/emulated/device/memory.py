@@ -10,6 +10,7 @@ from fsdp_doctor.emulated.device.index import Device, find_index
 from fsdp_doctor.emulated.library import _C
 
 __all__ = [
+    *("CUDAPluggableAllocator", "MemPool"),
     *("empty_cache", "get_allocator_backend", "get_per_process_memory_fraction", "host_memory_stats"),
     *("max_memory_allocated", "max_memory_cached", "max_memory_reserved", "mem_get_info", "memory_allocated"),
     *("memory_cached", "memory_reserved", "memory_snapshot", "memory_stats", "memory_stats_as_nested_dict"),
@@ -18,6 +19,10 @@ __all__ = [
 ]
 
 _MIB = 2**20
+
+# Types of CUDA alone, which annotations and base classes name.
+CUDAPluggableAllocator = torch.cuda.CUDAPluggableAllocator
+MemPool = torch.cuda.MemPool
 
 empty_cache = _C.empty_cache
 
