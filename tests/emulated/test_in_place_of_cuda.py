@@ -13,7 +13,7 @@ import torch
 
 BACKEND = {"cuda": "nccl"}.get("cuda")
 
-def make():
+def make(graph: torch.cuda.CUDAGraph | None = None):  # as transformers names it
     return torch.ones(2, device=f"cuda:{torch.cuda.device_count() - 1}")
 """
 TESTS = """
