@@ -65,6 +65,7 @@ class BuiltFacts:
     is_tied: bool | None = None
     has_adapters: bool | None = None
     is_quantized: bool | None = None
+    is_in_float8: bool | None = None
     has_buffers: bool | None = None
     has_even_vocabulary: bool | None = None
     backends: Mapping[str, str] | None = None
@@ -130,6 +131,7 @@ def read_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> BuiltFacts
         is_tied=any(len(every) > 1 for every in contents.list_all_names()),
         has_adapters=any(".lora_" in name for name in names),
         is_quantized=any(hasattr(module, "quant_state") for module in model.modules()),
+        is_in_float8=any("Float8Linear" in type(module).__name__ for module in model.modules()),
         has_buffers=bool(contents.buffers),
         has_even_vocabulary=text.vocab_size % 2 == 0 if text is not None else None,
         # Of the default process group, by device type.
@@ -261,6 +263,7 @@ def derive_facts(scenario: Scenario, *, device: str, ranks: int) -> BuiltFacts:
         is_tied=scenario.model.is_tied if built_in else None,
         has_adapters=scenario.model.has_adapters if built_in else None,
         is_quantized=scenario.model.is_quantized if built_in else None,
+        is_in_float8=scenario.model is Model.QWEN3_FLOAT8 if built_in else None,
         has_buffers=scenario.model.has_buffers if built_in else None,
         has_even_vocabulary=scenario.dims.is_even if built_in else None,
         backends=_derive_backends(scenario, device),
@@ -270,7 +273,14 @@ def derive_facts(scenario: Scenario, *, device: str, ranks: int) -> BuiltFacts:
 
 def _derive_class(model: Model) -> str | None:
     match model:
-        case Model.QWEN3 | Model.QWEN3_TIED | Model.QWEN3_BUFFERS | Model.QWEN3_LORA | Model.QWEN3_QLORA:
+        case (
+            Model.QWEN3
+            | Model.QWEN3_TIED
+            | Model.QWEN3_BUFFERS
+            | Model.QWEN3_LORA
+            | Model.QWEN3_QLORA
+            | Model.QWEN3_FLOAT8
+        ):
             return "Qwen3ForCausalLM"
         case Model.QWEN2:
             return "Qwen2ForCausalLM"

@@ -116,6 +116,8 @@ def _build_new(name: Model, dims: Dims, custom: pathlib.Path | None, weights: We
     model = _check_module(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     if name.is_quantized:
         model = _quantize(model)
+    if name is Model.QWEN3_FLOAT8:
+        model = _convert_to_float8(model)
     if name.has_buffers:
         add_buffers(model, SEED[weights])
     if name.has_adapters:
@@ -141,6 +143,19 @@ def _quantize(model: Any) -> nn.Module:
     return _check_module(type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict(), **how))
 
 
+def _convert_to_float8(model: nn.Module) -> nn.Module:
+    """Makes a copy of each weight in float8 where it is gathered and multiplied, as torchtitan does.
+
+    The multiplication is emulated, which needs no particular GPU.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+    return _check_module(
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "lm_head")
+    )
+
+
 def check_directory(directory: pathlib.Path) -> None:
     """Raises UsageError if transformers cannot build the model that is in it."""
     try:
@@ -163,7 +178,7 @@ def _make_config(name: Model, dims: Dims) -> Any:
 
     sizes = _SMALL | {"vocab_size": _VOCABULARY[dims], "intermediate_size": _INTERMEDIATE[dims]}
     match name:
-        case Model.QWEN3 | Model.QWEN3_BUFFERS | Model.QWEN3_LORA | Model.QWEN3_QLORA:
+        case Model.QWEN3 | Model.QWEN3_BUFFERS | Model.QWEN3_LORA | Model.QWEN3_QLORA | Model.QWEN3_FLOAT8:
             return transformers.Qwen3Config(**sizes, head_dim=16)
         case Model.QWEN3_TIED:
             return transformers.Qwen3Config(**(sizes | {"tie_word_embeddings": True}), head_dim=16)
@@ -200,6 +215,8 @@ def explain_unsupported(name: Model, *, fused: bool = False) -> str:
 
     if name.has_adapters and importlib.util.find_spec("peft") is None:
         return "peft is not installed: install fsdp-doctor[lora]"
+    if name is Model.QWEN3_FLOAT8 and importlib.util.find_spec("torchao") is None:
+        return "a model in float8 needs torchao, which is not installed"
     for package in ("bitsandbytes", "accelerate") if name.is_quantized else ():
         if importlib.util.find_spec(package) is None:
             return f"a model in 4 bits needs {package}, which is not installed"

@@ -230,7 +230,14 @@ def _name_type(model: Model) -> str | None:
             return "qwen3_moe"
         case Model.QWEN3_5:
             return "qwen3_5"
-        case Model.QWEN3_TIED | Model.QWEN3_BUFFERS | Model.QWEN3_LORA | Model.QWEN3_QLORA | Model.CUSTOM:
+        case (
+            Model.QWEN3_TIED
+            | Model.QWEN3_BUFFERS
+            | Model.QWEN3_LORA
+            | Model.QWEN3_QLORA
+            | Model.QWEN3_FLOAT8
+            | Model.CUSTOM
+        ):
             return None
         case _:
             assert_never(model)

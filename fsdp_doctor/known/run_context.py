@@ -25,6 +25,7 @@ EVEN_DIMS: dict[Model, int] = {
     Model.QWEN3_5: 4,
     Model.QWEN3_LORA: 4,
     Model.QWEN3_QLORA: 4,
+    Model.QWEN3_FLOAT8: 16,
 }
 
 

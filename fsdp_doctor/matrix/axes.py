@@ -246,6 +246,7 @@ class Model(AxisValue):
     QWEN3_5 = "qwen3.5", "Qwen3.5 with linear and full attention"
     QWEN3_LORA = "qwen3-lora", "Qwen3 with a LoRA adapter (peft) on every linear layer, everything else frozen"
     QWEN3_QLORA = "qwen3-qlora", "the same over linear layers in 4 bits (bitsandbytes, NF4), stored as float32"
+    QWEN3_FLOAT8 = "qwen3-float8", "Qwen3 whose decoder layers are gathered and multiplied in float8 (torchao)"
     CUSTOM = "custom", "the configuration or checkpoint given with --model DIR"
 
     @property

@@ -155,6 +155,10 @@ class Scenario:
             return f"a model of your own says itself how it computes with experts that are divided as {self.sharding}"
         if self.sharding.divides_experts and not self.dims.is_even:
             return "an uneven model has an odd number of experts, which two groups of ranks cannot share evenly"
+        if self.model is Model.QWEN3_FLOAT8 and self.version == 1:
+            return "torchao gathers in float8 under FSDP2 alone"
+        if self.model is Model.QWEN3_FLOAT8 and not self.dims.is_even:
+            return "torchao multiplies in float8 where 16 divides the dimensions"
         if self.model.is_quantized and self.precision.casts:
             return "a cast to bfloat16 destroys 4-bit codes that are stored as float32"
         if self.model.is_quantized and (self.init.is_meta or self.checkpoint is not CheckpointFit.EXACT):

@@ -114,6 +114,8 @@ def _explain_too_large(case: Case, contract: Contract, kind: VerdictKind) -> str
             return "it needs peft"
         case Model.QWEN3_QLORA:
             return "it needs peft and bitsandbytes"
+        case Model.QWEN3_FLOAT8:
+            return "it needs torchao"
         case Model.QWEN3_5:
             return "it needs a model with linear attention"
         case Model.CUSTOM | Model.QWEN2 | Model.QWEN3 | Model.QWEN3_TIED | Model.QWEN3_BUFFERS:

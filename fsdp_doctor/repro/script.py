@@ -147,6 +147,8 @@ def _name_config(model: Model) -> str:
             raise ValueError("a model of the user's own has no script")
         case Model.QWEN3_QLORA:
             raise UsageError("there is no script of a model in 4 bits")
+        case Model.QWEN3_FLOAT8:
+            raise UsageError("there is no script of a model in float8")
         case _:
             assert_never(model)
 

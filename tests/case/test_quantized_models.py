@@ -1,4 +1,4 @@
-"""A model in 4 bits: torch's methods pass its codes as weights, and ours refuse them and yield the adapters."""
+"""Models in 4 bits, whose codes are no weights, and in float8, whose weights are in a subclass of tensors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import pathlib
 
 import pytest
 from program import probe
-
-pytest.importorskip("bitsandbytes")
 
 _SCENARIO = "{strategy}/none/unstaged/qwen3-qlora/fp32-compute"
 _METHODS = {
@@ -25,6 +23,7 @@ def test_codes_are_wrong_as_weights_and_refused_by_our_functions(
     device: str, strategy: str, tmp_path: pathlib.Path
 ) -> None:
     cases = [f"{_SCENARIO.format(strategy=strategy)}/{method}" for method in _METHODS]
+    pytest.importorskip("bitsandbytes")
     done = probe(tmp_path, "--fix", *(word for case in cases for word in ("--case", case)), device=device)
     assert done.report is not None, done.stderr
     found = {result.case.method: result for result in done.report.results if result.id in cases}
@@ -32,3 +31,20 @@ def test_codes_are_wrong_as_weights_and_refused_by_our_functions(
     # A refusal names the tensors, and every rank raises it.
     refused = [result for result in found.values() if result.verdict.kind == "refused"]
     assert all("base_layer.weight" in result.verdict.reason for result in refused)
+
+
+def test_weights_in_float8_are_right_by_our_functions_and_lost_by_async_save(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("torchao")
+    expected = {
+        "dcp": ("ok", ""),
+        "dcp.async_save": ("wrong", "async-save-of-a-tensor-subclass-is-not-written"),
+        "full_tensors": ("ok", ""),
+        "save_full_tensors": ("ok", ""),
+    }
+    cases = [f"fsdp2/policy/unstaged/qwen3-float8/{method}" for method in expected]
+    done = probe(tmp_path, "--fix", *(word for case in cases for word in ("--case", case)), device="emulated")
+    assert done.report is not None, done.stderr
+    found = {
+        result.case.method: (result.verdict.kind, result.known) for result in done.report.results if result.id in cases
+    }
+    assert found == expected

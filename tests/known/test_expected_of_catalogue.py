@@ -152,6 +152,8 @@ def test_nothing_that_offloading_causes_is_expected_on_the_cpu() -> None:
         "layered-summon-collects-nothing",
         "unshard-leaves-tensor-parallel-shards",
         "quantized-codes-as-weights",
+        "async-save-of-a-tensor-subclass-is-not-written",
+        "unshard-shows-float8",
     }
 
 
