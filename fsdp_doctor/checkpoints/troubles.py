@@ -155,6 +155,9 @@ class Trouble(Enum):
     LORA_START = Kind(
         "warning", "the adapter changes nothing", TroubleRemedy.LOOK, "an adapter is like this before the first step"
     )
+    FROZEN_BASE = Kind(
+        "warning", "peft needs the adapters alone", TroubleRemedy.LOOK, "a checkpoint may be meant to stand alone"
+    )
     LORA_PAIR = Kind("damage", "peft leaves the other half at its initial values", TroubleRemedy.SAVE_AGAIN)
     PREFIX = Kind(
         "damage", "from_pretrained finds none of these names and initializes the weights", TroubleRemedy.CONVERT

@@ -475,6 +475,20 @@ def test_one_file_of_several_is_judged_alone(originals: pathlib.Path) -> None:
         assert (found.answer, found.num_files) == ("sound", 1), found.to_text()
 
 
+@pytest.mark.parametrize(("rows", "answer"), [(1 << 17, {"frozen_base"}), (1 << 10, set())])
+def test_a_large_frozen_base_beside_its_adapters_is_a_warning(
+    tmp_path: pathlib.Path, rows: int, answer: set[str]
+) -> None:
+    base = torch.randn(rows, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    halves = {"A": torch.randn(4, 256), "B": torch.randn(rows, 4)}
+    prefix = "base_model.model.lm_head"
+    adapters = {f"{prefix}.lora_{half}.default.weight": value for half, value in halves.items()}
+    save_file({f"{prefix}.base_layer.weight": base, **adapters}, tmp_path / "model.safetensors")
+    found = verification.verify(tmp_path)
+    assert found.answer == "sound"
+    assert {finding.trouble for finding in found.findings} & {"frozen_base"} == answer
+
+
 def test_a_finding_names_the_file_the_tensor_the_rows_and_the_rank(
     originals: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:

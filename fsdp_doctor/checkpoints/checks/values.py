@@ -27,6 +27,7 @@ from fsdp_doctor.checkpoints.names import strip_wrappers
 from fsdp_doctor.checkpoints.record import Arrangement, SavedPiece, SavedTensor, State, parse_optimizer_slot
 from fsdp_doctor.checkpoints.spans import PAGE_BYTES, SpanScan
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
+from fsdp_doctor.text import format_bytes
 
 # A vocabulary is padded by less than this part of its rows.
 _MOST_PADDING = 1 / 8
@@ -41,6 +42,8 @@ _NORM = re.compile(r"(?:norm\d?|ln_\w+)\.weight$")
 # How many matrices say what is usual, and by which factor one is of another order.
 _FEWEST_LIKE, _OTHER_ORDER, _SAME_ORDER = 3, 500.0, 16.0
 _HUGE = 1e38
+# A base beside its adapters is worth a warning if it is as many times as large as they are, and takes as many bytes.
+_TIMES_THE_ADAPTERS, _LARGE_BASE = 10, 64 << 20
 _MASK = re.compile(r"mask|inv_freq")
 
 
@@ -450,6 +453,8 @@ def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
             what = f"lora_A has {by_half['A'].shape[0]} rows, but adapter_config.json says r = {config['r']}"
             yield Symptom(Trouble.SHAPE, what, file, module)
     yield from _find_missing_adapters(state, halves, config)
+    if halves:
+        yield from _find_frozen_base(state)
     matrices = [by_half["B"] for by_half in halves.values() if "B" in by_half]
     zero = [tensor for tensor in matrices if evidence.is_zero(tensor)]
     if zero and len(zero) < len(matrices):
@@ -461,6 +466,16 @@ def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
         trouble = Trouble.LORA_ZERO if isinstance(step, int) and step > 0 else Trouble.LORA_START
         after = f" after {step} steps" if trouble is Trouble.LORA_ZERO else ""
         yield Symptom(trouble, f"all {len(zero)} lora_B are zero{after}", zero[0].file)
+
+
+def _find_frozen_base(state: State) -> Iterator[Symptom]:
+    """Finds a base that is saved beside its adapters, and is many times as large."""
+    tensors = list(state.select("model"))
+    adapters = sum(tensor.numel * tensor.itemsize for tensor in tensors if LORA.match(tensor.parameter))
+    base = sum(tensor.numel * tensor.itemsize for tensor in tensors if not LORA.match(tensor.parameter))
+    if base >= max(_TIMES_THE_ADAPTERS * adapters, _LARGE_BASE):
+        what = f"the frozen base takes {format_bytes(base)}, the adapters {format_bytes(adapters)}"
+        yield Symptom(Trouble.FROZEN_BASE, what, tensors[0].file)
 
 
 def _find_missing_adapters(
