@@ -26,7 +26,10 @@ EXIT_CODES = (
 def fix(
     *,
     framework: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The job's framework.  [default: the one that is installed]")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="The job's framework. Can be repeated.  [default: the one that is installed]"
+        ),
     ] = None,
     only: Annotated[list[str] | None, typer.Option(metavar="ID", help="Apply this fix alone. Can be repeated.")] = None,
     verify: Annotated[
@@ -54,12 +57,12 @@ def fix(
     if diff:
         if len(words) > 1 or (words and framework):
             raise UsageError("--diff takes one framework, for example `fsdp-doctor fix verl --diff`")
-        functions = find_fixed_functions(words[0] if words else framework, only or [])
-        write(None, "".join(render_patch(function) for function in functions))
+        functions = find_fixed_functions(words or framework or [], only or [])
+        write(None, render_patch(functions))
         return
     if not words and not dry_run:
         raise UsageError("no job: write its command after --, for example `fsdp-doctor fix -- torchrun train.py`")
-    functions = find_fixed_functions(framework, only or [])
+    functions = find_fixed_functions(framework or [], only or [])
     if dry_run:
         write(None, "\n".join(_describe(function) for function in functions))
         return

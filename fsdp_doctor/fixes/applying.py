@@ -5,13 +5,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import FunctionType
-from typing import Any
+from types import FrameType, FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 from fsdp_doctor.errors import CannotRun
 from fsdp_doctor.fixes import entry
@@ -21,17 +22,24 @@ from fsdp_doctor.fixes.sources import FixedFunction, choose_fixes, find_function
 from fsdp_doctor.machine.versions import read_installed_versions
 
 
+class _Place(NamedTuple):
+    """owner: a class or a module. name: the function's in it."""
+
+    owner: type[Any] | ModuleType
+    name: str
+
+
 @dataclass(kw_only=True)
 class AppliedFix:
     """A fix in this process.
 
-    owner: the class in which the function was replaced; None if a patch of the framework decorates it. num_calls,
-    num_left: calls so far, and those that the original answered.
+    places: the class that has the function, or the modules that have it, each with the function's name there; none if
+    a patch of the framework decorates it. num_calls, num_left: calls so far, and those that the original answered.
     """
 
     fix: FrameworkFix
     version: str
-    owner: type[Any] | None
+    places: tuple[_Place, ...]
     original: FunctionType
     num_calls: int = field(default=0, init=False)
     num_left: int = field(default=0, init=False)
@@ -45,14 +53,15 @@ class AppliedFix:
 
     def report_overriding_classes(self) -> None:
         """Reports the classes made since that override the function, with which the replacement is not what runs."""
-        assert self.owner is not None
-        for subclass in _list_overriding_classes(self.owner, self.original.__name__):
-            write_event("overridden", fix=self.fix.id, by=f"{subclass.__module__}.{subclass.__qualname__}")
+        for owner, name in self.places:
+            for subclass in _list_overriding_classes(owner, name) if isinstance(owner, type) else ():
+                write_event("overridden", fix=self.fix.id, by=f"{subclass.__module__}.{subclass.__qualname__}")
 
     def revert(self) -> None:
-        """Puts the original back."""
-        assert self.owner is not None
-        setattr(self.owner, self.original.__name__, self.original)
+        """Puts the original back, also into the modules that have imported the replacement since."""
+        replacement = getattr(*self.places[0])
+        for owner, name in (*self.places, *_list_modules_with(replacement)):
+            setattr(owner, name, self.original)
         del _applied[self.fix.id]
 
 
@@ -74,10 +83,10 @@ def apply(framework: str) -> list[AppliedFix]:
 
 def apply_to_module(module: str, ids: Collection[str]) -> None:
     """Applies the fixes of the given ids whose function is in a module. Raises as :func:`apply`."""
-    frameworks = {fix.framework for fix in entry.FIXES if fix.id in ids and fix.target.partition(":")[0] == module}
+    frameworks = {fix.framework for fix in entry.FIXES if fix.id in ids and fix.module == module}
     for framework in sorted(frameworks):
         fixes = [fix for fix in choose_fixes(framework) if fix.id in ids]
-        _apply([fix for fix in fixes if fix.target.partition(":")[0] == module])
+        _apply([fix for fix in fixes if fix.module == module])
 
 
 @contextlib.contextmanager
@@ -99,7 +108,7 @@ def use_fix(id: str) -> Callable[[FunctionType], Callable[..., Any]]:
     def decorate(original: FunctionType) -> Callable[..., Any]:
         (fix,) = [fix for fix in choose_fixes(_find_framework(id)) if fix.id == id]
         version = read_installed_versions([fix.distribution])[fix.distribution]
-        applied = _applied[id] = AppliedFix(fix=fix, version=version, owner=None, original=original)
+        applied = _applied[id] = AppliedFix(fix=fix, version=version, places=(), original=original)
         return _wrap(applied)
 
     return decorate
@@ -125,11 +134,13 @@ def _find_framework(id: str) -> str:
 
 def _apply(fixes: Iterable[FrameworkFix]) -> None:
     functions = [find_function(fix) for fix in fixes if fix.id not in _applied]
-    places = [_find_original(function) for function in functions]
-    for function, (owner, original) in zip(functions, places, strict=True):
+    found = [_find_original(function) for function in functions]
+    for function, (original, places) in zip(functions, found, strict=True):
         fix = function.fix
-        applied = AppliedFix(fix=fix, version=function.version, owner=owner, original=original)
-        setattr(owner, original.__name__, _wrap(applied))
+        applied = AppliedFix(fix=fix, version=function.version, places=places, original=original)
+        replacement = _wrap(applied)
+        for owner, name in places:
+            setattr(owner, name, replacement)
         _applied[fix.id] = applied
         _say(fix, f"replaced {fix.target} of {fix.distribution} {function.version}")
         write_event("replaced", fix=fix.id)
@@ -137,12 +148,12 @@ def _apply(fixes: Iterable[FrameworkFix]) -> None:
             atexit.register(applied.report_overriding_classes)
 
 
-def _find_original(function: FixedFunction) -> tuple[type[Any], FunctionType]:
-    """Returns the class that has the function, and the function, if it is the one that was found in the file."""
+def _find_original(function: FixedFunction) -> tuple[FunctionType, tuple[_Place, ...]]:
+    """Returns the function, if it is the one that was found in the file, and where a replacement must be put."""
     fix = function.fix
-    module_name, _, path = fix.target.partition(":")
+    _, _, path = fix.target.partition(":")
     *classes, name = path.split(".")
-    owner: Any = importlib.import_module(module_name)
+    owner: Any = importlib.import_module(fix.module)
     for part in classes:
         owner = getattr(owner, part)
     original = vars(owner).get(name)
@@ -153,12 +164,38 @@ def _find_original(function: FixedFunction) -> tuple[type[Any], FunctionType]:
         raise CannotRun(
             f"fix {fix.id}: {fix.target} was already replaced, from {where}; remove one of the two replacements"
         )
+    if isinstance(owner, ModuleType):
+        places = _list_modules_with(original)
+        if holder := _find_other_holder(original, places):
+            raise CannotRun(
+                f"fix {fix.id}: {fix.target} was already handed on to {holder}, which a replacement does not reach; "
+                "apply the fix before that is made"
+            )
+        return original, places
     for subclass in _list_overriding_classes(owner, name):
         raise CannotRun(
             f"fix {fix.id}: {subclass.__module__}.{subclass.__qualname__} overrides {name}, so a replacement in "
             f"{owner.__qualname__} would not run; the fix does not know this class"
         )
-    return owner, original
+    return original, (_Place(owner, name),)
+
+
+def _list_modules_with(function: FunctionType) -> tuple[_Place, ...]:
+    """Lists the modules that define or have imported a function, under any name; the one that defines it first."""
+    modules = [module for module in sys.modules.values() if isinstance(module, ModuleType)]
+    modules.sort(key=lambda module: module.__name__ != function.__module__)
+    # A module can be there under two names.
+    places = (_Place(module, name) for module in modules for name, value in vars(module).items() if value is function)
+    return tuple({(id(place.owner), place.name): place for place in places}.values())
+
+
+def _find_other_holder(function: FunctionType, places: Iterable[_Place]) -> str:
+    """Describes an object beside those modules that refers to a function; empty if there is none."""
+    known = {id(vars(owner)) for owner, _ in places}
+    for holder in gc.get_referrers(function):
+        if id(holder) not in known and not isinstance(holder, FrameType):
+            return f"a {type(holder).__name__}, {repr(holder)[:80]}"
+    return ""
 
 
 def _list_overriding_classes(owner: type[Any], name: str) -> list[type[Any]]:

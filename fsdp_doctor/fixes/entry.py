@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
@@ -17,7 +18,8 @@ class FrameworkFix:
     ``module:qualified.name``. versions: as pip writes a range. sources: the releases that have each source of the
     original, by its sha256, of the lines from the first decorator to the end. mends: ids of the catalogue. cures: ids
     of cases that are ok with it, and are not without it in a release of the range. promises, leaves: what the
-    replacement does, and what it leaves to the original.
+    replacement does, and what it leaves to the original. on_every_rank: whether every rank of a job calls the function.
+    places: text of a traceback in which the failure shows; the function's name where there is none.
 
     The replacement is called with the original and then the original's arguments. It calls the original for what it
     leaves, through :func:`fsdp_doctor.fixes.applying.fall_back`.
@@ -34,8 +36,22 @@ class FrameworkFix:
     promises: str
     leaves: str
     replacement: str
+    on_every_rank: bool = True
+    places: tuple[str, ...] = ()
+
+    @property
+    def module(self) -> str:
+        """The module that defines the function."""
+        return self.target.partition(":")[0]
+
+    @property
+    def function(self) -> str:
+        """The function's own name, without the class's."""
+        return self.target.partition(":")[2].rpartition(".")[2]
 
 
+# Frameworks that others are built on.
+LIBRARIES = ("accelerate", "peft", "transformers")
 _VERL_LEAVES = (
     "the base under an adapter (base_sync_done=False), quantization-aware training, adapters of other kinds than LoRA"
 )
@@ -94,6 +110,24 @@ FIXES = (
         leaves="models that are not under FSDP, adapters of other kinds than LoRA",
         replacement="fsdp_doctor.fixes.on_trl:iterate_full_tensors",
     ),
+    FrameworkFix(
+        id="peft-fsdp1-adapter",
+        framework="peft",
+        distribution="peft",
+        target="peft.utils.save_and_load:get_peft_model_state_dict",
+        versions=">=0.21,<0.22",
+        sources={
+            "49ec9b2a2cecf5d83eba0f707381684853433c216cc134b7e64fb0c20fd4475f": "0.21.0",
+            "2679486415b7f4ef1677bf9be0a5e355468e2a848935edd9e17f998e772d413d": "0.21.1 and 0.21.2",
+        },
+        mends=("FD093",),
+        cures=("trainer:fsdp1/none/full/lora/save_model.adapter",),
+        promises="the adapter's tensors that the state dict has, under the names of a model that FSDP1 does not wrap; "
+        "of a state dict that is given nothing is gathered",
+        leaves="models that FSDP1 does not shard",
+        replacement="fsdp_doctor.fixes.on_peft:take_adapter_within_fsdp1",
+        on_every_rank=False,
+    ),
 )
 
 
@@ -107,22 +141,37 @@ def list_fixes(framework: str) -> list[FrameworkFix]:
 
 
 def find_fix_command(
-    mends: str, *, framework: str | None = None, version: str | None = None, function: str = ""
+    mends: str, *, framework: str | None = None, versions: Mapping[str, str] | None = None, function: str = ""
 ) -> str:
     """Writes the command that runs a job with the fix for a known failure, and for which releases; empty without one.
 
-    mends: the failure, as FD001. framework, version: of the job; None for one that is not known. function: text that
-    names the function in which it occurred, such as the frames of a traceback; empty where it is not known.
+    mends: the failure, as FD001. framework: the job's; None where it is not known. A framework without a fix of its own
+    may be built on a library that has one. versions: the known ones of distributions. function: text that names the
+    function in which it occurred, such as the frames of a traceback; empty where it is not known.
     """
     found = [
         fix
         for fix in FIXES
         if mends in fix.mends
-        and framework in (None, fix.framework)
-        and (version is None or SpecifierSet(fix.versions).contains(version, prereleases=True))
-        and (not function or fix.target.rpartition(".")[2] in function)
+        and (framework in (None, fix.framework) or fix.framework in LIBRARIES)
+        and _may_be_for(fix, (versions or {}).get(fix.distribution))
+        and (not function or any(place in function for place in fix.places or (fix.function,)))
     ]
-    if not found:
-        return ""
-    ranges = " or ".join(fix.versions for fix in found)
-    return f"fsdp-doctor fix --framework {found[0].framework} -- COMMAND ({found[0].distribution} {ranges})"
+    found = [fix for fix in found if fix.framework == framework] or found
+    of_frameworks = {fix.framework: [each for each in found if each.framework == fix.framework] for fix in found}
+    of_libraries = [fix for fix in found if fix.framework in LIBRARIES]
+    alone = [fixes for name, fixes in of_frameworks.items() if name not in LIBRARIES]
+    return ", or ".join(_write_command(fixes) for fixes in (*alone, of_libraries) if fixes)
+
+
+def _write_command(fixes: Iterable[FrameworkFix]) -> str:
+    ranges: dict[str, list[str]] = {}
+    for fix in fixes:
+        ranges.setdefault(fix.distribution, []).append(fix.versions)
+    options = " ".join(f"--framework {name}" for name in dict.fromkeys(fix.framework for fix in fixes))
+    releases = ", ".join(f"{name} {' or '.join(dict.fromkeys(of_one))}" for name, of_one in ranges.items())
+    return f"fsdp-doctor fix {options} -- COMMAND ({releases})"
+
+
+def _may_be_for(fix: FrameworkFix, version: str | None) -> bool:
+    return version is None or SpecifierSet(fix.versions).contains(version, prereleases=True)

@@ -16,7 +16,8 @@ from typing import Any
 
 from fsdp_doctor.errors import CannotRun, UsageError
 from fsdp_doctor.fixes import entry, job_hook
-from fsdp_doctor.fixes.sources import FixedFunction, choose_fixes, find_function
+from fsdp_doctor.fixes.entry import FrameworkFix
+from fsdp_doctor.fixes.sources import FixedFunction, choose_fixes, find_function, is_for
 from fsdp_doctor.machine.injection import INJECTED, make_variables
 from fsdp_doctor.machine.versions import read_installed_versions
 from fsdp_doctor.text import join_some
@@ -32,16 +33,17 @@ class FixReport:
     """Reports of the processes of a job about one fix.
 
     called, left: the number of calls of the replacement, and of those calls that the original answered. callers: ranks
-    that called it. missing: ranks of a caller's node that never called it. unheard: the other ranks of the widest
-    process group, which may be on another node. processes: the number of processes in which the function was replaced.
-    overridden: classes that define the function themselves. verified: for each rank that compared a sync, how many
-    tensors were sent, and the differences.
+    that called it. world: the size of the widest process group. missing: ranks of a caller's node that never called it,
+    and unheard: the other ranks, which may be on another node; none of a function that some ranks alone call.
+    processes: the number of processes in which the function was replaced. overridden: classes that define the function
+    themselves. verified: for each rank that compared a sync, how many tensors were sent, and the differences.
     """
 
     id: str
     called: int
     left: int
     callers: tuple[int, ...]
+    world: int
     missing: tuple[int, ...]
     unheard: tuple[int, ...]
     processes: int
@@ -62,9 +64,8 @@ class FixReport:
             by = f": {join_some(self.overridden)} overrides the function" if self.overridden else ""
             yield f"fix {self.id} was in {self.processes} processes, but was never called{by}"
             return
-        world = len(self.callers) + len(self.missing) + len(self.unheard)
         left = f", {self.left} of them left to the original" if self.left else ""
-        yield f"fix {self.id}: replaced on {len(self.callers)} of {world} ranks, called {self.called} times{left}"
+        yield f"fix {self.id}: replaced on {len(self.callers)} of {self.world} ranks, called {self.called} times{left}"
         if self.missing:
             ranks = join_some([str(rank) for rank in self.missing])
             yield f"fix {self.id} did not reach rank {ranks}: PYTHONPATH must reach every rank"
@@ -103,32 +104,51 @@ class FixedJobRun:
         return int(any(report.missing or any(d for _, d in report.verified.values()) for report in self.reports))
 
 
-def find_fixed_functions(framework: str | None, ids: Sequence[str]) -> list[FixedFunction]:
-    """Finds the functions that the job's framework has and that would be replaced, all of them or those of the ids.
+def find_fixed_functions(frameworks: Sequence[str], ids: Sequence[str]) -> list[FixedFunction]:
+    """Finds the functions that would be replaced: all of the frameworks, or those of the ids.
 
-    framework: None for the one that is installed. Raises UsageError for a framework or an id that is not known, and
-    where several are installed; CannotRun if no framework is installed, or if a function is refused
-    (:func:`find_function`).
+    frameworks: none for those of the ids; without ids for those that are installed: the one that trains, otherwise
+    the libraries (``entry.LIBRARIES``) whose release has fixes. Raises UsageError for a framework or an id that is not
+    known, and where several are installed that train; CannotRun if no framework is installed, or if a function is
+    refused (:func:`find_function`).
     """
-    if framework is None:
-        distributions = {fix.framework: fix.distribution for fix in entry.FIXES}
-        installed = read_installed_versions(distributions.values())
-        present = [framework for framework, distribution in distributions.items() if distribution in installed]
-        if not present:
-            raise CannotRun(
-                f"none of the frameworks that have fixes is installed here ({', '.join(distributions)}): run this with "
-                "the Python of the job"
-            )
-        if len(present) > 1:
-            raise UsageError(
-                f"{' and '.join(present)} are installed, and have fixes: name the job's framework with --framework"
-            )
-        framework = present[0]
-    fixes = choose_fixes(framework)
+    known = {fix.id: fix.framework for fix in entry.FIXES if not frameworks or fix.framework in frameworks}
+    for name in frameworks:
+        entry.list_fixes(name)
     for id in ids:
-        if id not in {fix.id for fix in fixes}:
-            raise UsageError(f"--only {id}: {framework} has {', '.join(fix.id for fix in fixes)}")
-    return [find_function(fix) for fix in fixes if not ids or fix.id in ids]
+        if id not in known:
+            whose = " and ".join(frameworks) or "the table of fixes"
+            raise UsageError(f"--only {id}: {whose} has {', '.join(known)}")
+    chosen = frameworks or [known[id] for id in ids]
+    of_chosen = [fix for name in dict.fromkeys(chosen) for fix in choose_fixes(name)]
+    fixes = of_chosen if chosen else _choose_installed()
+    functions = [find_function(fix) for fix in fixes if not ids or fix.id in ids]
+    if missing := [id for id in ids if id not in {function.fix.id for function in functions}]:
+        raise CannotRun(f"--only {missing[0]}: this fix is not for the installed release")
+    return functions
+
+
+def _choose_installed() -> list[FrameworkFix]:
+    """Chooses the fixes for the frameworks that are installed."""
+    distributions = {fix.framework: fix.distribution for fix in entry.FIXES}
+    installed = read_installed_versions(distributions.values())
+    present = [framework for framework, distribution in distributions.items() if distribution in installed]
+    training = [framework for framework in present if framework not in entry.LIBRARIES]
+    if not present:
+        raise CannotRun(
+            f"none of the frameworks that have fixes is installed here ({', '.join(distributions)}): run this with "
+            "the Python of the job"
+        )
+    if len(training) > 1:
+        raise UsageError(
+            f"{' and '.join(training)} are installed, and have fixes: name the job's framework with --framework"
+        )
+    if training or len(present) == 1:
+        return choose_fixes((training or present)[0])
+    fixes = [fix for fix in entry.FIXES if fix.framework in present and is_for(fix, installed[fix.distribution])]
+    if not fixes:
+        raise CannotRun(f"no fix is for the installed releases of {' and '.join(present)}")
+    return fixes
 
 
 def run_with_fixes(command: Sequence[str], functions: Sequence[FixedFunction], *, verify: bool) -> FixedJobRun:
@@ -137,8 +157,9 @@ def run_with_fixes(command: Sequence[str], functions: Sequence[FixedFunction], *
     Raises UsageError for a command that cannot be started, or whose Python would not execute the fixes.
     """
     _refuse_isolated(command)
-    ids = [function.fix.id for function in functions]
-    modules = {function.fix.target.partition(":")[0]: _HOOK for function in functions}
+    fixes = [function.fix for function in functions]
+    ids = [fix.id for fix in fixes]
+    modules = {function.fix.module: _HOOK for function in functions}
     with tempfile.TemporaryDirectory(prefix="fsdp-doctor-fix-") as directory:
         options = {"events": directory, "ids": ids, "verify": verify, "injected": str(INJECTED)}
         variables = {**make_variables({**modules, "ray": _HOOK}), "FSDP_DOCTOR_FIX": json.dumps(options)}
@@ -150,7 +171,7 @@ def run_with_fixes(command: Sequence[str], functions: Sequence[FixedFunction], *
     return FixedJobRun(
         # As a shell has it.
         job_code=128 - code if code < 0 else code,
-        reports=tuple(_summarize(id, [event for event in events if event.get("fix") == id]) for id in ids),
+        reports=tuple(_summarize(fix, [event for event in events if event.get("fix") == fix.id]) for fix in fixes),
         refusals=tuple(refusals),
     )
 
@@ -186,7 +207,7 @@ def _refuse_isolated(command: Sequence[str]) -> None:
             raise UsageError(f"{command[0]} {word} does not execute the fixes: leave out this option")
 
 
-def _summarize(id: str, events: Iterable[Mapping[str, Any]]) -> FixReport:
+def _summarize(fix: FrameworkFix, events: Iterable[Mapping[str, Any]]) -> FixReport:
     by_kind: dict[str, list[Mapping[str, Any]]] = {}
     for event in events:
         by_kind.setdefault(event["kind"], []).append(event)
@@ -200,12 +221,13 @@ def _summarize(id: str, events: Iterable[Mapping[str, Any]]) -> FixReport:
         for rank in range(event["first_of_node"], event["first_of_node"] + event["ranks_of_node"])
     }
     return FixReport(
-        id=id,
+        id=fix.id,
         called=len(calls),
         left=len(by_kind.get("left", [])),
         callers=tuple(sorted(callers)),
-        missing=tuple(sorted(of_nodes - callers)),
-        unheard=tuple(rank for rank in range(world) if rank not in callers | of_nodes),
+        world=world,
+        missing=tuple(sorted(of_nodes - callers)) if fix.on_every_rank else (),
+        unheard=tuple(rank for rank in range(world) if fix.on_every_rank and rank not in callers | of_nodes),
         processes=len({event["process"] for event in by_kind.get("replaced", [])}),
         overridden=tuple(dict.fromkeys(event["by"] for event in by_kind.get("overridden", []))),
         verified={

@@ -37,11 +37,16 @@ def choose_fixes(framework: str) -> list[FrameworkFix]:
     """
     fixes = list_fixes(framework)
     version = _read_version(fixes[0])
-    chosen = [fix for fix in fixes if SpecifierSet(fix.versions).contains(version, prereleases=True)]
+    chosen = [fix for fix in fixes if is_for(fix, version)]
     if not chosen:
         ranges = " or ".join(sorted({fix.versions for fix in fixes}))
         raise CannotRun(f"no fix is for {fixes[0].distribution} {version}; the fixes are for {ranges}")
     return chosen
+
+
+def is_for(fix: FrameworkFix, version: str) -> bool:
+    """Returns whether a release is in a fix's range; its source may still be another."""
+    return SpecifierSet(fix.versions).contains(version, prereleases=True)
 
 
 def find_function(fix: FrameworkFix) -> FixedFunction:

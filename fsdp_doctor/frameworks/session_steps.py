@@ -144,6 +144,23 @@ class SessionSteps(CaseSteps[FrameworkSession]):
             built = f"{describe_version(scenario.framework)} built something else than {scenario.configuration}"
             raise Unsupported(f"{built}: {'; '.join(mismatches)}")
 
+    @contextlib.contextmanager
+    def apply_fix(self) -> Iterator[None]:
+        """Replaces the framework's function meanwhile, in a case that asks for it."""
+        if not self.case.is_fixed:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            try:
+                applied = stack.enter_context(hold_fix(self.case.definition.fix))
+            except CannotRun as reason:
+                raise Unsupported(str(reason)) from None
+            yield
+            is_left_out = applied.fix.on_every_rank and not applied.num_calls
+            if is_left_out or applied.num_left:
+                whose = f"{self.case.scenario.framework}'s own function"
+                raise Unsupported(f"fix {applied.fix.id} left the call to {whose}")
+
     def call_method(self, trainer: FrameworkSession) -> Any:
         """Calls nothing: of most kinds the framework's own build, save or load is the method."""
 
@@ -278,24 +295,8 @@ class SessionExtractionSteps(SessionSteps):
             shard_group_of_one=here.world_size == 1,
             merged_weights=compute_merged_weights(trainer.model, truth.full),
         )
-        with self._apply_fix():
+        with self.apply_fix():
             self._check.run(call, expected, live_tensors=_list_tensor_ids(trainer), owned=owned)
-
-    @contextlib.contextmanager
-    def _apply_fix(self) -> Iterator[None]:
-        """Replaces the framework's function meanwhile, in a case that asks for it."""
-        if not self.case.is_fixed:
-            yield
-            return
-        with contextlib.ExitStack() as stack:
-            try:
-                applied = stack.enter_context(hold_fix(self.case.definition.fix))
-            except CannotRun as reason:
-                raise Unsupported(str(reason)) from None
-            yield
-            if not applied.num_calls or applied.num_left:
-                whose = f"{self.case.scenario.framework}'s own function"
-                raise Unsupported(f"fix {applied.fix.id} left the call to {whose}")
 
     def resume(self, trainer: FrameworkSession) -> None:
         trainer.onload()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import importlib
 import pathlib
@@ -38,6 +40,22 @@ _FIX = FrameworkFix(
 def send_twice(original: Any, sender: Any, weights: int, quantized: bool = False) -> Any:
     if quantized:
         return applying.fall_back("quantized weights", original, sender, weights, quantized=quantized)
+    return 2 * weights
+
+
+_FUNCTION_SOURCE = """def send(weights, quantized=False):
+    return [weights, quantized]
+"""
+_FIX_OF_FUNCTION = dataclasses.replace(
+    _FIX,
+    id="toy-function",
+    target="toyframework:send",
+    sources={hashlib.sha256(_FUNCTION_SOURCE.encode()).hexdigest(): "1.0"},
+    replacement=f"{__name__}:send_twice_alone",
+)
+
+
+def send_twice_alone(original: Any, weights: int, quantized: bool = False) -> Any:
     return 2 * weights
 
 
@@ -103,6 +121,43 @@ def test_applying_twice_replaces_once(toy: Toy) -> None:
     replaced = toy.load().Sender.send
     assert apply("toyframework") == first
     assert toy.load().Sender.send is replaced
+
+
+@pytest.fixture
+def user(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A module that imports the framework's function by name, under a name of its own."""
+    monkeypatch.setattr(entry, "FIXES", (_FIX_OF_FUNCTION,))
+    toy.install(_FUNCTION_SOURCE)
+    user = sys.modules["toyuser"] = ModuleType("toyuser")
+    user.give = toy.load().send  # type: ignore[attr-defined]
+    yield user
+    del sys.modules["toyuser"]
+
+
+def test_a_function_is_replaced_in_modules_that_have_imported_it(toy: Toy, user: Any) -> None:
+    (applied,) = apply("toyframework")
+    assert (toy.load().send(1), user.give(2)) == (2, 4)
+    assert applied.num_calls == 2
+
+
+def test_a_function_that_is_put_back_is_so_in_every_module(toy: Toy, user: Any) -> None:
+    original = user.give
+    with applying.hold_fix("toy-function"):
+        user.later = toy.load().send
+        assert user.later(1) == 2
+    assert (toy.load().send, user.give, user.later) == (original,) * 3
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [lambda send: [send], lambda send: functools.partial(send, 1), lambda send: type("Mine", (), {"send": send})],
+    ids=["list", "partial", "class"],
+)
+def test_a_function_that_another_object_holds_is_refused(user: Any, hold: Any) -> None:
+    user.holder = hold(user.give)
+    with pytest.raises(CannotRun, match="already handed on"):
+        apply("toyframework")
+    assert applying._applied == {}
 
 
 def _changes_source(toy: Toy) -> str:

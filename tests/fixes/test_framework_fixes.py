@@ -1,4 +1,4 @@
-"""Tests what a framework's sender gives in its own engine, with the fix and without, on the installed release."""
+"""Tests what a framework's function gives in its own engine, with the fix and without, on the installed release."""
 
 from __future__ import annotations
 
@@ -10,30 +10,36 @@ from packaging.specifiers import SpecifierSet
 from program import start_probe
 from support.emulation import needs_emulation
 
-from fsdp_doctor.fixes import list_fixes
+from fsdp_doctor.fixes import entry
 from fsdp_doctor.machine.versions import read_installed_versions
 
-# By framework, cases that are ok without the fix, too.
+# By the name of a fix, cases that are ok without it, too.
 _ALSO = {
-    "verl": ("verl:fsdp2/param+optimizer/get_per_tensor_param", "verl:fsdp/none/get_per_tensor_param"),
-    "trl": ("trl:fsdp2/cpu_offload/tied/sync_weights.server", "trl:fsdp1-orig/none/uneven/sync_weights.colocate"),
+    "verl-sender": ("verl:fsdp2/param+optimizer/get_per_tensor_param", "verl:fsdp/none/get_per_tensor_param"),
+    "trl-sender": (
+        "trl:fsdp2/cpu_offload/tied/sync_weights.server",
+        "trl:fsdp1-orig/none/uneven/sync_weights.colocate",
+    ),
+    "peft-fsdp1-adapter": (),
 }
 
 
-@pytest.mark.parametrize("framework", _ALSO)
-def test_the_cured_cases_are_ok_with_the_fix_alone(framework: str, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("id", _ALSO)
+def test_the_cured_cases_are_ok_with_the_fix_alone(id: str, tmp_path: pathlib.Path) -> None:
+    fixes = [fix for fix in entry.FIXES if fix.id == id]
+    framework = fixes[0].distribution
     version = read_installed_versions([framework]).get(framework)
     if version is None:
         pytest.skip(f"{framework} is not installed: docs/frameworks.md says how")
     needs_emulation()
-    (fix,) = [fix for fix in list_fixes(framework) if SpecifierSet(fix.versions).contains(version)]
-    cases = (*fix.cures, *_ALSO[framework])
+    (fix,) = [fix for fix in fixes if SpecifierSet(fix.versions).contains(version)]
+    cases = (*fix.cures, *_ALSO[id])
     report = tmp_path / "report.json"
     # The framework may be in a folder of PYTHONPATH.
     env = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     words = [word for case in cases for word in ("--case", case)]
     done = start_probe(report, "--fix", *words, device="emulated", env=env).wait(report)
     assert {case: done.kind(f"{case}+fix") for case in cases} == dict.fromkeys(cases, "ok"), done
-    ok = dict.fromkeys(_ALSO[framework], "ok")
+    ok = dict.fromkeys(_ALSO[id], "ok")
     assert {case: done.kind(case) for case in ok} == ok, done
     assert {done.kind(case) for case in fix.cures} - {"ok"}, done
