@@ -10,6 +10,7 @@ sending     what the replacements of senders share
 on_verl     the replacements for verl
 on_trl      that for TRL
 on_peft     that for peft
+on_accelerate  those for accelerate
 
 Nothing is replaced by default, and nothing is written: a fix lasts as long as the process. The replacements alone
 import torch.

@@ -93,7 +93,10 @@ def apply_to_module(module: str, ids: Collection[str]) -> None:
 def hold_fix(id: str) -> Iterator[AppliedFix]:
     """Applies a fix until the block ends, or the process if it was applied before. Raises as :func:`apply`."""
     was_applied = id in _applied
-    _apply([fix for fix in choose_fixes(_find_framework(id)) if fix.id == id])
+    fixes = [fix for fix in choose_fixes(_find_framework(id)) if fix.id == id]
+    if not fixes:
+        raise CannotRun(f"fix {id} is not for the installed release of {_find_framework(id)}")
+    _apply(fixes)
     applied = _applied[id]
     try:
         yield applied

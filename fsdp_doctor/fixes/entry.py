@@ -128,6 +128,43 @@ FIXES = (
         replacement="fsdp_doctor.fixes.on_peft:take_adapter_within_fsdp1",
         on_every_rank=False,
     ),
+    FrameworkFix(
+        id="accelerate-full-load",
+        framework="accelerate",
+        distribution="accelerate",
+        target="accelerate.utils.fsdp_utils:_set_model_state_dict",
+        versions=">=1.13,<1.16",
+        sources={
+            "9fa75ec642cee4beee2fc81b33e491a532ca6e1c532152fe18b3a9fcea4a2f30": "1.13.0 and 1.14.0",
+            "75577429ea9081d8b5b13b7cd727ac874768b09259e3fe28c799805c2e35e1f0": "1.15.0",
+        },
+        mends=("FD009", "FD200"),
+        cures=("accelerate:fsdp2/offload/full/buffers/load_state",),
+        promises="under FULL_STATE_DICT: of FSDP2 the whole model, each tensor on its own device, in its own dtype; of "
+        "FSDP1 the adapter alone under peft's names, on every rank, and an error where the file has none of it",
+        leaves="SHARDED_STATE_DICT, the whole model under FSDP1, an adapter alone under FSDP2",
+        replacement="fsdp_doctor.fixes.on_accelerate:load_full_state",
+    ),
+    FrameworkFix(
+        id="accelerate-fsdp1-optimizer",
+        framework="accelerate",
+        distribution="accelerate",
+        target="accelerate.utils.fsdp_utils:load_fsdp_optimizer",
+        versions=">=1.13,<1.16",
+        sources={
+            "cccfdd7961f2d2d7fb4d99fb09b13ed1c6938774001b854fd85d69fbc735fd45": "1.13.0 and 1.14.0",
+            "686245893cc02f59bc471d8993c3352697dafc7f3e96c5aa6df9951b7cb7a202": "1.15.0",
+        },
+        mends=("FD197",),
+        cures=(
+            "accelerate:fsdp1/none/sharded/load_state.fresh",
+            "accelerate:fsdp1-orig/offload/sharded/load_state.fresh",
+        ),
+        promises="the checkpoint's state in an optimizer that has none: empty state in the checkpoint's dtypes first, "
+        "without a step, which the original then fills",
+        leaves="FSDP2, FULL_STATE_DICT, use_dcp=False",
+        replacement="fsdp_doctor.fixes.on_accelerate:load_sharded_optimizer",
+    ),
 )
 
 

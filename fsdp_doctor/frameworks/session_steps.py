@@ -10,7 +10,7 @@ import contextlib
 import copy
 import itertools
 import pathlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,7 +33,7 @@ from fsdp_doctor.case.reference import Reference
 from fsdp_doctor.case.trainer import Unsupported
 from fsdp_doctor.case.training_state import StepOutcome, digest_outcome, find_differences, use_deterministic_algorithms
 from fsdp_doctor.errors import CannotRun
-from fsdp_doctor.fixes.applying import hold_fix
+from fsdp_doctor.fixes.applying import AppliedFix, hold_fix
 from fsdp_doctor.frameworks.adapter import STEPS_BEFORE, FrameworkSession, NotInStandInError, PlainModel, SavedFiles
 from fsdp_doctor.frameworks.built_session import find_mismatches
 from fsdp_doctor.frameworks.framework_worker import FrameworkWorker, describe_version, find_adapter
@@ -67,6 +67,8 @@ class SessionSteps(CaseSteps[FrameworkSession]):
     takes_kept: ClassVar[bool] = True
     # Steps of :meth:`look_ahead`.
     steps_ahead: ClassVar[int] = 0
+    # Whether the function that a fix replaces runs when the session is built or begins to train.
+    begins_with_fix: ClassVar[bool] = False
     # The checkpoint's directory, of a session that begins with a load.
     resumes_from: pathlib.Path | None = None
 
@@ -79,6 +81,9 @@ class SessionSteps(CaseSteps[FrameworkSession]):
         self._worker = worker
         if kept is not None:
             self.steps_before = 0
+        # Never closed: the process ends with the case.
+        self._lasting = contextlib.ExitStack()
+        self._fixes_of_session: list[AppliedFix] = []
 
     def build(self) -> FrameworkSession:
         self.recorder.enter("build")
@@ -93,6 +98,8 @@ class SessionSteps(CaseSteps[FrameworkSession]):
             workspace=self.directory / f"workspace-{self.weights}",
         )
         plain.workspace.mkdir(parents=True, exist_ok=True)
+        if self.begins_with_fix:
+            self._fixes_of_session = self._enter_fixes(self._lasting)
         session = find_adapter(scenario.framework).build(scenario.values, plain)
         if not dist.is_initialized():
             made = f"{describe_version(scenario.framework)} made no process group"
@@ -147,26 +154,38 @@ class SessionSteps(CaseSteps[FrameworkSession]):
     @contextlib.contextmanager
     def apply_fix(self) -> Iterator[None]:
         """Replaces the framework's function meanwhile, in a case that asks for it."""
-        if not self.case.is_fixed:
-            yield
-            return
         with contextlib.ExitStack() as stack:
-            try:
-                applied = stack.enter_context(hold_fix(self.case.definition.fix))
-            except CannotRun as reason:
-                raise Unsupported(str(reason)) from None
+            applied = self._enter_fixes(stack)
             yield
-            is_left_out = applied.fix.on_every_rank and not applied.num_calls
-            if is_left_out or applied.num_left:
-                whose = f"{self.case.scenario.framework}'s own function"
-                raise Unsupported(f"fix {applied.fix.id} left the call to {whose}")
+            self._check_fixes(applied)
+
+    def _enter_fixes(self, stack: contextlib.ExitStack) -> list[AppliedFix]:
+        """Replaces the framework's functions until the stack is closed; none in a case that does not ask for it."""
+        applied: list[AppliedFix] = []
+        refused: list[CannotRun] = []
+        for id in self.case.definition.fix.split() if self.case.is_fixed else ():
+            try:
+                applied.append(stack.enter_context(hold_fix(id)))
+            except CannotRun as reason:
+                refused.append(reason)
+        if refused and not applied:
+            raise Unsupported(str(refused[0])) from None
+        return applied
+
+    def _check_fixes(self, applied: Sequence[AppliedFix]) -> None:
+        """Raises Unsupported where the framework's own functions ran in place of all replacements."""
+        if applied and not any(each.num_calls and not each.num_left for each in applied if each.fix.on_every_rank):
+            if not all(each.fix.on_every_rank for each in applied):
+                return
+            ids = " and ".join(each.fix.id for each in applied)
+            raise Unsupported(f"fix {ids} left the call to {self.case.scenario.framework}'s own function")
 
     def call_method(self, trainer: FrameworkSession) -> Any:
         """Calls nothing: of most kinds the framework's own build, save or load is the method."""
 
     def is_reusable(self, trainer: FrameworkSession) -> bool:
         record = self.recorder.record
-        return record.healthy and not record.problems and trainer.goes_on
+        return not self._fixes_of_session and record.healthy and not record.problems and trainer.goes_on
 
     def explain_retirement(self) -> str:
         return "a framework's session, of which a process has one"
@@ -216,6 +235,7 @@ class PreparationSteps(SessionSteps):
     """Wraps and trains one step, which is a part of building: a step that fails is a crash of it."""
 
     takes_kept = False
+    begins_with_fix = True
     step_stage: ClassVar[Stage] = "build"
 
     def take_reference(self, trainer: FrameworkSession) -> None:
@@ -224,6 +244,7 @@ class PreparationSteps(SessionSteps):
 
     def run_method(self, trainer: FrameworkSession, call: Callable[[], Any], owned: bool) -> None:
         """Checks that the wrapped model has the plain model's names and weights, where they were asked for."""
+        self._check_fixes(self._fixes_of_session)
         self.recorder.enter("verify")
         plain = trainer.plain.build_module().state_dict()
         pieces, findings = _compare_pieces(trainer, plain, "the plain model", "the plain model's")
@@ -377,7 +398,8 @@ class RollbackSteps(_LoadSteps):
 
     def run_method(self, trainer: FrameworkSession, call: Callable[[], Any], owned: bool) -> None:
         self.recorder.enter("load")
-        trainer.load(self.directory / "saved")
+        with self.apply_fix():
+            trainer.load(self.directory / "saved")
         trainer.num_steps = self._saved_at
         self._check_loaded(trainer)
 
@@ -387,6 +409,7 @@ class ResumeSteps(_LoadSteps):
 
     weights = "other"
     takes_kept = False
+    begins_with_fix = True
 
     def __init__(
         self, case: FrameworkCase, worker: FrameworkWorker, recorder: Recorder, kept: runtime.Runtime | None
@@ -404,6 +427,7 @@ class ResumeSteps(_LoadSteps):
 
     def run_method(self, trainer: FrameworkSession, call: Callable[[], Any], owned: bool) -> None:
         """Checks the state that the framework has loaded before it called back."""
+        self._check_fixes(self._fixes_of_session)
         self._check_loaded(trainer)
 
 
@@ -411,6 +435,7 @@ class SavingSteps(_LoadSteps):
     """The first half of a resume, in processes of its own: saves, and writes down the outcomes of the next steps."""
 
     takes_kept = False
+    begins_with_fix = True
     agrees_on_reference = True
     steps_before = STEPS_BEFORE
     steps_ahead = _STEPS_AFTER

@@ -6,37 +6,52 @@ tests/examples/test_finding_scripts.py runs the same scripts without the fix, an
 from __future__ import annotations
 
 import os
+import pathlib
 import sys
 
 import pytest
 from packaging.specifiers import SpecifierSet
-from program import run
+from program import doctor
 from support.emulation import needs_emulation
 from support.places import ROOT
+from support.shims import prepare_for
 
 from fsdp_doctor.fixes import entry
 from fsdp_doctor.machine.versions import read_installed_versions
 
-# By the name of a fix, the script of a finding that it mends, and the packages that must find the emulated device.
-_SCRIPTS = {
-    "peft-fsdp1-adapter": ("peft_adapter_of_fsdp1_is_empty", "accelerate,peft"),
-}
+# The name of a fix, the script of a finding that it mends, and the adapter whose shims the script needs without a GPU.
+_SCRIPTS = (
+    ("peft-fsdp1-adapter", "peft_adapter_of_fsdp1_is_empty", "accelerate"),
+    ("accelerate-full-load", "accelerate_fsdp2_buffer_breaks_full_load_state", "accelerate"),
+    ("accelerate-full-load", "accelerate_fsdp1_adapter_is_not_loaded", "accelerate"),
+    ("accelerate-fsdp1-optimizer", "accelerate_fsdp1_sharded_resume_loses_optimizer", "accelerate"),
+)
+_PROGRAM = """
+import runpy, tempfile
+import fsdp_doctor.emulated
+from fsdp_doctor.emulated.library import _C
+_C.set_device_count(2)
+tempfile.tempdir = {directory!r}
+{before}
+runpy.run_path({script!r}, run_name="__main__")
+"""
 
 
-@pytest.mark.parametrize("id", _SCRIPTS)
-def test_a_script_run_with_the_fix_does_not_show_its_finding(id: str) -> None:
+@pytest.mark.parametrize(("id", "name", "adapter"), _SCRIPTS, ids=[name for _, name, _ in _SCRIPTS])
+def test_a_script_run_with_the_fix_does_not_show_its_finding(
+    id: str, name: str, adapter: str, tmp_path: pathlib.Path
+) -> None:
     needs_emulation()
     fixes = [fix for fix in entry.FIXES if fix.id == id]
     version = read_installed_versions([fixes[0].distribution]).get(fixes[0].distribution)
     if version is None or not any(SpecifierSet(fix.versions).contains(version) for fix in fixes):
         pytest.skip(f"{fixes[0].distribution} {version} is not a release of the fix")
-    name, packages = _SCRIPTS[id]
-    script = ROOT / "examples" / "findings" / f"{name}.py"
-    emulated = ("-m", "fsdp_doctor.emulated.in_place_of_cuda", "--in", f"{packages},{script}", "--devices", "2")
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
-    job = (sys.executable, "-m", "fsdp_doctor", "fix", f"--only={id}", "--", *torchrun)
+    script = str(ROOT / "examples" / "findings" / f"{name}.py")
+    program = tmp_path / "program.py"
+    program.write_text(_PROGRAM.format(directory=str(tmp_path), before=prepare_for(adapter), script=script))
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program))
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = run(sys.executable, *emulated, *job, env={"PYTHONPATH": path})
+    done = doctor("fix", f"--only={id}", "--", *torchrun, env={"PYTHONPATH": path}, cwd=tmp_path)
     assert (done.code, done.left) == (0, []), done
     assert done.stdout.splitlines().count("not shown") == 2, done
     assert "shown" not in done.stdout.splitlines(), done

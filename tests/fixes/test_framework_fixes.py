@@ -21,6 +21,8 @@ _ALSO = {
         "trl:fsdp1-orig/none/uneven/sync_weights.colocate",
     ),
     "peft-fsdp1-adapter": (),
+    "accelerate-full-load": ("accelerate:fsdp2/none/full/tied/load_state",),
+    "accelerate-fsdp1-optimizer": (),
 }
 
 

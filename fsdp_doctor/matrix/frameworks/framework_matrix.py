@@ -40,7 +40,7 @@ class FrameworkMethod(Method):
         ``contract`` says. ``rollback``: it saves, trains on, and loads into the same session. ``resume``: it saves,
         and another process with other weights loads. After both loads the weights, every value of the optimizer and
         the next two steps must be those of the run that was not interrupted.
-    fix: the id of the fix (``fixes``) that replaces a function of the method; empty without one.
+    fix: the ids of the fixes (``fixes``) that replace functions of the method, with spaces; empty without one.
     """
 
     kind: FrameworkMethodKind

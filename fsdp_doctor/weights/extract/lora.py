@@ -99,7 +99,7 @@ def select(layers: Layers, sources: Sequence[Source], lora: Lora) -> tuple[list[
         case "base":
             return _rename(sources, _make_base_names(layers)), {}
         case "adapter":
-            return _rename(sources, _make_adapter_names(layers)), {}
+            return _rename(sources, make_adapter_names(layers)), {}
         case "merged":
             name_of = _make_merged_names(layers)
             chosen = _rename(sources, name_of)
@@ -259,7 +259,8 @@ def _make_plain_names(layers: Layers, copies: list[tuple[str, str]]) -> Callable
     return find_name
 
 
-def _make_adapter_names(layers: Layers) -> Callable[[str], str | None]:
+def make_adapter_names(layers: Layers) -> Callable[[str], str | None]:
+    """Returns the name in a file of peft, which has the active adapter, of a tensor of the model; None for others."""
     if len(layers.active) != 1:
         active = ", ".join(sorted(layers.active)) or "none"
         raise ValueError(f'lora="adapter" needs exactly one active adapter; active: {active}')
