@@ -10,7 +10,8 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 config = {"version": 2, "fsdp_offload_params": True}
-arguments = TrainingArguments(tempfile.mkdtemp(), fsdp=True, fsdp_config=config, report_to=[])
+backends = "cuda:nccl,cpu:gloo"  # the clipping of gradients on the CPU needs the latter
+arguments = TrainingArguments(tempfile.mkdtemp(), fsdp=True, fsdp_config=config, ddp_backend=backends, report_to=[])
 plugin = Trainer(model=nn.Linear(8, 8), args=arguments).accelerator.state.fsdp_plugin
 offload = type(plugin.cpu_offload).__name__
 wrong = offload != "CPUOffloadPolicy"

@@ -112,7 +112,7 @@ def run_cases(
     scenarios_apart: each gets fresh workers, in which no other scenario has memory.
     """
     examiner = _Examiner(conductor, cases, world_size)
-    unbuildable: dict[tuple[AnyScenario, bool], str] = {}
+    unbuildable: dict[tuple[AnyScenario, bool, bool], str] = {}
     before: AnyScenario | None = None
     for number in numbers:
         case = cases[number]
@@ -120,7 +120,7 @@ def run_cases(
             conductor.retire()
         before = case.scenario
         without_mesh = isinstance(case, Case) and find_method(case.method, case.scenario.version).without_mesh
-        built = (case.scenario, without_mesh)
+        built = (case.scenario, without_mesh, isinstance(case, FrameworkCase) and case.is_built_fixed)
         if built in unbuildable:
             yield make_result(case, Verdict(kind="skipped", reason=unbuildable[built]))
             continue

@@ -25,6 +25,9 @@ _SCRIPTS = (
     ("accelerate-full-load", "accelerate_fsdp2_buffer_breaks_full_load_state", "accelerate"),
     ("accelerate-full-load", "accelerate_fsdp1_adapter_is_not_loaded", "accelerate"),
     ("accelerate-fsdp1-optimizer", "accelerate_fsdp1_sharded_resume_loses_optimizer", "accelerate"),
+    ("lightning-offload", "lightning_fsdp2_cpu_offload_fails", "lightning"),
+    ("lightning-consolidation", "lightning_fsdp2_consolidate_fails", "lightning"),
+    ("trainer-offload-params", "trainer_ignores_fsdp_offload_params", "trainer"),
 )
 _PROGRAM = """
 import runpy, tempfile

@@ -23,6 +23,9 @@ _ALSO = {
     "peft-fsdp1-adapter": (),
     "accelerate-full-load": ("accelerate:fsdp2/none/full/tied/load_state",),
     "accelerate-fsdp1-optimizer": (),
+    "lightning-offload": (),
+    "lightning-consolidation": ("lightning:fsdp/none/sharded/consolidate_checkpoint",),
+    "trainer-offload-params": (),
 }
 
 

@@ -82,6 +82,11 @@ class FrameworkCase:
         return self.method.endswith(_FIXED)
 
     @property
+    def is_built_fixed(self) -> bool:
+        """Returns whether the session is built with the framework's function replaced."""
+        return self.is_fixed and self.definition.kind in ("prepare", "resume")
+
+    @property
     def plain_method(self) -> str:
         """The method's name in the framework's table."""
         return self.method.removesuffix(_FIXED)
