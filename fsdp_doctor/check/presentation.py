@@ -156,7 +156,7 @@ def _render_finding(finding: ConfigFinding, result: CheckResult) -> Iterator[str
 
 def _find_fix(entry: KnownFailure, result: CheckResult) -> str:
     own = {result.version.of: str(result.version.version)} if result.version.version else {}
-    return find_fix_command(entry.short_code, framework=result.framework, versions={**result.packages, **own})
+    return find_fix_command(entry.short_code, framework=result.version.of, versions={**result.packages, **own})
 
 
 def list_remedies(result: CheckResult) -> dict[str, str]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from fsdp_doctor.errors import CannotRun
 from fsdp_doctor.fixes import entry
@@ -61,7 +61,7 @@ class AppliedFix:
         """Puts the original back, also into the modules that have imported the replacement since."""
         replacement = getattr(*self.places[0])
         for owner, name in (*self.places, *_list_modules_with(replacement)):
-            setattr(owner, name, self.original)
+            _put(owner, name, self.original)
         del _applied[self.fix.id]
 
 
@@ -105,10 +105,12 @@ def hold_fix(id: str) -> Iterator[AppliedFix]:
             applied.revert()
 
 
-def use_fix(id: str) -> Callable[[FunctionType], Callable[..., Any]]:
+def use_fix(id: str) -> Callable[[Any], Callable[..., Any]]:
     """Decorates a framework's function, in the patch that ``fsdp-doctor fix FRAMEWORK --diff`` writes."""
 
-    def decorate(original: FunctionType) -> Callable[..., Any]:
+    def decorate(original: FunctionType | staticmethod[..., Any]) -> Callable[..., Any]:
+        if isinstance(original, staticmethod):
+            return staticmethod(decorate(cast(FunctionType, original.__func__)))
         (fix,) = [fix for fix in choose_fixes(_find_framework(id)) if fix.id == id]
         version = read_installed_versions([fix.distribution])[fix.distribution]
         applied = _applied[id] = AppliedFix(fix=fix, version=version, places=(), original=original)
@@ -143,7 +145,7 @@ def _apply(fixes: Iterable[FrameworkFix]) -> None:
         applied = AppliedFix(fix=fix, version=function.version, places=places, original=original)
         replacement = _wrap(applied)
         for owner, name in places:
-            setattr(owner, name, replacement)
+            _put(owner, name, replacement)
         _applied[fix.id] = applied
         _say(fix, f"replaced {fix.target} of {fix.distribution} {function.version}")
         write_event("replaced", fix=fix.id)
@@ -160,6 +162,8 @@ def _find_original(function: FixedFunction) -> tuple[FunctionType, tuple[_Place,
     for part in classes:
         owner = getattr(owner, part)
     original = vars(owner).get(name)
+    if isinstance(original, staticmethod):
+        original = original.__func__
     code = getattr(original, "__code__", None)
     place = (code.co_filename, code.co_firstlineno) if code is not None else None
     if hasattr(original, "__wrapped__") or place != (str(function.file), function.first_line):
@@ -181,6 +185,12 @@ def _find_original(function: FixedFunction) -> tuple[FunctionType, tuple[_Place,
             f"{owner.__qualname__} would not run; the fix does not know this class"
         )
     return original, (_Place(owner, name),)
+
+
+def _put(owner: type[Any] | ModuleType, name: str, function: Callable[..., Any]) -> None:
+    """Puts a function in the place of one, as a static method of a class where that is one."""
+    is_static = isinstance(vars(owner)[name], staticmethod)
+    setattr(owner, name, staticmethod(function) if is_static else function)
 
 
 def _list_modules_with(function: FunctionType) -> tuple[_Place, ...]:

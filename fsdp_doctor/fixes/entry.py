@@ -16,7 +16,8 @@ class FrameworkFix:
 
     id: its name for the user. distribution: the package whose version counts. target, replacement:
     ``module:qualified.name``. versions: as pip writes a range. sources: the releases that have each source of the
-    original, by its sha256, of the lines from the first decorator to the end. mends: ids of the catalogue. cures: ids
+    original, by its sha256, of the lines from the first decorator to the end. mends: ids of the catalogue; none for a
+    failure that jobs without this function have, too. cures: ids
     of cases that are ok with it, and are not without it in a release of the range. promises, leaves: what the
     replacement does, and what it leaves to the original. on_every_rank: whether every rank of a job calls the function.
     places: text of a traceback in which the failure shows; the function's name where there is none.
@@ -50,11 +51,19 @@ class FrameworkFix:
         return self.target.partition(":")[2].rpartition(".")[2]
 
 
-# Frameworks that others are built on.
+# Frameworks that others are built on, and by the distribution of another those whose functions it calls.
 LIBRARIES = ("accelerate", "peft", "transformers")
+_USES = {"transformers": ("accelerate", "peft"), "accelerate": ("peft",)} | dict.fromkeys(
+    ("trl", "axolotl", "ms-swift"), ("accelerate", "peft", "transformers")
+)
 _VERL_LEAVES = (
     "the base under an adapter (base_sync_done=False), quantization-aware training, adapters of other kinds than LoRA"
 )
+_TRANSFORMERS_PROMISES = (
+    "after from_pretrained with fsdp_cpu_offload the shards are on the CPU, and all else where it was put; the load "
+    "itself has them on the device, as before"
+)
+_TRANSFORMERS_LEAVES = "models that are not offloaded"
 FIXES = (
     FrameworkFix(
         id="verl-sender",
@@ -120,7 +129,7 @@ FIXES = (
             "49ec9b2a2cecf5d83eba0f707381684853433c216cc134b7e64fb0c20fd4475f": "0.21.0",
             "2679486415b7f4ef1677bf9be0a5e355468e2a848935edd9e17f998e772d413d": "0.21.1 and 0.21.2",
         },
-        mends=("FD093",),
+        mends=("FD093", "FD200"),
         cures=("trainer:fsdp1/none/full/lora/save_model.adapter",),
         promises="the adapter's tensors that the state dict has, under the names of a model that FSDP1 does not wrap; "
         "of a state dict that is given nothing is gathered",
@@ -210,6 +219,48 @@ FIXES = (
         leaves="FSDP2 with gradient clipping, where the process group has no backend for the CPU",
         replacement="fsdp_doctor.fixes.on_transformers:offload_as_accelerate_names_it",
     ),
+    FrameworkFix(
+        id="transformers-offload",
+        framework="transformers",
+        distribution="transformers",
+        target="transformers.modeling_utils:PreTrainedModel._finalize_model_loading",
+        versions=">=5.22,<5.25",
+        sources={"6497a08c2632b857a4a14c3af75bc990cd189022e33203a6bbc20311b7838948": "5.22.0 to 5.24.0"},
+        mends=(),
+        cures=("transformers:fsdp_cpu_offload/from_pretrained",),
+        promises=_TRANSFORMERS_PROMISES,
+        leaves=_TRANSFORMERS_LEAVES,
+        replacement="fsdp_doctor.fixes.on_transformers:offload_what_was_loaded",
+    ),
+    FrameworkFix(
+        id="transformers-offload-distributed",
+        framework="transformers",
+        distribution="transformers",
+        target="transformers.distributed.mixin:DistributedMixin._load_and_finalize_distributed_pretrained_model",
+        versions=">=5.22,<5.25",
+        sources={"cda2cf474cefe61c267b303df18144ee5482b12abe7f5b75f49de59b8fa9c0cd": "5.22.0 to 5.24.0"},
+        mends=(),
+        cures=("transformers:fsdp_cpu_offload/distributed_checkpoint",),
+        promises=_TRANSFORMERS_PROMISES,
+        leaves=_TRANSFORMERS_LEAVES,
+        replacement="fsdp_doctor.fixes.on_transformers:offload_what_was_loaded",
+    ),
+    FrameworkFix(
+        id="transformers-offload-backend",
+        framework="transformers",
+        distribution="transformers",
+        target="transformers.distributed.utils:initialize_distributed_mesh",
+        versions=">=5.22,<5.25",
+        sources={
+            "7f71683706c089cfd90155f6c14f814df817fbb95c3a18361a82e3d575b867a1": "5.22.0",
+            "9baea3f08d53c0d74ce97f8cd1a43361838fcfe9f2bc716cf7e9abdb942696a3": "5.23.0 and 5.24.0",
+        },
+        mends=(),
+        cures=("transformers:fsdp_cpu_offload/from_pretrained",),
+        promises="with fsdp_cpu_offload the process group that transformers makes has gloo for the CPU, too",
+        leaves="models that are not offloaded, process groups that the job has made",
+        replacement="fsdp_doctor.fixes.on_transformers:begin_with_backend_for_cpu",
+    ),
 )
 
 
@@ -227,19 +278,25 @@ def find_fix_command(
 ) -> str:
     """Writes the command that runs a job with the fix for a known failure, and for which releases; empty without one.
 
-    mends: the failure, as FD001. framework: the job's; None where it is not known. A framework without a fix of its own
-    may be built on a library that has one. versions: the known ones of distributions. function: text that names the
-    function in which it occurred, such as the frames of a traceback; empty where it is not known.
+    mends: the failure, as FD001. framework: the distribution of the job's; None where it is not known. One without a
+    fix of its own may call functions of a library that has one. versions: the known ones of distributions. function:
+    text that names the function in which it occurred, such as the frames of a traceback; empty where it is not known.
     """
-    found = [
-        fix
-        for fix in FIXES
-        if mends in fix.mends
-        and (framework in (None, fix.framework) or fix.framework in LIBRARIES)
-        and _may_be_for(fix, (versions or {}).get(fix.distribution))
-        and (not function or any(place in function for place in fix.places or (fix.function,)))
-    ]
-    found = [fix for fix in found if fix.framework == framework] or found
+
+    def may_help(fix: FrameworkFix) -> bool:
+        version = (versions or {}).get(fix.distribution)
+        return (
+            mends in fix.mends
+            and (framework in (None, fix.distribution) or fix.framework in _USES.get(framework or "", ()))
+            and (version is None or SpecifierSet(fix.versions).contains(version, prereleases=True))
+        )
+
+    def shows_in(fix: FrameworkFix) -> bool:
+        if not function:
+            return framework is not None or not fix.places
+        return any(place in function for place in fix.places or (fix.function,))
+
+    found = [fix for fix in FIXES if may_help(fix) and shows_in(fix)]
     of_frameworks = {fix.framework: [each for each in found if each.framework == fix.framework] for fix in found}
     of_libraries = [fix for fix in found if fix.framework in LIBRARIES]
     alone = [fixes for name, fixes in of_frameworks.items() if name not in LIBRARIES]
@@ -253,7 +310,3 @@ def _write_command(fixes: Iterable[FrameworkFix]) -> str:
     options = " ".join(f"--framework {name}" for name in dict.fromkeys(fix.framework for fix in fixes))
     releases = ", ".join(f"{name} {' or '.join(dict.fromkeys(of_one))}" for name, of_one in ranges.items())
     return f"fsdp-doctor fix {options} -- COMMAND ({releases})"
-
-
-def _may_be_for(fix: FrameworkFix, version: str | None) -> bool:
-    return version is None or SpecifierSet(fix.versions).contains(version, prereleases=True)

@@ -1,13 +1,17 @@
-"""The replacement for transformers' Trainer, read in transformers 5.22.0 to 5.24.0 (``training_args.py``)."""
+"""The replacements for transformers and its Trainer, read in transformers 5.22.0 to 5.24.0."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from fsdp_doctor.fixes.applying import fall_back
+from fsdp_doctor.weights.fsdp import reader
 
 
 def offload_as_accelerate_names_it(original: Callable[..., Any], arguments: Any) -> Any:
@@ -22,3 +26,30 @@ def offload_as_accelerate_names_it(original: Callable[..., Any], arguments: Any)
         return fall_back(reason, original, arguments)
     plugin["cpu_offload"] = config["cpu_offload"] = True
     return plugin
+
+
+def offload_what_was_loaded(original: Callable[..., Any], model: Any, *arguments: Any) -> Any:
+    """Replaces the ends of ``from_pretrained``, which leaves shards under CPUOffloadPolicy on the device."""
+    units = reader.read(model).fsdp2_units
+    if not units or not all(unit.offloads for unit in units):
+        return fall_back("a model that is not offloaded", original, model, *arguments)
+    loaded = original(model, *arguments)
+    others = [tensor for tensor in (*model.parameters(), *model.buffers()) if not isinstance(tensor, DTensor)]
+    places = [tensor.device for tensor in others]
+    # The sharded modules look at their parameters again.
+    model.to("cpu")
+    for tensor, place in zip(others, places, strict=True):
+        tensor.data = tensor.data.to(place)
+    return loaded
+
+
+def begin_with_backend_for_cpu(original: Callable[..., Any], distributed_config: Any) -> Any:
+    """Replaces ``initialize_distributed_mesh``, whose process group cannot reduce the norm of offloaded gradients."""
+    device = torch.accelerator.current_accelerator()
+    backend = original.__globals__["DISTRIBUTED_BACKEND_MAP"].get(device.type) if device is not None else None
+    is_offloaded = distributed_config.fsdp_cpu_offload and distributed_config.fsdp_size > 1
+    if not is_offloaded or dist.is_initialized() or device is None or backend is None:
+        return fall_back("no offload, or a process group that is there already", original, distributed_config)
+    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(f"{device.type}:{backend},cpu:gloo")
+    return original(distributed_config)

@@ -160,6 +160,24 @@ def test_a_function_that_another_object_holds_is_refused(user: Any, hold: Any) -
     assert applying._applied == {}
 
 
+_STATIC = """class Sender:
+    @staticmethod
+    def send(weights):
+        return [weights]
+"""
+
+
+def test_a_static_method_stays_one(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = "".join(_STATIC.splitlines(keepends=True)[1:])
+    known = {hashlib.sha256(function.encode()).hexdigest(): "1.0"}
+    fix = dataclasses.replace(_FIX, sources=known, replacement=f"{__name__}:send_twice_alone")
+    monkeypatch.setattr(entry, "FIXES", (fix,))
+    toy.install(_STATIC)
+    with applying.hold_fix(fix.id):
+        assert (toy.load().Sender.send(1), toy.load().Sender().send(2)) == (2, 4)
+    assert toy.load().Sender().send(2) == [2]
+
+
 def _changes_source(toy: Toy) -> str:
     toy.install(_SOURCE.replace("[weights", "[-weights"))
     return "sha256"

@@ -28,6 +28,7 @@ _SCRIPTS = (
     ("lightning-offload", "lightning_fsdp2_cpu_offload_fails", "lightning"),
     ("lightning-consolidation", "lightning_fsdp2_consolidate_fails", "lightning"),
     ("trainer-offload-params", "trainer_ignores_fsdp_offload_params", "trainer"),
+    ("transformers-offload", "transformers_fsdp_cpu_offload_cannot_train", "transformers"),
 )
 _PROGRAM = """
 import runpy, tempfile

@@ -26,6 +26,8 @@ _ALSO = {
     "lightning-offload": (),
     "lightning-consolidation": ("lightning:fsdp/none/sharded/consolidate_checkpoint",),
     "trainer-offload-params": (),
+    "transformers-offload": (),
+    "transformers-offload-distributed": (),
 }
 
 
