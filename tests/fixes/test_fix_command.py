@@ -212,6 +212,36 @@ def test_no_framework_and_two_frameworks_are_refused(place: pathlib.Path) -> Non
     assert _fix(place, "--dry-run")[0].code == 3
 
 
+def _set_libraries(place: pathlib.Path, *names: str) -> None:
+    (place / "sitecustomize.py").write_text(f"{_SITECUSTOMIZE}\nentry.LIBRARIES = {names!r}\n")
+
+
+def test_libraries_are_fixed_by_default_where_no_other_framework_is_installed(place: pathlib.Path) -> None:
+    _install(place, "othertoy", _FRAMEWORK)
+    _set_libraries(place, "othertoy")
+    of_framework, _ = _fix(place, "--dry-run")
+    _set_libraries(place, "othertoy", "toyframework")
+    of_both, _ = _fix(place, "--dry-run")
+    assert (of_framework.code, of_both.code) == (0, 0), of_both
+    assert "othertoy" not in of_framework.stdout
+    assert of_both.stdout.count("Sender.send") == 2, of_both
+
+
+def test_a_fix_that_is_named_alone_needs_no_framework(place: pathlib.Path) -> None:
+    _install(place, "othertoy", _FRAMEWORK)
+    done, _ = _fix(place, "--dry-run", "--only=othertoy-sender")
+    assert (done.code, done.stdout.count("Sender.send")) == (0, 1), done
+
+
+def test_a_function_that_one_rank_calls_makes_no_other_missing(place: pathlib.Path) -> None:
+    one_rank = "import dataclasses\nentry.FIXES = [dataclasses.replace(f, on_every_rank=False) for f in entry.FIXES]\n"
+    (place / "sitecustomize.py").write_text(f"{_SITECUSTOMIZE}\n{one_rank}")
+    (place / "job.py").write_text(_SEND.replace("((_, sent),)", "if dist.get_rank():\n    sys.exit()\n((_, sent),)"))
+    done, answer = _fix(place, "--", *_TORCHRUN, "job.py", "3")
+    (report,) = answer["reports"]
+    assert (done.code, report["callers"], report["missing"], report["unheard"]) == (0, [0], [], []), done
+
+
 @pytest.mark.parametrize("words", [(), ("--only=other", "--", "true"), ("--", "no-such-program"), ("--diff", "a", "b")])
 def test_a_command_that_means_nothing_is_a_usage_error(place: pathlib.Path, words: tuple[str, ...]) -> None:
     done, _ = _fix(place, *words)
