@@ -106,7 +106,7 @@ def test_a_method_with_a_fix_is_listed_again_with_its_function_replaced() -> Non
     assert all(parse_framework_id(case.id) == case for case in fixed)
     assert set(select(Selection(case_ids=(plain[-1].id, fixed[0].id.removesuffix("+fix")), fix=True))) >= {fixed[0]}
     with pytest.raises(UsageError, match="--fix"):
-        select(Selection(frameworks=("accelerate",), fix=True))
+        select(Selection(frameworks=("torchtitan",), fix=True))
 
 
 def test_no_failure_is_expected_of_a_case_whose_function_is_replaced() -> None:
