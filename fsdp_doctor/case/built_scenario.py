@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDat
 from torch.distributed.tensor import DTensor
 from typing_extensions import assert_never
 
-from fsdp_doctor.case import models, optimizers
+from fsdp_doctor.case import models
 from fsdp_doctor.matrix.axes import Backend, CheckpointFit, Model, OffloadWay, Optimizer, Sharding, Strategy
 from fsdp_doctor.matrix.cases import Scenario
 from fsdp_doctor.weights.fsdp import private, reader
@@ -124,7 +124,7 @@ def read_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> BuiltFacts
         pinned=frozenset(local.is_pinned() for local in on_host),
         moments_on=frozenset(moment.device.type for moment in moments),
         comes_for_step=any(map(_moves_state, private.list_optimizer_hooks(optimizer))),
-        optimizer=optimizers.recognize(optimizer),
+        optimizer=_recognize_optimizer(optimizer),
         has_stepped=bool(state),
         open_step=reader.find_open_step(model, contents) or "none",
         model=_name_class(plain),
@@ -143,6 +143,28 @@ def read_facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> BuiltFacts
 def _moves_state(hook: Any) -> bool:
     """Returns whether a hook of the optimizer is a trainer's, and not of what measures the memory of its steps."""
     return not str(getattr(hook, "__module__", "")).startswith("fsdp_doctor.examination.")
+
+
+def _recognize_optimizer(optimizer: torch.optim.Optimizer) -> Optimizer | Literal["another"]:
+    """Returns the value of the axis that an optimizer has, by its class and its options."""
+    group = optimizer.param_groups[0]
+    match type(optimizer).__name__:
+        case "SGD":
+            return Optimizer.SGD
+        case "Muon":
+            return Optimizer.MUON
+        case "Adafactor":
+            return Optimizer.ADAFACTOR
+        case "AdamW8bit":
+            return Optimizer.ADAMW_8BIT
+        case "AdamW":
+            if group["fused"]:
+                return Optimizer.ADAMW_FUSED
+            if group["capturable"]:
+                return Optimizer.ADAMW_CAPTURABLE
+            return Optimizer.TENSOR_LR if isinstance(group["lr"], torch.Tensor) else Optimizer.ADAMW
+        case _:
+            return "another"
 
 
 def _list_parameters(contents: ModelContents) -> Iterator[torch.Tensor]:

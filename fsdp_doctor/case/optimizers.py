@@ -1,10 +1,10 @@
-"""The optimizers of the axis: what makes each of them, how one is recognized, and the memory of its state."""
+"""The optimizers of the axis: what makes each of them, and the memory of its state."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -75,28 +75,6 @@ def _make_8bit(parameters: list[nn.Parameter], options: Mapping[str, Any]) -> to
 
     optimizer: torch.optim.Optimizer = AdamW8bit(parameters, **options)
     return optimizer
-
-
-def recognize(optimizer: torch.optim.Optimizer) -> Optimizer | Literal["another"]:
-    """Returns the value of the axis that an optimizer has, by its class and its options."""
-    group = optimizer.param_groups[0]
-    match type(optimizer).__name__:
-        case "SGD":
-            return Optimizer.SGD
-        case "Muon":
-            return Optimizer.MUON
-        case "Adafactor":
-            return Optimizer.ADAFACTOR
-        case "AdamW8bit":
-            return Optimizer.ADAMW_8BIT
-        case "AdamW":
-            if group["fused"]:
-                return Optimizer.ADAMW_FUSED
-            if group["capturable"]:
-                return Optimizer.ADAMW_CAPTURABLE
-            return Optimizer.TENSOR_LR if isinstance(group["lr"], torch.Tensor) else Optimizer.ADAMW
-        case _:
-            return "another"
 
 
 def read_values(state: torch.Tensor) -> torch.Tensor:
