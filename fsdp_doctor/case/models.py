@@ -210,22 +210,42 @@ def _make_config(name: Model, dims: Dims) -> Any:
 
 
 def explain_unsupported(name: Model, *, fused: bool = False) -> str:
-    """Explains why the installed transformers cannot build the model, with fused experts if asked; empty if it can."""
+    """Explains why what is installed cannot build the model, with fused experts if asked; empty if it can."""
     import transformers
 
-    if name.has_adapters and importlib.util.find_spec("peft") is None:
-        return "peft is not installed: install fsdp-doctor[lora]"
-    if name is Model.QWEN3_FLOAT8 and importlib.util.find_spec("torchao") is None:
-        return "a model in float8 needs torchao, which is not installed"
-    for package in ("bitsandbytes", "accelerate") if name.is_quantized else ():
+    config, packages = _list_needs(name)
+    for package in packages:
         if importlib.util.find_spec(package) is None:
-            return f"a model in 4 bits needs {package}, which is not installed"
-    needed = {Model.QWEN3_MOE: "Qwen3MoeConfig", Model.QWEN3_5: "Qwen3_5TextConfig"}.get(name, "Qwen3Config")
+            extra = ": install fsdp-doctor[lora]" if package == "peft" else ""
+            return f"a model {name} needs {package}, which is not installed{extra}"
     if fused and int(transformers.__version__.split(".")[0]) < 5:
         return f"transformers {transformers.__version__} does not fuse experts; 5.0 and newer do"
-    if hasattr(transformers, needed):
-        return ""
-    return f"transformers {transformers.__version__} has no {needed}"
+    if config and not hasattr(transformers, config):
+        return f"transformers {transformers.__version__} has no {config}"
+    return ""
+
+
+def _list_needs(name: Model) -> tuple[str, tuple[str, ...]]:
+    """(the model's configuration in transformers, the packages that it needs in addition)."""
+    match name:
+        case Model.QWEN3 | Model.QWEN3_TIED | Model.QWEN3_BUFFERS:
+            return "Qwen3Config", ()
+        case Model.QWEN3_LORA:
+            return "Qwen3Config", ("peft",)
+        case Model.QWEN3_QLORA:
+            return "Qwen3Config", ("peft", "bitsandbytes", "accelerate")
+        case Model.QWEN3_FLOAT8:
+            return "Qwen3Config", ("torchao",)
+        case Model.QWEN2:
+            return "Qwen2Config", ()
+        case Model.QWEN3_MOE:
+            return "Qwen3MoeConfig", ()
+        case Model.QWEN3_5:
+            return "Qwen3_5TextConfig", ()
+        case Model.CUSTOM:
+            return "", ()
+        case _:
+            assert_never(name)
 
 
 def checkpoint_activations(model: Any) -> None:
