@@ -165,7 +165,7 @@ class ChosenCase:
 
     @property
     def script_command(self) -> str:
-        """Reads the command that starts the short or else the full script from its docstring."""
+        """Reads in its docstring the command that starts the short script, or the full one if there is no short one."""
         lines = (line.strip() for line in (self.minimal or self.script).splitlines())
         return next((line.partition("  #")[0] for line in lines if line.startswith("torchrun")), "")
 
@@ -227,7 +227,7 @@ def _add_script(case: AnyCase, why: str, report: Report | None) -> ChosenCase:
 
 
 def _write_minimal(case: AnyCase, result: CaseResult | None) -> str:
-    """The short script; empty where the case has none, or failed in the report as the catalogue does not know."""
+    """Returns the short script; empty if the case has none, or if the catalogue lacks the failure in the report."""
     if isinstance(case, FrameworkCase) or (result is not None and not result.known):
         return ""
     try:
@@ -237,7 +237,7 @@ def _write_minimal(case: AnyCase, result: CaseResult | None) -> str:
 
 
 def _choose_expectation(case: Case, report: Report | None) -> repro.Expectation:
-    """The failure that a script must show: as in the report, or as in the catalogue where the report has none."""
+    """Chooses the failure that a script must show: the report's, or the catalogue's if the report has none."""
     if report is None:
         return repro.find_expected(case)
     try:

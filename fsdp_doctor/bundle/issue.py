@@ -105,7 +105,7 @@ def _describe_failure(evidence: FailureEvidence, chosen: ChosenCase | None) -> s
 
 
 def _describe_cause(explanation: Explanation | None) -> list[str]:
-    """The exception that is the cause; or where the ranks stop to agree, or the rank that torchrun saw fail."""
+    """Describes the cause: an exception, the place where hanging ranks begin to differ, or torchrun's failed rank."""
     if explanation is None:
         return []
     if explanation.hang is not None and explanation.showing == "hang":
@@ -145,7 +145,7 @@ def _list_failed_ranks(evidence: FailureEvidence) -> list[str]:
 
 
 def _describe_versions(evidence: FailureEvidence) -> str:
-    """The versions that it failed with: of the report, of the command's machine, or what the log says of them."""
+    """Lists the versions that the job failed with, from the report, from this machine if it ran the job, or the log."""
     explanation = evidence.explanation
     if evidence.report is None and evidence.run is None and explanation is not None:
         return _describe_versions_of_logs(evidence, explanation.torch)
@@ -211,7 +211,7 @@ def render_issue(head: Head, files: Mapping[str, str], replaced: Counter[str], n
 
 
 def _cut(text: str, most: int) -> str:
-    """Keeps of a text of more than ``most`` lines the beginning and a few last ones, and of each line the beginning."""
+    """Shortens a text to ``most`` lines, its beginning and its last few lines, and cuts the ends off long lines."""
     lines = [line[:_LONGEST_LINE] for line in text.rstrip("\n").splitlines()]
     if len(lines) > most:
         first = most * 3 // 4
@@ -273,7 +273,7 @@ def make_bundle(evidence: FailureEvidence, redactor: Redactor | None = None) -> 
 
 
 def write_bundle(path: pathlib.Path, bundle: Bundle) -> None:
-    """Writes the zip file. Raises DoctorFault where the disk does not take it."""
+    """Writes the zip file. Raises DoctorFault if the disk has no room for it, or refuses it."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
         for name, text in bundle.files.items():

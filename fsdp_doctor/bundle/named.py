@@ -29,7 +29,10 @@ _LONGEST_LINE = 4_000
 
 @dataclass(frozen=True, kw_only=True)
 class NamedInLogs:
-    """versions: by package in the order of the logs; empty for one that stands in a traceback alone. ranks: by pid."""
+    """The versions and the ranks that logs name.
+
+    versions: by package, in the order of the logs; empty for a package that only a traceback names. ranks: by pid.
+    """
 
     versions: dict[str, str] = field(default_factory=dict)
     ranks: dict[str, int] = field(default_factory=dict)
@@ -43,7 +46,7 @@ class NamedInLogs:
 
 
 def read_names(logs: Iterable[pathlib.Path]) -> NamedInLogs:
-    """Reads each log once. A rank stands in the line of its pid or, as torchrun prints it, in one before."""
+    """Reads each log once. The rank of a pid is in the same line, or in an earlier one where torchrun prints it."""
     named = NamedInLogs()
     for log in logs:
         rank: int | None = None

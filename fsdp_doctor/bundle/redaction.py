@@ -26,7 +26,7 @@ else:
 class Rule:
     """Private text of one kind; ``x`` is the group of ``pattern`` that is replaced.
 
-    entropy: the least of what is private, in bits for each character, as detect-secrets has it.
+    entropy: the least entropy of private text, in bits per character; detect-secrets uses the same limits.
     """
 
     kind: str
@@ -196,7 +196,7 @@ class Redactor:
         return redactor
 
     def learn(self, text: str) -> None:
-        """Takes in the names of hosts, users and buckets and the secrets that ``text`` shows to be such."""
+        """Remembers the secrets and the names of hosts, users and buckets that the words around them reveal."""
         hosts = filter(_is_name, _matches(_HOSTS, text))
         self._names["host"] |= {name for name in hosts if not _PUBLIC_HOSTS.fullmatch(name)}
         self._names["user name"] |= set(filter(_is_name, _matches(_USERS, text)))

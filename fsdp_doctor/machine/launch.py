@@ -129,7 +129,7 @@ def choose_num_groups(device: str, nproc: int) -> int:
 
 
 def _call_in_fork(count: Callable[[], int]) -> int:
-    """Calls it in a fork, because a driver may refuse the forks of a process that has used it."""
+    """Calls a function in a fork, because a driver may refuse the forks of a process that has used the driver."""
     import multiprocessing
     from multiprocessing.context import ForkProcess
 
@@ -149,7 +149,7 @@ def _count_accelerators() -> int:
 
 
 def _measure_free_bytes(num_devices: int) -> int:
-    """The least of the first devices; without accelerators the emulated one is used, which has the host's memory."""
+    """Returns the free bytes of the fullest device, or of the host, whose memory the emulated device has."""
     import torch
 
     if not torch.accelerator.is_available():
@@ -162,8 +162,8 @@ def _measure_free_bytes(num_devices: int) -> int:
 
 
 def start_ranks(arguments: Sequence[str], nproc: int, num_groups: int = 1) -> int:
-    """Runs this program again on ``nproc`` ranks of this node, with torchrun's variables, or on several groups of so
-    many. Each rank is a fork of this process, and imports nothing that this process has imported.
+    """Runs this program again on ``nproc`` ranks of this node, with torchrun's variables, or on several groups of
+    that many ranks. Each rank is a fork of this process, and imports nothing that this process has imported.
 
     Returns the exit code of the first group's rank 0; the doctor's own fault where another rank has failed first.
     Raises Interrupted after SIGINT, SIGTERM or SIGHUP, which it passes on. No rank outlives the call or this process.

@@ -16,7 +16,7 @@ _FILE = re.compile(r'\s*File "([^"]+)"')
 
 
 def leave_out_libraries(error: BaseException | None) -> None:
-    """Takes the frames of libraries out of the tracebacks of an error and its causes, but the last of each."""
+    """Removes the frames of libraries from the tracebacks of an error and its causes, except each one's last frame."""
     while error is not None:
         entry = error.__traceback__
         while entry is not None:
@@ -32,7 +32,7 @@ def _skip_libraries(entry: TracebackType | None) -> TracebackType | None:
 
 
 def select_frames(text: str, *, kept: int) -> str:
-    """Takes the frames of libraries from a printed traceback or stack. kept: the index of one that stays."""
+    """Removes the frames of libraries from a printed traceback or stack. kept: the index of a frame that stays."""
     lines = text.splitlines()
     starts = [at for at, line in enumerate(lines) if not line.startswith("    ")]
     parts = ["\n".join(lines[begin:end]) for begin, end in itertools.pairwise([*starts, len(lines)])]

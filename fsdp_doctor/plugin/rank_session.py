@@ -91,7 +91,7 @@ def _refuse_debugger(*arguments: object, **named: object) -> None:
 class RankSession:
     """A plugin of this rank's pytest, which collects a file when its first test comes.
 
-    shortens: tracebacks have no frames of installed packages but the last.
+    shortens: whether tracebacks lose the frames of installed packages, except the last frame.
     """
 
     def __init__(self, ends: WorkerEnds, runtime: Runtime, *, shortens: bool) -> None:

@@ -155,7 +155,7 @@ def judge_refusal(refusal: Verdict, exact: Verdict, world_size: int) -> Verdict:
 
 
 def are_workers_whole(reports: Sequence[RankReport]) -> bool:
-    """Returns whether all ranks ended the case alike with a working process group, so that the workers can go on."""
+    """Returns whether all ranks ended the case in the same way with a working process group, and can go on."""
     records = [report.record for report in reports]
     if any(record is None or not record.done or not record.healthy or record.retire for record in records):
         return False
@@ -170,7 +170,7 @@ def has_died_before(reports: Sequence[RankReport]) -> bool:
 
 
 def fold(text: str) -> str:
-    """``text`` without device indices, in which equal failures differ from rank to rank."""
+    """Removes device indices from a text: equal failures differ in them between ranks."""
     return _DEVICE_INDEX.sub(r"\1", text)
 
 
@@ -240,7 +240,7 @@ def _choose_kind(failure: Failure, stage: str) -> VerdictKind:
 
 
 def _judge_events(events: list[_Event], reports: Sequence[RankReport]) -> Verdict:
-    """The verdict where something ended a rank: the first event is the cause, the others followed."""
+    """Returns the verdict on events that ended ranks: the first event is the cause, the others followed."""
     first = events[0]
     alike = [event for event in events if event.kind == first.kind and fold(event.text) == fold(first.text)]
     cause = min(alike, key=lambda event: event.rank)
@@ -284,7 +284,7 @@ def _describe_stage(report: RankReport) -> str:
 
 
 def _judge_hang(hanging: Sequence[RankReport], reports: Sequence[RankReport]) -> Verdict:
-    """The verdict on a hang. Its ranks are those that wait for no other, else those still in the method, else all."""
+    """Returns the verdict on a hang: it names the ranks that wait for no other, else those in the method, or all."""
     stages = {report.rank: report.record.stage if report.record else None for report in hanging}
     still_in = [r for r in hanging if r.process_state or stages[r.rank] != "agree"]
     busy = [r for r in still_in if r.process_state or not find_wait(r.stack)]

@@ -83,7 +83,7 @@ class Record:
     """The record of one rank in one case so far.
 
     call: which call of the method the rank is at. A user's function is called once more after the next step.
-    done: the rank is through with the case, well or not, and waits for the next one.
+    done: the rank has finished the case, with success or not, and waits for the next case.
     seconds: time spent inside the method, synchronized with the device at both ends.
     peak_extra_bytes: device memory that the method had allocated at its peak, above what was
         allocated when it started; None where the device does not count memory.
