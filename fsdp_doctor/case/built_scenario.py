@@ -36,7 +36,7 @@ class BuiltFacts:
     """Facts of a built model. None: a fact that is not asked for, or that the model does not show.
 
     units: the number of FSDP modules of each kind. spreads: over which ranks parameters are replicated and sharded.
-    groups: the number of process groups. policy: the offload policy, and whether it pins where it says so. casts_to,
+    groups: the number of process groups. policy: the offload policies; FSDP2's say whether they pin. casts_to,
     reduces_in: the mixed precision. dtypes: of the parameters. shards_on, shown_on: device types of the parameters'
     shards, and those that the parameters report. pinned: whether the shards in host memory are pinned. moments_on:
     device types of the optimizer's state, without its step counters. optimizer: its kind. comes_for_step: whether hooks
@@ -77,7 +77,7 @@ class NotAsNamed(Exception):
 
 
 def find_mismatches(actual: BuiltFacts, asked: BuiltFacts) -> list[str]:
-    """One sentence for each fact that differs from the one asked for; it begins with the fact's name."""
+    """Returns a sentence for each fact that is not as asked for; the sentence begins with the fact's name."""
     return [
         f"{field.name}: {_put_into_words(getattr(actual, field.name))} where {_put_into_words(wanted)} was asked for"
         for field in dataclasses.fields(BuiltFacts)

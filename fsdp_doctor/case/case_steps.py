@@ -18,12 +18,13 @@ R = TypeVar("R")
 class CaseSteps(ABC, Generic[T]):
     """The actions of one kind of case at each point of its life; :class:`case_run.CaseRun` says when.
 
-    T is what trains: the doctor's trainer, or a framework's session. Every rank calls every method alike.
+    T is what trains: the doctor's trainer, or a framework's session. Every rank calls every method, in the same order.
 
     runtime: None before a framework has made its process group.
-    steps_before: training steps between the build and the examination. steps_after: those after the method, each of
-    which is checked. step_stage: the stage that the record names for them.
-    agrees_on_reference: whether the ranks agree once the reference is taken, which may fail on one of them alone.
+    steps_before: training steps between the build and the examination. steps_after: training steps after the
+    method, each of which is checked. step_stage: the name of their stage in the record.
+    agrees_on_reference: whether the ranks tell one another how taking the reference ended, because it can fail on one
+    rank alone.
     keeps_settings: whether the method must leave the settings of the process as they are.
     """
 
@@ -55,7 +56,7 @@ class CaseSteps(ABC, Generic[T]):
         """Trains one step each time the life yields, and throws into it what a step raises. Returns its result."""
 
     def check_built(self, trainer: T) -> None:
-        """Raises Unsupported for something else than the case names."""
+        """Raises Unsupported if the trainer is not what the case names."""
 
     @abstractmethod
     def take_reference(self, trainer: T) -> None:
@@ -66,7 +67,7 @@ class CaseSteps(ABC, Generic[T]):
         return iter(())
 
     def offload(self, trainer: T) -> None:
-        """Brings the model into the state in which the method finds it."""
+        """Brings the model into the state in which the method is called."""
 
     def note_state(self, trainer: T) -> None:
         """Notes the state that the method must not change."""

@@ -1,7 +1,7 @@
 """The checkpoint that a loading case is given: of a run of the same scenario, after two training steps.
 
-Its contents are taken with the reference, without any method under test. Where other processes save it, they save
-it as frameworks do, and leave beside it the contents and what their next step made of them.
+Its contents are taken with the reference, without any method under test. If other processes save
+it, they save it as frameworks do, and also leave its contents and the outcome of their next step.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _DCP, _RANK_FILES, _HUB = "dcp", "rank_files", "hub"
 class Checkpoint:
     """A run between two steps. Tensors are on the host.
 
-    weights: every name of the state dict. tied_names: those of them that are not a parameter's first.
-    missing_key: the name that a checkpoint which lacks one lacks.
+    weights: every name of the state dict. tied_names: the names among them that are not the first name of a parameter.
+    missing_key: the name that is left out of the checkpoint ``missing-key``.
     moments: ``<parameter>.<state>``, unsharded. options: of the one param group.
     raw_optimizer: this rank's ``optimizer.state_dict()``. data_position: this rank's.
-    went_on: what the run's next step made of it; None where another number of ranks ran it, on other batches.
-    directory: with the files of the frameworks' own ways of saving; None where no other process saved it.
+    went_on: the outcome of the run's next step; None if another number of ranks took that step, on other batches.
+    directory: the files as frameworks save them; None if no other process saved the checkpoint.
     """
 
     weights: Full
@@ -83,7 +83,7 @@ def find_source(scenario: Scenario) -> Scenario:
 
 
 def decides_bits(offload: Offload) -> bool:
-    """Returns whether a training step under the offload may end in other bits than one without it.
+    """Returns whether a training step with the offload may end with other bits than a step without the offload.
 
     It does where an update is made on the host, or of other gradients.
     """
@@ -251,7 +251,7 @@ def _needs_same_batches(scenario: Scenario) -> bool:
 
 
 class SavedCheckpoints:
-    """The checkpoints of one generation of workers, each taken once. Every rank must call every method alike."""
+    """The checkpoints of one generation of workers, each made once. All ranks must make the same calls."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -316,8 +316,8 @@ def _read_files(directory: pathlib.Path) -> dict[str, torch.Tensor]:
 class CheckpointForms:
     """Brings a checkpoint into the form that a method asks for, by hand where torch's function is under test.
 
-    Every rank must call every method alike. directory: not yet made. files: those that save_pretrained wrote; None of
-    another checkpoint.
+    Every rank must call the methods in the same order. directory: a path that does not exist yet. files: the files that
+    save_pretrained wrote; None for other checkpoints.
     """
 
     def __init__(self, checkpoint: Checkpoint, fit: CheckpointFit, trainer: Trainer, directory: pathlib.Path) -> None:

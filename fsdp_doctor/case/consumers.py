@@ -317,7 +317,7 @@ def _overwrite(entries: _Entries) -> _Entries:
 def _read_after_another_call(pull: Callable[[], Any]) -> _Entries:
     """Reads the entries of a first call after those of a second call, which are overwritten.
 
-    The two must have nothing in common.
+    The entries of the two calls must share no memory.
     """
     first = pull()
     collections.deque(_overwrite(iterate_entries(pull())), maxlen=0)
@@ -356,7 +356,7 @@ def _read_resources(device: torch.device, num_read: int) -> dict[str, int]:
 
 
 def _read_host_bytes(process: psutil.Process) -> int:
-    """Returns the bytes that malloc has given out, or those of the process where the C library does not count them."""
+    """Returns the bytes that malloc has given out, or the size of the process if the C library does not count them."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):
         return int(process.memory_info().rss)

@@ -128,7 +128,7 @@ class MatrixSteps(CaseSteps[Trainer]):
     def _check_as_named(self, trainer: Trainer) -> None:
         """Raises NotAsNamed if the model was built otherwise than the id of its scenario says.
 
-        Before a second call, it was the first that has changed the model.
+        Before a second call a mismatch is the first call's doing, and is noted.
         """
         device, ranks = self._runtime.device.type, self._runtime.world_size
         try:
@@ -158,7 +158,7 @@ class MatrixSteps(CaseSteps[Trainer]):
         raise error
 
     def was_refused_everywhere(self, mine: bool) -> bool:
-        """Returns whether the method was refused on all ranks, each of which must call this. mine: on this rank."""
+        """Returns whether every rank refused; every rank must call this. mine: whether this rank refused."""
         self._recorder.restore_torch()
         flags = torch.tensor([int(mine)], device="cpu")
         dist.all_reduce(flags, group=self._runtime.control)
@@ -175,7 +175,7 @@ class MatrixSteps(CaseSteps[Trainer]):
         self.check_resumed(trainer)
 
     def prepare_optimizer(self, trainer: Trainer) -> None:
-        """Prepares the optimizer of the next step; most are the one that trained before."""
+        """Prepares the optimizer of the next step, which is mostly the optimizer that trained before."""
 
     def check_resumed(self, trainer: Trainer) -> None:
         """Checks that the next step starts from the right weights."""

@@ -38,7 +38,7 @@ class Moment:
 class NextSteps:
     """The outcomes of the next training steps of scenarios whose methods were not called, on this rank.
 
-    Each is rehearsed once, by a model to which no method has done anything. Every rank must call every method alike.
+    Each is rehearsed once, by a model that no method has touched. Every rank must call the methods in the same order.
     """
 
     def __init__(self) -> None:

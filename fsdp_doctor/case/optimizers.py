@@ -84,7 +84,7 @@ def read_values(state: torch.Tensor) -> torch.Tensor:
 
 
 def list_memories(key: str, state: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors of this rank of which a state consists, by name: of 8-bit codes also their scales."""
+    """Yields this rank's tensors of an entry of the state, by name; an entry in 8 bits has codes and scales."""
     local = private.read_local_tensor(state) if isinstance(state, torch.Tensor) else state
     if not hasattr(local, "__tensor_flatten__"):
         yield key, state

@@ -39,10 +39,10 @@ class _RankState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SharedOutcome:
-    """The outcome of a call of the method that all ranks know together.
+    """The outcome of a call of the method, over all ranks.
 
-    works: all ranks ended alike, and the model's process group carries a collective. poisoned: the training state of
-    some rank was changed. sound: no rank found anything worse than a leak.
+    works: all ranks ended in the same way, and the model's process group carries a collective. poisoned: the training
+    state of some rank was changed. sound: no rank found anything worse than a leak.
     """
 
     works: bool = False
@@ -92,7 +92,7 @@ class Recorder:
             self.report()
 
     def add(self, *, problems: tuple[Problem, ...] = (), **fields: Any) -> None:
-        """Changes fields of the record, and appends problems to those it has."""
+        """Changes fields of the record; problems are appended."""
         new = [dataclasses.replace(p, detail=self.record.call_in_words + p.detail) for p in problems]
         self.record = dataclasses.replace(self.record, problems=(*self.record.problems, *new), **fields)
 

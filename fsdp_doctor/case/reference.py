@@ -235,7 +235,7 @@ def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
 def _gather(tensors: list[torch.Tensor], runtime: Runtime) -> Iterator[list[torch.Tensor]]:
     """Yields every rank's counterpart of each tensor, flat and in rank order; lengths may differ.
 
-    The dtype is that of the ranks which hold elements: the others may not know it.
+    The dtype comes from the ranks that hold elements; other ranks may not know it.
     """
     mine = torch.tensor([(tensor.nbytes, _DTYPES.index(tensor.dtype)) for tensor in tensors]).view(-1, 2)
     everyone = [torch.empty_like(mine) for _ in range(runtime.world_size)]

@@ -192,7 +192,7 @@ def _place_experts_apart(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Par
 
 @functools.cache
 def _make_separate_mesh(device_type: str) -> DeviceMesh:
-    """A mesh of all ranks with another process group than the default one, which ``init_device_mesh`` would take."""
+    """Makes a mesh of all ranks with a process group of its own; ``init_device_mesh`` would take the default group."""
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     return DeviceMesh.from_group(group, device_type, mesh_dim_names=("expert_fsdp",))

@@ -200,9 +200,7 @@ class _Setting:
 
 
 def _list_settings(device: torch.device) -> Iterator[_Setting]:
-    """Lists the settings in the order in which they are restored: the ones that decide how tensors are made come
-    first.
-    """
+    """Lists the settings in the order in which they are restored, first those that decide how tensors are made."""
     yield _Setting(
         "torch's functions",
         _LastSnapshots().read,

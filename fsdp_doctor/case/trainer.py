@@ -145,7 +145,7 @@ class Trainer:
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """The scenario's optimizer, and the one for what it does not take."""
+        """The scenario's optimizer, and the optimizer of the parameters that it does not take."""
         return (self.optimizer, *self._others)
 
     def read_data_position(self) -> torch.Tensor:

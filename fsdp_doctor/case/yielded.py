@@ -70,7 +70,7 @@ class YieldedEntry:
         return f"{self.form_in_words} {name_dtype(self.dtype)} {place}"
 
     def explain_no_shard(self, shard_group_of_one: bool) -> str:
-        """Explains why the parts of a sharded entry are not those of one tensor; empty if they are.
+        """Explains why the parts of a sharded entry do not make up one tensor; empty if they do.
 
         shard_group_of_one: whether a rank's part is the whole, so that it may also be called replicated.
         """
@@ -169,7 +169,7 @@ def _read_sharded_tensor(name: str, value: Any, waits: bool) -> YieldedEntry:
 
 
 def _is_freed(tensor: torch.Tensor) -> bool:
-    """Returns whether the tensor's storage was resized to nothing, as FSDP frees what it has unsharded."""
+    """Returns whether the tensor's storage was resized to nothing, which is how FSDP frees unsharded parameters."""
     return bool(tensor.numel()) and not tensor.is_meta and not tensor.untyped_storage().nbytes()
 
 

@@ -437,7 +437,7 @@ class Precision(AxisValue):
 
     @property
     def casts(self) -> bool:
-        """Returns whether FSDP gathers the parameters in another dtype than that of the shards."""
+        """Returns whether FSDP gathers the parameters in another dtype than the shards have."""
         match self:
             case Precision.BF16_COMPUTE:
                 return True
@@ -527,7 +527,7 @@ class CheckpointFit(AxisValue):
 
     @property
     def is_of_weights_alone(self) -> bool:
-        """Returns whether the checkpoint differs in a way in which an optimizer's checkpoint cannot."""
+        """Returns whether the checkpoint differs in a way that exists for weights alone, not for an optimizer."""
         return self in (CheckpointFit.BF16, CheckpointFit.EXTRA_KEY, CheckpointFit.MISSING_KEY, CheckpointFit.HUB)
 
     @property

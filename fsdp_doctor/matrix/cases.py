@@ -231,7 +231,7 @@ def list_frameworks(cases: Iterable[AnyCase]) -> tuple[str, ...]:
 
 
 def read_leading_words(case: AnyCase) -> tuple[str, str, str]:
-    """Strategy, offload and staging as its id begins with them.
+    """Returns the words for strategy, offload and staging with which the scenario's id begins.
 
     The strategy of a framework's case has the framework's name before it; it has no staging.
     """

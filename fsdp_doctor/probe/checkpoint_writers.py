@@ -35,7 +35,7 @@ from fsdp_doctor.verdict.records import RankReport
 
 def choose_num_writers(asked: int | None, world_size: int, device_type: str) -> int:
     """Returns how many ranks save the checkpoint that ``world_size`` ranks load: the number asked for, else one more
-    than ``world_size``, or one less where a device is lacking. Raises UsageError if the number asked for equals
+    than ``world_size``, or one less if there are too few devices. Raises UsageError if the number asked for equals
     ``world_size``.
     """
     if asked == world_size:

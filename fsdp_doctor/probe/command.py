@@ -223,7 +223,7 @@ def _run(
 
 
 def _explain_unmeasured(report: Report) -> CannotRun | None:
-    """The error of a run in which no stage's memory was measured; None where one's was."""
+    """Returns the error of a run that measured the memory of no stage; None if the run measured one."""
     if any(result.ledgers for result in report.results):
         return None
     verdicts = [result.verdict for result in report.results]

@@ -146,7 +146,7 @@ def add_cases_that_must_work(cases: Sequence[AnyCase]) -> tuple[AnyCase, ...]:
 
 
 class _Examiner:
-    """Runs one case after the other. cases: the job's list, in which each has its number."""
+    """Runs one case after the other. cases: the job's list; a case's number is its index."""
 
     def __init__(self, conductor: Conductor, cases: Sequence[AnyCase], world_size: int) -> None:
         self._conductor = conductor
@@ -157,7 +157,7 @@ class _Examiner:
         self._unsupported: dict[AnyScenario, Verdict] = {}
 
     def examine(self, number: int) -> CaseResult:
-        """Runs the case of that number, and if it was refused the one by which the refusal is judged."""
+        """Runs the case of that number; if it is refused, also the case by which the refusal is judged."""
         start = time.monotonic()
         case = self._cases[number]
         verdict, reports = self._run(number)

@@ -56,7 +56,7 @@ class Deadline:
 class Deadlines:
     """The deadlines of one run. They grow with the slowest stage that the run has shown.
 
-    test_timeout: of a test that has one, in place of ``limits.start``.
+    test_timeout: the time limit of a test that has one; it replaces ``limits.start``.
     """
 
     def __init__(self, limits: Limits, *, test_timeout: float | None = None) -> None:

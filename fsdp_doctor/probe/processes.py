@@ -22,7 +22,7 @@ _STALLED_SECONDS = 2.0
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent, in place of init, of each descendant whose parent ends from now on."""
+    """Makes this process, instead of init, the parent of each descendant whose parent ends from now on."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 

@@ -40,9 +40,9 @@ _SUSPENDED_SECONDS = 6.0
 
 
 class Round:
-    """A start or a case on all ranks: what they tell one another of it over the store until all have reported.
+    """A start or a case on all ranks: what the ranks tell one another over the store until all have reported.
 
-    Supervisors count rounds alike, so that all mean the same keys. Nothing here waits for another rank.
+    All supervisors count the rounds, so that they use the same keys. Nothing here waits for another rank.
     """
 
     def __init__(self, store: dist.Store, number: int, world_size: int) -> None:

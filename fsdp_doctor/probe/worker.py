@@ -72,9 +72,9 @@ def import_frameworks(job: Job, seconds: float) -> None:
 
 
 def run(place: Place, job: Job, start: StartWorker, ends: WorkerEnds) -> None:
-    """The whole life of a worker: joins the others, sends Ready, does its task with each case whose number comes in.
+    """Lives as a worker: joins the others, sends Ready, and does its task for each case whose number arrives.
 
-    It sends Refused where it cannot run here; any other exception ends it.
+    The worker sends Refused if it cannot run here; any other exception ends it.
     """
     ends.write_stacks()
     warnings.filterwarnings("ignore")

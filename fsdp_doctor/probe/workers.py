@@ -182,7 +182,7 @@ class WorkerProcess:
         return self._process_status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
     def keep_within(self, host_bytes: int | None) -> None:
-        """Stops a worker whose resident memory is more than that."""
+        """Stops a worker whose resident memory exceeds the limit."""
         if host_bytes is None:
             return
         resident = 0

@@ -52,7 +52,7 @@ def list_differences(left: Report, right: Report, ignore: frozenset[str] = froze
 
 
 def select_common_cases(differing: list[Difference]) -> list[Difference]:
-    """The differences without those of cases that only one report has, as after adding a method or an axis value."""
+    """Returns the differences of cases that both reports have; a new method or axis value makes cases of one report."""
     return [difference for difference in differing if difference.what != "only in one"]
 
 

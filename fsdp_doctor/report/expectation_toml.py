@@ -89,7 +89,7 @@ class _Box:
         return _Box({**self.values, dimension: both})
 
     def make_pattern(self, shortened: Mapping[str, str]) -> str:
-        """The pattern of a box, in which some dimensions are shortened and the others lists."""
+        """Makes the pattern of a box: some dimensions are shortened, the others are lists."""
         words = {name: shortened.get(name) or _list_in_braces(self.values[name]) for name in _DIMENSIONS}
         order = ("strategy", "offload", "staging", "rest", "method")
         return "/".join(words[name] for name in order if words[name])

@@ -1,4 +1,4 @@
-"""The distinct failures of a report: bad cases that fail alike, as one group."""
+"""The distinct failures of a report: bad cases that fail in the same way are one group."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def number_failures(failures: Sequence[FailureGroup]) -> dict[str, int]:
 
 
 def _shorten(reason: str, kind: str) -> str:
-    """``reason`` with each kind of problem once: its first entry, and the number of the others."""
+    """Shortens a reason: of each kind of problem the first entry, and the number of the other entries."""
     if kind not in _WITH_VALUES:
         return reason
     alike: dict[str, list[str]] = {}

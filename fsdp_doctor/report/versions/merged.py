@@ -270,7 +270,7 @@ def render_changed_cases(merged: MergedReport) -> Iterator[str]:
 
 
 def render_changes(merged: MergedReport) -> Iterator[str]:
-    """One line for each way in which cases changed: the first of them, and how many more there are."""
+    """Renders a line for each way in which cases changed: the first such case, and the number of the others."""
     changed: dict[str, dict[str, None]] = {}
     for case in merged.cases:
         for statement in case.statements:

@@ -262,7 +262,7 @@ def _describe_machine(environment: Environment) -> str:
 
 
 def _list_facts(environment: Environment) -> dict[str, str]:
-    """The facts in which environments of one machine can differ."""
+    """Lists the facts that can differ between environments of one machine."""
     packages = {name: version for name, version in environment.packages.items() if name != _DOCTOR}
     # The machine says the device and the number of ranks already.
     options = " ".join(re.sub(r"--(?:device|nproc) \S+", "", environment.rerun_options).split())
@@ -308,7 +308,7 @@ def _list_version_rows(environments: Sequence[Environment]) -> list[_VersionRow]
 
 
 def _find_differing_facts(environments: Sequence[Environment], package: str) -> list[str]:
-    """The other facts in which environments with one version of ``package`` on one machine differ."""
+    """Returns the other facts that differ between environments with one version of ``package`` on one machine."""
     alike: dict[tuple[str, str], list[dict[str, str]]] = {}
     for each in environments:
         alike.setdefault((each.packages.get(package, ""), _describe_machine(each)), []).append(_list_facts(each))

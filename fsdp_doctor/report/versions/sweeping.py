@@ -326,7 +326,7 @@ def find_uv() -> str:
 
 
 def read_package_requirements() -> list[str]:
-    """The requirements of this package: in a checkout those of pyproject.toml, as its metadata may be older."""
+    """Reads the requirements of this package, in a checkout from pyproject.toml, because its metadata may be older."""
     project = _PACKAGE.parent / "pyproject.toml"
     if project.is_file():
         declared = msgspec.toml.decode(project.read_bytes())["project"]["dependencies"]
