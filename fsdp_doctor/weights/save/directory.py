@@ -45,10 +45,10 @@ class SaveError(RuntimeError):
 
 
 class SaveDirectory:
-    """One rank's view of it.
+    """One rank's view of a directory that is saved into.
 
-    ranks: that take part; the first prepares, and gives the files their names. store: of the job, in which the first
-    ranks of several models see one another; None where there is no process group.
+    ranks: the ranks that take part; the first prepares the directory, and gives the files their names. store: the
+    job's, in which the first ranks of several models see one another; None without a process group.
     """
 
     def __init__(self, path: pathlib.Path, ranks: Sequence[int], rank: int, store: dist.Store | None) -> None:
@@ -152,7 +152,7 @@ class SaveDirectory:
         return ""
 
     def allocate(self, name: str, nbytes: int, header: bytes = b"") -> None:
-        """Makes a file of that size, or gives one its room. Raises SaveError where there is none."""
+        """Makes a file of that size, or enlarges a file to it. Raises SaveError if there is no room."""
         fd = os.open(self.partial / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             try:
@@ -230,7 +230,7 @@ class SaveDirectory:
                 (self.path / LOCK).unlink()
 
     def _get_lock(self, rank: int) -> pathlib.Path:
-        """The first rank's is that of the directory, which it has until all know how the save has ended."""
+        """Returns this rank's lock; the first rank holds the directory's until all know how the save has ended."""
         return self.path / LOCK if rank == self._ranks[0] else self.partial / f"rank-{rank}.lock"
 
     def _lock(self, path: pathlib.Path) -> bool:

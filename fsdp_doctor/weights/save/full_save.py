@@ -61,11 +61,12 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """The result of a save, the same on every rank but for ``num_written``.
+    """The result of a save, the same on every rank except for ``num_written``.
 
-    files: the names of the weights' files. num_bytes: of all ranks. num_written: bytes that this rank wrote.
-    differing_buffers: persistent buffers whose values differ between the ranks; the files have those of one rank.
-    extra_states: names of what the model's ``get_extra_state`` methods return, which is no tensor and not saved.
+    files: the names of the weight files. num_bytes: bytes that all ranks wrote. num_written: bytes that this rank
+    wrote. differing_buffers: persistent buffers whose values differ between the ranks; the files have one rank's
+    values. extra_states: names of what the model's ``get_extra_state`` methods return; it is not a tensor, and is not
+    saved.
     """
 
     files: tuple[str, ...]
@@ -90,42 +91,42 @@ def save_full_tensors(
     largest_file: int = LARGEST_FILE,
     overwrite: bool = False,
 ) -> SaveReport:
-    """Saves a model as files of the Hub, which ``from_pretrained``, vLLM and :func:`load_full_tensors` read.
+    """Saves a model in the Hub's format, which ``from_pretrained``, vLLM and :func:`load_full_tensors` read.
 
-    Every rank of the model's mesh must call it, with the same arguments; every rank of the default group for a model
-    that is not sharded. The directory must be in a file system that all ranks share. No tensor is gathered: each rank
-    writes the rows that it has at their places in the files, replicas under HSDP each a part of theirs, and the first
-    rank what is whole on all, such as buffers. Adapters of LoRA are merged, out of place. Nothing may train meanwhile.
-    When it returns, all is on the disk, on every rank.
+    Every rank of the model's mesh must call it with the same arguments; for a model that is not sharded, every rank of
+    the default group. The directory must be in a file system that all ranks share. No tensor is gathered: each rank
+    writes its own rows at their places in the files. Under HSDP the replicas divide the rows between them, and the
+    first rank writes what is whole on all ranks, such as buffers. LoRA adapters are merged, out of place. No step may
+    run during the save. When the call returns, everything is on the disk, on every rank.
 
-    All or nothing: the files lie in a hidden folder of the directory until the last byte of the last rank is on the
-    disk, then they get their names, the index after them, and last ``fsdp-doctor.json``, the marker, with checksums of
-    what each rank had in its memory; ``fsdp-doctor checkpoint verify`` compares the files with it. An error or the
-    death of a rank is an error on all, and leaves the directory as it was. While files get their names, the former
-    checkpoint is in a second hidden folder; an error moves it back and leaves the new files, which are complete, in
-    theirs, and the message says where each is. After a death at that moment, the next save moves it back.
+    The save is all or nothing. The files are in a hidden folder of the directory until the last byte of the last rank
+    is on the disk. Then they get their names, after them the index, and last the marker ``fsdp-doctor.json``. It holds
+    checksums of what each rank had in memory; ``fsdp-doctor checkpoint verify`` compares the files with them. If a rank
+    raises or dies, every rank raises, and the directory stays as it was. While the files get their names, the former
+    checkpoint is in a second hidden folder. An error at that moment moves it back, leaves the new files, which are
+    complete, in their folder, and says where each is. After a death at that moment, the next save moves it back.
 
-    Device memory: 16 MiB where shards on the device are cast; where adapters are merged, two buckets of 64 MiB, or one
-    and the largest shard, and all adapters; a copy of a part of a tensor under a name of the Hub whose elements do not
-    follow one another in the shard. Host memory: 56 MiB, pinned where shards are on an accelerator.
+    Device memory: 16 MiB if shards on the device are cast. If adapters are merged: all adapters, and two buckets of 64
+    MiB, or one bucket and the largest shard. A copy of each part that has a name of the Hub and does not lie in one
+    piece in the shard. Host memory: 56 MiB, pinned if shards are on an accelerator.
 
-    model: as of :func:`full_tensors`; on any device, under any offload.
-    names, dtype, keep_dtype, experts, tensors: as of :func:`full_tensors`, but for the default of the names. A tied
-        tensor is saved under its first name, and under those that the config of transformers does not tie.
-    step: of training; stands in the marker.
-    largest_file: bytes of one file; only a tensor that is larger gets a file of more. There are more files than that
-        asks for where ranks that write to one file would wait for one another.
-    overwrite: weights that are in the directory are replaced once all new files are complete, and removed when those
-        have their names; other files stay. Refused where other ranks of this job (a critic, a pipeline stage) have
-        saved there, since the process group was made, and the files are still there. Two models on the same ranks, and
-        other jobs, are not told apart from one model that is saved again: a directory for each is the caller's.
+    model: see :func:`full_tensors`; on any device, under any offload.
+    names, dtype, keep_dtype, experts, tensors: see :func:`full_tensors`; ``names`` has another default. A tied tensor
+        is saved under its first name, and under each name that the config of transformers does not tie.
+    step: the training step; it is written into the marker.
+    largest_file: the size of a file, in bytes; only a single larger tensor makes a larger file. There are more files
+        than this asks for if ranks that write to one file would wait for one another.
+    overwrite: replaces the weights in the directory once all new files are complete, and removes the old ones when the
+        new ones have their names; other files stay. Refused if other ranks of this job, such as a critic or a pipeline
+        stage, have saved into the directory since the process group was made, and their files are still there. Two
+        models on the same ranks, and two jobs, look like one model that is saved again: give each a directory of its
+        own.
 
-    Raises SaveError on every rank for a directory that has weights, or those of other ranks of the job, is in use by
-    another save, cannot be made, is not the same one for all ranks, or has no room, which is found before anything is
-    written; for what safetensors cannot have; where files do not get their names; and where another rank fails, which
-    it names. OSError on the rank that gets one before that. Warns BuffersDiffer at each save in which buffers differ
-    between the ranks.
-    Else as :func:`full_tensors`.
+    Raises SaveError on every rank: for a directory that has weights, holds those of other ranks of the job, is in use
+    by another save, cannot be made, is not the same for all ranks, or has too little room, which is found before
+    anything is written; for what safetensors cannot hold; if files cannot be given their names; and, with its number,
+    if another rank fails. A rank that gets an OSError before that raises it. Warns BuffersDiffer at each save if
+    buffers differ between the ranks. Other errors: see :func:`full_tensors`.
     """
     path = pathlib.Path(directory)
     with announce_early_errors(model):
@@ -258,9 +259,9 @@ def _make_marker(saving: SaveDirectory, plan: _Plan, ranks: Sequence[int], step:
 
 
 def _write_config(model: nn.Module, plan: _Plan, directory: pathlib.Path) -> None:
-    """Writes what ``from_pretrained`` needs beside the weights, of a model of transformers.
+    """Writes the files besides the weights that ``from_pretrained`` needs, for a model of transformers.
 
-    The dtype is that of the files: what the modules show may be in another, or nothing, after a step that raised.
+    The dtype is that of the weight files: after a step that raised, the modules may show another dtype, or nothing.
     """
     if (pretrained := find_pretrained(model)) is None:
         return

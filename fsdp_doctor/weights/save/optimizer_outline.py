@@ -31,7 +31,8 @@ REMEDY = "save the optimizer's own state_dict() on each rank instead, for as man
 class RankEntry:
     """One entry of a parameter's state on one rank.
 
-    dtype: None unless it is a tensor. value: a single value, on the host. digest: of the values of what may be whole.
+    dtype: None unless the entry is a tensor. value: a single value, on the host. digest: of the values of a tensor that
+    may be whole.
     """
 
     form: StateForm
@@ -42,7 +43,7 @@ class RankEntry:
 
 @dataclass
 class RankOutline:
-    """One rank's state, by parameter and key. lacking: parameters that it has elements of, and no state."""
+    """One rank's state, by parameter and key. lacking: parameters of which the rank has elements, but no state."""
 
     entries: dict[str, dict[str, RankEntry]] = field(default_factory=dict)
     lacking: set[str] = field(default_factory=set)
@@ -153,7 +154,9 @@ def merge_outlines(outlines: Mapping[int, RankOutline]) -> SavedEntries:
 
 
 def _merge_entry(entry: str, entries: Mapping[int, RankEntry], turn: int) -> SavedEntry:
-    """entry: its name. turn: of the entry, by which ranks that have the same write others of them."""
+    """Merges the ranks' entries of one name. turn: the number of the entry, by which ranks with equal entries take
+    turns.
+    """
     (first, expected), *others = entries.items()
     for rank, other in others:
         if _describe(other) != _describe(expected):

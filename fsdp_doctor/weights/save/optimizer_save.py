@@ -67,27 +67,26 @@ def save_optimizer_state(
     experts: Experts | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Saves the full state of a sharded model's optimizer as ``optimizer.pt``, beside the weights or alone.
+    """Saves the full state of a sharded model's optimizer as ``optimizer.pt``, next to the weights or alone.
 
-    Every rank of the model's mesh must call it, with the same arguments; as :func:`save_full_tensors`, nothing is
-    gathered, and an error or the death of a rank is an error on all and leaves the directory as it was.
+    Every rank of the model's mesh must call it with the same arguments. As in :func:`save_full_tensors`, nothing is
+    gathered; if a rank raises or dies, every rank raises, and the directory stays as it was.
 
-    The file is one of torch.save, of what ``get_optimizer_state_dict`` returns with ``full_state_dict=True``:
+    The file is written as by torch.save, with what ``get_optimizer_state_dict`` returns for ``full_state_dict=True``.
     ``torch.load(file, mmap=True, weights_only=True)`` is a source for :func:`load_optimizer_state` on every rank, and
-    for torch's ``set_optimizer_state_dict``. The checksums in it are those of what the ranks had in memory, and
-    ``fsdp-doctor checkpoint verify`` compares them.
+    for torch's ``set_optimizer_state_dict``. It holds checksums of what the ranks had in memory, which ``fsdp-doctor
+    checkpoint verify`` compares.
 
-    Whose a tensor is follows from its shape, and is compared between the ranks before any is written: this rank's
-    shard; the whole tensor, the same on each rank that has it, which is saved once; or a single value, which all have
-    alike. Options of the param groups that are tensors, such as a learning rate or betas, are saved as numbers.
+    The shape of a tensor says what a rank has of it, and the ranks compare this before anything is written: its shard;
+    the whole tensor, which is the same on each rank that has it and is saved once; or a single value, which is the same
+    on all ranks. Options of the param groups that are tensors, such as a learning rate or betas, are saved as numbers.
 
-    model, optimizer, experts: as of :func:`load_optimizer_state`; any optimizer. Tensors keep their dtypes.
-    overwrite: an ``optimizer.pt`` that is there is replaced, unless other ranks of this job have saved it, as of
-        :func:`save_full_tensors`.
+    model, optimizer, experts: see :func:`load_optimizer_state`; any optimizer. Tensors keep their dtypes. overwrite:
+    replaces an ``optimizer.pt``, unless other ranks of this job have saved it; see :func:`save_full_tensors`.
 
-    Raises SaveError as :func:`save_full_tensors`; also for a model that is not sharded, for an optimizer of parameters
-    that are not the model's, for ranks whose state differs in more than its shards, and, by its name, for state that is
-    none of these: factored moments, 8-bit codes and their scales, lists, what belongs to no parameter.
+    Raises SaveError as :func:`save_full_tensors` does; also for a model that is not sharded, an optimizer whose
+    parameters are not the model's, ranks whose state differs in more than its shards, and, with its name, for state of
+    another kind: factored moments, 8-bit codes and their scales, lists, state that belongs to no parameter.
     """
     path = pathlib.Path(directory)
     with announce_early_errors(model):

@@ -1,4 +1,4 @@
-"""The ranks of a save: which take part, which of them writes what several hold alike, and how they end together."""
+"""The ranks of a save: which take part, which rank writes what several ranks hold, and how they end together."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ MOST_THREADS = 6
 
 
 class Turn(NamedTuple):
-    """The chunks that this rank writes of a tensor that several ranks hold alike.
+    """The chunks that this rank writes of a tensor that several ranks hold.
 
-    Every ``num_ranks``-th, from ``first`` on; none where ``first`` is not below ``num_ranks``.
+    They are every ``num_ranks``-th chunk, beginning with ``first``; none if ``first`` is not below ``num_ranks``.
     """
 
     first: int
@@ -97,7 +97,7 @@ class Writer:
                 first, count = last, count + 1
 
     def begin_all(self) -> None:
-        """Lets go of the shards, but for the chunks of them that are being written."""
+        """Releases the shards, except for the chunks that are being written."""
         while self._begun:
             self._write_next()
 

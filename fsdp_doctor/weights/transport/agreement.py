@@ -74,7 +74,7 @@ def count_agreements() -> int:
 
 
 class ComparedPlan:
-    """The lines that must be alike on all ranks: an error message shows the first that differs."""
+    """The lines of a plan, which must be the same on all ranks: an error message shows the first line that differs."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         self.lines = lines
@@ -118,9 +118,9 @@ class Agreement:
             self._store = connect(private.find_default_store())
 
     def expect(self, plan: Callable[[], ComparedPlan], comparison: Comparison | None = None) -> None:
-        """Sets what is compared before the first bucket: the plan, which is asked for while shards are being loaded.
+        """Sets the plan that the ranks compare before the first bucket; it is computed while shards are being loaded.
 
-        comparison: made after the plans turned out to be alike, if it is due on one of the ranks.
+        comparison: further checks, made after the plans turned out to be equal, if any rank still has to make them.
         """
         self._plan = plan
         self._comparison = comparison
@@ -359,7 +359,9 @@ class Agreement:
             ) from error
 
     def _answer_with(self, answer: str) -> str:
-        """The stage's answer: this one, or the one that another rank gave before. A stage has one answer."""
+        """Gives a stage its answer, and returns it: this answer, or an earlier one of another rank. A stage has one
+        answer.
+        """
         return self._store.compare_set(self._make_stage_key(), "", answer).decode()
 
     def _make_stage_key(self) -> str:

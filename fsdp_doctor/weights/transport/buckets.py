@@ -34,9 +34,10 @@ _MOST_TIMES = 4
 class Bucket:
     """The transfers that are loaded and gathered together.
 
-    gathered_bytes: the device memory that it takes until its tensors are handed out; copied_bytes: what is copied of
-    them at once. end: where the next bucket begins in the order of the tensors; small ones that come later are gathered
-    with it, too. last_bytes: of the last tensor before that; early_bytes: of those after it that are there by then.
+    gathered_bytes: the device memory that the bucket takes until its tensors are handed out. copied_bytes: how much of
+    its tensors is copied at once. end: the position, in the order of the tensors, at which the next bucket begins; a
+    bucket may also gather small tensors from behind that position. last_bytes: the size of the last tensor before
+    ``end``. early_bytes: the size of the tensors behind ``end`` that the bucket gathers.
     """
 
     transfers: list[TensorTransfer] = field(default_factory=list)
@@ -73,7 +74,7 @@ class Bucket:
         return sum(transfer.begun_bytes for transfer in self.transfers if isinstance(transfer, FlatGather))
 
     def list_names(self) -> list[str]:
-        """The first name of each tensor of which it has a part."""
+        """Lists the first name of each tensor that the bucket gathers, in whole or in part."""
         return [name for transfer in self.transfers for name in transfer.names]
 
 
@@ -127,7 +128,7 @@ def _is_mostly_large(sizes: Sequence[int], bucket_bytes: int) -> bool:
 class Division:
     """Divides tensors into buckets.
 
-    extra_bytes: what is needed beside the tensor of that first name while it is gathered.
+    extra_bytes: by the first name of a tensor, the memory that gathering it takes in addition.
     """
 
     sources: Sequence[Source]

@@ -112,9 +112,9 @@ class _Submission:
 
 
 class HostCopies:
-    """Targets are 1-D bytes. What a copy reads must stay as it is until ``finish`` has returned.
+    """Copies from pageable memory. Targets are 1-D bytes. The sources must not change until ``finish`` has returned.
 
-    most_threads: of this rank. chunk_bytes: pinned memory is two for each of them.
+    most_threads: the number of threads of this rank. chunk_bytes: each thread has two pinned buffers of this size.
     """
 
     def __init__(self, streams: Streams, most_threads: int = 16, chunk_bytes: int = 8 << 20) -> None:

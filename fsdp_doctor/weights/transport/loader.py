@@ -22,8 +22,9 @@ _ALIGNMENT = 64
 class Piece:
     """A 1-D part of a shard and its place.
 
-    target: 1-D on the device, in the dtype that is gathered. source: as long, wherever the shard lies.
-    name, start: of which tensor it is a part, and its first element in the flattened tensor.
+    target: 1-D memory on the device, in the dtype that is gathered. source: the part in the shard, of the same length,
+    on any device. name, start: the tensor to which the part belongs, and the part's first element in the flattened
+    tensor.
     """
 
     target: torch.Tensor

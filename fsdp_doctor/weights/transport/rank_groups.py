@@ -275,7 +275,9 @@ def _sample_values(shard: torch.Tensor) -> list[float] | None:
 
 
 def _find_conflict(values: Mapping[int, list[Any]]) -> list[Any] | None:
-    """The conflict, None where all have copies. values: of each rank, its group, its place there and some elements."""
+    """Finds a conflict between groups; None if all of them have copies. values: of each rank, its group, its place in
+    the group and some elements.
+    """
     alike: list[tuple[int, list[float], list[int]]] = []
     for rank, (_, place, elements) in values.items():
         known = next((ranks for at, first, ranks in alike if at == place and _are_near(first, elements)), None)

@@ -126,8 +126,8 @@ def name_dtype(dtype: torch.dtype) -> str:
 class OutputDtypes:
     """The dtype in which each tensor is gathered and yielded.
 
-    dtype: that of the floating-point tensors, None for each tensor's own. keep: patterns of names that keep their own
-    all the same.
+    dtype: for floating-point tensors; None keeps each tensor's own. keep: patterns of names of tensors that always keep
+    their own dtype.
     """
 
     dtype: torch.dtype | None = None

@@ -57,7 +57,7 @@ class HomeStream:
         self._hand_to(self._find_callers(), tensor)
 
     def hand_out_last(self, tensor: torch.Tensor) -> None:
-        """Hands out what ``run`` has just given: the streams are those of that call, and are not asked for again."""
+        """Hands out the result of the last ``run``, on the streams of that call, which are not determined again."""
         self._hand_to(self._callers, tensor)
 
     def _hand_to(self, callers: Any, tensor: torch.Tensor) -> None:

@@ -73,12 +73,12 @@ class Call:
 
 
 class TensorTransfer(ABC):
-    """A transfer that gathers some of the model's tensors. It is kept with the plan; ``begun`` makes the one of a call.
+    """A transfer that gathers some of the model's tensors. The plan keeps it; ``begun`` makes the transfer of one call.
 
-    order: the place of its first tensor among all. names: the first name of each tensor of which it has a part.
-    nbytes: the device memory that it takes at most, including collecting_bytes in ``collect`` and opened_bytes when its
-    tensors are copied out; copied_bytes: the memory in addition to nbytes while its tensors are handed out.
-    shard_group: None if nothing is communicated.
+    order: the position of its first tensor among all tensors. names: the first name of each tensor that it gathers, in
+    whole or in part. nbytes: its peak device memory, including collecting_bytes in ``collect``, and opened_bytes when
+    its tensors are copied out. copied_bytes: the memory that it takes in addition to nbytes while its tensors are
+    handed out. shard_group: None if nothing is communicated.
     """
 
     order: int
@@ -110,7 +110,9 @@ class TensorTransfer(ABC):
         """The parts of this rank's shards that are to be loaded, and where."""
 
     def list_copies(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """(targets, sources) beside the pieces: of the same shapes and dtypes, and all of them on the device."""
+        """Lists (targets, sources) that are copied in addition to the pieces: of equal shapes and dtypes, on the
+        device.
+        """
         return (), ()
 
     def list_gathers(self) -> Sequence[Gather]:
@@ -133,7 +135,7 @@ class TensorTransfer(ABC):
 
     @abstractmethod
     def make_results(self) -> Iterable[OrderedResult]:
-        """The full tensors, on the caller's stream, once it has waited for the gather."""
+        """Returns the full tensors, on the caller's stream, which has waited for the gather."""
 
 
 def launch_all_gathers(transfers: Sequence[TensorTransfer]) -> None:
@@ -153,7 +155,7 @@ def launch_all_gathers(transfers: Sequence[TensorTransfer]) -> None:
 
 
 def take_results(transfers: list[TensorTransfer]) -> Iterator[OrderedResult]:
-    """Yields all results, and lets go of each transfer once it has given its own."""
+    """Yields all results, and releases each transfer after its results."""
     while transfers:
         yield from transfers.pop(0).make_results()
 
@@ -502,10 +504,10 @@ def _take(
 
 
 class FlatGather(TensorTransfer):
-    """A stretch of every rank's shard of an FSDP1 unit, in one all-gather, and a copy out of it.
+    """An all-gather of a stretch of every rank's shard of an FSDP1 unit, and the copies out of it.
 
-    The tensors have memory from when their first part is copied out. begun: those of which gathers before it have some,
-    and which lack more.
+    A tensor gets memory when its first part is copied out. begun: tensors of which earlier gathers have copied a part,
+    and which are not complete yet.
     """
 
     def __init__(self, unit: FlatLayout, dtype: torch.dtype, segments: list[_Segment], begun: set[int]) -> None:
@@ -562,12 +564,12 @@ class FlatGather(TensorTransfer):
 
 
 class UnitGather(TensorTransfer):
-    """A whole FSDP1 unit: its shards joined are its flat parameter, and the tensors are copied out of that.
+    """An all-gather of a whole FSDP1 unit: the joined shards are its flat parameter, from which the tensors are copied.
 
-    They are copied a few at a time, as they are handed out, so that two units fit where one and its copy would. A
-    tensor beside which there is next to nothing in the unit stays where it was gathered.
+    The tensors are copied a few at a time when they are handed out, so that two units fit into the memory of one unit
+    and its copy. A tensor that is nearly the whole unit is handed out where it was gathered, without a copy.
 
-    together_bytes: how much is copied at once; more, where one of the tensors is larger.
+    together_bytes: how much is copied at once; a larger tensor is copied alone.
     """
 
     def __init__(self, unit: FlatLayout, together_bytes: int) -> None:
