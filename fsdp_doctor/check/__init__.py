@@ -67,11 +67,10 @@ class CheckedVersion:
 class CheckResult:
     """The answer to a configuration; findings of one kind are adjacent.
 
-    version, torch: what it was read for. world_size: the number of ranks that it was read for: given, or of the
-    configuration, or the framework's default; None where nothing says it, and then the predictions are for two.
-    read_in: the versions of the framework whose sources the reading rests on. packages: those of other distributions
-    that it was read for, where they are known. settings: all that was read. models: by
-    role, the model that the settings name.
+    version, torch: the versions for which the configuration was read. world_size: the number of ranks: given, or from
+    the configuration, or the framework's default; None if nothing says it, and then the predictions are for two ranks.
+    read_in: the framework's versions whose sources were read for the answer. packages: known versions of other
+    packages. settings: all settings that were read. models: by role, the model that the settings name.
     """
 
     framework: str
@@ -112,9 +111,9 @@ def check(
 ) -> CheckResult:
     """Reads CONFIG arguments: files, ``-`` for the standard input, overrides ``a.b=value``.
 
-    framework_version, torch_version: as 0.7.1, or ``main``, or ``all``; None for the one that is installed here, or
-    for all. world_size: the number of ranks, whatever the configuration says. Raises UsageError for what cannot be
-    read, or belongs to no supported framework.
+    framework_version, torch_version: such as 0.7.1, or ``main``, or ``all``; None for the installed version, or for all
+    if none is installed. world_size: the number of ranks, whatever the configuration says. Raises UsageError for what
+    cannot be read, or belongs to no supported framework.
     """
     settings = reading.read(arguments)
     kind = next((kind for kind in frameworks.FRAMEWORKS if kind.recognizes(settings)), None)
@@ -207,9 +206,10 @@ def _check_as(
 
 
 def _find_packages(version: CheckedVersion) -> dict[str, str]:
-    """The versions of what failures depend on: of the framework as it is checked, else what is installed here.
+    """Returns the versions of packages on which failures depend: the framework's as it is checked, the others as
+    installed.
 
-    Empty where every version was asked for.
+    Empty if every version was asked for.
     """
     if version.source == "not known" and version.asked:
         return {}
@@ -251,7 +251,7 @@ def parse_version(text: str, option: str) -> Version | None:
 
 
 def _find_version(option: str, given: str | None, distributions: Sequence[str]) -> CheckedVersion:
-    """The version that an option gives, or that of the first of the distributions that is installed.
+    """Returns the version that an option gives, or else the version of the first installed distribution.
 
     Raises UsageError for a text that is not a version.
     """

@@ -62,7 +62,7 @@ class ConfigFinding:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfiguredRun(RunContext):
-    """A run of the user's own model, whose dimensions are not those of the matrix's small one."""
+    """A run of the user's own model, whose dimensions differ from the small model's of the matrix."""
 
     def list_possible_shards(self, scenario: Scenario) -> tuple[Shards, ...]:
         """Uneven where the model is known to be; else both, unless the ranks are a power of two, as most dimensions."""
@@ -171,7 +171,7 @@ class ConfiguredModel:
 
 @dataclass(frozen=True, kw_only=True)
 class _LocalModel:
-    """A model's config.json. sizes: of the dimensions that FSDP2 shards. built_in: the matrix's model of that type."""
+    """A model's config.json. sizes: the dimensions that FSDP2 shards. built_in: the matrix's model of the same type."""
 
     sizes: Mapping[str, int]
     model_type: str
@@ -220,7 +220,9 @@ def _read_local_model(path: Setting | None) -> _LocalModel | None:
 
 
 def _name_type(model: Model) -> str | None:
-    """The ``model_type`` of which the matrix has this model; None for a variant of such a model, and the user's."""
+    """Returns the ``model_type`` of a model of the matrix; None for a variant of such a model, and for the user's
+    model.
+    """
     match model:
         case Model.QWEN2:
             return "qwen2"

@@ -20,7 +20,9 @@ _TRUE = re.compile(r"\b(?:true|yes|on)\b", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Fix:
-    """file: the one with the setting. before: the setting. after: its new value, empty where it is left out."""
+    """A change of one setting. file: the file with the setting. before: the setting. after: its new value; empty if the
+    setting is removed.
+    """
 
     file: pathlib.Path
     before: Setting
@@ -32,11 +34,12 @@ class Fix:
 
 
 def find_fix(arguments: Sequence[str], check: Callable[[Sequence[str]], CheckResult]) -> Fix | None:
-    """The first change of one setting after which ``check`` ends with success; None where there is none.
+    """Finds the first change of one setting after which ``check`` succeeds; None if there is none.
 
-    A setting that is true is set to false, and any may be left out; first come those that the findings name. What
-    decides which model is trained stays.
-    arguments: as of ``check``, files and overrides. Raises UsageError as ``check``.
+    A true setting is set to false, and any setting may be removed; settings that the findings name come first. Settings
+    that decide which model is trained stay.
+
+    arguments: files and overrides, as ``check`` takes them. Raises UsageError as ``check`` does.
     """
     result = check(arguments)
     for row, after in _list_candidates(result):
@@ -65,7 +68,9 @@ def _list_candidates(result: CheckResult) -> Iterator[tuple[Setting, str]]:
 
 
 def _edit_line(file: pathlib.Path, row: Setting, after: str) -> str | None:
-    """The text with that line changed; None where the value does not stand in the line, as that of a variable."""
+    """Returns the text with the line changed; None if the value is not in the line, for example because it is a
+    variable.
+    """
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     number = row.where.removeprefix(row.file).removeprefix(":")
     if not number.isdecimal() or not 0 < int(number) <= len(lines) or row.name not in lines[int(number) - 1]:

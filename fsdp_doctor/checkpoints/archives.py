@@ -23,7 +23,9 @@ _FIRST_DAY = 0x21
 
 @dataclass(slots=True)
 class ArchiveMember:
-    """header: where its header lies in the archive. begin: of its bytes, in the file. crc: to be set by the writer."""
+    """A member of an archive. header: the offset of its header in the archive. begin: the offset of its bytes in the
+    file. crc: set by the writer.
+    """
 
     name: bytes
     header: int

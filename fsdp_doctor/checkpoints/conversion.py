@@ -51,9 +51,10 @@ _BESIDE = (
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """verification: of the source; nothing was written unless it is sound. names: that were changed, old and new.
+    """The result of a conversion.
 
-    left_out: parts of the source that are neither the model nor its optimizer, with their numbers of tensors.
+    verification: of the source; nothing was written unless the source is sound. names: names that were changed, old and
+    new. left_out: parts of the source that are neither the model nor its optimizer, with their numbers of tensors.
     """
 
     verification: Verification
@@ -82,23 +83,24 @@ def convert(
     find_order: Callable[[str], ParameterOrder | None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
-    """Writes the model in ``source``, and the optimizer where the target has a place for it, to a new directory.
+    """Writes the model in ``source`` to a new directory, and the optimizer if the target has a place for it.
 
-    The source is verified as it is read, once; if it is not sound, nothing is left. What is written is read back and
-    compared. The directory gets its name at the end, so that an interruption leaves none of that name; what it leaves
-    is removed by the next conversion. Host memory: a few MiB. Runs no pickle, and needs no torch but for a cast.
+    The source is verified while it is read, once; if it is not sound, nothing is left behind. What was written is read
+    back and compared. The directory gets its name at the end, so an interrupted conversion leaves no directory of that
+    name; the next conversion removes what it left. Host memory: a few MiB. Runs no pickle, and needs torch only for a
+    cast.
 
-    overwrite: a directory of this name is replaced, if a conversion wrote all that is in it. dtype: to which the
-    model's floating-point tensors are cast; the optimizer is not. world_size: the ranks that are to read it; by default
-    as many as wrote it. device: the type of the devices of FSDP2's mesh. buffers: names, or their last parts, of
-    tensors that FSDP does not divide, where the files do not say which these are. largest_file: bytes, of Hugging Face
-    files. config: as of ``read_hub_parts``; by default what lies beside the source. part: as of ``read_checkpoint``.
-    find_parts: ``read_hub_parts``, by which Hugging Face files get the Hub's names, and what is made of such files the
-    model's; without it all names are kept. find_order: ``read_parameter_order``, asked where an optimizer numbers its
-    parameters and the files do not keep their order; without it such an optimizer is refused. progress: as of
-    ``verify``.
+    overwrite: replaces a directory of this name if a conversion wrote everything in it. dtype: the dtype to which the
+    model's floating-point tensors are cast; the optimizer is not cast. world_size: the number of ranks that will read
+    the target; by default as many as wrote the source. device: the device type of FSDP2's mesh. buffers: names, or
+    their last parts, of tensors that FSDP does not divide, if the files do not say so. largest_file: the size of a
+    Hugging Face file, in bytes. config: see ``read_hub_parts``; by default the config next to the source. part: see
+    ``read_checkpoint``. find_parts: ``read_hub_parts``, with which Hugging Face files get the Hub's names, and what is
+    made from such files gets the model's; without it all names are kept. find_order: ``read_parameter_order``, called
+    if an optimizer numbers its parameters and the files do not keep their order; without it such an optimizer is
+    refused. progress: see ``verify``.
 
-    Raises ConversionError for what cannot be converted, OSError.
+    Raises ConversionError for what cannot be converted, and OSError.
     """
     source.stat()
     check_target(target, source, (), overwrite=overwrite)
@@ -213,7 +215,7 @@ def _cast(source: str, target: str) -> Callable[[bytes], bytes]:
 
 
 def _leave_out_tied_head(model: SavedModel, checkpoint: SavedCheckpoint) -> _Pairs:
-    """Returns its pieces, each with that of the embedding that is to have the same bytes."""
+    """Returns the head's pieces, each with the piece of the embedding that must have the same bytes."""
     head = model.tensors.get("lm_head.weight")
     ties = (
         checkpoint.find_setting(state.directory, "config.json").get("tie_word_embeddings") for state in model.states

@@ -34,10 +34,11 @@ class _Cast:
 
 @dataclass(slots=True)
 class _Route:
-    """A piece in its file, and where it goes: its bytes are runs of ``run`` bytes in those of the whole tensor.
+    """A piece in its file and its destination: its bytes are runs of ``run`` bytes of the whole tensor.
 
-    first: the byte of the tensor with which the piece begins. outer: lengths and distances in bytes of the dims before
-    those that a run covers. ends: of the slots. done: the bytes that came. crc: of those for the present slot.
+    first: the byte of the tensor at which the piece begins. outer: lengths and distances, in bytes, of the dims outside
+    a run. ends: the ends of the slots. done: the number of bytes that have come. crc: of the bytes for the present
+    slot.
     """
 
     begin: int
@@ -141,7 +142,7 @@ class Copy:
             os.close(self._fds.pop())
 
     def write(self, path: str, offset: int, chunk: bytes) -> None:
-        """Bytes of a file of the source, of which each is given once, in order."""
+        """Takes bytes of a file of the source. Each byte is given once, in order."""
         routes = self._routes.get(path, ())
         end, view = offset + len(chunk), memoryview(chunk)
         first = self._next.get(path, 0)

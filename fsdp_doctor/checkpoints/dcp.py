@@ -27,8 +27,8 @@ class FormError(BadFile):
 class Item(NamedTuple):
     """An entry of the metadata about a range of a data file.
 
-    path: the keys of the nested dicts. dtype, shape: of the whole tensor; a dtype of None: an object and no tensor.
-    offsets, lengths: of the chunk. packing: how the bytes were transformed, such as ``stream.zstd/1``.
+    path: the keys of the nested dicts. dtype, shape: of the whole tensor; without a dtype it is an object. offsets,
+    lengths: of the chunk. packing: how the bytes were transformed, such as ``stream.zstd/1``.
     """
 
     path: tuple[str, ...]
@@ -47,7 +47,9 @@ class Item(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """items: those that lie somewhere. homeless: chunks and objects of which nothing says where they lie."""
+    """The metadata of a checkpoint. items: entries with a place in a data file. homeless: chunks and objects without a
+    place.
+    """
 
     items: list[Item]
     homeless: list[str]
@@ -111,9 +113,10 @@ def _read_chunks(entry: Pickled) -> Iterator[tuple[Shape | None, Shape]]:
 
 
 class ItemContents(NamedTuple):
-    """members: what the item's file stores, with checksums where it has any.
+    """The contents of an item.
 
-    values, unread: of an object, by their keys; what of it is no plain value, and of which kind it is.
+    members: what the item's file stores, with checksums if it has any. values, unread: the plain values of an object by
+    their keys, and the kind of each other value.
     """
 
     members: list[Member]
@@ -129,9 +132,9 @@ def parse_rank(file: str) -> int | None:
 
 
 def read_item(file: OpenFile, path: str, item: Item, header: Header | None) -> ItemContents:
-    """Reads the data at the place that the metadata names. header: of a data file in the safetensors format.
+    """Reads the data at the place that the metadata names. header: the header of a data file in the safetensors format.
 
-    Raises BadFile if there is something else than the metadata says.
+    Raises BadFile if the data is not what the metadata says.
     """
     rank = parse_rank(path)
     if item.packing:

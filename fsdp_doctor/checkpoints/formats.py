@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 
 class OtherFormat(NamedTuple):
-    """A format that is not read.
+    """A format that is recognized and not read.
 
-    files: names of files of which one is enough. tool: what reads it. directories: names of directories in which all is
-    of it. beside: names of which one must be there, too. setting: a key and a value of a ``metadata.json`` in the
-    directory, where this says it. is_copy: whether it may lie beside a model in another form, which is then judged by
-    itself.
+    files: names of files, one of which is enough. tool: the program that reads the format. directories: names of
+    directories whose whole contents have the format. beside: names, one of which must be there in addition. setting: a
+    key and a value in the directory's ``metadata.json`` that identify the format. is_copy: whether it may lie next to a
+    model in another form, which is then judged alone.
     """
 
     name: str
@@ -130,8 +130,8 @@ KNOWN_FORMATS = "DCP, a file of each rank, Hugging Face files, files of torch.sa
 def find_other_format(
     directories: Collection[str], names: Collection[str], settings: Mapping[str, Any]
 ) -> OtherFormat | None:
-    """The format of the files in a directory; None if it is none that is known and not read.
+    """Finds the format of the files in a directory; None if it is no format that is recognized and not read.
 
-    directories: its name, and those of the directories that it lies in. settings: what its ``metadata.json`` says.
+    directories: the names of the directory and of its parents. settings: the contents of its ``metadata.json``.
     """
     return next((each for each in OTHER_FORMATS if each.describes(directories, names, settings)), None)

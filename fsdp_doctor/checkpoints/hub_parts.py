@@ -57,9 +57,9 @@ def split_for_hub(tensors: Mapping[str, SavedTensor], parts: Mapping[str, HubPar
 
 
 def join_from_hub(tensors: Mapping[str, SavedTensor], parts: Mapping[str, HubPart]) -> dict[str, SavedTensor]:
-    """The tensors by the model's names, those that have them as they are.
+    """Joins the tensors of Hub files to the tensors of the model, by the model's names; others stay as they are.
 
-    Raises BadFile for a tensor of which a part lacks, or that the configuration does not describe.
+    Raises BadFile for a tensor that lacks a part, or that the configuration does not describe.
     """
     parts_of = _group(parts)
     joined: dict[str, SavedTensor] = {}

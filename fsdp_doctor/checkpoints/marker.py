@@ -22,9 +22,8 @@ class MarkedFile(msgspec.Struct):
 
 
 class Marker(msgspec.Struct, omit_defaults=True):
-    """Contents of the marker file.
-
-    save: differs between any two saves. step: of training, as it was given.
+    """The contents of the marker file. save: an id that differs between any two saves. step: the training step, as it
+    was given.
     """
 
     format: Literal["fsdp-doctor save"]
@@ -39,7 +38,7 @@ class Marker(msgspec.Struct, omit_defaults=True):
 
 
 def read_marker(directory: pathlib.Path) -> Marker | None:
-    """Reads the marker of a directory; None where there is none. Raises BadFile for another file of that name."""
+    """Reads the marker of a directory; None if there is none. Raises BadFile if the file is not a marker."""
     try:
         with OpenFile(directory / MARKER) as file:
             return msgspec.json.decode(file.read(0, file.size), type=Marker)

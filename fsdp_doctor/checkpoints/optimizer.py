@@ -25,8 +25,10 @@ class SavedOptimizer(NamedTuple):
 
 
 class ParameterOrder(NamedTuple):
-    """names: of the model's parameters, as ``named_parameters`` has them. decayed: those to which Trainer applies
-    weight decay, which are its first group, the others its second; None if transformers' Trainer is not installed.
+    """The order of a model's parameters.
+
+    names: in the order of ``named_parameters``. decayed: parameters to which Trainer applies weight decay; they are its
+    first group, and the others its second. None if transformers' Trainer is not installed.
     """
 
     names: tuple[str, ...]

@@ -86,7 +86,7 @@ class Pickled:
     def __setitem__(self, _: Any, __: Any) -> None: ...
 
     def get(self, name: str) -> Any:
-        """An attribute of the pickled object; None if it has none of this name."""
+        """Returns an attribute of the pickled object; None if it has none of this name."""
         parts = self.state if isinstance(self.state, tuple) else (self.state,)
         return next((part[name] for part in parts if isinstance(part, dict) and name in part), None)
 

@@ -419,9 +419,9 @@ class _Reading:
             self.note(Trouble.RANKS_DISAGREE, what, tensor.file, tensor.name, rank)
 
     def _choose_world_size(self, directory: str, label: str, files: Mapping[str, tuple[int, int | None]]) -> int | None:
-        """Chooses the number in the files' names.
+        """Chooses the number of ranks from the files' names.
 
-        If there are several, that of fsdp_config.json, or one of which no rank lacks.
+        If the names have several numbers, the number in fsdp_config.json counts, or one for which no rank is missing.
         """
         ranks: dict[int, set[int]] = defaultdict(set)
         for rank, of in files.values():

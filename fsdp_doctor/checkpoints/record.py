@@ -61,7 +61,7 @@ class SavedPiece(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int] | None:
-        """The rows of the whole tensor in which it lies: the first, and the one behind the last."""
+        """Returns the rows of the whole tensor that the piece covers: the first row, and the row after the last."""
         return (self.offsets[0], self.offsets[0] + self.shape[0]) if self.shape else None
 
     @property
@@ -84,9 +84,10 @@ class SavedPiece(NamedTuple):
 
 @dataclass(slots=True)
 class SavedTensor:
-    """A tensor of a state. path: the keys of the nested dicts that lead to it. shape: of the whole tensor.
+    """A tensor of a state. path: the keys of the nested dicts that lead to the tensor. shape: of the whole tensor.
 
-    parameter: its name in the model, without those keys and the prefixes of wrappers; empty if it is of none.
+    parameter: the tensor's name in the model, without those keys and the prefixes of wrappers; empty if it belongs to
+    no parameter.
     """
 
     path: tuple[str, ...]
@@ -230,7 +231,7 @@ class SavedCheckpoint:
     part: str | None = None
 
     def list_paths(self) -> list[pathlib.Path]:
-        """Lists the ones of all files that were read."""
+        """Lists the paths of all files that were read."""
         return [self.root / path for path in (*self.files, *self.settings)]
 
     def find_setting(self, directory: str, name: str) -> dict[str, Any]:

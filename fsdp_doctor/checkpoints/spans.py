@@ -106,7 +106,7 @@ class SpanScan:
 
 
 class SpanScanner:
-    """Takes the bytes of a file in order, and looks at those of one piece."""
+    """Takes the bytes of a file in order, and looks at the bytes of one piece."""
 
     def __init__(
         self, begin: int, nbytes: int, tensor: SavedTensor, piece: SavedPiece, *, keeps_sample: bool = False
@@ -294,7 +294,7 @@ class _RowScanner:
         return tuple(counts.most_common(_MOST_DISTANCES))
 
     def _find_equal(self, first: int, rows: _Array) -> None:
-        """Finds rows that equal the one before them: by their first bytes, then whole."""
+        """Finds rows that are equal to the row before them: by their first bytes, then by all bytes."""
         heads = rows[:, :8].copy().view("<u8")[:, 0]
         candidates = numpy.flatnonzero((heads[1:] == heads[:-1]) & (heads[1:] != 0))
         for at in candidates.tolist():

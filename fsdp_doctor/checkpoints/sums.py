@@ -38,7 +38,7 @@ def shift_crc(crc: LinearCrc, nbytes: int) -> LinearCrc:
 
 
 def finish_crc(crc: LinearCrc, nbytes: int) -> int:
-    """Returns the CRC-32, as zip and zlib have it, for a linear CRC of ``nbytes`` bytes."""
+    """Converts a linear CRC of ``nbytes`` bytes into the CRC-32 of zip and zlib."""
     return crc ^ shift_crc(_ALL_ONES, nbytes) ^ _ALL_ONES
 
 

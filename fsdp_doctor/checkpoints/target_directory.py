@@ -56,9 +56,9 @@ def check_target(target: pathlib.Path, source: pathlib.Path, files: Iterable[pat
 
 @contextlib.contextmanager
 def make_partial_directory(target: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path]:
-    """A new directory beside the target; removed at the end, unless it was given the target's name.
+    """Makes a new directory next to the target; removes it at the end, unless it was given the target's name.
 
-    What a conversion that was killed has left is removed, and an older target that it had put aside is put back.
+    Removes what a killed conversion has left, and restores an older target that the conversion had put aside.
     """
     directory, old = _name_partial(target), _name_old(target)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -65,7 +65,7 @@ class TensorToWrite:
         return DTYPES[self.dtype].itemsize
 
     def choose_rows(self, rank: int, world_size: int) -> tuple[int, int]:
-        """The first row of a rank and the one behind its last, as torch.chunk divides them."""
+        """Returns a rank's first row and the row after its last, as torch.chunk divides them."""
         rows = self.shape[0]
         each = -(-rows // world_size)
         return min(rank * each, rows), min((rank + 1) * each, rows)
@@ -80,7 +80,7 @@ class PlaceToWrite(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A range of a tensor's bytes, and the places in which it is written."""
+    """A range of a tensor's bytes, and the places where it is written."""
 
     first: int
     nbytes: int
@@ -106,7 +106,7 @@ _Pickle: TypeAlias = Callable[[TensorToWrite, _Store], Any]
 
 @dataclass(slots=True)
 class FilePlan:
-    """slots: of each tensor, in the order of its bytes."""
+    """The contents of a file. slots: of each tensor, in the order of its bytes."""
 
     files: list[PlannedFile] = field(default_factory=list)
     slots: dict[int, tuple[TensorToWrite, list[Slot]]] = field(default_factory=dict)
@@ -148,7 +148,9 @@ class FilePlan:
 
 
 class StatesToWrite(NamedTuple):
-    """model: by name. optimizer: ``state`` and ``param_groups`` by the parameters' names; None if there is none."""
+    """The states to write. model: tensors by name. optimizer: ``state`` and ``param_groups`` by the parameters' names;
+    None if there is none.
+    """
 
     model: dict[str, TensorToWrite]
     optimizer: dict[str, Any] | None

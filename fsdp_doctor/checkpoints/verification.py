@@ -26,7 +26,7 @@ _MOST_LISTED = 12
 
 
 class CheckpointFinding(msgspec.Struct, omit_defaults=True):
-    """rows: the first, and the one behind the last. load: what a load makes of it. remedy: what to do."""
+    """A finding. rows: the first row, and the row after the last. load: the effect on a load. remedy: what to do."""
 
     trouble: str
     severity: TroubleSeverity
@@ -85,10 +85,10 @@ def verify(
     progress: Callable[[int, int], None] | None = None,
     part: str | None = None,
 ) -> Verification:
-    """Reads all that is below a directory, or a file, once.
+    """Reads all files below a directory, or one file, once.
 
-    compare: finds what differs from a reference. progress: called with the bytes that were read, and with those that
-    there are, by one thread at a time. part: as of ``read_checkpoint``. Raises FileNotFoundError.
+    compare: finds the differences from a reference. progress: called with the number of bytes that were read, and the
+    number of all bytes, by one thread at a time. part: see ``read_checkpoint``. Raises FileNotFoundError.
     """
     path.stat()
     return judge(read_checkpoint(path, part), path, compare=compare, progress=progress)[0]

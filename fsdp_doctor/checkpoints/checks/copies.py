@@ -44,7 +44,7 @@ def list_parts(state: State) -> Iterator[State]:
 
 
 def _list_copies(evidence: CheckpointEvidence, state: State, kind: Pattern[str]) -> Iterator[dict[str, SavedTensor]]:
-    """Lists parts of the state, and states beside it, that are called so: each by the names of the model."""
+    """Lists the parts of the state and the states next to it that have such a name, each by the model's names."""
     for part in list_parts(state):
         if kind.search(".".join(part.head or ())):
             yield {tensor.parameter: tensor for tensor in part.select("model")}
@@ -54,7 +54,7 @@ def _list_copies(evidence: CheckpointEvidence, state: State, kind: Pattern[str])
 
 
 def compare_averages(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Compares an average with the model: it has the same shapes, and other values after many steps."""
+    """Compares an average with the model: the shapes must be equal, and after many steps the values must differ."""
     model = {tensor.parameter: tensor for tensor in state.select("model")}
     for average in () if AVERAGE.search(state.label) else _list_copies(evidence, state, AVERAGE):
         pairs = [(model[name], tensor) for name, tensor in average.items() if name in model]
@@ -88,7 +88,7 @@ def _list_steps(evidence: CheckpointEvidence, state: State) -> Iterator[float]:
 
 
 def compare_masters(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Compares float32 weights with those of the model that were rounded from them: a few that differ are older."""
+    """Compares float32 weights with the rounded weights of the model: a few that differ come from an older step."""
     model = {tensor.parameter: tensor for tensor in state.select("model") if tensor.dtype in _UNITS}
     for masters in _list_masters(evidence, state) if model else ():
         pairs = [

@@ -71,7 +71,7 @@ class CheckpointEvidence:
                 yield pair[0][is_there], pair[1][is_there]
 
     def find_model_config(self, state: State) -> dict[str, Any]:
-        """The facts of config.json, those of the text model first; empty if the weights are quantized."""
+        """Reads config.json, with the text model's facts first; returns nothing if the weights are quantized."""
         config = self.checkpoint.find_setting(state.directory, "config.json")
         inner = config.get("text_config")
         return {} if "quantization_config" in config else config | (inner if isinstance(inner, dict) else {})

@@ -40,7 +40,7 @@ _OF_PICTURES = frozenset(
 
 
 def find_lost_statistics(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Statistics of a BatchNorm of which a part is not there, or which no activations have."""
+    """Finds BatchNorm statistics that are incomplete, or that no activations can have."""
     norms: dict[str, dict[str, SavedTensor]] = defaultdict(dict)
     for tensor in state.select("model"):
         module, _, kind = tensor.parameter.rpartition(".")
@@ -75,7 +75,7 @@ def _find_negative_variances(evidence: CheckpointEvidence, variances: list[Saved
 
 
 def _find_lost_counts(norms: dict[str, dict[str, SavedTensor]]) -> Iterator[Symptom]:
-    """Finds the one norm that lacks its count of batches; a frozen norm has none, and the first ones are frozen."""
+    """Finds the only norm without a count of batches. Frozen norms have no count, and frozen norms come first."""
     families: dict[str, list[str]] = defaultdict(list)
     for module, kinds in norms.items():
         if kinds.keys() >= {_MEAN, _VARIANCE}:
@@ -137,7 +137,9 @@ def _may_be_shards(state: State) -> bool:
 
 
 def find_transposed(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Matrices and convolutions of the transposed shape of those like them, where what is beside them is not."""
+    """Finds matrices and convolutions with the transposed shape of similar ones, if the tensors around them are not
+    transposed.
+    """
     if _may_be_shards(state):
         return
     tensors = {each.parameter: each for each in state.select("model") if each.numel and is_floating_point(each.dtype)}
@@ -169,7 +171,7 @@ def find_transposed(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
 
 
 def _compare_with_norms(tensors: dict[str, SavedTensor], known: set[str]) -> Iterator[Symptom]:
-    """Compares convolutions with the norms of the same number: behind one, it has as many channels as that puts out."""
+    """Compares each convolution with the norm of the same number, which has as many channels as it outputs."""
     families: dict[str, list[tuple[SavedTensor, int]]] = defaultdict(list)
     for name, tensor in tensors.items():
         found = _CONVOLUTION.fullmatch(name)

@@ -53,7 +53,7 @@ class OptimizedParameter:
 
     @property
     def is_of_adam(self) -> bool:
-        """Returns whether it has no slots but Adam's."""
+        """Returns whether Adam's slots are the only ones."""
         return self.tensors.keys() | self.values <= _SLOTS_OF_ADAM
 
 
@@ -241,10 +241,10 @@ def _pair_samples(
 
 
 def _find_lost_moments(evidence: CheckpointEvidence, optimizer: Mapping[str, OptimizedParameter]) -> Iterator[Symptom]:
-    """Finds matrices whose moments are zero, or half of them, where those of others like them are not.
+    """Finds matrices whose moments are zero, in whole or by half, while the moments of similar matrices are not.
 
-    Alike are those of the same name in other layers, and of numbers those of one shape. Rows of embeddings and experts
-    have no gradient where no token came to them.
+    Similar matrices have the same name in other layers; if the optimizer numbers its parameters, the same shape. Rows
+    of embeddings and experts have no gradient if no token reached them.
     """
     model = (tensor for state in evidence.checkpoint.states for tensor in state.select("model"))
     outside = {tensor.shape for tensor in model if not LAYER.match(tensor.parameter)}
@@ -294,7 +294,9 @@ def _find_lost_moments(evidence: CheckpointEvidence, optimizer: Mapping[str, Opt
 def _compare_shapes(
     evidence: CheckpointEvidence, state: State, optimizer: Mapping[str, OptimizedParameter]
 ) -> Iterator[Symptom]:
-    """Compares the shapes of moments with those of the model beside them, by name, or, of numbers, all together."""
+    """Compares the shapes of moments with the model's: one by one if they have names, or all together if they have
+    numbers.
+    """
     beside = [each for each in evidence.checkpoint.states if each is state or each.directory == state.directory]
     model = [tensor for each in beside for tensor in each.select("model") if is_floating_point(tensor.dtype)]
     moments = [

@@ -61,7 +61,7 @@ def _sweep_rows(tensor: SavedTensor, file: str, ranges: list[tuple[int, int]]) -
 
 
 def find_foreign_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Files of ranks in which another rank's tensors are: the mesh and the process group inside say whose."""
+    """Finds files of ranks that hold another rank's tensors, by the mesh and the process group that they name."""
     if state.arrangement is not Arrangement.RANK_FILES:
         return
     first_with: dict[int, str] = {}
@@ -106,7 +106,7 @@ def compare_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
 
 
 def _compare_keys(state: State) -> Iterator[Symptom]:
-    """Lists what only some ranks have of the counters, schedulers and settings beside the tensors."""
+    """Lists the counters, schedulers and settings that only some of the ranks have."""
     if state.arrangement is not Arrangement.RANK_FILES or state.is_incomplete:
         return
     by_key: dict[str, set[int | None]] = defaultdict(set)
@@ -125,7 +125,7 @@ def _compare_keys(state: State) -> Iterator[Symptom]:
 
 
 def find_copied_rows(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Rows of one rank that are those of another, bit by bit, of a tensor that is divided.
+    """Finds rows of a divided tensor that are bit by bit another rank's rows.
 
     Heads that were repeated for more key-value heads are equal, and so are the rows of a constant.
     """

@@ -110,7 +110,7 @@ def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[
 
 
 def _compare_projections(state: State, config: dict[str, Any]) -> Iterator[Symptom]:
-    """The projections of the text model's layers, of which config.json says how many rows and columns they have."""
+    """Compares the projections of the text model's layers with the rows and columns that config.json implies."""
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int) or config.keys() & _OTHER_SHAPES:
         return
@@ -148,9 +148,9 @@ def _compare_projections(state: State, config: dict[str, Any]) -> Iterator[Sympt
 
 
 def find_odd_shapes(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Tensors whose shape fits neither those of the other layers nor those beside it in its own.
+    """Finds tensors whose shape fits neither the other layers nor the other tensors of the same layer.
 
-    Layers that were made smaller differ in several tensors at once, which fit each other.
+    A layer that was made smaller differs in several tensors at once, and these fit one another.
     """
     if state.arrangement is Arrangement.WHOLE and any(re.search(r"rank_?\d", file) for file in state.files):
         return  # perhaps the shards of a rank, without a word about the whole
@@ -321,7 +321,9 @@ def find_experts(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom
 
 
 def find_missing_from_part(state: State, part: State) -> Iterator[Symptom]:
-    """Tensors of the model that another copy lacks, though it has others of the layer, and the same of other layers."""
+    """Finds tensors of the model that another copy lacks, while it has others of the layer, and this one in other
+    layers.
+    """
     names = {tensor.parameter for tensor in part.select("model")}
     families = {re.sub(r"\d+", "#", name) for name in names}
     layers = {found.group(1, 2) for name in names if (found := LAYER.match(name))}
@@ -334,7 +336,7 @@ def find_missing_from_part(state: State, part: State) -> Iterator[Symptom]:
 
 
 def _is_of_every_layer(rest: str, others: frozenset[str], has_config: bool) -> bool:
-    """Says whether a layer without a tensor that the other layer has lacks it: by its name, or those beside it."""
+    """Returns whether a layer is incomplete without a tensor that another layer has: by its name, or its neighbours."""
     place, _, kind = rest.removesuffix(".weight").rpartition(".")
     beside = [each for each in others if each.startswith(f"{place}.") and each.endswith("_proj.weight")]
     # Layers that share keys and values lack both.

@@ -1,4 +1,6 @@
-"""Checks of what a resume needs beside the model: the optimizer, its settings and steps, and who else counts them."""
+"""Checks of what a resume needs besides the model: the optimizer, its settings and steps, and other counts of the
+steps.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ _RANDOM_STATE_BYTES, _MOST_OF_DEVICE = frozenset({5056, 5048, 824816, 824832}), 
 
 
 def compare_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Counters that must be the same on all ranks, and those of parameters that mostly are."""
+    """Compares counters that must be equal on all ranks, and counters of parameters that are mostly equal."""
     values: dict[tuple[str, ...], dict[tuple[str, int | None], float]] = defaultdict(dict)
     for (path, rank), number in state.values.items():
         if path and path[-1] in _COUNTERS and isinstance(number, int | float):
@@ -74,10 +76,10 @@ def compare_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
 
 
 def find_torn_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Steps of an optimizer that was saved in the midst of a step, and those of a file that is of another save.
+    """Finds an optimizer that was saved in the middle of a step, or of which a file comes from another save.
 
-    Layers and experts may be passed over, and kinds of parameters frozen in all layers, but not one projection of a
-    module in one layer alone.
+    A step may skip layers and experts, and kinds of parameters may be frozen in all layers, but a step does not skip a
+    single projection of a module in one layer.
     """
     beside = [each for each in evidence.checkpoint.states if each is state or each.directory == state.directory]
     optimizer = read_optimizer(evidence, state)
@@ -225,9 +227,9 @@ def compare_counts(evidence: CheckpointEvidence) -> Iterator[Symptom]:
 
 
 def _judge_older_scheduler(scheduler: _Count, optimizer: _Count, loops: list[_Count]) -> Iterator[Symptom]:
-    """Judges the one scheduler of an optimizer that made more steps.
+    """Judges the only scheduler of an optimizer that has made more steps than the scheduler.
 
-    It may count epochs, which are few, or have begun late; but then it set the learning rate that the optimizer has.
+    It may count epochs, which are few, or have started late; then the optimizer's learning rate is the one that it set.
     """
     has_other_rate = scheduler.rates and optimizer.rates and not _are_near(scheduler.rates, optimizer.rates)
     if not has_other_rate or not scheduler.steps < optimizer.steps:

@@ -221,10 +221,10 @@ def _find_repeated_block(scan: SpanScan, rows: int) -> tuple[tuple[int, int], in
 
 
 def find_equal_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Single matrices, and moments of the optimizer, that are those of another layer, bit by bit.
+    """Finds single matrices, and moments, that are bit by bit those of another layer.
 
-    Layers that share weights share them all, or in pairs: one pair of three and more is a copy that went wrong. Two
-    parameters never have the same moments, unless both are one, under two names.
+    Layers that share weights share all of them, or pairs share them: one equal pair among three or more layers is a
+    copy that went wrong. Two parameters never have the same moments, unless they are one parameter under two names.
     """
     of_model = [each for each in state.select("model") if len(each.shape) > 1 and is_floating_point(each.dtype)]
     of_layers = [each for each in of_model if LAYER.match(each.parameter) and not LORA.match(each.parameter)]
@@ -278,7 +278,7 @@ def find_equal_layers(evidence: CheckpointEvidence, state: State) -> Iterator[Sy
 
 
 def _compare_layers(evidence: CheckpointEvidence, state: State) -> Iterator[tuple[str, int, int, list[SavedTensor]]]:
-    """Yields the stack, the number of a layer, that of the one before that it equals, and its matrices."""
+    """Yields the stack, the number of a layer, the number of an earlier layer that is equal to it, and its matrices."""
     layers: dict[tuple[str, int], dict[str, SavedTensor]] = defaultdict(dict)
     for tensor in state.select("model"):
         if (found := LAYER.match(tensor.parameter)) and len(tensor.shape) > 1 and tensor.numel:
@@ -379,7 +379,7 @@ def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
 
 
 def _find_zero_columns(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds zero columns: suspicious in one tensor if similar tensors have none, padding if they are alike in all."""
+    """Finds zero columns: suspicious if similar tensors have none, padding if all of them have the same."""
     matrices = (each for each in state.select("model") if len(each.shape) == 2 and is_floating_point(each.dtype))
     for members in group_families(each for each in matrices if not LORA.match(each.parameter)):
         found = [
@@ -469,7 +469,7 @@ def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
 
 
 def _find_frozen_base(state: State) -> Iterator[Symptom]:
-    """Finds a base that is saved beside its adapters, and is many times as large."""
+    """Finds a base that is saved with its adapters and is many times as large."""
     tensors = list(state.select("model"))
     adapters = sum(tensor.numel * tensor.itemsize for tensor in tensors if LORA.match(tensor.parameter))
     base = sum(tensor.numel * tensor.itemsize for tensor in tensors if not LORA.match(tensor.parameter))
