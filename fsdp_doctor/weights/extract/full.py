@@ -80,71 +80,70 @@ def full_tensors(
     tensors: GivenTensors | None = None,
     in_step: bool = False,
 ) -> ClosingIterator[tuple[str, torch.Tensor]]:
-    """Yields (name, full tensor) for every parameter and every persistent buffer, in one order on every rank.
+    """Yields (name, full tensor) for every parameter and every persistent buffer, in the same order on every rank.
 
-    What ``get_extra_state`` of a module returns is no tensor, and not among them; ``examine`` names the modules.
+    The results of the modules' ``get_extra_state`` are not tensors, and are left out; ``examine`` names those modules.
 
-    Every rank of the group over which the model is sharded must call it with the same arguments and iterate to the
-    end. A rank that stops early or raises first takes part in the collectives that it has promised, then makes the
-    others raise RankLeft. It does so when it closes the iterator, at the end of ``with full_tensors(model) as tensors``
-    or when nothing refers to it any more; a traceback refers to it, so without ``with`` the others wait while an error
-    is handled. Under HSDP each replica's shard group is on its own.
+    Every rank of the group over which the model is sharded must call it with the same arguments, and iterate to the
+    end. A rank that stops early, or raises, first takes part in the collectives that it has promised, and then makes
+    the other ranks raise RankLeft. It does so when it closes the iterator, at the end of ``with full_tensors(model) as
+    tensors``, or when nothing refers to the iterator any more. A traceback refers to it, so without ``with`` the other
+    ranks wait while an error is handled. Under HSDP the shard group of each replica works on its own.
 
     Names are those of the model before it was wrapped (by FSDP1, DDP, activation checkpointing, torch.compile, peft),
-    unless ``names`` says otherwise. Tied parameters come under each of their names and share one tensor, gathered once.
-    A yielded tensor belongs to the caller, may be kept, and never aliases the model. It is ready on the stream that is
-    current when it is asked for, as the result of any operation of torch; that may be another stream each time. The
-    streams that are current at the call and at the first tensor are waited for before a shard is read.
+    unless ``names`` says otherwise. A tied parameter comes under each of its names; the names share one tensor, which
+    is gathered once. A yielded tensor belongs to the caller, may be kept, and never aliases the model. It is ready on
+    the stream that is current when it is requested, like the result of any torch operation; this may be another stream
+    each time. Shards are read only after the work on the streams that are current at the call and at the first tensor.
 
-    The plan is made in the first call for a model and kept; a model that has changed is noticed. Values are read as
-    the iteration proceeds: a training step must wait until it has ended.
+    The first call for a model makes a plan, which is kept; a change of the model is noticed. Values are read during the
+    iteration, so the next training step must wait for its end.
 
-    Device memory in use at once, with the tensor that the caller had last: two buckets, one and the largest tensor, or
-    two tensors that follow one another or are of one unit of FSDP1, and an eighth of a bucket. By default that is 1.25
-    GiB at most, unless a tensor is larger than 600 MiB. Where most of the model is in tensors larger than a bucket, as
-    in fused experts, it is one of them more. What is let go of while another stream than the one at the call still
-    reads it is in use until it has been read.
+    Device memory in use at once, including the caller's last tensor, is the largest of: two buckets; one bucket and the
+    largest tensor; two consecutive tensors, or two tensors of one FSDP1 unit, and an eighth of a bucket. By default
+    this is at most 1.25 GiB, unless a tensor is larger than 600 MiB. If most of the model is in tensors larger than a
+    bucket, such as fused experts, one more of these tensors is in use. Memory that another stream still reads stays in
+    use until that stream has read it.
 
     model: under FSDP2 (``fully_shard``; any mesh and placements), FSDP1 (``FullyShardedDataParallel``,
         ``use_orig_params`` or not), DDP or nothing; any offload; half-moved modules too.
-    device: where the yielded tensors lie. It must be the device on which the model's groups gather,
-        and that is the default; a model without shards may be asked for anywhere.
-    dtype: floating-point tensors are cast to it, each shard before it is gathered; integers, bools and complex
-        numbers are left as they are. By default every tensor has its own dtype (the fp32 masters under mixed
-        precision). keep_dtype: names, or patterns as fnmatch has them, of tensors that are not cast.
-    bucket_bytes: device memory of one bucket, in bytes. Where the largest tensor needs the memory anyway, a bucket is
-        larger, up to four times, and a unit of FSDP1 is gathered whole.
-    lora: ``merged`` the weights with their active adapters added, as the model computes (out of
-        place: peft's ``merge_adapter`` changes the weights, and a generator that is read after
-        ``unmerge_adapter`` yields the base, verl PR 6782); ``base`` without any adapter; ``adapter``
-        the one active adapter alone, under the names of peft's adapter files. A model without
-        adapters has only weights.
-    names: ``model``; ``hub`` those that transformers gives the files of ``save_pretrained``; ``auto`` the Hub's where
-        transformers knows them, otherwise the model's; or a mapping in the form of :func:`read_hub_view`. A tensor of
-        the Hub that is a part of one of the model's, as an expert's of a fused tensor, is a view of it, so who keeps
-        one of its parts keeps all of it. ``keep_dtype`` has the model's names all the same.
+    device: the device of the yielded tensors. It must be the device on which the model's groups gather, which is the
+        default; the tensors of a model without shards may be on any device.
+    dtype: the dtype to which floating-point tensors are cast, each shard before it is gathered; integers, bools and
+        complex numbers stay as they are. By default every tensor keeps its own dtype (under mixed precision, the fp32
+        masters). keep_dtype: names, or fnmatch patterns, of tensors that are not cast.
+    bucket_bytes: device memory of one bucket, in bytes. If the largest tensor needs the memory anyway, a bucket is up
+        to four times as large, and a unit of FSDP1 is gathered whole.
+    lora: ``merged``: the weights with their active adapters added, as the model computes with them. The merge is out of
+        place: peft's ``merge_adapter`` changes the weights, and a generator that is read after ``unmerge_adapter``
+        yields the base (verl PR 6782). ``base``: the weights without adapters. ``adapter``: the one active adapter
+        alone, under the names of peft's adapter files. A model without adapters has only weights.
+    names: ``model``; ``hub``: the names that transformers gives the tensors in ``save_pretrained``; ``auto``: the Hub's
+        names if transformers knows them, otherwise the model's; or a mapping in the form of :func:`read_hub_view`. A
+        Hub tensor that is a part of a model's tensor, such as one expert of a fused tensor, is a view of it, and
+        keeping the view keeps the whole. ``keep_dtype`` has the model's names in any case.
     experts: for experts that were divided before FSDP sharded them, so that groups of ranks have different experts
-        under one name: the dim of the mesh along which they are divided, ``mesh["ep"]``, of all parameters below a
-        module ``experts``; or such dims by patterns of names. They are yielded joined along their first dim, as one
+        under one name: the mesh dim along which they are divided, ``mesh["ep"]``, for all parameters below a module
+        ``experts``; or such dims by patterns of names. The experts are joined along their first dim and yielded as one
         tensor.
-    tensors: only these tensors are yielded instead of the model's parameters and persistent buffers, such as an
-        average of the weights: by the model's names, DTensors of the same shapes, or plain tensors that are whole on
-        every rank, in any dtype. They come with the names, ties and adapters of the model; ``model.state_dict() |
-        average`` has the rest, too. Not of FSDP1 units. The plan is not kept.
-    in_step: no rank gathers while another sends. A bucket is complete on the device when its first tensor is yielded,
-        and the next is gathered when every rank has asked for it and its device has done all that was launched on it.
-        For receivers on the trainers' devices, where a gather that waits for a rank keeps what that rank's send waits
-        for from running (RLinf issue 1539). Each bucket costs a wait for the device and a meeting over the store.
+    tensors: these tensors are yielded instead of the model's parameters and persistent buffers, for example an average
+        of the weights: by the model's names, DTensors of the same shapes, or plain tensors that are whole on every
+        rank, in any dtype. They get the names, ties and adapters of the model; ``model.state_dict() | average`` has the
+        other tensors, too. Not for FSDP1 units. The plan is not kept.
+    in_step: no rank gathers while another rank sends. A bucket is complete on the device when its first tensor is
+        yielded. The next bucket is gathered when every rank has asked for it, and its device has finished everything
+        that was launched on it. This is for receivers on the trainers' devices, where a gather that waits for a rank
+        can block the kernels for which the send of that rank waits (RLinf issue 1539). Each bucket costs a wait for the
+        device and a meeting over the store.
 
-    Raises, before any collective: ValueError, TypeError for wrong arguments, a mesh in ``experts`` that does not
-    divide them, and ``tensors`` that are not the model's; UnreadableTensors (RuntimeError) for tensors whose memory is
-    not their values; NamesError (ValueError) for names that the model's tensors cannot be given; RuntimeError for a
-    tensor on the meta device, or a process group that is missing or has no backend for the device;
-    NotImplementedError for adapters that cannot be merged (DoRA, and kinds other than LoRA). On every rank:
-    PlanMismatch where the ranks have different models or arguments, and where groups of them have other tensors under
-    one name, as of experts for which no mesh is given, which is looked for once for a plan that is kept. Warns
-    BuffersDiffer, once for a plan that is kept, where persistent buffers have other values on some ranks: each rank
-    yields its own.
+    Raises, before any collective: ValueError or TypeError for wrong arguments, a mesh in ``experts`` that does not
+    divide them, and ``tensors`` that are not the model's; UnreadableTensors (RuntimeError) for tensors whose memory
+    does not hold their values; NamesError (ValueError) for names that the model's tensors cannot be given; RuntimeError
+    for a tensor on the meta device, and for a process group that is missing or has no backend for the device;
+    NotImplementedError for adapters that cannot be merged (DoRA, and kinds other than LoRA). Raises on every rank:
+    PlanMismatch if the ranks have different models or arguments, or if groups of ranks have different tensors under one
+    name, such as experts for which no mesh is given; a plan that is kept is checked for this once. Warns BuffersDiffer,
+    once for a plan that is kept, if the values of persistent buffers differ between ranks: each rank yields its own.
     """
     with announce_errors(model):
         arguments = Arguments.check(
@@ -175,8 +174,8 @@ def weights_info(
 
     It communicates nothing, copies nothing, and touches no device.
 
-    Any rank may call it alone (verl's ``get_actor_weights_info``, which PR 4726 mends, gathers).
-    Arguments and errors are those of :func:`full_tensors`.
+    Any rank may call it alone; verl's ``get_actor_weights_info``, which PR 4726 mends, gathers. Arguments and errors
+    are those of :func:`full_tensors`.
     """
     arguments = Arguments.check(dtype=dtype, keep_dtype=keep_dtype, lora=lora, names=names, experts=experts)
     plan, _ = get_plan(model, arguments, tensors)
@@ -630,14 +629,13 @@ def full_state_dict(
     experts: Experts | None = None,
     tensors: GivenTensors | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The whole model's tensors on the CPU, by name, in pageable memory; tied names share one tensor.
+    """Returns the whole model's tensors on the CPU, by name, in pageable memory; tied names share one tensor.
 
-    Every rank must call it, as :func:`full_tensors`, whose arguments, names, bounds and errors it
-    shares. Host memory: the model on each rank that collects, and 256 MiB that are pinned. BuffersDiffer is warned of
-    at each call.
+    Every rank must call it; arguments, names, memory on the device and errors are those of :func:`full_tensors`. Host
+    memory: the model on each rank that collects it, and 256 MiB that are pinned. Warns BuffersDiffer at each call.
 
-    ranks: ``rank0`` the first rank of the model's mesh, of all replicas, or of DDP's group; of the default group where
-        nothing shards the model; the others get an empty dict. ``all``: each of them.
+    ranks: ``rank0``: only the first rank collects: of the model's mesh, of all replicas, of DDP's group, or of the
+    default group if nothing shards the model. The other ranks get an empty dict. ``all``: every rank collects.
 
     Raises ValueError for another word.
     """

@@ -99,21 +99,20 @@ def fingerprint(
 
     They are the same for every strategy, sharding, offload and number of ranks, and for the unsharded model;
     ``fsdp_doctor.weights.fingerprints.keyed_sum`` says what they detect. Each rank sums its shards on the device, after
-    the cast and the merge, which change nothing in the model; then the sums, 24 bytes a tensor, are added by an
-    all-reduce over each group that divides tensors, so that under HSDP each replica has sums of its own. Shards on the
-    host are copied to the device; :meth:`FingerprintSums.watch` sums the tensors of an extraction as they pass instead.
+    the cast and the merge, which change nothing in the model. Then an all-reduce over each group that divides tensors
+    adds the sums, 24 bytes for each tensor, so that under HSDP each replica has sums of its own. Shards on the host are
+    copied to the device; :meth:`FingerprintSums.watch` sums the tensors of an extraction as they pass instead.
 
-    Every rank of the group over which the model is sharded must call it with the same arguments; they compare their
-    models before the all-reduce, as in :func:`full_tensors`, and none is left waiting.
+    Every rank of the group over which the model is sharded must call it with the same arguments. The ranks compare
+    their models before the all-reduce, as in :func:`full_tensors`, and no rank is left waiting.
 
-    names, experts, tensors: as :func:`full_tensors`. The Hub's names are those in a checkpoint that ``save_pretrained``
-        wrote, and those that engines load. (:func:`fingerprint_variants` has the model's.)
-    combined: False for this rank's part of the sums, without a collective (except for the factors of adapters), for
-        :func:`combine_fingerprints`.
+    names, experts, tensors: see :func:`full_tensors`. The Hub's names are those in a checkpoint that
+        ``save_pretrained`` wrote, and those that engines load; :func:`fingerprint_variants` has the model's.
+    combined: False returns this rank's part of the sums, for :func:`combine_fingerprints`, without a collective except
+        for the factors of adapters.
 
-    Device memory: as :func:`local_shards`, and 64 MiB for shards that are copied or cast.
-
-    Raises as :func:`full_tensors`.
+    Device memory: see :func:`local_shards`; and 64 MiB for shards that are copied or cast. Raises what
+    :func:`full_tensors` raises.
     """
     repeated = RepeatedFingerprint(
         model,
