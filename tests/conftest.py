@@ -41,6 +41,7 @@ _SECOND_TIER = (
         "checkpoints/test_convert",
         "checkpoints/test_written_by_frameworks.py",
         "emulated/test_pytorch_suite.py",
+        "fixes/test_fixed_findings.py",
         "probe/test_default_matrix.py",
     ),
     *("repro/test_scripts_run.py", "weights/save/test_save_commit.py", "report/versions/test_sweep.py"),

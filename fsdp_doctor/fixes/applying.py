@@ -59,7 +59,8 @@ class AppliedFix:
 
     def revert(self) -> None:
         """Puts the original back, also into the modules that have imported the replacement since."""
-        replacement = getattr(*self.places[0])
+        first = self.places[0]
+        replacement = getattr(first.owner, first.name)
         for owner, name in (*self.places, *_list_modules_with(replacement)):
             _put(owner, name, self.original)
         del _applied[self.fix.id]

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from fsdp_doctor.fixes.applying import fall_back
@@ -97,5 +96,6 @@ def load_sharded_optimizer(
 def _list_kinds(saved: Mapping[str, Any]) -> Iterator[tuple[str, tuple[torch.dtype, bool]]]:
     """Lists the keys of the state of a checkpoint's parameters, with dtype, and whether it has a parameter's shape."""
     for name, metadata in saved.items():
-        if name.startswith("optimizer.state.") and isinstance(metadata, TensorStorageMetadata):
+        # An object, and not a tensor, has no properties.
+        if name.startswith("optimizer.state.") and hasattr(metadata, "properties"):
             yield name.rpartition(".")[2], (metadata.properties.dtype, len(metadata.size) > 0)
