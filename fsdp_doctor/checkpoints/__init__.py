@@ -1,11 +1,11 @@
-"""Checkpoints on disk, in any format: read without torch and without running a pickle, and verified at rest.
+"""Reads, verifies and converts stored checkpoints of any format, without torch and without running a pickle.
 
-files, dtypes, pickles                       what every format is made of
-torch_files, safetensors_files, dcp          the containers
-record, reading                              a directory of any layout as one record
-scanning                                     all bytes, once: checksums, zeros, what is not finite
-troubles, checks, verification               what can be wrong, the table of checks, and the verdict
-names, optimizer                             the names of two checkpoints; the optimizer by the names of parameters
-pickle_writing, archives                     what torch.save and DCP write, without torch
-targets, copying, conversion                 where each tensor's bytes go, their way there, and a conversion as a whole
+files, dtypes, pickles                       parts that all formats use
+torch_files, safetensors_files, dcp          the container formats
+record, reading                              read a directory of any layout into one record
+scanning                                     reads all bytes once: checksums, zeros, non-finite values
+troubles, checks, verification               the kinds of damage, the table of checks, and the verdict
+names, optimizer                             match tensor names, and key the optimizer by parameter names
+pickle_writing, archives                     write the files of torch.save and DCP without torch
+targets, copying, conversion                 plan where each tensor's bytes go, copy them, and run a conversion
 """

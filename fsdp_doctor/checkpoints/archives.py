@@ -1,4 +1,4 @@
-"""The zip that a file of torch.save is: where its members lie, known before their bytes are, and its directory."""
+"""Plans and writes the zip archive of a torch.save file. All places are known before the tensor bytes are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from fsdp_doctor.checkpoints.pickle_writing import write_pickle
 from fsdp_doctor.checkpoints.sums import crc32
 
-# As torch aligns the bytes of tensors.
+# torch aligns tensor data to this many bytes.
 _ALIGNMENT = 64
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _ENTRY = struct.Struct("<4s6H3I5H2I")
@@ -23,8 +23,10 @@ _FIRST_DAY = 0x21
 
 @dataclass(slots=True)
 class ArchiveMember:
-    """A member of an archive. header: the offset of its header in the archive. begin: the offset of its bytes in the
-    file. crc: set by the writer.
+    """Member of an archive.
+
+    ``header`` is the offset of its header in the archive, ``begin`` the offset of its bytes in the file. ``crc`` is set
+    by the writer.
     """
 
     name: bytes
@@ -46,7 +48,7 @@ class ArchiveMember:
 
 @dataclass(slots=True)
 class Archive:
-    """A file of torch.save that begins at a byte of a file. root: the name of its folder."""
+    """Archive of torch.save that starts at offset ``begin`` of a file. ``root`` is the name of its top folder."""
 
     root: str
     begin: int
@@ -54,7 +56,7 @@ class Archive:
 
     @classmethod
     def make(cls, root: str, begin: int, value: Any) -> Archive:
-        """Begins an archive of a pickled value; the bytes of its tensors are to be added, as ``data/KEY``."""
+        """Starts an archive with a pickled value. The caller adds the bytes of its tensors as members ``data/KEY``."""
         archive = cls(root, begin)
         for name, data in (("data.pkl", write_pickle(value)), ("byteorder", b"little"), ("version", b"3\n")):
             archive.add(name, len(data), data)
@@ -72,16 +74,16 @@ class Archive:
 
     @property
     def _directory(self) -> int:
-        """Finds the offset at which the archive's directory begins."""
+        """Offset in the archive at which the zip directory begins."""
         return self.members[-1].begin + self.members[-1].nbytes - self.begin if self.members else 0
 
     @property
     def end(self) -> int:
-        """The byte of the file behind it."""
+        """Offset in the file of the first byte after the archive."""
         return self.begin + self._directory + len(self._encode_directory())
 
     def encode(self) -> Iterator[tuple[int, bytes]]:
-        """Returns everything except the bytes of tensors, by place in the file, once the checksums are set."""
+        """Yields everything except the tensor bytes, by offset in the file. The checksums must be set first."""
         for member in self.members:
             nbytes = _MOST_32 if member.is_large else member.nbytes
             extra = struct.pack("<2H2Q", 1, 16, member.nbytes, member.nbytes) if member.is_large else b""

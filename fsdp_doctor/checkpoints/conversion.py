@@ -1,4 +1,4 @@
-"""A checkpoint of any format in another one: streamed, verified as it is read and as it was written."""
+"""Converts a checkpoint from any format to another, as a stream that verifies both what is read and what is written."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from fsdp_doctor.checkpoints.verification import Verification, judge
 
 _Pairs: TypeAlias = list[tuple[SavedPiece, SavedPiece, int]]
 LARGEST_FILE = 5_000_000_000
-# What is wrong with names that are changed as they are written.
+# Troubles with names that the conversion corrects.
 _MENDED = (Trouble.PREFIX, Trouble.WRAPPED)
-# What else a directory of the Hub has; copied from the checkpoint where it is there.
+# Other files that a Hugging Face directory has. They are copied if they exist.
 _BESIDE = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json", "chat_template.jinja"),
@@ -51,10 +51,11 @@ _BESIDE = (
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The result of a conversion.
+    """Result of a conversion.
 
-    verification: of the source; nothing was written unless the source is sound. names: names that were changed, old and
-    new. left_out: parts of the source that are neither the model nor its optimizer, with their numbers of tensors.
+    ``verification`` is that of the source; nothing is written unless the source is sound. ``names`` lists the changed
+    names, old and new. ``left_out`` lists the parts of the source that belong neither to the model nor to its
+    optimizer, with their numbers of tensors.
     """
 
     verification: Verification
@@ -147,7 +148,7 @@ def convert(
 
 
 def _strip_wrappers(model: SavedModel) -> tuple[SavedModel, list[tuple[str, str]]]:
-    """The model without the prefixes of wrappers, and the names that had them, old and new."""
+    """Returns the model without wrapper prefixes, and the changed names, old and new."""
     names = strip_prefixes(model.tensors)
     if len({strip_wrappers(name) for name in names}) < len(names):
         raise BadFile("has names that differ only in a wrapper's prefix")
@@ -158,7 +159,11 @@ def _strip_wrappers(model: SavedModel) -> tuple[SavedModel, list[tuple[str, str]
 def _rename_tensors(
     model: SavedModel, to: ConversionTarget, find_parts: Callable[[], Mapping[str, HubPart]]
 ) -> tuple[SavedModel, list[tuple[str, str]]]:
-    """Hugging Face files get the Hub's names, and what is made of them the model's: other formats keep a job's own."""
+    """Renames the tensors of Hugging Face targets to the Hub's names, and those from Hugging Face sources to the
+    model's.
+
+    Between other formats the names stay as the job saved them.
+    """
     if to is not ConversionTarget.HF and any(state.arrangement is not Arrangement.WHOLE for state in model.states):
         return model, []
     parts = find_parts()
@@ -171,7 +176,7 @@ def _rename_tensors(
 
 
 def _count_ranks(model: SavedModel) -> int:
-    """Counts the ranks that saved the checkpoint; 0 if nothing tells."""
+    """Counts the ranks that saved the checkpoint; 0 if nothing says how many there were."""
     return 1 + max((-1 if p.rank is None else p.rank for t in model.tensors.values() for p in t.pieces), default=-1)
 
 
@@ -202,7 +207,7 @@ def _choose_states(
 
 
 def _cast(source: str, target: str) -> Callable[[bytes], bytes]:
-    """Rounds as torch does, with torch."""
+    """Returns a function that casts bytes with torch, so that values are rounded as in torch."""
     import torch
 
     def cast(data: bytes) -> bytes:
@@ -215,7 +220,10 @@ def _cast(source: str, target: str) -> Callable[[bytes], bytes]:
 
 
 def _leave_out_tied_head(model: SavedModel, checkpoint: SavedCheckpoint) -> _Pairs:
-    """Returns the head's pieces, each with the piece of the embedding that must have the same bytes."""
+    """Removes a tied head from the model, and returns its pieces paired with those of the embedding.
+
+    The caller must check that the bytes of each pair are equal.
+    """
     head = model.tensors.get("lm_head.weight")
     ties = (
         checkpoint.find_setting(state.directory, "config.json").get("tie_word_embeddings") for state in model.states

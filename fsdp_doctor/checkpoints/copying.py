@@ -24,7 +24,7 @@ from fsdp_doctor.errors import DoctorFault
 
 @dataclass(slots=True)
 class _Cast:
-    """A cast of elements that come in chunks. rest: the bytes of one that came in part."""
+    """Cast of elements that arrive in chunks. ``rest`` holds the bytes of an element that is still incomplete."""
 
     function: Callable[[bytes], bytes]
     from_bytes: int
@@ -34,11 +34,11 @@ class _Cast:
 
 @dataclass(slots=True)
 class _Route:
-    """A piece in its file and its destination: its bytes are runs of ``run`` bytes of the whole tensor.
+    """Route of a piece from its file to its destination, as runs of ``run`` contiguous bytes of the whole tensor.
 
-    first: the byte of the tensor at which the piece begins. outer: lengths and distances, in bytes, of the dims outside
-    a run. ends: the ends of the slots. done: the number of bytes that have come. crc: of the bytes for the present
-    slot.
+    ``first`` is the byte of the tensor at which the piece begins. ``outer`` lists the lengths and strides, in bytes, of
+    the dims outside a run. ``ends`` are the end offsets of the slots. ``done`` counts the bytes that have arrived.
+    ``crc`` covers the bytes written to the current slot so far.
     """
 
     begin: int
@@ -67,11 +67,14 @@ class _Route:
 
     @property
     def end(self) -> int:
-        """The offset behind the piece as it is written."""
+        """Number of bytes of the piece after the cast."""
         return self.nbytes if self.cast is None else self.nbytes * self.cast.to_bytes // self.cast.from_bytes
 
     def divide(self, begin: int, end: int) -> Iterator[tuple[int, int, Slot, int]]:
-        """(offset in the piece as it is written, offset in the slot, slot, length) between two offsets in the piece."""
+        """Yields the ranges to write for the bytes from ``begin`` to ``end`` of the piece.
+
+        Each is (offset in the cast piece, offset in the slot, slot, length).
+        """
         scale = (self.cast.to_bytes, self.cast.from_bytes) if self.cast is not None else (1, 1)
         while begin < end:
             index, inside = divmod(begin, self.run)
@@ -92,19 +95,19 @@ class _Route:
 
 
 class Copy:
-    """The files of a layout in a new directory, to which the bytes of a checkpoint are written.
+    """Files of a layout in a new directory, filled with the bytes of a checkpoint.
 
-    What is written is read back and compared at once, while both are in the processor's cache: later it would be the
-    same pages of the file, since no place is written twice.
+    Each write is immediately read back and compared, while the data is still in the processor's cache. Reading it later
+    would return the same pages, since no place is written twice.
 
-    Raises ConversionError if there is no room, BadFile for a tensor that is stored with gaps.
+    Raises ConversionError if there is not enough space, and BadFile for a tensor that is stored with gaps.
     """
 
     def __init__(self, directory: pathlib.Path, layout: FilePlan, cast: Callable[[str, str], Callable[[bytes], bytes]]):
         self._directory, self._layout = directory, layout
         self._fds: list[int] = []
         self._lock, self._of_thread = threading.Lock(), threading.local()
-        # Those of which the bytes do not come in order, with their files.
+        # Members whose bytes do not arrive in order, with their files.
         self._unordered: dict[int, tuple[ArchiveMember, int]] = {}
         self._routes: dict[str, list[_Route]] = defaultdict(list)
         for tensor, slots in layout.slots.values():
@@ -121,7 +124,7 @@ class Copy:
         for routes in self._routes.values():
             routes.sort(key=lambda route: route.begin)
         _check_disjoint(layout)
-        # A file is read in order: routes before it are done.
+        # Files are read in order, so the routes before this index are complete.
         self._next = dict.fromkeys(self._routes, 0)
         room, needed = os.statvfs(directory), layout.num_bytes
         if (free := room.f_bavail * room.f_frsize) < needed:
@@ -142,7 +145,7 @@ class Copy:
             os.close(self._fds.pop())
 
     def write(self, path: str, offset: int, chunk: bytes) -> None:
-        """Takes bytes of a file of the source. Each byte is given once, in order."""
+        """Takes bytes of a source file. Each byte must be given once, in order."""
         routes = self._routes.get(path, ())
         end, view = offset + len(chunk), memoryview(chunk)
         first = self._next.get(path, 0)
@@ -175,7 +178,9 @@ class Copy:
                 self._sum(route, part, slot, slot.nbytes - inside - length, is_last=is_last)
 
     def _sum(self, route: _Route, part: memoryview, slot: Slot, nbytes_behind: int, *, is_last: bool) -> None:
-        """Adds to the checksums of the members that have the slot; several files may have parts of it."""
+        """Adds the bytes to the checksums of the members that contain the slot. Several source files may contribute to
+        a slot.
+        """
         if route.outer:
             self._unordered |= {id(place.member): (place.member, place.file) for place in slot.places if place.member}
             return
@@ -198,12 +203,12 @@ class Copy:
         back: bytearray = getattr(self._of_thread, "buffer", bytearray())
         if len(back) != len(data):
             back = self._of_thread.buffer = bytearray(len(data))
-        # Of the same length; == would compare a memoryview element by element.
+        # startswith is enough, since the lengths are equal; == would compare a memoryview element by element.
         if os.preadv(self._fds[number], [back], place) != len(data) or not back.startswith(data):
             raise ConversionError(f"{name} does not contain the written data from byte {place} on")
 
     def finish(self) -> None:
-        """Makes all of it last. Raises ConversionError if bytes of the source did not come."""
+        """Completes the checksums and syncs all files. Raises ConversionError if bytes of the source are missing."""
         for path, routes in self._routes.items():
             if any(route.done < route.nbytes for route in routes):
                 raise ConversionError(f"{path} was not read to its end")

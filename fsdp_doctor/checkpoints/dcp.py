@@ -1,4 +1,4 @@
-"""Distributed checkpoints (DCP): the metadata, and what lies in the items of the data files."""
+"""Reads distributed checkpoints (DCP): their metadata, and the items in their data files."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _RANK = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 class FormError(BadFile):
-    """A tensor that is another one than the metadata says."""
+    """Error for a tensor that differs from its description in the metadata."""
 
 
 class Item(NamedTuple):
-    """An entry of the metadata about a range of a data file.
+    """Entry of the metadata for a range of a data file.
 
-    path: the keys of the nested dicts. dtype, shape: of the whole tensor; without a dtype it is an object. offsets,
-    lengths: of the chunk. packing: how the bytes were transformed, such as ``stream.zstd/1``.
+    ``path`` holds the keys of the nested dicts. ``dtype`` and ``shape`` describe the whole tensor; without a dtype the
+    item is an object. ``offsets`` and ``lengths`` describe the chunk. ``packing`` names the transformations of the
+    bytes, such as ``stream.zstd/1``.
     """
 
     path: tuple[str, ...]
@@ -47,8 +48,9 @@ class Item(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """The metadata of a checkpoint. items: entries with a place in a data file. homeless: chunks and objects without a
-    place.
+    """Metadata of a checkpoint.
+
+    ``items`` are the entries with a place in a data file. ``homeless`` names chunks and objects without a place.
     """
 
     items: list[Item]
@@ -56,8 +58,8 @@ class Metadata(NamedTuple):
 
 
 def read_metadata(file: OpenFile) -> Metadata:
-    """Raises BadFile for a damaged pickle, for one that asks for anything else, and for other classes of metadata."""
-    with open(file.path, "rb") as stream:  # a regular file, since it could be opened as one
+    """Reads the metadata file. Raises BadFile if its pickle is damaged, or contains anything but DCP's metadata."""
+    with open(file.path, "rb") as stream:  # certainly a regular file, since it was opened as one before
         value = load_pickle(stream)
     try:
         return _interpret(value)
@@ -113,10 +115,10 @@ def _read_chunks(entry: Pickled) -> Iterator[tuple[Shape | None, Shape]]:
 
 
 class ItemContents(NamedTuple):
-    """The contents of an item.
+    """Contents of an item.
 
-    members: what the item's file stores, with checksums if it has any. values, unread: the plain values of an object by
-    their keys, and the kind of each other value.
+    ``members`` are what its range of the file stores, with checksums if there are any. For an item that is an object,
+    ``values`` holds its plain values by key, and ``unread`` the kinds of its other values.
     """
 
     members: list[Member]
@@ -132,9 +134,10 @@ def parse_rank(file: str) -> int | None:
 
 
 def read_item(file: OpenFile, path: str, item: Item, header: Header | None) -> ItemContents:
-    """Reads the data at the place that the metadata names. header: the header of a data file in the safetensors format.
+    """Reads an item at the place that the metadata gives.
 
-    Raises BadFile if the data is not what the metadata says.
+    ``header`` is the header of a data file in safetensors format, otherwise None. Raises BadFile if the data differs
+    from the metadata.
     """
     rank = parse_rank(path)
     if item.packing:
@@ -182,7 +185,7 @@ def compute_strides(shape: Shape) -> Shape:
 
 
 def read_safetensors_header(file: OpenFile) -> Header | None:
-    """The header of a data file that is one of safetensors; None for one of items."""
+    """Reads the header of a data file in safetensors format; returns None for other data files."""
     if file.size < 8 or file.read(0, 2) in (b"PK", b"\x80\x02"):
         return None
     try:

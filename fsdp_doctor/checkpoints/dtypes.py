@@ -1,4 +1,4 @@
-"""The dtypes of checkpoints: by torch's name, the bytes of an element and the name that safetensors has for it."""
+"""The dtypes of checkpoints, by their names in torch, with the size of an element and the name in safetensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Dtype(NamedTuple):
-    """itemsize: bytes. code: in a header of safetensors; empty if that has none."""
+    """Size of an element in bytes, and the code in safetensors headers; empty if safetensors lacks the dtype."""
 
     itemsize: int
     code: str = ""
@@ -42,7 +42,7 @@ def is_floating_point(dtype: str) -> bool:
 
 
 NAME_OF_CODE = {dtype.code: name for name, dtype in DTYPES.items() if dtype.code}
-# torch pickles a tensor of a dtype without a class of its own (float8, uint16) with a storage of plain bytes.
+# A dtype without a storage class of its own (float8, uint16) is pickled with an untyped storage.
 DTYPE_OF_STORAGE = {
     "BoolStorage": "bool",
     "ByteStorage": "uint8",

@@ -1,4 +1,4 @@
-"""A file of a checkpoint, read in pieces with pread: nothing of it is mapped, and nothing of it is kept."""
+"""A checkpoint's file, read in chunks with pread: nothing is memory-mapped or cached."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import stat
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# It stays in the processor's cache while it is summed and looked at.
+# Small enough to stay in the processor's cache while it is summed and scanned.
 CHUNK_BYTES = 1 << 18
 
 
 class BadFile(Exception):
-    """A file that is not what it should be: ``what`` continues a sentence about it, or about a tensor in it."""
+    """Error for a file that is not as it should be. ``what`` continues a sentence about the file or a tensor in it."""
 
     def __init__(self, what: str, tensor: str = "") -> None:
         super().__init__(f"{tensor} {what}" if tensor else what)
         self.what, self.tensor = what, tensor
 
     def describe(self, path: object) -> str:
-        """The sentence about the file of that path."""
+        """Makes a sentence about the file at ``path``."""
         return f"{path}: {self.tensor} {self.what}" if self.tensor else f"{path} {self.what}"
 
 
 class NotRead(BadFile):
-    """A valid content of a kind that is not read."""
+    """Error for valid content of a kind that this program does not read."""
 
 
 class Extent(NamedTuple):
-    """A range of a file. is_hole: nothing was ever written there, and it reads as zeros."""
+    """Range of a file. If ``is_hole`` is true, nothing was ever written there, and it reads as zeros."""
 
     begin: int
     end: int
@@ -39,9 +39,9 @@ class Extent(NamedTuple):
 
 
 class OpenFile:
-    """A regular file that is open for reading.
+    """Regular file that is open for reading.
 
-    Raises OSError if it cannot be opened, NotRead if it is no regular file: a pipe might make a reader wait forever.
+    Raises OSError if it cannot be opened, and NotRead if it is not a regular file: a pipe might block forever.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -49,7 +49,7 @@ class OpenFile:
         self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         status = os.fstat(self._fd)
         self.size, self.version = status.st_size, get_version(status)
-        # To look for a hole takes as long as the file is, so it is done only where there may be one.
+        # Searching for holes takes time proportional to the file, so it is done only if there may be one.
         self._may_have_holes = status.st_blocks * 512 < status.st_size
         if not stat.S_ISREG(status.st_mode):
             self.close()
@@ -67,7 +67,7 @@ class OpenFile:
         self.close()
 
     def read_into(self, offset: int, into: memoryview) -> None:
-        """Fills ``into`` with the bytes from ``offset`` on. Any thread may call it. Raises BadFile at the end."""
+        """Fills ``into`` with the bytes from ``offset`` on. Thread-safe. Raises BadFile if the file ends first."""
         while into:
             count = os.preadv(self._fd, [into], offset)
             if not count:
@@ -75,7 +75,7 @@ class OpenFile:
             offset, into = offset + count, into[count:]
 
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly ``length`` bytes. Raises BadFile if the file ends before."""
+        """Reads exactly ``length`` bytes. Raises BadFile if the file ends first."""
         if offset < 0 or offset + length > self.size:
             raise BadFile(f"is truncated: it has {self.size} bytes, but {offset + length} are expected")
         data = os.pread(self._fd, length, offset)
@@ -86,7 +86,7 @@ class OpenFile:
         return data
 
     def find_extents(self, begin: int, end: int) -> Iterator[Extent]:
-        """Divides a range into what was written and what was not, where the file system knows."""
+        """Divides a range into parts that were written and holes, if the file system reports them."""
         if not self._may_have_holes:
             yield Extent(begin, end, False)
             return
@@ -101,7 +101,7 @@ class OpenFile:
             begin = data
 
     def has_changed(self) -> bool:
-        """Returns whether the file was written to, or its name is another file's now.
+        """Returns whether the file was modified, or replaced by another file of the same name.
 
         A removed file counts as unchanged.
         """
@@ -125,7 +125,7 @@ def get_version(status: os.stat_result) -> tuple[int, int, int, int]:
 
 
 def sync_directory(directory: pathlib.Path) -> None:
-    """Makes the names in it last."""
+    """Flushes the directory's entries to disk."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -1,4 +1,4 @@
-"""Formats of other programs that are not read: each is known by its files, and named with what reads it."""
+"""Formats of other programs: they are recognized by their files but not read, and each names a tool that reads it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 
 class OtherFormat(NamedTuple):
-    """A format that is recognized and not read.
+    """Format that is recognized but not read, described by regular expressions.
 
-    files: names of files, one of which is enough. tool: the program that reads the format. directories: names of
-    directories whose whole contents have the format. beside: names, one of which must be there in addition. setting: a
-    key and a value in the directory's ``metadata.json`` that identify the format. is_copy: whether it may lie next to a
-    model in another form, which is then judged alone.
+    ``files`` matches file names, one of which is enough; ``beside`` matches file names of which one must exist too.
+    ``directories`` matches names of directories whose whole contents have the format. ``setting`` is a key and value in
+    the directory's ``metadata.json`` that identify the format. ``tool`` says which program reads it. If ``is_copy`` is
+    true, the files may lie next to a model in a format that is read; only that model is judged then.
     """
 
     name: str
@@ -35,7 +35,7 @@ class OtherFormat(NamedTuple):
         return sorted(name for name in names if self.files and re.fullmatch(self.files, name))
 
     def owns(self, directories: Collection[str]) -> bool:
-        """Returns whether all that is in one of these directories is of this format, by the directory's name."""
+        """Returns whether one of these directory names means that everything inside has this format."""
         return any(self.directories and re.fullmatch(self.directories, name) for name in directories)
 
 
@@ -122,7 +122,7 @@ OTHER_FORMATS = (
         is_copy=True,
     ),
 )
-# What the header of a safetensors file says of who wrote it, where this is not torch: the shapes are those of it.
+# Frameworks other than torch that the header of a safetensors file may name; they use other layouts of the weights.
 OTHER_WRITERS = {"mlx": "MLX (mlx_lm reads it)", "tf": "TensorFlow", "flax": "Flax"}
 KNOWN_FORMATS = "DCP, a file of each rank, Hugging Face files, files of torch.save"
 
@@ -130,8 +130,9 @@ KNOWN_FORMATS = "DCP, a file of each rank, Hugging Face files, files of torch.sa
 def find_other_format(
     directories: Collection[str], names: Collection[str], settings: Mapping[str, Any]
 ) -> OtherFormat | None:
-    """Finds the format of the files in a directory; None if it is no format that is recognized and not read.
+    """Finds a recognized format, not read here, that describes the files in a directory; None if there is none.
 
-    directories: the names of the directory and of its parents. settings: the contents of its ``metadata.json``.
+    ``directories`` are the names of the directory and its parents. ``settings`` is the content of its
+    ``metadata.json``.
     """
     return next((each for each in OTHER_FORMATS if each.describes(directories, names, settings)), None)

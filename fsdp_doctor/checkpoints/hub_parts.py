@@ -1,4 +1,6 @@
-"""A model's tensors by the names of the Hub's files, and back: each of these is a block of one of the model's."""
+"""Converts between a model's tensors and those of Hugging Face Hub files, each of which is a block of a model
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ from fsdp_doctor.text import join_some
 
 
 class HubPart(NamedTuple):
-    """A tensor of the Hub's files as a block of one of the model's, of the shape ``whole``.
+    """A tensor of the Hub's files, described as a block of a model tensor with the shape ``whole``.
 
-    dims: of the model's tensor, for each dim of ``shape``; -1 for one of length 1 that it does not have. None for a
-    part whose elements have the same order, and other dims.
+    ``dims`` gives, for each dim of ``shape``, the matching dim of the model tensor, or -1 for a dim of length 1 that
+    the model tensor lacks. It is None if the dims do not correspond although the elements have the same order.
     """
 
     tensor: str
@@ -27,11 +29,14 @@ class HubPart(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Returns whether the names alone differ."""
+        """Returns whether the tensors differ only in their names."""
         return self.lengths == self.whole and self.dims == tuple(range(len(self.whole)))
 
     def check(self, tensor: SavedTensor, expected: Shape) -> Shape:
-        """The dims. Raises BadFile for a tensor that has another shape than the model's configuration says."""
+        """Returns the dims.
+
+        Raises BadFile if the dims do not correspond, or if the tensor's shape is not the one that config.json implies.
+        """
         if self.dims is None:
             raise BadFile(
                 "has other dims under the Hub's name, which cannot be converted: use --keep-names", tensor.name
@@ -42,9 +47,10 @@ class HubPart(NamedTuple):
 
 
 def split_for_hub(tensors: Mapping[str, SavedTensor], parts: Mapping[str, HubPart]) -> dict[str, SavedTensor]:
-    """The tensors by the names that ``save_pretrained`` would give them, those with the Hub's names as they are.
+    """Splits the model's tensors into those that ``save_pretrained`` would write; tensors with Hub names stay as they
+    are.
 
-    Raises BadFile for a tensor that the configuration does not describe.
+    Raises BadFile for a tensor that does not fit the configuration.
     """
     parts_of = _group(parts)
     split: dict[str, SavedTensor] = {}
@@ -57,16 +63,16 @@ def split_for_hub(tensors: Mapping[str, SavedTensor], parts: Mapping[str, HubPar
 
 
 def join_from_hub(tensors: Mapping[str, SavedTensor], parts: Mapping[str, HubPart]) -> dict[str, SavedTensor]:
-    """Joins the tensors of Hub files to the tensors of the model, by the model's names; others stay as they are.
+    """Joins tensors of Hub files into the tensors of the model; other tensors stay as they are.
 
-    Raises BadFile for a tensor that lacks a part, or that the configuration does not describe.
+    Raises BadFile if a part is missing, or if a tensor does not fit the configuration.
     """
     parts_of = _group(parts)
     joined: dict[str, SavedTensor] = {}
     for name, tensor in tensors.items():
         model_name = parts[name].tensor if name in parts else name
         if name in parts and name != next(each for each in parts_of[model_name] if each in tensors):
-            continue  # with the first part that is there
+            continue  # added together with the first part that exists
         if model_name in joined:
             raise BadFile("is present under the model's name and under the Hub's", model_name)
         if name in parts and (missing := [each for each in parts_of[model_name] if each not in tensors]):
@@ -76,7 +82,7 @@ def join_from_hub(tensors: Mapping[str, SavedTensor], parts: Mapping[str, HubPar
 
 
 def _group(parts: Mapping[str, HubPart]) -> dict[str, list[str]]:
-    """The Hub's names by the model's."""
+    """Groups the Hub's names by the model's name."""
     names: dict[str, list[str]] = defaultdict(list)
     for hub_name, part in parts.items():
         names[part.tensor].append(hub_name)
@@ -121,7 +127,7 @@ def _join(tensors: Mapping[str, SavedTensor], names: list[str], parts: Mapping[s
 
 
 def _place(piece: SavedPiece, part: HubPart, tensor: SavedTensor) -> SavedPiece:
-    """The piece of a part as one of the whole."""
+    """Converts a piece of a part to a piece of the whole tensor."""
     dims = part.check(tensor, part.shape)
     offsets, shape, strides = list(part.begins), [1] * len(part.whole), [1] * len(part.whole)
     for at, dim in enumerate(dims):

@@ -1,4 +1,4 @@
-"""The file that a save writes last: what was saved, and checksums by which it is verified without a reference."""
+"""The marker file that a save writes last: what was saved, and checksums that verify it without a reference."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import msgspec
 from fsdp_doctor.checkpoints.files import BadFile, OpenFile
 
 MARKER = "fsdp-doctor.json"
-# What a save that is under way has in its directory, or left there when its ranks were killed.
+# Names that a save uses in its directory while it runs. They remain if its ranks are killed.
 PARTIAL, LOCK = ".fsdp-doctor-save", ".fsdp-doctor-save.lock"
 
 
 class MarkedFile(msgspec.Struct):
-    """CRC-32 of the bytes before the first tensor, and of each tensor by its name."""
+    """CRC-32 of the bytes before the first tensor, and of each tensor by name."""
 
     header: int
     sums: dict[str, int]
 
 
 class Marker(msgspec.Struct, omit_defaults=True):
-    """The contents of the marker file. save: an id that differs between any two saves. step: the training step, as it
-    was given.
+    """Contents of the marker file.
+
+    ``save`` is a unique id of the save. ``step`` is the training step that the caller gave.
     """
 
     format: Literal["fsdp-doctor save"]

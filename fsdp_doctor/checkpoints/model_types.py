@@ -1,4 +1,4 @@
-"""What is known of the layers of common model types, without importing transformers."""
+"""Tensor names that common model types have in their layers, without importing transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class LayerMarks(NamedTuple):
-    """Names of tensors in a layer, by which model types are told apart: those that it has, and those of others."""
+    """Tensor names that distinguish model types: those that their layers must have, and those that only others have."""
 
     needed: tuple[re.Pattern[str], ...]
     foreign: tuple[re.Pattern[str], ...] = ()
@@ -16,8 +16,8 @@ class LayerMarks(NamedTuple):
 
 _QUERIES, _HEAD_NORM, _BIAS = r"self_attn\.q_proj\.weight", r"self_attn\.q_norm\.weight", r"self_attn\.q_proj\.bias"
 _EXPERTS = r"experts\."
-# By model type: the needed and the foreign. Read off the classes of transformers 4.57 and 5.23, on the meta device;
-# tests/checkpoints/test_classes_of_transformers.py compares them with those that are installed.
+# Needed and foreign names for each model type, taken from the classes of transformers 4.57 and 5.23 on the meta device.
+# tests/checkpoints/test_classes_of_transformers.py compares them with the installed classes.
 LAYER_MARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama": ((_QUERIES,), (_HEAD_NORM, _EXPERTS)),
     "mistral": ((_QUERIES,), (_HEAD_NORM, _BIAS, _EXPERTS)),
@@ -41,12 +41,12 @@ LAYER_MARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-# Their norms are behind the parts of each layer.
+# Model types without a norm after the last layer, because each layer has its norms after its parts.
 _NORMS_WITHIN = frozenset({"bert", "roberta", "opt"})
 
 
 def find_marks(config: Mapping[str, Any]) -> LayerMarks | None:
-    """Finds the marks of the model type of a config.json; None if there are none of it."""
+    """Finds the marks for the model type in a config.json; None if it is unknown or has its own code."""
     if "auto_map" in config or (found := LAYER_MARKS.get(str(config.get("model_type")))) is None:
         return None
     needed, foreign = found
@@ -56,5 +56,5 @@ def find_marks(config: Mapping[str, Any]) -> LayerMarks | None:
 
 
 def has_last_norm(config: Mapping[str, Any]) -> bool:
-    """Returns whether the model type of a config.json is known to have a norm behind its layers."""
+    """Returns whether the model type in a config.json is known to have a norm after its last layer."""
     return find_marks(config) is not None and config.get("model_type") not in _NORMS_WITHIN

@@ -1,4 +1,4 @@
-"""Names of tensors without what wrappers and adapters add to them, and the names of two checkpoints compared."""
+"""Strips what wrappers and adapters add to tensor names, and matches the names of two checkpoints."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-# FSDP1, activation checkpointing and torch.compile put them into the names of what they wrap. FSDP_WRAPPED_MODULE and
-# _CHECKPOINT_WRAPPED_MODULE stand in private modules of torch, _orig_mod in none.
+# FSDP1, activation checkpointing and torch.compile put these into the names of the modules they wrap.
+# FSDP_WRAPPED_MODULE and _CHECKPOINT_WRAPPED_MODULE are constants in private modules of torch; _orig_mod is no constant
+# anywhere.
 WRAPPER_NAMES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 _WRAPPERS = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(map(re.escape, WRAPPER_NAMES))})")
 
@@ -17,20 +18,20 @@ _BASE_LAYERS = re.compile(r"(\.base_layer)+\.")
 
 
 def strip_wrappers(name: str) -> str:
-    """Strips the prefixes that FSDP1, activation checkpointing and torch.compile put before the names of a module."""
+    """Strips the prefixes that FSDP1, activation checkpointing and torch.compile add to names."""
     return _WRAPPERS.sub("", name)
 
 
 def strip_adapters(name: str) -> str:
-    """Returns the name as in the model that peft was given, of a weight that belongs to no adapter."""
-    # Adapters of several parameters of one module are around one another.
+    """Returns the name that a base weight had in the model before peft wrapped it."""
+    # Adapters for several parameters of one module are nested, so base_layer may occur repeatedly.
     return _BASE_LAYERS.sub(".", name.removeprefix(_PEFT_ROOT))
 
 
 def strip_prefixes(names: Collection[str]) -> dict[str, str]:
-    """Maps each name to itself without the prefixes of wrappers, and without ``module.`` if all names have it.
+    """Maps each name to the same name without wrapper prefixes, and without ``module.`` if all names start with it.
 
-    The names are as they were if two of them would become one.
+    If two names would become equal, all names stay unchanged.
     """
     bare = {name: strip_wrappers(name) for name in names}
     if bare and all(name.startswith("module.") for name in bare.values()):
@@ -39,7 +40,7 @@ def strip_prefixes(names: Collection[str]) -> dict[str, str]:
 
 
 class MatchedNames(NamedTuple):
-    """left, right: the common form of each name. notes: what was stripped, and from which side."""
+    """Common form of each name of both sides, and notes that say what was stripped from which side."""
 
     left: dict[str, str]
     right: dict[str, str]
@@ -52,7 +53,7 @@ def match_names(
     strip: Iterable[str] = (),
     called: tuple[str, str] = ("left", "right"),
 ) -> MatchedNames:
-    """Strips the prefixes that were asked for, and those without which more names are the same on both sides."""
+    """Strips the requested prefixes, and other prefixes if more names of the two sides match without them."""
     sides = [{name: name for name in side} for side in (left, right)]
     notes: list[str] = []
 
@@ -83,7 +84,7 @@ def _count(names: dict[str, str], common: set[str]) -> int:
 
 
 def _have_common_form(bare: dict[str, str], other: dict[str, str]) -> bool:
-    """Returns whether the other side has wrappers or a prefix, too, so that only both changes make the names equal."""
+    """Returns whether stripping only this side could not help, because the other side has wrappers or a prefix too."""
     forms = {strip_wrappers(form) for form in other.values()}
     return bool(_count(bare, forms) or _find_prefix(bare.values(), forms) or _find_prefix(forms, bare.values()))
 

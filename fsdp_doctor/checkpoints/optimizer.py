@@ -1,4 +1,4 @@
-"""The optimizer in a checkpoint, by the names of the model's parameters, whatever form it was saved in."""
+"""Reads the optimizer in a checkpoint, whatever its form, and keys its state by the names of the model's parameters."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _Leaf: TypeAlias = Any
 
 
 class SavedOptimizer(NamedTuple):
-    """state: by parameter and slot, such as ``exp_avg``: tensors, and plain values. groups: with ``params``, names."""
+    """Optimizer state by parameter and slot, such as ``exp_avg``, and the parameter groups with names in ``params``."""
 
     state: dict[str, dict[str, SavedTensor | Any]]
     groups: list[dict[str, Any]]
 
 
 class ParameterOrder(NamedTuple):
-    """The order of a model's parameters.
+    """Order of a model's parameters, as in ``named_parameters``.
 
-    names: in the order of ``named_parameters``. decayed: parameters to which Trainer applies weight decay; they are its
-    first group, and the others its second. None if transformers' Trainer is not installed.
+    ``decayed`` are the parameters that get weight decay in Trainer, which puts them in its first group and all others
+    in its second. It is None if transformers' Trainer is not installed.
     """
 
     names: tuple[str, ...]
@@ -43,10 +43,11 @@ def choose_optimizer(
 ) -> SavedOptimizer | None:
     """Chooses the optimizer's state; None if there is none.
 
-    Raises BadFile if its parameters' names are not known, or there are several.
+    ``parameters`` are the names of the model's parameters, in the order of the file. ``find_order`` is called if the
+    optimizer numbers its parameters and the files do not keep their order, as safetensors files do not. Without it such
+    an optimizer is refused.
 
-    parameters: the names of the model's, in the order of the file. find_order: called where the optimizer numbers its
-    parameters and the files do not keep their order, as safetensors files do not; None where nothing says it.
+    Raises BadFile if the names of its parameters cannot be determined, or if there are several optimizers.
     """
     heads: set[tuple[str, ...]] = set()
     state: dict[str, dict[str, _Leaf]] = {}
@@ -60,7 +61,7 @@ def choose_optimizer(
         elif kind is not None and path[kind] == "param_groups":
             _put(nested, path[kind + 1 :], leaf)
         else:
-            # DCP's flattened form, in which each parameter is a group.
+            # DCP's flattened form, in which each parameter has its own group settings.
             for at in range(1, len(path) + 1):
                 if (found := _FLAT.fullmatch(".".join(path[:at]))) is not None:
                     parts = state if found["kind"] == "state" else flat
@@ -79,7 +80,7 @@ def choose_optimizer(
 
 
 def _walk_leaves(checkpoint: SavedCheckpoint) -> Iterator[tuple[str, tuple[str, ...], _Leaf]]:
-    """Yields (the state that it is of, its path in it, the tensor or value) of all optimizer state."""
+    """Yields all optimizer state as (name of the state it belongs to, path, tensor or value)."""
     for state in checkpoint.states:
         leaves: dict[tuple[str, ...], _Leaf] = {tensor.path: tensor for tensor in state.select("optimizer")}
         for (path, _), value in state.values.items():
@@ -95,7 +96,7 @@ def _put(into: dict[str, Any], path: tuple[str, ...], leaf: _Leaf) -> None:
 
 
 def _restore_sequences(value: Any) -> Any:
-    """Makes tuples of the dicts whose keys are 0, 1, ...: they were lists or tuples before they were flattened."""
+    """Converts dicts with the keys 0, 1, ... to tuples. They were lists or tuples before they were flattened."""
     if not isinstance(value, dict):
         return value
     items = {key: _restore_sequences(each) for key, each in value.items()}
@@ -119,13 +120,13 @@ def _name_parameters(
     parameters: Iterable[str],
     find_order: Callable[[], ParameterOrder | None] | None,
 ) -> dict[str, str]:
-    """Returns each parameter's name by its key in the state. Numbers count the model's parameters in their order."""
+    """Maps each key of the state to a parameter's name. Numeric keys count the parameters in the model's order."""
     keys = [key for group in groups for key in group.get("params", ())]
     if not any(isinstance(key, int) for key in keys):
         return {key: strip_wrappers(key) for key in [*keys, *state]}
     names = [strip_wrappers(name) for group in groups for name in group.get("param_names", ())]
     if not names:
-        # Those that share their memory have one number.
+        # Parameters that share memory count once.
         places: dict[tuple[Any, ...], str] = {}
         for name in parameters:
             places.setdefault((name,) if not model.tensors[name].numel else tuple(model.tensors[name].pieces), name)
@@ -149,7 +150,9 @@ def _name_parameters(
 
 
 def _find_saved_order(checkpoint: SavedCheckpoint, model: SavedModel, names: set[str]) -> list[str] | None:
-    """Returns the names in the order of ``state_dict()``, if a form of the model was saved in that order."""
+    """Returns the names in the order of ``state_dict()``, if the model was also saved in a form that keeps
+    this order.
+    """
     for states in (model.states, *([state] for state in checkpoint.states)):
         saved = [strip_wrappers(state.get_saved_name(each)) for state in states for each in state.select("model")]
         if all(state.keeps_order for state in states) and names <= set(saved):
@@ -160,9 +163,10 @@ def _find_saved_order(checkpoint: SavedCheckpoint, model: SavedModel, names: set
 def _order_by_class(
     checkpoint: SavedCheckpoint, groups: list[dict[str, Any]], model: SavedModel, order: ParameterOrder | None
 ) -> list[str]:
-    """Returns the names as the groups number them: one group has all, Trainer's two the decayed and the others.
+    """Returns the names in the order in which the groups number them.
 
-    Returns none if the groups are others, or the class of the config has a parameter that the model has not.
+    A single group has all parameters. If there are two and Trainer made them, the first has the parameters with weight
+    decay. Returns an empty list for other groups, and if the model class has a parameter that the checkpoint lacks.
     """
     if order is None or not model.tensors.keys() >= set(order.names):
         return []

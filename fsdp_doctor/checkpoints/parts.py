@@ -1,4 +1,4 @@
-"""Finds the tensors of a state that are the model's, by the keys that lead to them and by the configuration."""
+"""Finds which tensors of a state belong to the model, by the keys that lead to them and by config.json."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from fsdp_doctor.checkpoints.names import strip_prefixes
 from fsdp_doctor.checkpoints.record import State
 
 _Path: TypeAlias = tuple[str, ...]
-# The keys under which programs put a model's state.
+# Keys under which programs store a model's state.
 _MODEL_KEYS = frozenset({"model", "module", "state_dict", "app", "model_state", "model_state_dict", "model_weights"})
-# Keys of other copies of the model, and slots of an optimizer that hold one: float32 weights, and averages.
+# Keys of other copies of the model, and optimizer slots that hold such copies: float32 master weights, and averages.
 MASTER = re.compile(r"^(?!.*(?:ema|averag)).*(?:^|[._])(?:master|fp32|float32|main_param)|^param$")
 AVERAGE = re.compile(r"(?:^|[._])(?:model_|state_dict_)?ema(?:[._]|$)|averag|(?:^|[._])swa(?:[._]|$)")
 
 
 def assign_roles(state: State, config: Mapping[str, Any], part: str | None) -> None:
-    """Sets what each tensor of a state belongs to, and the names of the model's.
+    """Sets the role of each tensor in a state, and the names of the model's tensors.
 
-    The model is what lies under a key that programs use for one, wherever that is; else, what is the only part of its
-    kind. Of several parts with the same names it is the one that the configuration describes. If that leaves more than
-    one, none of them is the model, and ``state.candidates`` has them.
+    The model is the part under a key that programs use for models, at any depth. Without such a key, it is the only
+    part that can be a model. If several parts have the same names, the model is the one that config.json describes. If
+    several parts remain, none of them counts as the model, and they are listed in ``state.candidates``.
 
-    config: the facts of config.json. part: the part that was asked for, such as ``ema`` or ``state.ema``.
+    ``config`` is the content of config.json. ``part`` is the part that was chosen explicitly, such as ``ema`` or
+    ``state.ema``.
     """
     roles = {path: state.judge_keys(path) for path in (*state.tensors, *state.unread)}
     of_model = [path for path, role in roles.items() if role == "model"]
@@ -57,7 +58,7 @@ def _is_called(head: _Path, part: str) -> bool:
 
 
 def _find_heads(paths: Iterable[_Path]) -> list[_Path]:
-    """The keys that lead to each part that may be the model; the parts of one model have no name in common."""
+    """Finds the key prefix of each part that may be the model. Parts without common names form one model."""
     by_key: dict[_Path, None] = {}
     groups: dict[_Path, set[str]] = defaultdict(set)
     for path in paths:
@@ -67,7 +68,7 @@ def _find_heads(paths: Iterable[_Path]) -> list[_Path]:
             by_key[path[:end]] = None
         groups[path[:1] if len(path) > 1 else ()].add(".".join(path[1:] if len(path) > 1 else path))
     if by_key:
-        # What is below another one is of it.
+        # A part below another one belongs to it.
         return [head for head in by_key if not any(head != other and head[: len(other)] == other for other in by_key)]
     if len(groups) == 1 and () not in groups:
         return [_find_common([path[:-1] for path in paths])]
@@ -86,7 +87,7 @@ def _find_common(paths: list[_Path]) -> _Path:
 
 
 def _fits(state: State, head: _Path, config: Mapping[str, Any]) -> bool:
-    """Says whether the part has as many layers as config.json says, and its vocabulary."""
+    """Returns whether the part has the vocabulary size and the number of layers that config.json gives."""
     tensors = [tensor for path, tensor in state.tensors.items() if path[: len(head)] == head]
     numbers = {int(found[1]) for each in tensors if (found := re.search(r"\b(?:layers|h|blocks?)\.(\d+)\.", each.name))}
     layers, vocabulary = config.get("num_hidden_layers", config.get("n_layer")), config.get("vocab_size")

@@ -1,4 +1,4 @@
-"""Writes pickles of a closed set of values without importing what they name, as ``weights_only`` accepts them."""
+"""Writes pickles that ``weights_only`` accepts, for a fixed set of types, without importing the classes they name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STORAGE_OF_DTYPE = {dtype: name for name, dtype in DTYPE_OF_STORAGE.items()}
 
 @dataclass(frozen=True, slots=True)
 class PickledGlobal:
-    """A class or a function, by its module."""
+    """Reference to a class or function by module and name."""
 
     module: str
     name: str
@@ -22,7 +22,7 @@ class PickledGlobal:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PickledCall:
-    """A function's result for some arguments. A result in several places is one object."""
+    """Call of a function with arguments. If the same object occurs several times, it is unpickled as one object."""
 
     function: Any
     arguments: tuple[Any, ...]
@@ -30,7 +30,10 @@ class PickledCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PickledInstance:
-    """An object that is made without ``__init__`` and given a state. One that stands in several places is one."""
+    """Object that is created without ``__init__`` and then given a state.
+
+    If the same instance occurs several times, it is unpickled as one object.
+    """
 
     cls: Any
     state: Any = None
@@ -39,7 +42,7 @@ class PickledInstance:
 
 @dataclass(frozen=True, slots=True)
 class StorageReference:
-    """The bytes of the member ``data/KEY``. kind: the name of a storage's class."""
+    """Reference to the bytes of the archive member ``data/KEY``. ``kind`` is the name of the storage class."""
 
     module: str
     kind: str
@@ -52,7 +55,9 @@ STRIDED = PickledCall(PickledGlobal("torch.serialization", "_get_layout"), ("tor
 
 
 def write_pickle(value: Any) -> bytes:
-    """Pickles None, bools, numbers, texts, tuples, lists, dicts and the classes above. Raises TypeError for others."""
+    """Pickles None, bools, numbers, strings, tuples, lists, dicts and the classes above. Raises TypeError for other
+    types.
+    """
     emitter = _Emitter()
     emitter.emit(value)
     return b"".join((*emitter.parts, b"."))
@@ -63,7 +68,7 @@ def make_dtype(dtype: str) -> PickledGlobal:
 
 
 def make_tensor(dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], key: str, numel: int) -> PickledCall:
-    """A tensor at the begin of a storage, on the CPU."""
+    """Makes a CPU tensor that starts at the beginning of its storage."""
     if dtype in _STORAGE_OF_DTYPE:
         storage = StorageReference("torch", _STORAGE_OF_DTYPE[dtype], key, numel)
         arguments: tuple[Any, ...] = (storage, 0, shape, strides, False, PickledCall(ORDERED_DICT, ()))
@@ -74,7 +79,7 @@ def make_tensor(dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], ke
 
 
 class _Emitter:
-    """Protocol 2, which torch.save writes."""
+    """Writes pickle protocol 2, as torch.save does."""
 
     def __init__(self) -> None:
         self.parts = [b"\x80\x02"]

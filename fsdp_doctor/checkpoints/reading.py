@@ -1,4 +1,4 @@
-"""Reads a directory of checkpoints: which files belong together in which format, and where each tensor's bytes lie."""
+"""Reads the metadata of all checkpoints in a directory: groups the files by format and locates each tensor's bytes."""
 
 from __future__ import annotations
 
@@ -45,19 +45,22 @@ _SHARD = re.compile(r"shard-(?P<rank>\d+)-.+\.safetensors")
 _WHOLE = re.compile(
     r"(?P<stem>.+?)(?:-(?P<number>\d{5})-of-(?P<count>\d{5}))?\.(?P<suffix>safetensors|bin|pt|pth|ckpt)"
 )
-# Files that no load of weights needs: of those that have classes in them only the checksums are read.
+# Files that loading the weights does not need. If their pickles contain arbitrary classes, only their checksums are
+# read.
 _ANY_CLASSES = re.compile(
     r"(training_args|scheduler.*|rng_state.*|scaler|meta|.*dataloader.*)\.(bin|pt|pth)|random_states_\d+\.pkl"
 )
-# What a file by itself is not blamed for.
+# Troubles that are not reported when only one file was given, since they are about several files.
 _OF_SEVERAL_FILES = (Trouble.MISSING_FILE, Trouble.MISSING_RANK, Trouble.INDEX, Trouble.LOST_TENSOR)
 
 
 def read_checkpoint(path: pathlib.Path, part: str | None = None) -> SavedCheckpoint:
-    """Reads the metadata of all states in a directory and in those below it, or of a file alone.
+    """Reads the metadata of every state in a directory and its subdirectories, or of a single file.
 
-    No tensor is read. What is wrong is noted, not raised. part: that is to be taken for the model, by the keys that
-    lead to it or the last of them, such as ``ema``.
+    No tensor data is read. Problems are recorded as symptoms instead of being raised.
+
+    ``part`` chooses the part of the file that is treated as the model. It is the path of keys to that part, or only the
+    last of them, such as ``ema``.
     """
     is_one_file = not path.is_dir() and not dcp.METADATA.fullmatch(path.name)
     found = SavedCheckpoint(path if path.is_dir() else path.parent, is_one_file)
@@ -100,11 +103,11 @@ class _Reading:
             self.checkpoint.symptoms.append(Symptom(trouble, what, file, tensor, rank=rank))
 
     def note_unread(self, state: State) -> None:
-        """Lists the parts of a model or an optimizer that are not read, which keep it from being judged."""
+        """Reports the parts of a model or an optimizer that are in a form this program does not read."""
         beside = {path[:-1] for path in state.tensors}
         for path, (file, kind) in state.unread.items():
             name = ".".join(path)
-            # Arrays of numpy are weights only where other weights are.
+            # NumPy arrays count as weights only if they are stored next to other weights.
             is_array = kind.endswith("of numpy") and path[:-1] not in beside
             if state.roles[path] == "other" or is_array:
                 self.checkpoint.unchecked.append(f"{file}: {name} is {kind}, which is not read")
@@ -112,7 +115,10 @@ class _Reading:
                 self.note(Trouble.NOT_READ, f"the tensor is {kind}, which is not read", file, name)
 
     def walk(self) -> Iterator[tuple[str, set[str]]]:
-        """Links to directories are not followed, since they may lead anywhere and in a circle."""
+        """Yields each directory and the names of its files.
+
+        Links to directories are not followed, since they may lead outside the checkpoint or form a cycle.
+        """
         count = 0
 
         def note_unreadable(error: OSError) -> None:
@@ -157,9 +163,9 @@ class _Reading:
             self.checkpoint.unchecked.append(f"{_join(directory, join_some(others))}: of no known format")
 
     def _pass_over_other_format(self, directory: str, names: set[str]) -> bool:
-        """Returns whether the directory is of a program whose format is not read.
+        """Returns whether another program wrote the directory in a format that is not read.
 
-        Such files next to others are noted.
+        Files in such a format that lie next to readable files are noted.
         """
         settings = self.checkpoint.settings.get(_join(directory, "metadata.json"))
         root = pathlib.PurePath(os.path.abspath(self.checkpoint.root)).name
@@ -168,7 +174,7 @@ class _Reading:
         if found is None:
             return False
         if found.owns(above):
-            return True  # which was said of the directory that it lies in
+            return True  # already reported for the directory above
         others = found.list_files(names)
         file = _join(directory, join_some(others, 2)) if others else directory
         if found.is_copy:
@@ -179,7 +185,11 @@ class _Reading:
         return True
 
     def note_copies(self) -> None:
-        """Models in forms that are not read are copies, if one in another form is there; else they are all there is."""
+        """Reports models in formats that are not read.
+
+        If the checkpoint also has the model in a format that is read, they are listed as unchecked; otherwise this is
+        an error.
+        """
         has_model = any(state.tensors for state in self.checkpoint.states)
         for what, file in self._copies:
             if has_model:
@@ -192,7 +202,7 @@ class _Reading:
     def _read(
         self, path: str, reader: Callable[[OpenFile, SavedFile], _T], trouble: Trouble = Trouble.FILE
     ) -> _T | None:
-        """The reader's result; None, and a symptom, if it raises."""
+        """Returns the reader's result. If the reader raises, notes a symptom and returns None."""
         try:
             with OpenFile(self.checkpoint.root / path) as file:
                 saved = self.checkpoint.files.setdefault(path, SavedFile(path, file.size, version=file.version))
@@ -218,10 +228,10 @@ class _Reading:
                 raise BadFile("is not JSON") from None
 
         self.checkpoint.settings[path] = self._read(path, read, Trouble.SETTINGS_DAMAGED)
-        self.checkpoint.files.pop(path, None)  # which is not there if it could not be opened
+        self.checkpoint.files.pop(path, None)  # absent if the file could not be opened
 
     def _read_marker(self, directory: str, names: set[str]) -> None:
-        """Reads the marker of a save, which was written last and has the checksums of its files."""
+        """Reads the marker file, which a save writes last and which holds the checksums of the other files."""
         path = _join(directory, MARKER)
         if self.checkpoint.settings.get(path) is None:
             return
@@ -240,7 +250,7 @@ class _Reading:
         return state
 
     def _read_torch(self, path: str, rank: int | None) -> TorchTensors | None:
-        """Returns the contents of a torch.save file, which is read once however often this is called."""
+        """Returns the contents of a torch.save file. Repeated calls read the file only once."""
 
         def read(file: OpenFile, saved: SavedFile) -> TorchTensors | None:
             contents = read_torch_file(file)
@@ -367,7 +377,9 @@ class _Reading:
         self._read_whole(directory, sorted(whole), names)
 
     def _is_torch_file(self, directory: str, name: str) -> bool:
-        """Returns whether a file whose name says nothing is of torch.save: ``Trainer.save_checkpoint("last")``."""
+        """Returns whether torch.save wrote a file without a telling name, such as one from
+        ``Trainer.save_checkpoint("last")``.
+        """
         path = self.checkpoint.root / directory / name
         if not (self.checkpoint.is_one_file or "." not in name) or not path.is_file():
             return False
@@ -378,7 +390,10 @@ class _Reading:
             return False
 
     def _read_rank_files(self, directory: str, label: str, files: dict[str, tuple[int, int | None]]) -> bool:
-        """Returns whether the files are ranks' parts; ``model_3.pt`` is one only if its contents say so."""
+        """Reads files that are named by rank, and returns whether they are parts of one state.
+
+        A name such as ``model_3.pt`` proves nothing: it counts as rank 3's part only if the file's contents say so.
+        """
         world = self._choose_world_size(directory, label, files)
         chosen = {name: rank for name, (rank, of) in files.items() if of == world or of is None}
         read = {name: self._read_torch(_join(directory, name), rank) for name, rank in chosen.items()}
@@ -421,7 +436,8 @@ class _Reading:
     def _choose_world_size(self, directory: str, label: str, files: Mapping[str, tuple[int, int | None]]) -> int | None:
         """Chooses the number of ranks from the files' names.
 
-        If the names have several numbers, the number in fsdp_config.json counts, or one for which no rank is missing.
+        If the names give several numbers, the number in fsdp_config.json is used, or else one for which no rank is
+        missing.
         """
         ranks: dict[int, set[int]] = defaultdict(set)
         for rank, of in files.values():
@@ -476,7 +492,8 @@ class _Reading:
             path = _join(directory, name)
             header = self._read(path, self._read_header)
             is_shard = _SHARD.fullmatch(name)
-            # Without save_distributed the writer says it, too, of whole tensors.
+            # The writer adds offsets without save_distributed too, where the tensors are whole: only nonzero offsets
+            # mark a shard.
             if is_shard or (header is not None and any(map(any, _read_offsets(header).values()))):
                 shards[name] = int(is_shard["rank"]) if is_shard else None
             if header is not None:
@@ -527,7 +544,10 @@ class _Reading:
             self.note(Trouble.TWICE, f"the tensor is also in {known.file}", path, tensor.name)
 
     def _read_indexes(self, directory: str, names: Collection[str], suffix: str) -> dict[str, dict[str, str]]:
-        """The file of each tensor, by the stem of the index; an index that is damaged is noted, and maps nothing."""
+        """Returns the index files: for each index's stem, which file holds each tensor.
+
+        A damaged index is noted, and its map is empty.
+        """
         ending, indexes = f".{suffix}.index.json", {}
         for name in sorted(name for name in names if name.endswith(ending)):
             path = _join(directory, name)
@@ -588,7 +608,9 @@ class _Reading:
             self.note(Trouble.TOTAL_SIZE, f"total_size is {said}, but the tensors have {actual} bytes", path)
 
     def _read_shards(self, directory: str, shards: Mapping[str, int | None], headers: Mapping[str, Header]) -> None:
-        """Files of rows: nothing in them says how many rows the whole tensor has."""
+        """Reads safetensors shards that each hold some rows. Nothing in them says how many rows the whole
+        tensor has.
+        """
         state = self._add_state(Arrangement.SHARDED_SAFETENSORS, directory, "shards")
         state.files = [_join(directory, name) for name in shards]
         self.checkpoint.unchecked.append(
@@ -649,7 +671,10 @@ class _Reading:
 
 
 def _read_offsets(header: Header) -> dict[str, tuple[int, ...]]:
-    """Reads the rows of each tensor that HuggingFaceStorageWriter notes; raises BadFile without such a note."""
+    """Reads where in the whole tensor each saved block begins, as HuggingFaceStorageWriter notes it.
+
+    Returns nothing if the file has no such note, and raises BadFile if the note is damaged.
+    """
     if "DCP_SHARDING_INFO" not in header.metadata:
         return {}
     try:
@@ -660,7 +685,7 @@ def _read_offsets(header: Header) -> dict[str, tuple[int, ...]]:
 
 
 def _group_by_stem(files: Iterable[str], indexes: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
-    """The files of each index, and those of no index: ``.bin`` and safetensors by what their names have in common."""
+    """Groups files that belong together: those that one index names, and the rest by the common stem of their names."""
     stems = {file: stem for stem, weight_map in indexes.items() for file in weight_map.values()}
     groups: dict[str, list[str]] = {stem: [] for stem in indexes}
     for name in files:

@@ -1,4 +1,4 @@
-"""A checkpoint as data, whatever its format: its files, and for each tensor where its bytes lie."""
+"""A checkpoint as data, whatever its format: its files, and where the bytes of each tensor lie."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ StateRole: TypeAlias = Literal["model", "optimizer", "other"]
 
 _OPTIMIZER_KEY = re.compile(r"optim(izers?)?(_\w+)?")
 _FLAT_OPTIMIZER = re.compile(r"(optim|optimizer|optimizer_\d+)\.|state\..+\.|param_groups\.")
-# Those under which torchtitan puts its counters, beside the names of the model.
+# Keys under which torchtitan stores its counters, next to the names of the model.
 _OTHER_KEYS = frozenset({"train_state", "dataloader", "lr_scheduler"})
 _BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked", "inv_freq"})
 _OPTIMIZER_STATE = re.compile(r"(?:^|\.)state\.(?P<parameter>.+)\.(?P<slot>\w+)$")
 
 
 class Arrangement(Enum):
-    """Arrangements of the files of one state."""
+    """Organization of a state's files."""
 
     DCP = "a distributed checkpoint (DCP)"
     RANK_FILES = "a file of each rank"
@@ -37,7 +37,7 @@ class Arrangement(Enum):
 
 
 class Member(NamedTuple):
-    """A range of a file that was written at once. crc: the CRC-32 that stands in the file; None if none does."""
+    """Range of a file that was written at once. ``crc`` is the CRC-32 stored in the file, or None if there is none."""
 
     name: str
     begin: int
@@ -46,7 +46,10 @@ class Member(NamedTuple):
 
 
 class SavedPiece(NamedTuple):
-    """A block of a tensor in a file. begin: its first byte; -1 if it cannot be read. strides: in elements."""
+    """Block of a tensor in a file.
+
+    ``begin`` is the offset of its first byte, or -1 if it cannot be read. ``strides`` count elements.
+    """
 
     file: str
     begin: int
@@ -66,14 +69,14 @@ class SavedPiece(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Elements from the first to the last, both included."""
+        """Number of elements from the first to the last, including both."""
         if not self.numel:
             return 0
         return 1 + sum((length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True))
 
     @property
     def is_contiguous(self) -> bool:
-        """Returns whether the elements are contiguous, in the order of rows."""
+        """Returns whether the elements are contiguous in row-major order."""
         expected = 1
         for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if length != 1 and stride != expected:
@@ -84,10 +87,11 @@ class SavedPiece(NamedTuple):
 
 @dataclass(slots=True)
 class SavedTensor:
-    """A tensor of a state. path: the keys of the nested dicts that lead to the tensor. shape: of the whole tensor.
+    """Tensor of a state.
 
-    parameter: the tensor's name in the model, without those keys and the prefixes of wrappers; empty if it belongs to
-    no parameter.
+    ``path`` holds the keys of the nested dicts that lead to the tensor, and ``shape`` is the shape of the whole tensor.
+    ``parameter`` is the tensor's name in the model, without those keys and without wrapper prefixes; it is empty if the
+    tensor does not belong to the model.
     """
 
     path: tuple[str, ...]
@@ -120,15 +124,16 @@ class SavedTensor:
 
     @property
     def is_divided(self) -> bool:
-        """Returns whether some rank had a part of the tensor."""
+        """Returns whether any piece is only a part of the tensor."""
         return any(piece.shape != self.shape for piece in self.pieces)
 
 
 @dataclass(slots=True)
 class SavedFile:
-    """A file that was read. path: relative to the checkpoint's directory.
+    """A file that was read, with its path relative to the checkpoint's directory.
 
-    ranks, world_sizes: what the tensors in it say of who saved them, or its name when it was saved.
+    ``ranks`` and ``world_sizes`` come from the tensors in the file. If these do not name a rank, the file's original
+    name may.
     """
 
     path: str
@@ -142,13 +147,15 @@ class SavedFile:
 
 @dataclass(slots=True)
 class State:
-    """Tensors that were saved together. values: numbers, texts and None beside them, by their path and rank.
+    """Tensors that were saved together.
 
-    is_incomplete: whether files of it are not there. unread: what is neither a tensor nor a value, by its path, each
-    with its file and its kind: a quantized tensor, say.
+    ``values`` holds the numbers, strings and None stored next to them, by path and rank. ``is_incomplete`` is true if
+    files of the state are missing. ``unread`` maps the path of everything else, such as a quantized tensor, to its file
+    and a description of its kind.
 
-    Set once all is read: roles, of each tensor and of what was not read. head: the keys that lead to the model; None if
-    there is none. candidates: parts of which each may be the model. left_out: other parts, with their tensors.
+    The remaining fields are set after everything was read: ``roles`` of all tensors and unread entries; ``head``, the
+    keys that lead to the model, or None without a model; ``candidates``, parts that may each be the model; and
+    ``left_out``, the other parts with their numbers of tensors.
     """
 
     arrangement: Arrangement
@@ -168,16 +175,16 @@ class State:
         return (tensor for path, tensor in self.tensors.items() if self.roles[path] == role)
 
     def get_saved_name(self, tensor: SavedTensor) -> str:
-        """The name of a tensor of the model as it was saved, without the keys that lead to the model."""
+        """Returns the saved name of a model tensor, without the keys that lead to the model."""
         return ".".join(tensor.path[len(self.head or ()) :])
 
     def judge_keys(self, path: tuple[str, ...]) -> StateRole:
-        """Answer of the keys alone: ``model`` for what may be one."""
+        """Judges the role by the keys alone. ``model`` means that the tensor may belong to a model."""
         name, first = ".".join(path), "".join(path[:1])
         is_flat = len(path) == 1 and _FLAT_OPTIMIZER.match(name)
         is_of_alone = first == "state" and len(path) > 2 and self.has_groups
         at = next((at for at, key in enumerate(path[:-1]) if _OPTIMIZER_KEY.fullmatch(key)), None)
-        # Loops and schedulers count the steps of an optimizer under such a key, too.
+        # Training loops and schedulers also store an optimizer's step count under such a key.
         is_below = at is not None and (not at or any(re.match(r"state\b|param_groups\b", key) for key in path[at:]))
         if self.label.startswith("optim") or is_flat or is_of_alone or is_below:
             return "optimizer"
@@ -191,33 +198,33 @@ class State:
 
     @property
     def keeps_order(self) -> bool:
-        """Returns whether the tensors are in the order of ``state_dict()``: in files of torch.save they are.
+        """Returns whether the tensors are in the order of ``state_dict()``, as they are in files of torch.save.
 
-        DCP's metadata and safetensors do not keep it.
+        DCP's metadata and safetensors do not keep this order.
         """
         is_of_dicts = self.arrangement in (Arrangement.RANK_FILES, Arrangement.WHOLE)
         return bool(self.files) and is_of_dicts and not self.is_safetensors
 
     @property
     def has_groups(self) -> bool:
-        """Says whether the part is an optimizer's by itself."""
+        """Returns whether the top level has param_groups, which makes the state an optimizer's own."""
         return any(path[0] == "param_groups" for path, _ in self.values if path)
 
 
 def parse_optimizer_slot(tensor: SavedTensor) -> tuple[str, str] | None:
-    """The parameter and the kind of an optimizer's state, such as ``exp_avg``."""
+    """Returns the parameter and the slot, such as ``exp_avg``, that the tensor's name gives; None for other tensors."""
     found = _OPTIMIZER_STATE.search(tensor.name)
     return (found["parameter"], found["slot"]) if found else None
 
 
 @dataclass(slots=True)
 class SavedCheckpoint:
-    """Contents of a checkpoint: of a directory, or of a single file.
+    """Contents of a checkpoint, which is a directory or a single file.
 
-    settings: the JSON files beside the states, by their path. values_beside: numbers and texts in files that are no
-    state, as a scheduler's, by the file and their path in it. symptoms: what was found wrong while it was read.
-    unchecked: what was not looked at, and why. part: that was asked for.
-    is_one_file: whether only one file of a directory was asked about, which has perhaps others that belong to it.
+    ``settings`` are the JSON files by path. ``values_beside`` are numbers and strings from files that hold no model or
+    optimizer, such as a scheduler's, by file and path. ``symptoms`` are problems found while reading, and ``unchecked``
+    lists what was not examined and why. ``part`` is the part that the user chose as the model. ``is_one_file`` is true
+    if a single file was given, although its directory may hold other files of the checkpoint.
     """
 
     root: pathlib.Path
@@ -235,7 +242,7 @@ class SavedCheckpoint:
         return [self.root / path for path in (*self.files, *self.settings)]
 
     def find_setting(self, directory: str, name: str) -> dict[str, Any]:
-        """A JSON object beside a state, in its ``huggingface`` folder or a directory above; empty if none."""
+        """Finds a JSON object next to a state, in ``huggingface`` or one directory above; empty if there is none."""
         here = pathlib.PurePath(directory)
         for place in (here, here / "huggingface", here.parent, here.parent / "huggingface"):
             if isinstance(found := self.settings.get(str(place / name)), dict):
@@ -245,15 +252,16 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """The model in a checkpoint: its tensors by its own names, and the states that they are of."""
+    """The model in a checkpoint: its tensors by name, and the states they come from."""
 
     tensors: dict[str, SavedTensor]
     states: list[State]
 
     def select_parameters(self, buffers: Collection[str] = ()) -> dict[str, SavedTensor]:
-        """Leaves out the buffers, as far as the files say which these are: ranks divide parameters alone.
+        """Returns the tensors without the buffers, as far as the files show which tensors are buffers: ranks shard only
+        parameters.
 
-        buffers: names of further ones, or the last parts of names.
+        ``buffers`` names further buffers, by whole names or by the last parts of names.
         """
         is_of_ranks = any(state.arrangement is not Arrangement.WHOLE for state in self.states)
         are_divided = is_of_ranks and any(tensor.is_divided for tensor in self.tensors.values())
@@ -264,16 +272,16 @@ class SavedModel:
             if is_floating_point(tensor.dtype)
             and tensor.last_name not in _BUFFERS
             and not {name, tensor.last_name} & set(buffers)
-            # DCP has one chunk of what has one row, whoever had it.
+            # DCP stores a tensor with one row as a single chunk, whether or not it was sharded.
             and (tensor.is_divided or not are_divided or (not is_by_ranks and tensor.shape[:1] in ((), (1,))))
         }
 
 
 def choose_model(checkpoint: SavedCheckpoint) -> SavedModel:
-    """The model, without an optimizer, unless there is nothing else.
+    """Chooses the model's tensors, or all tensors if the checkpoint contains no model.
 
-    Of a model that is there in several forms one is taken: safetensors, else the whole tensors, else the shards.
-    Raises BadFile if two states of one form have the same names.
+    If the model is stored in several forms, safetensors are preferred, then other files of whole tensors, then shards.
+    Raises BadFile if two states of the same form have the same names.
     """
     model = SavedModel({}, [])
     for state in sorted(checkpoint.states, key=_order_state):

@@ -1,4 +1,6 @@
-"""Reads the bytes of a checkpoint once, in order and in bounded memory: checksums, zeros, and what is not finite."""
+"""Reads all bytes of a checkpoint once, in order and in bounded memory, to find bad checksums, zeros and non-finite
+values.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,20 @@ from fsdp_doctor.checkpoints.sums import crc32
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
 
 SpanKey: TypeAlias = tuple[str, int, int]
-# Is given the file, the offset in it, and the bytes; by any thread.
+# Called from any thread with the file, the offset in the file, and the bytes.
 Sink: TypeAlias = Callable[[str, int, bytes], None]
-# A longer one is not read: its file would take hours, and holds nothing there.
+# A longer hole in a sparse file is skipped: reading it would take hours and yield only zeros.
 _LONGEST_HOLE = 64 << 20
-# One is read while another is summed; more do not pay on the machines that were tried.
+# One chunk is read while another is summed. More readers were not faster on the machines that were tried.
 _READERS = 2
-# Whose samples are kept: tied tensors, and all of a directory in which there may be other copies of the model.
+# Samples are kept only for tensors that may be tied, and in directories that may hold other copies of the model.
 _MAY_BE_TIED = re.compile(r"(?:^|\.)(?:shared|embed_tokens|wte|lm_head)\.weight$")
 _MOST_SAMPLED = 20_000
 
 
 @dataclass(slots=True)
 class Scans:
-    """spans: by file, first byte and length. nbytes: what was read. symptoms: files and members that are damaged."""
+    """Results of a scan: ``spans`` by file, first byte and length; damaged files and members; and the bytes read."""
 
     spans: dict[SpanKey, SpanScan] = field(default_factory=dict)
     symptoms: list[Symptom] = field(default_factory=list)
@@ -44,7 +46,7 @@ class Scans:
 def scan(checkpoint: SavedCheckpoint, progress: Callable[[int], None] | None = None, sink: Sink | None = None) -> Scans:
     """Reads every member and every piece once.
 
-    progress: called by any thread with the number of bytes just read. sink: is given the bytes.
+    ``progress`` may be called from any thread, with the number of bytes just read. ``sink`` receives the bytes.
 
     Host memory: a few MiB for each of two readers, however large the checkpoint is.
     """
@@ -71,7 +73,7 @@ def scan(checkpoint: SavedCheckpoint, progress: Callable[[int], None] | None = N
 
 
 def _list_with_copies(checkpoint: SavedCheckpoint) -> set[str]:
-    """Lists the directories in which there may be other copies of the model, of as many tensors as memory allows."""
+    """Lists the directories that may hold other copies of the model and whose samples fit in memory."""
     num_pieces: Counter[str] = Counter()
     found = set()
     for state in checkpoint.states:
@@ -154,7 +156,7 @@ def _scan_member(
 
 
 def _read_chunks(file: OpenFile, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
-    """Computes the offsets of the parts; all except the first are aligned to a page."""
+    """Yields chunks of the file with their offsets. All chunks except the first begin at a page boundary."""
     while begin < end:
         length = min(end - begin, CHUNK_BYTES - begin % CHUNK_BYTES)
         yield begin, file.read(begin, length)
@@ -162,7 +164,7 @@ def _read_chunks(file: OpenFile, begin: int, end: int) -> Iterator[tuple[int, by
 
 
 class _Place(NamedTuple):
-    """Owner of the bytes."""
+    """The tensor and the piece that a range of bytes belongs to."""
 
     tensor: SavedTensor
     piece: SavedPiece

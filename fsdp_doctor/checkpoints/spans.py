@@ -1,4 +1,4 @@
-"""Facts about the bytes of one piece of a tensor, taken from the chunks of its file in order."""
+"""Collects facts about the bytes of one piece of a tensor while its file is read in order, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -19,31 +19,37 @@ _Array: TypeAlias = "numpy.ndarray[Any, Any]"
 
 PAGE_BYTES = 4096
 _ZERO_PAGE = bytes(PAGE_BYTES)
-# Of every 512th byte a page of zeros has eight that follow one another: most chunks have not, which is soon seen.
+# Quick test for zero pages: every 512th byte of a chunk must contain eight zeros in a row. Most chunks do not.
 _ZERO_SAMPLE, _SAMPLE_STEP = bytes(8), PAGE_BYTES // 8
 _MOST_CANDIDATES = 1000
 _MOST_RUNS = 1000
 _HEAD_BYTES = 8
-# Elements that are looked at for their size, at even distances; a smaller piece says too little about its like.
+# Number of evenly spaced elements whose magnitude is sampled. Pieces with fewer elements than the second number are too
+# small to compare.
 _SAMPLE, _FEWEST_FOR_SIZE = 64, 256
-# In two values of bfloat16 the exponent of either is one of few bytes; what is cut off from float32 is random.
+# If float32 elements are really pairs of bfloat16 values, few different bytes occur where the exponent of the lower
+# value lies. In real float32 values these bytes are random.
 _FEW_EXPONENTS, _LOOKED_AT = 12, 1024
-# Rows of each chunk that are looked at for columns that are zero.
+# Rows of each chunk that are checked for zero columns, and the fewest rows from which zero columns are reported.
 _ROWS_FOR_COLUMNS, _FEWEST_ROWS = 32, 8
 # Shorter rows may be equal by chance.
 _SHORTEST_ROW_BYTES = 32
-# Several matrices in one, by their rows; distances of equal rows that are kept of one, the most frequent ones.
+# Names of fused matrices, and how many distances between equal rows are kept for each: the most frequent ones.
 _FUSED = re.compile(
     r"(?:^|[._])(?:w?qkv|qkv_proj|query_key_value|in_proj|kv|kv_proj|gate_up|gate_up_proj|w13)(?:[._]weight)?$"
 )
 _MOST_DISTANCES = 3
 _ODD = 0x9E3779B97F4A7C15
-# Eighths of the rows are compared by this many rows of each.
+# For each eighth of the rows, this many rows are compared.
 _BLOCKS, _ROWS_OF_BLOCK = 8, 8
 
 
 class _FloatFormat(NamedTuple):
-    """huge: the bits of 1e30, and where there is no such value, those of infinity. dtype: of numpy, after the shift."""
+    """Layout of a floating-point dtype.
+
+    ``huge`` is the bit pattern of 1e30, or of infinity if the dtype cannot hold 1e30. ``dtype`` is the NumPy dtype to
+    which the bits belong after they are shifted left by ``shift``.
+    """
 
     huge: int
     dtype: str
@@ -57,7 +63,7 @@ _FLOATS = {
     "float16": _FloatFormat(0x7C00, "<f2"),
     "float8_e5m2": _FloatFormat(0x7C, "<f2", 8),
 }
-# Below zero none is.
+# Tensors whose elements are never negative.
 _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "running_var"})
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
 
@@ -66,20 +72,21 @@ _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
 class SpanScan:
     """Facts about the bytes of a tensor's piece.
 
-    crc: None where a hole was not read. is_zero: of either sign. is_constant: all elements are the same. num_huge:
-    finite, and beyond 1e30; largest: of these. first_bad: the number of the first element that is one, NaN or infinite.
-    num_negative: elements below zero, of mean squares and variances.
+    ``crc`` is None if a hole was skipped. ``is_zero`` accepts zeros of either sign. ``num_huge`` counts finite elements
+    beyond 1e30, and ``largest`` is the largest of these magnitudes. ``first_bad`` is the index of the first element
+    that is huge, NaN or infinite. ``num_negative`` is counted only for mean squares and variances.
 
-    size: the mean of the magnitudes of a sample; spread: their standard deviation by their mean. sample: the elements
-    of it, of Adam's moments and where it was asked for, at the same places in pieces of the same shape. looks_split:
-    whether the first elements look like two values of bfloat16 in each of float32. zero_runs: ranges of bytes that are
-    zero and contain a page of the file; at most 1000.
+    ``size`` is the mean magnitude of a sample of elements, and ``spread`` is the standard deviation of the magnitudes
+    divided by that mean. ``sample`` holds these elements for Adam's moments and where samples were requested; pieces of
+    the same shape are sampled at the same places. ``looks_split`` is true if the first float32 elements look like pairs
+    of bfloat16 values. ``zero_runs`` are at most 1000 ranges of zero bytes that contain a whole page of the file.
 
-    Of contiguous pieces of two and more dimensions, by rows of the last one: zero_columns: those that are zero in all
-    rows that were looked at, first, behind the last. equal_rows: the longest run of equal rows that are not zero.
-    row_sums: CRC-32s of eight rows of each eighth, None for one that was not read whole; empty if the rows are not
-    divisible by 64. repeats: of several matrices in one, how far rows lie behind others that they equal by their ends,
-    and how many do.
+    The other facts exist for contiguous pieces with two or more dims, in which a row runs along the last dim.
+    ``zero_columns`` (first, after the last) are zero in all rows that were checked. ``equal_rows`` is the longest run
+    of equal rows that are not zero. ``row_sums`` are the CRC-32s of eight rows from each eighth of the piece, None for
+    a row that spans two chunks, and empty if the number of rows is not divisible by 64. ``repeats``, for fused
+    matrices, are the commonest distances between rows with equal first and last bytes, and how many rows repeat at each
+    distance.
     """
 
     nbytes: int
@@ -106,7 +113,7 @@ class SpanScan:
 
 
 class SpanScanner:
-    """Takes the bytes of a file in order, and looks at the bytes of one piece."""
+    """Reads the bytes of a file in order and collects facts about one piece."""
 
     def __init__(
         self, begin: int, nbytes: int, tensor: SavedTensor, piece: SavedPiece, *, keeps_sample: bool = False
@@ -151,7 +158,7 @@ class SpanScanner:
             self._rows.feed(place, chunk)
 
     def finish(self) -> SpanScan:
-        """Returns the facts, once all bytes were fed."""
+        """Returns the facts after all bytes were fed."""
         scan = self.scan
         if self._float is None:
             return scan
@@ -180,7 +187,7 @@ class SpanScanner:
         self._tail += chunk[head + count * size :]
 
     def _look_at_bits(self, form: _FloatFormat, bits: _Array, first: int) -> None:
-        """Looks at whole elements; first: the number of the first of them."""
+        """Looks at whole elements. ``first`` is the index of the first one."""
         size, scan = self._itemsize, self.scan
         signed, sign = bits.view(f"<i{size}"), 0x80 << 8 * (size - 1)
         if self._is_square:
@@ -194,7 +201,7 @@ class SpanScanner:
         if scan.is_zero:
             scan.is_zero = not (bits & (sign - 1)).any()
         if int(signed.max()) < form.huge and int(bits.max()) < sign | form.huge:
-            return  # as for nearly all chunks, and this is found faster
+            return  # true of nearly all chunks, and cheaper than the search below
         candidates = numpy.flatnonzero(bits & (sign - 1) >= form.huge)[: _MOST_CANDIDATES - self._num_candidates]
         self._num_candidates += len(candidates)
         for at, value in zip(candidates.tolist(), _read_floats(form, bits[candidates]).tolist(), strict=True):
@@ -239,7 +246,7 @@ class SpanScanner:
 
 
 class _RowScanner:
-    """Looks at the rows of a piece: those that lie whole in a chunk."""
+    """Looks at those rows of a piece that lie within one chunk."""
 
     def __init__(self, tensor: SavedTensor, piece: SavedPiece, nbytes: int) -> None:
         self._bytes, self._itemsize = piece.shape[-1] * tensor.itemsize, tensor.itemsize
@@ -263,7 +270,7 @@ class _RowScanner:
         rows = numpy.frombuffer(chunk, numpy.uint8, count * self._bytes, head).reshape(count, self._bytes)
         if not self._is_filled.all():
             looked_at = rows[:: -(-count // _ROWS_FOR_COLUMNS)].copy().view(f"<u{self._itemsize}")
-            self._is_filled |= (looked_at << numpy.array(1, looked_at.dtype) != 0).any(0)  # without the sign
+            self._is_filled |= (looked_at << numpy.array(1, looked_at.dtype) != 0).any(0)  # ignores the sign
             self._num_looked_at += len(looked_at)
         if self._bytes >= _SHORTEST_ROW_BYTES:
             self._find_equal(first, rows)
@@ -294,7 +301,7 @@ class _RowScanner:
         return tuple(counts.most_common(_MOST_DISTANCES))
 
     def _find_equal(self, first: int, rows: _Array) -> None:
-        """Finds rows that are equal to the row before them: by their first bytes, then by all bytes."""
+        """Finds rows that equal the previous row, by comparing first their first bytes and then all bytes."""
         heads = rows[:, :8].copy().view("<u8")[:, 0]
         candidates = numpy.flatnonzero((heads[1:] == heads[:-1]) & (heads[1:] != 0))
         for at in candidates.tolist():
@@ -308,5 +315,5 @@ class _RowScanner:
 def _read_floats(form: _FloatFormat, bits: _Array) -> _Array:
     width = int(form.dtype[-1])
     wide = bits.astype(f"<u{width}") << numpy.array(form.shift, f"<u{width}") if form.shift else bits
-    with numpy.errstate(invalid="ignore"):  # of NaNs that signal
+    with numpy.errstate(invalid="ignore"):  # from signalling NaNs
         return wide.view(form.dtype).astype(numpy.float64)

@@ -1,7 +1,8 @@
-"""CRC-32 of a tensor whose pieces are written by several ranks, in any order: the sum of what each contributes.
+"""Computes the CRC-32 of a tensor whose pieces several ranks write in any order, by combining one contribution per
+piece.
 
-Without its first and last inversion a CRC is linear: the CRC of the whole is the exclusive or of the CRCs of its
-pieces, each padded with zeros for the other pieces. Zeros before a piece change nothing; zeros behind it are a
+Without its initial and final inversion, a CRC is linear: the CRC of the whole is the XOR of the CRCs of its pieces,
+each padded with zeros in place of the other pieces. Zeros before a piece change nothing, and zeros after it amount to a
 multiplication.
 """
 
@@ -11,8 +12,8 @@ import functools
 from typing import TypeAlias
 
 try:
-    from isal.isal_zlib import crc32 as crc32  # the same sum, five times as fast as zlib's
-except ImportError:  # where no wheel of it fits the machine
+    from isal.isal_zlib import crc32 as crc32  # the same checksum, five times as fast as zlib's
+except ImportError:  # no wheel fits this machine
     from zlib import crc32 as crc32
 
 _ALL_ONES = 0xFFFFFFFF
@@ -23,16 +24,16 @@ LinearCrc: TypeAlias = int
 
 
 def continue_linear_crc(data: bytes | memoryview, before: LinearCrc = 0) -> LinearCrc:
-    """Returns the linear CRC of what came before with the data behind it."""
+    """Continues a linear CRC: returns the CRC of the previous bytes followed by ``data``."""
     return crc32(data, before ^ _ALL_ONES) ^ _ALL_ONES
 
 
 def shift_crc(crc: LinearCrc, nbytes: int) -> LinearCrc:
-    """Returns the linear CRC of the same bytes with ``nbytes`` zeros behind them.
+    """Returns the linear CRC of the same bytes followed by ``nbytes`` zeros.
 
-    The exclusive or of a shifted ordinary CRC-32 and the CRC-32 of the next ``nbytes`` bytes is the CRC-32 of both.
+    The XOR of a shifted ordinary CRC-32 and the CRC-32 of the next ``nbytes`` bytes is the CRC-32 of both together.
     """
-    if nbytes <= len(_ZEROS):  # which are sooner read than multiplied
+    if nbytes <= len(_ZEROS):  # reading so few zeros is faster than multiplying
         return continue_linear_crc(_ZEROS[:nbytes], crc)
     return _multiply(crc, _compute_power(nbytes))
 
@@ -44,7 +45,7 @@ def finish_crc(crc: LinearCrc, nbytes: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _compute_power(nbytes: int) -> int:
-    """x to the power of ``8 * nbytes``."""
+    """Computes x to the power of ``8 * nbytes``, modulo the CRC's polynomial."""
     power, square = _ONE, _X_TO_THE_8
     while nbytes:
         if nbytes & 1:

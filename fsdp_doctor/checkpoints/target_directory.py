@@ -1,6 +1,6 @@
-"""The directory that a conversion writes: made under another name, and given its own at the end.
+"""The directory that a conversion writes: created under a temporary name, and renamed at the end.
 
-What is removed to make room for it was written by a conversion, every file of it: a record in the directory lists them.
+An existing directory is replaced only if a conversion wrote every file in it, as a record in the directory shows.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _Identity: TypeAlias = tuple[int, int]
 
 
 class ConversionError(Exception):
-    """Nothing was converted; the message is one sentence that says why."""
+    """Error of a conversion that produced nothing. The message is one sentence that says why."""
 
 
 class ConversionRecord(msgspec.Struct):
-    """files: the size in bytes and the time of the last change, in ns, by the path in the directory.
+    """Record of a conversion: the size in bytes and the modification time in ns of each file, by relative path.
 
-    It is written first, without files, so that a directory that a killed conversion left is known as one.
+    It is first written without files, so that a directory left by a killed conversion can be recognized.
     """
 
     files: dict[str, tuple[int, int]]
@@ -38,10 +38,11 @@ class ConversionRecord(msgspec.Struct):
 
 
 def check_target(target: pathlib.Path, source: pathlib.Path, files: Iterable[pathlib.Path], *, overwrite: bool) -> None:
-    """Raises ConversionError for a target that exists, unless it is to be overwritten and a conversion wrote all of it;
-    and for one that is, contains or lies in what is read.
+    """Checks that a conversion may write to the target. Raises ConversionError if not.
 
-    files: of the source, some of which may be links to elsewhere.
+    A target that exists is accepted only if it may be overwritten and a conversion wrote all of it. The target must not
+    be, contain, or lie inside anything that is read. ``files`` are the source's files, some of which may be links to
+    other places.
     """
     for place in (target, _name_partial(target), _name_old(target)):
         if any(_lies_in(each, place) for each in (source, *_list_directories(files))):
@@ -56,9 +57,9 @@ def check_target(target: pathlib.Path, source: pathlib.Path, files: Iterable[pat
 
 @contextlib.contextmanager
 def make_partial_directory(target: pathlib.Path, *, overwrite: bool) -> Iterator[pathlib.Path]:
-    """Makes a new directory next to the target; removes it at the end, unless it was given the target's name.
+    """Creates a new directory next to the target, and removes it at the end unless it was renamed to the target.
 
-    Removes what a killed conversion has left, and restores an older target that the conversion had put aside.
+    Also removes what a killed conversion left, and restores an older target that it had set aside.
     """
     directory, old = _name_partial(target), _name_old(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +88,9 @@ def make_partial_directory(target: pathlib.Path, *, overwrite: bool) -> Iterator
 
 
 def give_name(directory: pathlib.Path, target: pathlib.Path) -> None:
-    """Puts the complete directory in the place of the target. Raises ConversionError if files came to the target."""
+    """Renames the complete directory to the target. Raises ConversionError if the old target has gained or changed
+    files.
+    """
     files = {str(path.relative_to(directory)): _get_version(path) for path in _list_files(directory)}
     _write_record(directory, ConversionRecord({path: version for path, version in files.items() if path != RECORD}))
     sync_directory(directory)
@@ -109,7 +112,7 @@ def _name_old(target: pathlib.Path) -> pathlib.Path:
 
 
 def _is_there(path: pathlib.Path) -> bool:
-    """Says whether anything has this name, a link that leads nowhere too. Raises OSError where that cannot be seen."""
+    """Returns whether the path exists, even as a broken link. Raises OSError if that cannot be determined."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -118,7 +121,7 @@ def _is_there(path: pathlib.Path) -> bool:
 
 
 def _identify(path: str | pathlib.Path) -> _Identity | None:
-    """The file, whatever its names are; None if there is none."""
+    """Identifies a file independently of its name; None if there is none."""
     try:
         status = os.stat(path)
     except OSError:
@@ -127,7 +130,7 @@ def _identify(path: str | pathlib.Path) -> _Identity | None:
 
 
 def _lies_in(inner: pathlib.Path, outer: pathlib.Path) -> bool:
-    """Says whether a path is the outer one or below it, through links too."""
+    """Returns whether ``inner`` is ``outer`` or lies below it, following links."""
     if (whose := _identify(outer)) is None:
         return False
     real = pathlib.Path(os.path.realpath(inner))
@@ -167,7 +170,9 @@ def _read_record(directory: pathlib.Path) -> ConversionRecord | None:
 
 
 def _check_written_by_conversion(target: pathlib.Path) -> None:
-    """Raises ConversionError for anything but a directory that is empty, or as a conversion left it."""
+    """Raises ConversionError unless the target is a directory that is empty or unchanged since a conversion
+    wrote it.
+    """
     if target.is_symlink() or not target.is_dir():
         raise ConversionError(f"{target} is not a directory, and is not replaced; name another directory")
     record = _read_record(target)
@@ -185,7 +190,7 @@ def _check_written_by_conversion(target: pathlib.Path) -> None:
 
 
 def _remove_leftover(path: pathlib.Path, *, is_partial: bool = False) -> None:
-    """Removes what a conversion left. Raises ConversionError if it is not certain that it did."""
+    """Removes what a conversion left behind. Raises ConversionError unless it is certain that a conversion wrote it."""
     if not _is_there(path):
         return
     if not is_partial or path.is_symlink() or not path.is_dir() or _read_record(path) is None:

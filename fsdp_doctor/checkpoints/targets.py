@@ -1,4 +1,4 @@
-"""The formats that a checkpoint is converted to: which files there are, and where in them each tensor's bytes go."""
+"""Formats that a checkpoint can be converted to: which files they have, and where each tensor's bytes go."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fsdp_doctor.machine.versions import is_at_least, read_installed_versions
 
 
 class ConversionTarget(str, Enum):
-    """Targets of a conversion, by the programs that read them."""
+    """Targets of a conversion, named after the programs that read them."""
 
     HF = "hf"
     DCP = "dcp"
@@ -42,7 +42,10 @@ class ConversionTarget(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorToWrite:
-    """dtype: to which it is cast. is_sharded: FSDP divides its rows; otherwise every rank has it, as a buffer."""
+    """Tensor that is to be written, cast to ``dtype``.
+
+    If ``is_sharded`` is true, FSDP shards its rows; otherwise every rank has all of it, as with a buffer.
+    """
 
     saved: SavedTensor
     dtype: str
@@ -65,14 +68,14 @@ class TensorToWrite:
         return DTYPES[self.dtype].itemsize
 
     def choose_rows(self, rank: int, world_size: int) -> tuple[int, int]:
-        """Returns a rank's first row and the row after its last, as torch.chunk divides them."""
+        """Returns a rank's first row and the row after its last, divided like torch.chunk."""
         rows = self.shape[0]
         each = -(-rows // world_size)
         return min(rank * each, rows), min((rank + 1) * each, rows)
 
 
 class PlaceToWrite(NamedTuple):
-    """A destination of bytes. file: its number. member: the part of an archive that they are of."""
+    """Destination of bytes: a file by its index, an offset, and the archive member that contains them, if any."""
 
     file: int
     begin: int
@@ -80,7 +83,7 @@ class PlaceToWrite(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A range of a tensor's bytes, and the places where it is written."""
+    """Range of a tensor's bytes, and the places where it is written."""
 
     first: int
     nbytes: int
@@ -89,7 +92,7 @@ class Slot(NamedTuple):
 
 @dataclass(slots=True)
 class PlannedFile:
-    """texts: bytes that are known, with where they lie."""
+    """File to be written. ``texts`` are bytes that are already known, each with its offset."""
 
     name: str
     nbytes: int = 0
@@ -98,7 +101,7 @@ class PlannedFile:
 
 
 _NOTHING: Mapping[str, bytes] = {}
-# Values, dicts, lists and tuples, of which the leaves may be tensors.
+# Nested dicts, lists and tuples whose leaves are values or tensors.
 _Tree: TypeAlias = Any
 _Store: TypeAlias = Callable[[TensorToWrite, int, int], str]
 _Pickle: TypeAlias = Callable[[TensorToWrite, _Store], Any]
@@ -106,7 +109,7 @@ _Pickle: TypeAlias = Callable[[TensorToWrite, _Store], Any]
 
 @dataclass(slots=True)
 class FilePlan:
-    """The contents of a file. slots: of each tensor, in the order of its bytes."""
+    """Plan of all files. ``slots`` holds, for each tensor, its ranges in byte order and where each is written."""
 
     files: list[PlannedFile] = field(default_factory=list)
     slots: dict[int, tuple[TensorToWrite, list[Slot]]] = field(default_factory=dict)
@@ -120,7 +123,7 @@ class FilePlan:
         return self.files[-1]
 
     def add_place(self, tensor: TensorToWrite, first: int, nbytes: int, begin: int, member: Any = None) -> None:
-        """Gives a range of a tensor's bytes a place in the file that was added last."""
+        """Adds a place for a range of a tensor's bytes, in the file that was added last."""
         slots = self.slots.setdefault(id(tensor), (tensor, []))[1]
         place = PlaceToWrite(len(self.files) - 1, begin, member)
         if slots and slots[-1].first == first:
@@ -129,7 +132,7 @@ class FilePlan:
             slots.append(Slot(first, nbytes, [place]))
 
     def add_archive(self, root: str, tree: _Tree, pickle: _Pickle, constants: Mapping[str, bytes] = _NOTHING) -> None:
-        """Adds what torch.save makes of a value to the file that was added last. constants: members by key."""
+        """Adds to the last file what torch.save would write for ``tree``. ``constants`` are further members, by key."""
         stored: dict[Any, tuple[str, TensorToWrite, int, int]] = {}
 
         def store(tensor: TensorToWrite, first: int, nbytes: int) -> str:
@@ -148,8 +151,9 @@ class FilePlan:
 
 
 class StatesToWrite(NamedTuple):
-    """The states to write. model: tensors by name. optimizer: ``state`` and ``param_groups`` by the parameters' names;
-    None if there is none.
+    """States to write: the model's tensors by name, and the optimizer.
+
+    ``optimizer`` has ``state`` and ``param_groups``, by parameter names, or is None if there is no optimizer.
     """
 
     model: dict[str, TensorToWrite]
@@ -159,7 +163,7 @@ class StatesToWrite(NamedTuple):
 def lay_out(
     target: ConversionTarget, states: StatesToWrite, world_size: int, largest_file: int, device: str
 ) -> FilePlan:
-    """Raises BadFile for a tensor that the format cannot have."""
+    """Plans the files of a target format. Raises BadFile for a tensor that the format cannot hold."""
     layout = FilePlan()
     match target:
         case ConversionTarget.HF:
@@ -190,7 +194,7 @@ def _replace_tensors(tree: _Tree, function: Callable[[TensorToWrite], Any]) -> A
 
 
 def _pickle_rows(tensor: TensorToWrite, store: _Store, rows: tuple[int, int] | None = None) -> PickledCall:
-    """A plain tensor of some of its rows, or of all."""
+    """Pickles a plain tensor that consists of all rows or of the given range."""
     if rows is None:
         shape, first = tensor.shape, 0
     else:
@@ -254,13 +258,14 @@ def _number_parameters(optimizer: dict[str, Any]) -> dict[str, Any]:
     return {"state": {numbers[name]: slots for name, slots in optimizer["state"].items()}, "param_groups": groups}
 
 
-# Releases of torch whose pickled mesh is known: the first, that with the present form, and the first that is not.
+# Versions of torch by the form of a pickled mesh: the first with a known form, the first with today's form, and the
+# first that is unknown.
 _OLDEST_TORCH, _NEWEST_TORCH, _UNKNOWN_TORCH = "2.11", "2.13", "2.14"
 _DEVICE, _SIZE = PickledGlobal("torch", "device"), PickledGlobal("torch", "Size")
 
 
 def _rebuild_wrapper(cls: PickledGlobal, tensor: TensorToWrite, state: Any) -> PickledCall:
-    """A tensor subclass that wraps others, as torch pickles it."""
+    """Pickles a tensor subclass that wraps other tensors, as torch does."""
     shape, on_cpu = tensor.shape, PickledCall(_DEVICE, ("cpu",))
     arguments = (cls, make_dtype(tensor.dtype), shape, compute_strides(shape), 0, STRIDED, on_cpu, False)
     rebuild = PickledGlobal("torch._utils", "_rebuild_wrapper_subclass")
@@ -268,9 +273,9 @@ def _rebuild_wrapper(cls: PickledGlobal, tensor: TensorToWrite, state: Any) -> P
 
 
 def _make_mesh(rank: int, world_size: int, device: str) -> PickledInstance:
-    """A DeviceMesh of one dim over all ranks, of the installed torch. The bytes of its ranks are ``data/mesh``.
+    """Makes a one-dimensional DeviceMesh over all ranks, in the pickled form of the installed torch.
 
-    Raises BadFile for a torch whose form is not known.
+    Its ranks are stored as ``data/mesh``. Raises BadFile if the form of this torch version is not known.
     """
     layouts = "torch.distributed._mesh_layout"
     extent: dict[str, Any] = {"shape": (world_size,), "stride": (1,)}
@@ -281,7 +286,7 @@ def _make_mesh(rank: int, world_size: int, device: str) -> PickledInstance:
             f"{_OLDEST_TORCH} to {_NEWEST_TORCH}; use --to dcp, which pickles no mesh"
         )
     if is_at_least(installed, _NEWEST_TORCH):
-        # It has no dim of length 1.
+        # This form omits dims of length 1.
         extent = extent if world_size > 1 else {"shape": (), "stride": ()}
         extent = {"axes": (PickledInstance(PickledGlobal(layouts, "_FlatLayout"), extent),)}
     return PickledInstance(
@@ -371,7 +376,9 @@ _DCP = "torch.distributed.checkpoint.metadata"
 
 
 def _lay_out_dcp(layout: FilePlan, states: StatesToWrite, world_size: int) -> None:
-    """Lays out the keys ``model`` and ``optim``. Rows are divided as FSDP does, so that each rank reads its own."""
+    """Lays out a checkpoint with the keys ``model`` and ``optim``. Rows are sharded as FSDP does, so each rank reads
+    its own.
+    """
     tree = {"model": states.model} | ({"optim": states.optimizer} if states.optimizer is not None else {})
     leaves = list(_flatten(tree, ()))
     tensors = [leaf for _, leaf in leaves if isinstance(leaf, TensorToWrite)]
@@ -427,7 +434,7 @@ def _describe_tensor(tensor: TensorToWrite, chunks: list[PickledInstance]) -> Pi
 
 
 def _flatten(tree: _Tree, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Yields (path, leaf), going into dicts, and into lists that have dicts or tensors, as DCP does."""
+    """Yields (path, leaf) for dicts, and for lists that contain dicts, lists or tensors, as DCP flattens them."""
     if isinstance(tree, dict):
         items: Any = tree.items()
     elif isinstance(tree, list) and any(isinstance(each, dict | list | TensorToWrite) for each in tree):

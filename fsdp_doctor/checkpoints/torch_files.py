@@ -1,4 +1,4 @@
-"""Files of torch.save: the zip that they are since torch 1.6, the pickles before; and the tensors in their value."""
+"""Reads files of torch.save, both zip files (since torch 1.6) and the older pickles, and finds the tensors in them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KINDS = {
     "encode": "bytes",
     "bytearray": "bytes",
 }
-# What stands beside tensors and holds no elements of any.
+# Objects that may occur next to tensors and contain no tensor data.
 _PLAIN = frozenset(
     {
         *("device", "Size", "Namespace", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"),
@@ -43,9 +43,10 @@ _STRIDED = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
 
 @dataclass(slots=True)
 class TorchFile:
-    """members: all that is stored, by name without the root folder. storages: the members of tensors, by key.
+    """Contents of a file of torch.save.
 
-    refusal: why the value was not read, though the file is whole.
+    ``members`` are all stored members; ``storages`` are those with tensor data, by key. ``root`` is the name of the
+    archive's top folder. ``refusal`` says why the value was not read although the file is complete.
     """
 
     members: list[Member]
@@ -60,9 +61,10 @@ class TorchFile:
 
 @dataclass(slots=True)
 class TorchTensors:
-    """Tensors in a file's value. ranks, world_sizes: the ranks and world sizes that its sharded tensors name.
+    """Tensors and other contents of a file's value.
 
-    unread: the kind of each object that is neither a value nor a tensor whose bytes are known, by path.
+    ``ranks`` and ``world_sizes`` come from its sharded tensors. ``unread`` gives, by path, the kind of each object that
+    is neither a plain value nor a tensor with known bytes.
     """
 
     tensors: list[SavedTensor] = field(default_factory=list)
@@ -73,7 +75,7 @@ class TorchTensors:
 
 
 class _Window(io.RawIOBase):
-    """A range of a file as a file of its own."""
+    """Part of a file, presented as a file of its own."""
 
     def __init__(self, file: OpenFile, begin: int, length: int) -> None:
         self._file, self._begin, self._length, self._at = file, begin, length, 0
@@ -117,7 +119,7 @@ def read_torch_file(file: OpenFile, begin: int = 0, length: int | None = None) -
             members = [_read_member(file, begin, length, entry) for entry in entries]
     except BadFile:
         raise
-    except Exception as error:  # zipfile raises whatever a damaged directory leads to
+    except Exception as error:  # zipfile may raise any exception for a damaged directory
         raise BadFile(f"is truncated, or not a file of torch.save ({read_first_line(error)})") from None
     roots = {member.name.partition("/")[0] for member in members}
     root = roots.pop() if len(roots) == 1 else ""
@@ -156,7 +158,7 @@ def _read_member(file: OpenFile, begin: int, length: int, entry: zipfile.ZipInfo
 
 
 def _read_legacy(stream: io.BufferedReader, begin: int, length: int) -> TorchFile:
-    """The format before torch 1.6: five pickles, then each storage behind its number of elements."""
+    """Reads the format before torch 1.6: five pickles, then the storages, each preceded by its number of elements."""
     if load_pickle(stream) != _LEGACY_MAGIC:
         raise BadFile("is a pickle, but not a file of torch.save")
     try:
@@ -190,9 +192,9 @@ def _walk_storages(value: Any, nbytes: int) -> Iterator[Storage]:
 
 
 def find_tensors(file: str, read: TorchFile, rank: int | None = None) -> TorchTensors:
-    """The tensors in the value of a file, by the keys of the nested dicts and lists that lead to them.
+    """Finds the tensors in a file's value, by the keys of the nested dicts and lists that lead to them.
 
-    Raises BadFile for a tensor that does not fit its storage.
+    Raises BadFile for a tensor that does not fit into its storage.
     """
     found = TorchTensors()
     for path, leaf in walk_leaves(read.value, read.pickle_bytes):
@@ -301,7 +303,7 @@ class _Reader:
 
 
 def read_mesh_shape(mesh: Pickled) -> Shape:
-    """The lengths of a DeviceMesh's dims as any version of torch pickles it; empty if it does not say."""
+    """Returns the lengths of a DeviceMesh's dims, from the pickled form of any torch version; empty if it has none."""
     layout = mesh.get("_layout")
     if isinstance(layout, Pickled):
         if isinstance(axes := layout.get("axes"), tuple | list):
@@ -313,13 +315,14 @@ def read_mesh_shape(mesh: Pickled) -> Shape:
 
 
 def order_shards(mesh: Shape, placements: Sequence[Any], said: Any = None) -> list[tuple[int, int]]:
-    """Lists the divided dims of the tensor, each with the mesh dim that divides it, in the order of the division.
+    """Lists the sharded dims of the tensor, each with the mesh dim that shards it, in the order in which they were
+    applied.
 
-    This is normally the order of the mesh's dims. A strided shard says that some of the dims behind it came first, as
-    those of tensor parallelism do before FSDP's: the product of their sizes is its split factor.
+    Normally this is the order of the mesh dims. A strided shard means that some later mesh dims were applied first, as
+    with tensor parallelism before FSDP; its split factor is the product of their sizes.
 
-    said: the order that torch 2.10 and newer also write; None if the file does not state it. Raises NotRead for any
-    other placement, and for an order that is not known.
+    ``said`` is the order that torch 2.10 and newer also store, or None. Raises NotRead for any other placement, and for
+    an order that contradicts the placements.
     """
     if len(placements) != len(mesh):
         raise NotRead(f"placed by {len(placements)} placements on a mesh of {len(mesh)} dims")
@@ -353,9 +356,9 @@ def order_shards(mesh: Shape, placements: Sequence[Any], said: Any = None) -> li
 def compute_local_block(
     shape: Shape, mesh: Shape, coordinate: Shape, shards: Sequence[tuple[int, int]]
 ) -> tuple[Shape, Shape]:
-    """Returns the offsets and lengths of the block at a coordinate of the mesh, divided as by torch.chunk.
+    """Returns the offsets and lengths of the block at a mesh coordinate, divided like torch.chunk.
 
-    shards: the result of :func:`order_shards`.
+    ``shards`` is the result of :func:`order_shards`.
     """
     offsets, lengths = [0] * len(shape), list(shape)
     for dim, at in shards:
@@ -371,7 +374,7 @@ def _flatten(value: Any) -> Shape:
 
 
 def _check_counts(value: Any) -> Shape:
-    """Raises BadFile for anything but lengths."""
+    """Returns the value as a tuple of lengths. Raises BadFile if it is anything else."""
     if not isinstance(value, tuple | list) or not all(type(each) is int and each >= 0 for each in value):
         raise BadFile(f"has {value!r} instead of lengths")
     return tuple(value)

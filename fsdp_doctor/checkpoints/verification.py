@@ -1,4 +1,4 @@
-"""The verdict on a checkpoint at rest: what is damaged, what a load makes of it, and what was not checked."""
+"""Verdict on a stored checkpoint: what is damaged, how that affects a load, and what was not checked."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ from fsdp_doctor.text import escape_controls, join_some
 
 SoundnessAnswer: TypeAlias = Literal["sound", "damaged", "cannot be judged"]
 EXIT_CODES: dict[SoundnessAnswer, int] = {"sound": 0, "damaged": 1, "cannot be judged": 2}
-# Of one kind in one file; JSON has all.
+# Findings of one kind in one file that the text shows; JSON has all of them.
 _MOST_SHOWN = 3
 _MOST_LISTED = 12
 
 
 class CheckpointFinding(msgspec.Struct, omit_defaults=True):
-    """A finding. rows: the first row, and the row after the last. load: the effect on a load. remedy: what to do."""
+    """One problem that was found: its effect on a load, and a remedy.
+
+    ``rows`` are the first row and the row after the last.
+    """
 
     trouble: str
     severity: TroubleSeverity
@@ -40,7 +43,11 @@ class CheckpointFinding(msgspec.Struct, omit_defaults=True):
 
 
 class Verification(msgspec.Struct):
-    """states: what was found in the directory. num_bytes: that were read. unchecked: what the answer does not cover."""
+    """Result of a verification.
+
+    ``states`` describes what was found in the directory. ``num_bytes`` counts the bytes that were read. ``unchecked``
+    lists what the answer does not cover.
+    """
 
     path: str
     answer: SoundnessAnswer
@@ -85,10 +92,10 @@ def verify(
     progress: Callable[[int, int], None] | None = None,
     part: str | None = None,
 ) -> Verification:
-    """Reads all files below a directory, or one file, once.
+    """Verifies all files below a directory, or a single file, and reads each byte once.
 
-    compare: finds the differences from a reference. progress: called with the number of bytes that were read, and the
-    number of all bytes, by one thread at a time. part: see ``read_checkpoint``. Raises FileNotFoundError.
+    ``compare`` finds differences from a reference. ``progress`` is called with the number of bytes read and the total,
+    by one thread at a time. ``part``: see ``read_checkpoint``. Raises FileNotFoundError.
     """
     path.stat()
     return judge(read_checkpoint(path, part), path, compare=compare, progress=progress)[0]
@@ -103,9 +110,9 @@ def judge(
     sink: Sink | None = None,
     mended: Collection[Trouble] = (),
 ) -> tuple[Verification, Scans]:
-    """The verdict on a checkpoint that was read, and what its bytes are.
+    """Scans and checks a checkpoint whose metadata was read; returns the verdict and the scans.
 
-    sink: is given all bytes as they are read. mended: troubles of no account, since whoever asks mends them.
+    ``sink`` receives all bytes as they are read. ``mended`` are troubles to ignore, because the caller corrects them.
     """
     num_bytes = sum(member.nbytes for file in checkpoint.files.values() for member in file.members)
     done, lock = 0, threading.Lock()

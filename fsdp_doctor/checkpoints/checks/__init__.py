@@ -1,4 +1,4 @@
-"""The table of checks: each looks at a checkpoint that was read and scanned, and yields what is wrong."""
+"""The table of checks. Each check looks at a checkpoint that was read and scanned, and yields what is wrong."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ CHECKS_OF_ALL: tuple[Callable[[CheckpointEvidence], Iterator[Symptom]], ...] = (
 )
 
 
-# Those that look at a model's values and names, and so at another copy of it, such as an average.
+# Checks that look only at a model's values and names, and so also apply to copies of the model, such as an average.
 _CHECKS_OF_PARTS: tuple[_Check, ...] = (
     find_other_sizes,
     find_zeros,

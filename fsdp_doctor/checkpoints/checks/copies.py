@@ -1,4 +1,4 @@
-"""Checks of other copies of the model: averages, and the float32 weights that a narrower model is rounded from."""
+"""Checks other copies of the model: averaged weights, and the float32 master weights of a lower-precision model."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from fsdp_doctor.checkpoints.parts import AVERAGE, MASTER
 from fsdp_doctor.checkpoints.record import SavedTensor, State
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
 
-# Copies that say what is usual; the part of a sample that may be otherwise; steps after which an average has moved.
+# Fewest copies that establish what is usual; fraction of a sample that may differ; steps after which an average has
+# moved.
 _FEWEST, _FEW, _MANY_STEPS = 3, 0.02, 100
-# A unit in the last place, by the value: where rounding is random, it is off by less.
+# Relative size of one unit in the last place. Stochastic rounding is off by less than that.
 _UNITS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
 _SMALLEST = 1e-7
 
 
 def list_parts(state: State) -> Iterator[State]:
-    """Lists the parts of the state that are not the model but have its names, such as an average of the weights."""
+    """Lists the parts of the state that are not the model but have its tensor names, such as an average of
+    the weights.
+    """
     names = {tensor.parameter for tensor in state.select("model")}
     for part, count in state.left_out.items():
         head = tuple(part.split(".")) if part else ()
@@ -44,7 +47,9 @@ def list_parts(state: State) -> Iterator[State]:
 
 
 def _list_copies(evidence: CheckpointEvidence, state: State, kind: Pattern[str]) -> Iterator[dict[str, SavedTensor]]:
-    """Lists the parts of the state and the states next to it that have such a name, each by the model's names."""
+    """Yields copies of the model whose name matches ``kind``, from this state and its neighbours, by the
+    model's names.
+    """
     for part in list_parts(state):
         if kind.search(".".join(part.head or ())):
             yield {tensor.parameter: tensor for tensor in part.select("model")}
@@ -54,12 +59,12 @@ def _list_copies(evidence: CheckpointEvidence, state: State, kind: Pattern[str])
 
 
 def compare_averages(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Compares an average with the model: the shapes must be equal, and after many steps the values must differ."""
+    """Compares averaged weights with the model: shapes must be equal, and values must differ after many steps."""
     model = {tensor.parameter: tensor for tensor in state.select("model")}
     for average in () if AVERAGE.search(state.label) else _list_copies(evidence, state, AVERAGE):
         pairs = [(model[name], tensor) for name, tensor in average.items() if name in model]
         odd = [(tensor, copy) for tensor, copy in pairs if tensor.shape != copy.shape]
-        # A rank may have averaged its own rows.
+        # A rank may have averaged only its own rows.
         may_be_shards = len(odd) * 4 > len(pairs) and all(
             len(copy.shape) < len(tensor.shape) or (copy.shape[1:] == tensor.shape[1:] and copy.numel < tensor.numel)
             for tensor, copy in odd
@@ -88,7 +93,7 @@ def _list_steps(evidence: CheckpointEvidence, state: State) -> Iterator[float]:
 
 
 def compare_masters(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Compares float32 weights with the rounded weights of the model: a few that differ come from an older step."""
+    """Compares float32 master weights with the model's rounded weights. A few that differ come from another step."""
     model = {tensor.parameter: tensor for tensor in state.select("model") if tensor.dtype in _UNITS}
     for masters in _list_masters(evidence, state) if model else ():
         pairs = [
@@ -129,7 +134,10 @@ def _list_masters(evidence: CheckpointEvidence, state: State) -> Iterator[dict[s
 def _compare_rounded(
     evidence: CheckpointEvidence, weight: SavedTensor, master: SavedTensor
 ) -> tuple[float, float] | None:
-    """Computes which share of a sample is not the nearest value, and which is off by a unit; None without a sample."""
+    """Computes which fraction of a sample is not the nearest value, and which is off by more than one unit.
+
+    Returns None if there is no sample.
+    """
     off = far = count = 0
     for narrow, wide in evidence.pair_samples(weight, master):
         off += int(numpy.count_nonzero(_round(wide, weight.dtype) != narrow))

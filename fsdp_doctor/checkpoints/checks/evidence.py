@@ -1,4 +1,4 @@
-"""Evidence for the checks, and what several of them ask of it."""
+"""Evidence for the checks, and the questions about it that several checks share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ LAYER = re.compile(r"^(?P<stack>.*?\b(?:layers|layer|h|blocks|block))\.(?P<numbe
 EXPERT = re.compile(r"^(?P<layer>.*\bexperts)\.(?P<number>\d+)\.(?P<rest>.+)$")
 LORA = re.compile(r"^(?P<module>.*)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight$")
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
-# Names of matrices that every layer has, and of those whose heads are repeated for more groups of queries.
+# Names of matrices that every layer has, and names of matrices whose heads may be repeated to make more groups of
+# queries.
 MATRIX = re.compile(
     r"(?:^|\.)((q|k|v|o|out|gate|up|down|qkv|gate_up)_proj|embed_tokens|lm_head|wte|fc[12]|w[123]|"
     r"c_(attn|proj|fc)|query|key|value|dense|query_key_value)\.weight$"
@@ -35,13 +36,13 @@ EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|wte|word_embeddings|tok_embedding
 
 @dataclass(frozen=True)
 class CheckpointEvidence:
-    """Evidence for the checks: the checkpoint as it was read, and facts about its bytes."""
+    """Checkpoint as it was read, with the scan results of its bytes."""
 
     checkpoint: SavedCheckpoint
     scans: Scans
 
     def find_scans(self, tensor: SavedTensor) -> list[tuple[SavedPiece, SpanScan]]:
-        """The pieces that have elements and were read."""
+        """Returns the nonempty pieces that were scanned, each with its scan."""
         pairs = ((piece, self.scans.find(piece, tensor.itemsize)) for piece in tensor.pieces if piece.numel)
         return [(piece, scan) for piece, scan in pairs if scan is not None]
 
@@ -50,7 +51,7 @@ class CheckpointEvidence:
         return bool(scans) and all(scan.is_zero for _, scan in scans)
 
     def find_checksum(self, tensor: SavedTensor) -> int | None:
-        """The CRC-32 of the tensor's bytes, in the order of rows; None if its pieces are not blocks of whole rows."""
+        """Computes the CRC-32 of the tensor's bytes in row order; None if its pieces are not blocks of whole rows."""
         crc, at = 0, 0
         for piece, scan in {piece.offsets: (piece, scan) for piece, scan in sorted(self.find_scans(tensor))}.values():
             rows = piece.rows or (0, 1)
@@ -60,7 +61,7 @@ class CheckpointEvidence:
         return crc if at == (tensor.shape or (1,))[0] else None
 
     def pair_samples(self, one: SavedTensor, other: SavedTensor) -> Iterator[tuple[Samples, Samples]]:
-        """Yields finite elements of two tensors at the same places, of pieces that hold the same rows."""
+        """Yields finite elements from the same places of two tensors, for each pair of pieces with the same rows."""
         samples = {
             (piece.offsets, piece.shape): scan.sample for piece, scan in self.find_scans(other) if piece.is_contiguous
         }
@@ -71,7 +72,9 @@ class CheckpointEvidence:
                 yield pair[0][is_there], pair[1][is_there]
 
     def find_model_config(self, state: State) -> dict[str, Any]:
-        """Reads config.json, with the text model's facts first; returns nothing if the weights are quantized."""
+        """Reads config.json, in which the settings of ``text_config`` take precedence; empty if the weights are
+        quantized.
+        """
         config = self.checkpoint.find_setting(state.directory, "config.json")
         inner = config.get("text_config")
         return {} if "quantization_config" in config else config | (inner if isinstance(inner, dict) else {})
@@ -100,5 +103,5 @@ def parse_number(dtype: str, head: bytes) -> float | None:
 
 
 def find_rank_file(state: State, rank: int | None) -> str:
-    """Finds the file that has the rank in its name; the directory if none has."""
+    """Finds the file that has the rank in its name. If there is none, returns the directory."""
     return next((path for path in state.files if re.search(rf"(?<!\d)0*{rank}\.\w+$", path)), state.directory)

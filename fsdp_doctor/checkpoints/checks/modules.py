@@ -1,4 +1,4 @@
-"""Checks of modules whose tensors belong together: statistics of norms, cells, convolutions, positions, tied copies."""
+"""Checks modules whose tensors depend on each other: norm statistics, cells, convolutions, positions, tied copies."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fsdp_doctor.checkpoints.record import Arrangement, SavedTensor, State
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
 
 _MEAN, _VARIANCE, _COUNT = "running_mean", "running_var", "num_batches_tracked"
-# Tensors that say what is usual for one more of their name.
+# Fewest similar tensors that establish what is usual.
 _FEWEST_LIKE = 3
 _CELL = re.compile(
     r"(?P<module>(?:.*\.)?)(?P<kind>(?:weight|bias)_(?:ih|hh)|weight_hr)"
     r"(?P<layer>(?:_l(?P<number>\d+)(?P<reverse>_reverse)?)?)"
 )
-# Of torch's RNN, GRU and LSTM.
+# Numbers of gates in torch's RNN, GRU and LSTM.
 _GATES = frozenset({1, 3, 4})
 _CONVOLUTION = re.compile(r"(?P<parent>.*\d.*\.)conv(?P<number>\d*)\.weight")
 _POSITION_BIAS = re.compile(
@@ -30,7 +30,8 @@ _POSITION_BIAS = re.compile(
 )
 _EMBEDDING = re.compile(r"(?:^|\.)(?:shared|embed_tokens|wte)\.weight$")
 _POSITIONS = re.compile(r"(?!.*text)(?:.*\.)?embeddings\.position_embeddings?(?:\.weight)?")
-# Model types of pictures that are cut into squares, each with a row of the table; before these are at most two more.
+# Vision models that cut a picture into patches. Their position table has one row per patch, preceded by at most two
+# others.
 _OF_PICTURES = frozenset(
     {
         *("vit", "deit", "dinov2", "dinov2_with_registers", "vit_mae", "vit_msn", "clip", "clip_vision_model"),
@@ -40,7 +41,7 @@ _OF_PICTURES = frozenset(
 
 
 def find_lost_statistics(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds BatchNorm statistics that are incomplete, or that no activations can have."""
+    """Finds BatchNorm statistics that are incomplete or impossible."""
     norms: dict[str, dict[str, SavedTensor]] = defaultdict(dict)
     for tensor in state.select("model"):
         module, _, kind = tensor.parameter.rpartition(".")
@@ -51,7 +52,7 @@ def find_lost_statistics(evidence: CheckpointEvidence, state: State) -> Iterator
     whole = Counter(families[module] for module, kinds in norms.items() if kinds.keys() >= {_MEAN, _VARIANCE})
     for lost in () if state.is_incomplete else (_MEAN, _VARIANCE):
         for module, kinds in norms.items():
-            # Other modules that average have one of the two, and no count of batches.
+            # Other modules that keep a running mean or variance have only one of the two, and no count of batches.
             is_norm = _COUNT in kinds or whole[families[module]] >= _FEWEST_LIKE
             if lost not in kinds and kinds.keys() & {_MEAN, _VARIANCE} and is_norm:
                 what = f"the norm has {' and '.join(sorted(kinds))} alone"
@@ -66,7 +67,7 @@ def _find_negative_variances(evidence: CheckpointEvidence, variances: list[Saved
         for tensor in variances
         if (count := sum(scan.num_negative for _, scan in evidence.find_scans(tensor)))
     }
-    # A difference of two models has negative ones everywhere.
+    # The difference of two models has negative variances everywhere.
     is_difference = len(negative) > 1 and 2 * len(negative) > len(variances)
     for tensor in variances:
         if tensor.name in negative:
@@ -75,7 +76,10 @@ def _find_negative_variances(evidence: CheckpointEvidence, variances: list[Saved
 
 
 def _find_lost_counts(norms: dict[str, dict[str, SavedTensor]]) -> Iterator[Symptom]:
-    """Finds the only norm without a count of batches. Frozen norms have no count, and frozen norms come first."""
+    """Finds norms that lack a count of batches. It counts as lost only if a single norm, not the first, lacks it.
+
+    Frozen norms have no count, and the first norms of a model are usually the frozen ones.
+    """
     families: dict[str, list[str]] = defaultdict(list)
     for module, kinds in norms.items():
         if kinds.keys() >= {_MEAN, _VARIANCE}:
@@ -91,7 +95,9 @@ def _find_lost_counts(norms: dict[str, dict[str, SavedTensor]]) -> Iterator[Symp
 
 
 def compare_gates(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Weights of recurrent cells: all have as many rows, which are as many times the hidden size as there are gates."""
+    """Finds recurrent cells whose weights differ in rows, or whose rows are not the hidden size times the number of
+    gates.
+    """
     cells: dict[tuple[str, str], dict[str, SavedTensor]] = defaultdict(dict)
     for tensor in () if _may_be_shards(state) else state.select("model"):
         found = _CELL.fullmatch(tensor.parameter)
@@ -125,21 +131,19 @@ def compare_gates(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
 
 
 def _is_of_torch(kinds: dict[str, SavedTensor]) -> bool:
-    """Returns whether a cell without a layer number has the layout of torch's; other libraries store the transpose."""
+    """Returns whether a cell without a layer number has torch's layout. Other libraries store transposed weights."""
     biases = {tensor.shape[0] for kind, tensor in kinds.items() if kind.startswith("bias")}
     weights = {tensor.shape for kind, tensor in kinds.items() if kind.startswith("weight")}
     return len(kinds) == 4 and not all(shape[1] in biases for shape in weights)
 
 
 def _may_be_shards(state: State) -> bool:
-    """Returns whether the files may hold the shards of a rank, without a word about the whole."""
+    """Returns whether the files may hold one rank's shards, which do not say the whole shape."""
     return state.arrangement is Arrangement.WHOLE and any(re.search(r"rank_?\d", file) for file in state.files)
 
 
 def find_transposed(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds matrices and convolutions with the transposed shape of similar ones, if the tensors around them are not
-    transposed.
-    """
+    """Finds matrices and convolutions that have the transposed shape of similar ones, while their neighbours do not."""
     if _may_be_shards(state):
         return
     tensors = {each.parameter: each for each in state.select("model") if each.numel and is_floating_point(each.dtype)}
@@ -171,7 +175,7 @@ def find_transposed(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
 
 
 def _compare_with_norms(tensors: dict[str, SavedTensor], known: set[str]) -> Iterator[Symptom]:
-    """Compares each convolution with the norm of the same number, which has as many channels as it outputs."""
+    """Compares each convolution's output channels with the size of the norm that has the same number."""
     families: dict[str, list[tuple[SavedTensor, int]]] = defaultdict(list)
     for name, tensor in tensors.items():
         found = _CONVOLUTION.fullmatch(name)
@@ -193,7 +197,7 @@ def _compare_with_norms(tensors: dict[str, SavedTensor], known: set[str]) -> Ite
 
 
 def find_lost_position_bias(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Biases of positions that one of T5's two stacks has, and the other has lost."""
+    """Finds a T5 stack that has lost its relative position bias while the other stack has it."""
     sides: dict[str, set[str]] = defaultdict(set)
     for tensor in () if state.is_incomplete else state.select("model"):
         if found := _POSITION_BIAS.fullmatch(tensor.parameter):
@@ -206,7 +210,7 @@ def find_lost_position_bias(_: CheckpointEvidence, state: State) -> Iterator[Sym
 
 
 def find_stale_copies(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Copies of a tied embedding that are of another step: most of their rows are equal, and not all."""
+    """Finds copies of a tied embedding from another step: most of their rows are equal to it, but not all."""
     config = evidence.find_model_config(state)
     tables = [tensor for tensor in state.select("model") if _EMBEDDING.search(tensor.parameter)]
     shared = next((each for each in tables if each.parameter.endswith("shared.weight")), None)
@@ -224,7 +228,7 @@ def find_stale_copies(evidence: CheckpointEvidence, state: State) -> Iterator[Sy
 
 
 def _are_mostly_equal(evidence: CheckpointEvidence, one: SavedTensor, other: SavedTensor) -> bool:
-    """Returns whether two tensors differ, and most of the elements that were sampled do not."""
+    """Returns whether two tensors differ, although most of their sampled elements are equal."""
     sums = evidence.find_checksum(one), evidence.find_checksum(other)
     if (one.shape, one.dtype) != (other.shape, other.dtype) or None in sums or sums[0] == sums[1]:
         return False
@@ -234,7 +238,7 @@ def _are_mostly_equal(evidence: CheckpointEvidence, one: SavedTensor, other: Sav
 
 
 def compare_positions(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Tables of positions in a picture, which have a row for each square and at most two more."""
+    """Compares the rows of a vision model's position table with the number of patches, plus at most two."""
     config = evidence.checkpoint.find_setting(state.directory, "config.json")
     inner = config.get("vision_config")
     of_pictures: dict[str, Any] = inner if isinstance(inner, dict) else config

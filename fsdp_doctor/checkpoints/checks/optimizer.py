@@ -1,4 +1,4 @@
-"""Checks of the optimizer's state: moments that cannot be, are missing, or are of other parameters."""
+"""Checks the optimizer state: moments that are impossible, missing, or belong to other parameters."""
 
 from __future__ import annotations
 
@@ -30,22 +30,23 @@ from fsdp_doctor.checkpoints.record import Arrangement, SavedTensor, State, pars
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
 from fsdp_doctor.text import join_some
 
-# Slots of a parameter's own shape. GaLore and others keep moments of a smaller one, of most matrices.
+# Slots with the same shape as their parameter. GaLore and similar optimizers keep smaller moments for most matrices.
 _LIKE_PARAMETER = MOMENTS | {"max_exp_avg_sq", "momentum_buffer"}
-# Optimizers with further slots (SOAP, Adan, Adafactor, Prodigy) keep moments of something else than the gradient.
+# Optimizers with further slots (SOAP, Adan, Adafactor, Prodigy) keep moments of something other than the gradient.
 _SLOTS_OF_ADAM = MOMENTS | {"max_exp_avg_sq", "step"}
-# Its square is zero in float32.
+# The square of a smaller value is zero in float32.
 _SQUARE_IS_ZERO = 1e-18
-# Above the bound by rounding: of float32, and of narrower dtypes, in which a mean may stand still.
+# Factors by which rounding may exceed the bound: in float32, and in narrower dtypes, where a running mean may stop
+# changing.
 _ROUNDING, _NARROW_ROUNDING = 1.02, 4.0
-# With unknown betas.
+# Bound that is used if the betas are unknown.
 _WIDE_BOUND = 2000.0
 _SMALLEST_MOMENT = 1e-15
 
 
 @dataclass
 class OptimizedParameter:
-    """The optimizer's state of one parameter: its tensors and further values, and its step."""
+    """Optimizer state of one parameter: its tensors, the names of its plain values, and its step counts."""
 
     tensors: dict[str, SavedTensor] = field(default_factory=dict)
     values: set[str] = field(default_factory=set)
@@ -53,7 +54,7 @@ class OptimizedParameter:
 
     @property
     def is_of_adam(self) -> bool:
-        """Returns whether Adam's slots are the only ones."""
+        """Returns whether the parameter has only Adam's slots."""
         return self.tensors.keys() | self.values <= _SLOTS_OF_ADAM
 
 
@@ -63,7 +64,7 @@ class _Betas(NamedTuple):
 
 
 def read_optimizer(evidence: CheckpointEvidence, state: State) -> dict[str, OptimizedParameter]:
-    """Reads the state by the name or number of each parameter."""
+    """Reads the optimizer state of each parameter, keyed by the parameter's name or number."""
     found: dict[str, OptimizedParameter] = defaultdict(OptimizedParameter)
     for tensor in state.select("optimizer"):
         if (slot := parse_optimizer_slot(tensor)) is None:
@@ -81,7 +82,9 @@ def read_optimizer(evidence: CheckpointEvidence, state: State) -> dict[str, Opti
 
 
 def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
-    """Parameters without the optimizer's state that others of their layer have, and state that cannot be theirs."""
+    """Finds parameters that lack optimizer state although others of their layer have it, and state that cannot be
+    theirs.
+    """
     states = evidence.checkpoint.states
     model = {tensor.parameter: tensor for state in states for tensor in state.select("model") if len(tensor.shape) > 0}
     with_state: set[str] = set()
@@ -114,7 +117,7 @@ def compare_optimizer(evidence: CheckpointEvidence) -> Iterator[Symptom]:
 def _compare_moments(
     evidence: CheckpointEvidence, state: State, optimizer: Mapping[str, OptimizedParameter]
 ) -> Iterator[Symptom]:
-    """Finds moments of Adam that cannot be, and parameters that lack one of the two, or lost both."""
+    """Finds impossible Adam moments, parameters with only one of the two moments, and moments that were lost."""
     has_both = [name for name, each in optimizer.items() if each.tensors.keys() >= MOMENTS]
     for name, parameter in optimizer.items():
         by_kind = parameter.tensors
@@ -139,7 +142,9 @@ def _compare_moments(
 def _find_unequal_moments(
     evidence: CheckpointEvidence, state: State, optimizer: Mapping[str, OptimizedParameter]
 ) -> Iterator[Symptom]:
-    """Finds second moments that no gradients produce with the first moment, and second moments above their maximum."""
+    """Finds second moments that are too small for any gradients to yield the first moment, or that exceed their
+    maximum.
+    """
     betas, is_constant = _read_betas(state)
     found: list[tuple[SavedTensor, int, int]] = []
     num_compared = 0
@@ -168,7 +173,7 @@ def _find_unequal_moments(
 
 
 def _judge_moments(evidence: CheckpointEvidence, by_kind: Mapping[str, SavedTensor], step: float | None) -> str:
-    """Says what is wrong with the moments of Adam, whose second is a mean of squares; empty if nothing is."""
+    """Describes what is wrong with Adam's two moments, or returns an empty string. The second is a mean of squares."""
     first, second = by_kind["exp_avg"], by_kind["exp_avg_sq"]
     if negative := sum(scan.num_negative for _, scan in evidence.find_scans(second)):
         return f"{negative} values of a mean of squares are negative"
@@ -181,7 +186,10 @@ def _judge_moments(evidence: CheckpointEvidence, by_kind: Mapping[str, SavedTens
 
 
 def _read_betas(state: State) -> tuple[_Betas | None, bool]:
-    """Reads the decay rates, the widest of all groups, and whether a schedule leaves them as they are."""
+    """Reads Adam's betas, and whether they are constant because no schedule changes them.
+
+    If the groups differ, the betas with the widest bound are returned.
+    """
     rates: dict[str, dict[str, float]] = defaultdict(dict)
     is_constant = not any(path[-1:] in (("base_momentum",), ("max_momentum",)) for path, _ in state.values)
     for (path, _), value in state.values.items():
@@ -196,10 +204,10 @@ def _read_betas(state: State) -> tuple[_Betas | None, bool]:
 
 
 def _compute_bound(betas: _Betas | None, step: float | None) -> float:
-    """Computes the most that the square of Adam's first moment can be of the second, after so many steps.
+    """Computes the largest possible ratio of the squared first moment to the second moment after this many steps.
 
-    Both are means of the same gradients with weights that fall by ``betas``, so that the inequality of Cauchy and
-    Schwarz gives it: (1 - b1)^2 / (1 - b2) times the sum of (b1^2 / b2)^i.
+    Both moments are means of the same gradients, with weights that decay by ``betas``. By the Cauchy-Schwarz inequality
+    the ratio is at most (1 - b1)^2 / (1 - b2) times the sum of (b1^2 / b2)^i.
     """
     if betas is None or not (0 <= betas.first < 1 and 0 < betas.second < 1):
         return _WIDE_BOUND
@@ -213,9 +221,9 @@ def _compute_bound(betas: _Betas | None, step: float | None) -> float:
 def _compare_with_bound(
     evidence: CheckpointEvidence, by_kind: Mapping[str, SavedTensor], bound: float
 ) -> tuple[int, int]:
-    """Counts the elements whose square is above the bound, and those that were compared; of float16 none is.
+    """Counts the elements whose squared first moment exceeds the bound, and all elements that were compared.
 
-    Where moments are kept in float16, they are scaled.
+    float16 moments are not compared, since optimizers that keep moments in float16 scale them.
     """
     above = looked_at = 0
     for first, second, dtype in _pair_samples(evidence, by_kind, "exp_avg", "exp_avg_sq"):
@@ -234,21 +242,21 @@ def _count_above_maximum(evidence: CheckpointEvidence, by_kind: Mapping[str, Sav
 def _pair_samples(
     evidence: CheckpointEvidence, by_kind: Mapping[str, SavedTensor], one: str, other: str
 ) -> Iterator[tuple[Samples, Samples, str]]:
-    """Yields the elements of two slots at the same places, and their dtype."""
+    """Yields the elements at the same places in two slots, and their dtype."""
     if one in by_kind and other in by_kind:
         for first, second in evidence.pair_samples(by_kind[one], by_kind[other]):
             yield first, second, by_kind[one].dtype
 
 
 def _find_lost_moments(evidence: CheckpointEvidence, optimizer: Mapping[str, OptimizedParameter]) -> Iterator[Symptom]:
-    """Finds matrices whose moments are zero, in whole or by half, while the moments of similar matrices are not.
+    """Finds matrices whose moments are partly or wholly zero while the moments of similar matrices are not.
 
-    Similar matrices have the same name in other layers; if the optimizer numbers its parameters, the same shape. Rows
-    of embeddings and experts have no gradient if no token reached them.
+    Similar matrices have the same name in other layers, or the same shape if the optimizer numbers its parameters.
+    Embeddings and experts are skipped: a row or an expert that no token reached has no gradient.
     """
     model = (tensor for state in evidence.checkpoint.states for tensor in state.select("model"))
     outside = {tensor.shape for tensor in model if not LAYER.match(tensor.parameter)}
-    # A layer that nothing uses has gradients of zero under FSDP.
+    # FSDP gives an unused layer gradients of zero.
     used = {
         LAYER.sub(r"\g<stack>.\g<number>", name)
         for name, parameter in optimizer.items()
@@ -267,7 +275,7 @@ def _find_lost_moments(evidence: CheckpointEvidence, optimizer: Mapping[str, Opt
     of_numbers = itertools.chain(*(members for family, members in families.items() if isinstance(family, tuple)))
     num_zero = sum(evidence.is_zero(tensor) for tensor in of_numbers)
     for family, members in families.items():
-        # Of a layer without gradients several are zero, and numbers do not say whose they are.
+        # In a layer without gradients several moments are zero, and numbers do not say which layer a moment belongs to.
         most = max(2 - num_zero, 0) if isinstance(family, tuple) else (len(members) - 1) // 2
         scans = {tensor.path: evidence.find_scans(tensor) for tensor in members}
         zero = [tensor for tensor in members if scans[tensor.path] and evidence.is_zero(tensor)]
@@ -294,8 +302,8 @@ def _find_lost_moments(evidence: CheckpointEvidence, optimizer: Mapping[str, Opt
 def _compare_shapes(
     evidence: CheckpointEvidence, state: State, optimizer: Mapping[str, OptimizedParameter]
 ) -> Iterator[Symptom]:
-    """Compares the shapes of moments with the model's: one by one if they have names, or all together if they have
-    numbers.
+    """Compares the shapes of moments with the model's: one by one if they have names, or in total if they
+    have numbers.
     """
     beside = [each for each in evidence.checkpoint.states if each is state or each.directory == state.directory]
     model = [tensor for each in beside for tensor in each.select("model") if is_floating_point(tensor.dtype)]
@@ -318,7 +326,7 @@ def _compare_shapes(
         evidence.checkpoint.unchecked.append(
             f"{state.files[0]}: which parameter each number means, because no file has the order of the parameters"
         )
-    # Experts are one tensor in the model and many on the Hub: only matrices are compared.
+    # Experts may be one tensor in the model and many on the Hub, so only matrices are compared.
     matrices = Counter(tensor.shape for _, tensor in moments if len(tensor.shape) == 2)
     of_model = Counter(tensor.shape for tensor in model if len(tensor.shape) == 2)
     strange = {
@@ -337,7 +345,7 @@ def _compare_shapes(
 def _compare_factors(
     evidence: CheckpointEvidence, state: State, optimizer: Mapping[str, OptimizedParameter]
 ) -> Iterator[Symptom]:
-    """Compares the rows and columns that Adafactor keeps of a matrix with the matrix."""
+    """Compares the row and column factors that Adafactor keeps for a matrix with the shape of that matrix."""
     beside = [each for each in evidence.checkpoint.states if each is state or each.directory == state.directory]
     model = {tensor.parameter: tensor for each in beside for tensor in each.select("model")}
     places = name_numbers(state, beside, optimizer)
@@ -355,7 +363,7 @@ def _compare_factors(
     odd = [(row, shape, f"the parameter is {list(whole.shape)}") for row, shape, whole in known if shape != whole.shape]
     if not known and model and state.arrangement is Arrangement.WHOLE:
         odd = [(row, shape, "no parameter is so") for row, shape, _ in factored if shape not in shapes]
-    # Of a gradient that was projected the factors are of fewer rows or columns, and of an expert's they may be many.
+    # The factors of a projected gradient have fewer rows or columns, and an expert's factors may be split into many.
     if len(odd) * 4 > len(factored) and any(_is_projection(shape, whole) for _, shape, _ in odd for whole in shapes):
         return
     for row, shape, why in odd if known or len(odd) == 1 < len(factored) else ():
@@ -364,7 +372,7 @@ def _compare_factors(
 
 
 def _is_projection(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Says whether an optimizer that projects the gradient of ``whole`` may keep moments of this shape."""
+    """Returns whether an optimizer that projects the gradient of ``whole`` may keep moments of this shape."""
     are_matrices = len(shape) == len(whole) == 2
     return are_matrices and any(shape[at] == whole[at] and shape[1 - at] < whole[1 - at] for at in (0, 1))
 
@@ -372,7 +380,7 @@ def _is_projection(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
 def name_numbers(
     state: State, beside: list[State], optimizer: Mapping[str, OptimizedParameter]
 ) -> dict[str, SavedTensor]:
-    """Returns the model's parameter of each number of the optimizer, where the files keep the order; else none."""
+    """Maps the optimizer's parameter numbers to the model's parameters; empty if the files do not keep their order."""
     places = {
         tensor.pieces[0][:2]: tensor
         for each in beside
@@ -388,7 +396,7 @@ def name_numbers(
 def _compare_numbers(
     state: State, beside: list[State], optimizer: Mapping[str, OptimizedParameter]
 ) -> Iterator[Symptom]:
-    """Finds two parameters whose state was exchanged, where the files keep the order that the numbers count."""
+    """Finds two parameters whose states were swapped, if the files keep the order of the parameters."""
     odd = [
         (number, parameter, tensor)
         for number, parameter in name_numbers(state, beside, optimizer).items()

@@ -1,4 +1,4 @@
-"""Checks of what the ranks' files make together: rows that are missing, or several files have, and copies."""
+"""Checks what the ranks' files hold together: missing rows, rows in several files, and copies."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from fsdp_doctor.checkpoints.record import Arrangement, SavedPiece, SavedTensor,
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
 from fsdp_doctor.text import join_some
 
-# Fewer elements may be equal by chance.
+# With fewer elements, equality may be chance.
 _FEWEST_COMPARED = 32
-# Pairs of boxes are compared one by one.
+# Boxes are compared pair by pair, so there must not be too many.
 _MOST_BOXES = 2000
 
 
 def find_gaps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Elements that no piece has, or several have. Replicas are equal blocks."""
+    """Finds elements that no piece holds, or that different pieces both hold. Equal blocks are replicas and
+    may repeat.
+    """
     is_of_ranks = state.arrangement in (Arrangement.RANK_FILES, Arrangement.SHARDED_SAFETENSORS)
     if (
         state.arrangement is Arrangement.WHOLE
@@ -61,7 +63,7 @@ def _sweep_rows(tensor: SavedTensor, file: str, ranges: list[tuple[int, int]]) -
 
 
 def find_foreign_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds files of ranks that hold another rank's tensors, by the mesh and the process group that they name."""
+    """Finds rank files that hold another rank's tensors, according to the mesh and process group inside them."""
     if state.arrangement is not Arrangement.RANK_FILES:
         return
     first_with: dict[int, str] = {}
@@ -79,12 +81,12 @@ def find_foreign_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[S
 
 
 def compare_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Tensors that some ranks lack, and copies of a tensor that differ between ranks."""
+    """Finds tensors that some ranks lack, and copies of a tensor that differ between ranks."""
     ranks = {piece.rank for tensor in state.tensors.values() for piece in tensor.pieces}
     yield from _compare_keys(state)
     for tensor in state.tensors.values():
         slot = parse_optimizer_slot(tensor)
-        # Of FSDP1's flat parameters each rank has another part, which nothing in the file says.
+        # Each rank holds a different part of an FSDP1 flat parameter, but the file does not say so.
         if state.roles[tensor.path] == "other" or (slot and slot[1] == "step") or "flat_param" in tensor.name:
             continue
         here = {piece.rank for piece in tensor.pieces}
@@ -106,7 +108,7 @@ def compare_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
 
 
 def _compare_keys(state: State) -> Iterator[Symptom]:
-    """Lists the counters, schedulers and settings that only some of the ranks have."""
+    """Finds counters, schedulers and settings that only some of the ranks have."""
     if state.arrangement is not Arrangement.RANK_FILES or state.is_incomplete:
         return
     by_key: dict[str, set[int | None]] = defaultdict(set)
@@ -118,16 +120,16 @@ def _compare_keys(state: State) -> Iterator[Symptom]:
             by_key[tensor.path[0]] |= {piece.rank for piece in tensor.pieces}
     ranks = {int(found[1]): path for path in state.files if (found := re.search(r"(\d+)\.\w+$", path))}
     for key, here in by_key.items():
-        # A rank may keep what belongs to it alone: several have what belongs to all.
+        # A rank may keep values of its own; a key that at least half of the ranks have should be on all of them.
         for rank in sorted(ranks.keys() - here) if len(here) * 2 >= len(ranks) else ():
             what = f"this rank lacks {key}, but {len(here)} of {len(ranks)} ranks have it"
             yield Symptom(Trouble.RANKS_DISAGREE, what, ranks[rank], key, rank=rank)
 
 
 def find_copied_rows(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds rows of a divided tensor that are bit by bit another rank's rows.
+    """Finds rows of a sharded tensor that are bitwise equal to another rank's rows.
 
-    Heads that were repeated for more key-value heads are equal, and so are the rows of a constant.
+    Constant rows are skipped, as are heads that may have been repeated to make more key-value heads.
     """
     for tensor in state.tensors.values():
         role = state.roles[tensor.path]

@@ -1,4 +1,4 @@
-"""Checks of names, shapes and settings: what a model of this kind has, and how its classes name it."""
+"""Checks names, shapes and settings against what a model of this type has and how its classes name it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from fsdp_doctor.checkpoints.record import Arrangement, SavedTensor, State
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
 from fsdp_doctor.text import join_some
 
-# What every layer of a class has if one has it.
+# Tensors that every layer of a class has if one layer has them.
 _OF_EVERY_LAYER = re.compile(
     r"(^|\.)((q|k|v|o|out|gate|up|down)_proj|fc[12]|c_(attn|proj|fc)|query|key|value|dense|\w*norm|ln_\d)\.(weight|bias)$"
 )
-# A key of config.json that says that the embedding has another width than the layers.
+# Matches a key of config.json that gives the embedding a different width from the layers.
 _EMBEDDING_WIDTH = re.compile(r"embed\w*_(?:size|dim)$")
 _PROJECTION = re.compile(
     r"(model\.|model\.language_model\.|language_model\.model\.)?layers\.\d+\."
     r"(self_attn\.(?P<attention>[qkvo]_proj)|mlp\.(?P<mlp>(gate|up|down)_proj))\.weight"
 )
-# Of a config.json: its projections have other shapes, or not the same in all layers.
+# Keys of config.json with which projections have other shapes, or shapes that vary between layers.
 _OTHER_SHAPES = frozenset(
     {
         *("kv_lora_rank", "attn_output_gate", "global_head_dim", "num_global_key_value_heads", "layer_config"),
@@ -58,7 +58,7 @@ def find_wrapped_names(evidence: CheckpointEvidence, state: State) -> Iterator[S
 
 
 def find_flat_shards(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Local shards that were saved in the place of whole weights: flat or empty."""
+    """Finds local FSDP shards, flat or empty, that were saved instead of whole weights."""
     if state.arrangement is Arrangement.RANK_FILES:
         return
     num_empty = sum(not tensor.numel and len(tensor.shape) > 0 for tensor in state.select("model"))
@@ -69,7 +69,7 @@ def find_flat_shards(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
         if "flat_param" in name:
             yield Symptom(Trouble.FLAT, "this tensor is a flat parameter of FSDP1, not a weight", state.files[0], name)
         elif not tensor.numel and name.endswith("weight"):
-            # Some classes have a matrix that fills up the width of another, which may be none.
+            # Some classes have a matrix that pads the width of another one; it may be empty.
             trouble = Trouble.FLAT if LAYER.match(name) or EMBEDDING.search(name) or num_empty > 1 else Trouble.UNUSUAL
             yield Symptom(trouble, "the tensor has no elements", tensor.file, name)
         elif len(tensor.shape) == 1 and "float" in tensor.dtype and is_like_matrices:
@@ -78,7 +78,10 @@ def find_flat_shards(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
 
 
 def _name_place(name: str) -> str:
-    """Names what stands at the same place in other layers; a number before the last part is one of a Sequential."""
+    """Replaces layer numbers in a name, so that the same tensor of all layers gets the same name.
+
+    A number just before the last part stays, since it is the index in a Sequential.
+    """
     return re.sub(r"\d+(?!\d*\.\w+$)", "#", name)
 
 
@@ -110,7 +113,7 @@ def compare_with_config(evidence: CheckpointEvidence, state: State) -> Iterator[
 
 
 def _compare_projections(state: State, config: dict[str, Any]) -> Iterator[Symptom]:
-    """Compares the projections of the text model's layers with the rows and columns that config.json implies."""
+    """Compares the shapes of the text model's projections with the shapes that config.json implies."""
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int) or config.keys() & _OTHER_SHAPES:
         return
@@ -135,7 +138,7 @@ def _compare_projections(state: State, config: dict[str, Any]) -> Iterator[Sympt
     )
     for kind, tensors in found.items():
         odd = [tensor for tensor in tensors if tensor.shape != expected[kind]]
-        # Layers of two kinds, of which config.json describes one in keys that are not known here.
+        # The layers are of two kinds, and config.json describes one of them in keys that are not known here.
         is_of_two_kinds = 1 < len(odd) < len(tensors)
         for tensor in odd:
             what = f"the tensor is {list(tensor.shape)}, but must be {list(expected[kind])} by config.json"
@@ -148,12 +151,12 @@ def _compare_projections(state: State, config: dict[str, Any]) -> Iterator[Sympt
 
 
 def find_odd_shapes(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds tensors whose shape fits neither the other layers nor the other tensors of the same layer.
+    """Finds tensors whose shape fits neither the other layers nor the rest of their own layer.
 
-    A layer that was made smaller differs in several tensors at once, and these fit one another.
+    A pruned layer differs in several tensors at once, and these fit each other.
     """
     if state.arrangement is Arrangement.WHOLE and any(re.search(r"rank_?\d", file) for file in state.files):
-        return  # perhaps the shards of a rank, without a word about the whole
+        return  # these may be one rank's shards, which do not say the whole shape
     tensors = {each.parameter: each for each in state.select("model") if each.numel and is_floating_point(each.dtype)}
     of_layers: dict[str, dict[str, SavedTensor]] = defaultdict(dict)
     odd: dict[str, list[tuple[SavedTensor, tuple[int, ...]]]] = defaultdict(list)
@@ -177,7 +180,7 @@ def find_odd_shapes(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
 
 
 def _compare_within_layer(by_rest: dict[str, SavedTensor]) -> Iterator[Symptom]:
-    """Compares the widths of the matrices of one layer, which are multiplied with each other."""
+    """Compares the sizes of one layer's matrices that are used together, such as a weight and its bias."""
     for rest, tensor in by_rest.items():
         module, _, kind = rest.rpartition(".")
         place, _, name = module.rpartition(".")
@@ -203,7 +206,9 @@ def _compare_within_layer(by_rest: dict[str, SavedTensor]) -> Iterator[Symptom]:
 
 
 def compare_with_class(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Names that the layers of the model type in config.json have, and those that they do not have."""
+    """Finds tensor names that contradict the model type in config.json: required ones that are missing, and foreign
+    ones.
+    """
     config = evidence.find_model_config(state)
     marks = find_marks(config)
     rests = {found["rest"] for tensor in state.select("model") if (found := LAYER.match(tensor.parameter))}
@@ -222,7 +227,7 @@ def compare_with_class(evidence: CheckpointEvidence, state: State) -> Iterator[S
 
 
 def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Layers, tensors of one layer, and heads that a model of this kind has."""
+    """Finds missing layers, tensors missing from one layer, and missing heads, for a model of this type."""
     config = evidence.find_model_config(state)
     names = {tensor.parameter: tensor for tensor in state.select("model")}
     if any(LORA.match(name) for name in names) or not state.files or state.is_incomplete:
@@ -236,7 +241,8 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
                 shapes[found["stack"]][found["rest"]].append(tensor.shape)
     for stack, layers in stacks.items():
         said = config.get("num_hidden_layers", config.get("n_layer")) if len(stacks) == 1 else None
-        # The stages of a model of pictures have other shapes, and other parts; a number may count something else there.
+        # The stages of a vision model have other shapes and parts, and a number in a name may count something else
+        # there.
         of_several = [each for each in shapes[stack].values() if len(each) > 1]
         is_staged = 2 * sum(len(set(each)) > 1 for each in of_several) > len(of_several)
         expected = max(said if isinstance(said, int) else 0, max(layers) + 1)
@@ -254,7 +260,7 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
         is_of_all = len(layers) == 2 and all(_is_of_every_layer(rest, small, bool(config)) for rest in lacking)
         if len(more) == 1 and small < more[0] and forms[small] == 1 and (forms[more[0]] > 1 or is_of_all):
             (number,) = (number for number, rests in layers.items() if rests == small)
-            # The first layer of some classes is without the norm before it, or has other parts.
+            # In some classes the first layer has no norm before it, or has different parts.
             may_differ = number == min(layers) and find_marks(config) is None
             for rest in sorted(more[0] - small):
                 is_unusual = is_staged or (may_differ and not MATRIX.search(rest))
@@ -284,20 +290,22 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
         sums = evidence.find_checksum(head), evidence.find_checksum(embedding)
         if None not in sums and sums[0] != sums[1]:
             what = f"the head differs from {embedding.parameter}, but config.json ties the two"
-            # Not every class that says so does it.
+            # Not every class honours this setting.
             trouble = Trouble.TIED if find_marks(config) is not None else Trouble.UNUSUAL
             yield Symptom(trouble, what, head.file, "lm_head.weight")
 
 
 def _is_sequential(layers: Mapping[int, Collection[str]]) -> bool:
-    """Returns whether most of the layers are one module, between which others may have no parameters."""
+    """Returns whether most layers are a single module, as in a Sequential where modules without parameters lie in
+    between.
+    """
     end = re.compile(r"\.parametrizations\..*|\.?\w+$")
     num_modules = [len({end.sub("", rest) for rest in rests}) for rests in layers.values()]
     return statistics.median_low(num_modules) < 2
 
 
 def find_experts(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Experts that are missing, or all the same."""
+    """Finds experts that are missing, and experts with equal weights."""
     config = evidence.find_model_config(state)
     keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     said = next((config[key] for key in keys if isinstance(config.get(key), int)), None)
@@ -315,14 +323,15 @@ def find_experts(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom
         sums = [evidence.find_checksum(tensor) for tensor in matrices]
         if None not in sums and len(set(sums)) < len(sums):
             what = f"{len(sums)} of its experts have {len(set(sums))} different values"
-            # Experts that were made of others are all copies.
+            # Experts that were initialized from others are all copies; a single pair is damage.
             is_pair = len(set(sums)) == len(sums) - 1 and len(sums) > 2
             yield Symptom(Trouble.COPIED_TENSOR if is_pair else Trouble.EQUAL_EXPERTS, what, file, name)
 
 
 def find_missing_from_part(state: State, part: State) -> Iterator[Symptom]:
-    """Finds tensors of the model that another copy lacks, while it has others of the layer, and this one in other
-    layers.
+    """Finds tensors of the model that another copy of it lacks.
+
+    Only tensors are reported that the copy has in other layers, and whose layer it otherwise has.
     """
     names = {tensor.parameter for tensor in part.select("model")}
     families = {re.sub(r"\d+", "#", name) for name in names}
@@ -336,10 +345,10 @@ def find_missing_from_part(state: State, part: State) -> Iterator[Symptom]:
 
 
 def _is_of_every_layer(rest: str, others: frozenset[str], has_config: bool) -> bool:
-    """Returns whether a layer is incomplete without a tensor that another layer has: by its name, or its neighbours."""
+    """Returns whether every layer must have this tensor, judged by its name and by the other tensors of the layer."""
     place, _, kind = rest.removesuffix(".weight").rpartition(".")
     beside = [each for each in others if each.startswith(f"{place}.") and each.endswith("_proj.weight")]
-    # Layers that share keys and values lack both.
+    # Layers that share keys and values lack both projections.
     is_of_group = rest.endswith("_proj.weight") and len(beside) >= (3 if kind in ("q_proj", "k_proj", "v_proj") else 2)
     return bool(_OF_EVERY_LAYER.search(rest)) and (has_config or is_of_group)
 
@@ -371,7 +380,9 @@ def find_missing_settings(evidence: CheckpointEvidence) -> Iterator[Symptom]:
 
 
 def compare_with_shards(evidence: CheckpointEvidence) -> Iterator[Symptom]:
-    """Files that HuggingFaceStorageWriter made of the shards in ``sharded``, which are still there."""
+    """Compares files that HuggingFaceStorageWriter consolidated with the shards in ``sharded``, if these are still
+    there.
+    """
     states = {(state.directory, state.label): state for state in evidence.checkpoint.states}
     for (directory, label), shards in states.items():
         place = pathlib.PurePath(directory)

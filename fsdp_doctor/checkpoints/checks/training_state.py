@@ -1,6 +1,4 @@
-"""Checks of what a resume needs besides the model: the optimizer, its settings and steps, and other counts of the
-steps.
-"""
+"""Checks what resuming needs besides the model: optimizer settings, step counts, schedulers and random states."""
 
 from __future__ import annotations
 
@@ -26,23 +24,24 @@ from fsdp_doctor.text import join_some
 
 _COUNTERS = frozenset({"step", "last_epoch", "_step_count", "global_step"})
 _STEP_FOLDER = re.compile(r"(?:checkpoint|global_step|step)[-_](\d+)")
-# Projections of one module, of which all or none have a gradient; modules that two files have in common.
+# Projections of one module, which all have a gradient or none. Two files must share this many modules to be compared.
 _PROJECTION = re.compile(
     r"(?P<module>.*\b(?:layers|layer|h|blocks|block)\.\d+\..*?)"
     r"(?P<kind>(?:[qkvo]|out|gate|up|down)_proj|query|key|value|[qkvo])\.weight"
 )
 _FEWEST_MODULES = 2
-# No job takes as many.
+# No job makes this many steps.
 _MOST_STEPS = 1e9
 _RATES = re.compile(r"(?:^|\.)(?:_last_lr|base_lrs)\.\d+$")
 _SCALE = re.compile(r"(?:^|scaler\.)_?scale$")
-# CPU generators of torch have as many bytes, those of devices at most 64; and those of torch before 1.7.
+# Sizes in bytes of torch's random number generator states: on the CPU, including torch before 1.7; device states are
+# smaller.
 _RANDOM_STATE = re.compile(r"(?:^|[._])rng(?:[._]|$)|random_states?(?:[._]|$)|^torch_manual_seed$")
 _RANDOM_STATE_BYTES, _MOST_OF_DEVICE = frozenset({5056, 5048, 824816, 824832}), 64
 
 
 def compare_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Compares counters that must be equal on all ranks, and counters of parameters that are mostly equal."""
+    """Compares step counters: all ranks must agree, and the parameters usually agree."""
     values: dict[tuple[str, ...], dict[tuple[str, int | None], float]] = defaultdict(dict)
     for (path, rank), number in state.values.items():
         if path and path[-1] in _COUNTERS and isinstance(number, int | float):
@@ -76,10 +75,10 @@ def compare_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Sympto
 
 
 def find_torn_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds an optimizer that was saved in the middle of a step, or of which a file comes from another save.
+    """Finds an optimizer that was saved in the middle of a step, or that has a file from another save.
 
-    A step may skip layers and experts, and kinds of parameters may be frozen in all layers, but a step does not skip a
-    single projection of a module in one layer.
+    A step may skip layers and experts, and a kind of parameter may be frozen in all layers. But a step never skips a
+    single projection of a module in only one layer.
     """
     beside = [each for each in evidence.checkpoint.states if each is state or each.directory == state.directory]
     optimizer = read_optimizer(evidence, state)
@@ -117,7 +116,9 @@ def find_torn_steps(evidence: CheckpointEvidence, state: State) -> Iterator[Symp
 def _find_file_of_another_save(
     files: Mapping[str, Mapping[float, Collection[str]]],
 ) -> tuple[str, float, float] | None:
-    """Finds the file whose steps are all others than those in the other files, though these are of the same modules."""
+    """Finds the file whose steps all differ from the steps in the other files, although it has parameters of the same
+    modules.
+    """
     of_one = {file: next(iter(by_step)) for file, by_step in files.items() if len(by_step) == 1}
     counts = Counter(of_one.values())
     if len(of_one) < len(files) or len(counts) != 2:
@@ -129,8 +130,10 @@ def _find_file_of_another_save(
 
 
 def judge_settings(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Settings with which no step can be made, and parameters that stand twice in the optimizer's groups."""
-    # By the rank and the optimizer.
+    """Finds optimizer settings with which no step is possible, and parameters listed twice in the optimizer's
+    groups.
+    """
+    # Keyed by rank and by the path of the optimizer.
     params: dict[tuple[int | None, str], Counter[object]] = defaultdict(Counter)
     for (path, rank), value in state.values.items():
         name = ".".join(path)
@@ -145,7 +148,7 @@ def judge_settings(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
 
 
 def judge_settings_beside(evidence: CheckpointEvidence) -> Iterator[Symptom]:
-    """The same of files that are no state of a model or an optimizer: a scheduler's, a gradient scaler's."""
+    """Finds impossible settings in files beside the states, such as those of a scheduler or a gradient scaler."""
     for file, values in evidence.checkpoint.values_beside.items():
         for path, value in values.items():
             if _is_impossible(".".join(path), value, pathlib.PurePath(file).stem):
@@ -153,7 +156,7 @@ def judge_settings_beside(evidence: CheckpointEvidence) -> Iterator[Symptom]:
 
 
 def _is_impossible(name: str, value: PlainValue, label: str) -> bool:
-    """Says whether a number is one with which the optimizer, the scheduler or the scaler can make no step."""
+    """Returns whether the value makes it impossible for the optimizer, the scheduler or the scaler to make a step."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     if _SCALE.search(name) and ("scaler" in name or "scaler" in label):
@@ -169,7 +172,7 @@ def _find_file(state: State, rank: int | None) -> str:
 
 
 def judge_random_states(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """States of torch's generators of random numbers that have another length than any has."""
+    """Finds random number generator states whose length no torch generator has."""
     for tensor in state.tensors.values():
         is_state = tensor.dtype == "uint8" and len(tensor.shape) == 1 and bool(_RANDOM_STATE.search(tensor.name))
         if is_state and tensor.numel > _MOST_OF_DEVICE and tensor.numel not in _RANDOM_STATE_BYTES:
@@ -187,7 +190,10 @@ def compare_trainer_step(evidence: CheckpointEvidence) -> Iterator[Symptom]:
 
 
 class _Count(NamedTuple):
-    """Steps by one witness: its file, and what it calls them. rates: the learning rates that it set or has."""
+    """Step count from one file, with the name it has there.
+
+    ``rates`` are the learning rates that a scheduler last set, or that an optimizer has.
+    """
 
     file: str
     name: str
@@ -196,10 +202,10 @@ class _Count(NamedTuple):
 
 
 def compare_counts(evidence: CheckpointEvidence) -> Iterator[Symptom]:
-    """Steps that the optimizer, the scheduler and the loop count, where one denies what the others say.
+    """Finds step counts of the optimizer, the scheduler and the training loop that contradict each other.
 
-    Trainer steps all three together, except that a gradient scaler passes over steps of the optimizer. In other loops a
-    scheduler may count epochs or processes, and the loop batches.
+    Trainer steps all three together, except that a gradient scaler may skip steps of the optimizer. In other loops a
+    scheduler may count epochs or processes, and the loop may count batches.
     """
     by_place: dict[str, list[State]] = defaultdict(list)
     for state in evidence.checkpoint.states:
@@ -227,9 +233,10 @@ def compare_counts(evidence: CheckpointEvidence) -> Iterator[Symptom]:
 
 
 def _judge_older_scheduler(scheduler: _Count, optimizer: _Count, loops: list[_Count]) -> Iterator[Symptom]:
-    """Judges the only scheduler of an optimizer that has made more steps than the scheduler.
+    """Judges a single scheduler that counted fewer steps than its optimizer.
 
-    It may count epochs, which are few, or have started late; then the optimizer's learning rate is the one that it set.
+    The scheduler may count epochs or have started late. In both cases the optimizer still has the learning rate that
+    the scheduler set, so only a different rate is reported.
     """
     has_other_rate = scheduler.rates and optimizer.rates and not _are_near(scheduler.rates, optimizer.rates)
     if not has_other_rate or not scheduler.steps < optimizer.steps:
@@ -246,7 +253,7 @@ def _are_near(some: frozenset[float], others: frozenset[float]) -> bool:
 
 
 def _read_rates(values: Mapping[tuple[str, ...], PlainValue], head: tuple[str, ...]) -> frozenset[float]:
-    """Reads the learning rates that a scheduler has set last."""
+    """Reads the learning rates that a scheduler last set."""
     return frozenset(
         value
         for path, value in values.items()
@@ -262,7 +269,7 @@ def _read_rates_of_groups(state: State) -> frozenset[float]:
 
 
 def _count_steps(evidence: CheckpointEvidence, states: list[State]) -> tuple[_Count | None, list[_Count], list[_Count]]:
-    """Counts by the optimizer, the schedulers and the loop."""
+    """Returns the highest step count of an optimizer, and all counts of schedulers and training loops."""
     optimizer: _Count | None = None
     schedulers: list[_Count] = []
     loops: list[_Count] = []

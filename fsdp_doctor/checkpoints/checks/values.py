@@ -1,4 +1,4 @@
-"""Checks of values: not finite, zero, equal, or of another size than others like them."""
+"""Checks tensors for values that are not finite, zero, equal, or of an unusual magnitude."""
 
 from __future__ import annotations
 
@@ -29,20 +29,23 @@ from fsdp_doctor.checkpoints.spans import PAGE_BYTES, SpanScan
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
 from fsdp_doctor.text import format_bytes
 
-# A vocabulary is padded by less than this part of its rows.
+# Padding rows are less than this fraction of a vocabulary.
 _MOST_PADDING = 1 / 8
-# Matrices of bfloat16 that are smaller are no weights; how far the magnitudes of weights differ, and do not.
+# bfloat16 matrices with values below _TINY cannot be weights. The other two bound the spread of magnitudes: at least
+# _USUAL_SPREAD for real weights, below _NARROW if the bits were misread.
 _TINY, _USUAL_SPREAD, _NARROW = 1e-10, 0.5, 0.35
-# After as many steps a weight has changed, whatever the warmup.
+# After this many steps every trained weight has changed, whatever the warmup.
 _FEWEST_STEPS = 3
-# Of the rows of a part, those that have to be equal.
+# Fraction of a part's rows that must be equal before two parts count as equal.
 _MOST_ROWS = 0.95
 _FRACTIONS = {2: "half", 4: "quarter", 8: "eighth"}
 _NORM = re.compile(r"(?:norm\d?|ln_\w+)\.weight$")
-# How many matrices say what is usual, and by which factor one is of another order.
+# Number of similar matrices needed to establish what is usual, and the factors that separate different and similar
+# magnitudes.
 _FEWEST_LIKE, _OTHER_ORDER, _SAME_ORDER = 3, 500.0, 16.0
 _HUGE = 1e38
-# A base beside its adapters is worth a warning if it is as many times as large as they are, and takes as many bytes.
+# A frozen base that is saved with its adapters causes a warning if it is this many times larger and at least this many
+# bytes.
 _TIMES_THE_ADAPTERS, _LARGE_BASE = 10, 64 << 20
 _MASK = re.compile(r"mask|inv_freq")
 
@@ -52,7 +55,7 @@ def find_nonfinite(evidence: CheckpointEvidence, state: State) -> Iterator[Sympt
         if _MASK.search(tensor.last_name):
             continue
         for piece, scan in evidence.find_scans(tensor):
-            # Masks hold the least value of their dtype, and no weight comes near to it.
+            # Masks hold the lowest value of their dtype, which no weight comes near.
             if scan.num_huge and (scan.largest > _HUGE or len(tensor.shape) > 1):
                 row = _locate_row(piece, scan.first_bad or 0) if piece.is_contiguous else None
                 what = f"{scan.num_huge} values are beyond 1e30"
@@ -77,7 +80,9 @@ def _locate_row(piece: SavedPiece, element: int) -> tuple[int, int] | None:
 
 
 def find_other_sizes(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Matrices whose values are of another order than those like it, and those whose bits are of another dtype."""
+    """Finds matrices with values of an unusual magnitude for their kind, and matrices whose bits belong to another
+    dtype.
+    """
     matrices = [tensor for tensor in state.select("model") if len(tensor.shape) > 1 and tensor.numel]
     yield from _find_misread_halves(evidence, [each for each in matrices if not LORA.match(each.parameter)])
     for tensor in matrices:
@@ -93,17 +98,17 @@ def find_other_sizes(evidence: CheckpointEvidence, state: State) -> Iterator[Sym
         far = [(tensor, size) for tensor, size in sizes if not 1 / _OTHER_ORDER < size / median < _OTHER_ORDER]
         near = [size for _, size in sizes if 1 / _SAME_ORDER < size / median < _SAME_ORDER]
         if len(far) + len(near) < len(sizes) or len(far) * 3 > len(sizes):
-            continue  # they differ anyway
+            continue  # magnitudes vary anyway
         for tensor, size in far:
             what = f"the values have the size {size:.2g}, but those of {len(near)} similar tensors {median:.2g}"
             yield Symptom(Trouble.MAGNITUDE, what, tensor.file, tensor.name)
 
 
 def _find_misread_halves(evidence: CheckpointEvidence, matrices: list[SavedTensor]) -> Iterator[Symptom]:
-    """Finds float16 that is called bfloat16, and the reverse, by what that makes of the size of weights.
+    """Finds float16 bits that are labelled bfloat16, and the reverse, from the magnitudes that result.
 
-    A weight of 0.02 becomes 1e-16, since eight bits are taken for the exponent where five are; the reverse makes all
-    magnitudes one and a half, or nearly so.
+    Read as bfloat16, a float16 weight of 0.02 becomes about 1e-16, because the exponent has eight bits instead of five.
+    Read as float16, bfloat16 weights all have magnitudes near 1.5.
     """
     samples = [
         (tensor, scans[0][1].size, scans[0][1].spread)
@@ -125,7 +130,7 @@ def _find_misread_halves(evidence: CheckpointEvidence, matrices: list[SavedTenso
 
 
 def find_constants(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Matrices of one value, and rows that stand several times, where other tensors like them are not so."""
+    """Finds constant matrices and repeated rows that similar tensors do not have."""
     matrices = (tensor for tensor in state.select("model") if len(tensor.shape) > 1 and tensor.numel > 1)
     for members in group_families(each for each in matrices if is_floating_point(each.dtype)):
         of_one_value = [tensor for tensor in members if _is_of_one_value(evidence, tensor)]
@@ -153,7 +158,8 @@ def _find_equal_rows(
 ) -> list[tuple[SavedPiece, tuple[int, int] | None, str]]:
     """Finds equal consecutive rows, and equal halves, quarters or eighths of a tensor.
 
-    In an embedding the rows of added words may be equal. Key and value heads are repeated to make more groups.
+    Embeddings are skipped, since the rows of added tokens may be equal. For key and value projections only consecutive
+    rows are compared, since their heads may have been repeated to make more groups.
     """
     if len(tensor.shape) != 2 or not MATRIX.search(tensor.parameter) or EMBEDDING.search(tensor.parameter):
         return []
@@ -176,13 +182,13 @@ def _find_equal_rows(
 def _find_equal_parts(
     evidence: CheckpointEvidence, state: State, tensor: SavedTensor
 ) -> list[tuple[SavedPiece, tuple[int, int] | None, str]]:
-    """Finds two equal ones of the matrices that are fused in one: keys as values, a gate as the projection up."""
+    """Finds equal parts in a fused matrix, such as keys that equal values, or a gate that equals the up projection."""
     found: list[tuple[SavedPiece, tuple[int, int] | None, str]] = []
     for piece, scan in evidence.find_scans(tensor):
         repeats = dict(scan.repeats) if piece.shape == tensor.shape and not scan.is_constant else {}
         sizes = _list_sizes_of_parts(evidence.find_model_config(state), tensor) if repeats else {}
         for distance, rows in sizes.items():
-            # A row that does not lie in one chunk of the file is not compared.
+            # Rows that span two chunks of the file are not compared, so a few may be missing from the count.
             if repeats.get(distance, 0) >= _MOST_ROWS * rows:
                 what = f"{repeats[distance]} rows equal those that lie {distance} rows before them, by their ends"
                 found.append((piece, None, what))
@@ -190,9 +196,10 @@ def _find_equal_parts(
 
 
 def _list_sizes_of_parts(config: Mapping[str, Any], tensor: SavedTensor) -> dict[int, int]:
-    """Returns how far equal parts would lie apart, and how many rows they would have.
+    """Returns the distances at which equal parts of a fused matrix would lie, each with the number of rows they would
+    have.
 
-    Heads may be repeated within the keys and within the values, but no keys are values.
+    Heads may be repeated within the keys and within the values, but keys never equal values.
     """
     rows = tensor.shape[-2]
     if re.search(r"gate_up|w13|(?:^|[._])kv", tensor.name):
@@ -208,7 +215,7 @@ def _list_sizes_of_parts(config: Mapping[str, Any], tensor: SavedTensor) -> dict
 
 
 def _find_repeated_block(scan: SpanScan, rows: int) -> tuple[tuple[int, int], int] | None:
-    """Finds the first half, quarter or eighth of the rows that equals one before it in all rows that were summed."""
+    """Finds the first half, quarter or eighth whose sampled rows all equal those of an earlier one."""
     for count in _FRACTIONS if scan.row_sums else ():
         size = len(scan.row_sums) // count
         seen: set[tuple[int | None, ...]] = set()
@@ -221,10 +228,10 @@ def _find_repeated_block(scan: SpanScan, rows: int) -> tuple[tuple[int, int], in
 
 
 def find_equal_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds single matrices, and moments, that are bit by bit those of another layer.
+    """Finds single matrices and optimizer moments that are bitwise equal to those of another layer.
 
-    Layers that share weights share all of them, or pairs share them: one equal pair among three or more layers is a
-    copy that went wrong. Two parameters never have the same moments, unless they are one parameter under two names.
+    Layers that share weights share all of them, or are shared in pairs. A single equal pair among three or more layers
+    is therefore a copying error. Two parameters have the same moments only if they are one parameter under two names.
     """
     of_model = [each for each in state.select("model") if len(each.shape) > 1 and is_floating_point(each.dtype)]
     of_layers = [each for each in of_model if LAYER.match(each.parameter) and not LORA.match(each.parameter)]
@@ -238,11 +245,11 @@ def find_equal_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[S
                 Trouble.COPIED_TENSOR, f"the tensor equals {other.name}, bit by bit", tensor.file, tensor.name
             )
     beside = (tensor for each in evidence.checkpoint.states for tensor in each.select("model"))
-    # Embeddings that are added have the same gradients where all their indices are equal.
+    # Position and token type embeddings that are summed have equal gradients if all their indices are equal.
     outside = {tensor.shape for tensor in beside if not LAYER.match(tensor.parameter)}
     moments: dict[str, list[SavedTensor]] = defaultdict(list)
     for tensor in state.select("optimizer"):
-        # Biases that are added to one sum have the same gradients.
+        # Biases that are added into the same sum have equal gradients.
         slot = parse_optimizer_slot(tensor)
         if slot is None or slot[1] not in MOMENTS or len(tensor.shape) < 2:
             continue
@@ -256,7 +263,7 @@ def find_equal_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[S
 
 
 def _find_equal(evidence: CheckpointEvidence, tensors: Iterable[SavedTensor]) -> list[tuple[SavedTensor, SavedTensor]]:
-    """Finds tensors that equal one before them, with that one."""
+    """Finds tensors that equal an earlier tensor, and returns them in pairs with it."""
     seen: dict[tuple[Any, ...], SavedTensor] = {}
     found = []
     for tensor in tensors:
@@ -268,7 +275,7 @@ def _find_equal(evidence: CheckpointEvidence, tensors: Iterable[SavedTensor]) ->
 
 
 def find_equal_layers(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Layers all of whose matrices are the same, bit by bit: damage, where an optimizer has trained all of them."""
+    """Finds layers whose matrices are all bitwise equal. This is damage if an optimizer has trained both layers."""
     for stack, number, other, tensors in _compare_layers(evidence, state):
         what = f"the layer's {len(tensors)} matrices equal those of layer {other}, bit by bit"
         trouble = Trouble.EQUAL_LAYERS
@@ -278,7 +285,7 @@ def find_equal_layers(evidence: CheckpointEvidence, state: State) -> Iterator[Sy
 
 
 def _compare_layers(evidence: CheckpointEvidence, state: State) -> Iterator[tuple[str, int, int, list[SavedTensor]]]:
-    """Yields the stack, the number of a layer, the number of an earlier layer that is equal to it, and its matrices."""
+    """Yields each layer that equals an earlier one: the stack, the two numbers, and the layer's matrices."""
     layers: dict[tuple[str, int], dict[str, SavedTensor]] = defaultdict(dict)
     for tensor in state.select("model"):
         if (found := LAYER.match(tensor.parameter)) and len(tensor.shape) > 1 and tensor.numel:
@@ -300,7 +307,9 @@ def _list_equal_layers(evidence: CheckpointEvidence, state: State) -> set[str]:
 def _were_trained_apart(
     evidence: CheckpointEvidence, state: State, tensors: list[SavedTensor], numbers: tuple[int, int]
 ) -> bool:
-    """Returns whether an optimizer made three steps or more with other gradients for each matrix of the two layers."""
+    """Returns whether an optimizer made at least three steps, with different gradients for each matrix of the two
+    layers.
+    """
     beside = [each for each in evidence.checkpoint.states if each is state or each.directory == state.directory]
     kept: dict[str, OptimizedParameter] = {}
     for each in beside:
@@ -326,9 +335,10 @@ def _were_trained_apart(
 
 
 def _are_all_trained(evidence: CheckpointEvidence, state: State) -> bool:
-    """Returns whether an optimizer has Adam's moments, not zero, of as many tensors as the model has, and three steps.
+    """Returns whether the optimizer trained all tensors: it has nonzero Adam moments for each, and made at least three
+    steps.
 
-    In the first step after a warmup that begins at a learning rate of zero nothing changes.
+    Fewer steps prove nothing, since a warmup may start at a learning rate of zero.
     """
     others = [each for each in evidence.checkpoint.states if each is state or each.directory == state.directory]
     moments = [
@@ -349,7 +359,7 @@ def _are_all_trained(evidence: CheckpointEvidence, state: State) -> bool:
 
 
 def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Matrices, ranks' rows and blocks of the file that are zero where others like them are not."""
+    """Finds zero matrices, zero rows of a rank and zero blocks of a file where similar tensors are not zero."""
     matrices = (tensor for tensor in state.select("model") if len(tensor.shape) > 1 and tensor.numel)
     for members in group_families(each for each in matrices if not LORA.match(each.parameter)):
         zero = [tensor for tensor in members if evidence.is_zero(tensor)]
@@ -379,7 +389,7 @@ def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
 
 
 def _find_zero_columns(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds zero columns: suspicious if similar tensors have none, padding if all of them have the same."""
+    """Finds zero columns. They are suspicious if similar tensors have none, and padding if all have the same."""
     matrices = (each for each in state.select("model") if len(each.shape) == 2 and is_floating_point(each.dtype))
     for members in group_families(each for each in matrices if not LORA.match(each.parameter)):
         found = [
@@ -402,7 +412,7 @@ def _judge_zero_runs(
     file = evidence.checkpoint.files[piece.file]
     row_bytes = piece.numel // piece.shape[0] * tensor.itemsize
     for begin, end in scan.zero_runs:
-        # The zero bytes of the elements beside the run belong to it.
+        # Zero bytes of the elements at either end of the run may belong to it, so a few bytes of slack are allowed.
         first, after = -(-begin // row_bytes), end // row_bytes
         rows = piece.offsets[0] + first, piece.offsets[0] + after
         slack = max(tensor.itemsize, 8)
@@ -414,7 +424,7 @@ def _judge_zero_runs(
             trouble = Trouble.ZERO_RANK if whose else Trouble.ZERO_ROWS
             yield Symptom(trouble, f"these rows are zero{whose}", piece.file, tensor.name, rows, piece.rank)
             continue
-        # A checksum that is right says that the zeros were saved.
+        # If the checksum is right, the zeros were saved that way.
         if file.has_checksums:
             what = f"{end - begin} consecutive bytes are zero, beginning and ending within a row"
             yield Symptom(Trouble.ZERO_ROWS, what, piece.file, tensor.name, rows, piece.rank)
@@ -430,7 +440,7 @@ def _judge_zero_runs(
 
 
 def _describe_share(rows: int, first: int, after: int) -> str:
-    """Words for whose rows they are, if they are all of one rank of a job of 2 to 1024."""
+    """Describes which rank the rows belong to, if they are exactly one rank's share for a world size of 2 to 1024."""
     for world in (2**power for power in range(10, 0, -1)):
         share = -(-rows // world)
         if share > 1 and first % share == 0 and after == min(first + share, rows):
@@ -439,7 +449,9 @@ def _describe_share(rows: int, first: int, after: int) -> str:
 
 
 def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Halves without the other, a rank that adapter_config.json denies, and B that never moved from zero."""
+    """Finds LoRA halves without their counterpart, ranks that contradict adapter_config.json, and B matrices still at
+    zero.
+    """
     halves: dict[str, dict[str, SavedTensor]] = defaultdict(dict)
     for tensor in state.select("model"):
         if found := LORA.match(tensor.parameter):
@@ -469,7 +481,7 @@ def find_lora(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
 
 
 def _find_frozen_base(state: State) -> Iterator[Symptom]:
-    """Finds a base that is saved with its adapters and is many times as large."""
+    """Finds a frozen base model that is saved with its adapters and is many times larger than they are."""
     tensors = list(state.select("model"))
     adapters = sum(tensor.numel * tensor.itemsize for tensor in tensors if LORA.match(tensor.parameter))
     base = sum(tensor.numel * tensor.itemsize for tensor in tensors if not LORA.match(tensor.parameter))
@@ -481,7 +493,7 @@ def _find_frozen_base(state: State) -> Iterator[Symptom]:
 def _find_missing_adapters(
     state: State, halves: Mapping[str, dict[str, SavedTensor]], config: Mapping[str, Any]
 ) -> Iterator[Symptom]:
-    """Finds modules that have an adapter in all layers but one, and targets that have none in any."""
+    """Finds modules that lack an adapter in some layers, and target modules that have no adapter at all."""
     by_kind: dict[tuple[str, str], set[int]] = defaultdict(set)
     for module in halves:
         if found := LAYER.match(module):
