@@ -1,7 +1,7 @@
-"""``fsdp-doctor check``: the cases that a training configuration amounts to, and what is known of them.
+"""Implements ``fsdp-doctor check``: maps a training configuration to cases and reports what is known about them.
 
-Nothing here imports torch or a framework. ``reading`` makes settings of files, launch commands and overrides; each of
-``frameworks`` makes uses of them; ``findings`` holds what follows; ``presentation`` prints it.
+Nothing here imports torch or a framework. ``reading`` turns files, launch commands and overrides into settings.
+``frameworks`` interpret the settings, ``findings`` describe the problems, and ``presentation`` prints the result.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ from fsdp_doctor.machine.versions import read_installed_versions
 from fsdp_doctor.matrix.cases import Case
 
 VersionSource: TypeAlias = Literal["given", "installed here", "not known"]
-# The number of ranks of the predictions where the configuration says none.
+# Number of ranks assumed for predictions if the configuration does not give one.
 _DEFAULT_RANKS = 2
-# Sizes of a shard group of which each stands for others: all ranks, one, and some.
+# Shard group sizes that represent all possible sizes: all ranks, one, and some.
 _SHARD_GROUPS = (-1, 1, 2)
-# The version of a checkout of the main branch: newer than every release.
+# Stands for a checkout of the main branch, which is newer than every release.
 _NEWEST = Version("9999")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedVersion:
-    """The version that a configuration is checked for. of: a distribution. version: None for every version.
+    """Version for which a configuration is checked.
 
-    asked: whether an option says so.
+    ``of`` is the name of the distribution. ``version`` is None for all versions. ``asked`` is true if an option
+    requested it.
     """
 
     of: str
@@ -65,12 +66,12 @@ class CheckedVersion:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """The answer to a configuration; findings of one kind are adjacent.
+    """Result of checking a configuration. Findings of the same kind are adjacent.
 
-    version, torch: the versions for which the configuration was read. world_size: the number of ranks: given, or from
-    the configuration, or the framework's default; None if nothing says it, and then the predictions are for two ranks.
-    read_in: the framework's versions whose sources were read for the answer. packages: known versions of other
-    packages. settings: all settings that were read. models: by role, the model that the settings name.
+    ``version`` and ``torch`` are the versions for which the configuration was read, and ``read_in`` says in which
+    versions the framework's sources were read. ``world_size`` is given explicitly, configured, or the framework's
+    default; if it is None, predictions assume two ranks. ``packages`` are known versions of other packages.
+    ``settings`` are all settings that were read. ``models`` maps each role to the configured model.
     """
 
     framework: str
@@ -90,13 +91,13 @@ class CheckResult:
 
     @property
     def determined(self) -> bool:
-        """Returns whether every model could be read, and all that may decide how it is trained."""
+        """Returns whether every model, and every setting that may decide how it is trained, could be read."""
         is_read = all(use.why_not != CANNOT_BE_DETERMINED for use in self.uses)
         return is_read and not any(finding.decides for finding in self.findings)
 
     @property
     def exit_code(self) -> int:
-        """Success only where everything was understood, and is FSDP."""
+        """Success requires that everything was understood, FSDP is used, and no finding is bad."""
         if any(finding.bad for finding in self.findings):
             return EXIT_BAD_VERDICT
         return EXIT_OK if self.under_fsdp and self.determined else CannotRun.exit_code
@@ -109,11 +110,11 @@ def check(
     world_size: int | None = None,
     torch_version: str | None = None,
 ) -> CheckResult:
-    """Reads CONFIG arguments: files, ``-`` for the standard input, overrides ``a.b=value``.
+    """Checks a configuration, given as files, ``-`` for standard input, and overrides such as ``a.b=value``.
 
-    framework_version, torch_version: such as 0.7.1, or ``main``, or ``all``; None for the installed version, or for all
-    if none is installed. world_size: the number of ranks, whatever the configuration says. Raises UsageError for what
-    cannot be read, or belongs to no supported framework.
+    ``framework_version`` and ``torch_version`` are versions such as 0.7.1, ``main``, or ``all``; None means the
+    installed version, or all versions if none is installed. ``world_size`` overrides the configured number of ranks.
+    Raises UsageError for input that cannot be read or that belongs to no supported framework.
     """
     settings = reading.read(arguments)
     kind = next((kind for kind in frameworks.FRAMEWORKS if kind.recognizes(settings)), None)
@@ -132,7 +133,7 @@ def check(
     strange = [row for row in sizes if not str(row.value).removeprefix("-").isdecimal()]
     if not strange:
         return run(settings)
-    # A size that cannot be read is no reason to say nothing: what holds for every size is said.
+    # If the size cannot be read, report only the findings that hold for every size.
     first, *others = [
         run(Settings.join(settings, [Setting(row.key, size, "supposed") for row in strange])) for size in _SHARD_GROUPS
     ]
@@ -152,7 +153,7 @@ def _check_as(
     torch: CheckedVersion,
     world_size: int | None,
 ) -> CheckResult:
-    """The answer to the settings as a configuration of that framework."""
+    """Checks the settings as a configuration of the given framework."""
     facts = kind.facts
     uses: list[Use] = []
     models: dict[Role, ConfiguredModel] = {}
@@ -206,10 +207,9 @@ def _check_as(
 
 
 def _find_packages(version: CheckedVersion) -> dict[str, str]:
-    """Returns the versions of packages on which failures depend: the framework's as it is checked, the others as
-    installed.
+    """Returns the package versions on which failures depend: the checked framework version, and the installed others.
 
-    Empty if every version was asked for.
+    Returns nothing if all versions were requested.
     """
     if version.source == "not known" and version.asked:
         return {}
@@ -218,7 +218,7 @@ def _find_packages(version: CheckedVersion) -> dict[str, str]:
 
 
 def set_ranks(result: CheckResult, world_size: int) -> CheckResult:
-    """The uses and models of the same configuration on another number of ranks, without findings.
+    """Interprets the same configuration for another number of ranks, and leaves out the findings.
 
     Raises Unreadable.
     """
@@ -239,7 +239,7 @@ def list_cases(result: CheckResult) -> list[Case]:
 
 
 def parse_version(text: str, option: str) -> Version | None:
-    """The version that an option gives; None for ``all``. Raises UsageError."""
+    """Parses the version that an option gives; None for ``all``. Raises UsageError."""
     if text == "all":
         return None
     if text in ("main", "latest"):
@@ -251,9 +251,9 @@ def parse_version(text: str, option: str) -> Version | None:
 
 
 def _find_version(option: str, given: str | None, distributions: Sequence[str]) -> CheckedVersion:
-    """Returns the version that an option gives, or else the version of the first installed distribution.
+    """Returns the version that an option gives, or else that of the first installed distribution.
 
-    Raises UsageError for a text that is not a version.
+    Raises UsageError if the option does not give a version.
     """
     if given is not None:
         version = parse_version(given, option)
@@ -270,7 +270,7 @@ def _find_version(option: str, given: str | None, distributions: Sequence[str]) 
 
 
 def _read_world_size(kind: type[Framework], settings: Settings, findings: list[ConfigFinding]) -> int | None:
-    """Reads the number of ranks; None where nothing says it, or where it cannot be read, which is a finding."""
+    """Reads the number of ranks. Returns None if nothing gives it, or if it cannot be read, which adds a finding."""
     try:
         ranks = kind.count_ranks(settings) or count_launched_ranks(settings)
     except Unreadable as error:
@@ -280,7 +280,7 @@ def _read_world_size(kind: type[Framework], settings: Settings, findings: list[C
 
 
 def _find_not_read(settings: Settings) -> list[ConfigFinding]:
-    """Findings on named files that are not here, and on further launch commands."""
+    """Reports named files that cannot be read here, and launch commands that were not used."""
     missing = (
         "this names a file that cannot be read here, so its settings are not known; give the file as a further argument"
     )

@@ -1,6 +1,6 @@
-"""Configuration files: their text, and their settings in YAML, JSON or TOML, with the line of each.
+"""Reads configuration files in YAML, JSON or TOML as settings, with the line of each setting.
 
-Size, nesting and the time to wait for a pipe are bounded; in YAML, an alias counts as what it stands for.
+Limits apply to the size, the nesting depth and the time to wait for a pipe. YAML aliases count at their expanded size.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _MAX_YAML_SIZE = 4 << 20
 _MAX_TOML_ASSIGNMENTS = 100_000
 _MAX_TOML_PARTS_SQUARED = 5_000_000
 
-# libyaml where PyYAML has it: ten times as fast.
+# libyaml, if PyYAML has it, is ten times as fast.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _KEY_OF_LINE = re.compile(r"\s*[{,]?\s*\"?([\w.-]+)\"?\s*[:=]")
 _NOT_IN_TOML_KEY = re.compile(r"[^\w.\"' \t-]")
 
 
 def read_text(argument: str) -> tuple[str, str]:
-    """The name of a file, or of the standard input for ``-``, and its text. Raises UsageError."""
+    """Reads a file, or standard input for ``-``; returns its name and text. Raises UsageError."""
     name = "standard input" if argument == "-" else argument
     try:
         data = _read_bytes(argument)
-    except (OSError, ValueError, RuntimeError) as error:  # os.path raises the last for the home of an unknown user.
+    except (OSError, ValueError, RuntimeError) as error:  # os.path raises RuntimeError for the home of an unknown user.
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         form = "CONFIG must be a file, - for standard input, or an override like a.b=value"
         raise UsageError(f"cannot read {name}: {reason}; {form}") from None
@@ -68,9 +68,9 @@ def read_text(argument: str) -> tuple[str, str]:
 
 
 def parse(text: str, name: str, script: Callable[[str, str], Iterator[Setting]]) -> list[Setting]:
-    """The settings of a text: in the format of its suffix, or by ``script`` where it has another.
+    """Reads the settings of a text in the format of its suffix; with any other suffix, ``script`` reads it.
 
-    A text without such a suffix in which ``script`` finds nothing may be in any of the formats. Raises UsageError.
+    If ``script`` finds nothing, all formats are tried. Raises UsageError.
     """
     parser = _OF_SUFFIX.get(pathlib.Path(name).suffix.lower(), script)
     try:
@@ -86,7 +86,7 @@ def parse(text: str, name: str, script: Callable[[str, str], Iterator[Setting]])
 
 @functools.lru_cache(maxsize=10_000)
 def parse_scalar(text: str) -> Any:
-    """The value of an override, by the rules of YAML, which are close to those of Hydra."""
+    """Parses the value of an override by YAML's rules, which are close to Hydra's."""
     if len(text) > _MAX_KEY and not text.lstrip().startswith(("[", "{")):
         return text
     try:
@@ -98,7 +98,7 @@ def parse_scalar(text: str) -> Any:
 
 
 def parse_json(row: Setting) -> list[Setting]:
-    """The settings of a JSON text that is the value of a setting. Raises UsageError."""
+    """Reads the settings in a JSON text that is the value of a setting. Raises UsageError."""
     try:
         return list(flatten(json.loads(str(row.value)), row.key, lambda _: row.where))
     except (ValueError, RecursionError):
@@ -106,7 +106,10 @@ def parse_json(row: Setting) -> list[Setting]:
 
 
 def flatten(data: Any, name: str, where: Callable[[str], str]) -> Iterator[Setting]:
-    """The leaves of nested dictionaries. where: the place of a leaf, by the last part of its key. Raises UsageError."""
+    """Yields the leaves of nested dicts as settings.
+
+    ``where`` returns the place of a leaf for the last part of its key. Raises UsageError.
+    """
     if not isinstance(data, dict):
         raise _refuse_non_mapping(name)
     stack = [("", iter(data.items()))]
@@ -126,7 +129,7 @@ def flatten(data: Any, name: str, where: Callable[[str], str]) -> Iterator[Setti
 
 
 def _read_bytes(argument: str) -> bytes:
-    """The whole file, or one byte more than is allowed."""
+    """Reads the whole file, or stops soon after the size limit."""
     path = None if argument == "-" else pathlib.Path(os.path.expanduser(argument))
     data = b""
     for part in read_parts(path, size=1 << 16):
@@ -175,7 +178,10 @@ def _parse_toml(text: str, name: str) -> Iterator[Setting]:
 
 
 def _find_lines(text: str, name: str) -> Callable[[str], str]:
-    """The place of a key in JSON and TOML, whose parsers do not give it: its line, if only one line has the key."""
+    """Returns a function that finds the place of a key in JSON or TOML, whose parsers do not give line numbers.
+
+    The place includes the line only if exactly one line has the key.
+    """
     lines: dict[str, list[int]] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if match := _KEY_OF_LINE.match(line[: 2 * _MAX_KEY]):
@@ -189,7 +195,7 @@ def _find_lines(text: str, name: str) -> Callable[[str], str]:
 
 
 def _parse_yaml(text: str, name: str) -> Iterator[Setting]:
-    """Reads the settings of every document that is a mapping, leaf by leaf."""
+    """Reads the settings of every document that is a mapping."""
     try:
         _check_yaml_size(text, name)
         loader = _LOADER(text)
@@ -224,9 +230,11 @@ def _flatten_yaml(loader: Any, node: Any, prefix: str, name: str) -> Iterator[Se
 
 
 def _check_yaml_size(text: str, name: str) -> None:
-    """Raises UsageError for what is nested too deeply, contains itself, or is too large with aliases written out."""
+    """Raises UsageError if the text is nested too deeply, contains itself, or is too large with its aliases
+    expanded.
+    """
     sizes: dict[str, tuple[int, int]] = {}
-    # For each open collection: its anchor, its size and depth so far. The outermost is the stream.
+    # For each open collection: its anchor, and its size and depth so far. The outermost entry is the stream.
     stack: list[tuple[str | None, int, int]] = [(None, 0, 0)]
     for number, event in enumerate(yaml.parse(text, Loader=_LOADER)):
         if number > _MAX_YAML_EVENTS:

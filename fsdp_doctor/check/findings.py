@@ -1,4 +1,4 @@
-"""Findings in a configuration: those that every framework can have, and those on the dimensions of its model."""
+"""Findings in a configuration: those that any framework can have, and those about the dimensions of its model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdp_doctor.known.run_context import RunContext, Shards
 from fsdp_doctor.matrix.axes import AxisName, AxisValue, Dims, Model, describe_nearest
 from fsdp_doctor.matrix.cases import Scenario
 
-# In the order in which they are shown.
+# In display order.
 FindingKind: TypeAlias = Literal["conflict", "known", "unknown", "note"]
 _MAX_UNKNOWN = 20
 _MAX_REPLACED = 5
@@ -33,12 +33,12 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFinding:
-    """One sentence, the settings that it rests on, and the cases that show it.
+    """One finding: a sentence, the settings that it is based on, and the ids of cases that demonstrate it.
 
-    ``conflict`` and ``known`` are bad; ``unknown`` says what was not understood, ``note`` what to bear in mind.
-    entry: the id of the catalogue's entry, for ``known`` alone. cases: their ids. holds_for: the models, each with the
-    versions of the framework, that have it; empty for what does not depend on them. decides: of what is unknown,
-    whether it may decide how the model is trained.
+    ``conflict`` and ``known`` are bad; ``unknown`` means that something was not understood, and ``note`` is a hint.
+    ``entry`` is the id of a catalogue entry, for ``known`` only. ``holds_for`` lists the models and framework versions
+    to which the finding applies; it is empty if it does not depend on them. ``decides`` is true if something unknown
+    may decide how the model is trained.
     """
 
     kind: FindingKind
@@ -62,10 +62,14 @@ class ConfigFinding:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfiguredRun(RunContext):
-    """A run of the user's own model, whose dimensions differ from the small model's of the matrix."""
+    """Run of the user's own model, whose dimensions differ from those of the matrix's small model."""
 
     def list_possible_shards(self, scenario: Scenario) -> tuple[Shards, ...]:
-        """Uneven where the model is known to be; else both, unless the ranks are a power of two, as most dimensions."""
+        """Returns ``uneven`` if the model is known to be uneven.
+
+        Otherwise returns both, or only ``even`` if the number of ranks is a power of two, which divides most
+        dimensions.
+        """
         group = self.shard_group(scenario)
         if not scenario.dims.is_even:
             return ("uneven",)
@@ -85,14 +89,14 @@ def report_unknown(sentence: str, *settings: Setting | None, decides: bool = Fal
 
 
 def report_known(entry: str, *settings: Setting | None) -> ConfigFinding:
-    """An entry of the catalogue that settings trigger and no case of the matrix shows."""
+    """Reports a catalogue entry that settings trigger without a case of the matrix."""
     failure = catalogue.find_entry(entry)
     finding = _make_finding("known", f"{failure.title} ({failure.verdict})", settings)
     return dataclasses.replace(finding, entry=entry)
 
 
 def find_unknown_keys(settings: Settings, section: str, known_keys: Sequence[str]) -> list[ConfigFinding]:
-    """The keys of a section that are not in ``known_keys``; a known key may have anything below it."""
+    """Reports keys of a section that are not in ``known_keys``; anything may be below a known key."""
     names = {row.key.removeprefix(f"{section}.").partition(".")[0]: row for row in settings.list_below(section)}
     strange = {name: row for name, row in names.items() if name not in known_keys}
     findings = [
@@ -107,7 +111,7 @@ def find_unknown_keys(settings: Settings, section: str, known_keys: Sequence[str
 
 
 def find_replaced_values(settings: Settings) -> list[ConfigFinding]:
-    """One note on the settings to which one file gives two values."""
+    """Makes one note about settings that a single file sets to two different values."""
     pairs = list(settings.replaced.values())
     shown = [row for pair in pairs[:_MAX_REPLACED] for row in pair]
     more = f" ({len(pairs) - _MAX_REPLACED} more are not shown)" if len(pairs) > _MAX_REPLACED else ""
@@ -116,7 +120,7 @@ def find_replaced_values(settings: Settings) -> list[ConfigFinding]:
 
 
 def find_known_failures(uses: Iterable[Use], context: RunContext) -> list[ConfigFinding]:
-    """One finding for each entry of the catalogue that a case of the uses triggers in such a run."""
+    """Makes one finding for each catalogue entry that the cases of the uses trigger in this run."""
     findings: dict[str, ConfigFinding] = {}
     for use in uses:
         for case in use.cases:
@@ -131,7 +135,7 @@ def find_known_failures(uses: Iterable[Use], context: RunContext) -> list[Config
 
 
 def find_missing_backends(uses: Sequence[Use]) -> list[ConfigFinding]:
-    """FSDP2 under a policy leaves its shards on the CPU, which the accelerator's backend cannot gather or reduce."""
+    """Reports FSDP2 models whose offload policy keeps shards on the CPU, if the process group has no CPU backend."""
     lacking: dict[str, list[Use]] = {}
     for use in uses:
         scenario = use.scenario
@@ -163,7 +167,10 @@ def _make_finding(kind: FindingKind, sentence: str, settings: Iterable[Setting |
 
 @dataclass(frozen=True, kw_only=True)
 class ConfiguredModel:
-    """path: the setting that names the model. ranks: of one shard group. None where the configuration has neither."""
+    """Model that a configuration names, and the number of ranks in one shard group.
+
+    ``path`` is the setting that names the model. Each is None if the configuration does not give it.
+    """
 
     path: Setting | None = None
     ranks: int | None = None
@@ -171,7 +178,10 @@ class ConfiguredModel:
 
 @dataclass(frozen=True, kw_only=True)
 class _LocalModel:
-    """A model's config.json. sizes: the dimensions that FSDP2 shards. built_in: the matrix's model of the same type."""
+    """Contents of a model's config.json.
+
+    ``sizes`` are the dimensions that FSDP2 shards. ``built_in`` is the matrix's model of the same type.
+    """
 
     sizes: Mapping[str, int]
     model_type: str
@@ -179,7 +189,7 @@ class _LocalModel:
 
 
 def apply_model(uses: Sequence[Use], model: ConfiguredModel) -> tuple[tuple[Use, ...], list[ConfigFinding]]:
-    """The uses with the type and the dimensions of the model, and the findings that follow from them."""
+    """Applies the model's type and dimensions to the uses; returns the uses and the resulting findings."""
     scenarios = [use.scenario for use in uses if use.scenario is not None]
     if not scenarios:
         return tuple(uses), []
@@ -200,13 +210,13 @@ def apply_model(uses: Sequence[Use], model: ConfiguredModel) -> tuple[tuple[Use,
 
 
 def _read_local_model(path: Setting | None) -> _LocalModel | None:
-    """Reads a local model; None if the path is no directory with a configuration in Hugging Face's format."""
+    """Reads a local model; None if the path is not a directory with a Hugging Face config.json."""
     try:
         file = pathlib.Path(str(path.value) if path else "").expanduser() / "config.json"
         if path is None or not file.is_file() or file.stat().st_size > _LARGEST_CONFIG:
             return None
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RuntimeError):  # pathlib raises the last for the home of an unknown user.
+    except (OSError, ValueError, RuntimeError):  # pathlib raises RuntimeError for the home of an unknown user.
         return None
     if not isinstance(config, dict):
         return None
@@ -220,9 +230,7 @@ def _read_local_model(path: Setting | None) -> _LocalModel | None:
 
 
 def _name_type(model: Model) -> str | None:
-    """Returns the ``model_type`` of a model of the matrix; None for a variant of such a model, and for the user's
-    model.
-    """
+    """Returns the ``model_type`` of a model of the matrix; None for variants and for the user's own model."""
     match model:
         case Model.QWEN2:
             return "qwen2"
@@ -262,7 +270,7 @@ def _list_changes(use: Use, local: _LocalModel, *, uneven: bool) -> dict[AxisNam
         return changes
     if uneven:
         changes["dims"] = Dims.UNEVEN
-    # A model with an adapter stays qwen3-lora: the matrix has no other with LoRA.
+    # A model with an adapter stays qwen3-lora, since the matrix has no other LoRA model.
     if local.built_in is not None and local.built_in is not Model.QWEN3 and use.scenario.model is Model.QWEN3:
         changes["model"] = local.built_in
     return changes

@@ -1,6 +1,7 @@
-"""One setting of a configuration's file, changed so that nothing in it is known to break, with all else as it was.
+"""Finds one setting to change in a configuration file so that no known problem remains.
 
-No rule says which setting it is: each that a finding rests on is tried, and the changed file is checked again.
+Candidates are not chosen by rules: each setting that a finding names is changed in turn, and the result is checked
+again. Everything else in the file stays unchanged.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ _TRUE = re.compile(r"\b(?:true|yes|on)\b", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Fix:
-    """A change of one setting. file: the file with the setting. before: the setting. after: its new value; empty if the
-    setting is removed.
+    """Change of one setting in a file. ``after`` is the new value, or empty if the setting is removed.
+
+    ``text`` is the whole changed file.
     """
 
     file: pathlib.Path
@@ -36,10 +38,11 @@ class Fix:
 def find_fix(arguments: Sequence[str], check: Callable[[Sequence[str]], CheckResult]) -> Fix | None:
     """Finds the first change of one setting after which ``check`` succeeds; None if there is none.
 
-    A true setting is set to false, and any setting may be removed; settings that the findings name come first. Settings
-    that decide which model is trained stay.
+    True settings may be set to false, and any setting may be removed. Settings that bad findings name are tried first,
+    then those that determine how the models are trained; settings that determine which model is used are not changed
+    for that reason.
 
-    arguments: files and overrides, as ``check`` takes them. Raises UsageError as ``check`` does.
+    ``arguments`` are files and overrides, as for ``check``. Raises UsageError like ``check``.
     """
     result = check(arguments)
     for row, after in _list_candidates(result):
@@ -68,8 +71,8 @@ def _list_candidates(result: CheckResult) -> Iterator[tuple[Setting, str]]:
 
 
 def _edit_line(file: pathlib.Path, row: Setting, after: str) -> str | None:
-    """Returns the text with the line changed; None if the value is not in the line, for example because it is a
-    variable.
+    """Returns the text with the line changed; None if the line does not contain the value, but a variable,
+    for example.
     """
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     number = row.where.removeprefix(row.file).removeprefix(":")

@@ -1,6 +1,7 @@
-"""The base class of every framework whose configurations ``check`` understands.
+"""Base class of the frameworks whose configurations ``check`` understands.
 
-A framework is one class, and beside it one table with its keys, its defaults and the versions that differ.
+Each framework consists of a class and a TOML table next to it, with its keys, its defaults and the differences between
+its versions.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from fsdp_doctor.check.use import Because, Chosen, ExtractionPoint, OffloadChoic
 from fsdp_doctor.matrix.axes import AxisName, Backend, Model, Sharding
 from fsdp_doctor.matrix.cases import Scenario
 
-# Keys that mean the same in newer and older layouts: the first that is set counts.
+# Keys with the same meaning in newer and older layouts. The first one that is set counts.
 Keys: TypeAlias = tuple[str, ...]
 
 
 class VersionRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Versions of a framework that treat a configuration alike.
+    """Versions of a framework that treat a configuration the same way.
 
-    label: its name for the user, empty where all versions are alike. versions: a version specifier.
+    ``label`` is the name shown to the user, empty if all versions behave the same. ``versions`` is a version specifier.
     """
 
     label: str = ""
@@ -37,12 +38,12 @@ class VersionRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class KeyTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of one model's settings.
+    """Keys of one model's settings.
 
-    sections: those of its FSDP settings. policy: whether it is under the policy. param_offload, optimizer_offload:
-    whether the framework moves them. replicas: how many times it is replicated, in ranks. shard_group: in how many
-    ranks it is sharded; a negative number is all. adapter: a rank, which is positive with one, or a flag, or a table.
-    path: of the model.
+    ``sections`` are the sections with its FSDP settings. ``policy`` turns on the offload policy; ``param_offload`` and
+    ``optimizer_offload`` turn on the framework's manual offloads. ``replicas`` is the number of replicas, and
+    ``shard_group`` the number of ranks that share one; a negative number means all ranks. ``adapter`` is a LoRA rank, a
+    flag, or a table. ``path`` names the model.
     """
 
     sections: Keys = ()
@@ -60,13 +61,14 @@ M = TypeVar("M", bound=KeyTable)
 
 
 class FrameworkFacts(msgspec.Struct, Generic[V, M], frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A framework's table, ``NAME.toml`` beside its class. Its own types of ranges and models have further keys.
+    """A framework's table, stored as ``NAME.toml`` next to its class. Frameworks may use types with further keys.
 
-    read_in: the versions of its source that it was read in. distributions: its packages; the version of the first that
-    is installed is taken where none is given. section_keys: the words that a section of FSDP settings can have; empty
-    where any can be there. cpu_collectives: whether it runs collectives over shards that the policy keeps on the CPU,
-    as to clip gradients. versions: ranges that together hold every version. models: by role, or by name.
-    plan: what ``memory plan`` reads besides; ``PlanKeys`` in plan/configured_job.py has the keys.
+    ``read_in`` says in which versions the framework's source was read. ``distributions`` are its packages; if no
+    version is given, that of the first installed one counts. ``section_keys`` are the words allowed in a section of
+    FSDP settings; empty if any are allowed. ``cpu_collectives`` is true if the framework runs collectives on shards
+    that the policy keeps on the CPU, for example to clip gradients. ``versions`` are ranges that together cover every
+    version. ``models`` are the model tables by role or name. ``plan`` holds what only ``memory plan`` reads; see
+    ``PlanKeys`` in plan/configured_job.py.
     """
 
     name: str
@@ -86,14 +88,14 @@ def load_facts(name: str, versions: type[V]) -> FrameworkFacts[V, KeyTable]: ...
 @overload
 def load_facts(name: str, versions: type[V], keys: type[M]) -> FrameworkFacts[V, M]: ...
 def load_facts(name: str, versions: Any = VersionRange, keys: Any = KeyTable) -> Any:
-    """Reads a framework's table, with its ranges of versions and its models as those types."""
+    """Loads a framework's table, using the given types for its version ranges and its models."""
     table = pathlib.Path(__file__).with_name("frameworks") / f"{name}.toml"
     return msgspec.toml.decode(table.read_bytes(), type=FrameworkFacts[versions, keys])
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelReading:
-    """The uses of one model, one for each range of versions in question; the model itself; and findings on it."""
+    """Reading of one model: one use per relevant range of versions, the model itself, and findings about it."""
 
     uses: Sequence[Use]
     model: ConfiguredModel = field(default_factory=ConfiguredModel)
@@ -102,9 +104,9 @@ class ModelReading:
 
 @dataclass(frozen=True)
 class Framework(ABC):
-    """A configuration of one framework. Every method can raise UsageError and Unreadable.
+    """Configuration of one framework. Every method may raise UsageError and Unreadable.
 
-    version: of the framework, None for all. world_size: the number of ranks, None where nothing says it.
+    ``version`` is the framework's version, None for all. ``world_size`` is the number of ranks, None if unknown.
     """
 
     facts: ClassVar[FrameworkFacts[Any, Any]]
@@ -119,56 +121,58 @@ class Framework(ABC):
 
     @staticmethod
     def complete(settings: Settings) -> Settings:
-        """The settings with those of files that a setting names."""
+        """Adds the settings of files that a setting names."""
         return settings
 
     @staticmethod
     def count_ranks(settings: Settings) -> int | None:
-        """The number of ranks by the settings, or the framework's default; None for that of the launch command."""
+        """Counts the ranks from the settings or the framework's default; None leaves it to the launch command."""
         return None
 
     @abstractmethod
     def read(self, role: Role) -> ModelReading:
-        """The uses of one of the models."""
+        """Reads one of the models."""
 
     def list_models(self) -> Mapping[Role, tuple[str, ...]]:
-        """Maps the role of each model of the run to the sections of its FSDP settings; by default each of the table."""
+        """Maps the role of each model in the run to the sections of its FSDP settings; by default all models of the
+        table.
+        """
         models = self.facts.models or {"model": KeyTable()}
         return {role: self.list_keys(role).sections for role in get_args(Role) if role in models}
 
     def list_section_keys(self) -> Keys:
-        """Names all keys that a section of FSDP settings can have; empty where they are not known."""
+        """Lists all keys that a section of FSDP settings may have; empty if they are not known."""
         return tuple(self.facts.section_keys.split())
 
     def find_problems(self) -> Iterable[ConfigFinding]:
-        """Findings on the configuration as a whole."""
+        """Finds problems of the configuration as a whole."""
         return ()
 
     def list_keys(self, role: Role) -> KeyTable:
-        """The keys of a model. Raises KeyError for a role that the table lacks, unless it has no models at all."""
+        """Returns the keys of a model. Raises KeyError if the table has models, but none for this role."""
         table: KeyTable = self.facts.models[role] if self.facts.models else KeyTable()
         return table
 
 
 class FsdpFramework(Framework, Generic[V]):
-    """A configuration of a framework that trains with FSDP."""
+    """Configuration of a framework that trains with FSDP."""
 
     @abstractmethod
     def choose_axes(self, role: Role, versions: V) -> Mapping[AxisName, Chosen]:
-        """The values of the axes that a model has under those versions, in the order in which they are shown."""
+        """Chooses the values of a model's axes for these versions, in display order."""
 
     @abstractmethod
     def list_extractions(self, role: Role, versions: V, scenario: Scenario) -> Iterable[ExtractionPoint]:
-        """Lists the places where those versions extract the weights of a model, or load them."""
+        """Lists the places where these versions extract or load the weights of a model."""
 
     def list_ranges(self) -> Sequence[V]:
-        """The ranges that contain the version; all of them where none is given."""
+        """Lists the ranges that contain the version; all ranges if no version is given."""
         return select_matching(self.facts.versions or (VersionRange(),), self.version)
 
     def read_role(
         self, role: Role, findings: Iterable[ConfigFinding] = (), ranges: Sequence[V] | None = None
     ) -> ModelReading:
-        """The reading of a model under FSDP. ranges: of versions; None for all in question."""
+        """Reads a model that is under FSDP, for the given ranges of versions or for all relevant ones."""
         uses = [
             make_use(
                 role,
@@ -190,7 +194,10 @@ class FsdpFramework(Framework, Generic[V]):
         return ConfiguredModel(path=path, ranks=ranks)
 
     def choose_offload(self, role: Role, default: str) -> OffloadChoice:
-        """The policy if it is on, or else the manual offloads that are. default: where no setting says anything."""
+        """Chooses the policy if it is on, otherwise the manual offloads that are on.
+
+        ``default`` is the explanation if no setting decides.
+        """
         keys = self.list_keys(role)
         policy = self.settings.find_first(*keys.policy)
         if self.settings.read_flag(*keys.policy):
@@ -221,14 +228,16 @@ class FsdpFramework(Framework, Generic[V]):
         return Chosen(Model.QWEN3_LORA, row) if has_adapter else Chosen(Model.QWEN3)
 
     def find_other_parallelisms(self, section: str, degrees: Sequence[str]) -> list[ConfigFinding]:
-        """A note on the degrees of other parallelisms that are more than 1."""
+        """Makes a note if degrees of other parallelisms are greater than 1."""
         rows = [self.settings.find_first(f"{section}.{degree}") for degree in degrees]
         others = [row for row in rows if row and (self.settings.read_number(row.key) or 1) > 1]
         sentence = "the probe has no parallelism other than FSDP; its cases ignore these settings"
         return [note(sentence, *others)] if others else []
 
     def _shard_group(self, keys: KeyTable) -> int:
-        """Raises Unreadable for 0, by which verl and SkyRL divide (create_device_mesh)."""
+        """Reads the shard group size. Raises Unreadable for 0, since verl and SkyRL divide by it
+        (create_device_mesh).
+        """
         size = self.settings.read_number(*keys.shard_group)
         if size == 0:
             row = self.settings.find_first(*keys.shard_group)
@@ -237,25 +246,28 @@ class FsdpFramework(Framework, Generic[V]):
 
 
 def report_not_under_fsdp(role: Role, because: Because, *findings: ConfigFinding) -> ModelReading:
-    """The reading of a model that another engine or wrapper trains."""
+    """Makes the reading of a model that another engine or wrapper trains."""
     return ModelReading(uses=(Use(role=role, why_not=f"not under FSDP: {because}"),), findings=findings)
 
 
 def trains_with_fsdp(row: Setting, with_fsdp: Collection[str], without: Collection[str]) -> bool:
-    """Returns whether the named engine moves the model first. Raises Unreadable for an engine in neither list."""
+    """Returns whether the named engine trains with FSDP. Raises Unreadable for an engine in neither list."""
     if str(row.value) not in (*with_fsdp, *without):
         raise Unreadable(f"{row}: this engine is not known, or has its own FSDP, which is not checked")
     return str(row.value) in with_fsdp
 
 
 def choose_backend(row: Setting | None, default: str) -> Chosen:
-    """The process group that a setting names, as ``cpu:gloo,cuda:nccl``; default: why it is NCCL alone without one."""
+    """Reads a process group backend such as ``cpu:gloo,cuda:nccl``.
+
+    ``default`` explains why the group has only NCCL if nothing is set.
+    """
     backends = [part.rpartition(":")[2].strip() for part in str(row.value).split(",")] if row else []
     return Chosen(Backend.MIXED if "gloo" in backends else Backend.DEVICE_ONLY, row or default)
 
 
 def select_matching(ranges: Sequence[V], version: Version | None) -> list[V]:
-    """The ranges that contain the version; all of them where none is given. A pre-release counts as its release."""
+    """Selects the ranges that contain the version; all if no version is given. A pre-release counts as its release."""
     if version is None:
         return list(ranges)
     return [item for item in ranges if SpecifierSet(item.versions).contains(version.base_version)]

@@ -1,9 +1,9 @@
-"""Launch commands of shell scripts as settings: the launcher, its flags, the script, and the script's flags.
+"""Reads launch commands in shell scripts as settings: the launcher, its flags, the script, and the script's flags.
 
 ``torchrun --nproc_per_node 8 train.py --fsdp full_shard`` becomes ``launch.program=torchrun``,
 ``launch.nproc_per_node=8``, ``launch.script=train.py`` and ``fsdp=full_shard``. Dashes in a flag become underscores.
-Variables and arrays that the script assigns are expanded, and so is the default of ``${NAME:-default}``. Nothing is
-run: a variable that is not assigned, or is assigned two values, stays as it is written, and is unknown.
+Variables and arrays that the script assigns are expanded, and so is the default in ``${NAME:-default}``. Nothing is
+executed: a variable that is never assigned, or is assigned different values, stays as written and counts as unknown.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ SECTION = "launch"
 ENVIRONMENT = "env"
 PROGRAM = f"{SECTION}.program"
 SCRIPT = f"{SECTION}.script"
-# The lines of other commands that look as much like the training as the one that is read.
+# Lines of other commands that look just as much like the training command as the one that was read.
 NOT_READ = f"{SECTION}.not_read"
 
-# The words of a launcher, and its name among the settings.
+# Words that start a launcher, and the launcher's name in the settings.
 _LAUNCHERS: dict[tuple[str, ...], str] = {
     ("torchrun",): "torchrun",
     ("-m", "torch.distributed.run"): "torchrun",
@@ -34,7 +34,7 @@ _LAUNCHERS: dict[tuple[str, ...], str] = {
     ("-m", "accelerate.commands.launch"): "accelerate",
     ("deepspeed",): "deepspeed",
 }
-# Programs that start the processes themselves; their first word is a subcommand.
+# Programs that start the training processes themselves. Their first argument is a subcommand.
 _PROGRAMS = ("swift", "megatron", "axolotl", "llamafactory-cli", "trl")
 _NAMES = ("python", "torchrun", "accelerate", "deepspeed", *_PROGRAMS)
 _PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
@@ -62,10 +62,10 @@ _CONFIG_FILE = re.compile(r"[^=]+\.(?:ya?ml|json|toml)")
 _REDIRECTION = re.compile(r"(?<=\s)(?:\d?>>?&?|&>>?)[ \t]*[^\s'\";|&<>]+")
 _END = re.compile(r"[;|&]+|`+")
 _COMMENT = re.compile(r"^[ \t]*#.*$", re.MULTILINE)
-# A blank after the backslash would end the line in a shell; scripts that were copied often have one.
+# In a shell, a space after the backslash would end the line, but copied scripts often contain one.
 _CONTINUED = re.compile(r"\\[ \t]*$")
 
-# The number of repetitions bounds the memory of the search.
+# The bound on repetitions limits the memory of the regular expression.
 _VALUE = r"(?:'[^'\n]*'|\"[^\"\n]*\"|\$\{[^}\n]{0,500}\}|\$(?!\{)|[^\s'\"`$]){0,20000}"
 _OVERRIDE = re.compile(
     r"(?<![\w.$/=:-])(?:--)?(?P<quote>['\"])?(?:\+{1,2})?(?P<key>[A-Za-z_]\w*(?:\.\w+){1,30})="
@@ -73,7 +73,7 @@ _OVERRIDE = re.compile(
 )
 _DELETION = re.compile(r"(?<!\S)['\"]?~(?P<key>[A-Za-z_]\w*(?:\.\w+){1,30})")
 _ARRAY = re.compile(r"^[ \t]*(?P<name>[A-Za-z_]\w*)=\((?P<value>[^()]{0,20000})\)[ \t]*$", re.MULTILINE)
-# `: "${NAME:=value}"` assigns a value where the variable has none.
+# `: "${NAME:=value}"` assigns a value if the variable has none.
 _DEFAULTED = re.compile(
     r"^[ \t]*:[ \t]+\"?\$\{(?P<name>[A-Za-z_]\w*):?=(?P<value>[^{}\n]*)\}\"?[ \t]*(?:#.*)?$", re.MULTILINE
 )
@@ -85,10 +85,10 @@ _QUOTED_ARRAY = re.compile(r"\"(\$\{\w+\[@\]\})\"")
 
 
 def read_script(text: str, name: str) -> Iterator[Setting]:
-    """The settings of a script's launch command, then its overrides ``a.b=value``.
+    """Reads the settings of a script's launch command, followed by its overrides ``a.b=value``.
 
-    Of several commands, the one that names FSDP is read, then one that has a launcher; of several alike, the last.
-    Raises UsageError where variables that contain one another would become too long.
+    If there are several commands, one that names FSDP is preferred, then one with a launcher, then the last. Raises
+    UsageError if variables expand to too much text.
     """
     script = _Script(_COMMENT.sub("", text), name)
     commands = _read_commands(script)
@@ -101,7 +101,7 @@ def read_script(text: str, name: str) -> Iterator[Setting]:
 
 
 def count_launched_ranks(settings: Settings) -> int | None:
-    """The number of ranks that the command starts; None where it does not say. Raises Unreadable."""
+    """Counts the ranks that the command starts; None if it does not say. Raises Unreadable."""
     if processes := settings.read_number(f"{SECTION}.num_processes"):
         return processes
     per_node, nodes = settings.read_text(*_RANKS_OF_A_NODE), settings.read_text(*_NODES)
@@ -117,9 +117,9 @@ def count_launched_ranks(settings: Settings) -> int | None:
 
 @dataclass
 class _Script:
-    """A shell script without its comments. name: of its file.
+    """Shell script without comments; ``name`` is its file name.
 
-    variables: those that the script assigns one value. unknown: those that it assigns different values, as in two
+    ``variables`` are those that the script assigns. ``unknown`` are those that get different values, for example in two
     branches.
     """
 
@@ -132,7 +132,7 @@ class _Script:
     def __post_init__(self) -> None:
         values: dict[str, set[str]] = {}
         matches = (match for pattern in (_ARRAY, _DEFAULTED, _ASSIGNMENT) for match in pattern.finditer(self.text))
-        # As a shell does: a variable has its value from its line on.
+        # As in a shell, a variable has its value from the line of the assignment on.
         for match in sorted(matches, key=lambda match: match.start()):
             written = match["value"] if match.re is _ARRAY else _unquote(match["value"])
             value = self.expand(written.replace("\n", " "))
@@ -141,12 +141,12 @@ class _Script:
         self.unknown = {name for name, different in values.items() if len(different) > 1}
 
     def expand(self, text: str) -> str:
-        """``text`` with the values of its known variables; an unknown one stays as it is written."""
+        """Expands known variables in ``text``; unknown ones stay as written."""
 
         def find_value(match: re.Match[str]) -> str:
             name = match["braced"] or match["bare"]
             default = match[0] if match["default"] is None else match["default"]
-            # A default also stands for a variable that is empty.
+            # The default also replaces an empty variable.
             known = self.variables.get(name, default) or match["default"] or ""
             value = match[0] if name in self.unknown else known
             self._expanded += len(value)
@@ -170,7 +170,7 @@ class _Script:
                 yield Setting(match["key"], parse_scalar(self.expand(value)), f"{self.name}:{line}")
 
     def iterate_lines(self) -> Iterator[tuple[int, str]]:
-        """Yields each line with its number; lines that a backslash joins are one line."""
+        """Yields each line with its number. Lines joined by a backslash count as one."""
         parts: list[str] = []
         for number, line in enumerate(self.text.split("\n"), 1):
             if _CONTINUED.search(line[-100:]):
@@ -187,7 +187,7 @@ class _Script:
 
 @dataclass
 class _Command:
-    """One launch command. rows: its settings."""
+    """One launch command and its settings."""
 
     line: int
     where: str
@@ -207,7 +207,7 @@ class _Command:
 
     @property
     def deciding(self) -> dict[str, str]:
-        """The settings that say something of FSDP or of the number of ranks."""
+        """Settings about FSDP or the number of ranks."""
         return {row.key: str(row.value) for row in self.rows if "fsdp" in row.key or row.key.startswith(f"{SECTION}.n")}
 
 
@@ -228,21 +228,21 @@ def _read_commands(script: _Script) -> list[_Command]:
 
 
 def _split_words(line: str) -> list[str]:
-    """Splits a line as a shell does, without redirections of output; ``;``, ``|`` and ``&`` are words of their own."""
+    """Splits a line like a shell, drops output redirections, and makes ``;``, ``|`` and ``&`` separate words."""
     lexer = shlex.shlex(_REDIRECTION.sub(" ", line), posix=True, punctuation_chars=";|&")
     lexer.whitespace_split, lexer.commenters = True, ""
     try:
         return list(lexer)
     except ValueError:
-        # A quotation goes on in the next line, or an apostrophe stands for itself.
+        # A quotation continues on the next line, or there is an unmatched apostrophe.
         return re.findall(r"[;|&]+|[^\s;|&]+", re.sub(r"['\"\\]", "", line))
 
 
 def _read_command(words: Sequence[str], where: str, line: int) -> _Command | None:
-    """Reads a command; None for one that cannot be the launch of a training."""
+    """Reads a command; None if it cannot be a training launch."""
     command = _Command(line, where)
     at = 0
-    # `VARIABLE=value`, `env`, `nohup`, `srun --x`, `uv run` and the like may stand before the launcher.
+    # `VARIABLE=value`, `env`, `nohup`, `srun --x`, `uv run` and similar words may precede the launcher.
     while at < len(words) and not command.program:
         if assigned := _ASSIGNED_WORD.fullmatch(words[at]):
             command.add(f"{ENVIRONMENT}.{assigned[1]}", assigned[2])
@@ -263,7 +263,7 @@ def _read_command(words: Sequence[str], where: str, line: int) -> _Command | Non
 
 
 def _match_launcher(words: Sequence[str], at: int) -> tuple[int, str]:
-    """Counts the words that a launcher takes at that place, and names it; 1 and no name without a launcher."""
+    """Returns how many words the launcher at this position takes, and its name; (1, "") if there is no launcher."""
     word = words[at].strip("$`(")
     if _PYTHON.fullmatch(word):
         name = _LAUNCHERS.get(tuple(words[at + 1 : at + 3]))
@@ -277,11 +277,11 @@ def _match_launcher(words: Sequence[str], at: int) -> tuple[int, str]:
 
 
 def _read_launcher_flags(words: Sequence[str], at: int, command: _Command) -> int:
-    """Reads the flags before the script; returns the position of the script."""
+    """Reads the flags before the script, and returns the script's position."""
     while at < len(words):
         match = _FLAG.fullmatch(words[at])
         if match is not None and match[1] in ("m", "module") and at + 1 < len(words) and words[at + 1][:1] == "-":
-            at += 1  # `-m` may stand before other flags, too.
+            at += 1  # `-m` may also precede other flags.
             continue
         if match is None or match[1] in ("m", "module"):
             return at
@@ -292,13 +292,13 @@ def _read_launcher_flags(words: Sequence[str], at: int, command: _Command) -> in
         if value is None and name not in _SWITCHES and following and not is_script and not _FLAG.fullmatch(following):
             value = following
             at += 1
-        # As text: YAML takes 1:2 for a number of base 60.
+        # The value stays text, since YAML would read 1:2 as a base-60 number.
         command.add(f"{SECTION}.{name}", True if value is None else value)
     return at
 
 
 def _read_script_flags(words: Sequence[str], command: _Command) -> None:
-    """Reads ``--flag value...``, ``--flag=value``, ``--flag``, ``key=value``, and the name of a configuration file."""
+    """Reads ``--flag value...``, ``--flag=value``, ``--flag``, ``key=value``, and names of configuration files."""
     at = 0
     while at < len(words):
         word = words[at]

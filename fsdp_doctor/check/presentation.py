@@ -1,4 +1,4 @@
-"""The answer of ``check`` as text and as JSON: the findings first, then what they rest on."""
+"""Renders the result of ``check`` as text or JSON: the findings first, then the details behind them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEADINGS: dict[FindingKind, str] = {
 
 
 def render_text(result: CheckResult, width: int = 120) -> str:
-    """The summary, the findings, the scenario of each role with its reasons, and the command that tries the cases."""
+    """Renders the summary, the findings, each role's scenario with its reasons, and the command that runs the cases."""
     lines = [f"{result.framework}: {_render_summary(result)}"]
     if result.under_fsdp:
         ranks = (
@@ -43,14 +43,14 @@ def render_text(result: CheckResult, width: int = 120) -> str:
 
 
 def render_json(result: CheckResult) -> str:
-    """An object of ``framework``, ``version`` and ``torch`` (null for every one), ``world_size``, ``read_in``,
-    ``exit_code``, ``cases`` (ids), ``uses`` and ``findings``.
+    """Renders a JSON object with ``framework``, ``version`` and ``torch`` (null for all versions), ``world_size``,
+    ``read_in``, ``exit_code``, ``cases`` (ids), ``uses`` and ``findings``.
 
     A use has ``role``, ``versions``, ``scenario`` (an id or null), ``why_not``, ``reasons`` (``axis``, ``value``,
-    ``because``) and ``extractions`` (``purpose``, ``case``); a finding ``kind``, ``sentence``, ``settings``, ``entry``
-    (empty but for ``known``), ``cases``, ``holds_for``, ``decides``, and of an entry ``verdict``, ``cause``,
-    ``remedy``, ``references``, ``conditions``, and for the user of that framework ``remedy_here`` and ``fix``, a
-    command (empty without one).
+    ``because``) and ``extractions`` (``purpose``, ``case``). A finding has ``kind``, ``sentence``, ``settings``,
+    ``entry`` (empty except for ``known``), ``cases``, ``holds_for`` and ``decides``. A finding with an entry also has
+    ``verdict``, ``cause``, ``remedy``, ``remedy_run``, ``references``, ``conditions``, ``remedy_here`` (advice for this
+    framework) and ``fix`` (a command, or empty).
     """
     data = {
         "framework": result.framework,
@@ -90,7 +90,7 @@ def _render_summary(result: CheckResult) -> str:
 
 
 def _render_role(role: str, uses: Sequence[Use]) -> Iterator[str]:
-    """The scenario of one model; a table of numbered rows where it depends on the version."""
+    """Renders the scenario of one model, as a numbered table if it depends on the version."""
     if len(uses) == 1:
         yield f"{uses[0].title}: {_render_scenario(uses[0])}"
     else:
@@ -118,7 +118,7 @@ def _render_scenario(use: Use) -> str:
 
 
 def _number_lines(uses: Sequence[Use], lines: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """Yields each line once, with the numbers of the rows that have the line unless all do."""
+    """Yields each line once, with the numbers of the table rows that have it, unless all rows do."""
     counts = [len(_list_labels(use)) for use in uses]
     ends = list(itertools.accumulate(counts))
     for line in dict.fromkeys(line for of_use in lines for line in of_use):
@@ -160,14 +160,14 @@ def _find_fix(entry: KnownFailure, result: CheckResult) -> str:
 
 
 def list_remedies(result: CheckResult) -> dict[str, str]:
-    """Maps each bad finding's entry of the catalogue to its remedy for users of the framework, where there is one."""
+    """Maps catalogue entries of bad findings to their remedies for this framework, if there are such remedies."""
     entries = [catalogue.find_entry(finding.entry) for finding in result.findings if finding.bad and finding.entry]
     advice = {entry.short_code: entry.advise(result.version.of) for entry in entries}
     return {code: text for code, text in advice.items() if text}
 
 
 def _list_conditions(entry: KnownFailure, result: CheckResult) -> Iterator[str]:
-    """The versions and ranks that a failure depends on, with what is known of them here; and where it was measured."""
+    """Lists the versions and ranks that a failure depends on, what is known of them here, and where it was measured."""
     yield f"torch: {entry.torch or 'every tried version'}"
     for name, versions in entry.versions.items():
         yield f"only with {name} {versions} ({result.packages.get(name, 'version not known here')})"

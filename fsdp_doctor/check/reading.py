@@ -1,7 +1,7 @@
-"""CONFIG arguments as settings: files, the files that these name, ``-`` for standard input, and overrides.
+"""Reads CONFIG arguments as settings: files, the files that these name, ``-`` for standard input, and overrides.
 
-A file is YAML, JSON or TOML by its suffix. Any other file, and the standard input, is a shell script, or one of these
-formats without its suffix. A Python script is refused: only running it would show what it configures.
+A suffix marks a file as YAML, JSON or TOML. Any other file, and standard input, is read as a shell script or as one of
+these formats. Python scripts are refused, since only running them would show what they configure.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from fsdp_doctor.check.settings import Setting, Settings, Unreadable
 from fsdp_doctor.errors import UsageError
 
 _ARGUMENT = re.compile(r"(?P<sign>~|\+{1,2})?(?P<key>[A-Za-z_]\w*(?:\.\w+){0,31})(?:=(?P<value>.*))?", re.DOTALL)
-# `--config FILE`, `train FILE`, and the file that a YAML of NeMo-RL changes. `--config_file` is accelerate's.
+# `--config FILE`, `train FILE`, and the file that a NeMo-RL YAML is based on. `--config_file` belongs to accelerate.
 _NAMING = ("config", f"{SECTION}.config", "defaults")
 _MAX_FOLLOWED = 5
 _FILE = re.compile(r"[^\n]+\.(?:ya?ml|json|toml)", re.IGNORECASE)
 
 
 def read(arguments: Sequence[str]) -> Settings:
-    """The settings of all arguments and of the files that they name.
+    """Reads the settings of all arguments and of the files that they name.
 
-    A later file replaces an earlier one, what names a file goes before that file, and overrides go before files.
-    Raises UsageError for what cannot be read, with the file and, where it is known, the line.
+    Later files override earlier ones, a file overrides the files that it names, and command-line overrides take
+    precedence over all files. Raises UsageError for input that cannot be read, with the file and, if known, the line.
     """
     overrides = [match for match in map(_match_override, arguments) if match is not None]
     settings = Settings.from_rows(
@@ -54,9 +54,9 @@ def read(arguments: Sequence[str]) -> Settings:
 
 
 def follow(row: Setting) -> Settings | None:
-    """The settings of the file that a setting names, relative to the working directory or to the setting's own file.
+    """Reads the file that a setting names, relative to the working directory or to the setting's own file.
 
-    None where there is no such file. Raises Unreadable where it cannot be read.
+    Returns None if there is no such file. Raises Unreadable if it cannot be read.
     """
     name = str(row.value)
     for path in (name, os.path.join(os.path.dirname(row.file), name)):
@@ -70,12 +70,12 @@ def follow(row: Setting) -> Settings | None:
 
 
 def find_missing_files(settings: Settings) -> Iterator[Setting]:
-    """The settings that name a configuration file which cannot be read here."""
+    """Finds settings that name a configuration file which cannot be read here."""
     return (row for row in _find_naming(settings) if _follow_if_readable(row) is None)
 
 
 def _match_override(argument: str) -> re.Match[str] | None:
-    """The parts of ``a.b=value`` or ``~a.b``; None for anything else, and for an existing file of that name."""
+    """Matches ``a.b=value`` or ``~a.b``; None for anything else, and if a file of that name exists."""
     match = _ARGUMENT.fullmatch(argument)
     if match is None or os.path.exists(argument):
         return None

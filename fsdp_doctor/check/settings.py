@@ -1,4 +1,4 @@
-"""The settings of a training configuration: dotted keys, their values, and where each was written."""
+"""Settings of a training configuration: dotted keys, their values, and where each value was written."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _LARGEST_NUMBER = 1_000_000_000
 
 
 class Unreadable(Exception):
-    """A setting that decides something has a value that cannot be read; the message names it for the user."""
+    """A decisive setting has a value that cannot be read. The message names the setting for the user."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One leaf of a configuration. where: ``file:line``, a file, or the command line."""
+    """One leaf of a configuration. ``where`` is ``file:line``, a file name, or the command line."""
 
     key: str
     value: Any
@@ -35,26 +35,26 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """The last part of the key."""
+        """Last part of the key."""
         return self.key.rpartition(".")[2]
 
     @property
     def file(self) -> str:
-        """``where`` without its line."""
+        """File part of ``where``, without the line."""
         name, _, line = self.where.rpartition(":")
         return name if name and line.isdecimal() else self.where
 
 
 @dataclass
 class Settings:
-    """Settings by key; a later one replaces an earlier one. A value ``${a.b}`` stands for the value of ``a.b``.
+    """Settings by key; later settings replace earlier ones. A value ``${a.b}`` refers to the value of ``a.b``.
 
-    replaced: by key, the earlier and the later of two different values that one file gives to it.
+    ``replaced`` holds, for each key that one file sets to two different values, the earlier and the later setting.
     """
 
     rows: dict[str, Setting] = field(default_factory=dict)
     replaced: dict[str, tuple[Setting, Setting]] = field(default_factory=dict)
-    # For each prefix of a key, the keys below it, in their order.
+    # For each prefix of a key, the keys below it in order.
     _below: dict[str, dict[str, None]] = field(default_factory=dict)
 
     @classmethod
@@ -66,7 +66,7 @@ class Settings:
 
     @classmethod
     def join(cls, *parts: Settings | Iterable[Setting]) -> Settings:
-        """Several parts as one; a later part replaces an earlier one, and ``replaced`` is kept."""
+        """Joins several parts. Later parts replace earlier ones, and ``replaced`` is kept."""
         settings = cls.from_rows(row for part in parts for row in part)
         for part in parts:
             if isinstance(part, Settings):
@@ -82,18 +82,18 @@ class Settings:
         return iter(self.rows.values())
 
     def list_below(self, prefix: str) -> list[Setting]:
-        """The settings whose key begins with ``prefix`` and a dot."""
+        """Lists the settings whose key begins with ``prefix`` and a dot."""
         return [self.rows[key] for key in self._below.get(prefix, ())]
 
     def find_first(self, *keys: str) -> Setting | None:
-        """The setting of the first of ``keys`` that is set and not null, with references followed."""
+        """Finds the first of ``keys`` that is set and not null, and follows references."""
         for key in keys:
             if key in self.rows and (row := self._follow(self.rows[key])).value is not None:
                 return row
         return None
 
     def read_text(self, *keys: str) -> str:
-        """The value of the first of ``keys`` that is set, as it is written; empty where none is."""
+        """Reads the first of ``keys`` that is set, as text; empty if none is set."""
         row = self.find_first(*keys)
         return "" if row is None else str(row.value)
 
@@ -108,11 +108,11 @@ class Settings:
         return word in _TRUE
 
     def find_first_true(self, *keys: str) -> Setting | None:
-        """The setting of the first of ``keys`` that is set, if it is true. Raises Unreadable as ``flag``."""
+        """Finds the first of ``keys`` that is set, if it is true. Raises Unreadable like ``read_flag``."""
         return self.find_first(*keys) if self.read_flag(*keys) else None
 
     def read_number(self, *keys: str, default: int | None = None) -> int | None:
-        """A whole number. Raises Unreadable for any other value."""
+        """Reads a whole number. Raises Unreadable for any other value."""
         row = self.find_first(*keys)
         if row is None:
             return default
@@ -125,7 +125,7 @@ class Settings:
         return number
 
     def count(self, *keys: str) -> int | None:
-        """A number of devices, or the length of a list of them, as ``[0, 1]`` or ``0,1``.
+        """Reads a number of devices, or counts the devices in a list such as ``[0, 1]`` or ``0,1``.
 
         Returns None for -1, which means all devices, and for any other word.
         """
@@ -141,7 +141,7 @@ class Settings:
         return self.read_number(row.key) if text != "-1" and text.removeprefix("-").isdecimal() else None
 
     def read_word(self, *keys: str, default: str = "") -> str:
-        """A text. Raises Unreadable for a reference to a value that is not in the configuration."""
+        """Reads a word. Raises Unreadable if it refers to a value outside the configuration."""
         row = self.find_first(*keys)
         if row is None:
             return default
@@ -150,9 +150,9 @@ class Settings:
         return str(row.value)
 
     def put(self, row: Setting) -> None:
-        """Adds a setting. It replaces the settings below its key, but no value of a key above it.
+        """Adds a setting. It replaces settings below its key, but leaves settings above its key unchanged.
 
-        Hydra's ``engine=megatron engine.dtype=bfloat16`` chooses a group, and then changes a value in it.
+        Hydra's ``engine=megatron engine.dtype=bfloat16`` first chooses a group and then changes a value in it.
         """
         above = [row.key[:at] for at, letter in enumerate(row.key) if letter == "."]
         for key in [*self._below.get(row.key, ())]:

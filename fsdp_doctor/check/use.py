@@ -1,4 +1,6 @@
-"""The models of a training run as scenarios of the matrix, and what is extracted from each or loaded into it."""
+"""Describes the models of a training run as scenarios of the matrix, with the places where weights are extracted or
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ CANNOT_BE_DETERMINED = "cannot be determined"
 VERSIONS_BETWEEN = "; "
 
 Role: TypeAlias = Literal["model", "actor", "ref", "critic"]
-# A setting that decides something, or words where no setting does.
+# Setting that determines a value, or an explanation if no setting does.
 Because: TypeAlias = Setting | str | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractionPoint:
-    """A place where a framework extracts the weights, or loads them, as a case of the matrix."""
+    """Place where a framework extracts or loads weights, described by a case of the matrix."""
 
     purpose: str
     case: Case
@@ -29,7 +31,7 @@ class ExtractionPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """Reasons for the value of an axis: a setting, or the framework's default."""
+    """Why an axis has its value: a setting, or the framework's default."""
 
     axis: AxisName
     value: str
@@ -41,11 +43,11 @@ class Reason:
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """One model of the run, under one range of versions of the framework.
+    """One model of the run, for one range of framework versions.
 
-    role: what the model is for. versions: of the framework, empty where all known ones do the same. scenario:
-    unstaged, since staging belongs to each extraction; None where the model is not under FSDP or cannot be determined,
-    and then ``why_not`` says which.
+    ``role`` is the model's purpose. ``versions`` is empty if all known versions behave the same. ``scenario`` is
+    unstaged, since each extraction has its own staging. It is None if the model is not under FSDP or cannot be
+    determined; ``why_not`` then says which.
     """
 
     role: Role
@@ -64,7 +66,7 @@ class Use:
         return tuple(dict.fromkeys(extraction.case for extraction in self.extractions))
 
     def change(self, values: Mapping[AxisName, AxisValue], because: str) -> Use:
-        """Makes this use with other values on some axes, in its scenario and in its cases, for one reason."""
+        """Returns this use with other values on some axes, in its scenario and its cases, all for the same reason."""
         if self.scenario is None or not values:
             return self
         by_name = {str(axis): value for axis, value in values.items()}
@@ -81,7 +83,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The value of an axis, and what chose it; without a reason it is not shown."""
+    """Value of an axis and the reason for it. Without a reason it is not shown."""
 
     value: AxisValue | Offload
     because: Because = None
@@ -89,9 +91,10 @@ class Chosen:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadChoice:
-    """The offloads of a model: for each the setting, or the words, that turn it on; None where it is off.
+    """Offloads of a model.
 
-    default: why all are off, where they are.
+    Each field is the setting or explanation that turns the offload on, or None if it is off. ``default`` explains why
+    all are off.
     """
 
     policy: Because = None
@@ -116,7 +119,7 @@ def make_use(
     chosen: Mapping[AxisName, Chosen],
     extractions: Callable[[Scenario], Iterable[ExtractionPoint]],
 ) -> Use:
-    """A use in which each axis has the value that was chosen, or else its default."""
+    """Makes a use in which each axis has its chosen value, or else its default."""
     values = {"offload": "none", "staging": "unstaged"} | {str(axis): str(c.value) for axis, c in chosen.items()}
     scenario = make_scenario(values)
     reasons = (Reason(axis=axis, value=str(c.value), because=str(c.because)) for axis, c in chosen.items() if c.because)
@@ -130,18 +133,18 @@ def make_use(
 
 
 def make_extraction_point(purpose: str, scenario: Scenario, method: str, *, staged: bool = False) -> ExtractionPoint:
-    """The extraction of a model in that scenario by a method."""
+    """Describes the extraction of a model in the scenario by a method."""
     staging = Staging.STAGED if staged else Staging.UNSTAGED
     return ExtractionPoint(purpose=purpose, case=Case(dataclasses.replace(scenario, staging=staging), method))
 
 
 def make_loading_point(purpose: str, scenario: Scenario, method: str, *, staged: bool = False) -> ExtractionPoint:
-    """The load by a method into a model in that scenario, before its first step."""
+    """Describes a load by a method into a model in the scenario, before the model's first step."""
     return make_extraction_point(purpose, dataclasses.replace(scenario, phase=Phase.FRESH), method, staged=staged)
 
 
 def merge_equal(uses: Sequence[Use]) -> tuple[Use, ...]:
-    """The uses of one role, where those that differ only in their versions are one."""
+    """Merges the uses of one role that differ only in their versions."""
     versions: dict[Use, list[str]] = {}
     for use in uses:
         versions.setdefault(dataclasses.replace(use, versions=""), []).append(use.versions)

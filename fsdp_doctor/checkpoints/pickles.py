@@ -1,4 +1,4 @@
-"""Reads pickles without running them: each global that torch writes becomes a passive record, any other is refused."""
+"""Reads pickles without running them: globals that torch writes become passive records, and all others are refused."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fsdp_doctor.checkpoints.dtypes import DTYPE_OF_STORAGE, DTYPES
 from fsdp_doctor.checkpoints.files import BadFile
 from fsdp_doctor.text import read_first_line
 
-# What is nested deeper, or has more values for each byte of its pickle, is no state dict but a bomb.
+# A pickle with deeper nesting, or with more values per byte, is not a state dict but a decompression bomb.
 _MOST_DEPTH = 64
 _MOST_VALUES_PER_BYTE = 20
 _MOST_VALUES_OF_ANY = 10_000
 
-# By opcode, the bytes of its argument, or in which of the ways of pickletools its length is said.
+# For each opcode, the length of its argument in bytes, or the pickletools constant that says how the length is stored.
 _ARGUMENTS = {each.code.encode("latin-1"): each.arg.n if each.arg else 0 for each in pickletools.opcodes}
 _LENGTH_BYTES = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
@@ -25,7 +25,7 @@ _LENGTH_BYTES = {
     pickletools.TAKEN_FROM_ARGUMENT4U: 4,
     pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
-# By the first part of the module: modules move between versions of torch, names do not.
+# Allowed globals by top-level package: modules move between versions of torch, but names do not.
 _GLOBALS: Mapping[str, frozenset[str]] = {
     "torch": frozenset(
         {
@@ -52,11 +52,11 @@ _GLOBALS: Mapping[str, frozenset[str]] = {
 
 
 class RefusedPickle(BadFile):
-    """The pickle asks for something that does not belong in a checkpoint of torch."""
+    """The pickle refers to something that does not belong in a torch checkpoint."""
 
 
 class Storage(NamedTuple):
-    """The bytes of one or more tensors. key: the member ``data/KEY`` of the zip. dtype: None for plain bytes."""
+    """Bytes of one or more tensors, stored as ``data/KEY``. ``dtype`` is None for untyped bytes."""
 
     key: str
     dtype: str | None
@@ -64,7 +64,9 @@ class Storage(NamedTuple):
 
 
 class Pickled:
-    """A call of a global: the arguments, and the state that was set. ``name`` is the global's own."""
+    """Record of a call of a global: its arguments, and the state that was set afterwards. ``name`` is the global's
+    name.
+    """
 
     name = ""
 
@@ -86,13 +88,13 @@ class Pickled:
     def __setitem__(self, _: Any, __: Any) -> None: ...
 
     def get(self, name: str) -> Any:
-        """Returns an attribute of the pickled object; None if it has none of this name."""
+        """Returns an attribute of the pickled object; None if it has no such attribute."""
         parts = self.state if isinstance(self.state, tuple) else (self.state,)
         return next((part[name] for part in parts if isinstance(part, dict) and name in part), None)
 
 
 class _Dict(dict[Any, Any]):
-    """An OrderedDict or defaultdict; what it is made with, and its attributes, are dropped."""
+    """Stand-in for OrderedDict and similar classes. Its attributes are dropped, and its contents are kept."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*(arg for arg in args[:1] if isinstance(arg, dict | list)))
@@ -101,7 +103,7 @@ class _Dict(dict[Any, Any]):
 
 
 class _Unpickler(pickle.Unpickler):
-    # Every type is made anew for a pickle, which could change its attributes.
+    # Each pickle gets its own types, since unpickling may change their attributes.
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file, encoding="latin-1")
         self._types: dict[str, Any] = {}
@@ -134,9 +136,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def load_pickle(file: IO[bytes]) -> Any:
-    """The value of the pickle at the position of a seekable file, of plain values, Storages and Pickled values.
+    """Loads the pickle at the current position of a seekable file, as plain values, Storages and Pickled records.
 
-    Raises RefusedPickle for a global that torch does not write, BadFile if the pickle is not whole.
+    Raises RefusedPickle for a global that torch does not write, and BadFile if the pickle is damaged.
     """
     _check_lengths(file)
     try:
@@ -148,9 +150,9 @@ def load_pickle(file: IO[bytes]) -> Any:
 
 
 def _check_lengths(file: IO[bytes]) -> None:
-    """Raises BadFile for an argument that is longer than the file, or a place in the memo that no pickle needs.
+    """Raises BadFile for an argument that is longer than the file, and for a memo index that no pickle needs.
 
-    CPython before 3.14 would allocate gigabytes for one that is a number of four bytes.
+    Without this check, a forged length of four bytes makes CPython before 3.14 allocate gigabytes.
     """
     begin = file.tell()
     size = file.seek(0, io.SEEK_END) - begin
@@ -174,9 +176,9 @@ def _check_lengths(file: IO[bytes]) -> None:
 
 
 def walk_leaves(value: Any, nbytes: int) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields each value inside nested dicts, lists and tuples, with the keys that lead to the value.
+    """Yields each value inside nested dicts, lists and tuples, with the keys that lead to it.
 
-    nbytes: the length of the pickle. Raises BadFile for a nesting without end.
+    ``nbytes`` is the length of the pickle. Raises BadFile if the nesting is too deep or endless.
     """
     left = _MOST_VALUES_PER_BYTE * nbytes + _MOST_VALUES_OF_ANY
     stack: list[tuple[tuple[str, ...], Any]] = [((), value)]

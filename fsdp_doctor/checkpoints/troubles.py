@@ -1,4 +1,4 @@
-"""The kinds of trouble that a checkpoint can have: how bad each is, what a load makes of it, and what to do."""
+"""Kinds of damage that a checkpoint can have: how severe each is, how it affects a load, and what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TroubleSeverity: TypeAlias = Literal["damage", "warning", "refused"]
 
 @unique
 class TroubleRemedy(Enum):
-    """Remedy as it is printed; PATH stands for what was judged."""
+    """Remedies as they are printed. PATH is replaced by the path that was judged."""
 
     RESTORE = "restore the file from a copy, or take an older checkpoint"
     RESTORE_LOST = (
@@ -48,7 +48,11 @@ class TroubleRemedy(Enum):
 
 
 class Kind(NamedTuple):
-    """severity: ``refused`` is what keeps the checkpoint from being judged. hint: what speaks for its being meant."""
+    """Properties of a trouble.
+
+    ``refused`` means that the checkpoint cannot be judged. ``load`` describes the effect on a load. ``hint`` names a
+    reason why the state may be intended, or what else to know about the remedy.
+    """
 
     severity: TroubleSeverity
     load: str
@@ -58,7 +62,7 @@ class Kind(NamedTuple):
 
 @unique
 class Trouble(Enum):
-    """The values are unique, since each names its member in JSON by the member's name."""
+    """Kinds of trouble. Their values must differ, because equal values would make two members the same."""
 
     FILE = Kind("damage", "a load of this file fails", TroubleRemedy.RESTORE)
     CHECKSUM = Kind(
@@ -240,7 +244,7 @@ class Trouble(Enum):
 
 
 class Symptom(NamedTuple):
-    """One thing that is wrong. what: without the file and the tensor. rows: the first, and after the last."""
+    """One problem. ``what`` omits the file and the tensor; ``rows`` are the first row and the row after the last."""
 
     trouble: Trouble
     what: str

@@ -1,4 +1,4 @@
-"""The frameworks whose configurations ``check`` understands, each one class and one table beside it."""
+"""Frameworks whose configurations ``check`` understands. Each has a class and usually a table next to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdp_doctor.check.use import Role
 
 
 class _OtherEngine(Framework):
-    """A framework that never trains with FSDP. In OpenRLHF v0.11.2 every trainer makes a DeepspeedStrategy."""
+    """Framework that never trains with FSDP. In OpenRLHF v0.11.2, for example, every trainer uses DeepspeedStrategy."""
 
     why: ClassVar[str]
 
@@ -57,7 +57,8 @@ class _Megatron(_OtherEngine):
         return "tensor_model_parallel_size" in settings or "pipeline_model_parallel_size" in settings
 
 
-# The first that recognizes a configuration reads it; no configuration of one is recognized by those before it.
+# The first class that recognizes a configuration reads it. The order ensures that no earlier class claims it by
+# mistake.
 FRAMEWORKS: tuple[type[Framework], ...] = (
     *(_OpenRlhf, Verl, SkyRl, Areal, NemoRl, PrimeRl, Torchtitan, Axolotl, MsSwift, Lightning),
     *(Accelerate, HfTrainer, _DeepSpeed, _Megatron),
@@ -65,5 +66,5 @@ FRAMEWORKS: tuple[type[Framework], ...] = (
 
 
 def find_framework(name: str) -> type[Framework]:
-    """Finds a framework by its name, which a CheckResult has."""
+    """Finds a framework by the name that is stored in a CheckResult."""
     return next(kind for kind in FRAMEWORKS if kind.facts.name == name)

@@ -1,8 +1,8 @@
-"""AReaL: its YAML, whose allocation says which engine trains, and ``fsdp.offload_params`` of each engine.
+"""AReaL: its YAML, in which the allocation determines the training engine and each engine has ``fsdp.offload_params``.
 
-Read in AReaL at v0.3.3 to v1.0.4: api/cli_args.py (FSDPEngineConfig, TrainEngineConfig) for the keys and
-api/alloc_mode.py for the allocation, engine/fsdp_engine.py for the backend (NCCL, and gloo only as a second group), the
-policy, and what is read, engine/fsdp_utils/grad.py for gradients on the CPU, whose norm it takes to the device.
+Sources read in AReaL v0.3.3 to v1.0.4: api/cli_args.py (FSDPEngineConfig, TrainEngineConfig) for the keys;
+api/alloc_mode.py for the allocation; engine/fsdp_engine.py for the backend (NCCL, with gloo only in a second group),
+the policy and the extractions; engine/fsdp_utils/grad.py for gradients on the CPU, whose norm is moved to the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsdp_doctor.matrix.cases import Scenario
 
 _ROLES: tuple[Role, ...] = ("actor", "critic", "ref", "model")
 _ALLOCATION = "allocation_mode"
-# In parentheses are the degrees of a part of the model: megatron:(attn:d2p1t4|ffn:d1p1e8).
+# Parentheses contain the degrees for parts of the model: megatron:(attn:d2p1t4|ffn:d1p1e8).
 _BETWEEN_PARTS = re.compile(r"[+|](?![^()]*\))")
 _DEGREES = re.compile(r"(?:[a-z]\d+)+")
 
@@ -55,7 +55,7 @@ class Areal(FsdpFramework[VersionRange]):
         row, allocation = _read_allocation(self.settings, role)
         if row is None:
             raise Unreadable(f"neither {role}.backend nor {_ALLOCATION} says which engine trains it")
-        # Without an engine's name Megatron trains where there are pipeline stages.
+        # If no engine is named, Megatron trains if there are pipeline stages.
         default = "megatron" if _parse_degrees(allocation).get("p", 1) > 1 else "fsdp"
         engine = default if _DEGREES.fullmatch(allocation) else allocation.partition(":")[0]
         if engine not in ("fsdp", "megatron"):
@@ -73,7 +73,7 @@ class Areal(FsdpFramework[VersionRange]):
         }
 
     def list_extractions(self, role: Role, versions: VersionRange, scenario: Scenario) -> Iterator[ExtractionPoint]:
-        """_get_full_tensor, which rebuilds on the device a DTensor whose shard is on the CPU; and save_pretrained."""
+        """Lists _get_full_tensor, which rebuilds a DTensor with a CPU shard on the device, and save_pretrained."""
         if role == "actor":
             sync = "from_local" if scenario.policy else "parameters.data.full_tensor"
             yield make_extraction_point("weights for the rollout", scenario, sync)
@@ -82,7 +82,7 @@ class Areal(FsdpFramework[VersionRange]):
 
 
 def _read_allocation(settings: Settings, role: Role) -> tuple[Setting | None, str]:
-    """The setting that says how the model is trained, and the training's part of it."""
+    """Returns the setting that says how the model is trained, and the part of its value about training."""
     row = settings.find_first(f"{role}.backend", _ALLOCATION)
     parts = _BETWEEN_PARTS.split(str(row.value).strip()) if row else []
     training = [part for part in parts if not part.startswith(("sglang", "vllm"))]
@@ -90,6 +90,6 @@ def _read_allocation(settings: Settings, role: Role) -> tuple[Setting | None, st
 
 
 def _parse_degrees(allocation: str) -> dict[str, int]:
-    """The degree of each parallelism by its letter: ``fsdp:d4t2`` has d of 4 and t of 2."""
+    """Maps the letter of each parallelism to its degree: ``fsdp:d4t2`` gives 4 for d and 2 for t."""
     degrees = re.findall(r"([a-z])(\d+)", allocation.rpartition(":")[2])
     return {letter: int(number) for letter, number in degrees}

@@ -1,9 +1,9 @@
-"""The frameworks that share ``fsdp_config``: accelerate, Hugging Face's Trainer and TRL, axolotl, ms-swift.
+"""Frameworks that use accelerate's ``fsdp_config``: accelerate, Hugging Face's Trainer and TRL, axolotl, ms-swift.
 
-The section was read in accelerate at 1.15.0.dev: utils/dataclasses.py (FullyShardedDataParallelPlugin) for what a
-version ignores or refuses, Accelerator.get_state_dict and utils/fsdp_utils.py for what is read; TRL's sync to vLLM,
-with ``use_vllm``, in trl/generation/vllm_generation.py; that of AsyncGRPO, which has ``weight_sync_steps``, in TRL's
-issues 6797 and 7103. The sources of each framework stand at its class.
+The section was read in accelerate 1.15.0.dev: utils/dataclasses.py (FullyShardedDataParallelPlugin) for what a version
+ignores or refuses; Accelerator.get_state_dict and utils/fsdp_utils.py for the extractions. TRL's sync to vLLM
+(``use_vllm``) was read in trl/generation/vllm_generation.py, and the sync of AsyncGRPO (``weight_sync_steps``) in TRL's
+issues 6797 and 7103. The docstring of each framework's class names its own sources.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ _CHECKPOINT: dict[tuple[int, str], str] = {
     (2, "FULL_STATE_DICT"): "get_model_state_dict.full+cpu",
     (2, "SHARDED_STATE_DICT"): "get_model_state_dict.sharded+cpu",
 }
-# load_fsdp_model and load_fsdp_optimizer of FSDP2.
+# Methods of load_fsdp_model and load_fsdp_optimizer under FSDP2.
 _RESUME: dict[tuple[int, str], tuple[str, ...]] = {
     (2, "FULL_STATE_DICT"): ("set_model_state_dict.broadcast", "set_optimizer_state_dict.broadcast"),
     (2, "SHARDED_STATE_DICT"): ("dcp.load.model+optimizer",),
 }
-# By the words of torch.distributed.fsdp.ShardingStrategy; accelerate takes its numbers, too.
+# Names from torch.distributed.fsdp.ShardingStrategy; accelerate also accepts their numbers.
 _FULL = ("FULL_SHARD", "SHARD_GRAD_OP", "1", "2")
 _SHARDING: dict[str, Sharding] = {
     **dict.fromkeys(("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "_HYBRID_SHARD_ZERO2", "4", "5"), Sharding.HSDP),
@@ -70,29 +70,31 @@ _SHARDING: dict[str, Sharding] = {
 
 
 def _name_keys(name: str) -> Keys:
-    """A key of the section with accelerate's prefix, and without."""
+    """Returns a key of the section with accelerate's prefix and without."""
     return f"{_SECTION}.fsdp_{name}", f"{_SECTION}.{name}"
 
 
 class FsdpConfigFramework(FsdpFramework[V]):
-    """A configuration that becomes arguments of accelerate's FullyShardedDataParallelPlugin."""
+    """Configuration that becomes arguments of accelerate's FullyShardedDataParallelPlugin."""
 
     vllm_key = "use_vllm"
 
     @abstractmethod
     def read_fsdp_version(self, versions: V) -> FsdpVersion:
-        """The version of FSDP under those versions of the framework."""
+        """Returns the version of FSDP that these versions of the framework use."""
 
     def list_section_keys(self) -> Keys:
         words = self.facts.section_keys.split()
         return (*(f"fsdp_{word}" for word in words), *words)
 
     def read_state_dict_type(self, versions: V) -> str:
-        """Reads the type in capitals; empty for the plugin's default."""
+        """Reads the state dict type in capitals; empty means the plugin's default."""
         return self.settings.read_word(*_name_keys("state_dict_type")).upper()
 
     def list_extractions(self, role: Role, versions: V, scenario: Scenario) -> Iterator[ExtractionPoint]:
-        """The reads of Accelerator.get_state_dict, save_fsdp_model and TRL's sync_weights; the loads of load_state."""
+        """Lists the extractions of Accelerator.get_state_dict, save_fsdp_model and TRL's sync_weights, and load_state's
+        loads.
+        """
         version = scenario.version
         default = "FULL_STATE_DICT" if version == 1 else "SHARDED_STATE_DICT"
         saved = version, self.read_state_dict_type(versions) or default
@@ -119,7 +121,9 @@ class FsdpConfigFramework(FsdpFramework[V]):
         )
 
     def read_configured_version(self, *, default: FsdpVersion, before: Keys = ()) -> FsdpVersion:
-        """The version that the section asks for. before: keys that go before it. Raises UsageError for another one."""
+        """Reads the FSDP version from the section, or first from the keys in ``before``. Raises UsageError unless it is
+        1 or 2.
+        """
         row = self.settings.find_first(*before, *_name_keys("version"))
         if row is None:
             return default
@@ -131,9 +135,9 @@ class FsdpConfigFramework(FsdpFramework[V]):
         return ConfiguredModel(path=self.settings.find_first(*self.list_keys(role).path), ranks=self.world_size)
 
     def find_version_conflicts(self, fsdp_versions: Mapping[str, FsdpVersion]) -> list[ConfigFinding]:
-        """Keys of the other version of FSDP, each with the versions of the framework for which it is the other one.
+        """Finds keys that belong to the other version of FSDP, with the framework versions to which this applies.
 
-        fsdp_versions: by the versions of the framework, which are empty where all do the same.
+        ``fsdp_versions`` maps labels of framework versions to FSDP versions; the label is empty if all behave the same.
         """
         return [
             dataclasses.replace(
@@ -147,7 +151,7 @@ class FsdpConfigFramework(FsdpFramework[V]):
         ]
 
     def _find_keys_of_other_version(self, version: FsdpVersion) -> Iterator[ConfigFinding]:
-        """Finds keys of the other version, as FullyShardedDataParallelPlugin.__post_init__ treats them."""
+        """Finds keys of the other FSDP version, as FullyShardedDataParallelPlugin.__post_init__ treats them."""
         reshard = self.settings.find_first(*_name_keys("reshard_after_forward"))
         if version == 1:
             if reshard and isinstance(reshard.value, bool):
@@ -164,7 +168,7 @@ class FsdpConfigFramework(FsdpFramework[V]):
 
 
 def _read_sharding(row: Setting) -> Chosen:
-    """FSDP1's sharding strategy. Raises Unreadable for one that torch does not have."""
+    """Reads FSDP1's sharding strategy. Raises Unreadable for one that torch does not have."""
     word = str(row.value).upper()
     if word in _FULL:
         return Chosen(Sharding.FULL)
@@ -177,7 +181,7 @@ def _read_sharding(row: Setting) -> Chosen:
 
 _REPLICAS = "parallelism_config.parallelism_config_dp_replicate_size"
 _CONFIG_FILE = f"{LAUNCH}.config_file"
-# Flags of `accelerate launch` that choose an engine, and its distributed_type.
+# Flags of `accelerate launch` that choose an engine, and the distributed_type that each stands for.
 _ENGINES = {
     "use_fsdp": "FSDP",
     "use_deepspeed": "DEEPSPEED",
@@ -188,16 +192,16 @@ _OTHER_ENGINES = ("DEEPSPEED", "MEGATRON_LM", "MULTI_GPU", "NO", "XLA", "TPU", "
 
 
 class _AccelerateVersions(VersionRange, frozen=True, kw_only=True):
-    """offload_backend: of the process group with ``offload_params``."""
+    """Versions; ``offload_backend`` is the process group's backend with ``offload_params``."""
 
     offload_backend: Backend
 
 
 class Accelerate(FsdpConfigFramework[_AccelerateVersions]):
-    """``fsdp_config`` of accelerate's YAML, versions 1 and 2, and the flags of ``accelerate launch``.
+    """``fsdp_config`` in accelerate's YAML, versions 1 and 2, and the flags of ``accelerate launch``.
 
-    Read at 1.6.0, 1.9.0 and 1.15.0.dev: commands/launch.py and utils/launch.py for the defaults and for which of a
-    flag and a file counts, state.py for the backend (gloo beside NCCL since 1.7.0, PR 3574).
+    Sources read in 1.6.0, 1.9.0 and 1.15.0.dev: commands/launch.py and utils/launch.py for the defaults and for the
+    precedence of flags and files; state.py for the backend, which has gloo as well as NCCL since 1.7.0 (PR 3574).
     """
 
     facts = load_facts("accelerate", _AccelerateVersions)
@@ -215,7 +219,7 @@ class Accelerate(FsdpConfigFramework[_AccelerateVersions]):
 
     @staticmethod
     def complete(settings: Settings) -> Settings:
-        """Adds the file that ``--config_file`` names, and with the flags, which go before it."""
+        """Adds the file that ``--config_file`` names, and the launch flags, which take precedence over it."""
         completed = Settings.join(_read_config_file(settings), settings)
         for flag, engine in _ENGINES.items():
             if row := settings.find_first_true(f"{LAUNCH}.{flag}"):
@@ -243,7 +247,7 @@ class Accelerate(FsdpConfigFramework[_AccelerateVersions]):
             raise Unreadable("accelerate launch has neither --use_fsdp nor --config_file, so the default file decides")
         findings = [*self.find_version_conflicts({"": self.read_configured_version(default=1)}), *self._find_refused()]
         if (row := self.settings.find_first("fsdp")) and row.value:
-            # TrainingArguments puts its own values over the environment that ``accelerate launch`` made.
+            # TrainingArguments overrides the environment variables that ``accelerate launch`` sets.
             sentence = (
                 "the script sets fsdp too, which overrides the settings of accelerate launch; leave one of them out"
             )
@@ -296,7 +300,9 @@ class Accelerate(FsdpConfigFramework[_AccelerateVersions]):
                 return model
 
     def _find_refused(self) -> Iterator[ConfigFinding]:
-        """Settings of a file that ``accelerate launch`` refuses at its start; a flag is text, and passes."""
+        """Finds settings in a file that make ``accelerate launch`` refuse to start. Flags are text and are
+        not refused.
+        """
         engine = self.settings.find_first("distributed_type")
         for row in self.settings:
             is_misplaced = row.key.startswith("fsdp_") and "." not in row.key and _is_in_file(row)
@@ -317,7 +323,10 @@ class Accelerate(FsdpConfigFramework[_AccelerateVersions]):
 
 
 def _read_config_file(settings: Settings) -> Settings:
-    """Empty if the file was given beside the command. Raises Unreadable where it is not here."""
+    """Reads the file that ``--config_file`` names; empty if it was also given as an argument.
+
+    Raises Unreadable if the file is not here.
+    """
     row = settings.find_first(_CONFIG_FILE)
     if row is None or "distributed_type" in settings:
         return Settings()
@@ -336,12 +345,16 @@ def _is_in_file(row: Setting) -> bool:
 # Hugging Face's Trainer and TRL
 
 _OPTIONS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
-# Keys of the Trainer that no configuration of another framework has together with fsdp_config.
+# Trainer keys that no other framework's configuration has together with fsdp_config.
 _TRAINER_KEYS = ("output_dir", "per_device_train_batch_size", "num_train_epochs", "gradient_accumulation_steps")
 
 
 class _TrainerVersions(VersionRange, frozen=True, kw_only=True):
-    """default: the version of FSDP where the settings do not say one. reads_*: whether that key is read."""
+    """Range of transformers versions.
+
+    ``default`` is the FSDP version if the settings do not give one. Each ``reads_*`` field says whether that key is
+    read.
+    """
 
     default: FsdpVersion
     reads_version: bool = True
@@ -352,10 +365,10 @@ class _TrainerVersions(VersionRange, frozen=True, kw_only=True):
 class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
     """``fsdp`` and ``fsdp_config`` of TrainingArguments, in JSON, YAML or flags.
 
-    Read in transformers' training_args.py at 4.46, 4.56, 5.0, 5.9, 5.10, 5.11 and 5.23 (_process_fsdp_args; PR 45640
-    made FSDP2 the default), and in accelerate's state.py: TrainingArguments makes the process group before it sets
-    FSDP_OFFLOAD_PARAMS, from which accelerate takes its CPU backend, so under torchrun the group has NCCL alone unless
-    ``ddp_backend`` says otherwise.
+    Sources read in transformers 4.46, 4.56, 5.0, 5.9, 5.10, 5.11 and 5.23: training_args.py (_process_fsdp_args; PR
+    45640 made FSDP2 the default). According to accelerate's state.py, its CPU backend depends on FSDP_OFFLOAD_PARAMS,
+    which TrainingArguments sets only after it has created the process group. Under torchrun the group therefore has
+    only NCCL, unless ``ddp_backend`` says otherwise.
     """
 
     facts = load_facts("hf_trainer", _TrainerVersions)
@@ -367,7 +380,7 @@ class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
 
     @staticmethod
     def complete(settings: Settings) -> Settings:
-        """``fsdp_config`` may be a JSON text, or name a JSON file."""
+        """Adds the settings of ``fsdp_config`` if it is a JSON text or names a JSON file."""
         row = settings.find_first(_SECTION)
         if row is None or not isinstance(row.value, str) or not row.value:
             return settings
@@ -425,7 +438,7 @@ class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
         }
 
     def _read_options(self) -> tuple[str, ...]:
-        """The words of ``fsdp``. Raises UsageError for one that TrainingArguments does not have."""
+        """Reads the words of ``fsdp``. Raises UsageError for a word that TrainingArguments does not have."""
         row = self.settings.find_first("fsdp")
         if row is None or row.value is False:
             return ()
@@ -440,7 +453,7 @@ class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
         return tuple(words)
 
     def _find_ignored(self, options: Sequence[str], ranges: Sequence[_TrainerVersions]) -> Iterator[ConfigFinding]:
-        """Settings that versions in question ignore or refuse; where the version is not known, these are notes."""
+        """Finds settings that the relevant versions ignore or refuse. They are notes if the version is not known."""
         finding = report_conflict if len(ranges) == 1 else note
         version = self.settings.find_first(*_name_keys("version"))
         if version and any(not versions.reads_version for versions in ranges):
@@ -465,7 +478,7 @@ class HfTrainer(FsdpConfigFramework[_TrainerVersions]):
 
 # axolotl
 
-# Keys that no other framework has beside base_model.
+# Keys that no other framework has together with base_model.
 _AXOLOTL_KEYS = (
     *("datasets", "sequence_len", "micro_batch_size", "adapter", "special_tokens", "sample_packing", "rl", "plugins"),
     *("val_set_size", "dataset_prepared_path", "tokenizer_type", "model_type", "lora_r", "chat_template"),
@@ -473,18 +486,21 @@ _AXOLOTL_KEYS = (
 
 
 class _AxolotlVersions(VersionRange, frozen=True, kw_only=True):
-    """offload_backend: of the process group with the offload. reads_version: whether fsdp_version is read."""
+    """Versions; ``offload_backend`` is the process group's backend with offload, ``reads_version`` says if they read
+    fsdp_version.
+    """
 
     offload_backend: Backend
     reads_version: bool = True
 
 
 class Axolotl(FsdpConfigFramework[_AxolotlVersions]):
-    """``fsdp``, ``fsdp_config`` and ``fsdp_version`` of axolotl's YAML.
+    """``fsdp``, ``fsdp_config`` and ``fsdp_version`` in axolotl's YAML.
 
-    Read at v0.4.0, v0.7.1 to v0.18.0: utils/schemas (fsdp.py, validation.py) for the keys and their older names,
-    utils/trainer.py (setup_fsdp_envs) for the environment that accelerate reads, core/builders/base.py for what the
-    Trainer gets; requirements.txt for accelerate, which is 1.7 or newer, and so has gloo beside NCCL, since v0.10.
+    Sources read in v0.4.0 and v0.7.1 to v0.18.0: utils/schemas (fsdp.py, validation.py) for the keys and their older
+    names; utils/trainer.py (setup_fsdp_envs) for the environment that accelerate reads; core/builders/base.py for the
+    Trainer's arguments; requirements.txt for the accelerate version. Since v0.10 that is 1.7 or newer, with gloo as
+    well as NCCL.
     """
 
     facts = load_facts("axolotl", _AxolotlVersions)
@@ -502,7 +518,7 @@ class Axolotl(FsdpConfigFramework[_AxolotlVersions]):
     def count_ranks(settings: Settings) -> int | None:
         """Counts the ranks that the command tells its launcher to start.
 
-        accelerate is told the ranks of all nodes, torchrun those of each node.
+        accelerate gets the number of ranks on all nodes, torchrun the number on each node.
         """
         per_node = settings.count("nproc_per_node")
         return settings.read_number("num_processes") or (per_node and per_node * (settings.count("nnodes") or 1))
@@ -528,7 +544,9 @@ class Axolotl(FsdpConfigFramework[_AxolotlVersions]):
         return self.make_model_of_all_ranks(role)
 
     def list_ranges(self) -> Sequence[_AxolotlVersions]:
-        """Without a version, those that can read the file: fsdp_version came with v0.9."""
+        """Lists the ranges of versions. If none is given, leaves out those too old to read fsdp_version, which came
+        with v0.9.
+        """
         is_newer = self.version is None and "fsdp_version" in self.settings
         return [versions for versions in super().list_ranges() if versions.reads_version or not is_newer]
 
@@ -579,17 +597,17 @@ class Axolotl(FsdpConfigFramework[_AxolotlVersions]):
 
 # ms-swift
 
-# swift/config/fsdp2.json.
+# Contents of swift/config/fsdp2.json.
 _PRESET = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
 _SWIFT_OPTIONS = "ms_swift.fsdp"
 
 
 class MsSwift(FsdpConfigFramework[VersionRange]):
-    """``--fsdp`` of ms-swift's command line: ``fsdp2``, a JSON text, or a JSON file.
+    """``--fsdp`` on ms-swift's command line: ``fsdp2``, a JSON text, or a JSON file.
 
-    Read at v3.8.0, v3.12.0, v4.0.0 and v4.5.2: arguments/sft_args.py (_init_fsdp) and config/fsdp2.json for what
-    ``--fsdp`` stands for, cli/main.py for the ranks. Before v3.12 it has no ``--fsdp`` of its own; then, and under
-    `accelerate launch`, accelerate's configuration decides.
+    Sources read in v3.8.0, v3.12.0, v4.0.0 and v4.5.2: arguments/sft_args.py (_init_fsdp) and config/fsdp2.json for the
+    meaning of ``--fsdp``; cli/main.py for the number of ranks. Versions before v3.12 have no ``--fsdp`` of their own.
+    With them, and under `accelerate launch`, accelerate's configuration decides.
     """
 
     facts = load_facts("ms_swift")
@@ -603,7 +621,7 @@ class MsSwift(FsdpConfigFramework[VersionRange]):
 
     @staticmethod
     def complete(settings: Settings) -> Settings:
-        """The words that ``--fsdp`` stands for, below ``ms_swift.fsdp``, and its section."""
+        """Adds what ``--fsdp`` stands for: its words as ``ms_swift.fsdp``, and its section."""
         row = settings.find_first("fsdp")
         if row is None or not row.value:
             return settings
@@ -647,7 +665,7 @@ class MsSwift(FsdpConfigFramework[VersionRange]):
 
 
 def _add_words_of_accelerate(words: str) -> Keys:
-    """The words of accelerate's section and further ones, each with its prefix, and without."""
+    """Returns the words of accelerate's section and the given ones, each with the prefix ``fsdp_`` and without."""
     every = f"{Accelerate.facts.section_keys} {words}".split()
     return (*(f"fsdp_{word}" for word in every), *every)
 

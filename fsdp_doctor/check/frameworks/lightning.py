@@ -1,7 +1,7 @@
-"""Lightning: FSDPStrategy and ModelParallelStrategy, in LightningCLI's YAML.
+"""Lightning: FSDPStrategy and ModelParallelStrategy in LightningCLI's YAML.
 
-Read in Lightning at 2.0.0, 2.1.0, 2.2.0 and 2.6.5: pytorch/strategies/fsdp.py for absent arguments and for what a
-checkpoint reads, model_parallel.py, and fabric/utilities/distributed.py for the backend (NCCL alone on CUDA).
+Sources read in Lightning 2.0.0, 2.1.0, 2.2.0 and 2.6.5: pytorch/strategies/fsdp.py for default arguments and
+checkpoints; model_parallel.py; fabric/utilities/distributed.py for the backend, which is only NCCL on CUDA.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fsdp_doctor.matrix.cases import Scenario
 
 _STRATEGY = ("trainer.strategy", "trainer.strategy.class_path", "strategy.class_path")
 _MODEL_PARALLEL = "ModelParallelStrategy"
-# The names of registered strategies, and whether each offloads.
+# Names of registered strategies, and whether each offloads.
 _FSDP_NAMES = {
     "fsdp": False,
     "fsdp_cpu_offload": True,
@@ -44,7 +44,7 @@ _NCCL_ALONE = "Lightning's default is only NCCL"
 
 
 class _Versions(VersionRange, frozen=True, kw_only=True):
-    """use_orig_params: where it is not set."""
+    """Range of Lightning versions; ``use_orig_params`` is their default for this argument."""
 
     use_orig_params: bool
 
@@ -77,7 +77,7 @@ class Lightning(FsdpFramework[_Versions]):
         raise Unreadable(f"{row} does not say which strategy is used")
 
     def read_model(self, role: Role) -> ConfiguredModel:
-        """Returns None: the model is in the script."""
+        """Returns an empty model, since the model is defined in the script."""
         return ConfiguredModel()
 
     def choose_axes(self, role: Role, versions: _Versions) -> dict[AxisName, Chosen]:

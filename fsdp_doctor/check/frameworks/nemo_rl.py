@@ -1,8 +1,8 @@
-"""NeMo-RL: ``policy.dtensor_cfg`` of its YAML, where Megatron does not train.
+"""NeMo-RL: ``policy.dtensor_cfg`` in its YAML, unless Megatron trains.
 
-Read in NeMo-RL at v0.2.1 to v0.7.0: models/policy/dtensor_policy_worker.py and dtensor_policy_worker_v2.py for the
-backend and what is read, models/dtensor/parallelize.py and models/automodel/setup.py for the policy, which does not
-pin; fsdp1_policy_worker.py until v0.2; algorithms/grpo.py for the ranks.
+Sources read in NeMo-RL v0.2.1 to v0.7.0: models/policy/dtensor_policy_worker.py and dtensor_policy_worker_v2.py for the
+backend and the extractions; models/dtensor/parallelize.py and models/automodel/setup.py for the offload policy, which
+does not pin memory; fsdp1_policy_worker.py until v0.2; algorithms/grpo.py for the number of ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DEGREES = ("tensor_parallel_size", "context_parallel_size", "expert_parallel_si
 
 
 class _Versions(VersionRange, frozen=True, kw_only=True):
-    """mixed_in_v2: whether the group of the second worker has gloo beside NCCL with the offload."""
+    """Versions; ``mixed_in_v2`` is true if the second worker's process group has gloo as well as NCCL with offload."""
 
     mixed_in_v2: bool
 
@@ -37,9 +37,10 @@ class NemoRl(FsdpFramework[_Versions]):
 
     @staticmethod
     def count_ranks(settings: Settings) -> int | None:
-        """The whole cluster, or what generation on GPUs of its own leaves: a part of the only node, or else nodes.
+        """Counts the whole cluster, or what remains if generation uses GPUs of its own.
 
-        None where the configuration does not say how many generation takes.
+        Generation then takes GPUs of the only node, or whole nodes if there are several. Returns None if the
+        configuration does not say how many it takes.
         """
         per_node, nodes = (
             settings.read_number("cluster.gpus_per_node"),
@@ -85,7 +86,7 @@ class NemoRl(FsdpFramework[_Versions]):
         }
 
     def list_extractions(self, role: Role, versions: _Versions, scenario: Scenario) -> Iterator[ExtractionPoint]:
-        """dtensor_params_generator, before which an offloaded model is moved to the device; and checkpoints."""
+        """Lists dtensor_params_generator, before which an offloaded model is moved to the device, and checkpoints."""
         yield make_extraction_point(
             "weights for generation", scenario, "state_dict.full_tensor.to", staged=scenario.policy
         )

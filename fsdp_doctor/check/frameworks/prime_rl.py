@@ -1,8 +1,8 @@
-"""prime-rl: ``model`` of its trainer's TOML, which in the file of a whole run is below ``trainer``.
+"""prime-rl: ``model`` in its trainer's TOML, or ``trainer.model`` in the file of a whole run.
 
-Read in prime-rl at v0.3.0 to v0.8.0: configs/trainer.py (ModelConfig) for the keys and their defaults, trainer/model.py
-(setup_fsdp) for the policy, trainer/utils.py (setup_torch_distributed) for the backend, utils/weights.py and
-trainer/ckpt.py for what is read.
+Sources read in prime-rl v0.3.0 to v0.8.0: configs/trainer.py (ModelConfig) for the keys and their defaults;
+trainer/model.py (setup_fsdp) for the policy; trainer/utils.py (setup_torch_distributed) for the backend;
+utils/weights.py and trainer/ckpt.py for the extractions.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fsdp_doctor.matrix.cases import Scenario
 
 
 class _Keys(KeyTable, frozen=True, kw_only=True):
-    """full_offload: of the model and the optimizer, by hand."""
+    """Keys of prime-rl; ``full_offload`` turns on manual offload of the model and the optimizer."""
 
     full_offload: Keys
 
 
 class _Versions(VersionRange, frozen=True, kw_only=True):
-    """offloads_optimizer: whether the optimizer's state is offloaded where nothing is said."""
+    """Versions; ``offloads_optimizer`` is true if they offload the optimizer state by default."""
 
     offloads_optimizer: bool
 

@@ -1,8 +1,8 @@
-"""SkyRL: ``trainer`` of its Hydra settings: policy, ref and critic, each with ``fsdp_config``.
+"""SkyRL: ``trainer`` in its Hydra settings, where policy, ref and critic each have an ``fsdp_config``.
 
-Read in SkyRL at skyrl_train-v0.1.0 and v0.4.0, skyrl-v0.1.0 to v0.3.0: config.py and ppo_base_config.yaml for the
-defaults, distributed/fsdp_strategy.py for wrapper and offload, workers/worker.py for the backend, fsdp/fsdp_worker.py
-for what is read. The package skyrl follows skyrl_train; a version given is skyrl's.
+Sources read in SkyRL skyrl_train-v0.1.0 and v0.4.0, and skyrl-v0.1.0 to v0.3.0: config.py and ppo_base_config.yaml for
+the defaults; distributed/fsdp_strategy.py for the wrapper and the offload; workers/worker.py for the backend;
+fsdp/fsdp_worker.py for the extractions. The package skyrl succeeds skyrl_train; a given version means skyrl's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ _MOVED = "distributed/fsdp_strategy.py moves it by hand if all models are coloca
 
 
 class _Versions(VersionRange, frozen=True, kw_only=True):
-    """fsdp: the strategy that the word ``fsdp`` means. default: the word where none is set. adapter: its path."""
+    """Range of SkyRL versions.
+
+    ``fsdp`` is the strategy that the word ``fsdp`` means, and ``default`` the word if none is set. ``adapter`` is the
+    method that extracts an adapter.
+    """
 
     fsdp: Strategy = Strategy.FSDP1
     default: str = "fsdp2"
@@ -84,7 +88,7 @@ class SkyRl(FsdpFramework[_Versions]):
         }
 
     def list_extractions(self, role: Role, versions: _Versions, scenario: Scenario) -> Iterator[ExtractionPoint]:
-        """FSDPWeightExtractor after backload_to_gpu; of an adapter collect_lora_params."""
+        """Lists FSDPWeightExtractor after backload_to_gpu, or collect_lora_params for an adapter."""
         if role != "actor":
             return
         if scenario.model.has_adapters:
@@ -100,7 +104,9 @@ class SkyRl(FsdpFramework[_Versions]):
         return versions.fsdp if word == "fsdp" else Strategy.FSDP2
 
     def _choose_offload(self, role: Role, strategy: Strategy) -> OffloadChoice:
-        """The policy, which under FSDP1 only the reference has, or else the manual offload that colocation brings."""
+        """Chooses the policy, or else the manual offload that colocation causes. Under FSDP1 only the reference has a
+        policy.
+        """
         offload = self.choose_offload(role, "cpu_offload=false is the default")
         if offload.policy and strategy.version == 1 and role != "ref":
             offload = OffloadChoice()

@@ -1,7 +1,7 @@
-"""torchtitan: the TOML of its JobConfig, which its releases up to v0.2.2 read.
+"""torchtitan: the TOML of its JobConfig, which releases up to v0.2.2 read.
 
-Read in torchtitan at v0.2.2: config/job_config.py for the defaults, distributed/utils.py (init_distributed) for the
-backend, models/llama3/infra/parallelize.py for the policy, components/checkpoint.py for what is read.
+Sources read in torchtitan v0.2.2: config/job_config.py for the defaults; distributed/utils.py (init_distributed) for
+the backend; models/llama3/infra/parallelize.py for the offload policy; components/checkpoint.py for the extractions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Torchtitan(FsdpFramework[VersionRange]):
         return self.read_role(role, self.find_other_parallelisms(_SECTION, _DEGREES))
 
     def read_model(self, role: Role) -> ConfiguredModel:
-        """Returns None: the configuration names a size of torchtitan's own model."""
+        """Returns an empty model, since the configuration only names a size of torchtitan's own model."""
         return ConfiguredModel()
 
     def choose_axes(self, role: Role, versions: VersionRange) -> dict[AxisName, Chosen]:
@@ -62,7 +62,9 @@ class Torchtitan(FsdpFramework[VersionRange]):
             yield make_loading_point("resume", scenario, "dcp.load.model+optimizer")
 
     def _name_save(self) -> str:
-        """Names the method that saves; torchtitan compares the mode in lower case, and refuses any other."""
+        """Names the method that saves. Like torchtitan, compares the mode in lower case; torchtitan refuses unknown
+        modes.
+        """
         match self.settings.read_word("checkpoint.async_mode").lower():
             case "async":
                 return "dcp.async_save"
@@ -72,7 +74,7 @@ class Torchtitan(FsdpFramework[VersionRange]):
                 return "dcp"
 
     def find_problems(self) -> list[ConfigFinding]:
-        """An offload under a name that torchtitan does not know."""
+        """Finds offload settings with names that torchtitan does not know."""
         return [
             report_unknown(
                 f"{row.key.removeprefix('training.')!r} is not a known key of training (did you mean {_OFFLOAD}?)", row

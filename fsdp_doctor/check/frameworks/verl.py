@@ -1,9 +1,9 @@
-"""verl: PPO and its relatives (actor, ref, critic), and the SFT trainers.
+"""verl: PPO and its variants (actor, ref, critic), and the SFT trainers.
 
-Read in verl's sources at v0.2.0.post2, v0.3.0.post1, v0.4.0 to v0.9.0 and main of August 2026: trainer/config/*.yaml
-for the defaults, trainer/fsdp_sft_trainer.py (until v0.7.0) and sft_trainer.py, workers/fsdp_workers.py (removed by
-PR 6067) and workers/engine/fsdp/transformer_impl.py for what is moved and read, utils/fsdp_utils.py for how,
-utils/checkpoint/fsdp_checkpoint_manager.py for checkpoints, trainer/main_ppo.py, trainer/ppo/utils.py and
+Sources read in verl v0.2.0.post2, v0.3.0.post1, v0.4.0 to v0.9.0 and main of August 2026: trainer/config/*.yaml for the
+defaults; trainer/fsdp_sft_trainer.py (until v0.7.0), sft_trainer.py, workers/fsdp_workers.py (removed by PR 6067) and
+workers/engine/fsdp/transformer_impl.py for offloads and extractions; utils/fsdp_utils.py for how offloads are done;
+utils/checkpoint/fsdp_checkpoint_manager.py for checkpoints; trainer/main_ppo.py, trainer/ppo/utils.py and
 ppo/ray_trainer.py for which models are built.
 """
 
@@ -44,10 +44,10 @@ from fsdp_doctor.matrix.cases import Scenario
 _Trainer: TypeAlias = Literal["ppo", "sft", "old_sft"]
 
 _STRATEGIES: dict[str, Strategy] = {"fsdp": Strategy.FSDP1, "fsdp2": Strategy.FSDP2}
-# The engines other than verl's own FSDP: those without one, and those whose FSDP is not read.
+# Engines other than verl's own FSDP: those without FSDP, and those whose FSDP is not checked.
 _WITHOUT_FSDP = ("megatron", "mindspeed", "mindspeedllm", "deepspeed")
 _OTHER_ENGINES = (*_WITHOUT_FSDP, "veomni", "torchtitan", "automodel", "hyperparallel", "fsdp_turbo")
-# The names of verl's FSDP among the choices of Hydra and among the strategies.
+# Names of verl's FSDP, both as Hydra choices and as strategies.
 _WITH_FSDP = ("fsdp", "fsdp2", "dp")
 _ENGINE_KEYS = ("strategy", "param_offload", "optimizer_offload", "offload_policy", "fsdp_size", "use_orig_params")
 # verl's own configurations, whose defaults are known.
@@ -55,17 +55,18 @@ _VERL_CONFIGS = ("ppo_trainer", "sft_trainer", "sft_trainer_engine", "ppo_megatr
 _OFFLOADS = ("offload_policy", "param_offload", "optimizer_offload")
 _UTILIZATION = "actor_rollout_ref.rollout.gpu_memory_utilization"
 _IMPLEMENTATION = "trainer.use_legacy_worker_impl"
-# The dtypes that verl's PrecisionType makes of other names.
+# Other names that verl's PrecisionType accepts for dtypes.
 _DTYPES = {"fp16": "float16", "16": "float16", "bf16": "bfloat16", "fp32": "float32", "32": "float32"}
 
 
 class VerlModel(KeyTable, frozen=True, kw_only=True):
-    """A model of a run: where its settings are, in newer and older layouts, and what verl does with it.
+    """Model of a run: where its settings are, in newer and older layouts, and how verl uses it.
 
-    strategies: the keys that decide between FSDP1, FSDP2 and other engines, before the one in its sections; default is
-    what they are without. model, checkpoint: the sections of those settings; without checkpoint it is never saved.
-    policy_names: the names in its sections that ask for the policy, all of them together. synced: its weights go to
-    the rollout. forward_only: it is under the policy whatever is asked for.
+    ``strategies`` are keys outside its sections that choose FSDP1, FSDP2 or another engine; they take precedence over
+    the key in its sections, and ``default`` applies if none is set. ``model`` and ``checkpoint`` are the sections with
+    those settings; without ``checkpoint`` the model is never saved. ``policy_names`` are names in its sections that
+    must all be true for the offload policy. ``synced`` models send their weights to the rollout. ``forward_only``
+    models always use the policy.
     """
 
     role: Role
@@ -78,61 +79,59 @@ class VerlModel(KeyTable, frozen=True, kw_only=True):
     forward_only: bool = False
 
     def name_keys(self, name: str) -> Keys:
-        """The keys of that name in its sections."""
+        """Returns the keys with this name in its sections."""
         return tuple(f"{section}.{name}" for section in self.sections)
 
     def find_outer_strategy(self, settings: Settings) -> Setting | None:
-        """The strategy outside of its sections, which the trainer follows."""
+        """Finds the strategy outside its sections, which the trainer follows."""
         return settings.find_first(*self.strategies)
 
     def find_inner_strategy(self, settings: Settings) -> Setting | None:
-        """The strategy in its sections, which the engine followed until PR 5885."""
+        """Finds the strategy in its sections, which the engine followed until PR 5885."""
         return settings.find_first(*self.name_keys("strategy"))
 
     def find_strategy_setting(self, settings: Settings) -> Setting | None:
         return self.find_outer_strategy(settings) or self.find_inner_strategy(settings)
 
     def read_strategy(self, settings: Settings) -> Strategy | None:
-        """FSDP1 or FSDP2, regardless of use_orig_params; None for another engine."""
+        """Reads whether it is FSDP1 or FSDP2, regardless of use_orig_params; None for another engine."""
         return _STRATEGIES.get(settings.read_word(*self.strategies, *self.name_keys("strategy"), default=self.default))
 
     def find_policy_setting(self, settings: Settings) -> Setting | None:
-        """The setting that asks for the policy; None where one of those that must be on is not."""
+        """Finds the setting that asks for the policy; None unless all settings that it needs are true."""
         is_asked = all(settings.read_flag(*self.name_keys(name)) for name in self.policy_names)
         return settings.find_first(*self.name_keys(self.policy_names[0])) if is_asked else None
 
     def find_manual_offloads(self, settings: Settings) -> dict[str, Setting]:
-        """Names the manual offloads that are on."""
+        """Maps the names of the manual offloads that are on to their settings."""
         rows = {
             name: settings.find_first_true(*self.name_keys(name)) for name in ("param_offload", "optimizer_offload")
         }
         return {name: row for name, row in rows.items() if row}
 
     def find_adapter(self, settings: Settings) -> Setting | None:
-        """The setting that asks for an adapter: lora_rank, or one to start from; lora.rank is Megatron's."""
+        """Finds the setting that asks for an adapter: lora_rank, or an adapter to start from. lora.rank belongs to
+        Megatron.
+        """
         if (settings.read_number(f"{self.model}.lora_rank") or 0) > 0:
             return settings.find_first(f"{self.model}.lora_rank")
         return settings.find_first(f"{self.model}.lora_adapter_path")
 
 
 class VerlVersions(VersionRange, frozen=True, kw_only=True):
-    """A range of versions, of one implementation of the workers.
+    """Range of versions with one implementation of the workers.
 
-    trainers: the trainers to whose versions the range applies.
-    chosen_by: the words of use_legacy_worker_impl that choose it; empty for all.
-    engine: whether the engine runs the model, rather than fsdp_workers.py.
-    own_strategy: the engine follows the strategy in the model's section alone, by default ``fsdp`` (until PR 5885).
-    stages: it stages before each sync, whatever the offload. stages_policy: under CPUOffloadPolicy too.
-    stages_fsdp2: an FSDP2 model without adapters too.
-    saves_policy_staged: a checkpoint under the policy is taken from a module that was moved.
-    saves_whole: the old SFT trainer saves the whole model, not its shards.
-    reads_after_offload: the state dict is read after the module was offloaded again.
-    merged_late: a merged adapter is read after the merge was undone.
-    nonblocking: FSDP2 shards are offloaded without waiting for the copies.
-    asks_offloaded: fully asynchronous training asks an offloaded model for its names and shapes (issue 4657).
-    backend, critic_backend: of PPO's process group, and of the critic's own.
-    always_ref: a reference model is built whether anything asks for one or not.
-    fsdp1_only: FSDP2 and LoRA are not known yet.
+    trainers: the trainers to whose versions the range applies. chosen_by: values of use_legacy_worker_impl that choose
+    this implementation; empty for all values. engine: the engine runs the model instead of fsdp_workers.py.
+    own_strategy: the engine reads only the strategy in the model's section, by default ``fsdp`` (until PR 5885).
+    stages: the model is staged before each sync, whatever the offload. stages_policy: also under CPUOffloadPolicy.
+    stages_fsdp2: also if it is an FSDP2 model without adapters. saves_policy_staged: under the policy, a checkpoint is
+    taken after the module was moved. saves_whole: the old SFT trainer saves the whole model instead of its shards.
+    reads_after_offload: the state dict is read after the module was offloaded again. merged_late: a merged adapter is
+    read after the merge was undone. nonblocking: FSDP2 shards are offloaded without waiting for the copies.
+    asks_offloaded: fully asynchronous training reads names and shapes from an offloaded model (issue 4657). backend,
+    critic_backend: backends of PPO's process group, and of the critic's own group. always_ref: a reference model is
+    built even if nothing asks for one. fsdp1_only: these versions do not support FSDP2 and LoRA yet.
     """
 
     trainers: tuple[_Trainer, ...]
@@ -173,7 +172,7 @@ class Verl(FsdpFramework[VerlVersions]):
 
     @staticmethod
     def count_ranks(settings: Settings) -> int | None:
-        """Eight on one node by default; for an SFT trainer what torchrun starts, unless it is the one on Ray."""
+        """Counts eight ranks on one node by default. An SFT trainer without Ray leaves the number to torchrun."""
         per_node = settings.read_number("trainer.n_gpus_per_node", default=8 if _is_ppo(settings) else None)
         nodes = settings.read_number("trainer.nnodes", default=1)
         return per_node * nodes if per_node and nodes else None
@@ -234,7 +233,7 @@ class Verl(FsdpFramework[VerlVersions]):
         }
 
     def list_extractions(self, role: Role, versions: VerlVersions, scenario: Scenario) -> Iterator[ExtractionPoint]:
-        """The weights sync, and checkpoints."""
+        """Lists the weights sync and the checkpoints."""
         model = self.list_keys(role)
         if model.synced:
             staged = _sync_is_staged(versions, scenario)
@@ -242,7 +241,7 @@ class Verl(FsdpFramework[VerlVersions]):
             yield make_extraction_point("weights for the rollout", scenario, method, staged=staged)
             if versions.asks_offloaded and self.settings.list_below("async_training"):
                 yield make_extraction_point("get_actor_weights_info for the rollout", scenario, "weights_info")
-        # PPO saves every ``save_freq`` steps if that is positive, and by default not at all; SFT saves at its end.
+        # PPO saves every ``save_freq`` steps if this is positive, which it is not by default. SFT saves at the end.
         saves = role == "model" or (self.settings.read_number("trainer.save_freq") or -1) > 0
         if model.checkpoint and saves:
             yield from self._list_checkpoints(model, versions, scenario)
@@ -251,7 +250,7 @@ class Verl(FsdpFramework[VerlVersions]):
         yield from self._find_misplaced_offloads()
         script = self.settings.read_text(SCRIPT)
         module = re.fullmatch(r"(\w+)(?:\.\w+)+", script)
-        # A package with verl's settings that is not verl's may be a copy of it, with workers of its own.
+        # A package that has verl's settings but is not verl may be a copy of it with different workers.
         if module is not None and module[1] not in ("verl", "recipe") and not script.endswith((".py", ".sh")):
             sentence = (
                 f"{module[1]} is not verl's own package: the findings here hold if its workers are verl's workers"
@@ -265,17 +264,17 @@ class Verl(FsdpFramework[VerlVersions]):
     # Versions and axes
 
     def _list_ranges(self, model: VerlModel) -> list[VerlVersions]:
-        """The ranges of versions that build the model: by the version, and by the implementation that is chosen."""
+        """Lists the version ranges that build the model, by the version and the chosen implementation."""
         trainer: _Trainer = "old_sft" if model is _OLD_SFT else "sft" if model is _SFT else "ppo"
         ranges = [item for item in select_matching(_FACTS.versions, self.version) if trainer in item.trainers]
         if trainer == "sft":
             return ranges
-        # A version that is given has a default; without one, either implementation may run.
+        # A given version has a default implementation; without a version, either may run.
         word = self.settings.read_word(_IMPLEMENTATION) or ("auto" if self.version is not None else "")
         if trainer == "ppo" and word in ("auto", "enable", "disable"):
             ranges = [item for item in ranges if not item.chosen_by or word in item.chosen_by]
         ranges = [item for item in ranges if not item.fsdp1_only or not self._asks_for_newer(model)]
-        # With an adapter the actor without it is the reference: ``ref_in_actor``.
+        # With an adapter, the actor without it serves as the reference (``ref_in_actor``).
         is_asked = _asks_for_reference(self.settings) and model.find_adapter(self.settings) is None
         return [item for item in ranges if model is not _REF or item.always_ref or is_asked]
 
@@ -294,7 +293,7 @@ class Verl(FsdpFramework[VerlVersions]):
         )
 
     def _choose_offloads(self, model: VerlModel, strategy: Strategy) -> OffloadChoice:
-        """The policy is FSDP2's, and FSDP1's for the old SFT trainer."""
+        """Chooses the offloads. Only FSDP2 reads the policy, except that the old SFT trainer reads it for FSDP1."""
         if model.forward_only:
             return OffloadChoice(
                 policy="verl uses the offload policy for a model that only runs forward, whatever its flags say"
@@ -326,7 +325,7 @@ class Verl(FsdpFramework[VerlVersions]):
     def _list_checkpoints(
         self, model: VerlModel, versions: VerlVersions, scenario: Scenario
     ) -> Iterator[ExtractionPoint]:
-        """save_checkpoint: the sharded state dict, and where ``hf_model`` asks for it the whole model; the resume."""
+        """Lists save_checkpoint's sharded state dict, the whole model if ``hf_model`` asks for it, and the resume."""
         is_fsdp2 = scenario.version == 2
         whole = "get_model_state_dict.full+cpu" if is_fsdp2 else "full_state_dict.rank0+cpu"
         if versions.saves_whole:
@@ -339,13 +338,13 @@ class Verl(FsdpFramework[VerlVersions]):
         for name, method in methods.items():
             if name in contents:
                 yield make_extraction_point("checkpoint", scenario, method, staged=staged)
-        # FSDPCheckpointManager.load_checkpoint, after load_fsdp_model_to_gpu where param_offload asks for it.
+        # FSDPCheckpointManager.load_checkpoint, after load_fsdp_model_to_gpu if param_offload is on.
         yield make_loading_point("resume", scenario, "rank_files.model+optimizer", staged=scenario.param_offload)
 
-    # Settings that contradict one another, that nothing reads, or that do harm together
+    # Settings that contradict each other, that nothing reads, or that are harmful together
 
     def _find_offload_conflicts(self, model: VerlModel, strategy: Strategy | None) -> Iterator[ConfigFinding]:
-        """Conflicts between strategy and offloads. strategy: None for an engine other than FSDP1 and FSDP2."""
+        """Finds conflicts between the strategy, None for an engine other than FSDP1 and FSDP2, and the offloads."""
         settings, role = self.settings, model.role
         policy, row = model.find_policy_setting(settings), model.find_strategy_setting(settings)
         if model is _OLD_SFT:
@@ -379,14 +378,16 @@ class Verl(FsdpFramework[VerlVersions]):
             yield note(f"{role}: FSDP2 does not read use_orig_params", orig)
 
     def _find_ignored_strategy(self, model: VerlModel, ranges: Sequence[VerlVersions]) -> Iterator[ConfigFinding]:
-        """Until PR 5885 the engine followed the strategy in the model's section alone, by default ``fsdp``."""
+        """Notes that until PR 5885 the engine read only the strategy in the model's section, by default ``fsdp``."""
         outer, inner = model.find_outer_strategy(self.settings), model.find_inner_strategy(self.settings)
         if any(item.own_strategy for item in ranges) and outer and outer.value != "fsdp" and not inner:
             sentence = "an engine before PR 5885, as in v0.7.1, uses FSDP1 unless fsdp_config.strategy is set"
             yield note(f"{model.role}: {sentence}", outer)
 
     def _find_double_load(self, model: VerlModel, ranges: Sequence[VerlVersions]) -> Iterator[ConfigFinding]:
-        """A worker that only generates has the FSDP model beside the engine's own weights (issue 4229)."""
+        """Finds workers that only generate, but also load the FSDP model next to the engine's own weights
+        (issue 4229).
+        """
         settings = self.settings
         legacy = tuple(f"{model.role}, {item.label}" for item in ranges if not item.engine)
         rows, size = settings.list_below("async_training"), model.name_keys("fsdp_size")
@@ -406,7 +407,7 @@ class Verl(FsdpFramework[VerlVersions]):
         )
 
     def _find_useless_offload(self, model: VerlModel, strategy: Strategy) -> Iterator[ConfigFinding]:
-        """An offload of FSDP1 parameters that are not sharded, in the dtype of the computation (by default float32)."""
+        """Finds an offload of unsharded FSDP1 parameters that are stored in the compute dtype."""
         settings = self.settings
         moved = settings.find_first_true(*model.name_keys("param_offload"))
         if strategy.version == 2 or moved is None or model.forward_only or model is _OLD_SFT:
@@ -420,7 +421,7 @@ class Verl(FsdpFramework[VerlVersions]):
             yield report_known("fsdp1-no-shard-offload-frees-nothing", moved, size, stored, computed)
 
     def _find_misplaced_offloads(self) -> Iterator[ConfigFinding]:
-        """Offloads in a section where verl's FSDP does not read them."""
+        """Finds offloads in sections where verl's FSDP does not read them."""
         sections = [section for model in _FACTS.models.values() for section in model.sections]
         for row in self.settings:
             section = row.key.rpartition(".")[0]
@@ -432,7 +433,7 @@ class Verl(FsdpFramework[VerlVersions]):
                 yield report_unknown(sentence, row)
 
     def _find_models_not_built(self) -> Iterator[ConfigFinding]:
-        """A note on each model that has settings and is not built."""
+        """Makes a note for each model that has settings but is not built."""
         settings, adapter = self.settings, _REF.find_adapter(self.settings)
         if adapter and _asks_for_reference(settings):
             sentence = (
@@ -455,7 +456,9 @@ def _choose_backend(model: VerlModel, versions: VerlVersions) -> Chosen:
 
 
 def _choose_transfer(strategy: Strategy, offload: OffloadChoice, versions: VerlVersions) -> Chosen:
-    """Chooses non-blocking copies for FSDP1's flat parameters and the optimizer's state, for FSDP2's since PR 7347."""
+    """Chooses non-blocking copies for FSDP1's parameters and the optimizer state, and for FSDP2's parameters since PR
+    7347.
+    """
     moves_optimizer_alone = offload.optimizer and not offload.param
     moves_so = moves_optimizer_alone or (offload.param and (strategy.version == 1 or versions.nonblocking))
     if not moves_so or offload.policy:
@@ -464,7 +467,9 @@ def _choose_transfer(strategy: Strategy, offload: OffloadChoice, versions: VerlV
 
 
 def _sync_is_staged(versions: VerlVersions, scenario: Scenario) -> bool:
-    """Returns whether get_per_tensor_param of the engine, or rollout_mode of the worker, moves the model first."""
+    """Returns whether the engine's get_per_tensor_param, or the worker's rollout_mode, first moves the model to the
+    device.
+    """
     if scenario.policy:
         return versions.stages_policy
     if not versions.stages:
@@ -478,14 +483,14 @@ def _read_dtype(row: Setting | None, default: str) -> str:
 
 
 def _is_ppo(settings: Settings) -> bool:
-    """Returns whether the run trains by PPO or a relative of PPO."""
+    """Returns whether the run trains with PPO or a variant of it."""
     has_critic = any(settings.list_below(section) for section in _CRITIC.sections) or "critic.strategy" in settings
     script = settings.read_text(SCRIPT)
     return bool(settings.list_below("actor_rollout_ref")) or has_critic or ("main_ppo" in script and "verl" in script)
 
 
 def _list_built_models(settings: Settings) -> tuple[VerlModel, ...]:
-    """The models of the run; some versions may not build all of them."""
+    """Lists the models of the run; some versions may not build all of them."""
     if _is_ppo(settings):
         return (_ACTOR, _REF, _CRITIC) if _has_critic(settings) else (_ACTOR, _REF)
     is_old = "fsdp_sft_trainer" in settings.read_text(SCRIPT) or "model.partial_pretrain" in settings
@@ -503,7 +508,7 @@ def _asks_for_reference(settings: Settings) -> bool:
 
 
 def _find_unknown_config(settings: Settings) -> Setting | None:
-    """The setting that names a configuration which is neither verl's own nor given, so that its values are unknown."""
+    """Finds a setting that names a configuration with unknown values: it is neither verl's own nor given as a file."""
     path, name = settings.find_first("config_path", "config_dir"), settings.find_first("config_name")
     stem = str(name.value).removesuffix(".yaml") if name else ""
     if any(pathlib.PurePath(row.file).stem == stem for row in settings):
@@ -515,7 +520,7 @@ def _find_unknown_config(settings: Settings) -> Setting | None:
 
 
 def _find_other_engine(settings: Settings) -> Setting | None:
-    """The setting that chooses another engine than FSDP: one of Hydra's choices, or an engine's own section."""
+    """Finds the setting that chooses an engine other than FSDP: a Hydra choice, or a section of that engine."""
     for row in map(settings.find_first, ("model_engine", "engine")):
         if row is not None and isinstance(row.value, str) and row.value not in _WITH_FSDP:
             return row
@@ -529,7 +534,7 @@ def _find_other_engine(settings: Settings) -> Setting | None:
 
 
 def _names_other_engine(text: str) -> bool:
-    """Returns whether a name or a key has another engine among its words, as ``ppo_megatron_trainer`` has."""
+    """Returns whether a name or key contains the name of another engine as a word, as in ``ppo_megatron_trainer``."""
     return not _split_words(text).isdisjoint(_OTHER_ENGINES)
 
 
