@@ -251,7 +251,7 @@ def parse_version(text: str, option: str) -> Version | None:
 
 
 def _find_version(option: str, given: str | None, distributions: Sequence[str]) -> CheckedVersion:
-    """Returns the version that an option gives, or else that of the first installed distribution.
+    """Returns the version that an option gives, or else the version of the first installed distribution.
 
     Raises UsageError if the option does not give a version.
     """

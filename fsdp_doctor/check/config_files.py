@@ -161,7 +161,7 @@ def _parse_json_file(text: str, name: str) -> Iterator[Setting]:
 
 
 def _parse_toml(text: str, name: str) -> Iterator[Setting]:
-    # The parser's time grows with the square of the number of parts of a dotted key.
+    # The parser's time grows with the square of the number of parts in a dotted key.
     parts = sum(piece.count(".") ** 2 for line in text.splitlines() for piece in _NOT_IN_TOML_KEY.split(line))
     if text.count("=") > _MAX_TOML_ASSIGNMENTS or parts > _MAX_TOML_PARTS_SQUARED:
         raise UsageError(f"cannot read {name}: it has too many settings, or is nested too deeply")

@@ -39,8 +39,7 @@ def find_fix(arguments: Sequence[str], check: Callable[[Sequence[str]], CheckRes
     """Finds the first change of one setting after which ``check`` succeeds; None if there is none.
 
     True settings may be set to false, and any setting may be removed. Settings that bad findings name are tried first,
-    then those that determine how the models are trained; settings that determine which model is used are not changed
-    for that reason.
+    then other settings that determine how the models are trained, except the type of model.
 
     ``arguments`` are files and overrides, as for ``check``. Raises UsageError like ``check``.
     """

@@ -64,11 +64,11 @@ class FrameworkFacts(msgspec.Struct, Generic[V, M], frozen=True, kw_only=True, f
     """A framework's table, stored as ``NAME.toml`` next to its class. Frameworks may use types with further keys.
 
     ``read_in`` says in which versions the framework's source was read. ``distributions`` are its packages; if no
-    version is given, that of the first installed one counts. ``section_keys`` are the words allowed in a section of
-    FSDP settings; empty if any are allowed. ``cpu_collectives`` is true if the framework runs collectives on shards
-    that the policy keeps on the CPU, for example to clip gradients. ``versions`` are ranges that together cover every
-    version. ``models`` are the model tables by role or name. ``plan`` holds what only ``memory plan`` reads; see
-    ``PlanKeys`` in plan/configured_job.py.
+    version is given, the first installed one determines it. ``section_keys`` are the words allowed in a section of FSDP
+    settings; empty if any are allowed. ``cpu_collectives`` is true if the framework runs collectives on shards that the
+    policy keeps on the CPU, for example to clip gradients. ``versions`` are ranges that together cover every version.
+    ``models`` are the model tables by role or name. ``plan`` holds what only ``memory plan`` reads; see ``PlanKeys`` in
+    plan/configured_job.py.
     """
 
     name: str

@@ -53,8 +53,8 @@ _BESIDE = (
 class Conversion:
     """Result of a conversion.
 
-    ``verification`` is that of the source; nothing is written unless the source is sound. ``names`` lists the changed
-    names, old and new. ``left_out`` lists the parts of the source that belong neither to the model nor to its
+    ``verification`` is the verdict on the source; nothing is written unless the source is sound. ``names`` lists the
+    changed names, old and new. ``left_out`` lists the parts of the source that belong neither to the model nor to its
     optimizer, with their numbers of tensors.
     """
 
@@ -86,20 +86,24 @@ def convert(
 ) -> Conversion:
     """Writes the model in ``source`` to a new directory, and the optimizer if the target has a place for it.
 
-    The source is verified while it is read, once; if it is not sound, nothing is left behind. What was written is read
-    back and compared. The directory gets its name at the end, so an interrupted conversion leaves no directory of that
-    name; the next conversion removes what it left. Host memory: a few MiB. Runs no pickle, and needs torch only for a
-    cast.
+    The source is read once and verified at the same time. If it is not sound, nothing is left behind. Written data is
+    read back and compared. The directory gets its final name only at the end, so an interrupted conversion never leaves
+    a directory of that name, and the next conversion removes its leftovers. Host memory: a few MiB. Runs no pickle, and
+    needs torch only for a cast.
 
-    overwrite: replaces a directory of this name if a conversion wrote everything in it. dtype: the dtype to which the
-    model's floating-point tensors are cast; the optimizer is not cast. world_size: the number of ranks that will read
-    the target; by default as many as wrote the source. device: the device type of FSDP2's mesh. buffers: names, or
-    their last parts, of tensors that FSDP does not divide, if the files do not say so. largest_file: the size of a
-    Hugging Face file, in bytes. config: see ``read_hub_parts``; by default the config next to the source. part: see
-    ``read_checkpoint``. find_parts: ``read_hub_parts``, with which Hugging Face files get the Hub's names, and what is
-    made from such files gets the model's; without it all names are kept. find_order: ``read_parameter_order``, called
-    if an optimizer numbers its parameters and the files do not keep their order; without it such an optimizer is
-    refused. progress: see ``verify``.
+    overwrite: whether to replace an existing directory; allowed only if a conversion wrote everything in it.
+    dtype: the dtype to which the model's floating-point tensors are cast; the optimizer is not cast.
+    world_size: the number of ranks that will read the target; by default the number that wrote the source.
+    with_optimizer: whether to write the optimizer.
+    device: the device type of FSDP2's mesh.
+    buffers: names, or last parts of names, of tensors that FSDP does not shard, if the files do not show this.
+    largest_file: the size limit of a Hugging Face file in bytes.
+    config: see ``read_hub_parts``; by default the config.json next to the source.
+    part: see ``read_checkpoint``.
+    find_parts: ``read_hub_parts``, which maps between the model's names and the Hub's; without it all names are kept.
+    find_order: ``read_parameter_order``, called if the optimizer numbers its parameters and the files do not keep their
+        order; without it such an optimizer is refused.
+    progress: see ``verify``.
 
     Raises ConversionError for what cannot be converted, and OSError.
     """

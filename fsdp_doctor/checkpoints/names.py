@@ -90,7 +90,7 @@ def _have_common_form(bare: dict[str, str], other: dict[str, str]) -> bool:
 
 
 def _find_prefix(names: Collection[str], others: Collection[str]) -> str:
-    """Finds the prefix that most names have in front of the other side's names; empty if there is none."""
+    """Finds the prefix that most names of this side have before a name of the other side; empty if there is none."""
     suffixes = set(others)
     found: Counter[str] = Counter()
     for name in names:

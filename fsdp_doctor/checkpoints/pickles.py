@@ -94,7 +94,7 @@ class Pickled:
 
 
 class _Dict(dict[Any, Any]):
-    """Stand-in for OrderedDict and similar classes. Its attributes are dropped, and its contents are kept."""
+    """Stand-in for OrderedDict and similar classes. Its attributes and its factory are dropped."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*(arg for arg in args[:1] if isinstance(arg, dict | list)))

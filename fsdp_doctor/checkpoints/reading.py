@@ -492,8 +492,8 @@ class _Reading:
             path = _join(directory, name)
             header = self._read(path, self._read_header)
             is_shard = _SHARD.fullmatch(name)
-            # The writer adds offsets without save_distributed too, where the tensors are whole: only nonzero offsets
-            # mark a shard.
+            # The writer adds offsets even without save_distributed, when tensors are whole. Only nonzero offsets show
+            # that the file is a shard.
             if is_shard or (header is not None and any(map(any, _read_offsets(header).values()))):
                 shards[name] = int(is_shard["rank"]) if is_shard else None
             if header is not None:

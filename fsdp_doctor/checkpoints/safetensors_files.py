@@ -1,4 +1,4 @@
-"""Files of safetensors, and the index of a checkpoint of several files."""
+"""Reads and writes safetensors files, and the index of a checkpoint that consists of several."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fsdp_doctor.checkpoints.dtypes import DTYPES, NAME_OF_CODE
 from fsdp_doctor.checkpoints.files import BadFile, NotRead, OpenFile
 from fsdp_doctor.text import join_some, read_first_line
 
-# The limit of the safetensors package.
+# Header size limit of the safetensors package.
 _LONGEST_HEADER = 100_000_000
 _LENGTH_BYTES = 8
-# Each takes about two kilobytes of memory; files of models have some thousands.
+# Each tensor takes about two kilobytes of memory; model files have some thousands of tensors.
 _MOST_TENSORS = 200_000
 
 
 class HeaderEntry(NamedTuple):
-    """A tensor in a file. begin: the byte of its first element."""
+    """Tensor in a file. ``begin`` is the offset of its first byte."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class HeaderEntry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """tensors: by name, in the order of their bytes. end: the byte behind the last one."""
+    """Header of a file: its tensors by name in byte order, and the end of the last tensor's bytes."""
 
     tensors: dict[str, HeaderEntry]
     metadata: dict[str, Any]
@@ -38,8 +38,11 @@ class Header(NamedTuple):
 
 
 def read_header(file: OpenFile) -> Header:
-    """Raises BadFile for another kind of file, and for tensors that do not lie in the file or in each other's bytes;
-    NotRead for a dtype that is not known."""
+    """Reads the header of a safetensors file.
+
+    Raises BadFile if it is not such a file, or if tensors lie outside the file or overlap; NotRead for an unknown
+    dtype.
+    """
     size = file.size
     if size < _LENGTH_BYTES:
         raise BadFile(f"is not a safetensors file: it has {size} bytes")
@@ -94,10 +97,10 @@ def _read_entry(name: str, entry: Any, begin: int, size: int) -> HeaderEntry:
 
 
 def make_header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[bytes, dict[str, int]]:
-    """The first bytes of a file of tensors of these dtypes and shapes, and where in the file each begins, in order.
+    """Makes the first bytes of a file for these tensors, and returns them with the offset of each tensor in the file.
 
-    Give those with the larger elements first: nothing lies between tensors, and so all of them are aligned. Raises
-    BadFile for a dtype that safetensors does not have.
+    The tensors keep their order. Pass those with larger elements first: there is no padding between tensors, so this
+    order keeps all of them aligned. Raises BadFile for a dtype that safetensors does not have.
     """
     entries, begins, at = {}, {}, 0
     for name, (dtype, shape) in tensors.items():
@@ -113,7 +116,7 @@ def make_header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> tuple[bytes
 
 
 class HubFile(NamedTuple):
-    """A file that is to be written. begins: the first byte of each tensor, by its name. nbytes: of all."""
+    """File to be written: its header, the offset of each tensor by name, and its total size in bytes."""
 
     name: str
     header: bytes
@@ -122,10 +125,10 @@ class HubFile(NamedTuple):
 
 
 def plan_hub_files(tensors: Iterable[tuple[str, str, tuple[int, ...]]], largest_file: int) -> list[HubFile]:
-    """Divides tensors, each a name, a dtype and a shape, into files of their order, named as transformers does.
+    """Divides tensors, given as (name, dtype, shape), into files in their order, with the file names of transformers.
 
-    largest_file: bytes of tensors; only one that is larger gets a file of more. Raises BadFile for a tensor that
-    safetensors cannot have.
+    ``largest_file`` limits the bytes of tensors in a file; only a single larger tensor may exceed it. Raises BadFile
+    for a tensor that safetensors cannot store.
     """
     groups: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
     filled = 0
@@ -149,7 +152,7 @@ def plan_hub_files(tensors: Iterable[tuple[str, str, tuple[int, ...]]], largest_
 
 
 def make_index(files: Sequence[HubFile]) -> bytes:
-    """The text of ``model.safetensors.index.json``."""
+    """Makes the text of ``model.safetensors.index.json``."""
     weight_map = {key: file.name for file in files for key in file.begins}
     total_size = sum(file.nbytes - len(file.header) for file in files)
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
@@ -157,11 +160,11 @@ def make_index(files: Sequence[HubFile]) -> bytes:
 
 
 def read_weight_map(index: pathlib.Path) -> dict[str, str]:
-    """The file of each tensor, as transformers writes it.
+    """Reads which file holds each tensor, from an index as transformers writes it.
 
-    Raises BadFile if the index is malformed or names files outside of its directory, OSError if it cannot be read.
+    Raises BadFile if the index is malformed or names files outside its directory, and OSError if it cannot be read.
     """
-    # To read a pipe might wait forever.
+    # Reading a pipe might block forever.
     with OpenFile(index) as file:
         if file.size > _LONGEST_HEADER:
             raise BadFile(f"is not an index of a checkpoint: it has {file.size} bytes")
@@ -181,7 +184,7 @@ def read_weight_map(index: pathlib.Path) -> dict[str, str]:
 
 
 def parse_json(text: bytes) -> Any:
-    """Raises ValueError for what is no JSON, for a name that stands twice, and for a nesting without end."""
+    """Parses JSON. Raises ValueError for invalid JSON, for duplicate names, and for too deep nesting."""
     try:
         return json.loads(text, object_pairs_hook=_refuse_duplicates)
     except RecursionError:

@@ -39,7 +39,7 @@ def shift_crc(crc: LinearCrc, nbytes: int) -> LinearCrc:
 
 
 def finish_crc(crc: LinearCrc, nbytes: int) -> int:
-    """Converts a linear CRC of ``nbytes`` bytes into the CRC-32 of zip and zlib."""
+    """Converts a linear CRC of ``nbytes`` bytes into the ordinary CRC-32 that zip and zlib use."""
     return crc ^ shift_crc(_ALL_ONES, nbytes) ^ _ALL_ONES
 
 

@@ -190,7 +190,7 @@ def _check_written_by_conversion(target: pathlib.Path) -> None:
 
 
 def _remove_leftover(path: pathlib.Path, *, is_partial: bool = False) -> None:
-    """Removes what a conversion left behind. Raises ConversionError unless it is certain that a conversion wrote it."""
+    """Removes what a conversion left behind. Raises ConversionError if someone else may have written it."""
     if not _is_there(path):
         return
     if not is_partial or path.is_symlink() or not path.is_dir() or _read_record(path) is None:

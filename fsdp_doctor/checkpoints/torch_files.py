@@ -101,7 +101,7 @@ class _Window(io.RawIOBase):
 
 
 def read_torch_file(file: OpenFile, begin: int = 0, length: int | None = None) -> TorchFile:
-    """Reads everything except the tensors' bytes from a file of torch.save, or from a range of a file that holds one.
+    """Reads everything except tensor data from a file of torch.save, or from one that is embedded in another file.
 
     Raises BadFile if it is not a file of torch.save, or is truncated or damaged.
     """

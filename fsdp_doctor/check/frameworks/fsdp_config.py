@@ -192,7 +192,7 @@ _OTHER_ENGINES = ("DEEPSPEED", "MEGATRON_LM", "MULTI_GPU", "NO", "XLA", "TPU", "
 
 
 class _AccelerateVersions(VersionRange, frozen=True, kw_only=True):
-    """Versions; ``offload_backend`` is the process group's backend with ``offload_params``."""
+    """Range of versions; ``offload_backend`` is the process group's backend with ``offload_params``."""
 
     offload_backend: Backend
 
@@ -486,8 +486,9 @@ _AXOLOTL_KEYS = (
 
 
 class _AxolotlVersions(VersionRange, frozen=True, kw_only=True):
-    """Versions; ``offload_backend`` is the process group's backend with offload, ``reads_version`` says if they read
-    fsdp_version.
+    """Range of versions.
+
+    ``offload_backend`` is the process group's backend with offload. ``reads_version`` is true if fsdp_version is read.
     """
 
     offload_backend: Backend
@@ -544,8 +545,9 @@ class Axolotl(FsdpConfigFramework[_AxolotlVersions]):
         return self.make_model_of_all_ranks(role)
 
     def list_ranges(self) -> Sequence[_AxolotlVersions]:
-        """Lists the ranges of versions. If none is given, leaves out those too old to read fsdp_version, which came
-        with v0.9.
+        """Lists the ranges of versions in question.
+
+        If no version is given but fsdp_version is set, versions before v0.9 are left out, since they do not read it.
         """
         is_newer = self.version is None and "fsdp_version" in self.settings
         return [versions for versions in super().list_ranges() if versions.reads_version or not is_newer]

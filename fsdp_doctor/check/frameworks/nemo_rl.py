@@ -21,7 +21,7 @@ _DEGREES = ("tensor_parallel_size", "context_parallel_size", "expert_parallel_si
 
 
 class _Versions(VersionRange, frozen=True, kw_only=True):
-    """Versions; ``mixed_in_v2`` is true if the second worker's process group has gloo as well as NCCL with offload."""
+    """Range of versions; ``mixed_in_v2`` is true if the v2 worker uses gloo in addition to NCCL with offload."""
 
     mixed_in_v2: bool
 

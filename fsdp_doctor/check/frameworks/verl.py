@@ -121,17 +121,22 @@ class VerlModel(KeyTable, frozen=True, kw_only=True):
 class VerlVersions(VersionRange, frozen=True, kw_only=True):
     """Range of versions with one implementation of the workers.
 
-    trainers: the trainers to whose versions the range applies. chosen_by: values of use_legacy_worker_impl that choose
-    this implementation; empty for all values. engine: the engine runs the model instead of fsdp_workers.py.
+    trainers: the trainers that have these versions.
+    chosen_by: values of use_legacy_worker_impl that choose this implementation; empty if all do.
+    engine: the engine runs the model instead of fsdp_workers.py.
     own_strategy: the engine reads only the strategy in the model's section, by default ``fsdp`` (until PR 5885).
-    stages: the model is staged before each sync, whatever the offload. stages_policy: also under CPUOffloadPolicy.
-    stages_fsdp2: also if it is an FSDP2 model without adapters. saves_policy_staged: under the policy, a checkpoint is
-    taken after the module was moved. saves_whole: the old SFT trainer saves the whole model instead of its shards.
-    reads_after_offload: the state dict is read after the module was offloaded again. merged_late: a merged adapter is
-    read after the merge was undone. nonblocking: FSDP2 shards are offloaded without waiting for the copies.
-    asks_offloaded: fully asynchronous training reads names and shapes from an offloaded model (issue 4657). backend,
-    critic_backend: backends of PPO's process group, and of the critic's own group. always_ref: a reference model is
-    built even if nothing asks for one. fsdp1_only: these versions do not support FSDP2 and LoRA yet.
+    stages: the model is staged before each sync, whatever the offload.
+    stages_policy: it is also staged under CPUOffloadPolicy.
+    stages_fsdp2: it is also staged if it is an FSDP2 model without adapters.
+    saves_policy_staged: under the policy, a checkpoint is taken after the module was moved.
+    saves_whole: the old SFT trainer saves the whole model instead of its shards.
+    reads_after_offload: the state dict is read after the module was offloaded again.
+    merged_late: a merged adapter is read after the merge was undone.
+    nonblocking: FSDP2 shards are offloaded without waiting for the copies.
+    asks_offloaded: fully asynchronous training reads names and shapes from an offloaded model (issue 4657).
+    backend, critic_backend: the backends of PPO's process group, and of the critic's own group.
+    always_ref: a reference model is built even if nothing asks for one.
+    fsdp1_only: these versions do not support FSDP2 and LoRA yet.
     """
 
     trainers: tuple[_Trainer, ...]
@@ -172,7 +177,7 @@ class Verl(FsdpFramework[VerlVersions]):
 
     @staticmethod
     def count_ranks(settings: Settings) -> int | None:
-        """Counts eight ranks on one node by default. An SFT trainer without Ray leaves the number to torchrun."""
+        """Counts the ranks: eight on one node by default. An SFT trainer that is not on Ray gets them from torchrun."""
         per_node = settings.read_number("trainer.n_gpus_per_node", default=8 if _is_ppo(settings) else None)
         nodes = settings.read_number("trainer.nnodes", default=1)
         return per_node * nodes if per_node and nodes else None

@@ -76,9 +76,9 @@ def _find_negative_variances(evidence: CheckpointEvidence, variances: list[Saved
 
 
 def _find_lost_counts(norms: dict[str, dict[str, SavedTensor]]) -> Iterator[Symptom]:
-    """Finds norms that lack a count of batches. It counts as lost only if a single norm, not the first, lacks it.
+    """Finds norms that lack num_batches_tracked. Only a single norm, other than the first, counts as damaged.
 
-    Frozen norms have no count, and the first norms of a model are usually the frozen ones.
+    Frozen norms have no such count, and a model's first norms are the ones that are usually frozen.
     """
     families: dict[str, list[str]] = defaultdict(list)
     for module, kinds in norms.items():
@@ -95,8 +95,9 @@ def _find_lost_counts(norms: dict[str, dict[str, SavedTensor]]) -> Iterator[Symp
 
 
 def compare_gates(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds recurrent cells whose weights differ in rows, or whose rows are not the hidden size times the number of
-    gates.
+    """Finds recurrent cells whose weights have different numbers of rows, or a number that no torch cell has.
+
+    The rows must be the hidden size times the number of gates.
     """
     cells: dict[tuple[str, str], dict[str, SavedTensor]] = defaultdict(dict)
     for tensor in () if _may_be_shards(state) else state.select("model"):

@@ -148,7 +148,7 @@ def judge_settings(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
 
 
 def judge_settings_beside(evidence: CheckpointEvidence) -> Iterator[Symptom]:
-    """Finds impossible settings in files beside the states, such as those of a scheduler or a gradient scaler."""
+    """Finds impossible settings in other files, such as those of a scheduler or a gradient scaler."""
     for file, values in evidence.checkpoint.values_beside.items():
         for path, value in values.items():
             if _is_impossible(".".join(path), value, pathlib.PurePath(file).stem):

@@ -230,7 +230,7 @@ def _find_repeated_block(scan: SpanScan, rows: int) -> tuple[tuple[int, int], in
 def find_equal_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Finds single matrices and optimizer moments that are bitwise equal to those of another layer.
 
-    Layers that share weights share all of them, or are shared in pairs. A single equal pair among three or more layers
+    Layers that share weights share all of them, or share them in pairs. A single equal pair among three or more layers
     is therefore a copying error. Two parameters have the same moments only if they are one parameter under two names.
     """
     of_model = [each for each in state.select("model") if len(each.shape) > 1 and is_floating_point(each.dtype)]
