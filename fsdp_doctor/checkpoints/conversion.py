@@ -40,7 +40,7 @@ from fsdp_doctor.checkpoints.verification import Verification, judge
 
 _Pairs: TypeAlias = list[tuple[SavedPiece, SavedPiece, int]]
 LARGEST_FILE = 5_000_000_000
-# Troubles with names that the conversion corrects.
+# Troubles that the conversion corrects by renaming tensors.
 _MENDED = (Trouble.PREFIX, Trouble.WRAPPED)
 # Other files that a Hugging Face directory has. They are copied if they exist.
 _BESIDE = (
@@ -94,7 +94,7 @@ def convert(
     overwrite: whether to replace an existing directory; allowed only if a conversion wrote everything in it.
     dtype: the dtype to which the model's floating-point tensors are cast; the optimizer is not cast.
     world_size: the number of ranks that will read the target; by default the number that wrote the source.
-    with_optimizer: whether to write the optimizer.
+    with_optimizer: whether to write the optimizer, if the target has a place for it.
     device: the device type of FSDP2's mesh.
     buffers: names, or last parts of names, of tensors that FSDP does not shard, if the files do not show this.
     largest_file: the size limit of a Hugging Face file in bytes.

@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-# FSDP1, activation checkpointing and torch.compile put these into the names of the modules they wrap.
-# FSDP_WRAPPED_MODULE and _CHECKPOINT_WRAPPED_MODULE are constants in private modules of torch; _orig_mod is no constant
-# anywhere.
+# FSDP1, activation checkpointing and torch.compile put these into the names of the modules they wrap. Private modules
+# of torch have constants for the first two (FSDP_WRAPPED_MODULE, _CHECKPOINT_WRAPPED_MODULE), but none for _orig_mod.
 WRAPPER_NAMES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 _WRAPPERS = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(map(re.escape, WRAPPER_NAMES))})")
 
@@ -84,7 +83,7 @@ def _count(names: dict[str, str], common: set[str]) -> int:
 
 
 def _have_common_form(bare: dict[str, str], other: dict[str, str]) -> bool:
-    """Returns whether stripping only this side could not help, because the other side has wrappers or a prefix too."""
+    """Returns whether names match if the other side's wrappers, or a prefix of either side, are stripped as well."""
     forms = {strip_wrappers(form) for form in other.values()}
     return bool(_count(bare, forms) or _find_prefix(bare.values(), forms) or _find_prefix(forms, bare.values()))
 

@@ -12,7 +12,7 @@ from fsdp_doctor.checkpoints.dtypes import DTYPE_OF_STORAGE, DTYPES
 from fsdp_doctor.checkpoints.files import BadFile
 from fsdp_doctor.text import read_first_line
 
-# A pickle with deeper nesting, or with more values per byte, is not a state dict but a decompression bomb.
+# A pickle with deeper nesting, or with more values per byte, is not a state dict but an attempt to exhaust memory.
 _MOST_DEPTH = 64
 _MOST_VALUES_PER_BYTE = 20
 _MOST_VALUES_OF_ANY = 10_000

@@ -24,7 +24,8 @@ from fsdp_doctor.text import join_some
 
 _COUNTERS = frozenset({"step", "last_epoch", "_step_count", "global_step"})
 _STEP_FOLDER = re.compile(r"(?:checkpoint|global_step|step)[-_](\d+)")
-# Projections of one module, which all have a gradient or none. Two files must share this many modules to be compared.
+# Projections of one module, which either all have a gradient or none. The files of an optimizer are compared if they
+# share at least _FEWEST_MODULES modules.
 _PROJECTION = re.compile(
     r"(?P<module>.*\b(?:layers|layer|h|blocks|block)\.\d+\..*?)"
     r"(?P<kind>(?:[qkvo]|out|gate|up|down)_proj|query|key|value|[qkvo])\.weight"

@@ -1,4 +1,4 @@
-"""Checks tensors for values that are not finite, zero, equal, or of an unusual magnitude."""
+"""Checks tensors for values that are non-finite, zero, equal to others, or of an unusual magnitude."""
 
 from __future__ import annotations
 
@@ -275,7 +275,10 @@ def _find_equal(evidence: CheckpointEvidence, tensors: Iterable[SavedTensor]) ->
 
 
 def find_equal_layers(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds layers whose matrices are all bitwise equal. This is damage if an optimizer has trained both layers."""
+    """Finds layers whose matrices all equal those of another layer bit by bit.
+
+    This is damage if an optimizer has trained both layers.
+    """
     for stack, number, other, tensors in _compare_layers(evidence, state):
         what = f"the layer's {len(tensors)} matrices equal those of layer {other}, bit by bit"
         trouble = Trouble.EQUAL_LAYERS
