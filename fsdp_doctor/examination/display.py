@@ -1,4 +1,4 @@
-"""An examination for a terminal: a row for all tensors that are alike, then the findings."""
+"""Renders an examination for a terminal: one row for each group of equal tensors, then the findings."""
 
 from __future__ import annotations
 

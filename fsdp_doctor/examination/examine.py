@@ -1,4 +1,4 @@
-"""``examine``: the facts of a live model on one rank, and its findings."""
+"""``examine`` reads the facts of a live model on one rank, and finds what is wrong with the model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ __all__ = [
 class Examination:
     """The result of ``examine`` on this rank, which ``print`` and rich show as a short table.
 
-    facts: the state of the model, with the tensors that are alike together. findings: the bad ones first.
+    facts: the state of the model, with equal tensors grouped. findings: all findings, the bad ones first.
     """
 
     facts: Facts
@@ -57,22 +57,22 @@ class Examination:
 
     @property
     def parameters(self) -> tuple[TensorFacts, ...]:
-        """Lists each parameter under each of its names; those of FSDP1 units as flat parameters."""
+        """Lists each parameter under each of its names; an FSDP1 unit is listed as its flat parameter."""
         return self.facts.parameters
 
     @property
     def buffers(self) -> tuple[TensorFacts, ...]:
-        """Lists each buffer under each of its names, including buffers that no state dict has."""
+        """Lists each buffer under each of its names, including non-persistent buffers."""
         return self.facts.buffers
 
     @property
     def optimizer(self) -> tuple[OptimizerFacts, ...]:
-        """The tensors of the optimizer's state, grouped where they are alike; empty without an optimizer."""
+        """Lists the tensors of the optimizer's state, with equal tensors grouped; empty without an optimizer."""
         return self.facts.optimizer
 
     @property
     def bad(self) -> tuple[Finding, ...]:
-        """The findings for which ``raise_on_bad`` raises."""
+        """Lists the findings that make ``raise_on_bad`` raise."""
         return tuple(finding for finding in self.findings if finding.bad)
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Examination:
 
 
 class ModelIsBad(RuntimeError):
-    """The model is in a state in which it fails; ``examination`` has the facts and all findings."""
+    """Raised for a model whose next use fails or gives wrong values; ``examination`` has the facts and all findings."""
 
     def __init__(self, examination: Examination) -> None:
         first, *more = examination.bad
@@ -96,24 +96,24 @@ class ModelIsBad(RuntimeError):
 def examine(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, raise_on_bad: bool = False
 ) -> Examination:
-    """Reads where each parameter and buffer of a live model lies on this rank, and finds what is wrong with that.
+    """Reads the device of each parameter and buffer of a live model on this rank, and finds what is wrong.
 
-    Any one rank may call it alone, at any time between two calls of the model: it reads attributes and asks the current
-    stream whether it is idle; nothing is changed, communicated, copied or waited for. The model may be FSDP2 or FSDP1
-    in any state, also on the meta device and before the first forward; of another model it says that it is not FSDP.
+    Any single rank may call ``examine``, at any time between two calls of the model. It reads attributes and asks the
+    current stream whether it is idle; it changes, communicates and copies nothing, and never waits. The model may be
+    FSDP2 or FSDP1 in any state, also on the meta device and before the first forward. For a model without FSDP, a
+    finding says so.
 
-    model: FSDP's module, or one around it. Another rank's part of it may be in another state.
-    For a transformers model it says which names the Hub would have for its tensors, if these are others.
+    model: the FSDP module, or a module around it. Only this rank's part is read; other ranks may be in another state.
+        For a transformers model, the examination also lists the tensors that have a different name on the Hub.
+    optimizer: pass it only if ``optimizer.step()`` comes next. State on another device than its parameter is reported
+        as bad, although a framework may keep the state offloaded between two steps.
+    raise_on_bad: raises ModelIsBad, which carries the examination, if a finding is ``bad``. Use it as a guard before a
+        forward or an extraction. If only one rank raises, the others wait in their next collective until its timeout.
 
-    optimizer: pass it if ``optimizer.step()`` comes next: state on another device than its parameter is bad then, and
-        fine where a framework keeps it offloaded between two steps.
-    raise_on_bad: raises ModelIsBad, which carries the examination, if a finding is ``bad``: torch fails or gives other
-        values when it next uses the model. For a guard before a forward or an extraction. A rank that raises alone
-        leaves the others in their next collective until its timeout.
-
-    An FSDP2 model that is offloaded by hand is a ``note``: its shards can be read where they are. An FSDP1 model that
-    is offloaded by hand is ``bad``: every unshard asserts (verl PR 4726). A ``hazard`` depends on what comes next, or
-    on something unknown: whether a copy is under way is known for this thread's current stream alone.
+    The severity ``bad`` means that torch fails or gives wrong values when it next uses the model. A ``hazard`` depends
+    on the next call, or on something unknown, such as a copy on another stream than the current one. A ``note`` is not
+    wrong. An FSDP2 model that is offloaded by hand is a ``note``, because torch can read its shards on the host. An
+    FSDP1 model that is offloaded by hand is ``bad``, because every unshard fails an assertion (verl PR 4726).
     """
     examination = _examine(model, optimizer)
     if raise_on_bad and examination.bad:

@@ -1,4 +1,4 @@
-"""The facts of a live model on one rank: where each parameter, buffer and tensor of the optimizer's state lies."""
+"""The facts of a live model on one rank: the device of each parameter, buffer and tensor of the optimizer's state."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ TensorKind: TypeAlias = Literal["fsdp2", "fsdp1", "dtensor", "plain", "buffer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpUnit:
-    """A ``fully_shard`` module or an FSDP1 unit, without its parameters.
+    """The settings of a ``fully_shard`` module or an FSDP1 unit.
 
-    compute_device: where its parameters are gathered and used. policy: whether it is under CPUOffloadPolicy, or
-    CPUOffload(offload_params=True); pins: whether that policy pins the shards. initialized: whether torch's lazy
-    initialization, at the first forward, was done.
+    compute_device: the device on which the unit's parameters are gathered and used.
+    policy: whether the unit uses CPUOffloadPolicy or CPUOffload(offload_params=True).
+    pins: whether the offload policy pins the shards.
+    initialized: whether torch has run its lazy initialization, which happens at the first forward.
     """
 
     strategy: Literal["fsdp1", "fsdp2"]
@@ -44,8 +45,9 @@ class FsdpUnit:
 class Mesh:
     """A device mesh, or the shard group of an FSDP1 unit.
 
-    names: of its dims, empty if they have none. carries_cpu: whether every dim's group has a backend for CPU tensors;
-    None if there is no group to ask.
+    names: the names of the dimensions; empty if they have no names.
+    carries_cpu: whether the process group of every dimension has a backend for CPU tensors; None if torch.distributed
+        is not initialized.
     """
 
     names: tuple[str, ...]
@@ -56,14 +58,16 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorState:
-    """Everything about a tensor but its name and shape; tensors that are alike share one object.
+    """The properties of a tensor except its name and shape; equal tensors share one object.
 
     kind: ``fsdp2``, ``fsdp1`` (a flat parameter), ``dtensor`` (outside of FSDP), ``plain`` or ``buffer``.
-    wrapper_device: the device that the parameter reports. device: where this rank's part of it lies.
-    pinned: None off the CPU, without elements, and for a tensor that is not dense.
-    placements, mesh: of a DTensor; an FSDP1 unit has a mesh alone.
-    even: whether every rank holds equally many elements, as under FSDP1, which pads; None if it is not sharded.
-    unit: None for a tensor that FSDP does not manage, such as an ignored parameter or a buffer.
+    wrapper_device: the device that the parameter reports.
+    device: the device of this rank's part of the tensor.
+    pinned: whether the memory is pinned; None off the CPU, without elements, and for a tensor that is not dense.
+    placements: the placements of a DTensor; empty for any other tensor.
+    mesh: the mesh of a DTensor or of an FSDP1 unit; None for any other tensor.
+    even: whether every rank holds the same number of elements (always under FSDP1, which pads); None if not sharded.
+    unit: the FSDP unit; None for a tensor that FSDP does not manage, such as an ignored parameter or a buffer.
     """
 
     kind: TensorKind
@@ -85,9 +89,10 @@ class TensorState:
 class TensorFacts:
     """One parameter or buffer under one name.
 
-    name: as in the model before it was wrapped; of an FSDP1 unit its module's and ``flat_param``.
-    tied_to: the first name of the same tensor, empty for that name itself.
-    shape, local_shape: of the whole tensor, and of this rank's part.
+    name: the name in the model before wrapping; for an FSDP1 unit, the module's name followed by ``flat_param``.
+    tied_to: the first name of the same tensor; empty if ``name`` is the first name.
+    shape: the shape of the whole tensor.
+    local_shape: the shape of this rank's part.
     holds: the names of the parameters in an FSDP1 unit.
     """
 
@@ -101,10 +106,12 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerFacts:
-    """Tensors of an optimizer's state that are alike.
+    """A group of equal tensors of an optimizer's state.
 
-    entry: their key, such as ``exp_avg``. names: of their parameters. home: where this rank's part of those parameters
-    lies. scalar: whether they have no dimensions, as ``step``.
+    entry: the key of the tensors in the state, such as ``exp_avg``.
+    names: the names of the parameters to which the tensors belong.
+    home: the device of this rank's part of the parameters.
+    scalar: whether the tensors have no dimensions, such as ``step``.
     """
 
     entry: str
@@ -117,11 +124,13 @@ class OptimizerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameFacts:
-    """Names that the model's tensors would have on the Hub, as ``save_pretrained`` of transformers 5 does.
+    """The names that ``save_pretrained`` of transformers 5 would give the model's tensors on the Hub.
 
-    model_names: how many names of parameters and buffers the model has. others: by such a name, the Hub's, of those
-    that are called otherwise there: several where the model has fused what the Hub has apart. unknown: why nothing is
-    known of it; refused: why the tensors cannot be given the Hub's names.
+    model_names: the number of names of parameters and buffers in the model.
+    others: maps each name in the model that differs on the Hub to its names there; there are several if the model has
+        fused tensors that are separate on the Hub.
+    unknown: the reason why the Hub's names are unknown; empty if they are known.
+    refused: the reason why the tensors cannot be given the Hub's names; empty if they can.
     """
 
     model_names: int
@@ -135,13 +144,18 @@ ByState: TypeAlias = dict[TensorState, list[TensorFacts]]
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """A model as this rank sees it.
+    """The state of a model as this rank sees it.
 
-    wrapper: the class around the model. by_state, buffers_by_state: the parameters and buffers, those that are alike
-    together. units: the different ones. names: the model's, and the Hub's. compute_device: of the first unit; None for
-    a model that is not FSDP. stream_idle: whether the calling thread's current stream of the compute device had nothing
-    left to do; None if that does not matter, or the stream cannot be asked. open_step: the part of a training step
-    that has begun and has not ended, and that does not run in this thread: as a rule it raised. None between two steps.
+    wrapper: the class name of the outermost module.
+    by_state: the parameters, grouped by their state.
+    buffers_by_state: the buffers, grouped by their state.
+    units: the distinct settings of the FSDP units.
+    names: the model's names and the Hub's.
+    compute_device: the compute device of the first unit; None for a model without FSDP.
+    stream_idle: whether the calling thread's current stream of the compute device was idle; None if no tensor shows
+        traces of a non-blocking copy, or if the device has no streams.
+    open_step: the part of a training step that began, did not end and is not running now, usually because it raised;
+        None between two steps.
     """
 
     wrapper: str
@@ -200,14 +214,14 @@ def _read_names(model: nn.Module, contents: ModelContents) -> NameFacts:
 
 
 def count_left_by_copy(tensors: tuple[ByState, ...], optimizer: tuple[OptimizerFacts, ...]) -> int:
-    """Counts the tensors in pinned memory without a policy that pins, as ``.to("cpu", non_blocking=True)`` leaves."""
+    """Counts the pinned tensors outside of an offload policy, such as results of ``.to("cpu", non_blocking=True)``."""
     pinned = [rows for by_state in tensors for state, rows in by_state.items() if state.pinned and not state.policy]
     first_names = sum(not row.tied_to for rows in pinned for row in rows)
     return first_names + sum(len(facts.names) for facts in optimizer if facts.pinned)
 
 
 def is_same_device(one: torch.device, other: torch.device) -> bool:
-    """A device without an index is any of its kind."""
+    """Compares two devices; a device without an index equals every device of its type."""
     return one.type == other.type and (one.index == other.index or None in (one.index, other.index))
 
 
@@ -226,7 +240,10 @@ def _read_unit(unit: Fsdp1Unit | Fsdp2Unit) -> FsdpUnit:
 
 
 class _Rows:
-    """Collects tensors. A model may have a hundred thousand, in a few states, each of which is made once."""
+    """Collects rows of tensors.
+
+    A model may have a hundred thousand tensors in a few states, so that each state is made only once and shared.
+    """
 
     def __init__(self) -> None:
         self.rows: list[TensorFacts] = []
@@ -235,7 +252,7 @@ class _Rows:
         self._meshes: dict[int, Mesh] = {}
 
     def add(self, tensors: Iterable[ModelTensor], kind: Literal["plain", "buffer"]) -> list[TensorFacts]:
-        """Adds a row for every name, and returns those of the first names."""
+        """Adds a row for every name of every tensor, and returns the row of each tensor's first name."""
         added: list[TensorFacts] = []
         for entry in tensors:
             tensor, unit = entry.tensor, entry.unit
@@ -305,7 +322,10 @@ def _is_pinned(local: torch.Tensor) -> bool | None:
 
 
 def _is_even(tensor: DTensor) -> bool | None:
-    """Shards of shards of a dimension are even where it divides by the product of the mesh's dims."""
+    """Returns whether all shards of a DTensor have equal size; None if it is not sharded.
+
+    A dimension that several mesh dimensions shard must be divisible by the product of their sizes.
+    """
     parts: dict[int, int] = {}
     for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
         # Shard, and the strided one of a model that tensor parallelism sharded first, which is no Shard.
@@ -341,7 +361,7 @@ def _read_flat_parameter(unit: Fsdp1Unit) -> TensorFacts:
 
 
 def _read_optimizer(optimizer: torch.optim.Optimizer, facts_of: dict[int, TensorFacts]) -> tuple[OptimizerFacts, ...]:
-    """Ignores the state of other models' parameters."""
+    """Groups equal tensors of the optimizer's state, and ignores the state of other models' parameters."""
     by_home: dict[torch.device, dict[tuple[str, torch.device, bool, bool], list[str]]] = {}
     for parameter, entries in optimizer.state.items():
         if (facts := facts_of.get(id(parameter))) is None:
@@ -360,7 +380,7 @@ def _read_optimizer(optimizer: torch.optim.Optimizer, facts_of: dict[int, Tensor
 
 
 def _is_stream_idle(device: torch.device | None) -> bool | None:
-    """Asks without waiting. Only the current stream of this thread can be asked; there is no list of streams."""
+    """Returns, without waiting, whether this thread's current stream is idle; torch has no list of other streams."""
     if device is None or device.type in ("cpu", "meta"):
         return None
     return bool(torch.get_device_module(device.type).current_stream(device).query())

@@ -1,11 +1,12 @@
-"""Findings: what the places of a model's tensors mean; ``model_findings`` has the findings about the model itself.
+"""Finds problems in the devices of a model's tensors; ``model_findings`` finds problems in the model itself.
 
-``bad``      torch fails, or gives other values, when it next uses the model: in a training step or an extraction
-``hazard``   it depends on what is called next, or on something that no single rank can see without waiting
-``note``     nothing is wrong, but it limits what may come next
+``bad``      torch fails or gives wrong values when it next uses the model, in a training step or an extraction
+``hazard``   failure depends on the next call, or on something that no single rank can see without waiting
+``note``     nothing is wrong, but the state limits which calls may come next
 
-So a model that a framework offloaded by hand is not bad under FSDP2, whose shards torch reads where they are, and bad
-under FSDP1, on which every call but the framework's own load fails. A remedy is for the caller: nothing is done here.
+A model that a framework offloaded by hand is a note under FSDP2, because torch can read its shards on the host. Under
+FSDP1 it is bad, because every call fails except the framework's own load. The remedy of a finding is a text for the
+caller; this module repairs nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _READS_ALL = "full_tensors() reads the module in this state."
 class Finding:
     """One thing to know about the model.
 
-    names: of the tensors that it is about. entry: the id of the catalogue's entry, empty if there is none.
+    names: the names of the affected tensors. entry: the id of the catalogue's entry; empty if there is none.
     """
 
     kind: str
@@ -130,7 +131,7 @@ def check_fsdp1_away(facts: Facts) -> Iterator[Finding]:
 
 
 def check_fsdp2_away(facts: Facts) -> Iterator[Finding]:
-    """Tells a manual offload, which moves all of FSDP2's shards off the device, from a partial one, which is broken."""
+    """Finds FSDP2 shards off their compute device: a note if all were moved to the CPU by hand, otherwise bad."""
     names, state = _choose(facts, lambda state: state.kind == "fsdp2" and _is_away(state) and not _is_half_moved(state))
     at_home, _ = _choose(facts, lambda state: state.kind == "fsdp2" and not state.policy and not _is_away(state))
     if names and at_home:
@@ -176,9 +177,10 @@ def check_plain_parameters(facts: Facts) -> Iterator[Finding]:
 
 
 def check_buffers(facts: Facts) -> Iterator[Finding]:
-    """A policy moves parameters alone; ``to_empty(device="cpu")`` and ``to("cpu")`` move the buffers too.
+    """Finds buffers off the compute device, where ``to_empty(device="cpu")`` or ``to("cpu")`` has put them.
 
-    FSDP1 moves the buffers itself at its lazy initialization, so that before it there is no finding.
+    An offload policy brings only parameters to the device. FSDP1 moves the buffers itself at its lazy initialization,
+    so an FSDP1 model has no finding before.
     """
     names = tuple(row.name for row in _list_buffers_away(facts))
     fsdp1_moves_them = all(unit.strategy == "fsdp1" and not unit.initialized for unit in facts.units)
@@ -194,7 +196,10 @@ def check_buffers(facts: Facts) -> Iterator[Finding]:
 
 
 def check_optimizer_devices(facts: Facts) -> Iterator[Finding]:
-    """``step`` has no dimensions: torch's optimizers keep it on the CPU or beside the parameter, and take either."""
+    """Finds optimizer state on another device than its parameter.
+
+    Tensors without dimensions, such as ``step``, are skipped: torch's optimizers accept them on the CPU, too.
+    """
     apart = [group for group in facts.optimizer if not group.scalar and not is_same_device(group.device, group.home)]
     if apart:
         names = tuple(dict.fromkeys(name for group in apart for name in group.names))
@@ -211,9 +216,10 @@ def check_optimizer_devices(facts: Facts) -> Iterator[Finding]:
 
 
 def check_uneven_after_nonblocking(facts: Facts) -> Iterator[Finding]:
-    """FSDP2 pads a shard that is shorter than another rank's as soon as it was moved: on the host, a read too early.
+    """Finds uneven FSDP2 shards that were offloaded by hand, perhaps by a non-blocking copy.
 
-    The padded shard is in pageable memory again, so the evidence is the pinned memory of the other shards.
+    After a move to the host FSDP2 pads a shorter shard at once, and may so read it before the copy has arrived. The
+    padded shard is in pageable memory again, so the evidence is the pinned memory of the other shards.
     """
 
     def is_by_hand(state: TensorState) -> bool:
@@ -292,9 +298,10 @@ _ALL: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
 
 
 def _describe_way_home(facts: Facts, usual: str) -> str:
-    """Says how a model comes back to where its units train: as ``usual``, unless only some are under CPUOffloadPolicy.
+    """Describes how to move a model back to the devices on which its units train.
 
-    To move the whole of such a model takes some units away from where they train.
+    Returns ``usual``, unless only some FSDP2 units use CPUOffloadPolicy: moving such a model as a whole would put the
+    other units on the wrong device.
     """
     if len({unit.policy for unit in facts.units if unit.strategy == "fsdp2"}) < 2:
         return usual
@@ -309,7 +316,7 @@ def _is_half_moved(state: TensorState) -> bool:
 
 
 def _is_away(state: TensorState) -> bool:
-    """Returns whether the unit is off its compute device without an offload policy."""
+    """Returns whether the tensor is off its unit's compute device without an offload policy."""
     unit = state.unit
     if unit is None or unit.policy or state.device.type == "meta":
         return False
@@ -317,7 +324,7 @@ def _is_away(state: TensorState) -> bool:
 
 
 def _is_on(state: TensorState, facts: Facts) -> bool:
-    """Returns whether the tensor is on the model's device, or on one of that type if the units compute on several."""
+    """Returns whether the tensor is on the compute device, or on its device type if the units compute on several."""
     if facts.compute_device is None or state.device.type == "meta":
         return True
     if any(unit.compute_device != facts.compute_device for unit in facts.units):
@@ -326,7 +333,7 @@ def _is_on(state: TensorState, facts: Facts) -> bool:
 
 
 def _is_at_work(facts: Facts) -> bool:
-    """Returns whether some shards are where a forward needs them: on the device, or anywhere under a policy."""
+    """Returns whether some shards are ready for a forward: on their compute device, or under an offload policy."""
     return any(state.unit is not None and not _is_away(state) for state in facts.by_state)
 
 
@@ -339,7 +346,7 @@ def _list_buffers_away(facts: Facts) -> list[TensorFacts]:
 
 
 def _choose(facts: Facts, is_chosen: Callable[[TensorState], bool]) -> tuple[tuple[str, ...], TensorState | None]:
-    """Returns (the first names of the parameters in chosen states, the first chosen state)."""
+    """Returns the first names of the parameters whose state ``is_chosen`` accepts, and the first such state."""
     states = [state for state in facts.by_state if is_chosen(state)]
     names = tuple(row.name for state in states for row in facts.by_state[state] if not row.tied_to)
     return names, states[0] if states else None

@@ -29,12 +29,12 @@ from fsdp_doctor.weights.fsdp.decorators import defer_garbage_collection
 
 
 def is_wrapper(kind: type) -> bool:
-    """Returns whether tensors of the type wrap others, as a DTensor does, and have no memory themselves."""
+    """Returns whether tensors of the type wrap other tensors and have no memory of their own, like a DTensor."""
     return hasattr(kind, "__tensor_flatten__")
 
 
 def list_storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """Lists the storages of a tensor: a DTensor's local one, the wrapped ones of any other wrapper, none on meta."""
+    """Lists the storages of a tensor, or of the tensors that it wraps (a DTensor's local tensor); none on meta."""
     if private.is_sharded_tensor(tensor):
         shards: Any = tensor
         yield from (storage for shard in shards.local_shards() for storage in list_storages(shard.tensor))
@@ -49,7 +49,7 @@ def list_storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def list_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of nested lists, tuples and dictionaries."""
+    """Lists the tensors in nested lists, tuples and dictionaries."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -61,7 +61,7 @@ def list_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def count_device_bytes(storage: torch.UntypedStorage) -> int:
-    """Bytes that the device's allocator counts for a storage."""
+    """Counts the bytes that the device's allocator reports for a storage."""
     return round_up(storage.nbytes())
 
 
@@ -70,7 +70,8 @@ def list_owned_tensors(
 ) -> Iterator[tuple[MemoryClass, torch.Tensor]]:
     """Lists every tensor of a model and its optimizer with its class, in any state of the model.
 
-    Memory of two classes counts for the first. Only attributes are read; any rank may call this alone.
+    A tensor's memory may be listed under several classes; only the first listing counts. Only attributes are read; any
+    single rank may call this function.
     """
     parts = reader.read(model)
     yield from (("parameters", parameter.tensor) for parameter in parts.parameters)
@@ -96,7 +97,10 @@ def list_owned_tensors(
 
 
 def sum_bytes_on(device: torch.device, tensors: Iterable[tuple[MemoryClass, torch.Tensor]]) -> Bytes:
-    """Bytes of the tensors on a device by class, as its allocator counts; memory of several is of the first."""
+    """Sums the bytes of the tensors on a device by class, as its allocator counts them.
+
+    A storage that is listed several times counts once, for the class that is listed first.
+    """
     by_class: Bytes = {}
     seen: set[int] = set()
     for memory_class, tensor in tensors:
@@ -108,9 +112,11 @@ def sum_bytes_on(device: torch.device, tensors: Iterable[tuple[MemoryClass, torc
 
 
 def count_host_memory(tensors: Iterable[tuple[MemoryClass, torch.Tensor]], taken: int = 0) -> HostMemory:
-    """Counts the tensors that are on the host; memory of several is of the first. Any rank may call it alone.
+    """Counts the bytes of the tensors on the host. Any single rank may call this function.
 
-    taken: bytes that the allocator of pinned memory reports, 0 where it does not.
+    A storage that is listed several times counts once, for the class that is listed first.
+
+    taken: bytes that the allocator of pinned memory reports; 0 if it reports none.
     """
     by_class: Bytes = {}
     pinned = pinned_reserved = pageable = 0
@@ -135,9 +141,12 @@ _NEEDED = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_m
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """The memory of one device, in bytes. allocated, reserved: now. peak, peak_reserved: the most since the last reset.
+    """The memory of one device, in bytes.
 
-    capacity: the device's memory, or this process's limit. elsewhere: in use, and not reserved by this process.
+    allocated, reserved: the present values of the allocator's counters.
+    peak, peak_reserved: the highest values of the counters since the last reset.
+    capacity: the device's memory, or this process's limit if one is set.
+    elsewhere: memory in use that this process's allocator has not reserved.
     """
 
     allocated: int
@@ -148,7 +157,10 @@ class Counters:
     elsewhere: int
 
     def make_device_memory(self, by_class: Bytes, at_peak: Bytes) -> DeviceMemory:
-        """Makes the ledger of a device. held, at_peak: bytes of known classes, now and at the peak."""
+        """Makes the ledger of a device.
+
+        by_class: bytes of known classes that are allocated now. at_peak: bytes of known classes at the peak.
+        """
         return DeviceMemory(
             held=add_unexplained(by_class, self.allocated),
             at_peak=add_unexplained(at_peak, self.peak),
@@ -162,7 +174,7 @@ class Counters:
 
 
 def check_counted(device_type: str) -> None:
-    """Raises CannotRun where torch does not count the memory of such devices. Makes no context on one."""
+    """Raises CannotRun if torch does not count the memory of this device type. Creates no context on a device."""
     if device_type == "cpu":
         raise CannotRun("torch does not measure the memory of the CPU: use --device emulated, or an accelerator")
     module = torch.get_device_module(device_type)
@@ -173,7 +185,7 @@ def check_counted(device_type: str) -> None:
 
 
 class DeviceCounters:
-    """The counters of one device. Raises CannotRun where it has none."""
+    """Reads the memory counters of one device. Raises CannotRun for a device type without counters."""
 
     def __init__(self, device: torch.device) -> None:
         check_counted(device.type)
@@ -187,7 +199,7 @@ class DeviceCounters:
         self._module.reset_peak_memory_stats(self._device)
 
     def read(self) -> Counters:
-        """Reads all counters. Raises CannotRun where the driver does not answer."""
+        """Reads all counters. Raises CannotRun if the driver does not report the device's free memory."""
         try:
             free, total = self._module.mem_get_info(self._device)
         except RuntimeError as error:
@@ -208,12 +220,12 @@ class DeviceCounters:
         )
 
     def read_pinned_reserved(self) -> int:
-        """Bytes of pinned host memory that this process's allocator has taken; 0 where it does not report them."""
+        """Reads the bytes of pinned host memory that this process's allocator holds; 0 if it reports none."""
         stats: dict[str, int] = getattr(self._module, "host_memory_stats", dict)()
         return int(stats.get("allocated_bytes.current", 0))
 
     def free_workspaces(self) -> int:
-        """Frees the workspaces of cuBLAS, which no operator returns, and returns their bytes."""
+        """Frees the workspaces of cuBLAS, which operators never release, and returns their bytes."""
         before = int(self._module.memory_allocated(self._device))
         private.release_workspaces(self._device)
         return before - int(self._module.memory_allocated(self._device))
@@ -229,14 +241,15 @@ def measure_memory(
 ) -> StageMemory:
     """Measures the memory of this rank's device and host, in bytes by class, between two calls of the model.
 
-    Any rank may call it alone. It reads attributes and counters; nothing is changed, communicated, copied or waited
-    for, so a copy under way counts where its tensor is. Bytes of a device are counted as by its allocator, in blocks of
-    512. Memory of neither the model nor the optimizer is "unexplained": activations, a state dict that is kept, another
-    model. ``peak`` and ``peak_reserved`` are the most since the peaks were last reset; ``at_peak`` has no classes.
+    Any single rank may call this function. It reads attributes and counters; it changes, communicates and copies
+    nothing, and never waits. While a copy is under way, its target already counts. Device bytes are counted like the
+    allocator does, in blocks of 512. Memory that belongs to neither the model nor the optimizer is "unexplained":
+    activations, a state dict that is kept, another model. In the result, ``peak`` and ``peak_reserved`` are the highest
+    values since the peaks were last reset, and ``at_peak`` is not divided into classes. ``device`` is None if the model
+    computes on the CPU. Raises CannotRun for a device whose memory torch does not count.
 
-    optimizer: left out, its state is unexplained. stage, job: labels of the ledger, for a table or a picture of
-    several. ``device`` is None where the model computes on the CPU. Raises CannotRun for a device whose memory torch
-    does not count.
+    optimizer: the optimizer of the model; without it, the optimizer's state counts as unexplained.
+    stage, job: labels of the ledger, for a table or a picture of several ledgers.
     """
     device = compute_device(model)
     owned = list(list_owned_tensors(model, optimizer))
@@ -250,8 +263,9 @@ def measure_memory(
 
 
 def compute_device(model: nn.Module) -> torch.device:
-    """The device on which FSDP's units compute, with an index; for any other model, the device of its first
-    parameter.
+    """Returns the device on which the FSDP units compute, with an index.
+
+    For a model without FSDP it is the device of the first parameter; the CPU if the parameter is on meta or missing.
     """
     parts = reader.read(model)
     places = [

@@ -1,4 +1,4 @@
-"""The memory of one rank at one stage of a job, by class: the records, their JSON, and the allocators' rounding."""
+"""Records of the memory of one rank at one stage of a job, by class; their JSON; the rounding of CUDA's allocators."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ Bytes: TypeAlias = dict[MemoryClass, int]
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """One rank's device, in bytes. A class that is left out holds nothing.
+    """The memory of one rank's device, in bytes. A class that is left out holds nothing.
 
-    held: by class, when the stage ends; they add up to ``allocated``.
-    at_peak: by class, at the moment of the stage at which the most was allocated; they add up to ``peak``.
-    allocated, reserved: in tensors and in the allocator's segments when the stage ends.
-    peak, peak_reserved: the most of each within the stage.
-    capacity: of the device, or the limit that was set; None where it is unknown.
-    elsewhere: in use on the device, and not reserved by this process: other processes, the context, the driver,
-        libraries that allocate for themselves; None where nobody counts it.
+    held: bytes by class when the stage ends; their sum is ``allocated``.
+    at_peak: bytes by class at the moment of the stage's highest allocation; their sum is ``peak``.
+    allocated: bytes in tensors when the stage ends.
+    reserved: bytes in the allocator's segments when the stage ends.
+    peak, peak_reserved: the highest values of ``allocated`` and ``reserved`` within the stage.
+    capacity: the device's memory, or the process's limit if one is set; None if unknown.
+    elsewhere: memory in use that this process's allocator has not reserved: other processes, the context, the driver,
+        libraries with their own allocations; None if it was not counted.
     """
 
     held: Bytes
@@ -64,11 +65,13 @@ class DeviceMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """One rank's tensors on the host, in bytes, when the stage ends.
+    """The memory of one rank's tensors on the host, in bytes, when the stage ends.
 
-    held: by class, pinned and pageable; they add up to ``pinned`` and ``pageable``.
-    pinned: in tensors. pinned_reserved: taken for them, the next power of two for each as CUDA's allocator of pinned
-        memory does, and what that allocator keeps of earlier ones. pageable: in tensors.
+    held: bytes by class, pinned and pageable together; their sum is ``pinned + pageable``.
+    pinned: bytes of tensors in pinned memory.
+    pinned_reserved: bytes that CUDA's allocator of pinned memory holds: the next power of two for each tensor, and
+        memory that the allocator keeps from freed tensors.
+    pageable: bytes of tensors in pageable memory.
     """
 
     held: Bytes
@@ -78,7 +81,7 @@ class HostMemory:
 
     @property
     def taken(self) -> int:
-        """Bytes of the host that are gone, with the rounding of pinned memory."""
+        """Bytes of host memory in use, including the rounding of pinned memory."""
         return self.pinned_reserved + self.pageable
 
 
@@ -86,8 +89,9 @@ class HostMemory:
 class StageMemory:
     """The memory of one rank at one stage.
 
-    job: a scenario's id, or a role of a job. method: the method of the extraction, for the stage "extracted" and those
-    that follow it. device: None without an accelerator.
+    job: the id of a scenario, or a role of a job.
+    method: the method of the extraction, for the stage "extracted" and the stages after it.
+    device: the device's memory; None without an accelerator.
     """
 
     job: str
@@ -99,12 +103,12 @@ class StageMemory:
 
     @property
     def peak(self) -> int:
-        """The most bytes that tensors had on the device; 0 without an accelerator."""
+        """Highest number of bytes allocated on the device; 0 without an accelerator."""
         return self.device.peak if self.device is not None else 0
 
     @property
     def name(self) -> str:
-        """The stage, with the method of an extraction."""
+        """Name of the stage, with the method of the extraction if there is one."""
         return f"{self.stage}: {self.method}" if self.stage == "extracted" else self.stage
 
 
@@ -115,7 +119,7 @@ def sum_classes(by_class: Bytes) -> int:
 def add_unexplained(by_class: Bytes, counted: int) -> Bytes:
     """Adds the class "unexplained", so that the classes add up to the allocator's count.
 
-    They add up to more where tensors are made without the allocator.
+    If some tensors were allocated without the allocator, the classes add up to more than its count.
     """
     rest = counted - sum_classes(by_class)
     return {**by_class, "unexplained": rest} if rest > 0 else by_class
@@ -126,17 +130,17 @@ _BLOCK = 512
 
 
 def round_up(nbytes: int) -> int:
-    """Bytes that CUDA's caching allocator takes on the device for a tensor."""
+    """Computes the bytes that CUDA's caching allocator uses on the device for a tensor."""
     return -(-nbytes // _BLOCK) * _BLOCK
 
 
 def sum_rounded(sizes: Iterable[int]) -> int:
-    """Bytes that CUDA's caching allocator takes on the device for tensors of these sizes."""
+    """Computes the bytes that CUDA's caching allocator uses on the device for tensors of these sizes."""
     return sum(map(round_up, sizes))
 
 
 def round_to_power_of_two(nbytes: int) -> int:
-    """Bytes of pinned memory that CUDA's allocator takes for a tensor."""
+    """Computes the bytes of pinned memory that CUDA's host allocator uses for a tensor."""
     return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
 
 
@@ -149,8 +153,11 @@ Origin: TypeAlias = Literal["measured", "predicted"]
 class MemoryFile:
     """The ledgers of one run or one plan.
 
-    command: that made them. device: number of ranks and kind: ``2 x NVIDIA H200``. packages: versions by package.
-    notes: sentences that a reader must know. estimates: by job, bytes of other estimators by their names.
+    command: the command that made the ledgers.
+    device: the number of ranks and the kind of device, such as ``2 x NVIDIA H200``.
+    packages: the version of each package.
+    notes: sentences that a reader must know.
+    estimates: the bytes that other estimators predict, by job and by the estimator's name.
     """
 
     origin: Origin
@@ -168,7 +175,7 @@ def format_memory_file(file: MemoryFile) -> str:
 
 
 def read_memory_file(text: str) -> MemoryFile:
-    """Reads a file of ledgers. Raises UsageError for any other text."""
+    """Reads the text of a file of ledgers. Raises UsageError for any other text."""
     try:
         data = json.loads(text)
         if (data["schema"], data["schema_version"]) != (SCHEMA, SCHEMA_VERSION):

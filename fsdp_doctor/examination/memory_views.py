@@ -1,4 +1,4 @@
-"""Ledgers as a table for a terminal, and as a picture."""
+"""Renders memory ledgers as a table for a terminal, and as a picture."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _UNITS = (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30))
 
 @dataclass(frozen=True)
 class JobMemory:
-    """The stages of one job in their order, each once for each method."""
+    """The stages of one job in order; a stage appears once for each extraction method."""
 
     job: str
     stages: tuple[StageMemory, ...]
 
     @property
     def highest(self) -> int:
-        """Bytes of the highest bar, which is a peak of the device or the host."""
+        """Bytes of the highest bar: the largest peak of a device or of the host."""
         return max((max(memory.peak, memory.host.taken) for memory in self.stages), default=0)
 
     @property
     def capacity(self) -> int | None:
-        """Capacity of a device; None where it is unknown, or so much that it is no limit."""
+        """Capacity of a device; None if it is unknown, or at least four times the highest bar."""
         capacities = [memory.device.capacity for memory in self.stages if memory.device and memory.device.capacity]
         return min(capacities, default=None) if capacities and min(capacities) < 4 * self.highest else None
 
     @property
     def classes(self) -> tuple[MemoryClass, ...]:
-        """The classes that have any bytes."""
+        """Memory classes that have any bytes in some stage."""
         counts = [memory.host.held for memory in self.stages]
         for device in filter(None, (memory.device for memory in self.stages)):
             counts += [device.held, device.at_peak]
@@ -58,7 +58,7 @@ def group_by_job(memories: Iterable[StageMemory]) -> list[JobMemory]:
 
 
 def choose_unit(nbytes: int) -> tuple[str, int]:
-    """Chooses the unit, with its bytes, in which a number of bytes has two to five digits."""
+    """Returns a unit's name and its size in bytes: the smallest unit in which the number stays below 10240."""
     return next(((name, size) for name, size in _UNITS if nbytes < 10240 * size), _UNITS[-1])
 
 
@@ -73,7 +73,7 @@ _SHORT: dict[MemoryClass, str] = {
 
 
 def render_memory_table(memories: Iterable[StageMemory], width: int, color: bool = False) -> str:
-    """A table for each job, or several below each other, with some of the classes each, where one is too wide."""
+    """Renders a table for each job; a table that is too wide is divided by columns into several."""
     console = Console(
         width=400,  # so that no cell is cut
         file=io.StringIO(),
@@ -106,7 +106,7 @@ def _render_job(job: JobMemory, size: int, width: int) -> list[Table]:
 
 
 def _render_columns(columns: Sequence[tuple[str, ...]]) -> Table:
-    """Renders a table of columns; the first two name the rows, and the first cell of each column is its header."""
+    """Renders columns as a table; the first two columns name the rows, and each column begins with its header."""
     table = Table(pad_edge=False, box=box.SIMPLE_HEAD)
     for number, (name, *_) in enumerate(columns):
         table.add_column(name, no_wrap=True, justify="left" if number < 2 else "right")
@@ -164,7 +164,7 @@ _FONT = 'font-family="sans-serif" font-size="12"'
 
 
 def render_memory_svg(memories: Iterable[StageMemory]) -> str:
-    """Draws a panel for each job. The picture loads nothing and runs nothing."""
+    """Draws an SVG with a panel for each job; it contains no scripts and no external resources."""
     jobs = group_by_job(memories)
     width = _LEFT + _STEP * max((len(job.stages) for job in jobs), default=1) + _LEGEND
     panel = _TOP + _HEIGHT + _BELOW

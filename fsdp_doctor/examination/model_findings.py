@@ -1,6 +1,7 @@
-"""Findings about what a load, switches of the gradients, and offloads have left in a model.
+"""Finds problems that a load, a changed gradient setting or an offload has left in a model.
 
-Only attributes are read: nothing is changed or communicated, no value is looked at, no device is waited for.
+Only attributes are read: nothing is changed or communicated, no tensor's values are read, and nothing waits for a
+device.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ def find_after_load(
 
 
 def find_unreadable(contents: ModelContents) -> Iterator[Finding]:
-    """Training may be all right with them: a QLoRA model has them on purpose."""
+    """Finds parameters whose memory does not contain their values, such as quantized ones.
+
+    They are a hazard and not bad, because a QLoRA model has them on purpose and can train.
+    """
     names_of: dict[str, list[str]] = {}
     for name, form in contents.find_unreadable().items():
         names_of.setdefault(form, []).append(name)
@@ -89,7 +93,10 @@ def find_unreadable(contents: ModelContents) -> Iterator[Finding]:
 
 
 def _check_meta(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
-    """A load that copies in place writes nothing to meta, and no load brings a buffer that no state dict has."""
+    """Finds parameters and buffers that are still on the meta device.
+
+    A load that copies in place leaves them there, and no load restores a non-persistent buffer.
+    """
     parameters = tuple(row.name for row in facts.parameters if row.state.device.type == "meta" and not row.tied_to)
     buffers = tuple(row.name for row in facts.buffers if row.state.device.type == "meta" and not row.tied_to)
     transient = [buffer.names[0] for buffer in contents.transient_buffers]
@@ -121,7 +128,11 @@ def _check_meta(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
 
 
 def _check_optimizer_parameters(contents: ModelContents, optimizer: torch.optim.Optimizer) -> Iterator[Finding]:
-    """Several optimizers may share a model's parameters, and one may hold masters that a framework copies back."""
+    """Finds trainable parameters that the optimizer does not hold.
+
+    If it holds some, the finding is a hazard, since another optimizer may hold the rest. If it holds tensors of higher
+    precision instead of all parameters, there is no finding: they may be master weights that a framework copies back.
+    """
     in_groups = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     parameters = list(_list_trainable(contents))
     known = {id(parameter) for _, parameter in parameters}
@@ -171,7 +182,7 @@ def _check_moment_dtypes(contents: ModelContents, optimizer: torch.optim.Optimiz
 
 
 def _check_step_counters(contents: ModelContents, optimizer: torch.optim.Optimizer) -> Iterator[Finding]:
-    """A move of the whole state takes the counters with it: verl's load of an offloaded optimizer does."""
+    """Finds step counters on the device, where code that moves the whole state puts them, such as verl's load."""
     names = {id(parameter): name for name, parameter in _list_trainable(contents)}
     waits = tuple(
         names[id(parameter)]
@@ -195,7 +206,10 @@ def _check_step_counters(contents: ModelContents, optimizer: torch.optim.Optimiz
 
 
 def _check_unmade_state(contents: ModelContents, optimizer: torch.optim.Optimizer) -> Iterator[Finding]:
-    """``zeros_like(parameter.data)`` raises for a half-moved parameter, whose storage is on another device."""
+    """Finds half-moved parameters without optimizer state, for which creating the state raises.
+
+    A half-moved parameter reports another device than its storage has, so ``zeros_like(parameter.data)`` raises.
+    """
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     names = tuple(
         name
@@ -265,7 +279,7 @@ def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iter
         )
     if second_memories := tuple(_find_second_memories(contents)):
         # torch gathers ``FlatParameter.data`` in full precision, casts ``_local_shard`` under mixed precision, and
-        # returns to ``_local_shard`` at each reshard.
+        # resets ``FlatParameter.data`` to ``_local_shard`` at each reshard.
         yield Finding(
             kind="second-memory",
             severity="hazard",
@@ -321,9 +335,10 @@ def _check_changed_parameters(model: nn.Module, contents: ModelContents) -> Iter
 
 
 def find_in_gradients(model: nn.Module, contents: ModelContents) -> Iterator[Finding]:
-    """No attribute says whether the next backward is the last of an accumulation, for which these switches are wrong.
+    """Finds gradients, and settings of the gradient reduction, that make the next training step fail or go wrong.
 
-    A loss that is a sum over tokens has its gradients summed, and not averaged, on purpose.
+    Switches for gradient accumulation are wrong only for its last backward, which no attribute reveals. Gradients may
+    be summed instead of averaged on purpose, for a loss that is a sum over tokens.
     """
     if mixed := tuple(_find_mixed(contents)):
         yield Finding(
@@ -560,7 +575,7 @@ def find_in_memory(contents: ModelContents, facts: Facts) -> Iterator[Finding]:
 
 
 def _find_replaced(model: nn.Module, contents: ModelContents) -> tuple[str, ...]:
-    """Names under which modules have other parameters than FSDP2 gathers."""
+    """Lists the names under which a module has another parameter than the one that FSDP2 gathers."""
     names: list[str] = []
     if places := [place for unit in contents.fsdp2_units for place in unit.replaced]:
         prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
@@ -569,14 +584,20 @@ def _find_replaced(model: nn.Module, contents: ModelContents) -> tuple[str, ...]
 
 
 def _list_tied_places(model: nn.Module, contents: ModelContents) -> set[str]:
-    """Names under which FSDP2 shows one parameter, whatever the modules have before the first forward."""
+    """Lists the names of parameters that FSDP2 itself treats as tied.
+
+    Before the first forward the modules may still have separate parameters there.
+    """
     prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     places = [place for unit in contents.fsdp2_units for tied in unit.tied_places for place in tied]
     return {strip_wrappers(prefixes[id(module)] + name) for module, name in places}
 
 
 def _find_second_memories(contents: ModelContents) -> Iterator[str]:
-    """Units with two memories on one device; on two devices the unit is half-moved, which is another finding."""
+    """Lists FSDP1 units whose flat parameter and local shard have separate memory on one device.
+
+    On two devices the unit is half-moved, which is another finding.
+    """
     for unit in contents.fsdp1_units:
         memories = unit.memories
         if len(memories) > 1 and memories[0].device == memories[1].device:
@@ -584,9 +605,10 @@ def _find_second_memories(contents: ModelContents) -> Iterator[str]:
 
 
 def _find_restored_gradients(contents: ModelContents) -> Iterator[str]:
-    """``FullyShardedDataParallel._apply`` makes views of the flat gradient the original parameters' gradients.
+    """Lists original parameters of FSDP1 units whose gradients a move has restored.
 
-    A forward gives the unit one memory again, after which they are like those of an accumulation.
+    ``FullyShardedDataParallel._apply`` sets the gradients of the original parameters to views of the flat gradient.
+    After the next forward, restored gradients cannot be told from accumulated ones.
     """
     for unit in contents.fsdp1_units:
         if unit.keeps_originals and len(unit.memories) > 1:
@@ -601,7 +623,7 @@ def _list_names(contents: ModelContents, parameters: list[nn.Parameter]) -> tupl
 
 
 def _list_trainable(contents: ModelContents) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, parameter) of all parameters that an optimizer made now would have."""
+    """Yields the name and the tensor of each parameter that an optimizer created now would hold."""
     yield from ((tensor.names[0], tensor.tensor) for tensor in contents.parameters)
     for unit in contents.fsdp1_units:
         if unit.keeps_originals:
@@ -621,7 +643,7 @@ def _find_rounded(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) ->
 
 
 def _count_bits(tensor: torch.Tensor) -> int:
-    """The bits of a floating dtype; 0 for another."""
+    """Returns the number of bits of a floating-point dtype; 0 for any other dtype."""
     return torch.finfo(tensor.dtype).bits if tensor.is_floating_point() else 0
 
 
@@ -638,7 +660,7 @@ def _find_untied(model: nn.Module, contents: ModelContents) -> Iterator[tuple[st
 def _read_configured_ties(module: nn.Module) -> Mapping[str, str]:
     """Maps the name of each tied weight of a transformers model to the name of the weight to which it is tied.
 
-    Before transformers 5 the latter is always the embedding.
+    Before transformers 5, tied weights are always tied to the input embedding.
     """
     # The class's attribute, because FullyShardedDataParallel returns the attributes of the module that it wraps.
     tied = getattr(type(module), "_tied_weights_keys", None) or {}
@@ -665,7 +687,10 @@ def _find_unmanaged(model: nn.Module, contents: ModelContents) -> Iterator[str]:
 
 
 def _find_unfinished(model: nn.Module, contents: ModelContents) -> Iterator[str]:
-    """Finds FSDP1 units that are offloaded below a root that is not: the end of a backward asks the root alone."""
+    """Finds FSDP1 units with CPU offload below a root without it.
+
+    At the end of a backward, torch checks the offload setting of the root only.
+    """
     known: set[nn.Module] = set()
     for module in model.modules():
         if not isinstance(module, FullyShardedDataParallel) or module in known:
@@ -692,7 +717,7 @@ def _find_unsharded(contents: ModelContents) -> Iterator[tuple[str, torch.Tensor
 
 
 def _find_gradients_left(contents: ModelContents) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gradients of shards that were offloaded by hand."""
+    """Lists the gradients of shards that were offloaded by hand."""
     for parameter in contents.parameters:
         by_hand = parameter.unit is not None and not parameter.unit.offloads
         if by_hand and parameter.tensor.grad is not None and private.read_local_tensor(parameter.tensor).is_cpu:
@@ -703,9 +728,9 @@ def _find_gradients_left(contents: ModelContents) -> Iterator[tuple[str, torch.T
 
 
 def _find_views_of_former_memory(contents: ModelContents) -> Iterator[tuple[str, torch.Tensor]]:
-    """Finds views of memory that a unit had before.
+    """Lists views of memory that an FSDP1 unit no longer uses.
 
-    In a unit that is not sharded the modules have views of the flat parameter, which do not move with it.
+    In a unit that is not sharded, the modules' parameters are views that do not move with the flat parameter.
     """
     for unit in contents.fsdp1_units:
         if not unit.is_sharded and not unit.offloads:
@@ -716,7 +741,10 @@ def _find_views_of_former_memory(contents: ModelContents) -> Iterator[tuple[str,
 
 
 def _find_copies(contents: ModelContents) -> Iterator[tuple[int, int]]:
-    """Recognizes a state dict by its keys: they have dots, unlike the keys of dictionaries of modules."""
+    """Finds state dicts of this model that keep device memory; yields the tensors and bytes of each.
+
+    A state dict is recognized by its dotted keys, which the dictionaries of modules do not have.
+    """
     names = [names[0] for names in contents.list_all_names() if "." in names[0]]
     known = {id(storage) for tensor in _list_tensors(contents) for storage in list_storages(tensor)}
     for dictionary in gc.get_objects():
@@ -737,6 +765,6 @@ def _list_tensors(contents: ModelContents) -> Iterator[torch.Tensor]:
 
 
 def _count_device_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Device memory of the tensors, each storage once."""
+    """Counts the device memory of the tensors in bytes, each storage once."""
     unique = {id(storage): storage for tensor in tensors for storage in list_storages(tensor)}
     return sum(count_device_bytes(storage) for storage in unique.values() if storage.device.type != "cpu")

@@ -1,10 +1,10 @@
-"""Watches the stages of a job on one rank: every storage that operators make, by class, until it is freed.
+"""Watches the stages of a job on one rank: each storage that an operator allocates, by class, until it is freed.
 
 As in ``torch.distributed._tools.mem_tracker``, a dispatch mode sees the results of operators, and weak references
-report the end of their storages. Different from there: memory is real, not fake, and the sum is compared with the
-allocator's counters; the class of storages that FSDP1, FSDP2 and optimizers make follows from the file of torch that
-makes them, so that only the resizing of storages is patched; and the log of a stage is replayed when
-the stage is over, so that a storage counts at the peak as what it became, such as a gradient.
+report when storages are freed. There are three differences from ``mem_tracker``. The memory is real and not fake, and
+its sum is compared with the allocator's counters. The class of a storage follows from the file of torch's FSDP or
+optimizers that allocates it, so only the resizing of storages is patched. The log of a stage is replayed after the
+stage, so a storage counts at the peak under its final class, for example as a gradient.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from fsdp_doctor.weights.fsdp import private
 
 _OPTIMIZERS = "/torch/optim/"
 _FSDP = "/torch/distributed/fsdp/"
-# The class of storages that a file of torch's FSDP makes. The innermost function decides; of a file with None, its
-# caller. In any other file it is unexplained: torch has changed since.
+# The class of the storages that each file of torch's FSDP allocates. The innermost function on the stack decides; for a
+# file with None, its caller decides. A file that is not listed here is newer than this table: "unexplained".
 _MADE_IN: dict[str, MemoryClass | None] = {
     "_fully_shard/_fsdp_collectives.py": "communication buffers",
     "_fully_shard/_fsdp_common.py": None,
@@ -70,9 +70,9 @@ _REDUCES = ("foreach_reduce", "foreach_reduce_scatter_copy_in", "_post_backward_
 
 
 class TrackedStorage:
-    """A storage that is alive, with its class and bytes.
+    """A live storage with its class and bytes.
 
-    is_owned: whether the class is known from the storage's owner, and not guessed from the function that made it.
+    is_owned: whether the class comes from the owner of the storage, and not from the function that allocated it.
     """
 
     __slots__ = ("__weakref__", "is_owned", "memory_class", "nbytes", "reference")
@@ -85,9 +85,9 @@ class TrackedStorage:
 
 
 class StorageTracker(private.OperatorMode):
-    """Tracks the storages of one device while it is entered.
+    """A context manager that tracks the storages of one device.
 
-    otherwise: the class of storages that no known function makes.
+    otherwise: the class of storages that no known function allocates.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -115,9 +115,9 @@ class StorageTracker(private.OperatorMode):
 
     @contextlib.contextmanager
     def track(self, otherwise: MemoryClass) -> Iterator[None]:
-        """Tracks the operators of a stage, and the storages that FSDP resizes: ``resize_`` is no operator.
+        """Tracks the operators of a stage and FSDP's calls of ``UntypedStorage.resize_``, which is not an operator.
 
-        otherwise: as of the class.
+        otherwise: the class of storages that no known function allocates.
         """
         self.otherwise = otherwise
         self._log = []
@@ -136,7 +136,7 @@ class StorageTracker(private.OperatorMode):
                 torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     def set_classes(self, tensors: Iterable[tuple[MemoryClass, torch.Tensor]]) -> None:
-        """Sets the class of tensors from their owners; for several owners of one storage, the first counts."""
+        """Sets the class of tensors whose owner is known; if a storage is listed several times, the first counts."""
         seen: set[int] = set()
         for memory_class, tensor in tensors:
             for storage in list_storages(tensor):
@@ -147,21 +147,21 @@ class StorageTracker(private.OperatorMode):
                     tracked.is_owned = True
 
     def set_output(self, tensor: torch.Tensor) -> None:
-        """Counts a tensor as an output of an extraction, unless it has an owner: a method may yield a parameter."""
+        """Counts a tensor as an output of an extraction, unless it has an owner, like a parameter that is yielded."""
         for storage in list_storages(tensor):
             tracked = self._live.get(id(storage))
             if tracked is not None and not tracked.is_owned and tracked.memory_class != "unsharded parameters":
                 tracked.memory_class = "gathered outputs"
 
     def held(self) -> Bytes:
-        """Bytes that are alive now, by class."""
+        """Returns the bytes that are allocated now, by class."""
         by_class: Counter[MemoryClass] = Counter()
         for tracked in list(self._live.values()):
             by_class[tracked.memory_class] += tracked.nbytes
         return {memory_class: nbytes for memory_class, nbytes in by_class.items() if nbytes}
 
     def at_peak(self) -> Bytes:
-        """Bytes that were alive at the peak of the stage, by class."""
+        """Returns the bytes that were allocated at the peak of the stage, by class."""
         total = peak = 0
         peak_at = 0
         for number, (_, change) in enumerate(self._log, 1):
@@ -177,7 +177,7 @@ class StorageTracker(private.OperatorMode):
         return {memory_class: nbytes for memory_class, nbytes in by_class.items() if nbytes}
 
     def _see(self, storage: torch.UntypedStorage, maker: CodeType | None) -> None:
-        """Records a storage that is new, or may have another size."""
+        """Records a new storage, or the changed size of a known one."""
         if storage.device != self._device:
             return
         tracked = self._live.get(id(storage))
@@ -204,7 +204,7 @@ class StorageTracker(private.OperatorMode):
         return tracked
 
     def _note_gradients(self, arguments: tuple[Any, ...]) -> None:
-        """Counts activations that are arguments of a reduction as gradients, since the backward made them."""
+        """Counts activations that are passed to a gradient reduction as gradients."""
         for tensor in list_tensors(arguments):
             for storage in list_storages(tensor):
                 tracked = self._live.get(id(storage))
@@ -212,7 +212,10 @@ class StorageTracker(private.OperatorMode):
                     tracked.memory_class = "gradients"
 
     def _find_maker(self) -> CodeType | None:
-        """The innermost function of torch's FSDP or optimizers on this thread's stack, up to the call of a module."""
+        """Finds the innermost function of torch's FSDP or optimizers on the stack of this thread.
+
+        The search goes outwards and ends at the nearest call of a module.
+        """
         frame: FrameType | None = inspect.currentframe()
         while frame is not None and (code := frame.f_code) is not private.MODULE_CALL:
             if code not in self._class_in:
@@ -234,26 +237,32 @@ _TRAINS: tuple[JobStage, ...] = ("first step", "trained", "trained again")
 
 
 class Unwatched:
-    """The stages of a job whose memory is not measured."""
+    """A stand-in for StageWatch that measures nothing."""
 
     def set_model(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Sets the model and the optimizer whose tensors have classes, from now on."""
+        """Sets the model and the optimizer whose tensors are divided into classes from now on."""
 
     def measure_stage(self, stage: JobStage, method: str = "") -> contextlib.AbstractContextManager[None]:
-        """Measures the block as a stage; a block that raises has no ledger. Every rank must enter the same stages."""
+        """Measures a ``with`` block as a stage; a block that raises gets no ledger. All ranks must enter the stage."""
         return contextlib.nullcontext()
 
     def count_outputs(self, result: Any) -> Any:
-        """Wraps the result of a method, a mapping or an iterator of pairs, so that its tensors count as outputs."""
+        """Wraps the result of an extraction so that its tensors count as outputs.
+
+        The result is a mapping, or an iterator of (name, tensor) pairs.
+        """
         return result
 
     def take(self) -> tuple[StageMemory, ...]:
-        """Returns the ledgers since the last call."""
+        """Returns the ledgers of the stages since the last call of ``take``."""
         return ()
 
 
 class StageWatch(Unwatched):
-    """Measures the stages of one job on this rank's device. Raises CannotRun where its memory is not counted."""
+    """Measures the stages of one job on this rank's device.
+
+    Raises CannotRun for a device whose memory torch does not count.
+    """
 
     def __init__(self, job: str, rank: int, device: torch.device) -> None:
         self._job = job
