@@ -1,13 +1,13 @@
-"""``fsdp-doctor resume``: is the run that a user's program resumes the run that it would have been?
+"""``fsdp-doctor resume`` checks that a user's program continues from its checkpoint exactly as without interruption.
 
-recorder       runs there, and writes what each optimizer step starts from
-emulation      runs there, too, for a job on the emulated device
-records        what is written, read back
-runs           starts the job, once straight through and once resumed, and ends it
-comparison     of two runs: the first things that differ on a rank, and what they equal instead
-causes         the known causes, ``causes.toml``
-diagnosis      the whole: runs, comparison, effects apart from causes, the answer
-answer         the answer as text, Markdown and JSON
+recorder       runs in the job's processes, and records the state before each optimizer step
+emulation      runs in the job's processes on the emulated device
+records        reads the records of a run
+runs           starts the job without interruption and resumed, and ends it
+comparison     compares two runs of one rank, and finds which other state a wrong value equals
+causes         reads the known causes, ``causes.toml``
+diagnosis      runs the job, compares the runs, separates causes from effects, and makes the answer
+answer         renders the answer as text, Markdown and JSON
 
-This module imports no torch; ``recorder`` and ``emulation`` do, which only the job's processes import.
+Only ``recorder`` and ``emulation`` import torch, and only the job's processes import these two modules.
 """

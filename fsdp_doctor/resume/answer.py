@@ -1,4 +1,4 @@
-"""The answer as text, as Markdown and as JSON: the sentence first."""
+"""Renders the answer as text, Markdown and JSON; the summary sentence comes first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The known causes of a wrong resume, ``causes.toml``, and those that a difference can have."""
+"""Reads the known causes of a wrong resume from ``causes.toml``, and selects the possible causes of a symptom."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def read_causes() -> tuple[ResumeCause, ...]:
 def list_causes(
     symptom: ResumeSymptom, *, some_ranks: bool, resume: int, frameworks: Collection[str]
 ) -> list[ResumeCause]:
-    """The causes of a symptom, the most likely first. some_ranks: it shows on some ranks and not on others."""
+    """Lists the possible causes of a symptom, the most likely first.
+
+    some_ranks: whether only some ranks have the symptom.
+    """
     fitting = [
         cause
         for cause in read_causes()

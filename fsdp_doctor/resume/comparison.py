@@ -1,8 +1,8 @@
-"""Two runs of one rank: what the resumed one starts from that the straight one did not, and what that equals instead.
+"""Compares the straight and the resumed run of one rank, and finds which other state a wrong value equals.
 
-Everything of a checkpoint shows at the first step after it: weights, optimizer, schedule, scaler, averages. These are
-what this very straight run saved, so they must be equal, bit by bit, also for a program that never runs twice alike.
-What the program draws or computes (batches, generators, gradients) says something only where it does.
+The state in a checkpoint shows at the first step after it: weights, optimizer, schedule, scaler, averages. The straight
+run saved this state itself, so the resumed run must start from it bit by bit, even if the program is not repeatable.
+Batches, generators and gradients are drawn or computed, so they can be compared only if the program is repeatable.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _COUNTERS = ("step", "steps", "_step")
 
 @dataclass(frozen=True, kw_only=True)
 class RunDifference:
-    """Differences on one rank. names: the names of all parameters or other values that differ."""
+    """A difference between two runs on one rank. names: the names of all parameters or other values that differ."""
 
     kind: StateKind
     symptom: ResumeSymptom
@@ -100,11 +100,11 @@ def find_unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 class RankComparison:
-    """Compares what one rank recorded.
+    """Compares the records of two runs of one rank.
 
-    straight: the rank's steps in the uninterrupted run, from its first. resumed: its steps in the run that began from
-    the save after step ``at`` of the straight run. elsewhere: generators of other ranks at that step of the straight
-    run, by rank.
+    straight: the rank's steps in the uninterrupted run, from the first step on.
+    resumed: the rank's steps in the run that resumed from the save after step ``at`` of the straight run.
+    elsewhere: the generator states of the other ranks at the same step of the straight run, by rank.
     """
 
     def __init__(
@@ -120,7 +120,10 @@ class RankComparison:
         self._first = straight[0]
 
     def list_differences(self) -> list[RunDifference]:
-        """Lists those of the first step, in the order of kinds; that of a later step where the first shows none."""
+        """Lists the differences at the first step after the save, in the order of kinds.
+
+        If only generators differ there, the first difference at a later step is added.
+        """
         if not self._resumed:
             text = f"the resumed run took no training step; step {self._expected.step} was expected"
             return [RunDifference(kind="run", symptom="no-step", text=text)]
@@ -192,7 +195,7 @@ class RankComparison:
             yield _make("weights", "weights-of-no-step", wrong, text)
 
     def _find_weights(self, wrong: Sequence[str]) -> dict[str, str]:
-        """Finds the weight that each of the wrong ones is; empty unless all of them are another one."""
+        """Maps each wrong weight to the weight whose values it has; empty unless all have another weight's values."""
         names = {digest: name for name, digest in self._expected.weights.items() if digest != "empty"}
         owners = {name: names.get(self._begun.weights.get(name, ""), name) for name in wrong}
         return owners if all(name != other for name, other in owners.items()) else {}
@@ -201,7 +204,7 @@ class RankComparison:
         return next((record for record in self._straight if matches(record)), None)
 
     def _find_average(self, wrong: Sequence[str]) -> str:
-        """The name of the average whose values the wrong weights have; empty if there is none."""
+        """Returns the name of the average whose values the wrong weights have; empty if there is none."""
         for name, values in self._expected.averages.items():
             flat = _flatten(values)
             if all(
@@ -251,7 +254,7 @@ class RankComparison:
             yield _make("optimizer", "step-counters", wrong, f"{counters[0]} of {text} is {now[0]}, not {was[0]}")
 
     def _find_owners(self, wrong: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
-        """Maps each wrong parameter to the one whose state it has; empty unless every one has another's state."""
+        """Maps each wrong parameter to the parameter whose state it has; empty unless all have another one's state."""
         expected, begun = self._expected.state, self._begun.state
         owners = {}
         for name in wrong:
@@ -264,7 +267,7 @@ class RankComparison:
         return owners
 
     def _compare_options(self) -> Iterator[RunDifference]:
-        """Compares options by parameter, since the number of a group is not state and the groups' order may differ."""
+        """Compares options by parameter, since a program may create the parameter groups in another order."""
         schedules = find_unlike(*self._read_schedules())
         members: dict[tuple[str, str], list[str]] = {}
         for name, group in self._expected.groups.items():
@@ -302,7 +305,7 @@ class RankComparison:
         return _make("options", symptom, [group], f"{text}: it is the rate of step {steps[0]}")
 
     def _read_schedules(self) -> tuple[RecordedValues, RecordedValues]:
-        """Reads the state that decides the learning rate from the schedulers that both runs have."""
+        """Reads the state of the schedulers that both runs have, without keys that do not affect the learning rate."""
         kept = [
             {
                 name: {key: value for key, value in values.items() if key not in _IGNORED_OF_SCHEDULERS}
@@ -380,7 +383,10 @@ class RankComparison:
             yield _make("data", "data-unknown", (), f"the batches from batch {begin + 1} on {text}")
 
     def _describe_place(self, index: int, wanted: int) -> RunDifference:
-        """index, wanted: the places in the straight run of the batch that came and of the right one, from 0."""
+        """Describes a resumed run whose first batch is another batch of the straight run.
+
+        index: the number of the batch in the straight run, from 0. wanted: the number of the expected batch, from 0.
+        """
         text = f"the first batch is batch {index + 1} of the straight run, not batch {wanted + 1}"
         for length in self._expected.epochs:
             if wanted >= length and (wanted - index) % length == 0:
@@ -413,7 +419,7 @@ class RankComparison:
             yield _make("gradients", "gradients", wrong, text)
 
     def _compare_later(self) -> Iterator[RunDifference]:
-        """The first thing that differs after the first step."""
+        """Yields at most one difference: the first one after the first step."""
         for was, now in zip(self._straight[self._at + 1 :], self._resumed[1:], strict=False):
             for name in ("weights", "state", "batches", "options_of", "schedulers", "scalers", "averages", "gradients"):
                 if (was.ended and name != "weights") or (now.ended and name != "weights"):
@@ -436,7 +442,7 @@ def _make(kind: StateKind, symptom: ResumeSymptom, names: Sequence[str], text: s
 
 
 def _flatten(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted names."""
+    """Flattens nested mappings into one mapping with dotted names."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -447,7 +453,7 @@ def _flatten(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def find_unrepeatable(one: Sequence[StepRecord], other: Sequence[StepRecord]) -> str:
-    """Describes the first difference between two runs that should be the same, on one rank; empty if there is none."""
+    """Describes the first difference between two runs of the same command on one rank; empty if there is none."""
     for was, now in zip(one, other, strict=False):
         for name in ("weights", "batches", "gradients"):
             if getattr(was, name) != getattr(now, name):

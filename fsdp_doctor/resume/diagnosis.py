@@ -1,8 +1,8 @@
-"""The diagnosis: two runs, a third where they differ, and the answer.
+"""Runs the job straight and resumed, repeats runs if they differ, and makes the answer.
 
-A difference at the first step after the save is a cause if it was loaded: it was saved by this very run. What is drawn
-or computed differs between any two runs of some programs, so the straight run is made again before it counts; where
-nothing else differs, the resumed one, too.
+A difference in loaded state at the first step after the save always counts, since the straight run saved this state.
+Drawn and computed values differ between any two runs of some programs. They count only if a second straight run
+repeats the first. If nothing else differs, a second resumed run must also repeat the first resumed run.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ _KINDS: tuple[StateKind, ...] = get_args(StateKind)
 
 
 class ResumeFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that differs. step: the first at which it does. resume: 1, or 2 for the second one.
+    """One difference between the straight and the resumed run.
 
-    text: what differs and what it equals instead, with the ranks. causes: those that are known, the most likely first.
+    step: the first step at which the runs differ. resume: 1 for the first resume, 2 for the second.
+    text: a description of the difference, with the ranks and the other state that the value equals, if any.
+    causes: the known causes, the most likely first.
     """
 
     step: int
@@ -50,7 +52,7 @@ class ResumeFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about one run. recorder_seconds: time for recording a step, on the slowest rank."""
+    """Facts about one run. recorder_seconds: mean time for recording a step, on the slowest rank."""
 
     name: RunName
     command: list[str]
@@ -61,9 +63,10 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResumeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of ``fsdp-doctor resume``; its JSON.
+    """The answer of ``fsdp-doctor resume``, which is also its JSON.
 
-    findings: the first is the one to mend. notes: what is no finding, and what was not seen.
+    findings: the differences that count; fix the first one first.
+    notes: sentences on ignored differences, and on state that was not compared.
     """
 
     verdict: ResumeVerdict
@@ -95,9 +98,11 @@ class ResumeAnswer(msgspec.Struct, frozen=True, kw_only=True):
 def diagnose(
     job: UserJob, *, steps: int, twice: bool = False, start: Callable[..., UserJobRun] = run_job
 ) -> ResumeAnswer:
-    """Runs the job and compares. steps: how many are compared after the save. twice: a run resumed is resumed again.
+    """Runs the job straight and resumed, and compares the runs. Raises UsageError if they allow no answer.
 
-    start: :func:`run_job`, or what runs the job otherwise. Raises UsageError where there is no answer.
+    steps: the number of steps after the save that are compared.
+    twice: whether a save of the resumed run is resumed, too.
+    start: the function that runs the job, with the signature of :func:`run_job`.
     """
     diagnosis = _Diagnosis(job, steps, start)
     diagnosis.resume_once(go_on=job.at if twice else 0)
@@ -120,7 +125,10 @@ class _Diagnosis:
         return run
 
     def resume_once(self, go_on: int) -> None:
-        """go_on: how many steps the resumed run takes beyond those that are compared."""
+        """Runs the job straight and resumed, and compares the two runs.
+
+        go_on: the number of further steps that the resumed run takes after the compared steps.
+        """
         at = self._job.at
         straight = self._run("straight", stop=at + self._steps, directory=self._directory)
         require_records(straight, at + 1)
@@ -137,7 +145,7 @@ class _Diagnosis:
         self._compare(resumed, second, 2)
 
     def _require_save(self, straight: UserJobRun) -> None:
-        """Raises UsageError for a run that wrote nothing after the step that is to be resumed from."""
+        """Raises UsageError if the run wrote no file after step ``at``, from which the job is to be resumed."""
         at = self._job.at
         records = [step for record in straight.ranks.values() for step in [*record.steps, record.final] if step]
         written = sorted({record.step - 1 for record in records if record.written})
@@ -195,7 +203,7 @@ class _Diagnosis:
         return found
 
     def _run_again(self) -> UserJobRun:
-        """The straight run, once more."""
+        """Repeats the straight run, unless it was repeated already, and notes whether the two runs differ."""
         if "straight-again" not in self._runs:
             straight = self._runs["straight"]
             stop = self._job.at + self._steps
@@ -207,7 +215,10 @@ class _Diagnosis:
     def _drop_undrawn(
         self, found: Sequence[tuple[int, RunDifference]], again: UserJobRun, computed: bool
     ) -> list[tuple[int, RunDifference]]:
-        """Drops generators that nobody seeds, and those on which nothing that is computed depends."""
+        """Drops generators that differ between two straight runs, and notes them.
+
+        computed: whether batches or computed values differ; if not, all generators are dropped.
+        """
         at = self._job.at
         straight = self._runs["straight"]
         kept = []
@@ -221,7 +232,7 @@ class _Diagnosis:
         return kept
 
     def _merge(self, found: Sequence[tuple[int, RunDifference]], resume: int, num_ranks: int) -> list[ResumeFinding]:
-        """The differences of all ranks, each symptom once, in the order of kinds."""
+        """Merges the differences of all ranks into one finding for each symptom, in the order of kinds."""
         by_symptom: dict[tuple[StateKind, ResumeSymptom], dict[int, list[str]]] = {}
         for rank, difference in found:
             of_rank = by_symptom.setdefault((difference.kind, difference.symptom), {})
@@ -287,7 +298,7 @@ class _Diagnosis:
                 assert_never(unreachable)
 
     def _list_unseen(self, record: RankRecord) -> Iterator[str]:
-        """Lists the parts of this program that the records cannot show."""
+        """Lists notes on state that was not compared, and on settings that limit the answer."""
         steps = record.steps
         batches = [batch for step in steps for batch in step.batches]
         if not batches:
@@ -313,7 +324,7 @@ class _Diagnosis:
 
 
 def _renumber(record: RankRecord, begin: int) -> list[StepRecord]:
-    """The steps of a process that began after step ``begin``, with the numbers of the whole run; the last one, too."""
+    """Adds ``begin`` to the step numbers of a resumed process, including those of its final record."""
     steps = [*record.steps, *([record.final] if record.final is not None else [])]
     return [msgspec.structs.replace(step, step=step.step + begin) for step in steps]
 
@@ -328,7 +339,7 @@ def _find_unrepeatable(one: UserJobRun, other: UserJobRun) -> str:
 
 
 def _drop_effects(found: Sequence[tuple[int, RunDifference]]) -> list[tuple[int, RunDifference]]:
-    """Drops what follows from another difference, of this rank or of another."""
+    """Drops differences that are effects of another difference on any rank."""
     kinds = {difference.kind for _, difference in found}
     effects: set[StateKind] = set()
     if kinds - {*COMPUTED}:
@@ -342,7 +353,7 @@ def _drop_effects(found: Sequence[tuple[int, RunDifference]]) -> list[tuple[int,
 
 
 def _join_ranks(texts: dict[int, str], num_ranks: int) -> str:
-    """The text of all ranks if it is the same, else each with its ranks."""
+    """Joins the texts of all ranks; a text that not all ranks share is followed by its ranks."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in sorted(texts.items()):
         ranks_of.setdefault(text, []).append(rank)

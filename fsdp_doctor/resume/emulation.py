@@ -1,7 +1,8 @@
-"""Runs in the processes of the user's job on the emulated device: it, what frameworks need there, and its generator.
+"""Prepares the processes of the user's job for the emulated device, its frameworks and its random number generator.
 
-A framework saves the generators of the devices whose names it knows, and this is none of them. So here the state of the
-CPU's generator ends with that of the device's: whoever saves the one and restores it does so with both.
+A framework saves only the generators of the devices that it knows, and it does not know the emulated device. The state
+of the device's generator is therefore appended to the state of the CPU's generator. A program that saves and restores
+the CPU's generator so saves and restores both.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _SHIMMED = {
 
 
 def prepare() -> None:
-    """Registers the device, and makes each framework find it once that is imported."""
+    """Registers the emulated device, and makes each framework find the device after the framework is imported."""
     try:
         devices.load(RunDevice(type="emulated"), "emulated")
     except CannotRun as error:
@@ -42,7 +43,7 @@ def prepare() -> None:
 
 
 def _tie_generators() -> None:
-    """Appends the state of the device's generator to that of the CPU's."""
+    """Makes torch's functions for the CPU's generator state save and restore the device's generator, too."""
     read, restore = torch.get_rng_state, torch.set_rng_state
     length, device = len(read()), torch.get_device_module("emulated")
 
@@ -59,7 +60,7 @@ def _tie_generators() -> None:
 
 
 class _AfterFrameworks:
-    """A finder that lets others find a framework, and makes it find the device when it has been executed."""
+    """An import hook that makes a framework find the emulated device after its module has been executed."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -81,7 +82,7 @@ class _AfterFrameworks:
 
 
 def _show_device(framework: str) -> None:
-    """Makes the framework find the device, as a probe of it does."""
+    """Patches the framework so that it finds the emulated device, as a probe of the framework does."""
     from fsdp_doctor.frameworks.adapter import Shims
     from fsdp_doctor.frameworks.framework_worker import find_adapter
     from fsdp_doctor.matrix.frameworks.framework_matrix import read_matrix

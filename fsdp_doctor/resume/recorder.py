@@ -1,12 +1,12 @@
-"""Runs in the processes of the user's job, and writes what each optimizer step of this rank starts from.
+"""Runs in the processes of the user's job, and records the state of this rank before each optimizer step.
 
-``sitecustomize`` executes this file once torch is imported. It needs the standard library and torch
-(for tensors on a device, and on the emulated device, this package, too), gathers nothing, and never raises into the
-job: an error of its own is written as the last line of the record.
+``sitecustomize`` executes this file after torch is imported. The file needs only the standard library and torch; for
+tensors on a device, and on the emulated device, it also needs this package. It calls no collectives, and never raises
+into the job: an error of the recorder is written as the last line of the record.
 
-The record is a file of JSON lines, see ``records``. A step is a step of the first optimizer that steps; what others do
-belongs to the step of the first that came before. It is written before the step, so it has the gradients, the
-generators at the first forward since the last step, and the batches that entered the model since.
+The record is a file of JSON lines, see ``records``. Steps are counted by the first optimizer that steps; steps of other
+optimizers belong to its preceding step. A line is written before the step. It has the gradients, the generators at the
+first forward since the last step, and the batches that entered the model since the last step.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def _sum_on_device(flat: torch.Tensor) -> str:
-    """The two lanes of a fingerprint: bytes of a device are not copied to the host."""
+    """Computes the two lanes of a fingerprint on the device, so that the tensor is not copied to the host."""
     with _importable_package():
         from fsdp_doctor.weights.fingerprints.block_sums import BlockSums
         from fsdp_doctor.weights.fingerprints.keyed_sum import make_range_block
@@ -85,7 +85,7 @@ def _sum_on_device(flat: torch.Tensor) -> str:
 
 @contextlib.contextmanager
 def _importable_package() -> Iterator[None]:
-    """Puts this package last on the path, for an interpreter in which it is not installed."""
+    """Appends this package's directory to ``sys.path``, for an interpreter in which the package is not installed."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     if root not in sys.path:
         sys.path.append(root)
@@ -93,7 +93,7 @@ def _importable_package() -> Iterator[None]:
 
 
 def describe(value: Any) -> Any:
-    """A value as JSON: tensors by digest or, with one element, by their value; other objects by their type."""
+    """Describes a value as JSON: a tensor by its digest or its only element, an unknown object by its type."""
     match value:
         case torch.Tensor():
             return describe(value.item()) if value.numel() == 1 and not hasattr(value, "to_local") else digest(value)
@@ -112,7 +112,7 @@ def describe(value: Any) -> Any:
 
 
 def read_generators() -> dict[str, str]:
-    """The state of each random number generator of this process, by the name of its library or device."""
+    """Returns a digest of each random number generator's state, by library, or ``device`` for the accelerator's."""
     states = {
         "torch": digest_bytes(torch.default_generator.get_state().numpy()),
         "python": digest_bytes(repr(random.getstate()).encode()),
@@ -136,10 +136,10 @@ def _digest_all(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
 
 
 class _Heap:
-    """Objects found on the heap, in an order that two runs of one program share.
+    """The modules, schedulers, scalers and averages on the heap, in the same order in every run of a program.
 
-    roots: modules that have parameters and are not children of another module. schedulers, scalers, averages: the
-    objects of each kind, by name.
+    roots: modules that have parameters and are not children of another module.
+    schedulers, scalers, averages: the objects of each kind, by name.
     """
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ def _classify(kind: type) -> str:
 
 
 def _number(objects: Sequence[Any]) -> dict[str, Any]:
-    """Names objects by their classes, with a number from the second of a class on."""
+    """Names objects by their classes; the second and further objects of a class get a number."""
     named: dict[str, Any] = {}
     counts: collections.Counter[str] = collections.Counter()
     for each in objects:
@@ -195,15 +195,17 @@ def _count_batches(loader: Any) -> int:
 
 
 def _read_object(value: Any) -> dict[str, Any]:
-    """The state of a scheduler, a scaler or an average: what it would save, else its attributes."""
+    """Reads the state of a scheduler, a scaler or an average: its state dict, or else its attributes."""
     state = value.state_dict() if callable(getattr(value, "state_dict", None)) else getattr(value, "__dict__", {})
     return {str(key): describe(each) for key, each in state.items()}
 
 
 class StepRecorder:
-    """The record of this rank.
+    """Writes the record of this rank.
 
-    stop: after how many steps the process ends; 0 for never. job: the directory that the job saves in.
+    record: the directory of the records.
+    stop: the number of steps after which the process ends; 0 for no end.
+    job: the directory into which the job saves.
     """
 
     def __init__(self, record: str, stop: int, job: str) -> None:
@@ -231,7 +233,7 @@ class StepRecorder:
         atexit.register(self._say_why_nothing)
 
     def _find_root(self) -> None:
-        """Has the first module that is called for training, and has parameters, tell its batches."""
+        """Records the batches of the first module that is called for training and has trainable parameters."""
         call = nn.Module.__call__
 
         def call_first(module: nn.Module, *arguments: Any, **options: Any) -> Any:
@@ -263,7 +265,7 @@ class StepRecorder:
         self._batches.append([digest(tensor) for tensor in _list_tensors([arguments, options])])
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, options: Any) -> Any:
-        """Records the step before it is taken; with a closure, after its first call, which runs the backward."""
+        """Records the state before the step; with a closure, after the closure's first call has run the backward."""
         closure = arguments[1] if len(arguments) > 1 else options.get("closure")
         if closure is None:
             self._guard(self._take_step, optimizer)
@@ -306,7 +308,7 @@ class StepRecorder:
         self._add_optimizer(optimizer)
 
     def _is_no_step(self, optimizer: Optimizer) -> bool:
-        """Returns whether the step only creates the optimizer's state, as some programs do with zero gradients."""
+        """Returns whether the step only creates the optimizer's state, for example from gradients that are zero."""
         frames: list[FrameType] = []
         frame = inspect.currentframe()
         while frame is not None:
@@ -322,7 +324,7 @@ class StepRecorder:
         return all(digest(gradient) in ("zeros", "empty") for gradient in gradients)
 
     def _add_optimizer(self, optimizer: Optimizer) -> None:
-        """Adds the parameters of an optimizer, their state and gradients, and what else is in their model."""
+        """Adds an optimizer's parameters, state, gradients and options, and the other tensors of its model."""
         assert self._heap is not None
         trained = [(number, p) for number, group in enumerate(optimizer.param_groups) for p in group["params"]]
         ids = {id(p) for _, p in trained}
@@ -357,7 +359,7 @@ class StepRecorder:
             }
 
     def _add_model(self, root: nn.Module, trained: Collection[int]) -> None:
-        """Adds the buffers of a state dict, and the parameters but those with the ids ``trained``."""
+        """Adds the persistent buffers of a model, and the parameters whose ids are not in ``trained``."""
         # The names of buffers that no state dict has, so none restores.
         transient: set[str] = set()
         with contextlib.suppress(Exception), _importable_package():
@@ -375,7 +377,7 @@ class StepRecorder:
             leave(self._record)
 
     def _end(self) -> None:
-        """Writes what the last step led to."""
+        """Writes the final record, with the weights after the last step."""
         assert self._main is not None
         self._write_line()
         self._steps += 1
@@ -388,7 +390,7 @@ class StepRecorder:
         self._file.close()
 
     def _list_files(self) -> dict[str, int]:
-        """The files of the job's directory, with the times at which they were written."""
+        """Maps each file of the job's directory to its modification time in nanoseconds."""
         files: dict[str, int] = {}
         for directory, _, names in os.walk(self._job):
             for name in names:
@@ -426,7 +428,7 @@ class StepRecorder:
         self._file.flush()
 
     def _guard(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Calls a function of the recorder; an exception ends the record, and the job goes on."""
+        """Calls a function of the recorder; an exception in it ends the record but not the job."""
         if self._broken:
             return
         begin = time.perf_counter()
@@ -439,7 +441,7 @@ class StepRecorder:
         self._seconds += time.perf_counter() - begin
 
     def _say_why_nothing(self) -> None:
-        """Records at the end of a rank that took no step what was seen instead."""
+        """Records, at the end of a rank without optimizer steps, which other activity was seen."""
         if self._steps or self._broken or not (self._forwards or _is_rank()):
             return
         with contextlib.suppress(Exception):
@@ -447,7 +449,7 @@ class StepRecorder:
 
 
 def _list_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested mappings, lists and tuples."""
+    """Lists the tensors in nested mappings, lists and tuples."""
     match value:
         case torch.Tensor():
             yield value
@@ -467,15 +469,16 @@ def _read_rank() -> int:
 
 
 def _find_device() -> torch.device | None:
-    """The accelerator. A torch that is built for one names it also where there is none, or where it is hidden."""
+    """Returns the accelerator if one is available; torch names the type for which it was built even without one."""
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def leave(record: str) -> None:
-    """Ends this process when every rank has come here, and what it saves in threads is written.
+    """Ends this process after all ranks have called ``leave`` and the job's threads have finished their saves.
 
-    Nothing of the job's code runs: a SystemExit would reach its handlers, some of which save. The ranks find one
-    another by files in the directory ``record``, not in a collective, which one that has failed would not join.
+    None of the job's code runs any more: a SystemExit would reach its handlers, and some of them save. The ranks wait
+    for each other by files in the directory ``record``, since a failed rank would never join a collective. The waits
+    have a time limit.
     """
     with contextlib.suppress(Exception):
         if _find_device() is not None:
@@ -491,16 +494,17 @@ def leave(record: str) -> None:
     watchdog = threading.Timer(_SECONDS_FOR_THREADS, os._exit, (0,))
     watchdog.daemon = True
     watchdog.start()
-    # What the interpreter does at its end: it waits for threads, and executors for what they were given. It must be
-    # done in the main thread, for whose end another one would wait.
+    # The interpreter calls this function at its end: it waits for threads, and for the tasks of executors. It must run
+    # in the main thread, because in any other thread it would wait for the main thread's end.
     threading._shutdown()  # type: ignore[attr-defined]
     os._exit(0)
 
 
 def start(imported: str) -> None:
-    """Starts recording, now that torch is imported.
+    """Starts recording after torch has been imported.
 
-    The variable FSDP_DOCTOR_RESUME is a JSON object of the options of :class:`StepRecorder`.
+    The environment variable FSDP_DOCTOR_RESUME is a JSON object: the options of :class:`StepRecorder`, and the flags
+    ``deterministic`` and ``emulated``.
     """
     options = json.loads(os.environ["FSDP_DOCTOR_RESUME"])
     try:

@@ -1,4 +1,4 @@
-"""The record of a run: what each rank wrote at each optimizer step, read back."""
+"""Reads the records that each rank of a run wrote at each optimizer step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ RecordedValues: TypeAlias = dict[str, dict[str, Any]]
 
 
 class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of one rank's process.
+    """Facts about one rank's process.
 
-    frameworks: those whose code called the optimizer. unseen: modules that are loaded, and keep state that is not seen.
+    frameworks: the frameworks whose code called the optimizer.
+    unseen: imported modules that keep training state which the recorder cannot see.
     """
 
     rank: int
@@ -28,15 +29,18 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """State from which a step starts, on one rank; digests are of this rank's shards.
+    """The state of one rank before a step; digests are of this rank's shards.
 
-    step: from 1, in this process. weights: of the optimizers' parameters; rounded: the same, rounded to bfloat16.
-    others: parameters of the model that no optimizer has. options: of each parameter group. groups: that of each
-    parameter.
-    averages: of classes that keep averages of weights, and of other models in the process.
-    batches: of each forward since the last step, the tensors that entered the model. generators: at its first forward.
-    epochs: the lengths of the loaders, in batches. written: files that have changed since the last step.
-    ended: the last record, of what the last step led to; it has the weights alone.
+    step: the number of the step in this process, from 1.
+    weights: digests of the optimizers' parameters. rounded: digests of the same parameters, rounded to bfloat16.
+    others: digests of the model's parameters that no optimizer has.
+    options: the options of each parameter group. groups: the name of each parameter's group.
+    averages: the state of objects that average weights, and the parameters of other models in the process.
+    batches: digests of the model's input tensors, for each forward since the last step.
+    generators: digests of the random number generators' states at the first forward since the last step.
+    epochs: the lengths of the data loaders, in batches.
+    written: files of the job that have changed since the last step.
+    ended: whether this is the final record, which has only the weights after the last step.
     """
 
     step: int
@@ -61,12 +65,16 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def options_of(self) -> RecordedValues:
-        """Options of each parameter: the order of groups is no state."""
+        """Options of each parameter; unlike ``options``, they do not depend on the order of the groups."""
         return {name: self.options[group] for name, group in self.groups.items()}
 
 
 class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Records of one rank. final: None for a process that ended by itself. error: why the recorder gave up."""
+    """The records of one rank.
+
+    final: the record after the last step; None for a process that ended by itself.
+    error: the reason why the recorder gave up.
+    """
 
     facts: ProcessFacts
     steps: list[StepRecord]
@@ -76,7 +84,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_ranks(directory: pathlib.Path) -> dict[int, RankRecord]:
-    """The records of a run, by rank; a line that a process could not finish is left out."""
+    """Reads the records of a run, by rank; an incomplete line is left out."""
     ranks: dict[int, RankRecord] = {}
     for file in directory.glob("rank*.jsonl"):
         lines: list[dict[str, Any]] = []
@@ -98,5 +106,5 @@ def read_ranks(directory: pathlib.Path) -> dict[int, RankRecord]:
 
 
 def read_start_failures(directory: pathlib.Path) -> list[str]:
-    """Reads the reason of each process in which the recorder could not start."""
+    """Reads, for each process in which the recorder could not start, the reason."""
     return sorted({file.read_text() for file in directory.glob("failed-*")})

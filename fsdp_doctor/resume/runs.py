@@ -1,4 +1,4 @@
-"""The runs of the user's job: started with the recorder, ended, and read back."""
+"""Runs the user's job with the recorder, ends it, and reads its records."""
 
 from __future__ import annotations
 
@@ -33,10 +33,13 @@ _UNSEEN = (
 
 @dataclass(frozen=True, kw_only=True)
 class UserJob:
-    """A job of the user's, and the way to run it.
+    """A user's job and the settings for running it.
 
-    command: with ``{dir}`` and ``{n}``. resume: the words that are added to resume. at: the step after which the job
-    saves. work: a directory for the logs, the records and the job's own directories. hang_after, longest: seconds.
+    command: the words of the command, with the placeholders ``{dir}`` and ``{n}``.
+    resume: the words that are added to the command for a resumed run.
+    at: the step after which the job saves.
+    work: a directory for the logs, the records and the job's own directories.
+    hang_after, longest: limits in seconds for a run without progress and for a whole run.
     """
 
     command: tuple[str, ...]
@@ -59,7 +62,7 @@ class UserJob:
 
 @dataclass(frozen=True, kw_only=True)
 class UserJobRun:
-    """One run of the job. ranks: what each rank recorded."""
+    """One run of the job. ranks: the record of each rank."""
 
     name: RunName
     command: tuple[str, ...]
@@ -74,10 +77,7 @@ class UserJobRun:
 
     @property
     def failed(self) -> bool:
-        """Returns whether the run failed.
-
-        It neither ended by itself with 0, nor reached the step at which it is ended.
-        """
+        """Returns whether the run ended with a nonzero exit code before the step at which it was to be ended."""
         reached = bool(self.ranks) and all(record.final is not None for record in self.ranks.values())
         return not reached and self.ended.exit_code != 0
 
@@ -87,8 +87,10 @@ def run_job(
 ) -> UserJobRun:
     """Runs the job until every rank has taken ``stop`` steps.
 
-    directory: for ``{dir}``, made if need be. resume_at: the step whose save is resumed from. Raises UsageError where
-    the command cannot be started, or the recorder could not; Interrupted.
+    Raises UsageError if the command or the recorder cannot be started, and Interrupted.
+
+    directory: the value of ``{dir}``; created if missing.
+    resume_at: the step from whose save the job resumes; None for a straight run.
     """
     place = job.work / name
     record = place / "records"
@@ -123,7 +125,7 @@ def run_job(
 
 
 def require_records(run: UserJobRun, num_steps: int) -> None:
-    """Raises UsageError where a run has no answer: it failed, was not seen, or took too few steps.
+    """Raises UsageError for a run that failed, has no records, or took fewer than ``num_steps`` steps.
 
     num_steps: 0 for a run that may end by itself without a step.
     """
@@ -154,7 +156,7 @@ def require_records(run: UserJobRun, num_steps: int) -> None:
 
 
 def _read_end(log: pathlib.Path) -> str:
-    """The last line of the log that says something."""
+    """Returns the last line of the log that is informative."""
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - 4096))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
