@@ -1,7 +1,7 @@
 """Traces the activations of a forward and a backward, while the model runs on the meta device.
 
-Nothing is computed there, but every tensor has a size and a lifetime. Attention is replaced by one that allocates what
-a fused CUDA kernel does.
+On the meta device nothing is computed, but every tensor has a size and a lifetime. Attention is replaced by an
+implementation that allocates the same tensors as a fused CUDA kernel.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from fsdp_doctor.examination.memory_records import round_up
 from fsdp_doctor.plan.meta_model import checkpoint_layers, find_followed_layers, fuse_attention
 from fsdp_doctor.weights.fsdp import private
 
-# Most operators in one layer's forward, and for each token. Of the models that were tried, the largest constant is 260;
-# a layer that loops over chunks of tokens adds less than one for each token, one that loops over tokens nine and more.
+# The limit of operators in one layer's forward: a constant, and a number for each token. Measured: a layer of the tried
+# models has at most 260 operators; a layer that loops over chunks of tokens adds less than one operator per token, and
+# a layer that loops over single tokens adds at least nine.
 _OPERATORS, _OPERATORS_OF_A_TOKEN = 1000, 4
 
 Pass: TypeAlias = Literal["forward", "backward"]
@@ -28,7 +29,7 @@ SegmentPlace: TypeAlias = int | Literal["before", "after"]
 
 @dataclass(frozen=True)
 class LiveBytes:
-    """Bytes that are alive at once: activations, and gradients of unsharded parameters."""
+    """The bytes that are allocated at one moment: activations, and gradients of unsharded parameters."""
 
     activations: int = 0
     gradients: int = 0
@@ -40,7 +41,10 @@ class LiveBytes:
 
 @dataclass(frozen=True)
 class Segment:
-    """The part of a step that is computed in one place: its highest moment, and its end."""
+    """The memory of one part of a step, such as the forward of one layer.
+
+    highest: the bytes at the peak of the part. end: the bytes at the end of the part.
+    """
 
     of: Pass
     place: SegmentPlace
@@ -50,7 +54,12 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The input of one forward. length: tokens of each sequence. checkpointing: whether each layer is recomputed."""
+    """The input of one forward.
+
+    length: the number of tokens of each sequence.
+    checkpointing: whether each layer is recomputed in the backward.
+    backward: whether the forward is followed by a backward.
+    """
 
     sequences: int
     length: int
@@ -59,13 +68,13 @@ class Batch:
 
 
 class LoopOverTokens(Exception):
-    """Raised if a layer has so many operators that it must loop over the tokens: tracing it would take minutes."""
+    """Raised for a layer that seems to loop over single tokens, which would take minutes to trace."""
 
 
 def trace(model: nn.Module, batch: Batch) -> tuple[Segment, ...]:
-    """Traces forward, loss and backward of a model on the meta device; or a forward and its log-probabilities.
+    """Traces forward, loss and backward of a model on the meta device, or only a forward and its log-probabilities.
 
-    The gradients of a decoder layer are freed when its backward is done, as FSDP does. Raises LoopOverTokens.
+    As under FSDP, the gradients of a decoder layer are freed when the layer's backward is done. Raises LoopOverTokens.
     """
     if batch.checkpointing and batch.backward:
         checkpoint_layers(model)
@@ -117,7 +126,10 @@ class _Recorder:
         self._live.forget_highest()
 
     def close_backward(self) -> None:
-        """Ends the trace: a first unit that takes tokens, as BERT's embeddings, has no gradient of its input."""
+        """Ends the trace of the backward.
+
+        A first layer that takes tokens, such as BERT's embeddings, has no input gradient whose hook would end it.
+        """
         reached = {segment.place for segment in self.segments if segment.of == "backward"}
         first = self._places[0]
         if missing := self._layers.keys() - reached - {first}:
@@ -145,7 +157,10 @@ class _Recorder:
             hidden.register_hook(lambda _gradient: self._reach_backward(self._places.index(at) + 1))
 
     def _reach_backward(self, after: int) -> None:
-        """Ends the backward of everything behind the first ``after`` layers: the gradient of their output is there."""
+        """Ends the segment of the backward that has just computed the gradient of the output of layer ``after - 1``.
+
+        after: the number of layers whose backward has not begun.
+        """
         self._in_backward = True
         through = self._places[after] if after < len(self._places) else None
         self.close("backward", "after" if through is None else through)
@@ -154,7 +169,7 @@ class _Recorder:
 
 
 class _Live(private.OperatorMode):
-    """Counts every storage that an operator makes, until it is freed."""
+    """Counts each storage that an operator allocates, until the storage is freed."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

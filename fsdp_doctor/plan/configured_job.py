@@ -1,4 +1,4 @@
-"""Reads a job to plan from a configuration and options. No torch."""
+"""Reads the job to plan from a configuration and command-line options. No torch."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ from fsdp_doctor.text import format_count
 
 
 class SizeKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of one role's sizes in a configuration, and the framework's defaults.
+    """The configuration keys of one role's sizes, and the framework's defaults.
 
-    sequences: keys of the micro batch. lengths: keys whose values add up to the tokens of a sequence.
-    token_budget: tokens up to which a micro batch is filled if ``dynamic`` is set.
-    checkpointing: activation checkpointing; any word except none or false is true. master_dtype: the shards' dtype.
+    sequences: keys of the number of sequences in a micro batch.
+    lengths: keys whose values add up to the number of tokens in a sequence.
+    dynamic: flags that fill a micro batch up to a number of tokens.
+    token_budget: keys of the number of tokens in a micro batch, used if ``dynamic`` is set.
+    checkpointing: keys of activation checkpointing; any value except none, false, no, off and 0 switches it on.
+    master_dtype: keys of the dtype of the shards.
     """
 
     sequences: Keys = ()
@@ -47,13 +50,15 @@ class SizeKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class EngineKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of a rollout engine.
+    """The configuration keys of a rollout engine.
 
-    asked: one of these keys is set if there is an engine; empty if the framework always has one.
-    apart: sections that exist if the engine has separate devices. colocated: flags that are false then.
-    sleeps: flags that are false if the engine keeps its share while the trainer works.
-    bucket_mib: bucket of the weights' transfer.
-    loads_model_before: the version before which a worker of an engine on its own devices loads the FSDP model, too.
+    asked: keys one of which is set if the job has an engine; empty if the framework always has an engine.
+    apart: sections that exist only if the engine has separate devices.
+    colocated: flags that are false if the engine has separate devices.
+    sleeps: flags that are false if the engine keeps its memory while the trainer works.
+    bucket_mib: keys of the bucket size of the weight transfer, in MiB.
+    loads_model_before: the framework's first version in which a worker of an engine on separate devices no longer
+        loads the FSDP model.
     """
 
     utilization: Keys
@@ -70,7 +75,12 @@ class EngineKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class MachineKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of devices and nodes. ranks: ranks of all nodes. words: whether values can be other than numbers."""
+    """The configuration keys of devices and nodes.
+
+    gpus: keys of the number of devices in a node. nodes: keys of the number of nodes.
+    ranks: keys of the number of ranks on all nodes.
+    words: whether values can be words instead of numbers, such as ``auto``.
+    """
 
     gpus: Keys = ()
     nodes: Keys = ()
@@ -79,8 +89,9 @@ class MachineKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class PlanKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The part ``plan`` of a framework's table in ``check/frameworks``: how much is computed at once, on how many
-    machines, and with which engine. sizes: by role; ``any`` for every role.
+    """The section ``plan`` of a framework's table in ``check/frameworks``: the keys of machines, engine and sizes.
+
+    sizes: the keys of the sizes by role; the role ``any`` stands for every role without its own keys.
     """
 
     machines: MachineKeys = MachineKeys()
@@ -118,9 +129,9 @@ _FULL = ("", "fp32", "float32", "float")
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Options, which take precedence over the configuration; None where they are not given.
+    """The command-line options, which take precedence over the configuration; an option that is not given is None.
 
-    gpu_memory, host_memory: bytes of a device, and of a node.
+    gpu_memory: bytes of memory of a device. host_memory: bytes of host memory of a node.
     """
 
     model: str | None = None
@@ -135,7 +146,10 @@ class PlanOptions:
 
 
 def read_job(arguments: Sequence[str], options: PlanOptions) -> JobSetup:
-    """Raises UsageError for a configuration that cannot be read, CannotRun for a job without FSDP."""
+    """Reads the job from a configuration and options.
+
+    Raises UsageError for a configuration that cannot be read, CannotRun for a job without FSDP.
+    """
     result = check(arguments, framework_version=options.framework_version)
     _refuse_without_fsdp(result)
     try:
@@ -185,7 +199,7 @@ def _refuse_without_fsdp(result: CheckResult) -> None:
 
 
 def _read_machines(result: CheckResult) -> tuple[int | None, int]:
-    """Returns the devices of each node, None if they are not configured, and the number of nodes.
+    """Returns the number of devices in each node (None if not configured) and the number of nodes.
 
     Raises Unreadable for a number below 1, and for ranks that cannot be divided evenly over the nodes.
     """
@@ -203,7 +217,7 @@ def _read_machines(result: CheckResult) -> tuple[int | None, int]:
 
 
 def _read_positive(settings: Settings, *keys: str) -> int | None:
-    """Reads the number of the first key that is set; None if none is. Raises Unreadable for less than 1."""
+    """Reads the number of the first key that is set; None if no key is set. Raises Unreadable for a number below 1."""
     number = settings.read_number(*keys)
     if number is not None and number < 1:
         raise Unreadable(f"{settings.find_first(*keys)} must be at least 1")
@@ -211,7 +225,7 @@ def _read_positive(settings: Settings, *keys: str) -> int | None:
 
 
 def _read_launched_count(settings: Settings, *keys: str) -> int | None:
-    """Reads a count as launchers take it; None for words such as gpu, auto or -1, and for shell variables."""
+    """Reads a count from a launch command; None for words such as gpu, auto or -1, and for shell variables."""
     count = settings.count(*keys)
     if count is not None and count < 1:
         raise Unreadable(f"{settings.find_first(*keys)} must be at least 1")
@@ -253,7 +267,7 @@ def _read_role(use: Use, result: CheckResult, machines: Machines, options: PlanO
 
 
 def _shard_group(sharding: Sharding, machines: Machines) -> int:
-    """The ranks of one shard group where the configuration gives no number: a hybrid one is a node."""
+    """Returns the default number of ranks in a shard group; under HSDP a shard group is one node."""
     match sharding:
         case Sharding.SIZE1 | Sharding.REPLICATE:
             return 1
@@ -273,7 +287,7 @@ def _read_length(keys: SizeKeys, settings: Settings) -> int:
 
 
 def _read_sequences(keys: SizeKeys, settings: Settings, length: int) -> int:
-    """Reads the sequences of a micro batch; with a budget of tokens, as many as the budget allows."""
+    """Reads the number of sequences in a micro batch; with a token budget, the number that fills the budget."""
     sequences = _read_positive(settings, *keys.sequences) or keys.default_sequences
     if settings.read_flag(*keys.dynamic):
         budget = _read_positive(settings, *keys.token_budget) or keys.default_budget
@@ -350,7 +364,7 @@ def _read_model(role: Role, result: CheckResult, options: PlanOptions) -> str:
 
 
 def _describe_default_sizes(role: Role, result: CheckResult, options: PlanOptions) -> str:
-    """A sentence on sizes that are not configured, so that a default is taken; empty if there are none."""
+    """Returns a sentence on sizes for which a default is used, because they are not configured; or an empty string."""
     keys, settings = _find_size_keys(result.framework, role), result.settings
     sequences = keys.token_budget if settings.read_flag(*keys.dynamic) else keys.sequences
     is_given = {

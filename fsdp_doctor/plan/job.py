@@ -1,4 +1,4 @@
-"""A job to plan as records: its models, its rollout engine and its machines. No torch."""
+"""Records of a job to plan: its models, its rollout engine and its machines. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ ModelHead: TypeAlias = Literal["language", "value"]
 
 @dataclass(frozen=True, kw_only=True)
 class Dtypes:
-    """Bytes of an element of the optimizer's shards, of gathered and computed parameters, and of reduced gradients."""
+    """Bytes of one element.
+
+    master: in the shards that the optimizer updates. compute: in gathered parameters. reduce: in gradient reductions.
+    """
 
     master: int = FP32
     compute: int = BF16
@@ -29,12 +32,17 @@ class Dtypes:
 class RoleSetup:
     """One model of a job.
 
-    scenario: its strategy and offload. shard_ranks: ranks of one shard group. replicas: number of shard groups.
-    model: a named shape, or a directory with a config.json. layers: instead of the model's own number.
-    trains: false if only the forward runs. sequences, length: the batch of one forward. checkpointing: of activations.
-    moments: tensors of the parameters' size that the optimizer keeps. method: the method of the matrix with which its
-    weights are extracted; empty if they are not. extracted_bytes: bytes of a yielded element, None for those
-    of the shards. saved_whole: whether its checkpoint is gathered on rank 0's host.
+    scenario: the model's strategy and offload.
+    shard_ranks: the number of ranks in one shard group. replicas: the number of shard groups.
+    model: a named shape, or a directory with a config.json.
+    layers: the number of layers; None for the model's own number.
+    trains: whether the model is trained; false if only its forward runs.
+    sequences, length: the number of sequences in one forward, and the number of tokens in each.
+    checkpointing: whether activation checkpointing is on.
+    moments: the number of tensors of the parameters' size that the optimizer keeps.
+    method: the matrix method that extracts the weights; empty if they are not extracted.
+    extracted_bytes: bytes of an extracted element; None for the dtype of the shards.
+    saved_whole: whether the model's checkpoint is gathered on rank 0's host.
     """
 
     role: str
@@ -60,24 +68,27 @@ class RoleSetup:
 
     @property
     def stays_on_host(self) -> bool:
-        """Returns whether the shards stay on the host under a policy although the module is moved.
+        """Returns whether the shards stay on the host under an offload policy when the module is moved to the device.
 
-        FSDP2 pins them there again, and so takes them back; unpinned shards stay where they were moved.
+        FSDP2 moves pinned shards back to the host to pin them again; shards that are not pinned stay on the device.
         """
         scenario = self.scenario
         return scenario.policy and (scenario.version == 1 or scenario.pinning.is_pinned)
 
     @property
     def computes_with_shards(self) -> bool:
-        """Returns whether FSDP1 copies nothing to unshard a unit: without shards, in the dtype of the computation."""
+        """Returns whether FSDP1 computes with the flat parameter itself, so that unsharding copies nothing.
+
+        For this, a shard group must have one rank, and the shards must have the dtype of the computation.
+        """
         is_whole = self.scenario.version == 1 and self.shard_ranks == 1
         return is_whole and self.dtypes.master == self.dtypes.compute
 
     @property
     def views_hold_shards(self) -> bool:
-        """Returns whether the modules' parameters are views that keep the memory of a flat parameter when it is moved.
+        """Returns whether the modules' views keep a flat parameter's device memory alive after it has been moved.
 
-        With ``use_orig_params`` FSDP1 makes new views, but the views of the last forward keep the memory.
+        With ``use_orig_params`` FSDP1 makes new views, so that only the views of the last forward keep the memory.
         """
         return self.computes_with_shards and not self.scenario.strategy.uses_original_parameters
 
@@ -91,10 +102,14 @@ class RoleSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSetup:
-    """A rollout engine with bfloat16 weights. bucket_bytes: the size of the buckets in which it receives its weights.
-    is_apart: whether it has separate devices. sleeps: whether it gives its share back while the trainer works.
-    loads_model: whether the worker of an engine on separate devices loads the FSDP model, too, which it never uses
-    (verl issue 4229).
+    """A rollout engine with bfloat16 weights.
+
+    utilization: the engine's share of a device's memory, between 0 and 1.
+    bucket_bytes: the size of the buckets in which the engine receives its weights.
+    is_apart: whether the engine has separate devices.
+    sleeps: whether the engine frees its memory while the trainer works.
+    loads_model: whether the worker of an engine on separate devices also loads the FSDP model, although it never uses
+        the model (verl issue 4229).
     """
 
     utilization: float
@@ -107,9 +122,10 @@ class EngineSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
-    """Machines of a job.
+    """The machines of a job.
 
-    gpus: devices of a node. gpu_memory: bytes of a device. host_memory: bytes of a node, None if unknown.
+    gpus: the number of devices in a node. gpu_memory: bytes of memory of a device.
+    host_memory: bytes of host memory of a node; None if unknown.
     """
 
     gpus: int
@@ -124,7 +140,7 @@ class Machines:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSetup:
-    """A job. unread: sentences on settings that are not in the plan, and on defaults that were taken."""
+    """The job to plan. unread: sentences on settings that the plan ignores, and on defaults that it uses."""
 
     framework: str
     machines: Machines

@@ -1,4 +1,4 @@
-"""The plan of a job: its roles, the moments at which they share a device or a host, and settings that make it fit."""
+"""Plans the memory of a job: adds up its roles on each device and host, and tries settings that make the job fit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fsdp_doctor.matrix.axes import Offload, Sharding
 from fsdp_doctor.plan.job import BF16, FP32, JobSetup, ModelHead, RoleSetup
 from fsdp_doctor.plan.stages import Predictor
 
-# Stated constants: memory of a device that torch's allocator does not count, for each process. examples/verl-4229
-# measured 0.51 GiB of a process without NCCL, and 1.15 GiB of one with it, on an H200 with torch 2.11.
+# Assumed device memory of each process that torch's allocator does not count. examples/verl-4229 measured 0.51 GiB for
+# a process without NCCL, and 1.15 GiB for a process with NCCL, on an H200 with torch 2.11.
 CONTEXT_BYTES = 512 << 20
 NCCL_BYTES = 640 << 20
 # vLLM asleep at level 2: 1.19 GiB of Qwen3-4B in vLLM's issue 28714.
@@ -22,10 +22,11 @@ PROCESS_BYTES = 3 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class JobMoment:
-    """Memory of one device, or of one node's host, at one moment. parts: bytes by name.
+    """The memory of one device, or of one node's host, at one moment of the job.
 
-    limit: bytes that may be in use, None if unknown. is_certain: whether the configuration says that the moment occurs,
-    which of checkpoints it may not.
+    parts: the bytes in use, by name.
+    limit: the bytes that may be in use; None if unknown.
+    is_certain: whether the job is known to reach this moment; for some ways of saving and loading it is not known.
     """
 
     name: str
@@ -39,7 +40,7 @@ class JobMoment:
 
     @property
     def lacking(self) -> int:
-        """Bytes beyond the limit."""
+        """Number of bytes by which the memory exceeds the limit; 0 if it fits."""
         return max(0, self.total - self.limit) if self.limit is not None else 0
 
     @property
@@ -49,7 +50,11 @@ class JobMoment:
 
 @dataclass(frozen=True, kw_only=True)
 class RolePlan:
-    """One model: its parameters, and the ledgers of the first and the last rank of a shard group."""
+    """The predicted memory of one model.
+
+    numel: the number of the model's parameters.
+    first, last: the ledgers of the first and of the last rank in a shard group.
+    """
 
     setup: RoleSetup
     numel: int
@@ -64,13 +69,13 @@ class RolePlan:
         return device.allocated if device else 0
 
     def find_peak(self, *stages: JobStage) -> int:
-        """The highest peak of the stages that the role has."""
+        """Finds the highest device peak among the given stages; 0 if the role has none of them."""
         return max((memory.peak for memory in self.first if memory.stage in stages), default=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan:
-    """The predicted memory of a job. moments: on a device. host: on a node."""
+    """The predicted memory of a job. moments: the moments on a device. host: the moments on a node's host."""
 
     job: JobSetup
     roles: tuple[RolePlan, ...]
@@ -79,17 +84,17 @@ class JobPlan:
 
     @property
     def highest(self) -> JobMoment:
-        """The moment that comes nearest to the device's limit, or goes furthest beyond."""
+        """The moment with the highest device memory."""
         return max(self.moments, key=lambda moment: moment.total)
 
     @property
     def highest_of_host(self) -> JobMoment:
-        """The moment of the highest host memory among the certain ones."""
+        """The moment with the highest host memory among the moments that are certain."""
         return max((moment for moment in self.host if moment.is_certain), key=lambda moment: moment.total)
 
     @property
     def lacking(self) -> int:
-        """Bytes by which the highest moments of a device and of the host go beyond their limits."""
+        """Number of bytes by which the highest moments exceed the limits of the device and of the host together."""
         return self.highest.lacking + self.highest_of_host.lacking
 
     @property
@@ -98,23 +103,28 @@ class JobPlan:
 
 
 class Planner:
-    """Plans jobs. Each model is built once and traced once, and each role with the same setup is predicted once."""
+    """Plans jobs, and caches its results: each model is built only once, and each role setup is predicted only once."""
 
     def __init__(self) -> None:
         self._predictors: dict[tuple[str, int | None, ModelHead], Predictor] = {}
         self._roles: dict[RoleSetup, RolePlan] = {}
 
     def plan(self, job: JobSetup) -> JobPlan:
-        """Raises UsageError for a model that does not exist, or that has fewer rows than its ranks."""
+        """Predicts the memory of a job.
+
+        Raises UsageError for a model that does not exist, or if no parameter has as many rows as a shard group has
+        ranks.
+        """
         roles = tuple(map(self._plan_role, job.roles))
         return JobPlan(
             job=job, roles=roles, moments=tuple(_list_device_moments(job, roles)), host=_list_host_moments(job, roles)
         )
 
     def advise(self, plan: JobPlan) -> list[Advice]:
-        """Tries each change of one setting of a job that does not fit.
+        """Tries each change of a single setting for a job that does not fit; returns no changes for a job that fits.
 
-        Returns the changes that make it fit, the cheapest first; or the three that come nearest.
+        Returns the changes that make the job fit, the cheapest first. If there are none, returns the three changes
+        that lack the fewest bytes.
         """
         if plan.fits:
             return []
@@ -134,7 +144,7 @@ class Planner:
 
 
 def _list_host_moments(job: JobSetup, roles: tuple[RolePlan, ...]) -> tuple[JobMoment, ...]:
-    """Memory of a node's host for offloaded tensors, and while a checkpoint is loaded or saved."""
+    """Lists the moments of a node's host memory: with offloaded tensors, and while a checkpoint is loaded or saved."""
     gpus, limit = job.machines.gpus, job.machines.host_memory
     processes = {"processes": gpus * PROCESS_BYTES}
     offloaded = {**processes, **_count_offloaded_bytes(roles, gpus)}
@@ -158,7 +168,7 @@ def _list_host_moments(job: JobSetup, roles: tuple[RolePlan, ...]) -> tuple[JobM
 
 
 def _count_offloaded_bytes(roles: tuple[RolePlan, ...], gpus: int) -> dict[str, int]:
-    """Offloaded bytes by name, pinned memory with its rounding to powers of two."""
+    """Counts the offloaded bytes by name; the rounding of pinned memory to powers of two has its own name."""
     parts: dict[str, int] = {}
     for role in roles:
         host, name = role.find_stage("offloaded").host, role.setup.role
@@ -169,7 +179,10 @@ def _count_offloaded_bytes(roles: tuple[RolePlan, ...], gpus: int) -> dict[str, 
 
 
 def _list_device_moments(job: JobSetup, roles: tuple[RolePlan, ...]) -> Iterator[JobMoment]:
-    """The stages of each role while the others are offloaded, and what an engine shares a device with."""
+    """Lists the moments of a device's memory.
+
+    They are the stages of each role while the other roles are offloaded, and the start and the work of an engine.
+    """
     engine = job.engine
     # Memory of one worker outside torch's allocator, however many roles it has.
     worker = {"CUDA context": CONTEXT_BYTES, "NCCL": NCCL_BYTES}
@@ -219,7 +232,7 @@ def _list_device_moments(job: JobSetup, roles: tuple[RolePlan, ...]) -> Iterator
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A change of one setting, in verl's words where frameworks differ; what it costs, and the plan with it."""
+    """A change of one setting, its cost, and the plan with the change. Settings have verl's names."""
 
     setting: str
     cost: str
@@ -227,18 +240,18 @@ class Advice:
 
     @property
     def name(self) -> str:
-        """The role and the setting, without its number."""
+        """Name of the role and the setting, without the number at its end."""
         return self.setting.rstrip("0123456789.")
 
     @property
     def highest(self) -> tuple[str, int]:
-        """The highest moment and its bytes: the host's if that alone does not fit."""
+        """Name and bytes of the highest moment: the host's if only the host does not fit, otherwise the device's."""
         host, device = self.plan.highest_of_host, self.plan.highest
         return (f"the host: {host.name}", host.total) if device.fits and not host.fits else (device.name, device.total)
 
 
 def _list_changes(job: JobSetup) -> Iterator[tuple[str, str, JobSetup]]:
-    """Lists all changes of one setting with their cost, the cheapest first."""
+    """Lists all changes of a single setting as (setting, cost, changed job), the cheapest first."""
     if (engine := job.engine) is not None:
         for percent in range(round(engine.utilization * 100) - 5, 5, -5):
             cost = "a smaller cache: fewer sequences are generated at once"
@@ -279,7 +292,7 @@ def _list_role_changes(role: RoleSetup, ranks: int) -> Iterator[tuple[str, str, 
 
 
 def _list_more_offloads(role: RoleSetup) -> list[tuple[str, Offload]]:
-    """Settings that offload more than the role does now."""
+    """Lists the settings that offload more than the role's present setting, with their offload."""
     scenario = role.scenario
     if scenario.policy:
         return []

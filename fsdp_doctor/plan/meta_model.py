@@ -1,4 +1,4 @@
-"""Models without weights: built on the meta device from their configuration, and their parameters by FSDP unit."""
+"""Builds models without weights on the meta device, and divides their parameters into FSDP units."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fsdp_doctor.plan.job import MOST_LAYERS, ModelHead
 
 @dataclass(frozen=True)
 class ShapedParameter:
-    """A parameter's first name, and its shape."""
+    """The name and the shape of a parameter; a tied parameter has its first name."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,9 +47,10 @@ class ShapedUnit:
 class ModelShape:
     """A model without its weights.
 
-    layers: the units of the decoder layers, in order. embedding: the input embedding; None if it is tied to the head,
-    since it then belongs to the root. root: all other parameters. buffer_bytes: the size of each buffer; neither FSDP1
-    nor FSDP2 shards buffers.
+    layers: the units of the decoder layers, in order.
+    embedding: the unit of the input embedding; None if the embedding is tied to the head and so belongs to the root.
+    root: the unit of all other parameters.
+    buffer_bytes: the size of each buffer; neither FSDP1 nor FSDP2 shards buffers.
     """
 
     name: str
@@ -60,7 +61,7 @@ class ModelShape:
 
     @property
     def units(self) -> tuple[ShapedUnit, ...]:
-        """Lists the units in the order of a forward, the root first."""
+        """Units in the order of the forward, the root first."""
         return (self.root, *((self.embedding,) if self.embedding else ()), *self.layers)
 
     @property
@@ -73,7 +74,7 @@ class ModelShape:
 
 
 def read_shape(model: nn.Module, name: str) -> ModelShape:
-    """Divides the parameters into units as :func:`fsdp_doctor.case.sharding` does."""
+    """Divides the parameters into FSDP units in the same way as :mod:`fsdp_doctor.case.sharding`."""
     layers = models.find_decoder_layers(model)
     if not layers:
         raise UsageError(
@@ -93,7 +94,7 @@ def read_shape(model: nn.Module, name: str) -> ModelShape:
 
 
 def _shape_unit(name: str, module: nn.Module, taken: set[int]) -> ShapedUnit:
-    """Makes a unit of the parameters that are not yet in another."""
+    """Makes a unit of the module's parameters that are not yet in another unit."""
     parameters = [(key, tensor) for key, tensor in module.named_parameters() if id(tensor) not in taken]
     taken.update(id(tensor) for _, tensor in parameters)
     return ShapedUnit(name, tuple(ShapedParameter(key, tuple(tensor.shape)) for key, tensor in parameters))
@@ -105,9 +106,10 @@ _IMPLEMENTATION = "fsdp-doctor-fused"
 
 @contextlib.contextmanager
 def fuse_attention() -> Iterator[None]:
-    """Replaces torch's attention in the block.
+    """Replaces torch's attention within the ``with`` block.
 
-    In torch itself, because a checkpointed layer runs once more within the backward, where no function mode is on.
+    It patches torch instead of using a function mode, because no function mode is active while the backward recomputes
+    a checkpointed layer.
     """
     original = nn.functional.scaled_dot_product_attention
 
@@ -124,13 +126,19 @@ def fuse_attention() -> Iterator[None]:
 def _run_fused_attention(
     _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: object, **_named: object
 ) -> tuple[Tensor, None]:
-    """Runs attention on (sequences, heads, tokens, size); the output has the tokens before the heads."""
+    """Runs attention on tensors of shape (sequences, heads, tokens, size).
+
+    The output has the shape (sequences, tokens, heads, size).
+    """
     output: Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
     return output.transpose(1, 2), None
 
 
 class _Attention(torch.autograd.Function):
-    """Allocates like a fused kernel: it saves inputs, output and a sum for each row; the backward sums in float32."""
+    """Allocates the same tensors as a fused attention kernel.
+
+    The forward saves inputs, output and one float32 sum per row; the backward allocates a float32 accumulator.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -157,10 +165,13 @@ _ATTENTION = ("sdpa", _IMPLEMENTATION, "eager")
 def build_on_meta(
     model: str, layers: int | None = None, head: ModelHead = "language", dtype: torch.dtype = torch.bfloat16
 ) -> nn.Module:
-    """Builds the model on the meta device.
+    """Builds a model on the meta device.
 
-    model: a name of MODEL_SHAPES, or a directory with a config.json. layers: instead of the model's own number.
-    dtype: of its parameters. Raises UsageError for any other name, and for a model that transformers cannot build.
+    Raises UsageError for an unknown name, and for a model that transformers cannot build.
+
+    model: a name in MODEL_SHAPES, or a directory with a config.json.
+    layers: the number of layers; None for the model's own number.
+    dtype: the dtype of the parameters.
     """
     with silence_warnings():
         config = _read_config(model)
@@ -182,9 +193,9 @@ def build_on_meta(
 
 
 def count_learned_positions(model: Any) -> int | None:
-    """The number of learned positions; None for a model that computes them, so that any length has one.
+    """Returns the number of learned position embeddings; None for a model that computes positions for any length.
 
-    OPT and BioGPT have two rows more than positions.
+    The embedding tables of OPT and BioGPT have two more rows than positions.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     tables = {module for module in _find_decoder(model).modules() if isinstance(module, nn.Embedding)}
@@ -193,7 +204,7 @@ def count_learned_positions(model: Any) -> int | None:
 
 
 def find_followed_layers(model: Any) -> dict[int, nn.Module]:
-    """The decoder layers that tokens go through, by number, without the layers of an image tower."""
+    """Finds the decoder layers that process tokens, by number; the layers of an image encoder are left out."""
     layers = models.find_decoder_layers(model)
     inside = set(_find_decoder(model).modules())
     return {at: layer for at, layer in enumerate(layers) if layer in inside} or dict(enumerate(layers))
@@ -205,14 +216,14 @@ def _find_decoder(model: Any) -> nn.Module:
 
 
 def checkpoint_layers(model: Any) -> None:
-    """Switches on activation checkpointing of every layer, in place."""
+    """Switches on activation checkpointing for every layer, in place."""
     body = model.body if isinstance(model, ValueModel) else model
     enable = getattr(body, "activation_checkpointing_enable", None) or body.gradient_checkpointing_enable
     enable()
 
 
 class ValueModel(nn.Module):
-    """A critic: a body with a head of one output for each token, and a loss on these values."""
+    """A critic: a model body, a head with one output value per token, and a loss on these values."""
 
     def __init__(self, body: Any) -> None:
         super().__init__()
@@ -286,7 +297,7 @@ def _choose_attention(auto: Any, config: Any, dtype: torch.dtype) -> nn.Module:
 
 @contextlib.contextmanager
 def silence_warnings() -> Iterator[None]:
-    """Silences warnings of transformers that matter only to a model with weights."""
+    """Silences warnings of transformers that matter only for a model with weights."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()

@@ -1,4 +1,4 @@
-"""A plan as text, and as a file of ledgers."""
+"""Renders a plan as text and as a JSON file of memory ledgers."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ NOT_MODELLED = (
 
 
 def render_plan_text(plan: JobPlan, advices: Sequence[Advice], width: int) -> str:
-    """Renders the plan, the answer first. width: in columns."""
+    """Renders the plan as text, with the verdict first. width: the width of the text in characters."""
     return wrap_all(_render_lines(plan, advices, width), width).rstrip() + "\n"
 
 
 def render_plan_json(plan: JobPlan) -> str:
-    """A file of ledgers of the first and the last rank, in the form of measured ones."""
+    """Renders the ledgers of the first and the last rank in the JSON format of measured ledgers."""
     machines = plan.job.machines
     memories = [led for role in plan.roles for led in (*role.first, *(role.last if role.last != role.first else ()))]
     return format_memory_file(
@@ -119,7 +119,7 @@ def _render_lines(plan: JobPlan, advices: Sequence[Advice], width: int) -> Itera
 
 
 def _describe_last_rank(role: RolePlan) -> str:
-    """A sentence on the last rank: the table shows the first, which needs the most."""
+    """Returns a sentence on the memory of the last rank, since the table shows only the first rank."""
     rank = role.last[-1].rank
     first, last = (
         next(memory.peak for memory in memories if memory.stage == "trained") for memories in (role.first, role.last)
@@ -148,7 +148,7 @@ def _describe_moment(moment: JobMoment, too_much: str, of_limit: str = "") -> It
 
 
 def _describe_verdict(plan: JobPlan, advices: Sequence[Advice]) -> Iterator[str]:
-    """The answer, in the first line, and what to change."""
+    """Yields the lines of the verdict: whether the job fits, then the settings to change if it does not."""
     limit = plan.job.machines.gpu_memory
     room = limit - plan.highest.total
     left = f"{_format_gib(room)} GiB are left" if room >= 0 else f"{_format_gib(-room)} GiB are missing"

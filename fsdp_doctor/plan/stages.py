@@ -1,4 +1,4 @@
-"""The stages of a job on one rank, replayed one after the other: memory of the device and of the host."""
+"""Simulates the stages of a job on one rank in order, and predicts the memory of the device and of the host."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from fsdp_doctor.weights.transport.loader import CAST_BYTES
 
 
 def _replay_buckets(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
-    """Replays full_tensors: as many buckets at once as may exist next to the caller's last tensor."""
+    """Replays ``full_tensors``: several buckets exist at once, together with the last tensor that the caller got."""
     itemsize = setup.extracted_bytes or setup.dtypes.master
     is_cast = setup.extracted_bytes not in (None, setup.dtypes.master)
     cast = CAST_BYTES if is_cast and setup.shards_on_host else 0
@@ -66,7 +66,7 @@ def _replay_buckets(timeline: Timeline, shards: RankShards, setup: RoleSetup) ->
 
 
 def _list_gathers(shards: RankShards, setup: RoleSetup, most: int) -> list[tuple[int, int]]:
-    """Lists bytes of outputs and of further buffers for each tensor or FSDP1 unit, in the order of the parameters."""
+    """Lists (bytes of outputs, bytes of other buffers) for each tensor or FSDP1 unit, in parameter order."""
     itemsize = setup.extracted_bytes or setup.dtypes.master
     if setup.shard_ranks == 1:
         return [(round_up(numel * itemsize), 0) for unit in shards.units for numel in unit.originals]
@@ -81,7 +81,10 @@ def _list_gathers(shards: RankShards, setup: RoleSetup, most: int) -> list[tuple
 
 
 def _list_unit_gathers(unit: UnitShard, itemsize: int, most: int) -> list[tuple[int, int]]:
-    """Lists the gathers of an FSDP1 unit: the whole unit if it fits; otherwise parts, two at once next to a tensor."""
+    """Lists the gathers of an FSDP1 unit as (bytes of outputs, bytes of other buffers).
+
+    The unit is gathered as a whole if it fits into ``most`` bytes, otherwise in parts.
+    """
     sizes = [round_up(numel * itemsize) for numel in unit.originals]
     largest, flat = max(sizes), round_up(sum(unit.full) * itemsize)
     if 64 * (flat - largest) <= flat:
@@ -91,7 +94,7 @@ def _list_unit_gathers(unit: UnitShard, itemsize: int, most: int) -> list[tuple[
 
 
 def _replay_tensor_by_tensor(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
-    """Replays methods that bring one shard to the device and gather it; an uneven shard is padded first."""
+    """Replays methods that copy one shard at a time to the device and gather it; an uneven shard is padded first."""
     master = setup.dtypes.master
     if setup.shard_ranks == 1:
         brought = round_up(_find_largest(shards, setup)) if setup.shards_on_host else 0
@@ -107,7 +110,7 @@ def _replay_tensor_by_tensor(timeline: Timeline, shards: RankShards, setup: Role
 
 
 def _replay_whole(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
-    """Replays methods that return all tensors, in the dtype of the shards; FSDP1 copies them out of its units."""
+    """Replays methods that return all tensors in the dtype of the shards; FSDP1 copies them out of unsharded units."""
     outputs = [round_up(numel * setup.dtypes.master) for unit in shards.units for numel in unit.originals]
     with timeline.allocate_temporarily(
         "unsharded parameters", _find_largest_unit(shards, setup) if setup.scenario.version == 1 else 0
@@ -122,7 +125,7 @@ def _replay_whole(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> N
 
 
 def _replay_sharded_tensors(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
-    """Replays FSDP1's sharded state dict: each unsharded unit is cut into new tensors, and each of them is gathered."""
+    """Replays FSDP1's sharded state dict: each unsharded unit is cut into new shards, and each shard is gathered."""
     cut = sum_rounded(numel * setup.dtypes.master for unit in shards.units for numel in unit.padded)
     timeline.pass_peak(
         {
@@ -146,14 +149,14 @@ def _replay_unit_by_unit(timeline: Timeline, shards: RankShards, setup: RoleSetu
 
 
 def _replay_full_precision(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
-    """Replays FSDP1's summon_full_params: all units, in the dtype of the shards."""
+    """Replays FSDP1's ``summon_full_params``, which unshards all units at once in the dtype of the shards."""
     if setup.scenario.version == 1:
         nbytes = sum_rounded(numel * setup.dtypes.master for unit in shards.units for numel in unit.full)
         timeline.pass_peak({"unsharded parameters": nbytes})
 
 
 def _replay_nothing(timeline: Timeline, shards: RankShards, setup: RoleSetup) -> None:
-    """Methods that return shards as they are, or names and shapes, allocate nothing."""
+    """Replays methods that allocate nothing, because they return the shards themselves, or only names and shapes."""
 
 
 def _find_largest_unit(shards: RankShards, setup: RoleSetup) -> int:
@@ -187,7 +190,10 @@ _READS_SHARDS = ("full_tensors", "save_full_tensors", "weights_info")
 
 
 class RankReplay:
-    """Replays the stages of a job on one rank. segments: the forward's, and the backward's if the job trains."""
+    """Simulates the stages of a job on one rank.
+
+    segments: the traced segments of the forward, and of the backward if the model is trained.
+    """
 
     def __init__(
         self, setup: RoleSetup, shards: RankShards, buffers: Sequence[int], segments: Sequence[Segment], rank: int = 0
@@ -205,7 +211,7 @@ class RankReplay:
         self._ledgers: list[StageMemory] = []
 
     def replay_stages(self) -> list[StageMemory]:
-        """The memory of all stages; the stages of a model that is not trained end with its offload."""
+        """Replays all stages, and returns their ledgers; a model that is not trained ends with its first offload."""
         scenario = self._setup.scenario
         self._build()
         self._end_stage("built")
@@ -236,7 +242,7 @@ class RankReplay:
         return self._ledgers
 
     def _build(self) -> None:
-        """Shards unit by unit, the root last; each is unsharded on the device until its shards are there."""
+        """Replays the sharding of the units, the root last; each unit is whole on the device until it is sharded."""
         scenario, master, timeline = self._setup.scenario, self._setup.dtypes.master, self._timeline
         # FSDP1 without shards keeps the flat parameter itself.
         is_kept = scenario.version == 1 and self._setup.shard_ranks == 1
@@ -290,7 +296,7 @@ class RankReplay:
             self._timeline.free("parameters")
 
     def _stage(self) -> None:
-        """Replays model.to(device); FSDP1's units under a policy stay on the host."""
+        """Replays ``model.to(device)``; shards under an offload policy may stay on the host."""
         shards = [round_up(numel * self._setup.dtypes.master) for unit in self._shards.units for numel in unit.padded]
         if not self._setup.stays_on_host:
             self._bring("parameters", sum(shards))
@@ -324,7 +330,7 @@ class RankReplay:
         )
 
     def _count_host_memory(self) -> HostMemory:
-        """Counts the host's memory: all that is not on the device; pinned under a policy and by non-blocking copies."""
+        """Counts the tensors that are not on the device; offload policies and non-blocking copies use pinned memory."""
         setup, scenario = self._setup, self._setup.scenario
         master = setup.dtypes.master
         by_class: dict[MemoryClass, int] = {}
@@ -350,8 +356,8 @@ class RankReplay:
             else:
                 pageable += sum(each)
         if scenario.policy and scenario.version == 2 and scenario.pinning.is_pinned and self._has_moments:
-            # FSDP2 copies each gradient to pinned memory of its own, unpadded, until zero_grad frees it
-            # (_fsdp_collectives.foreach_reduce, read in 2.6 to 2.13).
+            # FSDP2 copies each gradient, without padding, to separate pinned memory, which zero_grad frees
+            # (_fsdp_collectives.foreach_reduce, read in torch 2.6 to 2.13).
             live.update(round_to_power_of_two(numel * master) for unit in self._shards.units for numel in unit.local)
         # The allocator of pinned memory keeps what was freed for the next tensor of that size.
         self._pinned_blocks |= live
@@ -364,7 +370,7 @@ _NOT_FOLLOWED = (RuntimeError, TypeError, AttributeError, LookupError, ValueErro
 
 
 class Predictor:
-    """Predicts the ledgers of one model. It is built once, and traced once for each batch.
+    """Predicts the ledgers of one model, which is built only once, and traced only once for each batch.
 
     Raises UsageError for a model that does not exist, or that transformers cannot build.
     """
@@ -377,10 +383,10 @@ class Predictor:
         self._traced: dict[Batch, tuple[Segment, ...]] = {}
 
     def predict_stages(self, setup: RoleSetup, rank: int = 0) -> list[StageMemory]:
-        """Predicts the ledgers of all stages on the first rank of a shard group, which has the most.
+        """Predicts the ledgers of all stages on one rank of a shard group; the first rank needs the most memory.
 
-        Raises UsageError for more ranks than any parameter has rows, and for sequences longer than the learned
-        positions; CannotRun if the forward cannot run without weights.
+        Raises UsageError if no parameter has as many rows as the shard group has ranks, or if the sequences are longer
+        than the learned positions. Raises CannotRun if the forward cannot be traced without weights.
         """
         if self._positions is not None and setup.length > self._positions:
             raise UsageError(

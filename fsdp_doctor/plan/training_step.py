@@ -1,4 +1,4 @@
-"""A training step as allocations: forward, backward and optimizer, around the gathers and reductions of FSDP."""
+"""Simulates the allocations of a training step: forward, backward, optimizer, and FSDP's gathers and reductions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from fsdp_doctor.plan.meta_model import ModelShape, ShapedParameter, ShapedUnit
 
 @dataclass(frozen=True, kw_only=True)
 class UnitShard:
-    """Numbers of elements of one FSDP unit on one rank.
+    """The numbers of elements in one FSDP unit on one rank.
 
-    padded: each shard with its padding, the same on every rank. local: this rank's part of each, without padding.
-    full: each tensor that a gather fills. originals: each unsharded parameter.
+    padded: the size of each shard with its padding, which is the same on every rank.
+    local: the size of each tensor of this rank that the optimizer updates.
+    full: the size of each tensor that a gather fills.
+    originals: the size of each unsharded parameter.
     """
 
     name: str
@@ -32,7 +34,7 @@ class UnitShard:
 
 @dataclass(frozen=True, kw_only=True)
 class RankShards:
-    """Units of a model on one rank of a shard group."""
+    """The FSDP units of a model on one rank of a shard group."""
 
     root: UnitShard
     embedding: UnitShard | None
@@ -44,7 +46,10 @@ class RankShards:
 
 
 def shard_units(shape: ModelShape, strategy: Strategy, *, rank: int, ranks: int) -> RankShards:
-    """Shards all units. rank, ranks: in one shard group. Under FSDP1 the embedding is in the root unit."""
+    """Shards all units of a model. Under FSDP1 the embedding belongs to the root unit.
+
+    rank: the rank within its shard group. ranks: the number of ranks in a shard group.
+    """
     if strategy.version == 2:
         return RankShards(
             root=_shard_fsdp2_unit(shape.root, rank, ranks),
@@ -73,14 +78,17 @@ def _shard_fsdp2_unit(unit: ShapedUnit, rank: int, ranks: int) -> UnitShard:
 
 
 def _compute_chunk(parameter: ShapedParameter, rank: int, ranks: int) -> tuple[int, int]:
-    """Returns the elements of a padded chunk, and the elements of this rank's chunk."""
+    """Returns the number of elements in a padded chunk, and the number in this rank's chunk."""
     rows, *others = parameter.shape or (1,)
     chunk = -(-rows // ranks)
     return chunk * math.prod(others), max(0, min(chunk, rows - rank * chunk)) * math.prod(others)
 
 
 def _shard_fsdp1_unit(unit: ShapedUnit, rank: int, ranks: int, *, whole: bool) -> UnitShard:
-    """Cuts the flat parameter, padded at its end. whole: the optimizer has one tensor, not the original parameters."""
+    """Cuts the flat parameter into chunks of equal size; the last chunk is padded.
+
+    whole: whether the optimizer updates the flat parameter itself, and not the original parameters.
+    """
     chunk = -(-unit.numel // ranks)
     begin, end = rank * chunk, min((rank + 1) * chunk, unit.numel)
     parts: list[int] = []
@@ -98,7 +106,7 @@ def _shard_fsdp1_unit(unit: ShapedUnit, rank: int, ranks: int, *, whole: bool) -
 
 
 class Timeline:
-    """The memory of one device while a stage is replayed: bytes by class, each tensor in multiples of 512."""
+    """The simulated memory of one device during a stage, in bytes by class. Callers round sizes to multiples of 512."""
 
     def __init__(self) -> None:
         self._held: dict[MemoryClass, int] = {}
@@ -106,7 +114,7 @@ class Timeline:
         self._peak = 0
 
     def change(self, by: Bytes) -> None:
-        """Changes several classes at the same moment."""
+        """Changes the bytes of several classes at the same moment."""
         for what, nbytes in by.items():
             self._held[what] = self._held.get(what, 0) + nbytes
             assert self._held[what] >= 0, what
@@ -126,18 +134,18 @@ class Timeline:
 
     @contextlib.contextmanager
     def allocate_temporarily(self, what: MemoryClass, nbytes: int) -> Iterator[None]:
-        """Allocates memory for the length of the block."""
+        """Allocates memory for the duration of a ``with`` block."""
         self.allocate(what, nbytes)
         yield
         self.free(what, nbytes)
 
     def pass_peak(self, by: Bytes) -> None:
-        """Allocates several classes at the same moment, and frees them at once."""
+        """Allocates memory of several classes at the same moment, and frees all of it immediately."""
         self.change(by)
         self.change({what: -nbytes for what, nbytes in by.items()})
 
     def end_stage(self) -> DeviceMemory:
-        """Returns the ledger of the stage. The next stage begins with the memory that is allocated now."""
+        """Returns the ledger of the stage. The next stage begins with the memory that is still allocated."""
         by_class = {name: size for name, size in self._held.items() if size}
         allocated = sum(by_class.values())
         memory = DeviceMemory(
@@ -199,7 +207,7 @@ def _count_unsharded_bytes(unit: UnitShard, setup: RoleSetup) -> int:
 
 
 class _Computation:
-    """Replays activations and gradients that were traced on the meta device; layers that were not traced have none."""
+    """Replays the activations and gradients that were traced on the meta device; an untraced layer has none."""
 
     def __init__(self, timeline: Timeline, segments: Sequence[Segment]) -> None:
         self._timeline = timeline
@@ -216,7 +224,10 @@ class _Computation:
             self._go_to(segment.end)
 
     def leave_gradients(self, nbytes: int) -> int:
-        """Leaves gradients on the timeline for FSDP to free. Returns their bytes."""
+        """Hands over traced gradients to FSDP, which frees them later; they stay on the timeline. Returns their bytes.
+
+        nbytes: the most bytes to hand over.
+        """
         nbytes = min(nbytes, self._now.gradients)
         self._now = LiveBytes(self._now.activations, self._now.gradients - nbytes)
         return nbytes
@@ -231,12 +242,13 @@ class _Computation:
 
 
 class Fsdp1Replay:
-    """The allocations of FSDP1: read in torch 2.13, torch/distributed/fsdp/_runtime_utils.py and _flat_param.py.
+    """Replays the allocations of FSDP1, as in _runtime_utils.py and _flat_param.py of torch 2.13.
 
-    An all-gather fills the flat parameter itself. In a backward the next unit is gathered before one is computed. The
-    gradients of a unit's parameters are joined to that of its flat parameter, which is cast for the reduce-scatter.
+    An all-gather fills the flat parameter itself. In the backward, the next unit is gathered before the present unit is
+    computed. The gradients of a unit's parameters are joined into one flat gradient, which is cast for the
+    reduce-scatter.
 
-    views: bytes that only the modules' views of a unit keep alive, by its name; freed when it is next unsharded.
+    views: bytes that only the modules' views keep alive, by unit name; freed when the unit is next unsharded.
     """
 
     def __init__(self, timeline: Timeline, setup: RoleSetup, views: dict[str, int]) -> None:
@@ -273,7 +285,7 @@ class Fsdp1Replay:
             self._timeline.free("unsharded parameters", nbytes)
 
     def end_forward(self) -> None:
-        """Frees nothing."""
+        """Does nothing, because FSDP1 frees no memory at the end of a forward."""
 
     def prepare_backward(self, unit: UnitShard, following: UnitShard | None) -> None:
         self.unshard(unit)
@@ -281,7 +293,7 @@ class Fsdp1Replay:
             self.unshard(following)
 
     def post_backward(self, unit: UnitShard, gradients: int) -> None:
-        """Reduces a unit. gradients: bytes of its parameters' gradients, which are freed."""
+        """Replays the reduction of a unit. gradients: bytes of the gradients of its parameters, which are freed."""
         timeline, dtypes = self._timeline, self._setup.dtypes
         numel, padded = sum(unit.originals), sum(unit.padded)
         joined = round_up(numel * dtypes.compute)
@@ -301,7 +313,7 @@ class Fsdp1Replay:
         timeline.free("gradients", joined)
 
     def _allocate_gradient(self, numel: int) -> None:
-        """Allocates the sum of a reduction, and the gradient that is cast from it."""
+        """Allocates the result of a reduction, and replaces it by the cast gradient if the dtypes differ."""
         timeline, dtypes = self._timeline, self._setup.dtypes
         timeline.allocate("gradients", round_up(numel * dtypes.reduce))
         if dtypes.reduce != dtypes.master:
@@ -317,11 +329,11 @@ class Fsdp1Replay:
 
 
 class Fsdp2Replay:
-    """The allocations of FSDP2: read in torch 2.13, torch/distributed/fsdp/_fully_shard.
+    """Replays the allocations of FSDP2, as in torch/distributed/fsdp/_fully_shard of torch 2.13.
 
-    In a forward the output of an all-gather outlives its copy until that of the next unit has been made (implicit
-    prefetch), in a backward the next unit is gathered while one is computed. The input of a reduce-scatter is kept
-    until the next one begins, and the sums of replicas until the backward is over.
+    In the forward, the output of an all-gather is kept until the next unit has been gathered (implicit prefetch). In
+    the backward, the next unit is gathered while the present unit is computed. The input of a reduce-scatter is kept
+    until the next reduce-scatter begins. The buffers of the replicas' all-reduces are kept until the backward ends.
     """
 
     def __init__(self, timeline: Timeline, setup: RoleSetup) -> None:
@@ -355,7 +367,7 @@ class Fsdp2Replay:
             self._gather(following)
 
     def post_backward(self, unit: UnitShard, gradients: int) -> None:
-        """Reduces a unit. gradients: bytes of its parameters' gradients, which are freed."""
+        """Replays the reduction of a unit. gradients: bytes of the gradients of its parameters, which are freed."""
         self.reshard(unit)
         timeline, dtypes = self._timeline, self._setup.dtypes
         timeline.free("communication buffers", self._reduce_input)
@@ -369,7 +381,7 @@ class Fsdp2Replay:
         timeline.free("gradients", outlives)
 
     def _reduce(self, unit: UnitShard) -> None:
-        """Replays the reduction: the sum is the gradient, or is cast to it; a policy copies it to the host."""
+        """Replays a reduction, whose result is cast if the dtypes differ, and copied to the host by a policy."""
         timeline, dtypes, by_policy = self._timeline, self._setup.dtypes, self._setup.scenario.policy
         sums = round_up(sum(unit.padded) * dtypes.reduce)
         cast = round_up(sum(unit.padded) * dtypes.master) if dtypes.reduce != dtypes.master else 0
@@ -403,7 +415,7 @@ class Fsdp2Replay:
         self._gathered[unit.name] = nbytes
 
     def _bring_shards(self, unit: UnitShard) -> int:
-        """Brings the shards to the device, in the dtype that is gathered. Returns their bytes there."""
+        """Allocates the shards on the device in the dtype in which they are gathered. Returns their bytes."""
         dtypes, timeline = self._setup.dtypes, self._timeline
         if not self._setup.scenario.policy:
             cast = round_up(sum(unit.padded) * dtypes.compute) if dtypes.compute != dtypes.master else 0

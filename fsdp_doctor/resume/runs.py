@@ -39,7 +39,7 @@ class UserJob:
     resume: the words that are added to the command for a resumed run.
     at: the step after which the job saves.
     work: a directory for the logs, the records and the job's own directories.
-    hang_after, longest: limits in seconds for a run without progress and for a whole run.
+    hang_after: seconds without output after which a run is ended. longest: seconds after which any run is ended.
     """
 
     command: tuple[str, ...]
