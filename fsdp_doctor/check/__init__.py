@@ -1,4 +1,4 @@
-"""Implements ``fsdp-doctor check``: maps a training configuration to cases and reports what is known about them.
+"""Implements ``fsdp-doctor check``: maps a training configuration to cases, and reports their known failures.
 
 Nothing here imports torch or a framework. ``reading`` turns files, launch commands and overrides into settings.
 ``frameworks`` interpret the settings, ``findings`` describe the problems, and ``presentation`` prints the result.
@@ -51,8 +51,8 @@ _NEWEST = Version("9999")
 class CheckedVersion:
     """Version for which a configuration is checked.
 
-    ``of`` is the name of the distribution. ``version`` is None for all versions. ``asked`` is true if an option
-    requested it.
+    ``of`` is the name of the distribution. ``version`` is None for all versions. ``asked`` is true if the user gave the
+    version by an option.
     """
 
     of: str
@@ -68,9 +68,10 @@ class CheckedVersion:
 class CheckResult:
     """Result of checking a configuration. Findings of the same kind are adjacent.
 
-    ``version`` and ``torch`` are the versions for which the configuration was read, and ``read_in`` says in which
-    versions the framework's sources were read. ``world_size`` is given explicitly, configured, or the framework's
-    default; if it is None, predictions assume two ranks. ``packages`` are known versions of other packages.
+    ``version`` and ``torch`` are the versions for which the configuration was read. ``read_in`` names the versions of
+    the framework whose sources this program's rules are based on. ``world_size`` comes from an option, from the
+    configuration, or from the framework's default; if it is None, predictions assume two ranks. ``packages`` are known
+    versions of other packages.
     ``settings`` are all settings that were read. ``models`` maps each role to the configured model.
     """
 
@@ -91,13 +92,13 @@ class CheckResult:
 
     @property
     def determined(self) -> bool:
-        """Returns whether every model, and every setting that may decide how it is trained, could be read."""
+        """Returns whether every model could be read, with every setting that may decide how the model is trained."""
         is_read = all(use.why_not != CANNOT_BE_DETERMINED for use in self.uses)
         return is_read and not any(finding.decides for finding in self.findings)
 
     @property
     def exit_code(self) -> int:
-        """Success requires that everything was understood, FSDP is used, and no finding is bad."""
+        """Exit code of the command. Success requires that all was understood, FSDP is used, and no finding is bad."""
         if any(finding.bad for finding in self.findings):
             return EXIT_BAD_VERDICT
         return EXIT_OK if self.under_fsdp and self.determined else CannotRun.exit_code
@@ -234,7 +235,7 @@ def set_ranks(result: CheckResult, world_size: int) -> CheckResult:
 
 
 def list_cases(result: CheckResult) -> list[Case]:
-    """Lists the cases of all uses, each once, in the order of the uses: the cases that ``--probe`` runs."""
+    """Lists the cases that ``--probe`` runs: the cases of all uses in order, without duplicates."""
     return list(dict.fromkeys(case for use in result.uses for case in use.cases))
 
 
@@ -270,7 +271,7 @@ def _find_version(option: str, given: str | None, distributions: Sequence[str]) 
 
 
 def _read_world_size(kind: type[Framework], settings: Settings, findings: list[ConfigFinding]) -> int | None:
-    """Reads the number of ranks. Returns None if nothing gives it, or if it cannot be read, which adds a finding."""
+    """Reads the number of ranks; None if it is not configured or cannot be read. The latter adds a finding."""
     try:
         ranks = kind.count_ranks(settings) or count_launched_ranks(settings)
     except Unreadable as error:

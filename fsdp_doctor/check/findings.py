@@ -1,4 +1,4 @@
-"""Findings in a configuration: those that any framework can have, and those about the dimensions of its model."""
+"""Findings that do not depend on the framework, including findings about the model's dimensions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFinding:
-    """One finding: a sentence, the settings that it is based on, and the ids of cases that demonstrate it.
+    """One finding: a sentence, the settings on which it is based, and the ids of cases that demonstrate the problem.
 
     ``conflict`` and ``known`` are bad; ``unknown`` means that something was not understood, and ``note`` is a hint.
     ``entry`` is the id of a catalogue entry, for ``known`` only. ``holds_for`` lists the models and framework versions
@@ -62,13 +62,13 @@ class ConfigFinding:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfiguredRun(RunContext):
-    """Run of the user's own model, which has other dimensions than the matrix's small model."""
+    """Run of the user's model, whose dimensions differ from those of the matrix's small model."""
 
     def list_possible_shards(self, scenario: Scenario) -> tuple[Shards, ...]:
-        """Returns ``uneven`` if the model is known to be uneven.
+        """Returns ``uneven`` if the model is known to shard unevenly.
 
-        Otherwise returns both, or only ``even`` if the number of ranks is a power of two, which divides most
-        dimensions.
+        Otherwise returns ``even`` and ``uneven``. If the number of ranks is a power of two, which divides most
+        dimensions, returns only ``even``.
         """
         group = self.shard_group(scenario)
         if not scenario.dims.is_even:

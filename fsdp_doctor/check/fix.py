@@ -70,8 +70,9 @@ def _list_candidates(result: CheckResult) -> Iterator[tuple[Setting, str]]:
 
 
 def _edit_line(file: pathlib.Path, row: Setting, after: str) -> str | None:
-    """Returns the text with the line changed; None if the line does not contain the value, but a variable,
-    for example.
+    """Returns the file's text with the line changed; None if the line does not contain the value literally.
+
+    A line may contain a variable instead of the value.
     """
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     number = row.where.removeprefix(row.file).removeprefix(":")

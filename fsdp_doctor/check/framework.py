@@ -63,12 +63,12 @@ M = TypeVar("M", bound=KeyTable)
 class FrameworkFacts(msgspec.Struct, Generic[V, M], frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A framework's table, stored as ``NAME.toml`` next to its class. Frameworks may use types with further keys.
 
-    ``read_in`` says in which versions the framework's source was read. ``distributions`` are its packages; if no
-    version is given, the first installed one determines it. ``section_keys`` are the words allowed in a section of FSDP
-    settings; empty if any are allowed. ``cpu_collectives`` is true if the framework runs collectives on shards that the
-    policy keeps on the CPU, for example to clip gradients. ``versions`` are ranges that together cover every version.
-    ``models`` are the model tables by role or name. ``plan`` holds what only ``memory plan`` reads; see ``PlanKeys`` in
-    plan/configured_job.py.
+    ``read_in`` names the versions whose source the table is based on. ``distributions`` are the framework's packages;
+    if no version is given, the first installed package determines it. ``section_keys`` are the keys allowed in a
+    section of FSDP settings; empty if any are allowed. ``cpu_collectives`` is true if the framework runs collectives on
+    shards that the policy keeps on the CPU, for example to clip gradients. ``versions`` are ranges that together cover
+    every version. ``models`` are the model tables by role or name. ``plan`` is a section that only ``memory plan``
+    reads; see ``PlanKeys`` in plan/configured_job.py.
     """
 
     name: str
@@ -95,7 +95,7 @@ def load_facts(name: str, versions: Any = VersionRange, keys: Any = KeyTable) ->
 
 @dataclass(frozen=True, kw_only=True)
 class ModelReading:
-    """Reading of one model: one use per relevant range of versions, the model itself, and findings about it."""
+    """Result of reading one model: one use per relevant range of versions, the model itself, and findings about it."""
 
     uses: Sequence[Use]
     model: ConfiguredModel = field(default_factory=ConfiguredModel)
@@ -246,7 +246,7 @@ class FsdpFramework(Framework, Generic[V]):
 
 
 def report_not_under_fsdp(role: Role, because: Because, *findings: ConfigFinding) -> ModelReading:
-    """Makes the reading of a model that another engine or wrapper trains."""
+    """Makes the result for a model that another engine or wrapper than FSDP trains."""
     return ModelReading(uses=(Use(role=role, why_not=f"not under FSDP: {because}"),), findings=findings)
 
 

@@ -90,7 +90,7 @@ def _render_summary(result: CheckResult) -> str:
 
 
 def _render_role(role: str, uses: Sequence[Use]) -> Iterator[str]:
-    """Renders the scenario of one model, as a numbered table if it depends on the version."""
+    """Renders the scenario of one model; if the scenario depends on the version, as a numbered table."""
     if len(uses) == 1:
         yield f"{uses[0].title}: {_render_scenario(uses[0])}"
     else:
@@ -118,7 +118,7 @@ def _render_scenario(use: Use) -> str:
 
 
 def _number_lines(uses: Sequence[Use], lines: Sequence[Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """Yields each line once, with the numbers of the table rows that have it, unless all rows do."""
+    """Yields each distinct line once, with the numbers of its table rows; a line of all rows has no numbers."""
     counts = [len(_list_labels(use)) for use in uses]
     ends = list(itertools.accumulate(counts))
     for line in dict.fromkeys(line for of_use in lines for line in of_use):
@@ -167,7 +167,7 @@ def list_remedies(result: CheckResult) -> dict[str, str]:
 
 
 def _list_conditions(entry: KnownFailure, result: CheckResult) -> Iterator[str]:
-    """Lists the versions and ranks that a failure depends on, what is known of them here, and where it was measured."""
+    """Lists the versions and ranks on which a failure depends, their known values here, and where it was measured."""
     yield f"torch: {entry.torch or 'every tried version'}"
     for name, versions in entry.versions.items():
         yield f"only with {name} {versions} ({result.packages.get(name, 'version not known here')})"

@@ -49,7 +49,7 @@ class Setting:
 class Settings:
     """Settings by key; later settings replace earlier ones. A value ``${a.b}`` refers to the value of ``a.b``.
 
-    ``replaced`` holds, for each key that one file sets to two different values, the earlier and the later setting.
+    ``replaced`` holds pairs of an earlier and a later setting, where one file sets a key to two different values.
     """
 
     rows: dict[str, Setting] = field(default_factory=dict)

@@ -45,9 +45,9 @@ class Reason:
 class Use:
     """One model of the run, for one range of framework versions.
 
-    ``role`` is the model's purpose. ``versions`` is empty if all known versions behave the same. ``scenario`` is
-    unstaged, since each extraction has its own staging. It is None if the model is not under FSDP or cannot be
-    determined; ``why_not`` then says which.
+    ``role`` is the model's purpose. ``versions`` is empty if all known versions behave the same. ``scenario`` has no
+    staging, since each extraction has its own staging. ``scenario`` is None if the model does not use FSDP, or if its
+    settings cannot be determined; ``why_not`` gives the reason.
     """
 
     role: Role
@@ -83,7 +83,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Value of an axis and the reason for it. Without a reason it is not shown."""
+    """Value of an axis and the reason for it. A value without a reason is not shown to the user."""
 
     value: AxisValue | Offload
     because: Because = None

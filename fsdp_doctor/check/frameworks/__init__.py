@@ -57,8 +57,8 @@ class _Megatron(_OtherEngine):
         return "tensor_model_parallel_size" in settings or "pipeline_model_parallel_size" in settings
 
 
-# The first class that recognizes a configuration reads it. The order ensures that no earlier class claims it by
-# mistake.
+# The first class that recognizes a configuration reads it. The order ensures that no earlier class recognizes the
+# configuration of a later class.
 FRAMEWORKS: tuple[type[Framework], ...] = (
     *(_OpenRlhf, Verl, SkyRl, Areal, NemoRl, PrimeRl, Torchtitan, Axolotl, MsSwift, Lightning),
     *(Accelerate, HfTrainer, _DeepSpeed, _Megatron),

@@ -168,7 +168,7 @@ class FsdpConfigFramework(FsdpFramework[V]):
 
 
 def _read_sharding(row: Setting) -> Chosen:
-    """Reads FSDP1's sharding strategy. Raises Unreadable for one that torch does not have."""
+    """Reads FSDP1's sharding strategy. Raises Unreadable for a strategy that torch does not have."""
     word = str(row.value).upper()
     if word in _FULL:
         return Chosen(Sharding.FULL)
@@ -623,7 +623,7 @@ class MsSwift(FsdpConfigFramework[VersionRange]):
 
     @staticmethod
     def complete(settings: Settings) -> Settings:
-        """Adds what ``--fsdp`` stands for: its words as ``ms_swift.fsdp``, and its section."""
+        """Adds the settings that ``--fsdp`` stands for: its words as ``ms_swift.fsdp``, and its ``fsdp_config``."""
         row = settings.find_first("fsdp")
         if row is None or not row.value:
             return settings

@@ -37,10 +37,10 @@ class NemoRl(FsdpFramework[_Versions]):
 
     @staticmethod
     def count_ranks(settings: Settings) -> int | None:
-        """Counts the whole cluster, or what remains if generation uses GPUs of its own.
+        """Counts the ranks that train: the whole cluster, without the GPUs that only generate.
 
-        Generation then takes GPUs of the only node, or whole nodes if there are several. Returns None if the
-        configuration does not say how many it takes.
+        Separate generation uses GPUs of the only node, or whole nodes if there are several nodes. Returns None if the
+        configuration does not give their number.
         """
         per_node, nodes = (
             settings.read_number("cluster.gpus_per_node"),

@@ -79,26 +79,26 @@ class VerlModel(KeyTable, frozen=True, kw_only=True):
     forward_only: bool = False
 
     def name_keys(self, name: str) -> Keys:
-        """Returns the keys with this name in its sections."""
+        """Returns the keys with this name in the model's sections."""
         return tuple(f"{section}.{name}" for section in self.sections)
 
     def find_outer_strategy(self, settings: Settings) -> Setting | None:
-        """Finds the strategy outside its sections, which the trainer follows."""
+        """Finds the strategy setting outside the model's sections, which the trainer follows."""
         return settings.find_first(*self.strategies)
 
     def find_inner_strategy(self, settings: Settings) -> Setting | None:
-        """Finds the strategy in its sections, which the engine followed until PR 5885."""
+        """Finds the strategy setting in the model's sections, which the engine followed until PR 5885."""
         return settings.find_first(*self.name_keys("strategy"))
 
     def find_strategy_setting(self, settings: Settings) -> Setting | None:
         return self.find_outer_strategy(settings) or self.find_inner_strategy(settings)
 
     def read_strategy(self, settings: Settings) -> Strategy | None:
-        """Reads whether it is FSDP1 or FSDP2, regardless of use_orig_params; None for another engine."""
+        """Reads whether the model uses FSDP1 or FSDP2, regardless of use_orig_params; None for another engine."""
         return _STRATEGIES.get(settings.read_word(*self.strategies, *self.name_keys("strategy"), default=self.default))
 
     def find_policy_setting(self, settings: Settings) -> Setting | None:
-        """Finds the setting that asks for the policy; None unless all settings that it needs are true."""
+        """Finds the setting that turns on the offload policy; None unless all of the policy's settings are true."""
         is_asked = all(settings.read_flag(*self.name_keys(name)) for name in self.policy_names)
         return settings.find_first(*self.name_keys(self.policy_names[0])) if is_asked else None
 
@@ -125,9 +125,9 @@ class VerlVersions(VersionRange, frozen=True, kw_only=True):
     chosen_by: values of use_legacy_worker_impl that choose this implementation; empty if all do.
     engine: the engine runs the model instead of fsdp_workers.py.
     own_strategy: the engine reads only the strategy in the model's section, by default ``fsdp`` (until PR 5885).
-    stages: the model is staged before each sync, whatever the offload.
-    stages_policy: it is also staged under CPUOffloadPolicy.
-    stages_fsdp2: it is also staged if it is an FSDP2 model without adapters.
+    stages: the model is moved to the device before each sync, whatever the offload.
+    stages_policy: the model is also moved under CPUOffloadPolicy.
+    stages_fsdp2: the model is also moved if it is an FSDP2 model without adapters.
     saves_policy_staged: under the policy, a checkpoint is taken after the module was moved.
     saves_whole: the old SFT trainer saves the whole model instead of its shards.
     reads_after_offload: the state dict is read after the module was offloaded again.
@@ -349,7 +349,7 @@ class Verl(FsdpFramework[VerlVersions]):
     # Settings that contradict each other, that nothing reads, or that are harmful together
 
     def _find_offload_conflicts(self, model: VerlModel, strategy: Strategy | None) -> Iterator[ConfigFinding]:
-        """Finds conflicts between the strategy, None for an engine other than FSDP1 and FSDP2, and the offloads."""
+        """Finds conflicts between the strategy and the offloads. ``strategy`` is None for an engine other than FSDP."""
         settings, role = self.settings, model.role
         policy, row = model.find_policy_setting(settings), model.find_strategy_setting(settings)
         if model is _OLD_SFT:
@@ -513,7 +513,7 @@ def _asks_for_reference(settings: Settings) -> bool:
 
 
 def _find_unknown_config(settings: Settings) -> Setting | None:
-    """Finds a setting that names a configuration with unknown values: it is neither verl's own nor given as a file."""
+    """Finds a setting that names a configuration with unknown values: neither verl's own nor one of the given files."""
     path, name = settings.find_first("config_path", "config_dir"), settings.find_first("config_name")
     stem = str(name.value).removesuffix(".yaml") if name else ""
     if any(pathlib.PurePath(row.file).stem == stem for row in settings):
