@@ -1,4 +1,4 @@
-"""Plans and writes the zip archive of a torch.save file. All places are known before the tensor bytes are."""
+"""Plans and writes the zip archive of a torch.save file. All offsets are known before any tensor bytes are written."""
 
 from __future__ import annotations
 

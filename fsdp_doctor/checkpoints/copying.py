@@ -24,7 +24,7 @@ from fsdp_doctor.errors import DoctorFault
 
 @dataclass(slots=True)
 class _Cast:
-    """Cast of elements that arrive in chunks. ``rest`` holds the bytes of an element that is still incomplete."""
+    """Casts elements that arrive in chunks. ``rest`` holds the bytes of an incomplete element at a chunk's end."""
 
     function: Callable[[bytes], bytes]
     from_bytes: int
@@ -34,11 +34,11 @@ class _Cast:
 
 @dataclass(slots=True)
 class _Route:
-    """Route of a piece from its file to its destination, as runs of ``run`` contiguous bytes of the whole tensor.
+    """Destination of a piece's bytes. The piece consists of runs of ``run`` bytes that are contiguous in the tensor.
 
-    ``first`` is the byte of the tensor at which the piece begins. ``outer`` lists the lengths and strides, in bytes, of
-    the dims outside a run. ``ends`` are the end offsets of the slots. ``done`` counts the bytes that have arrived.
-    ``crc`` covers the bytes written to the current slot so far.
+    ``begin`` is the piece's offset in its file. ``first`` is the byte of the tensor at which the piece begins.
+    ``outer`` lists (length, stride in bytes) of each dim outside the runs. ``ends`` are the end offsets of the slots.
+    ``done`` counts the bytes that have arrived. ``crc`` covers the bytes written to the current slot so far.
     """
 
     begin: int

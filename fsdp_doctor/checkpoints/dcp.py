@@ -50,7 +50,7 @@ class Item(NamedTuple):
 class Metadata(NamedTuple):
     """Metadata of a checkpoint.
 
-    ``items`` are the entries with a place in a data file. ``homeless`` names chunks and objects without a place.
+    ``items`` are the entries stored in a data file. ``homeless`` names the chunks and objects that no data file stores.
     """
 
     items: list[Item]
@@ -134,7 +134,7 @@ def parse_rank(file: str) -> int | None:
 
 
 def read_item(file: OpenFile, path: str, item: Item, header: Header | None) -> ItemContents:
-    """Reads an item at the place that the metadata gives.
+    """Reads an item from the range of the data file that the metadata gives.
 
     ``header`` is the header of a data file in safetensors format, otherwise None. Raises BadFile if the data differs
     from the metadata.

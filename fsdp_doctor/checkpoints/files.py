@@ -1,4 +1,4 @@
-"""A checkpoint's file, read in chunks with pread: nothing is memory-mapped or cached."""
+"""Reads a file of a checkpoint in chunks with pread: nothing is memory-mapped or cached."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHUNK_BYTES = 1 << 18
 
 
 class BadFile(Exception):
-    """Error for a file that is not as it should be. ``what`` continues a sentence about the file or a tensor in it."""
+    """Error for a damaged or unexpected file. ``what`` is the predicate of a sentence about the file or its tensor."""
 
     def __init__(self, what: str, tensor: str = "") -> None:
         super().__init__(f"{tensor} {what}" if tensor else what)

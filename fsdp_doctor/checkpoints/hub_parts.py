@@ -1,6 +1,4 @@
-"""Converts between a model's tensors and those of Hugging Face Hub files, each of which is a block of a model
-tensor.
-"""
+"""Converts between a model's tensors and the tensors of Hugging Face Hub files, which are blocks of model tensors."""
 
 from __future__ import annotations
 
@@ -47,8 +45,9 @@ class HubPart(NamedTuple):
 
 
 def split_for_hub(tensors: Mapping[str, SavedTensor], parts: Mapping[str, HubPart]) -> dict[str, SavedTensor]:
-    """Splits the model's tensors into those that ``save_pretrained`` would write; tensors with Hub names stay as they
-    are.
+    """Splits the model's tensors into the tensors that ``save_pretrained`` would write.
+
+    Tensors that have Hub names already are not changed.
 
     Raises BadFile for a tensor that does not fit the configuration.
     """

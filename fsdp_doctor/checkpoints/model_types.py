@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class LayerMarks(NamedTuple):
-    """Tensor names that distinguish model types: those that their layers must have, and those that only others have."""
+    """Tensor names that identify a model type: names that all its layers have, and names that only other types have."""
 
     needed: tuple[re.Pattern[str], ...]
     foreign: tuple[re.Pattern[str], ...] = ()

@@ -1,4 +1,4 @@
-"""Strips what wrappers and adapters add to tensor names, and matches the names of two checkpoints."""
+"""Strips the prefixes of wrappers and adapters from tensor names, and matches the names of two checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def strip_prefixes(names: Collection[str]) -> dict[str, str]:
 
 
 class MatchedNames(NamedTuple):
-    """Common form of each name of both sides, and notes that say what was stripped from which side."""
+    """Names of both sides, each mapped to its common form, and notes on the prefixes stripped from each side."""
 
     left: dict[str, str]
     right: dict[str, str]
@@ -83,7 +83,7 @@ def _count(names: dict[str, str], common: set[str]) -> int:
 
 
 def _have_common_form(bare: dict[str, str], other: dict[str, str]) -> bool:
-    """Returns whether names match if the other side's wrappers, or a prefix of either side, are stripped as well."""
+    """Returns whether some names match after the other side's wrappers, or a prefix of either side, are stripped."""
     forms = {strip_wrappers(form) for form in other.values()}
     return bool(_count(bare, forms) or _find_prefix(bare.values(), forms) or _find_prefix(forms, bare.values()))
 

@@ -80,7 +80,7 @@ def choose_optimizer(
 
 
 def _walk_leaves(checkpoint: SavedCheckpoint) -> Iterator[tuple[str, tuple[str, ...], _Leaf]]:
-    """Yields all optimizer state as (name of the state it belongs to, path, tensor or value)."""
+    """Yields all optimizer state as (name of the saved state that contains it, path, tensor or value)."""
     for state in checkpoint.states:
         leaves: dict[tuple[str, ...], _Leaf] = {tensor.path: tensor for tensor in state.select("optimizer")}
         for (path, _), value in state.values.items():
@@ -96,7 +96,7 @@ def _put(into: dict[str, Any], path: tuple[str, ...], leaf: _Leaf) -> None:
 
 
 def _restore_sequences(value: Any) -> Any:
-    """Converts dicts with the keys 0, 1, ... to tuples. They were lists or tuples before they were flattened."""
+    """Converts dicts with the keys 0, 1, ... to tuples. These dicts were lists or tuples before the save."""
     if not isinstance(value, dict):
         return value
     items = {key: _restore_sequences(each) for key, each in value.items()}
@@ -150,9 +150,7 @@ def _name_parameters(
 
 
 def _find_saved_order(checkpoint: SavedCheckpoint, model: SavedModel, names: set[str]) -> list[str] | None:
-    """Returns the names in the order of ``state_dict()``, if the model was also saved in a form that keeps
-    this order.
-    """
+    """Returns the names in the order of ``state_dict()``; None if no saved form of the model keeps this order."""
     for states in (model.states, *([state] for state in checkpoint.states)):
         saved = [strip_wrappers(state.get_saved_name(each)) for state in states for each in state.select("model")]
         if all(state.keeps_order for state in states) and names <= set(saved):

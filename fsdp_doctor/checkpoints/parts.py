@@ -21,9 +21,10 @@ AVERAGE = re.compile(r"(?:^|[._])(?:model_|state_dict_)?ema(?:[._]|$)|averag|(?:
 def assign_roles(state: State, config: Mapping[str, Any], part: str | None) -> None:
     """Sets the role of each tensor in a state, and the names of the model's tensors.
 
-    The model is the part under a key that programs use for models, at any depth. Without such a key, it is the only
-    part that can be a model. If several parts have the same names, the model is the one that config.json describes. If
-    several parts remain, none of them counts as the model, and they are listed in ``state.candidates``.
+    The model is the part under a key that programs use for models, such as ``model``, at any depth. Without such a key,
+    the model is the only part that can be a model. If several parts have the same names, the model is the part that
+    config.json describes. If several parts remain, none of them counts as the model, and ``state.candidates`` lists
+    them.
 
     ``config`` is the content of config.json. ``part`` is the part that was chosen explicitly, such as ``ema`` or
     ``state.ema``.

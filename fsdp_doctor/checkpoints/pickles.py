@@ -64,9 +64,7 @@ class Storage(NamedTuple):
 
 
 class Pickled:
-    """Record of a call of a global: its arguments, and the state that was set afterwards. ``name`` is the global's
-    name.
-    """
+    """Record of a call in a pickle: the name of the called global, the arguments, and the state that was set later."""
 
     name = ""
 

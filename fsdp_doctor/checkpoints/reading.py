@@ -45,8 +45,8 @@ _SHARD = re.compile(r"shard-(?P<rank>\d+)-.+\.safetensors")
 _WHOLE = re.compile(
     r"(?P<stem>.+?)(?:-(?P<number>\d{5})-of-(?P<count>\d{5}))?\.(?P<suffix>safetensors|bin|pt|pth|ckpt)"
 )
-# Files that loading the weights does not need. If their pickles contain arbitrary classes, only their checksums are
-# read.
+# Files that are not needed to load the weights. If the pickle of such a file contains arbitrary classes, only the
+# file's checksums are read.
 _ANY_CLASSES = re.compile(
     r"(training_args|scheduler.*|rng_state.*|scaler|meta|.*dataloader.*)\.(bin|pt|pth)|random_states_\d+\.pkl"
 )
@@ -436,8 +436,8 @@ class _Reading:
     def _choose_world_size(self, directory: str, label: str, files: Mapping[str, tuple[int, int | None]]) -> int | None:
         """Chooses the number of ranks from the files' names.
 
-        If the names give several numbers, the number in fsdp_config.json is used, or else one for which no rank is
-        missing.
+        If the names give several numbers, the number in fsdp_config.json is used. Without it, a number is used for
+        which no rank is missing.
         """
         ranks: dict[int, set[int]] = defaultdict(set)
         for rank, of in files.values():
@@ -492,8 +492,8 @@ class _Reading:
             path = _join(directory, name)
             header = self._read(path, self._read_header)
             is_shard = _SHARD.fullmatch(name)
-            # The writer adds offsets even without save_distributed, when tensors are whole. Only nonzero offsets show
-            # that the file is a shard.
+            # The writer also adds offsets to files of whole tensors (without save_distributed). Only offsets other than
+            # zero show that the file is a shard.
             if is_shard or (header is not None and any(map(any, _read_offsets(header).values()))):
                 shards[name] = int(is_shard["rank"]) if is_shard else None
             if header is not None:
@@ -671,9 +671,9 @@ class _Reading:
 
 
 def _read_offsets(header: Header) -> dict[str, tuple[int, ...]]:
-    """Reads where in the whole tensor each saved block begins, as HuggingFaceStorageWriter notes it.
+    """Reads the offsets of each saved block in its whole tensor, which HuggingFaceStorageWriter stores in the header.
 
-    Returns nothing if the file has no such note, and raises BadFile if the note is damaged.
+    Returns an empty dict if the header has no offsets, and raises BadFile if they are damaged.
     """
     if "DCP_SHARDING_INFO" not in header.metadata:
         return {}

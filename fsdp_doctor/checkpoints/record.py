@@ -1,4 +1,4 @@
-"""A checkpoint as data, whatever its format: its files, and where the bytes of each tensor lie."""
+"""Records of a checkpoint in any format: its files, and the location of each tensor's bytes."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ class SavedTensor:
 class SavedFile:
     """A file that was read, with its path relative to the checkpoint's directory.
 
-    ``ranks`` and ``world_sizes`` come from the tensors in the file. If these do not name a rank, the file's original
-    name may.
+    ``ranks`` and ``world_sizes`` come from the tensors in the file. If the tensors do not name a rank, the file's
+    original name may name the rank.
     """
 
     path: str
@@ -179,7 +179,7 @@ class State:
         return ".".join(tensor.path[len(self.head or ()) :])
 
     def judge_keys(self, path: tuple[str, ...]) -> StateRole:
-        """Judges the role by the keys alone. ``model`` means that the tensor may belong to a model."""
+        """Returns the role of a tensor, judged only by its keys. ``model`` means that it may belong to a model."""
         name, first = ".".join(path), "".join(path[:1])
         is_flat = len(path) == 1 and _FLAT_OPTIMIZER.match(name)
         is_of_alone = first == "state" and len(path) > 2 and self.has_groups
@@ -258,10 +258,10 @@ class SavedModel:
     states: list[State]
 
     def select_parameters(self, buffers: Collection[str] = ()) -> dict[str, SavedTensor]:
-        """Returns the tensors without the buffers, as far as the files show which tensors are buffers: ranks shard only
-        parameters.
+        """Returns the tensors that are not known to be buffers.
 
-        ``buffers`` names further buffers, by whole names or by the last parts of names.
+        In sharded files, tensors that are not sharded are buffers, since FSDP shards only parameters. ``buffers`` names
+        further buffers, by whole names or by the last parts of names.
         """
         is_of_ranks = any(state.arrangement is not Arrangement.WHOLE for state in self.states)
         are_divided = is_of_ranks and any(tensor.is_divided for tensor in self.tensors.values())

@@ -160,7 +160,7 @@ def make_index(files: Sequence[HubFile]) -> bytes:
 
 
 def read_weight_map(index: pathlib.Path) -> dict[str, str]:
-    """Reads which file holds each tensor, from an index as transformers writes it.
+    """Reads the file name of each tensor from an index that transformers wrote.
 
     Raises BadFile if the index is malformed or names files outside its directory, and OSError if it cannot be read.
     """

@@ -33,7 +33,11 @@ _MOST_SAMPLED = 20_000
 
 @dataclass(slots=True)
 class Scans:
-    """Results of a scan: ``spans`` by file, first byte and length; damaged files and members; and the bytes read."""
+    """Results of a scan.
+
+    ``spans`` holds the facts about each piece, by file, first byte and length. ``symptoms`` are damaged files and
+    members. ``nbytes`` counts the bytes read.
+    """
 
     spans: dict[SpanKey, SpanScan] = field(default_factory=dict)
     symptoms: list[Symptom] = field(default_factory=list)

@@ -24,8 +24,8 @@ _ZERO_SAMPLE, _SAMPLE_STEP = bytes(8), PAGE_BYTES // 8
 _MOST_CANDIDATES = 1000
 _MOST_RUNS = 1000
 _HEAD_BYTES = 8
-# Number of evenly spaced elements whose magnitude is sampled. Pieces with fewer elements than the second number are too
-# small to compare.
+# _SAMPLE: the number of evenly spaced elements whose magnitude is sampled. _FEWEST_FOR_SIZE: the number of elements
+# below which a piece is too small to compare.
 _SAMPLE, _FEWEST_FOR_SIZE = 64, 256
 # If float32 elements are really pairs of bfloat16 values, few different bytes occur where the exponent of the lower
 # value lies. In real float32 values these bytes are random.
@@ -187,7 +187,7 @@ class SpanScanner:
         self._tail += chunk[head + count * size :]
 
     def _look_at_bits(self, form: _FloatFormat, bits: _Array, first: int) -> None:
-        """Looks at whole elements. ``first`` is the index of the first one."""
+        """Collects facts about complete elements. ``first`` is the index of the first element in the piece."""
         size, scan = self._itemsize, self.scan
         signed, sign = bits.view(f"<i{size}"), 0x80 << 8 * (size - 1)
         if self._is_square:
@@ -246,7 +246,7 @@ class SpanScanner:
 
 
 class _RowScanner:
-    """Looks at those rows of a piece that lie within one chunk."""
+    """Collects facts about the rows of a piece that lie completely within one chunk."""
 
     def __init__(self, tensor: SavedTensor, piece: SavedPiece, nbytes: int) -> None:
         self._bytes, self._itemsize = piece.shape[-1] * tensor.itemsize, tensor.itemsize

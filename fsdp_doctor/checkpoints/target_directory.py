@@ -24,7 +24,7 @@ _Identity: TypeAlias = tuple[int, int]
 
 
 class ConversionError(Exception):
-    """Error of a conversion that produced nothing. The message is one sentence that says why."""
+    """Error of a conversion that left no output. The message is one sentence that gives the reason."""
 
 
 class ConversionRecord(msgspec.Struct):

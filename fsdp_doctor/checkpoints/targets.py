@@ -1,4 +1,4 @@
-"""Formats that a checkpoint can be converted to: which files they have, and where each tensor's bytes go."""
+"""Formats to which a checkpoint can be converted: their files, and the place of each tensor's bytes in them."""
 
 from __future__ import annotations
 
@@ -132,7 +132,10 @@ class FilePlan:
             slots.append(Slot(first, nbytes, [place]))
 
     def add_archive(self, root: str, tree: _Tree, pickle: _Pickle, constants: Mapping[str, bytes] = _NOTHING) -> None:
-        """Adds to the last file what torch.save would write for ``tree``. ``constants`` are further members, by key."""
+        """Adds the archive that torch.save would write for ``tree`` to the last file.
+
+        ``constants`` are further members of the archive, by key.
+        """
         stored: dict[Any, tuple[str, TensorToWrite, int, int]] = {}
 
         def store(tensor: TensorToWrite, first: int, nbytes: int) -> str:
@@ -258,8 +261,8 @@ def _number_parameters(optimizer: dict[str, Any]) -> dict[str, Any]:
     return {"state": {numbers[name]: slots for name, slots in optimizer["state"].items()}, "param_groups": groups}
 
 
-# Versions of torch by the form of a pickled mesh: the first with a known form, the first with today's form, and the
-# first that is unknown.
+# Versions of torch that change the form of a pickled mesh: the first version with a known form, the first version with
+# the present form, and the first version whose form is unknown.
 _OLDEST_TORCH, _NEWEST_TORCH, _UNKNOWN_TORCH = "2.11", "2.13", "2.14"
 _DEVICE, _SIZE = PickledGlobal("torch", "device"), PickledGlobal("torch", "Size")
 

@@ -45,8 +45,8 @@ _STRIDED = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
 class TorchFile:
     """Contents of a file of torch.save.
 
-    ``members`` are all stored members; ``storages`` are those with tensor data, by key. ``root`` is the name of the
-    archive's top folder. ``refusal`` says why the value was not read although the file is complete.
+    ``members`` are all stored members; ``storages`` are the members with tensor data, by key. ``root`` is the name of
+    the archive's top folder. ``refusal`` says why the value of an undamaged file was not read.
     """
 
     members: list[Member]
@@ -75,7 +75,7 @@ class TorchTensors:
 
 
 class _Window(io.RawIOBase):
-    """Part of a file, presented as a file of its own."""
+    """File object that reads only a part of another file."""
 
     def __init__(self, file: OpenFile, begin: int, length: int) -> None:
         self._file, self._begin, self._length, self._at = file, begin, length, 0

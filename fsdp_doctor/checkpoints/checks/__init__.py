@@ -1,4 +1,4 @@
-"""The table of checks. Each check looks at a checkpoint that was read and scanned, and yields what is wrong."""
+"""The table of checks. Each check examines a checkpoint that was read and scanned, and yields a symptom per problem."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from fsdp_doctor.checkpoints.parts import AVERAGE, MASTER
 from fsdp_doctor.checkpoints.record import SavedTensor, State
 from fsdp_doctor.checkpoints.troubles import Symptom, Trouble
 
-# Fewest copies that establish what is usual; fraction of a sample that may differ; steps after which an average has
-# moved.
+# _FEWEST: the fewest copies from which the usual value is derived. _FEW: the fraction of a sample that may differ.
+# _MANY_STEPS: the number of steps after which an average must differ from the weights.
 _FEWEST, _FEW, _MANY_STEPS = 3, 0.02, 100
 # Relative size of one unit in the last place. Stochastic rounding is off by less than that.
 _UNITS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
@@ -47,8 +47,9 @@ def list_parts(state: State) -> Iterator[State]:
 
 
 def _list_copies(evidence: CheckpointEvidence, state: State, kind: Pattern[str]) -> Iterator[dict[str, SavedTensor]]:
-    """Yields copies of the model whose name matches ``kind``, from this state and its neighbours, by the
-    model's names.
+    """Yields each copy of the model whose part or state name matches ``kind``, as tensors by the model's names.
+
+    Copies are searched in this state and in other states of the same directory.
     """
     for part in list_parts(state):
         if kind.search(".".join(part.head or ())):
@@ -93,7 +94,7 @@ def _list_steps(evidence: CheckpointEvidence, state: State) -> Iterator[float]:
 
 
 def compare_masters(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Compares float32 master weights with the model's rounded weights. A few that differ come from another step."""
+    """Compares float32 master weights with the model's rounded weights. A few that differ are from another step."""
     model = {tensor.parameter: tensor for tensor in state.select("model") if tensor.dtype in _UNITS}
     for masters in _list_masters(evidence, state) if model else ():
         pairs = [
@@ -134,7 +135,7 @@ def _list_masters(evidence: CheckpointEvidence, state: State) -> Iterator[dict[s
 def _compare_rounded(
     evidence: CheckpointEvidence, weight: SavedTensor, master: SavedTensor
 ) -> tuple[float, float] | None:
-    """Computes which fraction of a sample is not the nearest value, and which is off by more than one unit.
+    """Returns the fractions of a sample that are not the nearest value, and that are off by more than one unit.
 
     Returns None if there is no sample.
     """

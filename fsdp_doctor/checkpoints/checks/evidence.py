@@ -1,4 +1,4 @@
-"""Evidence for the checks, and the questions about it that several checks share."""
+"""The input of the checks, and helpers that several checks share."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LAYER = re.compile(r"^(?P<stack>.*?\b(?:layers|layer|h|blocks|block))\.(?P<numbe
 EXPERT = re.compile(r"^(?P<layer>.*\bexperts)\.(?P<number>\d+)\.(?P<rest>.+)$")
 LORA = re.compile(r"^(?P<module>.*)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight$")
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
-# Names of matrices that every layer has, and names of matrices whose heads may be repeated to make more groups of
-# queries.
+# MATRIX: usual names of weight matrices. REPEATED_HEADS: names of matrices whose heads a program may repeat to get more
+# key-value heads.
 MATRIX = re.compile(
     r"(?:^|\.)((q|k|v|o|out|gate|up|down|qkv|gate_up)_proj|embed_tokens|lm_head|wte|fc[12]|w[123]|"
     r"c_(attn|proj|fc)|query|key|value|dense|query_key_value)\.weight$"

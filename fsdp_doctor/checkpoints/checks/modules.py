@@ -30,8 +30,8 @@ _POSITION_BIAS = re.compile(
 )
 _EMBEDDING = re.compile(r"(?:^|\.)(?:shared|embed_tokens|wte)\.weight$")
 _POSITIONS = re.compile(r"(?!.*text)(?:.*\.)?embeddings\.position_embeddings?(?:\.weight)?")
-# Vision models that cut a picture into patches. Their position table has one row per patch, preceded by at most two
-# others.
+# Vision models that divide a picture into patches. Their position table has one row per patch, preceded by at most two
+# further rows.
 _OF_PICTURES = frozenset(
     {
         *("vit", "deit", "dinov2", "dinov2_with_registers", "vit_mae", "vit_msn", "clip", "clip_vision_model"),
@@ -139,7 +139,7 @@ def _is_of_torch(kinds: dict[str, SavedTensor]) -> bool:
 
 
 def _may_be_shards(state: State) -> bool:
-    """Returns whether the files may hold one rank's shards, which do not say the whole shape."""
+    """Returns whether the files may hold only one rank's shards, which do not show the whole shape of a tensor."""
     return state.arrangement is Arrangement.WHOLE and any(re.search(r"rank_?\d", file) for file in state.files)
 
 
@@ -211,7 +211,7 @@ def find_lost_position_bias(_: CheckpointEvidence, state: State) -> Iterator[Sym
 
 
 def find_stale_copies(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds copies of a tied embedding from another step: most of their rows are equal to it, but not all."""
+    """Finds copies of a tied embedding from another step: most rows of the copy equal the embedding's, but not all."""
     config = evidence.find_model_config(state)
     tables = [tensor for tensor in state.select("model") if _EMBEDDING.search(tensor.parameter)]
     shared = next((each for each in tables if each.parameter.endswith("shared.weight")), None)

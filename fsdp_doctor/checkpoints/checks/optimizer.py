@@ -36,8 +36,8 @@ _LIKE_PARAMETER = MOMENTS | {"max_exp_avg_sq", "momentum_buffer"}
 _SLOTS_OF_ADAM = MOMENTS | {"max_exp_avg_sq", "step"}
 # The square of a smaller value is zero in float32.
 _SQUARE_IS_ZERO = 1e-18
-# Factors by which rounding may exceed the bound: in float32, and in narrower dtypes, where a running mean may stop
-# changing.
+# Factors by which rounded moments may exceed the bound. _ROUNDING: in float32. _NARROW_ROUNDING: in narrower dtypes,
+# whose rounding may stop a running mean from changing.
 _ROUNDING, _NARROW_ROUNDING = 1.02, 4.0
 # Bound that is used if the betas are unknown.
 _WIDE_BOUND = 2000.0
@@ -140,8 +140,9 @@ def _compare_moments(
 def _find_unequal_moments(
     evidence: CheckpointEvidence, state: State, optimizer: Mapping[str, OptimizedParameter]
 ) -> Iterator[Symptom]:
-    """Finds second moments that are too small for any gradients to yield the first moment, or that exceed their
-    maximum.
+    """Finds second moments that contradict the first moment or the stored maximum.
+
+    A second moment is impossible if no gradients yield both moments, or if it exceeds the maximum of AMSGrad.
     """
     betas, is_constant = _read_betas(state)
     found: list[tuple[SavedTensor, int, int]] = []
@@ -171,7 +172,7 @@ def _find_unequal_moments(
 
 
 def _judge_moments(evidence: CheckpointEvidence, by_kind: Mapping[str, SavedTensor], step: float | None) -> str:
-    """Describes what is wrong with Adam's two moments, or returns an empty string. The second is a mean of squares."""
+    """Describes the problem of Adam's two moments; empty if there is none. The second moment is a mean of squares."""
     first, second = by_kind["exp_avg"], by_kind["exp_avg_sq"]
     if negative := sum(scan.num_negative for _, scan in evidence.find_scans(second)):
         return f"{negative} values of a mean of squares are negative"
@@ -300,8 +301,9 @@ def _find_lost_moments(evidence: CheckpointEvidence, optimizer: Mapping[str, Opt
 def _compare_shapes(
     evidence: CheckpointEvidence, state: State, optimizer: Mapping[str, OptimizedParameter]
 ) -> Iterator[Symptom]:
-    """Compares the shapes of moments with the model's: one by one if they have names, or in total if they
-    have numbers.
+    """Compares the shapes of moments with the shapes of the model's parameters.
+
+    Moments with parameter names are compared one by one, moments with parameter numbers only in total.
     """
     beside = [each for each in evidence.checkpoint.states if each is state or each.directory == state.directory]
     model = [tensor for each in beside for tensor in each.select("model") if is_floating_point(tensor.dtype)]

@@ -1,4 +1,4 @@
-"""Checks what the ranks' files hold together: missing rows, rows in several files, and copies."""
+"""Checks the files of all ranks together: missing rows, rows in several files, and copies of another rank's data."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ _MOST_BOXES = 2000
 
 
 def find_gaps(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds elements that no piece holds, or that different pieces both hold. Equal blocks are replicas and
-    may repeat.
-    """
+    """Finds elements that no piece holds, and elements in two different pieces. Equal pieces are allowed replicas."""
     is_of_ranks = state.arrangement in (Arrangement.RANK_FILES, Arrangement.SHARDED_SAFETENSORS)
     if (
         state.arrangement is Arrangement.WHOLE

@@ -1,4 +1,4 @@
-"""Checks names, shapes and settings against what a model of this type has and how its classes name it."""
+"""Checks a checkpoint's names, shapes and settings against those of a model of the same type."""
 
 from __future__ import annotations
 
@@ -241,8 +241,8 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
                 shapes[found["stack"]][found["rest"]].append(tensor.shape)
     for stack, layers in stacks.items():
         said = config.get("num_hidden_layers", config.get("n_layer")) if len(stacks) == 1 else None
-        # The stages of a vision model have other shapes and parts, and a number in a name may count something else
-        # there.
+        # The stages of a vision model differ in shapes and modules, and a number in their names may not be the number
+        # of a layer.
         of_several = [each for each in shapes[stack].values() if len(each) > 1]
         is_staged = 2 * sum(len(set(each)) > 1 for each in of_several) > len(of_several)
         expected = max(said if isinstance(said, int) else 0, max(layers) + 1)
@@ -296,8 +296,9 @@ def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator
 
 
 def _is_sequential(layers: Mapping[int, Collection[str]]) -> bool:
-    """Returns whether most layers are a single module, as in a Sequential where modules without parameters lie in
-    between.
+    """Returns whether most layers are single modules, so that their numbers are probably indexes in a Sequential.
+
+    In a Sequential, modules without parameters leave gaps in the numbers.
     """
     end = re.compile(r"\.parametrizations\..*|\.?\w+$")
     num_modules = [len({end.sub("", rest) for rest in rests}) for rests in layers.values()]
@@ -329,9 +330,9 @@ def find_experts(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom
 
 
 def find_missing_from_part(state: State, part: State) -> Iterator[Symptom]:
-    """Finds tensors of the model that another copy of it lacks.
+    """Finds tensors of the model that another copy of the model lacks.
 
-    Only tensors are reported that the copy has in other layers, and whose layer it otherwise has.
+    A tensor is reported only if the copy has other tensors of its layer, and the same tensor in other layers.
     """
     names = {tensor.parameter for tensor in part.select("model")}
     families = {re.sub(r"\d+", "#", name) for name in names}

@@ -1,4 +1,4 @@
-"""Checks what resuming needs besides the model: optimizer settings, step counts, schedulers and random states."""
+"""Checks the state for resuming besides the model: optimizer settings, step counts, schedulers and random states."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from fsdp_doctor.text import join_some
 
 _COUNTERS = frozenset({"step", "last_epoch", "_step_count", "global_step"})
 _STEP_FOLDER = re.compile(r"(?:checkpoint|global_step|step)[-_](\d+)")
-# Projections of one module, which either all have a gradient or none. The files of an optimizer are compared if they
-# share at least _FEWEST_MODULES modules.
+# Projections of one module: in each step, either all of them have a gradient or none. The files of an optimizer are
+# compared if they share at least _FEWEST_MODULES modules.
 _PROJECTION = re.compile(
     r"(?P<module>.*\b(?:layers|layer|h|blocks|block)\.\d+\..*?)"
     r"(?P<kind>(?:[qkvo]|out|gate|up|down)_proj|query|key|value|[qkvo])\.weight"
@@ -35,8 +35,8 @@ _FEWEST_MODULES = 2
 _MOST_STEPS = 1e9
 _RATES = re.compile(r"(?:^|\.)(?:_last_lr|base_lrs)\.\d+$")
 _SCALE = re.compile(r"(?:^|scaler\.)_?scale$")
-# Sizes in bytes of torch's random number generator states: on the CPU, including torch before 1.7; device states are
-# smaller.
+# Sizes in bytes of torch's random number generator states. _RANDOM_STATE_BYTES: the sizes on the CPU, including torch
+# before 1.7. _MOST_OF_DEVICE: the largest size on a device.
 _RANDOM_STATE = re.compile(r"(?:^|[._])rng(?:[._]|$)|random_states?(?:[._]|$)|^torch_manual_seed$")
 _RANDOM_STATE_BYTES, _MOST_OF_DEVICE = frozenset({5056, 5048, 824816, 824832}), 64
 
@@ -191,7 +191,7 @@ def compare_trainer_step(evidence: CheckpointEvidence) -> Iterator[Symptom]:
 
 
 class _Count(NamedTuple):
-    """Step count from one file, with the name it has there.
+    """Step count from one file, and its name in the file.
 
     ``rates`` are the learning rates that a scheduler last set, or that an optimizer has.
     """

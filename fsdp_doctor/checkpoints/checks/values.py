@@ -31,8 +31,8 @@ from fsdp_doctor.text import format_bytes
 
 # Padding rows are less than this fraction of a vocabulary.
 _MOST_PADDING = 1 / 8
-# bfloat16 matrices with values below _TINY cannot be weights. The other two bound the spread of magnitudes: at least
-# _USUAL_SPREAD for real weights, below _NARROW if the bits were misread.
+# A bfloat16 matrix with magnitudes below _TINY cannot be a weight. The spread of magnitudes is at least _USUAL_SPREAD
+# for real weights, and below _NARROW if the bits were misread.
 _TINY, _USUAL_SPREAD, _NARROW = 1e-10, 0.5, 0.35
 # After this many steps every trained weight has changed, whatever the warmup.
 _FEWEST_STEPS = 3
@@ -40,8 +40,8 @@ _FEWEST_STEPS = 3
 _MOST_ROWS = 0.95
 _FRACTIONS = {2: "half", 4: "quarter", 8: "eighth"}
 _NORM = re.compile(r"(?:norm\d?|ln_\w+)\.weight$")
-# Number of similar matrices needed to establish what is usual, and the factors that separate different and similar
-# magnitudes.
+# _FEWEST_LIKE: the fewest similar matrices from which the usual magnitude is derived. Magnitudes are different if they
+# differ by more than the factor _OTHER_ORDER, and similar within the factor _SAME_ORDER.
 _FEWEST_LIKE, _OTHER_ORDER, _SAME_ORDER = 3, 500.0, 16.0
 _HUGE = 1e38
 # A frozen base that is saved with its adapters causes a warning if it is this many times larger and at least this many
@@ -263,7 +263,7 @@ def find_equal_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[S
 
 
 def _find_equal(evidence: CheckpointEvidence, tensors: Iterable[SavedTensor]) -> list[tuple[SavedTensor, SavedTensor]]:
-    """Finds tensors that equal an earlier tensor, and returns them in pairs with it."""
+    """Returns pairs of equal tensors: each tensor that equals an earlier tensor, together with the earlier one."""
     seen: dict[tuple[Any, ...], SavedTensor] = {}
     found = []
     for tensor in tensors:
@@ -288,7 +288,7 @@ def find_equal_layers(evidence: CheckpointEvidence, state: State) -> Iterator[Sy
 
 
 def _compare_layers(evidence: CheckpointEvidence, state: State) -> Iterator[tuple[str, int, int, list[SavedTensor]]]:
-    """Yields each layer that equals an earlier one: the stack, the two numbers, and the layer's matrices."""
+    """Yields (stack, number, number, matrices) for each layer that equals an earlier layer of the same stack."""
     layers: dict[tuple[str, int], dict[str, SavedTensor]] = defaultdict(dict)
     for tensor in state.select("model"):
         if (found := LAYER.match(tensor.parameter)) and len(tensor.shape) > 1 and tensor.numel:
@@ -310,9 +310,7 @@ def _list_equal_layers(evidence: CheckpointEvidence, state: State) -> set[str]:
 def _were_trained_apart(
     evidence: CheckpointEvidence, state: State, tensors: list[SavedTensor], numbers: tuple[int, int]
 ) -> bool:
-    """Returns whether an optimizer made at least three steps, with different gradients for each matrix of the two
-    layers.
-    """
+    """Returns whether an optimizer made at least three steps with different gradients for the two layers' matrices."""
     beside = [each for each in evidence.checkpoint.states if each is state or each.directory == state.directory]
     kept: dict[str, OptimizedParameter] = {}
     for each in beside:
@@ -338,10 +336,10 @@ def _were_trained_apart(
 
 
 def _are_all_trained(evidence: CheckpointEvidence, state: State) -> bool:
-    """Returns whether the optimizer trained all tensors: it has nonzero Adam moments for each, and made at least three
-    steps.
+    """Returns whether the optimizer trained all tensors of the state.
 
-    Fewer steps prove nothing, since a warmup may start at a learning rate of zero.
+    It must have nonzero Adam moments for each tensor, and must have made at least three steps. Fewer steps prove
+    nothing, since a warmup may start at a learning rate of zero.
     """
     others = [each for each in evidence.checkpoint.states if each is state or each.directory == state.directory]
     moments = [
