@@ -271,7 +271,7 @@ def _find_version(option: str, given: str | None, distributions: Sequence[str]) 
 
 
 def _read_world_size(kind: type[Framework], settings: Settings, findings: list[ConfigFinding]) -> int | None:
-    """Reads the number of ranks; None if it is not configured or cannot be read. The latter adds a finding."""
+    """Reads the number of ranks; None if it is not configured, or cannot be read, which also adds a finding."""
     try:
         ranks = kind.count_ranks(settings) or count_launched_ranks(settings)
     except Unreadable as error:

@@ -111,7 +111,7 @@ def find_unknown_keys(settings: Settings, section: str, known_keys: Sequence[str
 
 
 def find_replaced_values(settings: Settings) -> list[ConfigFinding]:
-    """Makes one note about settings that a single file sets to two different values."""
+    """Makes one note about all settings that a single file sets to two different values."""
     pairs = list(settings.replaced.values())
     shown = [row for pair in pairs[:_MAX_REPLACED] for row in pair]
     more = f" ({len(pairs) - _MAX_REPLACED} more are not shown)" if len(pairs) > _MAX_REPLACED else ""

@@ -40,10 +40,10 @@ class VersionRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class KeyTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Keys of one model's settings.
 
-    ``sections`` are the sections with its FSDP settings. ``policy`` turns on the offload policy; ``param_offload`` and
-    ``optimizer_offload`` turn on the framework's manual offloads. ``replicas`` is the number of replicas, and
-    ``shard_group`` the number of ranks that share one; a negative number means all ranks. ``adapter`` is a LoRA rank, a
-    flag, or a table. ``path`` names the model.
+    ``sections`` are the sections with the model's FSDP settings. ``policy`` turns on the offload policy;
+    ``param_offload`` and ``optimizer_offload`` turn on the framework's manual offloads. ``replicas`` is the number of
+    replicas, and ``shard_group`` is the number of ranks that share one replica; a negative number means all ranks.
+    ``adapter`` is a LoRA rank, a flag, or a table. ``path`` names the model.
     """
 
     sections: Keys = ()
@@ -131,11 +131,12 @@ class Framework(ABC):
 
     @abstractmethod
     def read(self, role: Role) -> ModelReading:
-        """Reads one of the models."""
+        """Reads the settings of the model with this role."""
 
     def list_models(self) -> Mapping[Role, tuple[str, ...]]:
-        """Maps the role of each model in the run to the sections of its FSDP settings; by default all models of the
-        table.
+        """Maps the role of each model in the run to the sections of its FSDP settings.
+
+        The default implementation lists all models of the framework's table.
         """
         models = self.facts.models or {"model": KeyTable()}
         return {role: self.list_keys(role).sections for role in get_args(Role) if role in models}

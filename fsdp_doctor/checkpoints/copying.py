@@ -145,7 +145,7 @@ class Copy:
             os.close(self._fds.pop())
 
     def write(self, path: str, offset: int, chunk: bytes) -> None:
-        """Takes bytes of a source file. Each byte must be given once, in order."""
+        """Writes bytes of a source file to their destinations. Each byte must be passed once, in the file's order."""
         routes = self._routes.get(path, ())
         end, view = offset + len(chunk), memoryview(chunk)
         first = self._next.get(path, 0)

@@ -35,7 +35,7 @@ class OtherFormat(NamedTuple):
         return sorted(name for name in names if self.files and re.fullmatch(self.files, name))
 
     def owns(self, directories: Collection[str]) -> bool:
-        """Returns whether one of these directory names means that everything inside has this format."""
+        """Returns whether a directory with one of these names contains only files of this format."""
         return any(self.directories and re.fullmatch(self.directories, name) for name in directories)
 
 
@@ -130,7 +130,7 @@ KNOWN_FORMATS = "DCP, a file of each rank, Hugging Face files, files of torch.sa
 def find_other_format(
     directories: Collection[str], names: Collection[str], settings: Mapping[str, Any]
 ) -> OtherFormat | None:
-    """Finds a recognized format, not read here, that describes the files in a directory; None if there is none.
+    """Finds the format of a directory's files among the formats that are recognized but not read; None for any other.
 
     ``directories`` are the names of the directory and its parents. ``settings`` is the content of its
     ``metadata.json``.

@@ -120,7 +120,7 @@ def _name_parameters(
     parameters: Iterable[str],
     find_order: Callable[[], ParameterOrder | None] | None,
 ) -> dict[str, str]:
-    """Maps each key of the state to a parameter's name. Numeric keys count the parameters in the model's order."""
+    """Maps each key of the state to a parameter's name. A numeric key is the parameter's number in the model."""
     keys = [key for group in groups for key in group.get("params", ())]
     if not any(isinstance(key, int) for key in keys):
         return {key: strip_wrappers(key) for key in [*keys, *state]}

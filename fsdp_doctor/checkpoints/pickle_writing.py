@@ -128,7 +128,7 @@ class _Emitter:
             self._emit_all(b"", (value.state,), b"b")
 
     def _emit_once(self, key: Hashable, emit: Any) -> None:
-        """Emits the object of ``key`` the first time; later calls emit a reference to its memo entry."""
+        """Writes an object with ``emit`` at the first call with its ``key``; later calls write a memo reference."""
         if (number := self._memo.get(key)) is not None:
             self.parts.append(b"h" + bytes([number]) if number < 256 else b"j" + struct.pack("<I", number))
             return

@@ -28,7 +28,7 @@ _OPTIMIZER_STATE = re.compile(r"(?:^|\.)state\.(?P<parameter>.+)\.(?P<slot>\w+)$
 
 
 class Arrangement(Enum):
-    """Organization of a state's files."""
+    """Distribution of a state's tensors over files."""
 
     DCP = "a distributed checkpoint (DCP)"
     RANK_FILES = "a file of each rank"
@@ -37,7 +37,7 @@ class Arrangement(Enum):
 
 
 class Member(NamedTuple):
-    """Range of a file that was written at once. ``crc`` is the CRC-32 stored in the file, or None if there is none."""
+    """Range of a file with its stored checksum. ``crc`` is the CRC-32 stored in the file; None if none is stored."""
 
     name: str
     begin: int
@@ -69,7 +69,7 @@ class SavedPiece(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Number of elements from the first to the last, including both."""
+        """Number of elements in the file from the piece's first element to its last, including gaps."""
         if not self.numel:
             return 0
         return 1 + sum((length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True))
@@ -207,7 +207,7 @@ class State:
 
     @property
     def has_groups(self) -> bool:
-        """Returns whether the top level has param_groups, which makes the state an optimizer's own."""
+        """Returns whether the state is that of an optimizer alone, because its top level has ``param_groups``."""
         return any(path[0] == "param_groups" for path, _ in self.values if path)
 
 

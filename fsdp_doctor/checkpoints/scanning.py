@@ -168,7 +168,7 @@ def _read_chunks(file: OpenFile, begin: int, end: int) -> Iterator[tuple[int, by
 
 
 class _Place(NamedTuple):
-    """The tensor and the piece that a range of bytes belongs to."""
+    """The tensor and the piece to which a range of bytes belongs."""
 
     tensor: SavedTensor
     piece: SavedPiece

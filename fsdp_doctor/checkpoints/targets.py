@@ -68,7 +68,7 @@ class TensorToWrite:
         return DTYPES[self.dtype].itemsize
 
     def choose_rows(self, rank: int, world_size: int) -> tuple[int, int]:
-        """Returns a rank's first row and the row after its last, divided like torch.chunk."""
+        """Returns a rank's first row and the row after its last; the rows are divided like in torch.chunk."""
         rows = self.shape[0]
         each = -(-rows // world_size)
         return min(rank * each, rows), min((rank + 1) * each, rows)

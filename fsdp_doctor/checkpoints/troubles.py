@@ -48,10 +48,10 @@ class TroubleRemedy(Enum):
 
 
 class Kind(NamedTuple):
-    """Properties of a trouble.
+    """Properties of a kind of damage.
 
-    ``refused`` means that the checkpoint cannot be judged. ``load`` describes the effect on a load. ``hint`` names a
-    reason why the state may be intended, or what else to know about the remedy.
+    The severity ``refused`` means that the checkpoint cannot be judged. ``load`` describes the effect on a load.
+    ``hint`` names a reason why the state may be intended, or adds a fact about the remedy.
     """
 
     severity: TroubleSeverity
@@ -62,7 +62,7 @@ class Kind(NamedTuple):
 
 @unique
 class Trouble(Enum):
-    """Kinds of trouble. Their values must differ, because equal values would make two members the same."""
+    """Kinds of damage. Their values must differ, because equal values would make two members the same."""
 
     FILE = Kind("damage", "a load of this file fails", TroubleRemedy.RESTORE)
     CHECKSUM = Kind(

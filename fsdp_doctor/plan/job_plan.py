@@ -94,7 +94,7 @@ class JobPlan:
 
     @property
     def lacking(self) -> int:
-        """Number of bytes by which the highest moments exceed the limits of the device and of the host together."""
+        """Sum of the bytes by which the highest moments exceed the limits of the device and of the host."""
         return self.highest.lacking + self.highest_of_host.lacking
 
     @property

@@ -92,8 +92,9 @@ class FsdpConfigFramework(FsdpFramework[V]):
         return self.settings.read_word(*_name_keys("state_dict_type")).upper()
 
     def list_extractions(self, role: Role, versions: V, scenario: Scenario) -> Iterator[ExtractionPoint]:
-        """Lists the extractions of Accelerator.get_state_dict, save_fsdp_model and TRL's sync_weights, and load_state's
-        loads.
+        """Lists the extractions and the loads.
+
+        Extractions are in Accelerator.get_state_dict, save_fsdp_model and TRL's sync_weights; loads are in load_state.
         """
         version = scenario.version
         default = "FULL_STATE_DICT" if version == 1 else "SHARDED_STATE_DICT"
@@ -325,7 +326,7 @@ class Accelerate(FsdpConfigFramework[_AccelerateVersions]):
 def _read_config_file(settings: Settings) -> Settings:
     """Reads the file that ``--config_file`` names; empty if it was also given as an argument.
 
-    Raises Unreadable if the file is not here.
+    Raises Unreadable if the file does not exist on this machine.
     """
     row = settings.find_first(_CONFIG_FILE)
     if row is None or "distributed_type" in settings:
@@ -500,8 +501,8 @@ class Axolotl(FsdpConfigFramework[_AxolotlVersions]):
 
     Sources read in v0.4.0 and v0.7.1 to v0.18.0: utils/schemas (fsdp.py, validation.py) for the keys and their older
     names; utils/trainer.py (setup_fsdp_envs) for the environment that accelerate reads; core/builders/base.py for the
-    Trainer's arguments; requirements.txt for the accelerate version. Since v0.10 that is 1.7 or newer, with gloo as
-    well as NCCL.
+    Trainer's arguments; requirements.txt for the accelerate version. Since v0.10 axolotl requires accelerate 1.7 or
+    newer, whose backend is gloo as well as NCCL.
     """
 
     facts = load_facts("axolotl", _AxolotlVersions)

@@ -62,9 +62,7 @@ class Torchtitan(FsdpFramework[VersionRange]):
             yield make_loading_point("resume", scenario, "dcp.load.model+optimizer")
 
     def _name_save(self) -> str:
-        """Names the method that saves. Like torchtitan, compares the mode in lower case; torchtitan refuses unknown
-        modes.
-        """
+        """Returns the name of the method that saves. Like torchtitan, ignores the case of the configured mode."""
         match self.settings.read_word("checkpoint.async_mode").lower():
             case "async":
                 return "dcp.async_save"

@@ -60,13 +60,13 @@ _DTYPES = {"fp16": "float16", "16": "float16", "bf16": "bfloat16", "fp32": "floa
 
 
 class VerlModel(KeyTable, frozen=True, kw_only=True):
-    """Model of a run: where its settings are, in newer and older layouts, and how verl uses it.
+    """Model of a run: the keys of its settings, in newer and older layouts, and how verl uses the model.
 
-    ``strategies`` are keys outside its sections that choose FSDP1, FSDP2 or another engine; they take precedence over
-    the key in its sections, and ``default`` applies if none is set. ``model`` and ``checkpoint`` are the sections with
-    those settings; without ``checkpoint`` the model is never saved. ``policy_names`` are names in its sections that
-    must all be true for the offload policy. ``synced`` models send their weights to the rollout. ``forward_only``
-    models always use the policy.
+    ``strategies`` are keys outside the model's sections that choose FSDP1, FSDP2 or another engine. They take
+    precedence over the key in the model's sections; ``default`` applies if none is set. ``model`` and ``checkpoint``
+    are the sections with model and checkpoint settings; without ``checkpoint`` the model is never saved.
+    ``policy_names`` are names in the model's sections that must all be true for the offload policy. ``synced`` models
+    send their weights to the rollout. ``forward_only`` models always use the policy.
     """
 
     role: Role
@@ -110,8 +110,9 @@ class VerlModel(KeyTable, frozen=True, kw_only=True):
         return {name: row for name, row in rows.items() if row}
 
     def find_adapter(self, settings: Settings) -> Setting | None:
-        """Finds the setting that asks for an adapter: lora_rank, or an adapter to start from. lora.rank belongs to
-        Megatron.
+        """Finds the setting that asks for an adapter: ``lora_rank``, or the path of an adapter.
+
+        ``lora.rank`` is not considered, since only Megatron reads it.
         """
         if (settings.read_number(f"{self.model}.lora_rank") or 0) > 0:
             return settings.find_first(f"{self.model}.lora_rank")
@@ -238,7 +239,7 @@ class Verl(FsdpFramework[VerlVersions]):
         }
 
     def list_extractions(self, role: Role, versions: VerlVersions, scenario: Scenario) -> Iterator[ExtractionPoint]:
-        """Lists the weights sync and the checkpoints."""
+        """Lists the weight sync to the rollout, and the checkpoints."""
         model = self.list_keys(role)
         if model.synced:
             staged = _sync_is_staged(versions, scenario)

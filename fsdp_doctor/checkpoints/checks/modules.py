@@ -239,7 +239,10 @@ def _are_mostly_equal(evidence: CheckpointEvidence, one: SavedTensor, other: Sav
 
 
 def compare_positions(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Compares the rows of a vision model's position table with the number of patches, plus at most two."""
+    """Compares the number of rows in a vision model's position table with the number of patches.
+
+    The table may have at most two more rows than there are patches.
+    """
     config = evidence.checkpoint.find_setting(state.directory, "config.json")
     inner = config.get("vision_config")
     of_pictures: dict[str, Any] = inner if isinstance(inner, dict) else config

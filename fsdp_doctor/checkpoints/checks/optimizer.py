@@ -54,7 +54,7 @@ class OptimizedParameter:
 
     @property
     def is_of_adam(self) -> bool:
-        """Returns whether the parameter has only Adam's slots."""
+        """Returns whether the parameter's state has only entries that Adam keeps."""
         return self.tensors.keys() | self.values <= _SLOTS_OF_ADAM
 
 

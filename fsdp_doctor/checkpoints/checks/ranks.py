@@ -61,7 +61,7 @@ def _sweep_rows(tensor: SavedTensor, file: str, ranges: list[tuple[int, int]]) -
 
 
 def find_foreign_ranks(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds rank files that hold another rank's tensors, according to the mesh and process group inside them."""
+    """Finds rank files that hold another rank's tensors, according to the mesh or process group stored in the file."""
     if state.arrangement is not Arrangement.RANK_FILES:
         return
     first_with: dict[int, str] = {}

@@ -153,7 +153,7 @@ def _compare_projections(state: State, config: dict[str, Any]) -> Iterator[Sympt
 def find_odd_shapes(_: CheckpointEvidence, state: State) -> Iterator[Symptom]:
     """Finds tensors whose shape fits neither the other layers nor the rest of their own layer.
 
-    A pruned layer differs in several tensors at once, and these fit each other.
+    In a pruned layer, several tensors differ from other layers but fit each other, so they are not reported.
     """
     if state.arrangement is Arrangement.WHOLE and any(re.search(r"rank_?\d", file) for file in state.files):
         return  # these may be one rank's shards, which do not say the whole shape
@@ -227,7 +227,7 @@ def compare_with_class(evidence: CheckpointEvidence, state: State) -> Iterator[S
 
 
 def find_missing_tensors(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds missing layers, tensors missing from one layer, and missing heads, for a model of this type."""
+    """Finds missing layers, tensors that only one layer lacks, and missing heads, for the model's type."""
     config = evidence.find_model_config(state)
     names = {tensor.parameter: tensor for tensor in state.select("model")}
     if any(LORA.match(name) for name in names) or not state.files or state.is_incomplete:
@@ -381,9 +381,7 @@ def find_missing_settings(evidence: CheckpointEvidence) -> Iterator[Symptom]:
 
 
 def compare_with_shards(evidence: CheckpointEvidence) -> Iterator[Symptom]:
-    """Compares files that HuggingFaceStorageWriter consolidated with the shards in ``sharded``, if these are still
-    there.
-    """
+    """Compares files that HuggingFaceStorageWriter has consolidated with the shards in ``sharded``, if they exist."""
     states = {(state.directory, state.label): state for state in evidence.checkpoint.states}
     for (directory, label), shards in states.items():
         place = pathlib.PurePath(directory)

@@ -215,7 +215,7 @@ def _list_sizes_of_parts(config: Mapping[str, Any], tensor: SavedTensor) -> dict
 
 
 def _find_repeated_block(scan: SpanScan, rows: int) -> tuple[tuple[int, int], int] | None:
-    """Finds the first half, quarter or eighth whose sampled rows all equal those of an earlier one."""
+    """Finds the first half, quarter or eighth whose sampled rows all equal the rows of an earlier part of this size."""
     for count in _FRACTIONS if scan.row_sums else ():
         size = len(scan.row_sums) // count
         seen: set[tuple[int | None, ...]] = set()
@@ -390,7 +390,7 @@ def find_zeros(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
 
 
 def _find_zero_columns(evidence: CheckpointEvidence, state: State) -> Iterator[Symptom]:
-    """Finds zero columns. They are suspicious if similar tensors have none, and padding if all have the same."""
+    """Finds zero columns: damage if similar tensors do not have the same zero columns, otherwise padding."""
     matrices = (each for each in state.select("model") if len(each.shape) == 2 and is_floating_point(each.dtype))
     for members in group_families(each for each in matrices if not LORA.match(each.parameter)):
         found = [
