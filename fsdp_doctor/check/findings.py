@@ -169,7 +169,7 @@ def _make_finding(kind: FindingKind, sentence: str, settings: Iterable[Setting |
 class ConfiguredModel:
     """Model that a configuration names, and the number of ranks in one shard group.
 
-    ``path`` is the setting that names the model. Each is None if the configuration does not give it.
+    ``path`` is the setting that names the model. A field is None if the configuration does not give its value.
     """
 
     path: Setting | None = None

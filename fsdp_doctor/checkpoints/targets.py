@@ -379,8 +379,9 @@ _DCP = "torch.distributed.checkpoint.metadata"
 
 
 def _lay_out_dcp(layout: FilePlan, states: StatesToWrite, world_size: int) -> None:
-    """Lays out a checkpoint with the keys ``model`` and ``optim``. Rows are sharded as FSDP does, so each rank reads
-    its own.
+    """Lays out a checkpoint with the keys ``model`` and ``optim``.
+
+    Rows are divided between the ranks like under FSDP, so that each rank reads only its own rows.
     """
     tree = {"model": states.model} | ({"optim": states.optimizer} if states.optimizer is not None else {})
     leaves = list(_flatten(tree, ()))

@@ -52,7 +52,7 @@ class SizeKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class EngineKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The configuration keys of a rollout engine.
 
-    asked: keys one of which is set if the job has an engine; empty if the framework always has an engine.
+    asked: keys of the engine; if none of them is set, the job has no engine. Empty if it always has an engine.
     apart: sections that exist only if the engine has separate devices.
     colocated: flags that are false if the engine has separate devices.
     sleeps: flags that are false if the engine keeps its memory while the trainer works.

@@ -609,8 +609,8 @@ class MsSwift(FsdpConfigFramework[VersionRange]):
     """``--fsdp`` on ms-swift's command line: ``fsdp2``, a JSON text, or a JSON file.
 
     Sources read in v3.8.0, v3.12.0, v4.0.0 and v4.5.2: arguments/sft_args.py (_init_fsdp) and config/fsdp2.json for the
-    meaning of ``--fsdp``; cli/main.py for the number of ranks. Versions before v3.12 have no ``--fsdp`` of their own.
-    With them, and under `accelerate launch`, accelerate's configuration decides.
+    meaning of ``--fsdp``; cli/main.py for the number of ranks. Before v3.12 ms-swift does not interpret ``--fsdp``. In
+    these versions, and under `accelerate launch`, accelerate's configuration decides.
     """
 
     facts = load_facts("ms_swift")
