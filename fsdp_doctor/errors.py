@@ -1,14 +1,14 @@
 """The exceptions that end the program, as a tree.
 
     FsdpDoctorError
-    +-- UsageError      exit 2    the command cannot mean anything: say it differently
-    +-- CannotRun       exit 3    the command is fine, this machine or this job cannot do it
+    +-- UsageError      exit 2    the command has no meaning: the user must write it differently
+    +-- CannotRun       exit 3    the command is valid, but this machine or this job cannot carry it out
     +-- DoctorFault     exit 4    the doctor itself broke or lost results
     +-- Interrupted     exit 130  a signal asked the program to stop
     +-- OutputClosed    exit 141  the program that read standard output has ended
 
-A case that breaks is none of these: it is a verdict (``verdict/``). Every message is one
-sentence or two for the user: what is wrong, and what to do.
+A case that fails raises none of these: it gets a verdict (``verdict/``). Every message tells the user in one or two
+sentences what is wrong and what to do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EXIT_BAD_VERDICT = 1
 
 
 class FsdpDoctorError(Exception):
-    """The command ends here; ``exit_code`` says which kind of end it is."""
+    """Ends the command. ``exit_code`` is the exit code of the process."""
 
     exit_code = 4
 
@@ -40,6 +40,9 @@ class Interrupted(FsdpDoctorError):
 
 
 class OutputClosed(FsdpDoctorError):
-    """Nothing is printed: ``fsdp-doctor list | head -1`` is no mistake. The code is a shell's for SIGPIPE."""
+    """Ends the program silently after its reader has closed the pipe, as in ``fsdp-doctor list | head -1``.
+
+    The exit code is the one that shells give for SIGPIPE.
+    """
 
     exit_code = 141

@@ -1,28 +1,28 @@
-"""The parts of sentences and figures that every room borrows: counts, sizes, lists cut short, first lines."""
+"""Small helpers for text that every room uses: counts, sizes, shortened lists, first lines."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection
 
-# XML 1.0 has no way to write these, and a worker's exception or output can contain them.
+# XML 1.0 cannot represent these characters, but a worker's exception or output can contain them.
 _NOT_PRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def join_some(names: Collection[str], most: int = 5) -> str:
-    """The first names, joined by commas, and how many more there are."""
+    """Joins the first ``most`` names with commas, and says how many more there are."""
     first = ", ".join(list(names)[:most])
     more = len(names) - most
     return f"{first} and {more} more" if more > 0 else first
 
 
 def read_first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or the exception's type if it has none."""
+    """Returns the first line of an exception's message, or the exception's type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def escape_controls(text: str) -> str:
-    """The text with what a terminal obeys, or takes for the end of a line, as escapes: a name may have anything."""
+    """Escapes every unprintable character, so that a name cannot control the terminal or end a line."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
@@ -35,7 +35,7 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def format_bytes(number: int | None) -> str:
-    """A size in the unit that keeps it readable; a dash if it was not measured."""
+    """Formats a size in a readable unit; returns a dash for None, which means that the size was not measured."""
     if number is None:
         return "-"
     size = float(number)
@@ -47,14 +47,15 @@ def format_bytes(number: int | None) -> str:
 
 
 def find_main_thread(stack: str) -> list[str]:
-    """The lines of the worker's main thread out of all threads' stacks, innermost frame first.
+    """Finds the main thread in the stacks of all threads, and returns its lines, innermost frame first.
 
-    faulthandler calls it the current one, unless the signal came to a thread that has no Python; it lists it last.
+    faulthandler labels the main thread as the current thread, unless a thread without a Python frame received the
+    signal. In this case the main thread is the last in the list.
     """
     *others, last = re.split(r"^(?=(?:Current thread|Thread) )", stack, flags=re.MULTILINE)
     return next((thread for thread in others if thread.startswith("Current")), last).strip().splitlines()
 
 
 def make_printable(text: str) -> str:
-    """``text`` without the characters that XML and most terminals cannot show, lone surrogates among them."""
+    """Replaces each character that XML or most terminals cannot show, such as a lone surrogate, by a question mark."""
     return _NOT_PRINTABLE.sub("?", text)

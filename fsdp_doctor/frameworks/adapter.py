@@ -1,9 +1,9 @@
 """The interface of an adapter: how a framework's own code builds, trains, offloads, saves, loads and extracts.
 
-An adapter is an instance of :class:`Adapter` in a module, of this room or of anybody's package, with a table of the
-module's name beside it. The module imports its framework only inside functions, and uses the framework's public names
-as its users do. An AttributeError, ImportError or TypeError raised by a line of the adapter itself is reported as
-``unsupported`` with the framework's version, never as a verdict.
+An adapter is an instance of :class:`Adapter` in a module of this room or of any other package. A TOML table with the
+module's name lies in the same directory. The module imports its framework only inside functions, and uses only the
+framework's public names, as users do. If a line of the adapter itself raises AttributeError, ImportError or TypeError,
+the case is reported as ``unsupported`` with the framework's version, never as a bad verdict.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from fsdp_doctor.matrix.axes import Dims, Model
 from fsdp_doctor.matrix.frameworks.framework_matrix import Shim, StateDictType
 
 FileFormat: TypeAlias = Literal["safetensors", "torch.save", "dcp"]
-# Training steps before a session is examined, offloaded and saved.
+# The number of training steps before a session is examined, offloaded and saved.
 STEPS_BEFORE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedFiles:
-    """The result of an extraction that is in files; every rank reads them.
+    """The files that an extraction wrote. Every rank reads them.
 
-    directory: of ``*.safetensors`` files, of files of ``torch.save`` (``*.bin``, ``*.pt``), or of a distributed
-        checkpoint. part: of a nested checkpoint the keys that lead to the weights, for example ``("model",)``.
-    renamed: from a saved name to the plain model's, None for an entry that is no weight.
+    directory: the directory of ``*.safetensors`` files, of files of ``torch.save`` (``*.bin``, ``*.pt``), or of a
+        distributed checkpoint.
+    part: the keys that lead to the weights in a nested checkpoint, for example ``("model",)``.
+    renamed: maps a saved name to the plain model's name, or to None for an entry that is not a weight.
     """
 
     directory: pathlib.Path
@@ -53,16 +54,17 @@ Extractor: TypeAlias = Callable[[pathlib.Path], Extracted]
 
 
 class FrameworkSession(abc.ABC):
-    """A model wrapped by the framework's own code, with its optimizer. Every rank calls every method alike.
+    """A model wrapped by the framework's own code, with its optimizer. Every rank must call the same methods in the
+    same order.
 
-    A framework that is driven step by step implements :meth:`step`, :meth:`save` and :meth:`load`. One that owns its
-    loop overrides :meth:`train` and :meth:`save`, and sets ``goes_on`` to False.
+    A framework that is driven step by step implements :meth:`step`, :meth:`save` and :meth:`load`. A framework that
+    owns its training loop overrides :meth:`train` and :meth:`save`, and sets ``goes_on`` to False.
 
-    model: the wrapped model, which contains FSDP's root. optimizer: torch's optimizer, without the framework's wrapper.
-    Both must be there when :meth:`train` calls ``at(0)``.
+    model: the wrapped model, which contains FSDP's root. It must be set before :meth:`train` calls ``at(0)``.
+    optimizer: torch's optimizer, without the framework's wrapper. It must be set before :meth:`train` calls ``at(0)``.
     goes_on: whether :meth:`train` can be called again, to train further.
-    shards_on: where the configuration promises the shards between two steps; None where it promises nothing.
-    state_dict_type: the form in which the framework says that it saves; None where it does not say.
+    shards_on: the device on which the configuration promises the shards between two steps; None if it promises nothing.
+    state_dict_type: the form in which the framework says that it saves; None if it does not say.
     """
 
     model: nn.Module
@@ -80,29 +82,35 @@ class FrameworkSession(abc.ABC):
         raise NotImplementedError
 
     def offload(self) -> None:  # noqa: B027, most have none
-        """Runs the framework's manual offload after a training step, where the configuration has one."""
+        """Runs the framework's manual offload after a training step, if the configuration has one."""
 
     def onload(self) -> None:  # noqa: B027, as above
         """Undoes :meth:`offload` before the next training step."""
 
     def save(self, directory: pathlib.Path) -> None:
-        """Saves for a resume, at the latest before the next training step. The directory does not exist yet."""
+        """Saves a checkpoint for a resume, before the next training step at the latest. The directory does not exist
+        yet.
+        """
         raise NotImplementedError
 
     def load(self, directory: pathlib.Path) -> None:
-        """Loads the checkpoint that :meth:`save` of this session or of another wrote."""
+        """Loads a checkpoint that :meth:`save` of this or another session wrote."""
         raise NotImplementedError
 
     @abc.abstractmethod
     def list_extractions(self) -> Mapping[str, Extractor]:
-        """The extractions by the names of their methods. Each is given a directory, not yet made, for files."""
+        """Returns each extraction under the name of its method. An extraction is called with a directory for its files,
+        which does not exist yet.
+        """
 
     def train(self, num_steps: int, at: Callable[[int], None], resume_from: pathlib.Path | None = None) -> None:
-        """Trains ``num_steps`` more steps, and calls ``at(n)`` after the nth of them; ``at(0)`` before the first.
+        """Trains ``num_steps`` more steps. Calls ``at(0)`` before the first step, and ``at(n)`` after the nth step.
 
-        resume_from: the directory that :meth:`save` of another session wrote after its first STEPS_BEFORE steps. It is
-            loaded before ``at(0)``, and training goes on with the batches that followed there. An exception of ``at``
-            is not caught.
+        Exceptions that ``at`` raises are not caught.
+
+        resume_from: the directory that :meth:`save` of another session wrote after its first STEPS_BEFORE steps. The
+            checkpoint is loaded before ``at(0)``, and training continues with the batches that followed in the other
+            session.
         """
         if resume_from is not None:
             self.load(resume_from)
@@ -115,26 +123,26 @@ class FrameworkSession(abc.ABC):
 
 
 class Adapter(abc.ABC):
-    """One framework, which is installed. modules: the modules that a session imports."""
+    """The adapter of one installed framework. modules: the modules that a session imports."""
 
     modules: ClassVar[tuple[str, ...]] = ()
 
     def preload(self) -> None:
-        """Imports ``modules`` once, in the process from which workers are forked: no thread may stay."""
+        """Imports ``modules`` in the process from which workers are forked. No thread may be left running."""
         for name in self.modules:
             importlib.import_module(name)
 
     def prepare_emulated_device(self, shims: Shims) -> None:  # noqa: B027, some need nothing
-        """Makes the framework find the emulated device. Called in a worker, for no other device.
+        """Makes the framework find the emulated device. Called in a worker, and only for the emulated device.
 
-        Must make every change that the table lists under ``shims``, and no other.
+        Must make exactly the changes that the table lists under ``shims``.
         """
 
     @abc.abstractmethod
     def build(self, configuration: Mapping[str, str], plain: PlainModel) -> FrameworkSession:
-        """Configures the framework, which makes the process groups itself, and has it wrap the plain model.
+        """Configures the framework, which makes the process groups itself, and lets it wrap the plain model.
 
-        configuration: the value of each of the framework's axes. Called in a separate worker for each configuration.
+        Called in a separate worker for each configuration. configuration: the value of each of the framework's axes.
         """
 
 
@@ -152,8 +160,9 @@ _MODEL: Mapping[str, tuple[Model, Dims]] = {
 class PlainModel:
     """A small model that a framework is given to wrap, and the batches to train it on.
 
-    name: on the axis ``model`` of a framework. weights: ``own``, or ``other`` for a session that is to load the weights
-    of another session. workspace: a directory that the session may write to, the same on every rank.
+    name: the value of the framework's axis ``model``.
+    weights: ``own``, or ``other`` for a session that is to load the weights of another session.
+    workspace: a directory that the session may write to, the same on every rank.
     """
 
     name: str
@@ -167,7 +176,9 @@ class PlainModel:
         return self.name == "lora"
 
     def build_module(self) -> nn.Module:
-        """Builds the model: float32, on the CPU, in training mode; with peft's adapters if it has any."""
+        """Builds the model in float32, on the CPU, in training mode, and with peft's adapters if the model has
+        adapters.
+        """
         module = self._build(self.weights)
         if not self.has_adapters or self.weights == "own":
             return module
@@ -182,9 +193,9 @@ class PlainModel:
         return models.build(*_MODEL["qwen3"], None, "own") if self.has_adapters else self._build(self.weights)
 
     def write_pretrained(self) -> pathlib.Path:
-        """Writes the model without adapters as this rank's Hugging Face directory, and returns the directory.
+        """Writes the model without adapters to a Hugging Face directory of this rank, and returns the directory.
 
-        With ``save_pretrained`` only one of several ranks would write it.
+        Does not use ``save_pretrained``, because only one rank would write with it.
         """
         from safetensors.torch import save_model
 
@@ -198,17 +209,19 @@ class PlainModel:
         return directory
 
     def add_buffers(self, module: nn.Module) -> nn.Module:
-        """Adds the model's buffers to a module that the framework read from such a directory: no class has them."""
+        """Adds the model's extra buffers to a module that the framework read from disk. No class of transformers
+        declares them.
+        """
         if self.name == "buffers":
             models.add_buffers(module, models.SEED[self.weights])
         return module
 
     def make_batch(self, number: int) -> torch.Tensor:
-        """The tokens of a training step on this rank: int64, (2, 16), on the CPU."""
+        """Returns the tokens of a training step on this rank: int64, (2, 16), on the CPU."""
         return self._draw_tokens(_BATCH, seed=1000 * self.place.rank + number)
 
     def make_sequences(self, count: int) -> torch.Tensor:
-        """A data set, the same on every rank, for a framework that reads one: int64, (count, 16), on the CPU."""
+        """Returns a data set for a framework that reads one, the same on every rank: int64, (count, 16), on the CPU."""
         return self._draw_tokens((count, _BATCH[1]), seed=0)
 
     def _draw_tokens(self, shape: tuple[int, int], seed: int) -> torch.Tensor:
@@ -223,11 +236,13 @@ class PlainModel:
 
 
 class NotInStandInError(AttributeError):
-    """A framework uses a name that the doctor's stand-in for something of the framework's lacks."""
+    """Raised when a framework uses a name that the doctor's stand-in for an object does not have."""
 
 
 class StandIn(types.SimpleNamespace):
-    """Stands for an object of ``kind``, for example vLLM's client. A name that it lacks makes the case unsupported."""
+    """Replaces an object of ``kind``, for example vLLM's client. Use of a name that it lacks makes the case
+    unsupported.
+    """
 
     def __init__(self, kind: str, **names: Any) -> None:
         super().__init__(**names)
@@ -238,7 +253,7 @@ class StandIn(types.SimpleNamespace):
 
 
 class Shims:
-    """Makes the changes that a framework's table lists as its shims, each by the name under which it is listed."""
+    """Makes the changes that a framework's table lists as shims. Each change is made by its name in the table."""
 
     def __init__(self, framework: str, shims: Iterable[Shim]) -> None:
         self._framework = framework
@@ -247,7 +262,7 @@ class Shims:
     def replace(self, name: str, value: Any) -> Any:
         """Replaces ``module:qualified.name`` by ``value``, and returns the former value.
 
-        Raises AttributeError or ImportError where there is no such name.
+        Raises AttributeError or ImportError if the name does not exist.
         """
         self.note(name)
         module, _, qualified = name.partition(":")
@@ -264,17 +279,17 @@ class Shims:
         os.environ[name] = value
 
     def note(self, name: str) -> None:
-        """Records a change that the adapter makes itself: a plug-in or a stand-in."""
+        """Marks a shim as made, for a change that the adapter makes itself, such as a plug-in or a stand-in."""
         if name not in self._missing:
             raise AssertionError(f"{self._framework}: its table does not list {name} as a shim")
         self._missing.remove(name)
 
     def translate_backend(self) -> None:
-        """Gives the process groups of a framework that asks for nccl the emulated device's backend."""
+        """Makes process groups use the emulated device's backend where the framework asks for nccl."""
         original = dist.init_process_group
 
         def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
-            # A group that is bound to a device is split by DeviceMesh, which the emulated backend cannot do.
+            # DeviceMesh splits a group that is bound to a device, and the emulated backend cannot be split.
             kwargs.pop("device_id", None)
             if isinstance(backend, str):
                 backend = backend.replace("cuda:nccl", "emulated:emulated").replace("nccl", "emulated")

@@ -1,7 +1,7 @@
 """Compares the model that a framework built with its configuration.
 
-A version that ignores a setting would otherwise be judged by a configuration that never ran: transformers 4.57.6 drops
-``version``, ``state_dict_type`` and ``cpu_offload`` of ``fsdp_config`` in silence.
+Without this check, a version that ignores a setting would be judged by a configuration that never ran: transformers
+4.57.6 silently drops ``version``, ``state_dict_type`` and ``cpu_offload`` of ``fsdp_config``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from fsdp_doctor.weights.fsdp import reader
 
 
 def find_mismatches(session: FrameworkSession, builds: Iterable[ConfiguredBuild]) -> Iterator[str]:
-    """Yields a phrase for each fact of the wrapped model that differs from the one asked for. Local to a rank."""
+    """Yields a phrase for each property of the wrapped model that differs from the configuration. Local to a rank: no
+    communication.
+    """
     contents = reader.read(session.model)
     strategy = recognize_strategy(contents)
     offloads = {policy != "none" for policy in list_policies(contents)}

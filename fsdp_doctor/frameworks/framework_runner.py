@@ -1,4 +1,4 @@
-"""Runs the cases of a framework on one rank, one after the other."""
+"""Runs the cases of a framework one after the other on one rank."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 
 
 class FrameworkRunner:
-    """Runs cases of one configuration on this rank, in a generation of workers that makes one session.
+    """Runs the cases of one configuration on this rank. Each generation of workers makes one session.
 
-    The session is kept from case to case while nothing is wrong with it. report: called with the record each time a
-    case reaches another stage.
+    The session is kept for the next case as long as nothing is wrong with it. report: called with the record each time
+    a case reaches another stage.
     """
 
     def __init__(self, worker: FrameworkWorker, report: RecordSink) -> None:
@@ -24,7 +24,7 @@ class FrameworkRunner:
         self._kept: tuple[FrameworkSession, Runtime] | None = None
 
     def examine(self, case: FrameworkCase) -> None:
-        """Runs one case. Every rank must call it with the same case; the only exception it raises is SystemExit."""
+        """Runs one case. Every rank must call it with the same case. Raises no exception but SystemExit."""
         self._run(case, choose_steps(case.definition.kind))
 
     def save(self, case: FrameworkCase) -> None:

@@ -1,4 +1,4 @@
-"""The process of a framework: its import, torchrun's variables, a store, directories, and the shims."""
+"""Sets up the worker process of a framework: environment variables, import, store, directories, and shims."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fsdp_doctor.matrix.frameworks.adapters import locate_adapter
 from fsdp_doctor.matrix.frameworks.framework_matrix import read_matrix
 from fsdp_doctor.text import read_first_line
 
-# Variables with addresses of a network, or credentials for it.
+# Environment variables with network addresses or credentials.
 _OF_NETWORK = ("hf_endpoint", "hf_token", "hugging_face_hub_token", "wandb_api_key", "http_proxy", "https_proxy")
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -46,8 +46,8 @@ _served: list[dist.TCPStore] = []
 class FrameworkWorker:
     """One rank's worker for one framework.
 
-    scratch: a directory of the run, the same on every rank. unavailable: why the framework cannot be tried here; empty
-    if it can.
+    scratch: a directory of the run, the same on every rank.
+    unavailable: why the framework cannot be tried here; empty if it can be tried.
     """
 
     framework: str
@@ -58,7 +58,10 @@ class FrameworkWorker:
 
 
 def find_adapter(name: str) -> Adapter:
-    """Returns the adapter without importing its framework. Raises what its module raises, and TypeError."""
+    """Returns the adapter of a framework without importing the framework.
+
+    Raises every exception that the import of the adapter's module raises, and TypeError if the module has no Adapter.
+    """
     place = locate_adapter(name)
     adapter = getattr(importlib.import_module(place.module), place.attribute)
     if not isinstance(adapter, Adapter):
@@ -67,21 +70,22 @@ def find_adapter(name: str) -> Adapter:
 
 
 def describe_version(name: str) -> str:
-    """The framework's package with its installed version, for a sentence."""
+    """Returns the name of the framework's package with its installed version, for use in a sentence."""
     package = read_matrix(name).distributions[0]
     return f"{package} {read_installed_versions([package]).get(package, '')}".strip()
 
 
 def explain_unavailable(name: str) -> str:
-    """Explains why the framework cannot be run here, after :func:`preload`; empty if it can."""
+    """Explains why the framework cannot be run here; empty if it can. Must be called after :func:`preload`."""
     return _unavailable[name]
 
 
 def preload(frameworks: Iterable[str], scratch: pathlib.Path, seconds: float) -> None:
-    """Imports frameworks in the environment in which they will run, for the process from which workers are forked.
+    """Imports the frameworks in the process from which workers are forked, under the environment variables of the
+    workers.
 
-    :func:`explain_unavailable` says what went wrong. Output of the import is dropped. seconds: the time for each
-    import.
+    :func:`explain_unavailable` returns the reason if an import failed. The output of an import is dropped. seconds: the
+    time limit of each import.
     """
     before = dict(os.environ)
     for framework in frameworks:
@@ -95,12 +99,12 @@ def preload(frameworks: Iterable[str], scratch: pathlib.Path, seconds: float) ->
 
 
 def _import(name: str, seconds: float) -> str:
-    """Imports a framework. Returns why it cannot be used; empty if it can."""
+    """Imports a framework. Returns the reason why it cannot be used; empty if it can."""
     try:
         with _drop_output(), _interrupt_after(seconds):
             find_adapter(name).preload()
     except BaseException as error:
-        # SystemExit too: a framework that ends the process which imports it must not end the run.
+        # BaseException includes SystemExit: a framework that exits during its import must not end the run.
         return f"{describe_version(name)} cannot be imported: {type(error).__name__}: {read_first_line(error)}"
     if torch.cuda.is_initialized():
         return f"{describe_version(name)} initializes CUDA during its import, and no worker can be forked afterwards"
@@ -123,7 +127,7 @@ def _interrupt_after(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _drop_output() -> Iterator[None]:
-    """Drops all output to the descriptors of stdout and stderr, also that of native code."""
+    """Drops everything that is written to the file descriptors of stdout and stderr, also by native code."""
     kept = [os.dup(number) for number in (1, 2)]
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
@@ -140,9 +144,9 @@ def _drop_output() -> Iterator[None]:
 def start(
     framework: str, place: Place, run_device: RunDevice, scratch: pathlib.Path, store: dist.Store
 ) -> FrameworkWorker:
-    """Prepares a worker for a framework that makes its process groups itself. Every rank must call it.
+    """Prepares a worker for a framework, which makes its process groups itself. Every rank must call it.
 
-    store: a store of this generation, in which rank 0 publishes the port of the store that the framework uses.
+    store: a store of this generation of workers. In it, rank 0 publishes the port of the store that the framework uses.
     """
     device = runtime.choose_device(place, run_device)
     _replace_environment(_make_environment(scratch, framework))
@@ -158,7 +162,7 @@ def start(
 
 
 def _explain_impossible(place: Place, device: torch.device) -> str:
-    """Explains why no framework can be tried here; empty if one can."""
+    """Explains why no framework can be tried on this device or on several nodes; empty if one can be tried."""
     if device.type == "cpu":
         return "frameworks are run on an accelerator or on the emulated device"
     if place.num_nodes > 1:
@@ -167,7 +171,9 @@ def _explain_impossible(place: Place, device: torch.device) -> str:
 
 
 def _prepare_emulated_device(name: str) -> str:
-    """Makes the framework find the emulated device. Returns why this version cannot; empty if it does."""
+    """Makes the framework find the emulated device. Returns the reason if the adapter cannot do so for the installed
+    version; empty otherwise.
+    """
     shims = Shims(name, read_matrix(name).shims)
     try:
         with _drop_output():
@@ -182,8 +188,8 @@ def _prepare_emulated_device(name: str) -> str:
 
 
 def _make_environment(scratch: pathlib.Path, framework: str) -> dict[str, str]:
-    """Makes the environment variables of this process: with a home and caches below ``scratch``, and without those of
-    networks and frameworks.
+    """Makes this process's environment variables: without those of networks and of the framework, and with home and
+    caches below ``scratch``.
     """
     home = scratch / "home"
     home.mkdir(parents=True, exist_ok=True)
@@ -202,7 +208,7 @@ def _replace_environment(variables: Mapping[str, str]) -> None:
 
 
 def _store_variables(place: Place, store: dist.Store) -> Mapping[str, str]:
-    """torchrun's variables for a new store, which rank 0 serves on a free port."""
+    """Returns the variables by which torchrun would name a new store, which rank 0 serves on a free port."""
     if place.rank == 0:
         _served.append(dist.TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False))
         store.set("port", str(_served[-1].port))

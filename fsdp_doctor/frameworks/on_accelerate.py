@@ -1,4 +1,6 @@
-"""accelerate: a training script of its users, under the environment that ``accelerate launch`` would give it."""
+"""Adapter for accelerate. It runs a user's training script with the environment variables that ``accelerate launch``
+would set.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from fsdp_doctor.matrix.frameworks.framework_matrix import StateDictType
 
 
 def launch_environment(configuration: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that ``accelerate launch`` exports for a configuration."""
+    """Returns the environment variables that ``accelerate launch`` exports for a configuration."""
     version_1 = configuration["version"] != "fsdp2"
     ram_efficient = configuration["loading"] == "ram-efficient"
     variables: dict[str, Any] = {
@@ -95,7 +97,7 @@ class AccelerateSession(FrameworkSession):
 
 
 def read_state_dict_type(accelerator: Any) -> StateDictType | None:
-    """Returns what accelerate's plug-in says; None for a kind that is neither."""
+    """Returns the state dict type of accelerate's FSDP plug-in; None if it is neither full nor sharded."""
     match accelerator.state.fsdp_plugin.state_dict_type.name:
         case "FULL_STATE_DICT":
             return "full"
@@ -124,7 +126,7 @@ class AccelerateAdapter(Adapter):
 
 
 def see_accelerator(shims: Shims) -> None:
-    """Makes accelerate take the emulated device for CUDA; also for frameworks that build on it."""
+    """Makes accelerate, and frameworks that build on it, take the emulated device for CUDA."""
     from accelerate.utils import DistributedType
 
     def prepare_backend(

@@ -1,4 +1,4 @@
-"""Lightning, which owns its training loop: the doctor examines the session from a callback."""
+"""Adapter for Lightning, which owns its training loop: a callback examines the session between its steps."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class LightningSession(FrameworkSession):
             def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
                 at(trainer.global_step - before)
 
-        # One sequence again and again: a resume within an epoch begins its data anew, as the documentation says.
+        # Every batch is the same sequence: Lightning documents that a resume within an epoch starts its data again.
         rows: Any = self.plain.make_batch(0)[:1].repeat(_NUM_SEQUENCES, 1)
         loader: Any = torch.utils.data.DataLoader(rows, batch_size=2)
         self._trainer.fit_loop.epoch_loop.max_steps = before + num_steps
@@ -105,7 +105,7 @@ class LightningSession(FrameworkSession):
         return SavedFiles(directory=directory, format="dcp", part=("model" if self._is_fsdp1 else "state_dict",))
 
     def _consolidate(self, directory: pathlib.Path) -> SavedFiles:
-        """Consolidates on every rank, so that all ranks end alike."""
+        """Consolidates the checkpoint on every rank, so that all ranks end in the same way."""
         self.save(directory / "sharded")
         self._trainer.strategy.barrier()
         whole = directory / str(self.plain.place.rank) / "weights.pt"
@@ -117,7 +117,9 @@ class LightningSession(FrameworkSession):
 
 
 def _make_module(network: nn.Module, configuration: Mapping[str, str]) -> Any:
-    """A LightningModule with the network's submodules under their own names, so that names are the plain model's."""
+    """Makes a LightningModule that holds the network's submodules under their own names, so that its names match the
+    plain model.
+    """
     import lightning.pytorch as pl
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -162,7 +164,9 @@ class LightningAdapter(Adapter):
 
 
 def _make_accelerator_class() -> type:
-    """The emulated device as Lightning describes one; FSDPStrategy insists on a CUDAAccelerator."""
+    """Makes the class that describes the emulated device to Lightning; a CUDAAccelerator, because FSDPStrategy requires
+    one.
+    """
     from lightning.pytorch.accelerators import CUDAAccelerator
 
     device = torch.get_device_module("emulated")

@@ -1,4 +1,6 @@
-"""SkyRL: the strategy of its policy workers, without Ray: prepared, trained, offloaded, synced and saved as they do."""
+"""Adapter for SkyRL. It runs the strategy of SkyRL's policy workers without Ray, with the calls that these workers
+make.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""torchtitan: its Trainer, its checkpointer, its own small model; only the tokenizer and the data are the doctor's."""
+"""Adapter for torchtitan: its Trainer, checkpointer and small model. Only the tokenizer and the data loader are the
+doctor's.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ class TorchtitanSession(FrameworkSession):
         self._save(directory, last_step=False)
 
     def _save(self, directory: pathlib.Path, last_step: bool) -> pathlib.Path:
-        """The folder of the step that it is called in, once all of it is written."""
+        """Saves the current step, waits until all files are written, and returns the folder of the step."""
         checkpointer = self._trainer.checkpointer
         checkpointer.folder = str(directory)
         checkpointer.save(self.num_steps, last_step=last_step)
@@ -86,12 +88,12 @@ def _make_trainer(configuration: Mapping[str, str], plain: PlainModel) -> Any:
 
 
 def _make_job_config(plain: PlainModel) -> Any:
-    """The configuration of torchtitan 0.2, of a model that its registry is given."""
+    """Makes the configuration for torchtitan 0.2, whose registry is given the model."""
     from torchtitan.config import JobConfig
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
     spec = get_train_spec("qwen3")
-    # Tied, 0.2.2 cannot shard it with torch 2.13: the embedding and the head are in two groups.
+    # torchtitan 0.2.2 cannot shard tied weights with torch 2.13: it puts the embedding and the head into two groups.
     small = replace(spec.model_args["debugmodel"], n_layers=2, enable_weight_tying=False)
     builders = {"build_tokenizer_fn": None, "build_dataloader_fn": lambda **options: _NoData()}
     register_train_spec("doctor", replace(spec, model_args={"small": small}, **builders))
@@ -112,7 +114,7 @@ def _make_config(plain: PlainModel) -> Any:
     config.model_spec = model_registry("debugmodel_non_fused_qkv")
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
     for layer in config.model_spec.model.layers:
-        # As before 0.3: flex attention would be compiled.
+        # The attention of versions before 0.3. Flex attention would be compiled.
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     config.tokenizer = config.dataloader = SimpleNamespace(build=lambda **options: _NoData())
     config.dump_folder = config.hf_assets_path = str(plain.workspace)
@@ -124,7 +126,7 @@ def _make_config(plain: PlainModel) -> Any:
 
 
 class _NoData:
-    """Replaces a data loader and a tokenizer: ``step`` brings the tokens."""
+    """Replaces the data loader and the tokenizer, because the caller of ``step`` brings the tokens."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())

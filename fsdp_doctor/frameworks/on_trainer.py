@@ -1,4 +1,4 @@
-"""transformers' Trainer, which owns its training loop: the doctor examines the session from its callbacks."""
+"""Adapter for transformers' Trainer, which owns its training loop: callbacks examine the session between its steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NUM_SEQUENCES = 64
 
 
 def make_training_arguments(configuration: Mapping[str, str], directory: pathlib.Path) -> Any:
-    """transformers.TrainingArguments of a configuration, without anything but training."""
+    """Makes the transformers.TrainingArguments of a configuration, with saving, logging and reporting turned off."""
     from transformers import TrainingArguments
 
     version = "2" if configuration["version"] == "fsdp2" else "1"
@@ -98,7 +98,7 @@ class TrainerSession(FrameworkSession):
         self._trainer.train(resume_from_checkpoint=checkpoint)
 
     def save(self, directory: pathlib.Path) -> None:
-        """Has Trainer write a checkpoint, which it does when its callbacks have returned."""
+        """Requests a checkpoint, which Trainer writes after its callbacks have returned."""
         self._trainer.args.output_dir = str(directory)
         self._trainer.control.should_save = True
 

@@ -1,4 +1,4 @@
-"""transformers' own FSDP2: a model sharded as ``from_pretrained`` reads it, and a training loop of its users."""
+"""Adapter for transformers' own FSDP2: ``from_pretrained`` shards the model, and a user's training loop trains it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TRL: one of its trainers, and the class by which its online trainers give vLLM their weights."""
+"""Adapter for TRL. It runs one of TRL's trainers, and the class that sends the weights of online trainers to vLLM."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ class TrlSession(TrainerSession):
         }
 
     def _sync(self, mode: str) -> dict[str, torch.Tensor]:
-        """Records the weights that vLLM would be given, as copies: TRL frees each tensor after the next."""
+        """Returns copies of the weights that TRL would send to vLLM. They are copied because TRL frees each tensor
+        after the next one.
+        """
         from trl.generation.vllm_generation import VLLMGeneration
 
         given: dict[str, torch.Tensor] = {}
@@ -62,7 +64,7 @@ class TrlSession(TrainerSession):
 
         class Generation(VLLMGeneration):  # type: ignore[misc]
             def _init_vllm(self) -> None:
-                """Starts no engine, and looks for no server."""
+                """Starts no vLLM engine, and connects to no server."""
 
         generation: Any = Generation(self.model, self._trainer.accelerator, _make_tokenizer(), mode=mode)
         model = StandIn("vLLM's model", load_weights=load_weights)
@@ -80,7 +82,7 @@ class TrlSession(TrainerSession):
 
 
 def _make_tokenizer() -> Any:
-    """SFTTrainer asks for one; the data are tokens already."""
+    """Makes a tokenizer because SFTTrainer requires one, although the data are tokens already."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -100,7 +102,7 @@ class TrlAdapter(Adapter):
     def build(self, configuration: Mapping[str, str], plain: PlainModel) -> FrameworkSession:
         from trl.trainer import utils
 
-        # TRL 1.15 has no other loss for SFTTrainer.
+        # In TRL 1.15, this Triton kernel is the only loss of SFTTrainer.
         if getattr(utils, "_ChunkedLogProbFunction", self) is None:
             raise NotInStandInError("its loss is a kernel of Triton's, and Triton is not installed")
         return TrlSession(configuration, plain)

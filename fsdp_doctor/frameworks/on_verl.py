@@ -1,4 +1,4 @@
-"""verl: the engine of its actor workers, without Ray: built, trained, offloaded, synced and saved as a worker does."""
+"""Adapter for verl. It runs the engine of verl's actor workers without Ray, with the calls that these workers make."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class VerlSession(FrameworkSession):
         self._engine = _make_engine(configuration, plain)
         self._engine.initialize()
         self.model, self.optimizer = self._engine.module, self._engine.optimizer
-        # initialize() ends as every use of the engine does: with what is offloaded on the CPU.
+        # initialize() leaves offloaded tensors on the CPU, as every use of the engine does.
         self.onload()
 
     def step(self, tokens: torch.Tensor) -> None:
@@ -50,7 +50,7 @@ class VerlSession(FrameworkSession):
             self._engine.to(device, model=parameters, optimizer=optimizer, grad=parameters)
 
     def save(self, directory: pathlib.Path) -> None:
-        # A worker saves between two uses of the engine, when what is offloaded is.
+        # A worker saves between two uses of the engine, while the offloaded tensors are on the CPU.
         self.offload()
         self._engine.save_checkpoint(str(directory), global_step=self.num_steps)
         self.onload()
@@ -113,7 +113,7 @@ def _make_engine(configuration: Mapping[str, str], plain: PlainModel) -> Any:
 
 
 def _save_adapter(plain: PlainModel) -> str:
-    """The directory of the plain model's adapters as peft writes it: verl puts them on itself."""
+    """Saves the plain model's adapters with peft, and returns the directory, from which verl adds them to its model."""
     directory = plain.workspace / f"adapter-{plain.weights}-{plain.place.rank}"
     model: Any = plain.build_module()
     model.save_pretrained(str(directory))
@@ -137,7 +137,7 @@ class VerlAdapter(Adapter):
             "get_nccl_backend": lambda: "emulated",
             "is_device_available": lambda: True,
         }
-        # verl's modules have imported them by name; before 0.9 there is no plug-in for a device.
+        # verl's modules have imported these functions by name. Before 0.9, verl has no plug-in for a device.
         for module in [module for name, module in sys.modules.items() if name.startswith("verl.")]:
             vars(module).update({name: functions[name] for name in functions.keys() & vars(module).keys()})
         shims.note("verl.utils.device")

@@ -1,4 +1,4 @@
-"""Reads the weights in the files that a framework's extraction wrote."""
+"""Reads the weights from the files that a framework's extraction wrote."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PATTERNS = ("*.bin", "*.pt", "*.pth")
 
 
 def read_weights(saved: SavedFiles) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields every tensor in the files, on the CPU, under its name in the plain model."""
+    """Yields (name in the plain model, tensor on the CPU) for every weight in the files."""
     for name, value in _read_files(saved):
         renamed = saved.renamed(name)
         if renamed is not None and isinstance(value, torch.Tensor):

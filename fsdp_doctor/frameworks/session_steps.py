@@ -1,7 +1,8 @@
-"""The steps of a framework's cases: its session is built by its own code, and examined between two training steps.
+"""The steps of a framework's cases. The framework's own code builds the session, which is examined between two training
+steps.
 
-Each kind prepares, extracts, rolls back, saves or resumes. After a load the weights, every value of the optimizer and
-the next two steps must be those of the run that was not interrupted.
+A case of each kind prepares, extracts, rolls back, saves or resumes. After a load, the weights, every value of the
+optimizer and the next two steps must equal those of the run that was not interrupted.
 """
 
 from __future__ import annotations
@@ -48,28 +49,29 @@ from fsdp_doctor.weights.fsdp import private
 _STEPS_AFTER = 2
 _ORDINAL = ("next", "second")
 _ROOM = pathlib.Path(__file__).parent
-# The beginnings of what torch says to `.cuda()` and `device="cuda"` where there is no GPU.
+# The beginnings of torch's errors for `.cuda()` and `device="cuda"` on a machine without a GPU.
 _CUDA_MISSING = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available")
 
 
 class _AbandonedError(Exception):
-    """Ends a framework's training loop; the record says why."""
+    """Ends a framework's training loop early. The record says why."""
 
 
 class SessionSteps(CaseSteps[FrameworkSession]):
-    """The steps that all kinds share: the framework builds and trains, and calls back between its steps.
+    """The steps that all kinds of cases share: the framework builds and trains, and calls back between its steps.
 
-    weights: of the plain model that the session is given. takes_kept: whether the kind can use a session that was
-    trained. directory: the case's own, the same on every rank, not yet made.
+    weights: the weights of the plain model that the framework is given.
+    takes_kept: whether the kind can use a session that another case has already trained.
+    directory: the directory of the case, the same on every rank; it does not exist yet.
     """
 
     weights: ClassVar[Weights] = "own"
     takes_kept: ClassVar[bool] = True
-    # Steps of :meth:`look_ahead`.
+    # The number of steps that :meth:`look_ahead` trains.
     steps_ahead: ClassVar[int] = 0
     # Whether the function that a fix replaces runs when the session is built or begins to train.
     begins_with_fix: ClassVar[bool] = False
-    # The checkpoint's directory, of a session that begins with a load.
+    # The directory of the checkpoint with which the session begins; None if it begins without a load.
     resumes_from: pathlib.Path | None = None
 
     def __init__(
@@ -109,7 +111,7 @@ class SessionSteps(CaseSteps[FrameworkSession]):
         return session
 
     def drive(self, trainer: FrameworkSession, life: Generator[None, None, R]) -> R:
-        """Has the framework train all steps in its own loop, and lives on between them."""
+        """Runs the framework's own training loop for all steps, and continues ``life`` after each step."""
         num_steps = self.steps_before + self.steps_ahead + self.steps_after
         results: list[R] = []
 
@@ -145,7 +147,7 @@ class SessionSteps(CaseSteps[FrameworkSession]):
         return contextlib.nullcontext()
 
     def check_built(self, trainer: FrameworkSession) -> None:
-        """Compares the session with its configuration."""
+        """Raises Unsupported if the session does not match its configuration."""
         scenario = self.case.scenario
         if mismatches := list(find_mismatches(trainer, scenario.matrix.list_builds(scenario.values))):
             built = f"{describe_version(scenario.framework)} built something else than {scenario.configuration}"
@@ -153,14 +155,16 @@ class SessionSteps(CaseSteps[FrameworkSession]):
 
     @contextlib.contextmanager
     def apply_fix(self) -> Iterator[None]:
-        """Replaces the framework's function meanwhile, in a case that asks for it."""
+        """Replaces the framework's function inside the ``with`` block, if the case asks for a fix."""
         with contextlib.ExitStack() as stack:
             applied = self._enter_fixes(stack)
             yield
             self._check_fixes(applied)
 
     def _enter_fixes(self, stack: contextlib.ExitStack) -> list[AppliedFix]:
-        """Replaces the framework's functions until the stack is closed; none in a case that does not ask for it."""
+        """Replaces the framework's functions until the stack is closed. Replaces none if the case does not ask for a
+        fix.
+        """
         applied: list[AppliedFix] = []
         refused: list[CannotRun] = []
         for id in self.case.definition.fix.split() if self.case.is_fixed else ():
@@ -173,7 +177,7 @@ class SessionSteps(CaseSteps[FrameworkSession]):
         return applied
 
     def _check_fixes(self, applied: Sequence[AppliedFix]) -> None:
-        """Raises Unsupported where the framework's own functions ran in place of all replacements."""
+        """Raises Unsupported if the framework's own functions ran instead of the replacements."""
         if applied and not any(each.num_calls and not each.num_left for each in applied if each.fix.on_every_rank):
             if not all(each.fix.on_every_rank for each in applied):
                 return
@@ -181,7 +185,7 @@ class SessionSteps(CaseSteps[FrameworkSession]):
             raise Unsupported(f"fix {ids} left the call to {self.case.scenario.framework}'s own function")
 
     def call_method(self, trainer: FrameworkSession) -> Any:
-        """Calls nothing: of most kinds the framework's own build, save or load is the method."""
+        """Does nothing: for most kinds of cases, the method is the framework's own build, save or load."""
 
     def is_reusable(self, trainer: FrameworkSession) -> bool:
         record = self.recorder.record
@@ -192,9 +196,7 @@ class SessionSteps(CaseSteps[FrameworkSession]):
 
     @contextlib.contextmanager
     def record_exceptions(self) -> Iterator[None]:
-        """Makes the first exception part of the record; exceptions that it caused in the framework's loop are
-        dropped.
-        """
+        """Records the first exception, and drops the exceptions that it caused in the framework's loop."""
         with self.recorder.record_exceptions():
             try:
                 yield
@@ -208,7 +210,9 @@ class SessionSteps(CaseSteps[FrameworkSession]):
                 raise
 
     def _name_lacking_package(self, error: BaseException) -> str:
-        """Names a package or a name that the framework turns out to lack; empty if the error is another one."""
+        """Explains an error that means that the framework or its adapter does not fit the installed packages; empty for
+        any other error.
+        """
         framework = describe_version(self.case.scenario.framework)
         if isinstance(error, ModuleNotFoundError) and self.recorder.record.stage == "build":
             return f"{framework} needs a package that is not installed: {error}"
@@ -223,7 +227,7 @@ class SessionSteps(CaseSteps[FrameworkSession]):
         while where is not None and where.tb_next is not None:
             where = where.tb_next
         file = pathlib.Path(where.tb_frame.f_code.co_filename if where is not None else "")
-        # An adapter may use another one's functions.
+        # An adapter may use functions of another adapter.
         of_adapters = (locate_adapter(self.case.scenario.framework).file.parent, _ROOM)
         by_adapter = file.with_suffix(".toml").exists() and file.parent in of_adapters
         if not isinstance(error, (AttributeError, ImportError, TypeError)) or not by_adapter:
@@ -232,7 +236,7 @@ class SessionSteps(CaseSteps[FrameworkSession]):
 
 
 class PreparationSteps(SessionSteps):
-    """Wraps and trains one step, which is a part of building: a step that fails is a crash of it."""
+    """Wraps the model and trains one step. The step counts as building: if it fails, the build has crashed."""
 
     takes_kept = False
     begins_with_fix = True
@@ -243,7 +247,9 @@ class PreparationSteps(SessionSteps):
         self._before = reference.take(trainer.model, None, self.present_runtime)
 
     def run_method(self, trainer: FrameworkSession, call: Callable[[], Any], owned: bool) -> None:
-        """Checks that the wrapped model has the plain model's names and weights, where they were asked for."""
+        """Checks that the wrapped model has the plain model's names and weights, on the device that the configuration
+        promises.
+        """
         self._check_fixes(self._fixes_of_session)
         self.recorder.enter("verify")
         plain = trainer.plain.build_module().state_dict()
@@ -258,7 +264,7 @@ class PreparationSteps(SessionSteps):
         self.recorder.add(problems=findings.list_problems(), num_tensors=len(pieces))
 
     def check_trained(self, trainer: FrameworkSession, number: int) -> None:
-        """Checks that the step changed every parameter that trains, on some rank at least, and nothing else."""
+        """Checks that the step changed every trainable parameter, on at least one rank, and changed no other."""
         self.recorder.enter("reference")
         before, now = self._before, reference.take(trainer.model, None, self.present_runtime)
         self.recorder.enter("verify")
@@ -297,7 +303,7 @@ class SessionExtractionSteps(SessionSteps):
         )
 
     def call_method(self, trainer: FrameworkSession) -> Any:
-        """Calls the method; of files, every rank reads all, once every rank has written its own."""
+        """Calls the method. If it writes files, every rank waits for all ranks to write, and then reads all files."""
         result = trainer.list_extractions()[self.case.plain_method](self.directory)
         if not isinstance(result, SavedFiles):
             return result
@@ -324,13 +330,15 @@ class SessionExtractionSteps(SessionSteps):
         self._check.check_weights("the next training step would start from other weights")
 
     def check_trained(self, trainer: FrameworkSession, number: int) -> None:
-        """Waits for the step, whose errors are the next step's."""
+        """Waits for the device, so that an error of the training step is raised here."""
         self.present_runtime.synchronize()
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedState:
-    """A run where it was saved. Tensors are on the host, unsharded. options: of each of the optimizer's groups."""
+    """The state of a run when it was saved. Tensors are unsharded and on the host. options: one dict for each parameter
+    group of the optimizer.
+    """
 
     weights: Full
     moments: Full
@@ -338,7 +346,9 @@ class SavedState:
 
 
 class _LoadSteps(SessionSteps):
-    """The steps of a load into a session, whose next two steps are compared with those of the run that went on."""
+    """The steps of a load into a session. The two steps after the load are compared with those of the run that was not
+    interrupted.
+    """
 
     steps_after = _STEPS_AFTER
     _saved: SavedState
@@ -348,7 +358,7 @@ class _LoadSteps(SessionSteps):
         return use_deterministic_algorithms()
 
     def _save(self, trainer: FrameworkSession) -> None:
-        """Has the framework save, and notes the state that a load must restore."""
+        """Makes the framework save, and keeps the state that a load must restore."""
         self.recorder.enter("reference")
         truth: Reference = reference.take(trainer.model, trainer.optimizer, self.present_runtime)
         options = copy.deepcopy(read_options(trainer.optimizer))
@@ -357,7 +367,7 @@ class _LoadSteps(SessionSteps):
         self._saved = SavedState(weights=truth.full, moments=truth.optimizer, options=options)
 
     def look_ahead(self, trainer: FrameworkSession) -> Iterator[None]:
-        """Trains on after the save, and notes the outcomes of the steps."""
+        """Trains further after the save, and keeps the outcome of each step."""
         self._outcomes = []
         for _ in range(self.steps_ahead):
             self.recorder.enter("next step")
@@ -378,7 +388,9 @@ class _LoadSteps(SessionSteps):
         self.recorder.add(problems=problems)
 
     def check_trained(self, trainer: FrameworkSession, number: int) -> None:
-        """Compares a step after the load. Only the first step that differs is recorded."""
+        """Compares a step after the load with the same step of the uninterrupted run. Only the first difference is
+        recorded.
+        """
         names = find_differences(self._digest_step(trainer), self._outcomes[number])
         if names and not self.recorder.record.problems:
             what = f"the {_ORDINAL[number]} training step ends otherwise than that of the run that went on"
@@ -386,7 +398,7 @@ class _LoadSteps(SessionSteps):
 
 
 class RollbackSteps(_LoadSteps):
-    """Saves, trains on, and loads into the same session."""
+    """Saves, trains further, and loads into the same session."""
 
     agrees_on_reference = True
     steps_before = STEPS_BEFORE
@@ -405,7 +417,7 @@ class RollbackSteps(_LoadSteps):
 
 
 class ResumeSteps(_LoadSteps):
-    """Loads the checkpoint of other processes into a session with other weights, and trains on."""
+    """Loads a checkpoint that other processes wrote into a session with other weights, and trains further."""
 
     weights = "other"
     takes_kept = False
@@ -422,17 +434,19 @@ class ResumeSteps(_LoadSteps):
         self._outcomes = torch.load(self.directory / f"outcomes_{self.present_runtime.rank}.pt")
 
     def look_ahead(self, trainer: FrameworkSession) -> Iterator[None]:
-        """Trains nothing: the outcomes are those of the run that saved."""
+        """Trains nothing: the outcomes come from the run that saved."""
         return iter(())
 
     def run_method(self, trainer: FrameworkSession, call: Callable[[], Any], owned: bool) -> None:
-        """Checks the state that the framework has loaded before it called back."""
+        """Checks the state that the framework loaded before it called back."""
         self._check_fixes(self._fixes_of_session)
         self._check_loaded(trainer)
 
 
 class SavingSteps(_LoadSteps):
-    """The first half of a resume, in processes of its own: saves, and writes down the outcomes of the next steps."""
+    """The first half of a resume, in its own processes: saves, trains further, and writes the outcomes of these steps
+    to disk.
+    """
 
     takes_kept = False
     begins_with_fix = True
@@ -445,7 +459,7 @@ class SavingSteps(_LoadSteps):
         self._save(trainer)
 
     def run_method(self, trainer: FrameworkSession, call: Callable[[], Any], owned: bool) -> None:
-        """Writes what the other half is compared with."""
+        """Writes the saved state and the outcomes of the next steps, with which the second half is compared."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if self.present_runtime.rank == 0:
             torch.save(self._saved, self.directory / "state.pt")
@@ -469,7 +483,7 @@ def choose_steps(kind: FrameworkMethodKind) -> type[SessionSteps]:
 def _compare_pieces(
     session: FrameworkSession, expected: Full, of: str, whose: str
 ) -> tuple[list[LocalPiece], Findings]:
-    """Compares each piece of the model on this rank with the expected tensor of its name."""
+    """Compares each piece of the model on this rank with the expected tensor of the same name."""
     findings = Findings()
     pieces = local_pieces.list_model_pieces(session.model, expected)
     for piece in pieces:
@@ -481,7 +495,7 @@ def _compare_pieces(
 
 
 def _list_tensor_ids(session: FrameworkSession) -> set[int]:
-    """Lists the ids of the tensors that live as long as the session."""
+    """Returns the ids of the tensors that live as long as the session."""
     state = (value for values in session.optimizer.state.values() for value in values.values())
     tensors = [*session.model.parameters(), *session.model.buffers(), *state]
     shards = (private.read_local_tensor(tensor) for tensor in tensors if isinstance(tensor, DTensor))

@@ -1,4 +1,4 @@
-"""Compares the verdicts of a run with the expected ones, and decides the exit code."""
+"""Compares the verdicts of a run with the expected verdicts, and decides the exit code."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ Baseline: TypeAlias = Report | ExpectedFailures | Literal["known", "nothing bad"
 
 @dataclass(frozen=True)
 class Judgement:
-    """A report held against a baseline.
+    """A report, compared with a baseline of expected verdicts.
 
-    A better verdict than in a report or a file is unexpected too. A better one than in the catalogue is unexpected
-    only where the failure is certain: a race may be won, and the catalogue knows nothing of a method or model of the
-    user's. A case that ran nothing is never unexpected: it cannot be built here, or its scenario failed before.
+    If the baseline is a report or a file, a better verdict than expected is unexpected too. If it is the catalogue, a
+    better verdict is unexpected only if the failure is certain: a race may happen not to occur, and the catalogue does
+    not know the user's own methods and models. A case that did not run, because it cannot be built here or its scenario
+    failed before, is never unexpected.
     """
 
     report: Report
@@ -43,7 +44,7 @@ class Judgement:
 
     @functools.cached_property
     def differences(self) -> dict[str, str]:
-        """Maps the id of each case that differs from its expectation to a sentence that says how, the worse cases
+        """Maps the id of each case that differs from its expectation to a sentence about the difference, bad cases
         first.
         """
         ordered = sorted(self.report.results, key=lambda result: not result.verdict.bad)
@@ -51,7 +52,7 @@ class Judgement:
 
     @functools.cached_property
     def unexpected(self) -> list[str]:
-        """The sentences of the differences, and one for each expectation of a file that no case meets any more."""
+        """The sentences of the differences, and a sentence for each expectation in a file that no case meets now."""
         stale = (
             list_stale(self.report, self.baseline, self.context.torch)
             if isinstance(self.baseline, ExpectedFailures)
@@ -61,7 +62,7 @@ class Judgement:
 
     @property
     def expected_failures(self) -> frozenset[str]:
-        """The ids of the bad cases that are bad as expected."""
+        """The ids of the bad cases that were expected to be bad."""
         return frozenset(result.id for result in self.report.bad if result.id not in self.differences)
 
     @property
@@ -82,7 +83,9 @@ class Judgement:
         return f"{format_count(len(self.report.results), 'case')}: {', '.join(parts)}"
 
     def _name_subject(self) -> str:
-        """Names torch, or the frameworks that were run, as the subject of the expected failures, with the verb."""
+        """Returns the subject of the sentence about known failures, with its verb: torch, or the frameworks that were
+        run.
+        """
         matrices = [read_matrix(name) for name in list_frameworks(result.case for result in self.report.results)]
         packages = dict.fromkeys(matrix.distributions[0] for matrix in matrices)
         names = [f"{package} {self.report.packages.get(package, '')}".strip() for package in packages]
@@ -91,10 +94,10 @@ class Judgement:
         return f"{names[0] if names else f'torch {_shorten_version(self.context.torch)}'} is"
 
     def choose_exit_code(self) -> int:
-        """EXIT_OK or EXIT_BAD_VERDICT.
+        """Returns EXIT_OK or EXIT_BAD_VERDICT.
 
-        Raises DoctorFault where a case has no result, CannotRun where nothing could be run, unless a report expected
-        that.
+        Raises DoctorFault if a case has no result, and CannotRun if no case could be run and no report was given as the
+        baseline.
         """
         if lost := self.report.count_kind("lost"):
             raise DoctorFault(f"{format_count(lost, 'case')} without a result, which is the doctor's own fault")
@@ -106,7 +109,7 @@ class Judgement:
         return EXIT_OK
 
     def _describe_difference(self, result: CaseResult) -> str:
-        """The sentence for a verdict that is not as expected; empty if it is."""
+        """Returns the sentence for a verdict that differs from the expectation; empty if it does not differ."""
         match self.baseline:
             case "nothing bad":
                 return f"{result.id} is {result.verdict.kind}: {result.verdict.reason}" if result.verdict.bad else ""
@@ -124,13 +127,13 @@ class Judgement:
 
     @functools.cached_property
     def _kinds(self) -> dict[str, str]:
-        """Maps ids to the verdicts of the expected report."""
+        """Maps the ids of the expected report's cases to their verdicts."""
         assert isinstance(self.baseline, Report)
         return {result.id: result.verdict.kind for result in self.baseline.results}
 
 
 def _name_count(result: CaseResult) -> Literal["ok", "refused", "bad", "not run"]:
-    """Returns the word of the conclusion under which a case is counted."""
+    """Returns the word under which the conclusion counts a case."""
     kind = result.verdict.kind
     if kind in NOT_RUN:
         return "not run"
@@ -154,7 +157,7 @@ def _compare_with_catalogue(result: CaseResult, context: RunContext) -> str:
 
 
 def _has_ended_as(result: CaseResult, outcome: KnownFailure | None) -> bool:
-    """Returns whether the case ended as expected: the same verdict for another reason is another failure."""
+    """Returns whether the case ended as expected. The same verdict for another reason is another failure."""
     if outcome is None:
         return result.verdict.kind in GOOD
     return (result.verdict.kind, result.known) == (outcome.verdict, outcome.id)

@@ -1,7 +1,7 @@
-"""The processes that save the checkpoints which other processes load: a separate generation of workers for each
-checkpoint.
+"""The processes that save the checkpoints which other processes load. Each checkpoint is saved by its own generation of
+workers.
 
-Rank 0's supervisor supervises all of them, so their number may differ from the run's number of ranks.
+Rank 0's supervisor supervises all these workers, so that their number may differ from the run's number of ranks.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from fsdp_doctor.verdict.records import RankReport
 
 
 def choose_num_writers(asked: int | None, world_size: int, device_type: str) -> int:
-    """Returns how many ranks save the checkpoint that ``world_size`` ranks load: the number asked for, else one more
-    than ``world_size``, or one less if there are too few devices. Raises UsageError if the number asked for equals
-    ``world_size``.
+    """Chooses the number of ranks that save the checkpoint which ``world_size`` ranks load.
+
+    Returns ``asked`` if it is given, else ``world_size + 1``, or ``world_size - 1`` if there are too few devices.
+    Raises UsageError if ``asked`` equals ``world_size``.
     """
     if asked == world_size:
         raise UsageError(
@@ -48,9 +49,10 @@ def choose_num_writers(asked: int | None, world_size: int, device_type: str) -> 
 
 
 class CheckpointWriters:
-    """Has each checkpoint saved once, before the first case that loads it.
+    """Saves each checkpoint once, before the first case that loads it.
 
-    place: of rank 0. saved_by: how many ranks save a checkpoint of another number of ranks.
+    place: the place of rank 0.
+    saved_by: the number of ranks that save a checkpoint for a load on another number of ranks.
     """
 
     def __init__(self, place: Place, job: Job, limits: Limits, interruption: Interruption, *, saved_by: int) -> None:
@@ -62,12 +64,13 @@ class CheckpointWriters:
         self._results: dict[pathlib.Path, CaseResult | None] = {}
 
     def write_for(self, number: int) -> CaseResult | None:
-        """Saves the checkpoint that a case is given, unless it is there. Returns the case's result if that failed.
+        """Saves the checkpoint that a case loads, unless it is already saved. Returns the case's result if the save
+        failed, else None.
 
-        Raises Interrupted if a signal comes meanwhile.
+        Raises Interrupted if a signal arrives during the save.
         """
         case = self._job.cases[number]
-        # What a framework's case loads, a generation of the conductor's saves.
+        # The checkpoint of a framework's case is saved by a generation of the conductor's workers.
         if isinstance(case, FrameworkCase) or not case.scenario.checkpoint.saved_elsewhere or self._place.num_nodes > 1:
             return None
         if explain_impossible(find_method(case.method, case.scenario.version), case.scenario):
@@ -99,7 +102,7 @@ class CheckpointWriters:
 
 
 def _judge(reports: Sequence[RankReport], num_writers: int) -> Verdict:
-    """The verdict on a case that is given the checkpoint. That it was not saved is no fault of the method."""
+    """Returns the verdict on a case whose checkpoint could not be saved. The method of the case is not blamed."""
     if not num_writers:
         reason = "there is only one device here, so only 1 rank can save the checkpoint"
         return Verdict(kind="unsupported", reason=reason)

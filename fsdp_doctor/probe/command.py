@@ -1,4 +1,4 @@
-"""One rank's whole run: supervise, and on rank 0 conduct the run, report it and judge it."""
+"""One rank's whole run: every rank supervises, and rank 0 also conducts the run, reports it and judges it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _RENDEZVOUS_SECONDS = 60.0
 
 
 def conduct(options: ProbeOptions) -> int:
-    """Runs rank 0's part: shares the job, runs it, judges it. Returns the exit code."""
+    """Runs rank 0's part: shares the job, runs it and judges it. Returns the exit code."""
     with imports.freeze_imports():
         from fsdp_doctor.examination.live_memory import check_counted
         from fsdp_doctor.probe.checkpoint_writers import CheckpointWriters, choose_num_writers
@@ -103,7 +103,7 @@ def conduct(options: ProbeOptions) -> int:
 
 
 def follow() -> int:
-    """Runs any other rank's part: it reads no option and no file, and does what rank 0 says."""
+    """Runs the part of a rank other than 0, which reads no option and no file, and follows rank 0's instructions."""
     with imports.freeze_imports():
         from fsdp_doctor.probe.job import receive_job
         from fsdp_doctor.probe.supervisor import Supervisor
@@ -111,7 +111,7 @@ def follow() -> int:
     place, store, interruption = _join_the_others()
     job, limits = receive_job(store, check=interruption.check)
     devices.load(job.device, asked=job.device.type)
-    # On another node than rank 0's the directory is one of the same name.
+    # On another node than rank 0's, this creates a separate directory with the same name.
     job.scratch.mkdir(parents=True, exist_ok=True)
     supervisor = Supervisor(place, job, limits, store, interruption)
     try:
@@ -125,7 +125,9 @@ def follow() -> int:
 
 
 def _join_the_others() -> tuple[launch.Place, dist.Store, Interruption]:
-    """Imports what the workers will need, connects to the store of the ranks. Raises CannotRun if that fails."""
+    """Imports the modules that the workers will need, and connects to the ranks' store. Raises CannotRun if the
+    connection fails.
+    """
     from fsdp_doctor.probe import processes, worker
 
     place = launch.read_place()
@@ -146,7 +148,9 @@ def _join_the_others() -> tuple[launch.Place, dist.Store, Interruption]:
 
 
 def _wait_for_the_others(store: dist.Store, world_size: int) -> None:
-    """Has rank 0, whose exit code counts, end last: torchrun ends all ranks as soon as one fails."""
+    """Lets the other ranks end before rank 0, whose exit code counts. torchrun ends all ranks as soon as one rank
+    fails.
+    """
     keys = [f"bye/{rank}" for rank in range(1, world_size)]
     end = time.monotonic() + _GOODBYE_SECONDS
     with contextlib.suppress(RuntimeError):
@@ -161,7 +165,7 @@ def _connect_to_groups(group: launch.RankGroup) -> dist.Store:
 
 
 def _run_beside(conductor: Conductor, shared: SharedCases, run: Callable[[Iterable[int]], Iterator[CaseResult]]) -> int:
-    """Runs the cases of a group that is not the first, which gets their results."""
+    """Runs the cases of a group other than the first, and sends their results to the first group."""
     try:
         for result in run(shared.take()):
             shared.post(result)
@@ -181,7 +185,7 @@ def _run(
     context: RunContext,
     shared: SharedCases | None,
 ) -> int:
-    """Runs the cases, keeps and prints the report, judges it."""
+    """Runs the cases, writes and prints the report, and judges it."""
     numbers = writer.list_numbers_to_run()
     trouble: FsdpDoctorError | None = None
     try:
@@ -199,7 +203,7 @@ def _run(
                 show_progress(result)
     except FsdpDoctorError as error:
         if isinstance(error, (UsageError, CannotRun)) and not writer.is_open:
-            # Said by the workers as they start: nothing ran, and an older report stays what it was.
+            # The workers could not start: no case ran, and an older report file is left unchanged.
             raise
         trouble = error
     except Exception as error:
@@ -223,7 +227,7 @@ def _run(
 
 
 def _explain_unmeasured(report: Report) -> CannotRun | None:
-    """Returns the error of a run that measured the memory of no stage; None if the run measured one."""
+    """Returns the error for a run that measured the memory of no stage; None if at least one stage was measured."""
     if any(result.ledgers for result in report.results):
         return None
     verdicts = [result.verdict for result in report.results]
@@ -232,7 +236,9 @@ def _explain_unmeasured(report: Report) -> CannotRun | None:
 
 
 def _write_page(page: pathlib.Path, report: Report) -> DoctorFault | None:
-    """Returns the fault if the page cannot be written. A run without a result has no page, which is only noted."""
+    """Returns the fault if the page cannot be written. For a run without a result, only prints a note and writes no
+    page.
+    """
     try:
         write_page(page, merge({page.name: report}), formats.render_memory_picture(report))
     except DoctorFault as fault:
@@ -243,13 +249,15 @@ def _write_page(page: pathlib.Path, report: Report) -> DoctorFault | None:
 
 
 def _print(judgement: Judgement, options: ProbeOptions) -> None:
-    """Prints the chosen format to stdout; to stderr the unexpected cases before it, and notes and summary after it."""
+    """Prints the report to stdout in the chosen format. Prints unexpected cases to stderr before it, and notes and
+    summary after it.
+    """
     report = judgement.report
-    if options.expect != "nothing bad":  # where they are what the report says itself
+    if options.expect != "nothing bad":  # otherwise the report itself lists them
         for sentence in judgement.unexpected:
             print(sentence, file=sys.stderr)
     tty = sys.stdout.isatty()
-    # A report can quote what this terminal or pipe has no characters for.
+    # A report can contain characters that this terminal or pipe cannot encode.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     name = options.format if options.format != "auto" else ("table" if tty else "lines")

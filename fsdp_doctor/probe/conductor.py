@@ -1,6 +1,8 @@
-"""The run on rank 0: case after case, in generations of workers that are replaced when they are not whole.
+"""The run on rank 0: it runs case after case in generations of workers, and replaces a generation that is no longer
+intact.
 
-The conductor's instructions go over the store: start a generation of workers, run a case, retire the generation, end.
+The conductor sends instructions over the store: start a generation of workers, run a case, retire the generation, end
+the run.
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ _BEFORE_THE_METHOD: set[Stage] = {"checkpoint", "build", "reference", "offload",
 
 
 class Conductor:
-    """Gives the supervisors their instructions, performs rank 0's part of them, and gathers all ranks' reports.
+    """Sends instructions to the supervisors, carries out rank 0's part of them, and gathers the reports of all ranks.
 
-    Every method that gives an instruction returns when all ranks have performed it.
-    generation: the scenarios' name of the present generation; None between generations.
-    unavailable: why no case of a framework can run, by framework.
+    A method that sends an instruction returns after all ranks have carried it out.
+
+    generation: the scenarios' name of the current generation of workers; None between generations.
+    unavailable: maps a framework to the reason why none of its cases can run.
     """
 
     def __init__(self, supervisor: Supervisor) -> None:
@@ -44,9 +47,9 @@ class Conductor:
         self.unavailable: dict[str, str] = {}
 
     def start(self, case: AnyCase, task: Task = "run") -> list[RankReport]:
-        """Starts a generation of workers on every rank that can run the case.
+        """Starts a generation of workers that can run the case, on every rank.
 
-        Raises the workers' error if they cannot run here, DoctorFault if they end while they start.
+        Raises the workers' error if they cannot run here, and DoctorFault if they end while they start.
         """
         self.generation, self.has_run_a_case = case.scenario.generation, False
         self._num_generations += 1
@@ -59,19 +62,19 @@ class Conductor:
         return reports
 
     def run(self, case_number: int) -> list[RankReport]:
-        """Runs a case in the present generation. Returns every rank's report."""
+        """Runs a case in the current generation. Returns the report of every rank."""
         self.has_run_a_case = True
         self._instruct(RunCase(number=case_number))
         return self._gather()
 
     def retire(self) -> None:
-        """Ends the present generation on every rank, if there is one."""
+        """Ends the current generation on every rank, if there is one."""
         if self.generation is not None:
             self.generation = None
             self._instruct(RetireWorker())
 
     def end(self) -> None:
-        """Lets the other supervisors go."""
+        """Tells the other supervisors that the run has ended."""
         self._give(EndRun())
 
     def _instruct(self, instruction: Instruction) -> None:
@@ -107,9 +110,9 @@ def run_cases(
     confirm: bool,
     scenarios_apart: bool = False,
 ) -> Iterator[CaseResult]:
-    """Yields a result for each numbered case, in order. Numbers are places in ``cases``, the job's list.
+    """Yields a result for each numbered case, in order. A number is an index into ``cases``, the job's list.
 
-    scenarios_apart: each gets fresh workers, in which no other scenario has memory.
+    scenarios_apart: whether each scenario gets new workers, so that no other scenario holds memory in them.
     """
     examiner = _Examiner(conductor, cases, world_size)
     unbuildable: dict[tuple[AnyScenario, bool, bool], str] = {}
@@ -139,25 +142,25 @@ def run_cases(
 
 
 def add_cases_that_must_work(cases: Sequence[AnyCase]) -> tuple[AnyCase, ...]:
-    """Returns the cases, followed by those that must work, by which refusals are judged."""
+    """Returns the cases, followed by the cases that must work, which are needed to judge refusals."""
     matrix = [case for case in cases if isinstance(case, Case)]
     misfits = [case for case in matrix if not (case.scenario.must_load and case.scenario.must_extract)]
     return tuple(dict.fromkeys([*cases, *(case.that_must_work for case in misfits)]))
 
 
 class _Examiner:
-    """Runs one case after the other. cases: the job's list; a case's number is its index."""
+    """Runs one case after another. cases: the job's list; a case's number is its index."""
 
     def __init__(self, conductor: Conductor, cases: Sequence[AnyCase], world_size: int) -> None:
         self._conductor = conductor
         self._cases = cases
         self._world_size = world_size
         self._verdicts: dict[AnyCase, Verdict] = {}
-        # What cannot be built, by a framework's scenario.
+        # Maps a framework's scenario that cannot be built to its verdict.
         self._unsupported: dict[AnyScenario, Verdict] = {}
 
     def examine(self, number: int) -> CaseResult:
-        """Runs the case of that number; if it is refused, also the case by which the refusal is judged."""
+        """Runs the case with this number. If every rank refuses, also runs the case by which a refusal is judged."""
         start = time.monotonic()
         case = self._cases[number]
         verdict, reports = self._run(number)
@@ -170,10 +173,9 @@ class _Examiner:
         return make_result(case, verdict, reports, time.monotonic() - start)
 
     def _run(self, number: int) -> tuple[Verdict, list[RankReport]]:
-        """Runs the case in the present generation if it is whole and can run the case.
+        """Runs the case in the current generation of workers, or in a new one if the current one cannot run it.
 
-        What earlier cases left behind can end a case before its method runs. Then it gets a second chance, in
-        fresh workers.
+        Remains of earlier cases can end a case before its method runs. Such a case runs a second time, in new workers.
         """
         conductor, case = self._conductor, self._cases[number]
         if isinstance(case, FrameworkCase) and (reason := conductor.unavailable.get(case.scenario.framework)):
@@ -181,7 +183,7 @@ class _Examiner:
         if case.scenario in self._unsupported:
             return self._unsupported[case.scenario], []
         if isinstance(case, FrameworkCase) and case.definition.kind == "resume":
-            # Another generation does the first half of the case.
+            # A separate generation of workers runs the first half of the case.
             conductor.retire()
             self._start(case, task="save")
             reports = conductor.run(number)
@@ -206,7 +208,9 @@ class _Examiner:
         return verdict, reports
 
     def _start(self, case: AnyCase, task: Task = "run") -> None:
-        """Starts a generation; a second time where it does not start, for the last one may have left something."""
+        """Starts a generation of workers. If that fails, tries once more, because remains of the last generation may be
+        the reason.
+        """
         try:
             self._conductor.start(case, task)
         except DoctorFault:
@@ -219,5 +223,5 @@ def _has_failed_before_the_method(reports: Sequence[RankReport]) -> bool:
 
 
 def _read_stages(reports: Sequence[RankReport]) -> set[Stage]:
-    """The stages that the ranks' workers reached last."""
+    """Returns the last stage that each rank's worker reached, as a set."""
     return {report.record.stage for report in reports if report.record is not None}

@@ -1,4 +1,4 @@
-"""Deadlines of workers: the time without progress after which they are stopped."""
+"""Deadlines of workers: the time without progress after which workers are stopped."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fsdp_doctor.verdict.records import Record, Stage
 
 # Before the first record of a case, or of a worker that is starting, there is no stage yet.
 RoundStage: TypeAlias = Stage | Literal["start"]
-# What takes long because the model is large, and not because something is stuck.
+# Stages that can take long because the model is large, without being stuck.
 _GROWING_STAGES: tuple[RoundStage, ...] = ("start", "checkpoint", "build", "reference", "fingerprint", "verify")
 _LEAST, _MOST = 5.0, 30.0
 _TIMES_THE_LONGEST = 4.0
 _IDLE_POLL = 0.25
-# What the other ranks have to end by themselves once one is in trouble, and what is enough where they do nothing.
+# Seconds that the other ranks have to end by themselves once one rank is in trouble; fewer if they are idle.
 _GRACE, _IDLE_GRACE = 5.0, 2.0
-# A look that comes later than this after the last one was held up by the machine, not by a worker.
+# If more time than this passes between two looks, the machine delayed the second look, not a worker.
 _LATE_SECONDS = 1.0
 
 
@@ -27,12 +27,12 @@ _LATE_SECONDS = 1.0
 class Limits:
     """Limits on the time and the memory of a worker.
 
-    start: seconds for starting a generation, for building a scenario and for the doctor's own work
-        on it, which grow with the model.
-    stage: seconds without progress elsewhere; None follows what the stages of this run have taken.
-    grace: seconds that the other ranks have to end by themselves once one rank is in trouble; None: 5, and 2 where
-        they do nothing.
-    host_bytes: resident memory of one worker, None for no limit.
+    start: seconds without progress while starting a generation, building a scenario, or in the doctor's own work on it;
+        these grow with the model.
+    stage: seconds without progress in any other stage; None derives the limit from the durations of this run's stages.
+    grace: seconds that the other ranks have to end by themselves once one rank is in trouble; None means 5, or 2 if
+        they are idle.
+    host_bytes: the most resident memory of one worker; None for no limit.
     """
 
     start: float = 300.0
@@ -43,10 +43,10 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Deadline:
-    """Seconds without progress.
+    """The seconds without progress after which a stage counts as a hang.
 
-    idle: after which it is a hang if the workers of all ranks do nothing; None where that is no sign of one.
-    busy: after which it is a hang whatever they do.
+    idle: applies if the workers of all ranks are idle; None if being idle is not a sign of a hang.
+    busy: applies whatever the workers do.
     """
 
     idle: float | None
@@ -56,7 +56,7 @@ class Deadline:
 class Deadlines:
     """The deadlines of one run. They grow with the slowest stage that the run has shown.
 
-    test_timeout: the time limit of a test that has one; it replaces ``limits.start``.
+    test_timeout: the time limit of a test that sets one; it replaces ``limits.start``.
     """
 
     def __init__(self, limits: Limits, *, test_timeout: float | None = None) -> None:
@@ -65,7 +65,7 @@ class Deadlines:
         self._longest = 0.0
 
     def note_progress(self, seconds: float) -> None:
-        """Takes note that some stage of a case made progress after that time."""
+        """Notes that a stage of a case made progress after ``seconds`` without any."""
         self._longest = max(self._longest, seconds)
 
     def choose(self, stage: RoundStage) -> Deadline:
@@ -74,14 +74,15 @@ class Deadlines:
         if self._stage_seconds is not None:
             return Deadline(idle=None, busy=self._stage_seconds)
         idle = min(max(_LEAST, _TIMES_THE_LONGEST * self._longest), _MOST)
-        # A test may do whatever it wants, as long as it does anything.
+        # A test may do anything, as long as it is not idle.
         return Deadline(idle=idle, busy=self._most_seconds if stage == "test" else _MOST)
 
 
 class Watch:
     """Watches one round: a start, a case, or a phase of a test.
 
-    Progress is any new record: another stage, or now and then another tensor.
+    Any new record counts as progress. A worker sends a record when it reaches another stage, and from time to time as
+    tensors are read.
     """
 
     def __init__(self, deadlines: Deadlines, grace: float | None, records: Sequence[Record | None]) -> None:
@@ -97,10 +98,11 @@ class Watch:
     def look(
         self, records: Sequence[Record | None], in_trouble: Callable[[], bool], idle_seconds: Callable[[], float]
     ) -> StopWorker | None:
-        """Returns the order to stop the workers, once it is time for it.
+        """Returns the order to stop the workers once a deadline has passed; None before.
 
-        records: the last ones. in_trouble: whether some rank can keep the others from finishing. idle_seconds: for how
-        long no unfinished worker has done anything.
+        records: the last record of each rank.
+        in_trouble: whether some rank can keep the others from finishing.
+        idle_seconds: returns for how long all unfinished workers have been idle.
         """
         now = time.monotonic()
         self._still += min(now - self._looked_at, _LATE_SECONDS)
@@ -125,7 +127,7 @@ class Watch:
         return (unfinished or records)[0].stage if records else "start"
 
     def _is_grace_over(self, seconds: float, idle_seconds: Callable[[], float]) -> bool:
-        """seconds: since the trouble."""
+        """Returns whether the other ranks have had enough time. seconds: the time since the trouble began."""
         if self._grace is not None:
             return seconds > self._grace
         if seconds > _GRACE:
@@ -136,7 +138,7 @@ class Watch:
         return idle_seconds() >= _IDLE_GRACE
 
     def _find_passed_deadline(self, idle_seconds: Callable[[], float]) -> float | None:
-        """The deadline in seconds, once it has passed."""
+        """Returns the deadline in seconds if it has passed; None before."""
         deadline = self._deadlines.choose(self._stage)
         if self._still > deadline.busy:
             return deadline.busy

@@ -1,4 +1,6 @@
-"""The report before anything ran: the selected cases and the machine, or the earlier report that is continued."""
+"""Makes the first report of a run, before any case runs: the selected cases and the machine, or the earlier report that
+the run continues.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,10 @@ EAGER = "Late completion is off: non-blocking copies finished at once, so their 
 
 
 def make_first_report(options: ProbeOptions, place: launch.Place, device: RunDevice, saved_by: int) -> Report:
-    """Makes the report of a run on ``device``, whose checkpoints of another number of ranks ``saved_by`` ranks save.
+    """Makes the report of a run on ``device`` before any case has run.
 
-    Raises UsageError where the earlier report's results cannot stand beside this run's.
+    saved_by: the number of ranks that save a checkpoint for a load on another number of ranks. Raises UsageError if the
+        results of the earlier report cannot be combined with those of this run.
     """
     shims = _list_shims(options, device)
     facts = collect_without_torch(options.host_name)
@@ -71,7 +74,7 @@ def make_first_report(options: ProbeOptions, place: launch.Place, device: RunDev
 
 
 def _list_shims(options: ProbeOptions, device: RunDevice) -> tuple[AppliedShim, ...]:
-    """The changes in the workers of the frameworks that are installed: only on the emulated device there are any."""
+    """Lists the shims of the installed frameworks. There are shims only on the emulated device."""
     if device.type != "emulated":
         return ()
     return tuple(
@@ -87,7 +90,7 @@ def _list_matrices(options: ProbeOptions) -> list[FrameworkMatrix]:
 
 
 def _describe_conditions(report: Report) -> str:
-    """The conditions under which all results of a report were made, with the device that was found."""
+    """Describes the conditions under which all results of a report were made, with the device that was found."""
     asked = f"--device {report.device}"
     options = " ".join(report.rerun_options.replace(asked, "").split())
     ranks = f"{format_count(report.world_size, 'rank')} of {report.device}"
@@ -101,7 +104,7 @@ def _list_notes(options: ProbeOptions, device: RunDevice, saved_by: int, shims: 
         yield ON_THE_EMULATED_DEVICE
         if not device.late_completion:
             yield EAGER
-    # The number of ranks that save, which no id of a case shows.
+    # The id of a case does not show the number of ranks that save its checkpoint.
     of_matrix = [case.scenario for case in options.cases if isinstance(case, Case)]
     if saved_by and any(scenario.checkpoint is CheckpointFit.OTHER_WORLD for scenario in of_matrix):
         yield f"A checkpoint of other-world is saved by {format_count(saved_by, 'rank')}."
@@ -114,7 +117,7 @@ def _list_notes(options: ProbeOptions, device: RunDevice, saved_by: int, shims: 
 
 
 def _rerun_options(options: ProbeOptions, place: launch.Place) -> str:
-    """The options that a command needs which runs one case alone."""
+    """Returns the options that a command needs to run one case alone."""
     words = ["--nproc", str(place.world_size)] if place.num_nodes == 1 else []
     if options.device.type != "auto":
         words += ["--device", options.device.type]

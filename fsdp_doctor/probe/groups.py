@@ -1,7 +1,7 @@
-"""Groups of ranks side by side on the same devices, which share the cases of a run: ``--jobs``.
+"""Groups of ranks that run side by side on the same devices and share the cases of a run: ``--jobs``.
 
-Each group is a run of its own, with its own store and workers. A group takes a block of cases, those of one scenario,
-when it is through with the last one. The first group gathers all results, and writes the report.
+Each group is a run of its own, with its own store and workers. A group takes the next block of cases, all of one
+scenario, when it has finished the last block. The first group gathers all results and writes the report.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _POLL_SECONDS = 0.05
 
 
 class SharedCases:
-    """The cases of a run, for the first rank of each group.
+    """The cases of a run, as the first rank of each group sees them.
 
-    store: that all of them reach. check: called repeatedly while others are waited for; an exception that it raises
-    ends the wait.
+    store: a store that all groups can reach.
+    check: called repeatedly while the group waits for others; an exception that it raises ends the wait.
     """
 
     def __init__(self, store: dist.Store, check: Callable[[], None]) -> None:
@@ -37,13 +37,13 @@ class SharedCases:
         self._num_read = 0
 
     def offer(self, cases: Sequence[AnyCase], numbers: Sequence[int]) -> None:
-        """Lets all groups take from the cases of these numbers; for the first group."""
+        """Offers the cases with these numbers to all groups. Called by the first group."""
         blocks = itertools.groupby(numbers, key=lambda number: cases[number].scenario)
         self._num_offered = len(numbers)
         self._store.set("blocks", json.dumps([list(block) for _, block in blocks]))
 
     def take(self) -> Iterator[int]:
-        """Yields the numbers of this group's cases, once some are offered."""
+        """Waits until cases are offered, and yields the numbers of the cases that this group takes."""
         while not self._store.check(["blocks"]):
             self._check()
             time.sleep(_POLL_SECONDS)
@@ -60,7 +60,9 @@ class SharedCases:
         self._store.set("trouble", sentence)
 
     def gather(self, results: Iterator[CaseResult]) -> Iterator[CaseResult]:
-        """Yields the first group's results and those that the others post. DoctorFault where one is in trouble."""
+        """Yields the first group's results and the results that other groups post. Raises DoctorFault if a group
+        reports trouble.
+        """
         num_own = 0
         for result in results:
             num_own += 1

@@ -1,4 +1,4 @@
-"""The job of a run, the same on all ranks; rank 0 shares it over the store."""
+"""The job of a run, which is the same on all ranks. Rank 0 shares it over the store."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ _POLL_SECONDS = 0.02
 class Job:
     """The cases of a run and how to run them, the same on all ranks.
 
-    scratch: a directory that the run may write to; on another node than rank 0's, one of the same name.
-    training: the size of the scenarios' steps. with_ledgers: whether the memory of their stages is measured.
+    scratch: a directory that the run may write to; another node than rank 0's has its own directory with this name.
+    training: the size of the scenarios' training steps.
+    with_ledgers: whether the memory of each stage is measured.
     """
 
     cases: tuple[AnyCase, ...]
@@ -41,12 +42,12 @@ class Job:
 
     @property
     def frameworks(self) -> tuple[str, ...]:
-        """The frameworks whose cases are among them, each once."""
+        """The frameworks of the job's cases, each listed once."""
         return list_frameworks(self.cases)
 
 
 def share_job(store: dist.Store, job: Job, limits: Limits) -> None:
-    """Tells the other ranks, on rank 0; see :func:`receive_job`."""
+    """Sends the job from rank 0 to the other ranks, which call :func:`receive_job`."""
     shared = {
         "cases": [[case.scenario.to_json(), case.method] for case in job.cases],
         "device": job.device,
@@ -61,7 +62,7 @@ def share_job(store: dist.Store, job: Job, limits: Limits) -> None:
 
 
 def receive_job(store: dist.Store, check: Callable[[], None]) -> tuple[Job, Limits]:
-    """Waits for rank 0's announcement. Where rank 0 refuses to begin, torchrun ends the wait.
+    """Waits for rank 0 to share the job. If rank 0 fails before, torchrun ends the wait.
 
     check: called repeatedly during the wait; an exception that it raises ends the wait, too.
     """

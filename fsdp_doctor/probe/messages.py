@@ -1,4 +1,4 @@
-"""The messages between the processes of a run, as records, and their form as lines of JSON."""
+"""The messages between the processes of a run, as records, and their encoding as lines of JSON."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fsdp_doctor.matrix.cases import AnyCase
 from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 from fsdp_doctor.verdict.records import PhaseReport, Ready, Record, Refused, Stop
 
-# What a worker does with each case whose number it is sent: run it, or save the checkpoint that it is given.
+# A worker's task for each case whose number it receives: run the case, or save the checkpoint that the case loads.
 Task: TypeAlias = Literal["run", "save"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartWorker:
-    """Start the rank's worker of a new generation.
+    """Instruction to start the rank's worker of a new generation.
 
-    generation: its number in this run among those with the same task.
-    backend: of the worker's process groups; None for a framework, which makes them itself.
-    framework: the one whose cases the worker runs; None for cases of the matrix.
+    generation: the number of the generation among those with the same task in this run.
+    backend: the backend of the worker's process groups; None for a framework, which makes them itself.
+    framework: the framework whose cases the worker runs; None for cases of the matrix.
     """
 
     generation: int
@@ -40,30 +40,30 @@ class StartWorker:
 
 @dataclass(frozen=True, kw_only=True)
 class RunCase:
-    """Have the worker run a case. ``number``: its place in the job's list."""
+    """Instruction to run a case. ``number``: the index of the case in the job's list."""
 
     number: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetireWorker:
-    """End the worker; another is started when one is needed."""
+    """Instruction to end the worker. Another worker is started when it is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndRun:
-    """There is nothing more to do."""
+    """Instruction to end the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopWorker:
-    """End the worker in the middle of the case or the start that is under way; why, detail: for its report."""
+    """Order to end the worker in the middle of a case or a start. why, detail: the reason, for the worker's report."""
 
     why: Stop
     detail: str
 
 
-# The conductor's, for the supervisors; and a worker's, for its supervisor.
+# The conductor sends instructions to the supervisors, and a worker sends messages to its supervisor.
 Instruction: TypeAlias = StartWorker | RunCase | RetireWorker | EndRun
 INSTRUCTIONS: tuple[type[Instruction], ...] = (StartWorker, RunCase, RetireWorker, EndRun)
 Message: TypeAlias = Record | Ready | Refused | PhaseReport
@@ -73,12 +73,12 @@ _T = TypeVar("_T")
 
 
 def encode(record: Any) -> str:
-    """The record as one line of JSON, which :func:`decode` reads."""
+    """Encodes the record as one line of JSON, which :func:`decode` reads."""
     return json.dumps([type(record).__name__, msgspec.to_builtins(record)])
 
 
 def decode(text: str | bytes, kinds: tuple[type[_T], ...]) -> _T:
-    """Reads a record of one of the kinds. Raises ValueError for any other text."""
+    """Decodes a record of one of the kinds. Raises ValueError for any other text."""
     match json.loads(text):
         case [str(name), fields]:
             for kind in kinds:

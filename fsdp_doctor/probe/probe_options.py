@@ -1,4 +1,4 @@
-"""The options of ``fsdp-doctor probe``, read."""
+"""The parsed options of ``fsdp-doctor probe``."""
 
 from __future__ import annotations
 
@@ -18,14 +18,21 @@ from fsdp_doctor.report.formats import AnyFormat
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions:
-    """timeout: seconds for a stage of a case; None follows what the stages of the run have taken.
+    """The parsed options of ``fsdp-doctor probe``.
+
+    timeout: seconds without progress in a stage of a case; None derives the limit from the durations of the run's
+        stages.
     start_timeout: seconds for starting workers and building a model.
-    grace: seconds for the other ranks once one is in trouble; None: 5, and 2 where they do nothing.
-    host_memory: bytes that a worker may hold, None for no limit.
-    saved_by: how many ranks save a checkpoint of another number of ranks; None for one more or one less.
-    training: the size of the scenarios' steps. with_ledgers: whether the memory of their stages is measured.
-    is_verbose: as of the table. outputs: files to write, by format. page: the HTML file to write. expect: with which
-    the verdicts are compared.
+    grace: seconds that the other ranks have once one rank is in trouble; None means 5, or 2 if they are idle.
+    host_memory: the most bytes of host memory that a worker may hold; None for no limit.
+    saved_by: the number of ranks that save a checkpoint for a load on another number of ranks; None for one more or one
+        less than this run's.
+    training: the size of the scenarios' training steps.
+    with_ledgers: whether the memory of each stage is measured.
+    is_verbose: whether the table shows all details.
+    outputs: maps a format to the file to write it to.
+    page: the HTML file to write.
+    expect: the baseline that the verdicts are compared with.
     """
 
     cases: tuple[AnyCase, ...]

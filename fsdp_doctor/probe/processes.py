@@ -1,4 +1,6 @@
-"""Processes as the kernel sees them: what tells a hang from a slow machine, and what must not outlive a worker."""
+"""Reads the state of processes from the kernel, to tell a hang from a slow machine, and ends processes that must not
+outlive a worker.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +14,22 @@ from dataclasses import dataclass
 import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36
-# Threads of NCCL, gloo and CUDA that wake to look at something take up to 2 % while a worker hangs.
+# Polling threads of NCCL, gloo and CUDA use up to 2 % of a processor while a worker hangs.
 _IDLE_SHARE = 0.1
-# They sleep again by themselves. One that works on a busy machine loses the processor, a hundred times
-# in half a second.
+# Polling threads give up the processor by themselves. A thread that works on a busy machine is preempted instead, a
+# hundred times in half a second.
 _INTERRUPTIONS = 5
-# Whoever looks every half second and comes as late as this is on a machine that stands still itself.
+# Samples are taken every half second. If one comes later than this, the machine itself was stalled.
 _STALLED_SECONDS = 2.0
 
 
 def adopt_orphans() -> None:
-    """Makes this process, instead of init, the parent of each descendant whose parent ends from now on."""
+    """Makes this process, instead of init, the new parent of each descendant whose parent ends from now on."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_orphans(workers: Collection[int]) -> None:
-    """Kills the children that are neither ``workers`` nor in this process's session, and the orphans that these
-    leave.
-    """
+    """Kills each child that is neither in ``workers`` nor in this process's session, and the orphans that it leaves."""
     while orphans := [child for child in psutil.Process().children() if _is_orphan(child.pid, workers)]:
         for orphan in orphans:
             with contextlib.suppress(psutil.Error):
@@ -45,14 +45,18 @@ def _is_orphan(pid: int, workers: Collection[int]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Thread:
-    """waits, interruptions: how often it gave up the processor, and lost it."""
+    """The state of a thread.
+
+    waits: how often it gave up the processor.
+    interruptions: how often it was preempted.
+    """
 
     state: str
     waits: int
     interruptions: int
 
     def was_active_since(self, before: _Thread) -> bool:
-        """Returns whether the process is kept from its work by the disk, or by others that want the processor too."""
+        """Returns whether the thread waited for the disk, or ran or was ready to run, since ``before``."""
         running = psutil.STATUS_RUNNING
         ready_all_the_time = (self.state, before.state) == (running, running) and self.waits == before.waits
         interrupted = self.interruptions - before.interruptions >= _INTERRUPTIONS
@@ -61,7 +65,9 @@ class _Thread:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sample:
-    """processor_seconds: of all processes of the session so far. threads: by their ids."""
+    """A sample of a session. processor_seconds: processor time of all its processes so far. threads: the threads by
+    their ids.
+    """
 
     time: float
     processor_seconds: float
@@ -70,7 +76,7 @@ class _Sample:
     def was_active_since(self, before: _Sample) -> bool:
         seconds = self.time - before.time
         taken = self.processor_seconds - before.processor_seconds
-        # Less than before: a process has ended, so something was going on.
+        # A sum that is smaller than before means that a process has ended, so the session was active.
         if taken < 0 or taken > _IDLE_SHARE * seconds or seconds > _STALLED_SECONDS:
             return True
         return any(
@@ -81,10 +87,10 @@ class _Sample:
 
 
 class Activity:
-    """Watches a session of processes: the worker, its threads, and those that it started.
+    """Watches a session of processes: the worker, its threads, and the processes that it started.
 
-    It is active when it runs, when it could run and the machine has no processor for it, and when it
-    waits for a disk; and idle while it waits for another process, for a device or for a lock.
+    The session is active when it runs, when it is ready to run but the machine has no free processor, and when it waits
+    for a disk. It is idle when it waits for another process, a device or a lock.
     """
 
     def __init__(self, session: int) -> None:
@@ -93,7 +99,9 @@ class Activity:
         self._idle_since = self._last.time
 
     def measure_idle_seconds(self) -> float:
-        """Returns for how many seconds the session has been idle, as far as the calls of this function can tell."""
+        """Returns for how many seconds the session has been idle. Activity is sampled only when this function is
+        called.
+        """
         before, self._last = self._last, self._take_sample()
         if self._last.was_active_since(before):
             self._idle_since = self._last.time
@@ -103,7 +111,7 @@ class Activity:
         processor_seconds = 0.0
         threads: dict[int, _Thread] = {}
         for pid in psutil.pids():
-            # Processes and threads may end meanwhile.
+            # Processes and threads may end while they are read.
             with contextlib.suppress(psutil.Error, OSError):
                 if os.getsid(pid) != self._session:
                     continue

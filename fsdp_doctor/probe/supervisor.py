@@ -1,7 +1,7 @@
-"""One rank's supervisor: it performs the conductor's instructions on its own worker and posts the outcome.
+"""One rank's supervisor: it carries out the conductor's instructions with its own worker, and posts the outcome.
 
-Supervisors agree over the ranks' store and nothing else. A supervisor makes no CUDA context and
-runs no case, so that no case can take it along.
+Supervisors communicate only over the ranks' store. A supervisor makes no CUDA context and runs no case, so that no case
+can crash it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _SUSPENDED_SECONDS = 6.0
 
 
 class Round:
-    """A start or a case on all ranks: what the ranks tell one another over the store until all have reported.
+    """A start or a case on all ranks: the messages that the ranks exchange over the store until all have reported.
 
-    All supervisors count the rounds, so that they use the same keys. Nothing here waits for another rank.
+    All supervisors count the rounds, so that they use the same keys. No method waits for another rank.
     """
 
     def __init__(self, store: dist.Store, number: int, world_size: int) -> None:
@@ -52,11 +52,11 @@ class Round:
         self._began = time.monotonic()
 
     def count_seconds(self) -> float:
-        """Seconds since this rank began the round."""
+        """Returns the seconds since this rank began the round."""
         return time.monotonic() - self._began
 
     def post(self, report: RankReport) -> None:
-        """Reports that the rank is through with the round."""
+        """Posts the rank's report, which means that the rank has finished the round."""
         self._store.set(self._make_report_key(report.rank), encode(report))
 
     def have_posted(self, ranks: Iterable[int]) -> bool:
@@ -67,11 +67,11 @@ class Round:
         return self.have_posted(self._ranks)
 
     def have_others_posted(self, rank: int) -> bool:
-        """Returns whether every rank but this one has posted its report; True where there is no other."""
+        """Returns whether every rank but this one has posted its report; True if there is no other rank."""
         return self.have_posted(other for other in self._ranks if other != rank)
 
     def read_reports(self) -> list[RankReport]:
-        """Returns all ranks' reports, once the round is over."""
+        """Returns the reports of all ranks. Must be called after the round is over."""
         return [decode(self._store.get(self._make_report_key(rank)), (RankReport,)) for rank in self._ranks]
 
     def report_trouble(self, rank: int) -> None:
@@ -83,20 +83,20 @@ class Round:
         return bool(self._store.check([f"{self._prefix}/trouble"]))
 
     def order_stop(self, stop: StopWorker) -> None:
-        """Orders that every worker that has not finished be ended; for the conductor."""
+        """Orders the supervisors to end every worker that has not finished. Called by the conductor."""
         self._store.set(f"{self._prefix}/stop", encode(stop))
 
     def stop(self) -> StopWorker | None:
-        """The conductor's order; None until it gives one."""
+        """Returns the conductor's order to stop; None if there is no order yet."""
         key = f"{self._prefix}/stop"
         return decode(self._store.get(key), (StopWorker,)) if self._store.check([key]) else None
 
     def report_idle(self, rank: int, seconds: float) -> None:
-        """Reports for how long the rank's worker has done nothing."""
+        """Reports for how long the rank's worker has been idle."""
         self._store.set(self._make_idle_key(rank), str(seconds))
 
     def read_idle_seconds(self) -> float:
-        """The seconds for which no unfinished worker has done anything; 0 where one has not reported."""
+        """Returns for how many seconds all unfinished workers have been idle; 0 if one of them has not reported."""
         working = [rank for rank in self._ranks if not self.have_posted([rank])]
         if not working or not self._store.check([self._make_idle_key(rank) for rank in working]):
             return 0.0
@@ -110,9 +110,9 @@ class Round:
 
 
 class Supervisor:
-    """Supervises one worker at a time. Single-threaded: :meth:`tick` must be called again and again.
+    """Supervises one worker at a time. Single-threaded: :meth:`tick` must be called repeatedly.
 
-    round: the start or case that was begun last; None before the first one.
+    round: the start or case that was begun last; None before the first round.
     """
 
     def __init__(self, place: Place, job: Job, limits: Limits, store: dist.Store, interruption: Interruption) -> None:
@@ -132,7 +132,7 @@ class Supervisor:
         import_frameworks(job, limits.start)
 
     def follow(self) -> None:
-        """Performs the conductor's instructions until it ends the run. For every rank but 0."""
+        """Carries out the conductor's instructions until it ends the run. Called on every rank but 0."""
         number = 1
         while not isinstance(instruction := self._read_instruction(number), EndRun):
             self.perform(instruction)
@@ -141,7 +141,7 @@ class Supervisor:
             number += 1
 
     def perform(self, instruction: Instruction) -> None:
-        """Begins one instruction; :meth:`tick` then brings it to its end."""
+        """Begins one instruction. Calls of :meth:`tick` then complete it."""
         match instruction:
             case StartWorker():
                 run = functools.partial(worker.run, self.place, self.job, instruction)
@@ -157,7 +157,7 @@ class Supervisor:
                 assert_never(instruction)
 
     def tick(self) -> bool:
-        """Looks once at the worker and at the store. Returns whether this rank's report is posted."""
+        """Checks the worker and the store once. Returns whether this rank's report is posted."""
         self._poll()
         if self._posted:
             return True
@@ -166,7 +166,7 @@ class Supervisor:
         assert round_ is not None
         if not process.settled:
             process.keep_within(self.limits.host_bytes)
-            # Tells the conductor now and then for how long the worker has done nothing.
+            # Tells the conductor from time to time for how long the worker has been idle.
             if self.limits.stage is None and round_.count_seconds() - self._reported_idle_at > IDLE_POLL:
                 self._reported_idle_at = round_.count_seconds()
                 round_.report_idle(self.place.rank, process.measure_idle_seconds())
@@ -183,7 +183,7 @@ class Supervisor:
         return self._posted
 
     def read_last_record(self) -> Record | None:
-        """The last record of this rank's worker."""
+        """Returns the last record of this rank's worker; None if there is none."""
         return self._worker.record if self._worker is not None else None
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class Supervisor:
 
     def _poll(self) -> None:
         self._interruption.check()
-        # A message of the worker ends the wait at once; for other ranks there are only polls.
+        # A message from the worker ends the wait at once, but reports of other ranks are only found by polling.
         waits_for_others = self._posted and time.monotonic() - self._posted_at < SHORT_PHASE
         seconds = SHORT_POLL if waits_for_others else LONG_POLL
         if self._worker is not None:
@@ -216,8 +216,10 @@ class Supervisor:
             time.sleep(seconds)
 
     def _must_wait_for_the_others(self, process: WorkerProcess, round_: Round) -> bool:
-        """A suspended worker is woken for its stack, and would then let the others' collectives finish:
-        they are stopped first."""
+        """Returns whether the other ranks' workers must be stopped before this rank's suspended worker.
+
+        A suspended worker is woken to write its stack. If the others still ran, it would let their collectives finish.
+        """
         if self._stop_seen_at is None:
             self._stop_seen_at = time.monotonic()
         if not process.suspended or time.monotonic() - self._stop_seen_at > _SUSPENDED_SECONDS:

@@ -1,7 +1,7 @@
-"""The process that runs cases on one rank. It may crash, hang or die: its supervisor notices.
+"""The process that runs cases on one rank. If it crashes, hangs or dies, its supervisor notices.
 
-It is forked from the supervisor, which has imported everything but has made no CUDA context; so
-a fresh worker costs no import.
+The worker is forked from the supervisor, which has imported all modules but has made no CUDA context. Therefore a new
+worker needs no time for imports.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from fsdp_doctor.probe.workers import WorkerEnds
 
 _IMPORTED_LATE = ("fsspec", "torch.distributed.checkpoint")
-# Without those of peft, which only the scenarios with an adapter need.
+# The modules of methods, except those for peft, which only scenarios with an adapter need.
 _METHODS = ("on_fsdp1", "on_fsdp2", "into_fsdp1", "into_fsdp2")
 
 
 def import_what_all_workers_need() -> None:
     """Imports modules in the supervisor, before the first fork. Makes no CUDA context."""
-    # torch.cuda.is_available() would otherwise initialize CUDA in this process, and a fork of it
-    # could not use CUDA any more.
+    # Without this variable, torch.cuda.is_available() would initialize CUDA in this process, and its forks could not
+    # use CUDA.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     with imports.freeze_imports():
         import fsdp_doctor.case.case_runner  # noqa: F401, which a worker would import
@@ -44,13 +44,13 @@ def import_what_all_workers_need() -> None:
 def import_what_cases_need() -> None:
     """Imports modules in the supervisor, before it forks the first worker that builds a model.
 
-    It runs once, and makes no CUDA context.
+    Runs once, and makes no CUDA context.
     """
     import_what_all_workers_need()
     with imports.freeze_imports():
         import transformers
 
-        # What torch's and our own code import when they are first called: here once instead of in every worker.
+        # torch and our own code import these modules at the first call. Imported here, no worker has to import them.
         for module in (*_IMPORTED_LATE, *(f"fsdp_doctor.case.methods.{name}" for name in _METHODS)):
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
@@ -60,8 +60,8 @@ def import_what_cases_need() -> None:
 
 
 def import_frameworks(job: Job, seconds: float) -> None:
-    """Imports the job's frameworks; the supervisor calls it once, before the first fork. seconds: that each may
-    take.
+    """Imports the job's frameworks. The supervisor calls it once, before the first fork. seconds: the time limit of
+    each import.
     """
     if not job.frameworks:
         return
@@ -72,17 +72,18 @@ def import_frameworks(job: Job, seconds: float) -> None:
 
 
 def run(place: Place, job: Job, start: StartWorker, ends: WorkerEnds) -> None:
-    """Lives as a worker: joins the others, sends Ready, and does its task for each case whose number arrives.
+    """Runs a worker's whole life: it joins the others, sends Ready, and does its task for each case whose number
+    arrives.
 
-    The worker sends Refused if it cannot run here; any other exception ends it.
+    The worker sends Refused if it cannot run here. Any other exception ends it.
     """
     ends.write_stacks()
     warnings.filterwarnings("ignore")
     sys.path.insert(0, os.getcwd())
     if start.task == "save":
-        # Its place is another than that of the supervisor that it is forked from.
+        # The worker's place differs from the place of the supervisor from which it is forked.
         os.environ |= place.variables
-    # The flight recorder keeps some 360 bytes of each of the last 2000 collectives, which hides what a method keeps.
+    # The flight recorder keeps some 360 bytes for each of the last 2000 collectives, which would hide a method's leaks.
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         os.environ.setdefault(name, "0")
     try:
@@ -100,11 +101,13 @@ def run(place: Place, job: Job, start: StartWorker, ends: WorkerEnds) -> None:
 def _join(
     place: Place, job: Job, start: StartWorker, send: Callable[[Message], None]
 ) -> tuple[CaseRunner | FrameworkRunner, str]:
-    """Joins the other ranks. Returns what runs the cases, and why none of its framework can run."""
+    """Joins the other ranks. Returns the runner of the cases, and the reason why no case of its framework can run, or
+    an empty string.
+    """
     import torch.distributed as dist
 
     devices.check_there_is_one(job.device.type, rank=place.rank, local_rank=place.local_rank)
-    # A part of the ranks' store that no other generation uses.
+    # This part of the ranks' store is used by no other generation of workers.
     whole_store, _, _ = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(f"{start.task}/{start.generation}", whole_store)
     if start.framework is not None:

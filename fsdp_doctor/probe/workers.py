@@ -1,4 +1,4 @@
-"""Starts workers, takes in their messages and ends them: one, or one for each rank of a node."""
+"""Starts workers, receives their messages and ends them: a single worker, or one for each rank of a node."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from fsdp_doctor.probe.processes import Activity, end_orphans
 from fsdp_doctor.verdict.classification import find_wait
 from fsdp_doctor.verdict.records import PhaseReport, RankReport, Ready, Record, Refused, Stop, shorten_paths
 
-# Polls are short at first, so that supervision adds little to a case of some milliseconds, and long later, so that they
-# leave the processor to the workers.
+# Polling intervals are short at first, so that supervision adds little to a case of some milliseconds. They are longer
+# later, to leave the processor to the workers.
 SHORT_POLL, LONG_POLL, SHORT_PHASE = 0.002, 0.02, 0.3
 IDLE_POLL = 0.5
 _OUTPUT_KEPT = 8 * 1024
@@ -45,17 +45,18 @@ _STATE_IN_WORDS: dict[str, str] = {
     psutil.STATUS_DISK_SLEEP: "was in an uninterruptible wait",
 }
 _ERROR_OF_EXIT_CODE: dict[int, Callable[[str], FsdpDoctorError]] = {2: UsageError, 3: CannotRun}
-# The workers of this process that are still to be reaped.
+# The process ids of this process's workers that are not yet reaped.
 _workers: set[int] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEnds:
-    """A worker's ends of what connects it with its supervisor.
+    """A worker's ends of the connections to its supervisor.
 
-    channel: messages go out as JSON lines, commands (of a probe, numbers of cases) come in as lines.
-    output: file descriptor that stdout and stderr go to.
-    stacks: file descriptor that SIGUSR1 writes every thread's Python stack to.
+    channel: the worker sends messages as lines of JSON, and receives commands as lines. A probe's command is the number
+        of a case.
+    output: the file descriptor that stdout and stderr are redirected to.
+    stacks: the file descriptor to which SIGUSR1 writes the Python stack of every thread.
     """
 
     channel: socket.socket
@@ -63,7 +64,7 @@ class WorkerEnds:
     stacks: int
 
     def write_stacks(self) -> None:
-        """Makes SIGUSR1 write every thread's stack there from now on, and a fatal signal write them to stderr."""
+        """Makes SIGUSR1 write the stacks of all threads to ``stacks``, and a fatal signal write them to stderr."""
         faulthandler.enable(file=sys.stderr)
         faulthandler.register(signal.SIGUSR1, file=self.stacks, all_threads=True)
 
@@ -72,10 +73,11 @@ class WorkerEnds:
 
 
 class WorkerProcess:
-    """Starts a worker at once. Single-threaded; :meth:`pump` must be called again and again.
+    """A worker, which the constructor starts. Single-threaded: :meth:`pump` must be called repeatedly.
 
-    run: the worker's whole life, called in the fork. ended: whether the process is gone.
-    phase_report: the report of pytest in the worker on its phase of a test.
+    run: the function that the fork calls; the worker ends when it returns.
+    ended: whether the process has ended.
+    phase_report: the report of the worker's pytest on its phase of a test.
     """
 
     def __init__(self, rank: int, run: Callable[[WorkerEnds], None]) -> None:
@@ -86,7 +88,7 @@ class WorkerProcess:
         sys.stderr.flush()
         parent = os.getpid()
         with warnings.catch_warnings():
-            # Importing torch can leave a helper thread behind; it holds no lock that a worker takes.
+            # Importing torch can leave a helper thread running. The thread holds no lock that a worker takes.
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         _workers.add(self.pid)
@@ -120,8 +122,9 @@ class WorkerProcess:
         self.phase_report: PhaseReport | None = None
 
     def begin(self, command: str) -> None:
-        """Sends the worker its next command, a line. A worker that died since the last command reports its death for
-        this one.
+        """Sends the worker its next command, a line.
+
+        If the worker died since the last command, its death is reported for this command.
         """
         before = self._report
         self._report = RankReport(rank=before.rank)
@@ -140,7 +143,7 @@ class WorkerProcess:
             self._channel.shutdown(socket.SHUT_WR)
 
     def pump(self, seconds: float) -> None:
-        """Waits up to ``seconds`` for the worker, reads its output, notices its end."""
+        """Waits up to ``seconds`` for the worker, reads its output, and notices if it has ended."""
         if self._closed:
             time.sleep(seconds)
             return
@@ -149,7 +152,7 @@ class WorkerProcess:
             self._reap()
 
     def make_report(self) -> RankReport:
-        """Returns this rank's report on the case or the start in progress, as far as it is known."""
+        """Returns this rank's report on the current case or start, as far as it is known."""
         return dataclasses.replace(self._report, output=shorten_paths(self._output.decode(errors="replace")))
 
     @property
@@ -159,14 +162,14 @@ class WorkerProcess:
 
     @property
     def settled(self) -> bool:
-        """Returns whether the report of the case or the start is final."""
+        """Whether the report of the case or the start is final."""
         report = self._report
         done = report.record is not None and report.record.done
         return bool(done or report.ready or self._has_ended)
 
     @property
     def in_trouble(self) -> bool:
-        """Returns whether this rank can keep the others from finishing."""
+        """Whether this rank can keep the others from finishing."""
         report = self._report
         failed = report.record is not None and report.record.failure is not None
         return failed or self._has_ended
@@ -178,11 +181,11 @@ class WorkerProcess:
 
     @property
     def suspended(self) -> bool:
-        """Returns whether a signal or a debugger stopped the worker, so that it must be woken to write its stack."""
+        """Whether a signal or a debugger stopped the worker, so that it must be woken to write its stack."""
         return self._process_status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
     def keep_within(self, host_bytes: int | None) -> None:
-        """Stops a worker whose resident memory exceeds the limit."""
+        """Stops the worker if its resident memory exceeds the limit."""
         if host_bytes is None:
             return
         resident = 0
@@ -192,11 +195,12 @@ class WorkerProcess:
             self.stop("memory", f"held {resident >> 20} MiB of host memory, but the limit is {host_bytes >> 20} MiB")
 
     def measure_idle_seconds(self) -> float:
-        """Returns for how long the worker has only waited for other ranks or its device, since this was first asked
-        here.
+        """Returns for how long the worker has only waited for other ranks or its device, since the first call for the
+        current case.
 
-        A worker that waits for anything else, a service or a timer, may go on by itself: its stack shows that. A
-        suspended worker is not asked, since that would wake it.
+        A worker that waits for anything else, such as a service or a timer, may continue by itself, and does not count
+        as idle; its stack shows the difference. A suspended worker is not asked for its stack, because the request
+        would wake it.
         """
         if self._activity is None:
             self._activity = Activity(session=self.pid)
@@ -207,10 +211,10 @@ class WorkerProcess:
         return idle if find_wait(self._stacks.decode(errors="replace")) else 0.0
 
     def stop(self, why: Stop, detail: str) -> None:
-        """Ends the worker for a reason that goes into the report, after its stacks are taken."""
+        """Ends the worker after its stacks are taken. ``why`` and ``detail`` go into the report."""
         if self.settled:
             return
-        # What the worker says from here on may come of being woken for its stack.
+        # Later messages of the worker may only result from being woken for its stack.
         state = _STATE_IN_WORDS.get(self._process_status(), "")
         self._note(stopped=why, stopped_detail=detail, exit_time=time.time(), process_state=state)
         self._ask_for_stacks()
@@ -218,7 +222,7 @@ class WorkerProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Terminates the worker and its processes, then kills those that remain. Returns when it is gone."""
+        """Terminates the worker and its processes, then kills those that remain. Returns when the worker has ended."""
         if self._closed:
             return
         for number, patience in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, _KILL_SECONDS)):
@@ -243,15 +247,15 @@ class WorkerProcess:
             os.close(descriptor)
 
     def _process_status(self) -> str:
-        """The kernel's word for the process; empty once it is gone."""
+        """Returns the kernel's status of the process; empty if the process has ended."""
         with contextlib.suppress(psutil.Error):
             return str(psutil.Process(self.pid).status())
         return ""
 
     def _ask_for_stacks(self) -> None:
-        """Asks for every thread's stack and waits until the last one was written.
+        """Asks for the stack of every thread, and waits until the last stack is written.
 
-        SIGUSR1 first: a stopped process takes it as soon as SIGCONT wakes it.
+        SIGUSR1 is sent first, so that a stopped process handles it as soon as SIGCONT wakes it.
         """
         self._stacks = b""
         with contextlib.suppress(ProcessLookupError):
@@ -333,10 +337,10 @@ class WorkerProcess:
 
 
 def _become_worker(parent: int, output: int) -> None:
-    """Prepares a forked worker, before anything else. ``output``: where stdout and stderr go.
+    """Prepares a forked worker before it does anything else. ``output``: the file descriptor for stdout and stderr.
 
-    The worker leads a new session, so that Ctrl-C reaches the supervisor alone and all
-    that the worker starts can be ended with it. It dies with its supervisor, however that ends.
+    The worker leads a new session, so that Ctrl-C reaches only the supervisor, and all processes that the worker starts
+    can be ended with it. It dies with its supervisor, in whatever way the supervisor ends.
     """
     os.setsid()
     die_with_parent(signal.SIGKILL)
@@ -351,7 +355,7 @@ def _become_worker(parent: int, output: int) -> None:
 
 
 def _be_the_worker(parent: int, run: Callable[[], None], output: int) -> NoReturn:
-    """The life of the fork."""
+    """Runs the forked process until its end."""
     code = 1
     try:
         _become_worker(parent, output)
@@ -378,10 +382,11 @@ def _cut_excerpt(data: bytes) -> str:
 
 
 class WorkerGroup:
-    """Forks a worker for each rank of one node at once, and supervises them without a store; :meth:`close` ends them.
+    """Forks a worker for each rank of one node at once, and supervises the workers without a store. :meth:`close` ends
+    them.
 
-    runs: each rank's whole life, called in its fork. check: called repeatedly while the group is waited for; an
-    exception that it raises ends the wait.
+    runs: the function that each rank's fork calls; the worker ends when it returns.
+    check: called repeatedly while the group is waited for; an exception that it raises ends the wait.
     """
 
     def __init__(
@@ -403,11 +408,12 @@ class WorkerGroup:
             raise
 
     def wait_until_started(self) -> list[RankReport]:
-        """Waits until all ranks are ready, have refused, ended, or were stopped. Returns every rank's report."""
+        """Waits until every rank is ready, has refused, has ended, or was stopped. Returns the report of every rank."""
         return self._collect_reports(self._deadlines)
 
     def perform(self, command: str, timeout: float | None = None) -> list[RankReport]:
-        """Gives every worker the command. Returns every rank's report once all are through with it, or were stopped.
+        """Sends the command to every worker. Returns the report of every rank once all have finished it or were
+        stopped.
 
         timeout: seconds without progress that the command's test may take; None for the group's limits.
         """
@@ -418,11 +424,11 @@ class WorkerGroup:
         return self._collect_reports(Deadlines(self._limits, test_timeout=timeout))
 
     def read_phase_reports(self) -> list[PhaseReport | None]:
-        """The reports of pytest on the last command, by rank."""
+        """Returns pytest's reports on the last command, one for each rank."""
         return [member.phase_report for member in self._workers]
 
     def end(self, seconds: float) -> None:
-        """Lets all workers end by themselves, and after that time ends the remaining ones."""
+        """Lets all workers end by themselves, and after ``seconds`` ends the remaining ones."""
         for member in self._workers:
             member.let_go()
         end = time.monotonic() + seconds
@@ -432,7 +438,7 @@ class WorkerGroup:
         self.close()
 
     def close(self) -> None:
-        """Ends all workers, and all that they have started."""
+        """Ends all workers and all processes that they have started."""
         for member in self._workers:
             member.kill()
 
@@ -454,14 +460,15 @@ class WorkerGroup:
             if stop := watch.look(
                 records, lambda: any(member.in_trouble for member in self._workers), lambda: self._idle_seconds
             ):
-                # A suspended worker is woken for its stack and would then let the others' collectives finish.
+                # Suspended workers are stopped last: once woken for its stack, a worker would let the others'
+                # collectives finish.
                 for member in sorted(self._workers, key=lambda member: member.suspended):
                     member.stop(stop.why, stop.detail)
         return [member.make_report() for member in self._workers]
 
 
 def check_ready(reports: Sequence[RankReport]) -> None:
-    """Raises the workers' error if they cannot run here, DoctorFault if they ended while they started."""
+    """Raises the workers' error if they cannot run here, and DoctorFault if they ended while they started."""
     for report in reports:
         if report.refused is not None:
             raise _ERROR_OF_EXIT_CODE.get(report.refused.exit_code, DoctorFault)(report.refused.reason)

@@ -1,8 +1,8 @@
-"""Turns the reports of all ranks into one verdict. Pure functions over values; nothing here runs a case.
+"""Turns the reports of all ranks into one verdict. These are pure functions over values; nothing here runs a case.
 
-Rules: a missing record is never a pass. Cause before cascade: the first event outranks those that
-follow from it, and "connection closed by peer" is never the cause while another rank has a better one.
-A worker is not blamed for what the doctor did to it, such as ending it at a deadline.
+A missing record is never a pass. The first event is the cause, and outranks the events that follow from it. An error
+like "connection closed by peer" is never the cause while another rank has a better one. A worker is not blamed for an
+action of the doctor, such as ending the worker at a deadline.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ MEANING: dict[VerdictKind, str] = {
     "lost": "no result, because of an error in fsdp-doctor",
 }
 
-# The verdicts of cases that ran and are as they should be; and of cases that ran nothing.
+# The verdicts of cases that ran with the right result, and the verdicts of cases that did not run.
 GOOD: frozenset[VerdictKind] = frozenset({"ok", "refused"})
 NOT_RUN: frozenset[VerdictKind] = frozenset({"unsupported", "skipped"})
 
 BAD_ON_EXACT = "bad on the exact checkpoint too"
 
-# The stages in which the doctor works, and not the case.
+# The stages in which the doctor's own code works, not the code under test.
 OWN_STAGES: tuple[Stage, ...] = ("checkpoint", "reference", "fingerprint", "verify")
 # The stages in which the method under test works.
 _METHOD_STAGES = ("extract", "save", "load", "test")
@@ -83,7 +83,7 @@ _DEVICE_INDEX = re.compile(r"(\b(?:cuda|xpu|npu|hpu|emulated)):\d+|, index=\d+")
 _DEVICE_MODULE = re.compile(r"torch/(cuda|xpu|accelerator)/")
 _SECONDS = re.compile(r" for [\d.]+ s\b")
 _IN_TORCH = re.compile(r"(^|/)torch/")
-# Modules of Python in which a thread waits for another one, a process or a file.
+# Modules of Python in which a thread waits for another thread, a process or a file.
 _WAITS_OF_PYTHON = re.compile(r"(^|/)(threading|queue|selectors|socket|subprocess|multiprocessing/\w+)\.py$")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line \d+ in (?P<function>\S+)')
 
@@ -92,7 +92,8 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line \d+ in (?P<function>\S+)')
 class Verdict:
     """The outcome of a case.
 
-    ranks: the ranks that the reason is about. also: further problems, and consequences.
+    ranks: the ranks that the reason is about.
+    also: further problems, and consequences.
     """
 
     kind: VerdictKind
@@ -107,7 +108,7 @@ class Verdict:
 
 @dataclass(frozen=True, order=True)
 class _Event:
-    """Something that ended a rank's part in the case. In their order: causes first, then by time and rank."""
+    """Something that ended a rank's part in the case. Events sort with causes first, then by time and rank."""
 
     cascade: bool
     time: float
@@ -117,11 +118,13 @@ class _Event:
 
 
 def classify(reports: Sequence[RankReport], world_size: int) -> Verdict:
-    """The verdict over all ranks' reports of one case; a refusal must then go through :func:`judge_refusal`."""
+    """Returns the verdict on one case from the reports of all ranks. A ``refused`` verdict must still go through
+    :func:`judge_refusal`.
+    """
     missing = sorted(set(range(world_size)) - {report.rank for report in reports})
     if missing:
         return Verdict(kind="lost", reason=f"no report came from {name_ranks(missing)}", ranks=tuple(missing))
-    # It is refused where all ranks refused a checkpoint, and none found problems.
+    # The verdict is "refused" if all ranks refused a checkpoint and no rank found problems.
     records = [report.record for report in reports if report.record is not None and not _has_ended(report)]
     refusals = [record.refusal for record in records if record.done and record.refusal and not record.problems]
     if refusals and len(refusals) == len(reports):
@@ -143,9 +146,11 @@ def classify(reports: Sequence[RankReport], world_size: int) -> Verdict:
 
 
 def judge_refusal(refusal: Verdict, exact: Verdict, world_size: int) -> Verdict:
-    """The verdict of a case that every rank refused. exact: the verdict of the same method with the exact checkpoint.
+    """Returns the final verdict on a case that every rank refused. exact: the verdict on the same method with the exact
+    checkpoint.
 
-    A method that is bad on the exact checkpoint refuses nothing: it raised an exception.
+    If the method is bad on the exact checkpoint too, its exception was not a refusal, and the verdict is a crash or the
+    verdict of ``exact``.
     """
     if exact.kind in GOOD:
         return refusal
@@ -155,7 +160,9 @@ def judge_refusal(refusal: Verdict, exact: Verdict, world_size: int) -> Verdict:
 
 
 def are_workers_whole(reports: Sequence[RankReport]) -> bool:
-    """Returns whether all ranks ended the case in the same way with a working process group, and can go on."""
+    """Returns whether all ranks ended the case in the same way with a working process group, so that the workers can
+    run another case.
+    """
     records = [report.record for report in reports]
     if any(record is None or not record.done or not record.healthy or record.retire for record in records):
         return False
@@ -165,17 +172,17 @@ def are_workers_whole(reports: Sequence[RankReport]) -> bool:
 
 
 def has_died_before(reports: Sequence[RankReport]) -> bool:
-    """Returns whether a worker had ended when the case began."""
+    """Returns whether a worker had ended before the case began."""
     return any(report.exit and report.record is None for report in reports)
 
 
 def fold(text: str) -> str:
-    """Removes device indices from a text: equal failures differ in them between ranks."""
+    """Removes device indices from a text, because equal failures on different ranks differ only in them."""
     return _DEVICE_INDEX.sub(r"\1", text)
 
 
 def strip_seconds(text: str) -> str:
-    """``text`` without the seconds of a deadline."""
+    """Removes the seconds of a deadline from a text."""
     return _SECONDS.sub("", text)
 
 
@@ -185,9 +192,9 @@ def is_cascade(failure: Failure) -> bool:
 
 
 def find_wait(stack: str) -> str:
-    """Finds the function of torch.distributed, or the device, that the rank waited for; empty if it did not wait.
+    """Finds the function of torch.distributed, or the device, for which the rank waited; empty if it did not wait.
 
-    stack: as faulthandler wrote it; its current thread is the main thread of the worker.
+    stack: the output of faulthandler, whose current thread is the worker's main thread.
     """
     frames = _read_frames(stack)
     if frames and frames[0][1] == "synchronize" and _DEVICE_MODULE.search(frames[0][0]):
@@ -240,7 +247,7 @@ def _choose_kind(failure: Failure, stage: str) -> VerdictKind:
 
 
 def _judge_events(events: list[_Event], reports: Sequence[RankReport]) -> Verdict:
-    """Returns the verdict on events that ended ranks: the first event is the cause, the others followed."""
+    """Returns the verdict on events that ended ranks. The first event is the cause; the others followed from it."""
     first = events[0]
     alike = [event for event in events if event.kind == first.kind and fold(event.text) == fold(first.text)]
     cause = min(alike, key=lambda event: event.rank)
@@ -248,7 +255,7 @@ def _judge_events(events: list[_Event], reports: Sequence[RankReport]) -> Verdic
     where = "" if len(ranks) == len(reports) else f"{name_ranks(ranks)}: "
     problems = _list_problems(reports)
     if cause.kind == "poisoned" and problems and _rate_severity(problems[0].kind) < _rate_severity("poisoned"):
-        # The extraction itself was bad already; that training fails too comes second.
+        # The extraction itself was already bad, so the failing training step is the lesser problem.
         return _judge_worst(problems, f"next training step: {where}{cause.text}")
     sentences = []
     for report in reports:
@@ -264,12 +271,12 @@ def _judge_events(events: list[_Event], reports: Sequence[RankReport]) -> Verdic
 
 
 def _describe_activity(report: RankReport) -> str:
-    """Describes the rank's activity at the moment when it was stopped."""
+    """Describes the rank's activity when it was stopped."""
     if report.process_state:
         return report.process_state + _describe_stage(report)
     if waits := find_wait(report.stack):
         return f"waited in {waits}{_describe_stage(report)}"
-    # For a thread, process or file.
+    # An idle rank waits for a thread, a process or a file.
     frames = _read_frames(report.stack)
     is_idle = frames and _WAITS_OF_PYTHON.search(frames[0][0])
     return ("waited for no other rank" if is_idle else "was busy") + _describe_stage(report)
@@ -284,7 +291,11 @@ def _describe_stage(report: RankReport) -> str:
 
 
 def _judge_hang(hanging: Sequence[RankReport], reports: Sequence[RankReport]) -> Verdict:
-    """Returns the verdict on a hang: it names the ranks that wait for no other, else those in the method, or all."""
+    """Returns the verdict on a hang.
+
+    The verdict names the ranks that wait for no other rank; if there are none, the ranks still in the method; else all
+    ranks.
+    """
     stages = {report.rank: report.record.stage if report.record else None for report in hanging}
     still_in = [r for r in hanging if r.process_state or stages[r.rank] != "agree"]
     busy = [r for r in still_in if r.process_state or not find_wait(r.stack)]
@@ -309,7 +320,7 @@ class _SharedProblem:
 
 
 def _list_problems(reports: Sequence[RankReport]) -> list[_SharedProblem]:
-    """Lists the problems, the worst kind first, each once with the ranks that share the problem."""
+    """Lists the problems, the worst kind first. Each problem is listed once, with all ranks that share it."""
     ranks_of: dict[tuple[ProblemKind, str], list[int]] = {}
     for report in reports:
         for problem in report.record.problems if report.record else ():

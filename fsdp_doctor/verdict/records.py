@@ -1,9 +1,9 @@
-"""The records that a worker sends to its supervisor, and the reports that the supervisor makes of them: plain values,
-as JSON.
+"""The records that a worker sends to its supervisor, and the reports that the supervisor makes from them. All are plain
+values that JSON can hold.
 
-A worker sends the record of the case whole, again and again, each time it reaches another
-stage; the last one that arrived says how far the rank came. The supervisor wraps it in a
-:class:`RankReport` with what it saw from outside: a signal, a deadline, a stack.
+A worker sends the whole record of the case each time it reaches another stage. The last record that arrived tells how
+far the rank came. The supervisor wraps it in a :class:`RankReport`, and adds its own observations: a signal, a
+deadline, a stack.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ProblemKind = Literal["wrong", "race", "incomplete", "misplaced", "poisoned", "l
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that verification found on one rank: a kind of bad verdict, and a sentence."""
+    """One problem that verification found on one rank: the kind of bad verdict, and a sentence."""
 
     kind: ProblemKind
     detail: str
@@ -52,9 +52,9 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """An exception, as values.
+    """An exception as plain values.
 
-    time: seconds since the epoch, on the rank that raised.
+    time: seconds since the epoch, on the rank that raised the exception.
     """
 
     type: str
@@ -64,11 +64,12 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """The type and the first line of the message; also the next line, if the first one only announces it.
+        """The type and the first line of the message; also the second line, if the first one ends with a colon.
 
-        If the message carries another exception's traceback, this is that exception's line.
+        If the message contains the traceback of another exception, the last line of this traceback replaces the
+        message.
         """
-        # As torch's CheckpointException carries one.
+        # torch's CheckpointException has a traceback in its message.
         _, _, carried = self.message.partition("Traceback (most recent call last):")
         if error := next((line for line in carried.splitlines()[1:] if line and not line[0].isspace()), ""):
             return f"{self.type}: {error}"
@@ -82,18 +83,20 @@ class Failure:
 class Record:
     """The record of one rank in one case so far.
 
-    call: which call of the method the rank is at. A user's function is called once more after the next step.
-    done: the rank has finished the case, with success or not, and waits for the next case.
+    call: the number of the current call of the method. A user's function is called a second time after the next step.
+    done: the rank has finished the case, successfully or not, and waits for the next case.
     seconds: time spent inside the method, synchronized with the device at both ends.
-    peak_extra_bytes: device memory that the method had allocated at its peak, above what was
-        allocated when it started; None where the device does not count memory.
-    num_tensors: how many entries the method yielded on this rank so far; of a load, how many were checked after it.
-    yielded: once the method has finished, how many entries of each form, dtype and kind of device.
-    healthy: whether the ranks ended alike and the process group still carries a collective.
-    refusal: ``failure`` in short, where every rank refused a checkpoint that does not fit; empty where one did not.
-    retire: what the method left behind in the process that could not be undone, so that no other case
-        may run in it; empty if there is nothing.
-    ledgers: of the stages of the scenario's life that were watched and are over.
+    peak_extra_bytes: the peak of device memory during the method, minus the memory that was allocated before it; None
+        if the device does not count memory.
+    num_tensors: for an extraction, the entries that the method has yielded on this rank so far; for a load, the tensors
+        that were checked after it.
+    yielded: the number of yielded entries for each combination of form, dtype and kind of device, once the method has
+        finished.
+    healthy: whether the ranks ended in the same way and the process group still works for a collective.
+    refusal: ``failure`` in short, if every rank refused a checkpoint that does not fit; empty otherwise.
+    retire: a change to the process that the method left behind and that could not be undone, so that no other case may
+        run in it; empty if there is none.
+    ledgers: the memory of each stage of the scenario that was watched and has ended.
     """
 
     case_id: str
@@ -120,9 +123,9 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """A worker has its device and its process groups, and waits for cases.
+    """Says that a worker has its device and its process groups, and waits for cases.
 
-    unavailable: why no case of the worker's framework can run; empty if they can.
+    unavailable: why no case of the worker's framework can run; empty if cases can run.
     """
 
     environment: EnvironmentFacts
@@ -131,9 +134,9 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """A worker cannot start, for a reason that is not the doctor's fault.
+    """Says that a worker cannot start, for a reason that is not the doctor's fault.
 
-    exit_code: as in errors.py.
+    exit_code: one of the exit codes in errors.py.
     """
 
     reason: str
@@ -144,7 +147,8 @@ class Refused:
 class PhaseReport:
     """The outcome of one phase of a test on one rank.
 
-    report: as pytest serializes its reports. xfailed: the reason of a ``pytest.xfail()`` in it; None without one.
+    report: pytest's report in pytest's serialized form.
+    xfailed: the reason of a ``pytest.xfail()`` call in the phase; None if there was none.
     """
 
     report: dict[str, Any]
@@ -156,17 +160,17 @@ Stop = Literal["", "deadline", "memory", "others"]
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """One rank's part in one case: the worker's last record, and what its supervisor saw.
+    """One rank's part in one case: the worker's last record, and the observations of its supervisor.
 
-    exit: how the worker ended by itself ("SIGKILL", "exit code 3"); empty if it did not.
-    exit_time: when the supervisor noticed, in seconds since the epoch.
-    oom_killed: the kernel's out-of-memory killer was at work when the worker got SIGKILL.
-    stopped: why the supervisor ended the worker, if it did.
-    stopped_detail: the same in words, with numbers.
-    process_state: what the kernel said of the worker at that moment ("stopped by a signal").
+    exit: how the worker ended by itself ("SIGKILL", "exit code 3"); empty if it did not end by itself.
+    exit_time: when the supervisor noticed the end, in seconds since the epoch.
+    oom_killed: whether the kernel's out-of-memory killer was at work when the worker got SIGKILL.
+    stopped: why the supervisor ended the worker; empty if it did not.
+    stopped_detail: the same reason in words, with numbers.
+    process_state: the kernel's state of the worker when it was stopped ("stopped by a signal").
     stack: the Python stacks of the worker when it was stopped, innermost frame first.
-    garbled: the worker wrote something that is no record.
-    output: the end of what the worker printed.
+    garbled: output of the worker that is not a valid record.
+    output: the last part of the worker's printed output.
     """
 
     rank: int
@@ -185,8 +189,9 @@ class RankReport:
 
 
 def make_failure(error: BaseException) -> Failure:
-    """The exception as values, with the innermost frames of its traceback. Never raises, though any method of a user's
-    exception class may.
+    """Converts the exception to plain values, with the innermost frames of its traceback.
+
+    Never raises, although any method of a user's exception class may raise.
     """
     return Failure(
         type=type(error).__name__,
@@ -205,7 +210,7 @@ def _format_traceback(error: BaseException) -> str:
 
 
 def _make_readable(read: Callable[[], str], what: str) -> str:
-    """Returns the text, or if reading it raises, a sentence that says so. Escapes characters that no file can hold."""
+    """Returns the text, or a sentence that says that reading it raised. Escapes characters that cannot be encoded."""
     try:
         return read().encode(errors="backslashreplace").decode()
     except BaseException as error:
@@ -213,7 +218,9 @@ def _make_readable(read: Callable[[], str], what: str) -> str:
 
 
 def shorten_paths(text: str) -> str:
-    """``text`` with each file named as an import would find it: ``torch/distributed/...``, ``fsdp_doctor/...``."""
+    """Shortens each file name in ``text`` to a path relative to ``sys.path``: ``torch/distributed/...``,
+    ``fsdp_doctor/...``.
+    """
     for entry in sorted({path.rstrip("/") for path in sys.path if path}, key=len, reverse=True):
         text = text.replace(f'File "{entry}/', 'File "')
     return write_home_as_tilde(text)
