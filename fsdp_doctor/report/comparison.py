@@ -1,8 +1,9 @@
-"""The differences between two reports, case by case.
+"""Compares two reports, case by case.
 
-Two runs of one matrix can differ in where they ran (another device, another torch) or in what they ran (another model
-of the same shape, a changed framework). What a user would act on must be the same: the verdict, the exception and its
-message, the entries, the next training step. Seconds, bytes and tracebacks depend on the machine and are left out.
+Two runs of the same cases can differ in the environment (another device, another torch) or in the code that ran
+(another model of the same shape, a changed framework). The results on which a user acts are compared: the verdict, the
+exception and its message, the yielded entries, the next training step. Seconds, bytes and tracebacks depend on the
+machine and are ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _DEVICE = re.compile(r"\b(?:cuda|xpu|hpu|npu|emulated)\b")
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A case that differs. ``what``: "only in one", "verdict", "reason", "ranks" or "yielded"."""
+    """A case that differs between two reports. ``what``: "only in one", "verdict", "reason", "ranks" or "yielded"."""
 
     case_id: str
     what: str
@@ -30,10 +31,11 @@ class Difference:
 
 
 def list_differences(left: Report, right: Report, ignore: frozenset[str] = frozenset()) -> list[Difference]:
-    """The first difference of each case that has any.
+    """Lists the first difference of each case that differs.
 
-    ignore: "device" takes all devices for the same, whatever their names and numbers, and leaves out the place in
-    which a rank hangs: a GPU's host runs on to the next synchronization, another device's may not.
+    ignore: "device" treats all devices as equal, whatever their names and indices, and ignores the place in which a
+        rank hangs, because the host of a GPU may run further, to the next synchronization, than the host of another
+        device.
     """
     differences = []
     results = {result.id: result for result in left.results}
@@ -52,7 +54,9 @@ def list_differences(left: Report, right: Report, ignore: frozenset[str] = froze
 
 
 def select_common_cases(differing: list[Difference]) -> list[Difference]:
-    """Returns the differences of cases that both reports have; a new method or axis value makes cases of one report."""
+    """Returns the differences of cases that both reports have. A case of a new method or axis value is in one report
+    only.
+    """
     return [difference for difference in differing if difference.what != "only in one"]
 
 
@@ -79,7 +83,7 @@ def _select_compared_facts(result: CaseResult, ignore: frozenset[str]) -> dict[s
 
 
 def summarize(differing: list[Difference], left: Report, right: Report) -> str:
-    """Sums up the differences in one line."""
+    """Summarizes the differences in one line."""
     num_cases = len({result.id for report in (left, right) for result in report.results})
     kinds = Counter(difference.what for difference in differing)
     by_kind = ", ".join(f"{count} {what}" for what, count in kinds.items())

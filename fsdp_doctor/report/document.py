@@ -26,14 +26,16 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class CaseResult:
-    """The result of one case; a bad verdict comes with the report of every rank.
+    """The result of one case. A bad verdict comes with the report of every rank.
 
-    id, scenario, method: the case. seconds: the slowest rank's time inside the method.
-    peak_extra_bytes: device memory of the rank that needed most. wall_seconds: the cost of the case, with building
-        and checking.
-    yielded: by rank, the number of entries of each form, dtype and kind of device; empty if the method did not finish.
+    id, scenario, method: identify the case.
+    seconds: the slowest rank's time inside the method.
+    peak_extra_bytes: the extra device memory of the rank that needed most.
+    wall_seconds: the time that the whole case took, with building and checking.
+    yielded: for each rank, the number of entries of each form, dtype and kind of device; empty if the method did not
+        finish.
     known: the id of the catalogue's entry for a bad verdict; empty if no entry matches.
-    confirmation: the verdict of the second run in fresh workers, with --confirm.
+    confirmation: the verdict of the second run in new workers, with --confirm.
     ledgers: the memory of each rank at each stage, with --memory.
     """
 
@@ -57,12 +59,12 @@ class CaseResult:
 
     @property
     def confirmed(self) -> bool | None:
-        """Returns whether the second run gave the same verdict; None without a second run."""
+        """Whether the second run gave the same verdict; None without a second run."""
         return None if self.confirmation is None else self.confirmation.kind == self.verdict.kind
 
     @property
     def failure(self) -> Failure | None:
-        """The exception of the first rank that the verdict names, or of any other rank."""
+        """The exception of the first rank that the verdict names; if there is none, the exception of any other rank."""
         named_first = sorted(self.ranks, key=lambda report: report.rank not in self.verdict.ranks)
         failures = (report.record.failure for report in named_first if report.record is not None)
         return next((failure for failure in failures if failure is not None), None)
@@ -70,7 +72,7 @@ class CaseResult:
 
 @dataclass(frozen=True, kw_only=True)
 class AppliedShim:
-    """A change to a framework's worker, without which the framework does not see the emulated device.
+    """A change to a framework's worker, without which the framework would not find the emulated device.
 
     name: ``module:qualified.name`` of a function, or the name of a variable, a plug-in or a stand-in.
     """
@@ -83,14 +85,18 @@ class AppliedShim:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A run and its results. While the run goes on, FILE.journal has further results, one on each line.
+    """A run and its results. During the run, FILE.journal has further results, one on each line.
 
-    version: of fsdp-doctor. created: ISO 8601. device: the type of the device under test. num_selected: selected cases.
-    rerun_options: the options, besides ``--case``, of a command that runs one case alone.
-    late_completion: whether non-blocking copies of the emulated device finished as late as they may.
-    notes: sentences without which a reader would misread the verdicts.
+    version: the version of fsdp-doctor.
+    created: the time in ISO 8601.
+    device: the type of the device under test.
+    num_selected: the number of selected cases.
+    rerun_options: the options that a command needs besides ``--case`` to run one case alone.
+    late_completion: whether non-blocking copies of the emulated device finished as late as possible.
+    notes: sentences that a reader needs in order not to misread the verdicts.
     shims: changes to frameworks on the emulated device.
-    complete: whether every selected case has a result. ended: the reason why an incomplete run ended.
+    complete: whether every selected case has a result.
+    ended: the reason why an incomplete run ended.
     """
 
     version: str
@@ -115,18 +121,18 @@ class Report:
 
     @property
     def packages(self) -> dict[str, str]:
-        """Versions by package."""
+        """Maps packages to their versions."""
         return self.environment.get("packages", {})
 
     def count_kind(self, kind: VerdictKind) -> int:
-        """The number of cases with this verdict."""
+        """Counts the cases with this verdict."""
         return sum(result.verdict.kind == kind for result in self.results)
 
 
 def make_result(
     case: AnyCase, verdict: Verdict, reports: Sequence[RankReport] = (), wall_seconds: float = 0.0
 ) -> CaseResult:
-    """Sums up the reports of all ranks; keeps the reports themselves only of a bad verdict."""
+    """Makes the result of a case from the reports of all ranks. Keeps the reports themselves only for a bad verdict."""
     records = [report.record for report in reports if report.record is not None]
     seconds = [record.seconds for record in records if record.seconds is not None]
     peaks = [record.peak_extra_bytes for record in records if record.peak_extra_bytes is not None]
@@ -143,19 +149,19 @@ def make_result(
 
 
 def make_case_fields(case: AnyCase) -> dict[str, Any]:
-    """The fields of a result that say which case it is of."""
+    """Returns the fields of a result that identify its case."""
     return {"id": case.id, "scenario": case.scenario.to_json(), "method": case.method}
 
 
 def _remove_memory(report: RankReport) -> RankReport:
-    """The result has the ledgers already."""
+    """Removes the ledgers from a rank's report, because the result has them already."""
     if report.record is None:
         return report
     return dataclasses.replace(report, record=dataclasses.replace(report.record, ledgers=()))
 
 
 def make_context(report: Report) -> RunContext:
-    """The facts of the run on which the catalogue's entries depend."""
+    """Returns the facts of the run on which the catalogue's entries depend."""
     return RunContext(
         torch=report.packages.get("torch", ""),
         device=report.device,
@@ -186,14 +192,14 @@ def convert_report_to_dict(report: Report) -> dict[str, Any]:
 
 
 def read_report_dict(data: dict[str, Any]) -> Report:
-    """Reads a report. Raises KeyError, TypeError or ValueError for anything else."""
+    """Reads a report from JSON values. Raises KeyError, TypeError or ValueError for anything else."""
     report = msgspec.convert({**data, "results": ()}, Report)
     return dataclasses.replace(report, results=tuple(map(read_result_dict, data["results"])))
 
 
 def read_result_dict(data: dict[str, Any]) -> CaseResult:
-    """Reads one result of a report. Raises as :func:`read_report_dict`."""
+    """Reads one result of a report from JSON values. Raises the same errors as :func:`read_report_dict`."""
     result = msgspec.convert(data, CaseResult)
-    # Reading the case checks the words of the scenario.
+    # Reading the property checks the scenario's values.
     assert result.case
     return result

@@ -1,4 +1,6 @@
-"""Writes the failures of a report as expectations: a table for each, with its cause and a link if there is one."""
+"""Writes the failures of a report as expectations in TOML: a table for each, with its cause, and a link if there is
+one.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,14 @@ _LONGEST_LINE = 110
 _LONGEST_PATTERN = 100
 _ISSUE = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)#(?P<number>\d+)")
 _RANKS = re.compile(r"^ranks? [\d, ]+: ")
-# Boxes are joined along them in this order: a list of offloads reads better than one of strategies.
+# Boxes are joined along the dimensions in this order: a list of offloads is easier to read than a list of strategies.
 _DIMENSIONS = ("offload", "staging", "method", "strategy", "rest")
 
 
 def render_expectation_toml(report: Report) -> str:
-    """The report as a file for ``--expect``, which a run with the same results meets in every table."""
+    """Renders the report's failures as a file for ``--expect``. A run with the same results meets every expectation in
+    it.
+    """
     head = (
         f"# What torch {report.packages.get('torch', '')} fails in on {report.device}, {report.world_size} ranks.\n"
         "# A case that no pattern covers is expected to be ok. In a pattern * is any text, {a,b} one of several.\n"
@@ -47,7 +51,7 @@ def _render_table(failure: FailureGroup, ids: Sequence[str]) -> Iterator[str]:
     yield line if len(line) <= _LONGEST_LINE else "cases = [\n" + "".join(f"    {text},\n" for text in texts) + "]\n"
     issues = filter(None, map(_ISSUE.fullmatch, known.references if known is not None else ()))
     link = next((f"https://github.com/{issue['repository']}/issues/{issue['number']}" for issue in issues), "")
-    # The first version of torch without the failure, if the catalogue knows it.
+    # `until` is the first version of torch without the failure, if the catalogue knows it.
     limits = SpecifierSet(known.torch) if known is not None else ()
     until = next((limit.version for limit in limits if limit.operator == "<"), "")
     optional = {"reason": _find_shared_reason(failure.results), "link": link, "until": until}
@@ -60,11 +64,13 @@ def _render_string(text: str) -> str:
 
 
 def _find_shared_reason(results: Sequence[CaseResult]) -> str:
-    """The common beginning of the reasons of all these cases, without ranks and to the end of a word; perhaps empty."""
+    """Returns the common beginning of the reasons of all cases, without ranks and cut at the end of a word; empty if
+    too short.
+    """
     reasons = [_RANKS.sub("", " ".join(result.verdict.reason.split())) for result in results]
     shared = find_common_prefix([make_comparable(reason) for reason in reasons])
     first = reasons[0]
-    # The words of the first case, as far as they are the same in all.
+    # The length of the first reason's beginning that all reasons share.
     length = max((n for n in range(len(first) + 1) if shared.startswith(make_comparable(first[:n]))), default=0)
     words = first[:length]
     if len(words) > _LONGEST_REASON or length < len(first):
@@ -75,12 +81,12 @@ def _find_shared_reason(results: Sequence[CaseResult]) -> str:
 
 @dataclass(frozen=True)
 class _Box:
-    """The product of some values of some dimensions."""
+    """The product of some values in each dimension, which stands for a set of cases."""
 
     values: Mapping[str, tuple[str, ...]]
 
     def join(self, other: _Box, dimension: str) -> _Box | None:
-        """Both as one box, if they differ in that dimension alone."""
+        """Joins two boxes into one if they differ in only that dimension; else returns None."""
         if any(self.values[name] != other.values[name] for name in _DIMENSIONS if name != dimension):
             return None
         if dimension == "rest" and "" in (*self.values["rest"], *other.values["rest"]):
@@ -89,14 +95,16 @@ class _Box:
         return _Box({**self.values, dimension: both})
 
     def make_pattern(self, shortened: Mapping[str, str]) -> str:
-        """Makes the pattern of a box: some dimensions are shortened, the others are lists."""
+        """Makes the pattern that matches the box: dimensions in ``shortened`` use the given text, the others list their
+        values.
+        """
         words = {name: shortened.get(name) or _list_in_braces(self.values[name]) for name in _DIMENSIONS}
         order = ("strategy", "offload", "staging", "rest", "method")
         return "/".join(words[name] for name in order if words[name])
 
 
 def make_patterns(cases: Iterable[AnyCase], others: Collection[str]) -> list[str]:
-    """Patterns that together match these cases and none of the ids in ``others``."""
+    """Makes patterns that together match these cases and none of the ids in ``others``."""
     boxes = [_make_box(case) for case in dict.fromkeys(cases)]
     for dimension in _DIMENSIONS:
         boxes = _join_along(boxes, dimension)
@@ -123,7 +131,7 @@ def _join_along(boxes: list[_Box], dimension: str) -> list[_Box]:
 
 
 def _make_patterns_of_box(box: _Box, others: Collection[str]) -> list[str]:
-    """One pattern, or several of at most 100 characters each if its list of methods is long."""
+    """Makes one pattern, or several of at most 100 characters each if the list of methods is long."""
     pattern = _find_shortest_pattern(box, others)
     methods = box.values["method"]
     if len(pattern) <= _LONGEST_PATTERN or len(methods) == 1:
@@ -133,8 +141,9 @@ def _make_patterns_of_box(box: _Box, others: Collection[str]) -> list[str]:
 
 
 def _find_shortest_pattern(box: _Box, others: Collection[str]) -> str:
-    """Finds the pattern of a box: ``*`` replaces a list of offloads or stagings if it matches nothing more.
-    Strategies and methods are always named: ``*`` would also match later ones.
+    """Finds the shortest pattern of a box: ``*`` replaces a list of offloads or stagings if it matches no further case.
+
+    Strategies and methods are always listed by name, because ``*`` would also match those of later versions.
     """
     shortened: dict[str, str] = {}
     for name in ("offload", "staging"):
@@ -149,7 +158,7 @@ def _find_shortest_pattern(box: _Box, others: Collection[str]) -> str:
 
 
 def find_common_prefix(texts: Collection[str]) -> str:
-    """The common beginning of all texts."""
+    """Finds the common beginning of all texts."""
     first, last = min(texts), max(texts)
     differing = (place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
     return first[: next(differing, len(first))]

@@ -1,4 +1,6 @@
-"""The failures that a project expects, read from a short TOML that people review, and compared with a report."""
+"""Reads the failures that a project expects, from a short TOML file that people review, and compares them with a
+report.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,13 @@ _PIECE = re.compile(r"\*|\{[^{}]*\}|[^*{}]+")
 
 
 class ExpectedFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Cases and the failure that they are expected to show.
+    """Cases, and the failure that they are expected to show.
 
-    cases: patterns of ids: ``fsdp2/policy*/staged/{state_dict,dcp}``, in which ``*`` is any text and ``{a,b}`` one of
-        several. reason: words that the verdict's reason contains, on any device; empty for any reason.
-    link: to the discussion. until: the first version of torch that is expected not to fail; empty for none.
+    cases: patterns of ids, for example ``fsdp2/policy*/staged/{state_dict,dcp}``, in which ``*`` is any text and
+        ``{a,b}`` is one of several.
+    reason: words that the verdict's reason contains, on any device; empty for any reason.
+    link: a link to the discussion.
+    until: the first version of torch that is expected not to fail; empty if none is.
     """
 
     cases: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
@@ -54,7 +58,7 @@ class ExpectedFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         )
 
     def is_over(self, torch: str) -> bool:
-        """Returns whether that version of torch is expected not to fail any more."""
+        """Returns whether this version of torch is expected not to fail, because it is ``until`` or later."""
         try:
             return bool(self.until) and Version(torch).release >= Version(self.until).release
         except InvalidVersion:
@@ -62,17 +66,17 @@ class ExpectedFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class ExpectedFailures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The expectations of a file. The first that covers a case counts; a case without one is expected to be ok."""
+    """The expectations of a file. The first that covers a case counts; a case that none covers is expected to be ok."""
 
     entries: tuple[ExpectedFailure, ...] = msgspec.field(name="expect", default=())
 
     def find(self, case_id: str, torch: str) -> ExpectedFailure | None:
-        """Finds the expectation of a case on a version of torch."""
+        """Finds the expectation for a case on a version of torch."""
         return next((entry for entry in self.entries if entry.covers(case_id) and not entry.is_over(torch)), None)
 
 
 def read_expected_failures(path: pathlib.Path) -> ExpectedFailures:
-    """Raises UsageError, with the place in the file, for anything else."""
+    """Reads a file of expectations. Raises UsageError with the place in the file if it is not valid."""
     try:
         return msgspec.toml.decode(path.read_text(encoding="utf-8"), type=ExpectedFailures)
     except (OSError, UnicodeDecodeError) as error:
@@ -89,7 +93,7 @@ def read_expected_failures(path: pathlib.Path) -> ExpectedFailures:
 
 @functools.lru_cache(maxsize=4096)
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Raises ValueError if a brace is not closed."""
+    """Compiles a pattern of case ids. Raises ValueError if it is empty or has an unmatched brace."""
     pieces = _PIECE.findall(pattern)
     if not pattern or "".join(pieces) != pattern:
         raise ValueError(f"the pattern {pattern!r} is empty or has an unmatched brace")
@@ -105,7 +109,7 @@ def _compile_piece(piece: str) -> str:
 
 
 def describe_difference(result: CaseResult, expected: ExpectedFailure | None) -> str:
-    """The difference between a result and its expectation; empty without one, and for a case that did not run."""
+    """Describes the difference between a result and its expectation; empty if they agree or the case did not run."""
     kind, reason = result.verdict.kind, result.verdict.reason
     if kind in NOT_RUN or (kind in GOOD if expected is None else expected.is_met_by(result)):
         return ""
@@ -118,14 +122,14 @@ def describe_difference(result: CaseResult, expected: ExpectedFailure | None) ->
 
 
 def make_comparable(text: str) -> str:
-    """``text`` in its printed form, without the parts that differ between equal reasons: devices, their indices and
-    seconds.
+    """Returns ``text`` in its printed form, without the parts that differ between equal reasons: devices, their indices
+    and seconds.
     """
     return _DEVICE.sub("device", strip_seconds(fold(" ".join(make_printable(text).split()))))
 
 
 def list_stale(report: Report, expected: ExpectedFailures, torch: str) -> Iterator[str]:
-    """A sentence for each expectation that none of its cases meets, or whose patterns match no case at all."""
+    """Yields a sentence for each expectation that none of its cases meets, or whose patterns match no case."""
     ids = (*(result.id for result in report.results), *_list_all_ids())
     by_entry: dict[ExpectedFailure, list[CaseResult]] = {}
     for result in report.results:
@@ -144,5 +148,5 @@ def list_stale(report: Report, expected: ExpectedFailures, torch: str) -> Iterat
 
 @functools.cache
 def _list_all_ids() -> tuple[str, ...]:
-    """The ids of all cases of the matrix."""
+    """Returns the ids of all cases of the matrix."""
     return tuple(case.id for case in select(Selection(level="full", fix=True)))

@@ -1,4 +1,4 @@
-"""The distinct failures of a report: bad cases that fail in the same way are one group."""
+"""Groups the bad cases of a report: cases that fail in the same way are one group."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from fsdp_doctor.known.catalogue import KnownFailure
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.verdict.classification import VerdictKind, fold, strip_seconds
 
-# The names of entries in a reason, and the list at the end of some of torch's messages.
+# Matches the names of entries in a reason, and the list at the end of some of torch's messages.
 _NAMES = re.compile(r": [\w.]+\.[\w.]+(, [\w.]+)*( and \d+ more)?(?=;|$)|: \[\(.*$", re.DOTALL)
 _RANKS = re.compile(r"^ranks? [\d, ]+: ")
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+\b")
-# Verdicts whose reasons are counts and values. In an exception a number can be all that differs from another one.
+# Verdicts whose reasons contain counts and values, which are ignored. In the message of an exception, a number is kept,
+# because two different exceptions can differ in only that.
 _WITH_VALUES: frozenset[str] = frozenset({"wrong", "race", "incomplete", "misplaced", "leak", "order", "oom"})
 _VALUE = re.compile(r"(?<![\w.])-?(?:\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan|inf|True|False)(?![\w])")
 _SHAPE = re.compile(r"\(#(?:, #)*,?\)")
@@ -25,7 +26,7 @@ _SHAPE = re.compile(r"\(#(?:, #)*,?\)")
 class FailureGroup:
     """Bad cases that share the verdict, the kind of reason and the catalogue's entry.
 
-    reason, also: the first case's, shortened.
+    reason, also: the shortened texts of the first case's verdict.
     """
 
     number: int
@@ -36,7 +37,7 @@ class FailureGroup:
 
     @property
     def known(self) -> KnownFailure | None:
-        """The catalogue's entry; None also for an entry that only another version of fsdp-doctor has."""
+        """The catalogue's entry; None without one, and for an entry that only another version of fsdp-doctor has."""
         return next((entry for entry in catalogue.read_catalogue() if entry.id == self.results[0].known), None)
 
     @property
@@ -46,12 +47,12 @@ class FailureGroup:
 
     @property
     def stacks(self) -> list[tuple[int, str]]:
-        """Returns (rank, Python stacks) of every rank that was stopped."""
+        """(rank, Python stacks) for every rank that was stopped."""
         return [(report.rank, report.stack) for report in self.results[0].ranks if report.stack]
 
 
 def group_failures(report: Report) -> list[FailureGroup]:
-    """The bad results in groups: first the ones that the catalogue does not know, then by frequency."""
+    """Groups the bad results. Groups that the catalogue does not know come first, then the largest groups."""
     groups: dict[tuple[VerdictKind, tuple[str, ...], str], list[CaseResult]] = {}
     for result in report.bad:
         kind = result.verdict.kind
@@ -74,12 +75,12 @@ def group_failures(report: Report) -> list[FailureGroup]:
 
 
 def number_failures(failures: Sequence[FailureGroup]) -> dict[str, int]:
-    """The number of the group of each bad case, by case id."""
+    """Maps the id of each bad case to the number of its group."""
     return {result.id: failure.number for failure in failures for result in failure.results}
 
 
 def _shorten(reason: str, kind: str) -> str:
-    """Shortens a reason: of each kind of problem the first entry, and the number of the other entries."""
+    """Shortens a reason: keeps the first entry of each kind of problem, and counts the other entries."""
     if kind not in _WITH_VALUES:
         return reason
     alike: dict[str, list[str]] = {}
@@ -92,7 +93,9 @@ def _shorten(reason: str, kind: str) -> str:
 
 
 def _split_problems(reason: str, kind: VerdictKind) -> tuple[str, ...]:
-    """The reason without the parts that differ between equal failures on other ranks, in other models and runs."""
+    """Returns the problems of a reason without the parts that differ between equal failures on other ranks, models and
+    runs.
+    """
     if kind not in _WITH_VALUES:
         return (_fold(reason),)
     return tuple(sorted({_remove_values(problem) for problem in reason.split("; ")}))
@@ -103,5 +106,5 @@ def _remove_values(problem: str) -> str:
 
 
 def _fold(text: str) -> str:
-    """``text`` without ranks, indices of devices, addresses, seconds and names."""
+    """Removes ranks, indices of devices, addresses, seconds and names from ``text``."""
     return _NAMES.sub("", _RANKS.sub("", _ADDRESS.sub("0x", strip_seconds(fold(text)))))

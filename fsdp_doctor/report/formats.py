@@ -1,4 +1,4 @@
-"""The formats of a report by name, and the short ones: a line for each case, and the ledgers of memory."""
+"""Renders a report in a named format, and defines the short formats: one line per case, and the ledgers of memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Format: TypeAlias = Literal[
     "github",  # annotations for GitHub Actions
     "memory",  # with --memory, the memory held at each stage, for a terminal
 ]
-# The other formats of `fsdp-doctor memory measure`: the same as a picture, and as JSON of every rank.
+# The other formats of `fsdp-doctor memory measure`: the ledgers as a picture, and as JSON for every rank.
 AnyFormat: TypeAlias = Format | Literal["memory-svg", "memory-json"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 _NARROWEST = 60
@@ -39,13 +39,14 @@ def render(
     expected: Collection[str] = (),
     is_verbose: bool = False,
 ) -> str:
-    """Renders the report in a format, ending in a newline.
+    """Renders the report in a format. The text ends in a newline.
 
-    width, color: of the table; the width in columns. unexpected: sentences on unexpected results, for annotations.
-    expected: the ids of bad cases that were expected; JUnit does not count them as failures, and the table sums them up
-    unless is_verbose.
+    width, color: the width in columns and the colours of the table.
+    unexpected: sentences about unexpected results, for annotations.
+    expected: the ids of bad cases that were expected. JUnit does not count them as failures, and the table only
+        summarizes them unless is_verbose.
     """
-    # Imported here: rich costs `fsdp-doctor list` a third of its time, and `list` renders nothing.
+    # Imported here because importing rich would take a third of the time of `fsdp-doctor list`, which renders nothing.
     from fsdp_doctor.examination.memory_views import render_memory_svg, render_memory_table
     from fsdp_doctor.report import github, junit, markdown, table
     from fsdp_doctor.report.heat_map import render_heat_map
@@ -77,7 +78,7 @@ def render(
 
 
 def render_memory_picture(report: Report) -> str:
-    """The ledgers as SVG; empty if the report has none."""
+    """Renders the ledgers as SVG; empty if the report has none."""
     return render(report, "memory-svg") if _list_memory(report) else ""
 
 
@@ -98,14 +99,14 @@ def _make_memory_file(report: Report) -> MemoryFile:
 
 
 def _list_cases_without_memory(report: Report) -> Iterator[str]:
-    """A sentence for each case whose ledgers are missing or end early."""
+    """Yields a sentence for each case whose ledgers are missing or end early."""
     for result in report.results:
         if result.verdict.bad or not result.ledgers:
             yield f"{result.id}: {result.verdict.kind}: {result.verdict.reason}"
 
 
 def render_lines(report: Report) -> str:
-    """One line for each case: for logs, pipes and grep."""
+    """Renders one line for each case, for logs, pipes and grep."""
     fix_of = find_fixes(report)
     lines = []
     for result in report.results:

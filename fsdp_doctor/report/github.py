@@ -1,4 +1,4 @@
-"""A report for GitHub Actions: annotations of unexpected results, and the summary of the job."""
+"""Renders a report for GitHub Actions: annotations for unexpected results, and the summary of the job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp_doctor.report.document import Report
 from fsdp_doctor.report.layout import summarize
 from fsdp_doctor.text import make_printable
 
-# GitHub shows ten errors of a step, and takes one mebibyte of summary from it.
+# GitHub shows at most ten errors of a step, and accepts at most one mebibyte of its summary.
 _MOST_ANNOTATIONS = 10
 _SUMMARY_BYTES = 1024 * 1024
 _VARIABLE = "GITHUB_STEP_SUMMARY"
@@ -20,7 +20,9 @@ _TITLE = "fsdp-doctor"
 
 
 def render_workflow_commands(report: Report, unexpected: Sequence[str]) -> str:
-    """Workflow commands: an error for each unexpected verdict that GitHub would show, and a notice that sums up."""
+    """Renders workflow commands: an error for each unexpected verdict, as many as GitHub shows, and a notice with the
+    summary.
+    """
     errors = list(unexpected)
     if not report.complete:
         errors.insert(0, f"the run is incomplete: {report.ended or 'still running'}")
@@ -32,13 +34,13 @@ def render_workflow_commands(report: Report, unexpected: Sequence[str]) -> str:
 
 
 def _render_command(kind: str, text: str) -> str:
-    """A workflow command is one line, in which line ends and ``%`` are escaped."""
+    """Renders a workflow command, which is one line with line ends and ``%`` escaped."""
     escaped = make_printable(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     return f"::{kind} title={_TITLE}::{escaped}"
 
 
 def render_step_summary(report: Report, unexpected: Sequence[str], num_bytes: int = _SUMMARY_BYTES) -> str:
-    """Markdown of at most ``num_bytes`` in UTF-8: the unexpected first, then the report."""
+    """Renders Markdown of at most ``num_bytes`` in UTF-8: first the unexpected results, then the report."""
     body = make_printable(markdown.render(report)).rstrip("\n") + "\n"
     head = f"## {_TITLE}: {f'{len(unexpected)} unexpected' if unexpected else 'nothing unexpected'}\n\n"
     room = max(num_bytes - _count_bytes(head + body) - 200, num_bytes // 2)
@@ -49,7 +51,10 @@ def render_step_summary(report: Report, unexpected: Sequence[str], num_bytes: in
 
 
 def write_step_summary(report: Report, unexpected: Sequence[str]) -> None:
-    """Appends the summary to the file that GitHub names, if it names one. Raises DoctorFault if that fails."""
+    """Appends the summary to the file that GitHub's environment variable names, if it is set.
+
+    Raises DoctorFault if the file cannot be written.
+    """
     name = os.environ.get(_VARIABLE)
     if not name:
         return
@@ -63,10 +68,10 @@ def write_step_summary(report: Report, unexpected: Sequence[str]) -> None:
 
 
 def _render_items(unexpected: Sequence[str], num_bytes: int) -> str:
-    """A list of the unexpected that fit."""
+    """Renders a list of the unexpected results, as many as fit."""
     lines: list[str] = []
     for number, text in enumerate(unexpected):
-        # As code, so that nothing in it is read as Markdown or a mention.
+        # Rendered as code, so that GitHub does not read any part of it as Markdown or as a mention.
         one_line = " ".join(make_printable(text).split())
         line = f"- `` {one_line} ``\n" if "`" in one_line else f"- `{one_line}`\n"
         num_bytes -= _count_bytes(line)

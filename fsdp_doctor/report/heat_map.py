@@ -1,4 +1,6 @@
-"""A report as a heat map in SVG: methods down, strategies, scenarios and offloads across, a colour for each verdict."""
+"""Renders a report as a heat map in SVG: rows are methods, columns are strategies, scenarios and offloads, and each
+verdict has a colour.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ from fsdp_doctor.text import make_printable
 from fsdp_doctor.verdict.classification import MEANING, NOT_RUN, VerdictKind
 
 _CELL, _STEP, _GROUP_GAP, _STRATEGY_GAP, _MARGIN = 12, 13, 3, 20, 16
-_FONT, _CHARACTER, _TITLE_CHARACTER = 11, 6.4, 9  # pixels; of the fonts below a character is at most so wide
+_FONT, _CHARACTER, _TITLE_CHARACTER = 11, 6.4, 9  # pixels; no character of the fonts below is wider
 _LONGEST_TITLE = 160
-# Of a column's name, which is turned by 60 degrees: its height and its width for each pixel of its length.
+# The names of columns are rotated by 60 degrees. These are a name's height and width per pixel of its length.
 _RISE, _RUN = 0.87, 0.5
 
-# On light and on dark paper. A letter says the verdict to those who cannot tell the colours apart.
+# The colours on a light and on a dark background, and a letter for people who cannot tell the colours apart.
 _COLOURS: dict[VerdictKind, tuple[str, str, str]] = {
     "ok": ("#8fd19e", "#2f7d46", ""),
     "refused": ("#9fd3d8", "#2b6f77", "r"),
@@ -51,7 +53,7 @@ text {{ font: {_FONT}px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace
 
 @dataclass(frozen=True)
 class _Block:
-    """The results in one direction, of all strategies of a framework or of torch side by side.
+    """The results of one direction, for all strategies of a framework or of torch, side by side.
 
     columns: the words of each scenario.
     """
@@ -63,7 +65,7 @@ class _Block:
 
     @property
     def shared(self) -> list[str]:
-        """The words after the offload that every column has, which its name need not repeat."""
+        """The words after the offload that all columns share; the columns' names do not repeat them."""
         return [word for word in self.columns[0][2:] if all(word in words[2:] for words in self.columns)]
 
     @property
@@ -80,7 +82,7 @@ class _Block:
 
     @property
     def places(self) -> list[int]:
-        """Lists the offset of each column; a gap separates two strategies, and two scenarios."""
+        """The horizontal offset of each column. A gap separates two strategies, and two scenarios."""
         places, start = [0], 0
         for before, words in itertools.pairwise(self.columns):
             place = places[-1] + _STEP
@@ -97,18 +99,18 @@ class _Block:
 
     @property
     def head(self) -> int:
-        """The height of its title and of its columns' names."""
+        """The height of the block's title and of its columns' names."""
         return 32 + round(max(map(len, self.names)) * _CHARACTER * _RISE)
 
     @property
     def width(self) -> int:
-        """The width of the cells, and of the part of the last columns' names that extends beyond them."""
+        """The width of the cells, including the part of the last columns' names that extends beyond them."""
         names = zip(self.places, self.names, strict=True)
         return max(place + _STEP + round(len(name) * _CHARACTER * _RUN) for place, name in names)
 
 
 def render_heat_map(report: Report) -> str:
-    """Renders all results that a report has; one page, as high and wide as it needs to be."""
+    """Renders all results of a report on one page, which is as high and wide as needed."""
     blocks = _make_blocks(report)
     kinds = Counter(result.verdict.kind for result in report.results)
     labels = [len(name) * _CHARACTER for block in blocks for name in block.methods]
@@ -144,7 +146,7 @@ def _make_blocks(report: Report) -> list[_Block]:
         cells[result.method, tuple(case.scenario.id.split("/"))] = result
     arranged = []
     for (_, direction), cells in blocks.items():
-        # The offloads of one scenario stand next to each other.
+        # Columns are sorted so that the offloads of one scenario are adjacent.
         columns = list(dict.fromkeys(words for _, words in cells))
         scenarios = list(dict.fromkeys((words[0], words[2:]) for words in columns))
         offloads = sort_by_table((words[1] for words in columns), tuple(AXIS["offload"].values))
@@ -192,7 +194,7 @@ def _draw_block(block: _Block, left: int, top: int) -> Iterator[str]:
 
 
 def _draw_cell(x: int, y: int, kind: VerdictKind, title: str = "") -> str:
-    """Draws a cell. title: shown while the mouse is over the cell."""
+    """Draws a cell. title: the text that is shown while the mouse is over the cell."""
     title = textwrap.shorten(title.rstrip(": "), _LONGEST_TITLE, placeholder=" ...")
     said = f"<title>{_escape(title)}</title>" if title and kind not in NOT_RUN else ""
     letter = _COLOURS[kind][2]

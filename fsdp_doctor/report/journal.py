@@ -1,7 +1,7 @@
-"""The file of a report, while the run lasts and after it: a finished case is never lost.
+"""Writes the file of a report during the run and at its end, so that a finished case is never lost.
 
-FILE is written at the start, with ``complete: false``; each finished case is appended to FILE.journal at once; at the
-end the whole report replaces FILE and the journal is removed. A reader of FILE also reads its journal.
+At the start, FILE is written with ``complete: false``. Each finished case is appended to FILE.journal at once. At the
+end the whole report replaces FILE, and the journal is removed. A reader of FILE also reads its journal.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from fsdp_doctor.report.document import (
 
 
 def name_journal(path: pathlib.Path) -> pathlib.Path:
-    """The file that holds the finished cases of a run until its report at ``path`` is complete."""
+    """Returns the file that holds a run's finished cases until its report at ``path`` is complete."""
     return path.with_name(path.name + ".journal")
 
 
 class Journal:
-    """Appends results to the journal of ``path``. Raises DoctorFault if the disk does not take them."""
+    """Appends results to the journal of ``path``. Raises DoctorFault if they cannot be written."""
 
     def __init__(self, path: pathlib.Path, report: Report) -> None:
         self._path = path
@@ -52,7 +52,7 @@ class Journal:
             self._file.flush()
 
     def close(self, report: Report) -> None:
-        """Writes the whole report, which has everything that the journal has."""
+        """Writes the whole report, which includes the contents of the journal."""
         with contextlib.suppress(OSError):
             self._file.close()
         write_report(self._path, report)
@@ -66,10 +66,10 @@ def write_report(path: pathlib.Path, report: Report) -> None:
 
 
 def _start_report(path: pathlib.Path, report: Report) -> None:
-    """Writes a report to which no older journal can add.
+    """Writes a report to which no older journal can add results.
 
-    The journal of a report without results is of an older run, and is emptied first. The journal of any other
-    report may be what the report was made from, and stays until the report is there.
+    If the report has no results, an existing journal is from an older run, and is emptied first. Otherwise the report
+    may have been made from the journal, which is kept until the report is written.
     """
     journal = name_journal(path)
     with turn_write_errors(path):
@@ -79,7 +79,8 @@ def _start_report(path: pathlib.Path, report: Report) -> None:
 
 
 def read_report(path: pathlib.Path) -> Report:
-    """Reads a report, with the journal of an incomplete one; a name that ends in .gz is compressed.
+    """Reads a report, together with the journal if the report is incomplete. A file name that ends in .gz is
+    decompressed.
 
     Raises UsageError for anything else.
     """
@@ -93,7 +94,7 @@ def read_report(path: pathlib.Path) -> Report:
 
 
 def _choose_longer(results: list[Any], journal: pathlib.Path) -> list[Any]:
-    """Returns the journal's results if it has more than ``results``; the journal's last line may be half written."""
+    """Returns the journal's results if it has more than ``results``. The journal's last line may be incomplete."""
     in_journal = []
     with contextlib.suppress(OSError):
         for line in journal.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -105,9 +106,9 @@ def _choose_longer(results: list[Any], journal: pathlib.Path) -> list[Any]:
 
 
 def read_document(path: pathlib.Path, kind: str, schema: str, version: int) -> dict[str, Any]:
-    """Reads a JSON document of fsdp-doctor, of one version of its schema.
+    """Reads a JSON document of fsdp-doctor with one version of its schema. Raises UsageError for anything else.
 
-    kind: the name of such a document in a message. Raises UsageError for anything else.
+    kind: the name of the kind of document, for messages.
     """
     try:
         data = read_json(path)
@@ -127,7 +128,7 @@ def read_document(path: pathlib.Path, kind: str, schema: str, version: int) -> d
 
 
 def read_json(path: pathlib.Path) -> Any:
-    """Reads JSON, compressed if the name ends in .gz.
+    """Reads JSON, which is decompressed if the name ends in .gz.
 
     Raises OSError, EOFError, zlib.error, ValueError or RecursionError.
     """
@@ -136,13 +137,13 @@ def read_json(path: pathlib.Path) -> Any:
 
 
 def replace_file(path: pathlib.Path, content: str | bytes) -> None:
-    """Writes a temporary file next to ``path`` and renames it, so that a reader never sees half a file.
+    """Writes a temporary file next to ``path`` and renames it, so that a reader never sees an incomplete file.
 
-    Raises OSError, and leaves the old file as it was.
+    If that fails, raises OSError and leaves the old file unchanged.
     """
     beside = path.with_name(path.name + ".new")
     if path.exists() and not path.is_file():
-        # Renaming would replace even a device or a pipe.
+        # A rename would even replace a device or a pipe.
         raise OSError(errno.EINVAL, "it exists, but is not a regular file")
     try:
         with open(beside, "wb") as file:
@@ -158,7 +159,7 @@ def replace_file(path: pathlib.Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def turn_write_errors(path: pathlib.Path) -> Iterator[None]:
-    """Turns an OSError into a fault of the doctor: results that cannot be written are lost."""
+    """Converts an OSError to DoctorFault, because results that cannot be written are lost."""
     try:
         yield
     except OSError as error:

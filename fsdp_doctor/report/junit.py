@@ -1,4 +1,4 @@
-"""JUnit XML, for CI systems: a test suite for each scenario, a test case for each method."""
+"""Renders JUnit XML for CI systems: a test suite for each scenario, and a test case for each method."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Outcome: TypeAlias = Literal["passed", "skipped", "error", "failure"]
 
 
 def render(report: Report, expected: Collection[str] = ()) -> str:
-    """Renders the report; bad cases whose ids are ``expected`` are skipped tests."""
+    """Renders the report. Bad cases whose ids are in ``expected`` become skipped tests."""
     root = ElementTree.Element("testsuites", name="fsdp-doctor", time=f"{report.seconds:.3f}")
     suites: dict[str, list[CaseResult]] = {}
     for result in report.results:

@@ -1,4 +1,4 @@
-"""The parts that the formats for people share: the matrix cut into grids, the summary."""
+"""The parts that the human-readable formats share: the matrix cut into grids, and the summary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdp_doctor.verdict.classification import NOT_RUN
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """A rectangle of the matrix: methods down, offloads across, everything else in the title."""
+    """A rectangle of the matrix: rows are methods, columns are offloads, and the title names the other axes."""
 
     title: str
     methods: tuple[str, ...]
@@ -26,14 +26,14 @@ class Grid:
 
     @property
     def uniform(self) -> CaseResult | None:
-        """A result that stands for all, if no cell ran, and all for the same reason."""
+        """A result that represents all cells, if no cell ran and all have the same reason; else None."""
         kinds = {(result.verdict.kind, result.verdict.reason) for result in self.cells.values()}
         first = next(iter(self.cells.values()))
         return first if first.verdict.kind in NOT_RUN and len(kinds) == 1 else None
 
 
 def make_grids(report: Report) -> list[Grid]:
-    """Arranges all results, in the order of the run."""
+    """Arranges all results in grids, in the order of the run."""
     grouped: dict[AnyScenario, dict[tuple[str, str], CaseResult]] = {}
     for result in report.results:
         scenario = result.case.scenario
@@ -59,27 +59,29 @@ def make_grids(report: Report) -> list[Grid]:
 
 
 def sort_by_table(present: Iterable[str], order: tuple[str, ...]) -> tuple[str, ...]:
-    """The names in the order of the table; names that the table lacks, as a user's method, at the end."""
+    """Sorts the names in the order of the table. Names that the table lacks, such as a user's method, come last."""
     names = dict.fromkeys(present)
     return (*(name for name in order if name in names), *(name for name in names if name not in order))
 
 
 def find_fixes(report: Report) -> dict[str, CaseResult]:
-    """Maps the id of a case to the result of the fix for its method in the same scenario, where the fix ran."""
+    """Maps the id of each case to the result of the fix for its method in the same scenario, if the fix ran."""
     results = {result.id: result for result in report.results}
     fixes = {case_id: _find_fixed(result.case) for case_id, result in results.items()}
     return {case_id: results[fix.id] for case_id, fix in fixes.items() if fix is not None and fix.id in results}
 
 
 def _find_fixed(case: AnyCase) -> AnyCase | None:
-    """Finds the case of the fix for the method of a case, in the same scenario; the case itself if it is that."""
+    """Finds the case of the fix for the method of a case, in the same scenario. Returns the case itself if it is the
+    fix.
+    """
     if isinstance(case, FrameworkCase):
         return case if case.is_fixed else case.make_fixed()
     return Case(case.scenario, find_fix(case.method, case.scenario.version))
 
 
 def summarize(report: Report) -> str:
-    """One line: the number of cases, and of each verdict."""
+    """Returns one line with the number of cases, in total and for each verdict."""
     kinds = Counter(result.verdict.kind for result in report.results)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     partial = f" of {report.num_selected} selected (incomplete: {report.ended or 'still running'})"
@@ -88,6 +90,6 @@ def summarize(report: Report) -> str:
 
 
 def rerun_command(report: Report, result: CaseResult) -> str:
-    """The command that runs one case alone."""
+    """Returns the command that runs one case alone."""
     options = f" {report.rerun_options}" if report.rerun_options else ""
     return f"fsdp-doctor probe{options} --case '{result.id}'"

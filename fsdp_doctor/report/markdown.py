@@ -1,4 +1,4 @@
-"""The report as GitHub Markdown, short enough for an issue."""
+"""Renders the report as GitHub Markdown that is short enough for an issue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_doctor.report.layout import Grid, find_fixes, make_grids, rerun_comman
 from fsdp_doctor.text import find_main_thread, format_bytes, format_count, format_seconds
 from fsdp_doctor.verdict.classification import GOOD
 
-# GitHub takes 65,536 characters in an issue.
+# An issue on GitHub has at most 65,536 characters.
 _LIMIT = 60_000
 _TRACEBACK_LINES = 12
 _STACK_LINES = 14
@@ -22,7 +22,7 @@ _REASON_CHARACTERS = 2_000
 
 
 def render(report: Report) -> str:
-    """Renders at most as much as GitHub takes; counts what does not fit."""
+    """Renders as much as fits into an issue on GitHub, and counts the parts that do not fit."""
     failures = group_failures(report)
     number_of = number_failures(failures)
     text = _Text(_LIMIT)
@@ -51,7 +51,7 @@ class _Text:
         self.value += "\n".join(lines) + "\n" if lines else ""
 
     def add_all(self, what: str, parts: list[list[list[str]]], share: float) -> None:
-        """Adds each part in the first of its forms that leaves the text within ``share`` of the limit."""
+        """Adds each part in the first of its forms that keeps the text within ``share`` of the limit."""
         left_out = 0
         for forms in parts:
             fitting = (
@@ -88,7 +88,7 @@ def _render_cell(result: CaseResult | None, number_of: dict[str, int]) -> str:
 
 
 def _render_comparison(report: Report) -> list[str]:
-    """The fix in each scenario, and how many of the other methods there were ok or refused rightly."""
+    """Renders the result of the fix in each scenario, and how many other methods there were ok or rightly refused."""
     fix_of = find_fixes(report)
     if not fix_of:
         return []
@@ -144,7 +144,7 @@ def _render_details(title: str, text: str) -> list[str]:
 
 
 def _fence(text: str) -> list[str]:
-    """A code block whose fence is longer than any run of backticks in it."""
+    """Renders a code block whose fence is longer than any run of backticks in the text."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return [fence, text, fence]

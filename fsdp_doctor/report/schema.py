@@ -1,4 +1,4 @@
-"""The JSON schemas of the documents. ``python -m fsdp_doctor.report.schema`` prints the schema of a report."""
+"""Makes the JSON schemas of the documents. ``python -m fsdp_doctor.report.schema`` prints the schema of a report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp_doctor.verdict.classification import MEANING
 
 
 def make_report_schema() -> dict[str, Any]:
-    """The schema of a report."""
+    """Makes the schema of a report."""
     made = make_document_schema(Report, SCHEMA, SCHEMA_VERSION, "The JSON report of fsdp-doctor")
     made["$defs"]["CaseResult"]["properties"]["scenario"] = {
         "anyOf": [
@@ -28,10 +28,10 @@ def make_report_schema() -> dict[str, Any]:
 
 
 def make_document_schema(kind: type, name: str, version: int, title: str) -> dict[str, Any]:
-    """The schema of a document: every key is required, and no other is allowed."""
+    """Makes the schema of a document, in which every key is required and no other key is allowed."""
     definitions = msgspec.json.schema(kind)["$defs"]
     for definition in definitions.values():
-        # An object of environment facts has those that are known.
+        # All keys of EnvironmentFacts are optional, because only known facts are stored.
         optional = definition["properties"] if definition["title"] == "EnvironmentFacts" else ()
         definition |= _make_strict_object(definition["properties"], optional)
         definition["description"] = inspect.cleandoc(definition.get("description", ""))
@@ -58,7 +58,7 @@ def _make_strict_object(properties: dict[str, Any], optional: Collection[str] = 
 
 
 def _forbid_negative(value: Any) -> None:
-    """Forbids negative integers: each one in a document is a count, an index, a rank or an exit code."""
+    """Forbids negative integers, because every integer in a document is a count, an index, a rank or an exit code."""
     if isinstance(value, list):
         for each in value:
             _forbid_negative(each)

@@ -36,10 +36,10 @@ _STACK_LINES = 7
 
 
 def render(report: Report, width: int, color: bool, *, expected: Collection[str] = (), is_verbose: bool = False) -> str:
-    """The report as text, ``width`` columns wide; nothing is cut, and of a command no line is broken.
+    """Renders the report as text, ``width`` columns wide. Nothing is cut, and the lines of commands are not broken.
 
-    expected: the ids of bad cases that were expected. Unless is_verbose, those that the catalogue knows are summed up
-    in a line for each of its entries.
+    expected: the ids of bad cases that were expected. Unless is_verbose, those that the catalogue knows are summarized,
+        in one line for each of its entries.
     """
     shown: list[FailureGroup] = []
     summed: dict[str, list[FailureGroup]] = {}
@@ -89,7 +89,7 @@ def _render_matrix(report: Report, failures: list[FailureGroup], width: int) -> 
 
 
 def _render_tables(grid: Grid, number_of: dict[str, int], width: int) -> list[Table]:
-    """One table, or several below each other if the terminal is too narrow for all offloads."""
+    """Renders one table, or several below each other if the terminal is too narrow for all offloads."""
     cells = [_render_cell(result, number_of).cell_len for result in grid.cells.values()]
     headers = [len(part) for offload in grid.offloads for part in _render_header(offload).split("\n")]
     room = width - max(len(method) for method in grid.methods) - 2
@@ -128,7 +128,7 @@ def _render_verdict(kind: VerdictKind) -> Text:
 
 
 def _render_beside_fix(report: Report) -> Iterator[Table]:
-    """Renders for each scenario a table of its methods, which ends in the fix."""
+    """Renders a table for each scenario that lists its methods, followed by the fix."""
     fix_of = find_fixes(report)
     methods: dict[str, list[CaseResult]] = {}
     for result in report.results:
@@ -172,7 +172,9 @@ def _render_failures(report: Report, failures: list[FailureGroup], width: int) -
 
 
 def _render_known(known: list[list[FailureGroup]], width: int) -> RenderableType:
-    """Renders a line for each entry of the catalogue. known: for each entry its failures, which share one number."""
+    """Renders a line for each entry of the catalogue. known: lists of failures with the same entry, which share one
+    number.
+    """
     if not known:
         return Text()
     heading = "Known failures, as expected (fsdp-doctor explain FDNNN has cause and remedy; --verbose the cases here):"

@@ -1,4 +1,4 @@
-"""The report while it grows: its files, and its progress on a terminal or in a pipe."""
+"""Writes the report during a run: its files, and the progress on a terminal or in a pipe."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ _SECONDS_BETWEEN_LINES = 30.0
 
 
 class ReportWriter:
-    """Collects the results of a run and writes every file at its end; a JSON report's cases as they come.
+    """Collects the results of a run, and writes every file at its end. A JSON report gets each result as soon as it is
+    known.
 
     report: the report before the run, with the results of an earlier run that this one continues.
-    cases: all cases of the run. outputs: files by format.
+    cases: all cases of the run.
+    outputs: maps each format to its file.
     """
 
     def __init__(self, report: Report, cases: Sequence[AnyCase], outputs: Mapping[AnyFormat, pathlib.Path]) -> None:
@@ -43,12 +45,12 @@ class ReportWriter:
         self.is_open = False
 
     def list_numbers_to_run(self) -> list[int]:
-        """The cases without a result, as indices into the list of all."""
+        """Lists the cases without a result, as indices into the list of all cases."""
         done = {result.id for result in self._results}
         return [number for number, case in enumerate(self._cases) if case.id not in done]
 
     def open(self, facts: EnvironmentFacts) -> None:
-        """Writes all further results to disk. facts: facts about the environment that only the workers know."""
+        """Starts to write results to disk. facts: facts about the environment that only the workers know."""
         self.is_open = True
         self._report = dataclasses.replace(self._report, environment=self._report.environment | facts)
         with self._keep_fault():
@@ -64,7 +66,7 @@ class ReportWriter:
     def finish(
         self, ended: str, expected: Callable[[Report], Collection[str]] = lambda report: ()
     ) -> tuple[Report, DoctorFault | None]:
-        """Writes every file; returns the report, and the first fault in writing.
+        """Writes every file. Returns the report, and the first fault in writing.
 
         expected: returns the ids of a report's bad cases that were expected.
         """
@@ -88,7 +90,7 @@ class ReportWriter:
 
     @contextlib.contextmanager
     def _keep_fault(self) -> Iterator[None]:
-        """A file that cannot be written does not end the run: the results still go to stdout."""
+        """Keeps the first fault in writing a file, so that the run continues; the results still go to stdout."""
         try:
             yield
         except DoctorFault as fault:
@@ -99,10 +101,10 @@ class ReportWriter:
 
 @contextlib.contextmanager
 def print_progress(total: int, now: Callable[[], float] = time.monotonic) -> Iterator[Callable[[CaseResult], None]]:
-    """Shows on stderr how many cases have finished and how many were bad, and the time left.
+    """Shows on stderr how many cases have finished, how many were bad, and the time left.
 
-    On a terminal it is a bar; elsewhere a line every 30 seconds. Gives a function that takes each result. There is no
-    thread: workers are forked meanwhile.
+    On a terminal the progress is a bar; elsewhere it is a line every 30 seconds. The block receives a function that
+    must be called with each result. No thread is used, because workers are forked during the run.
     """
     with _show_bar(total) if sys.stderr.isatty() else _print_lines(total, now) as add:
         yield add

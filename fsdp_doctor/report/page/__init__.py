@@ -1,4 +1,4 @@
-"""A merged report as one HTML file that needs nothing else: which cases work with which versions. No torch."""
+"""Renders a merged report as one self-contained HTML file that shows which cases work with which versions. No torch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Renders a merged report as one HTML file: the template with the data, and the style and scripts of this directory.
 
-The data hold every text once and everything else as numbers, as ``cases.js`` reads them: ``environments``, the columns;
-``axes`` and ``methods``, the words of the cases; ``outcomes``, rows of (verdict, reason, message, also,
-entry); and ``cases``, rows of (strategy, offload, staging, other axes, direction, method, outcome of each environment
-or -1, statements, whether it changed). A number in a row is an index into the list of such words, or into ``texts``.
+The data, which ``cases.js`` reads, hold every text once and all other values as numbers: ``environments`` are the
+columns; ``axes`` and ``methods`` are the words of the cases; ``outcomes`` are rows of (verdict, reason, message, also,
+entry); ``cases`` are rows of (strategy, offload, staging, other axes, direction, method, outcome of each environment or
+-1, statements, whether it changed). A number in a row is an index into the list of its words, or into ``texts``.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from fsdp_doctor.report.versions.merged import (
 from fsdp_doctor.report.versions.merging import make_version_key, strip_build
 from fsdp_doctor.verdict.classification import GOOD, MEANING, VerdictKind
 
-# In this order they are one script.
+# The files are joined in this order into one script.
 _SCRIPTS = ("cases.js", "choice.js", "matrix.js", "cell.js", "search.js", "start.js")
 _ROOM = pathlib.Path(__file__).parent
-# Escapes everything, for reports quote the output of programs.
+# Everything is escaped, because reports quote the output of programs.
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(_ROOM),
     autoescape=True,
@@ -59,7 +59,7 @@ _AXES = ("strategy", "offload", "staging")
 
 
 def write_page(path: pathlib.Path, merged: MergedReport, picture: str = "") -> None:
-    """Raises UsageError if there is no result to show, DoctorFault if the disk does not take the page."""
+    """Writes the page to ``path``. Raises UsageError if there is no result to show, DoctorFault if writing fails."""
     text = render_page(merged, picture)
     with turn_write_errors(path):
         replace_file(path, text.encode(errors="replace"))
@@ -68,7 +68,7 @@ def write_page(path: pathlib.Path, merged: MergedReport, picture: str = "") -> N
 def render_page(merged: MergedReport, picture: str = "") -> str:
     """Renders the page. Raises UsageError if there is no result to show.
 
-    picture: of ledgers, as SVG; empty without ledgers.
+    picture: the ledgers as SVG; empty without ledgers.
     """
     if not merged.cases:
         raise UsageError("the reports have no results, so there is nothing to show on a page")
@@ -82,7 +82,7 @@ def render_page(merged: MergedReport, picture: str = "") -> str:
         meanings={**MEANING, "unmeasurable": _UNMEASURABLE},
         words={axis: _list_meanings(merged, axis) for axis in _AXES},
         documentation=DOCUMENTATION,
-        # Not escaped; the content security policy allows these alone.
+        # Style and script are not escaped. The content security policy allows no others.
         style=Markup(style),
         script=Markup(script),
         style_hash=_hash(style),
@@ -96,7 +96,7 @@ def _read(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """The hash by which a content security policy allows an inline script or style."""
+    """Returns the hash by which a content security policy allows an inline script or style."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
@@ -115,7 +115,7 @@ class _Numbers:
 
 
 def put_newest_first(merged: MergedReport) -> MergedReport:
-    """Sorts the environments by torch, the newest first; those that could not be made stay the last."""
+    """Sorts the environments by version of torch, the newest first. Environments that could not be made stay last."""
 
     def key(index: int) -> tuple[bool, tuple[bool, Version]]:
         environment = merged.environments[index]
@@ -132,7 +132,7 @@ def put_newest_first(merged: MergedReport) -> MergedReport:
 
 
 def _list_meanings(merged: MergedReport, axis: str) -> dict[str, str]:
-    """The values of an axis that cases have, each with its meaning."""
+    """Maps each value of an axis that some case has to its meaning."""
     used = {getattr(case, axis) for case in merged.cases}
     return {value: meaning for value, meaning in AXIS[axis].values.items() if value in used}
 
@@ -151,7 +151,7 @@ def make_page_data(merged: MergedReport) -> dict[str, Any]:
         "methods": methods.texts,
         "outcomes": [_make_outcome(outcome, texts) for outcome in merged.outcomes],
         "cases": cases,
-        # With ``<device>`` for any device's name, as the catalogue's files have it.
+        # ``<device>`` stands for any device's name, as in the catalogue's files.
         "signatures": {
             entry.id: [pattern.pattern.replace(DEVICE, "<device>") for pattern in entry.signatures]
             for entry in read_catalogue()
@@ -164,10 +164,12 @@ def make_page_data(merged: MergedReport) -> dict[str, Any]:
 
 
 def _make_column(environment: Environment) -> dict[str, str]:
-    """The head of a column.
+    """Makes the head of a column.
 
-    torch: its version. more: the facts that set it apart from another column of the same torch and device, mostly
-    empty. anchor: its name in a link. incomplete: why some of its cases did not run, or empty.
+    torch: the version of torch.
+    more: the facts that distinguish it from other columns with the same torch and device; mostly empty.
+    anchor: the column's name in a link.
+    incomplete: the reason why some of its cases did not run; else empty.
     """
     version = re.sub(r"^torch (\S+), .*|.*", r"\1", environment.name, flags=re.DOTALL)
     device = environment.device if environment.world_size else NOWHERE

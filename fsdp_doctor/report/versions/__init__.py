@@ -1,1 +1,3 @@
-"""Several versions of torch and of the frameworks: their reports as one, and what changed between them. No torch."""
+"""Reports of several versions of torch and of the frameworks: merges them, and finds what changed between versions. No
+torch.
+"""

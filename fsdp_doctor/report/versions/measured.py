@@ -1,4 +1,4 @@
-"""Writes the versions of torch on which each entry of the catalogue was measured into the entries' files.
+"""Writes the versions of torch on which each entry of the catalogue was measured into the catalogue's files.
 
 ``python -m fsdp_doctor.report.versions.measured MERGED`` writes them as ``measured``, after each entry's ``evidence``.
 """
@@ -23,7 +23,7 @@ _EVIDENCE = re.compile(r"^evidence = ")
 
 
 def list_measured(merged: MergedReport) -> dict[str, tuple[str, ...]]:
-    """Maps each entry to the versions with the failure on each device: ``emulated: 2.10 to 2.13, 2.15``.
+    """Maps each entry to the versions with the failure on each device, for example ``emulated: 2.10 to 2.13, 2.15``.
 
     A range stands for successive releases that all have the failure.
     """
@@ -42,7 +42,7 @@ def list_measured(merged: MergedReport) -> dict[str, tuple[str, ...]]:
 
 
 def insert_measured(text: str, versions: dict[str, tuple[str, ...]]) -> str:
-    """Returns the text of a file of entries with these versions instead of earlier ones."""
+    """Returns the text of a catalogue file with its measured versions replaced by ``versions``."""
     lines, entry = [], ""
     for line in text.splitlines(keepends=True):
         if match := _ID.match(line):
@@ -58,7 +58,7 @@ def insert_measured(text: str, versions: dict[str, tuple[str, ...]]) -> str:
 def _format_ranges(versions: Iterable[str]) -> str:
     runs: list[list[Version]] = []
     for version in map(Version, sort_versions(versions)):
-        # torch counts its releases by the second number.
+        # Successive releases of torch differ by one in the second number.
         if runs and runs[-1][-1].major == version.major and version.minor - runs[-1][-1].minor <= 1:
             runs[-1].append(version)
         else:

@@ -1,7 +1,7 @@
 """The merged report of several runs: its records, its JSON file and its text.
 
-The report keeps the part of each result on which a user acts.
-``python -m fsdp_doctor.report.versions.merged`` prints the JSON schema.
+Only the parts of a result on which a user acts are kept. ``python -m fsdp_doctor.report.versions.merged`` prints the
+JSON schema.
 """
 
 from __future__ import annotations
@@ -30,30 +30,36 @@ from fsdp_doctor.verdict.classification import GOOD, NOT_RUN, VerdictKind
 MERGED_SCHEMA = "fsdp-doctor/merged"
 MERGED_SCHEMA_VERSION = 1
 
-# The end of a message that was cut.
+# Marks the end of a message that was cut.
 SHORTENED = " ..."
 
-# Shown instead of the device of an environment that could not be made.
+# Shown instead of the device if an environment could not be made.
 NOWHERE = "not run"
-# "unmeasurable": an ok from the CPU, where no memory moves, of a case whose offload or staging moves memory elsewhere.
+# "unmeasurable": the case is ok on the CPU, where its offload or staging moves no memory, unlike on other devices.
 MergedVerdict: TypeAlias = VerdictKind | Literal["unmeasurable"]
 # "not run": the environment has no result of the case, or could not be made.
 Shown: TypeAlias = MergedVerdict | Literal["not run"]
-# Those that say nothing of the case.
+# The verdicts that say nothing about the case.
 NO_ANSWER: frozenset[Shown] = frozenset({*NOT_RUN, "unmeasurable", "not run"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """An environment in which cases ran: a column.
+    """An environment in which cases ran, which is a column of the merged report.
 
-    name: unique in the merged report. torch: its version, in its own words. device: the device type.
-    accelerators: their names. packages: versions by package, torch included. version: fsdp-doctor's.
-    command: the command of the run. rerun_options: the options, besides ``--case``, of a command that runs one case
-        alone. created: ISO 8601, of the last report.
-    reports: paths from the merged report if they are known, else file names.
-    notes: sentences without which a reader would misread the verdicts.
-    complete: whether every selected case has a result. ended: why an incomplete run ended, or why there was no run.
+    name: unique in the merged report.
+    torch: the full version string of torch.
+    device: the device type.
+    accelerators: the names of the accelerators.
+    packages: maps packages to versions, torch included.
+    version: the version of fsdp-doctor.
+    command: the command of the run.
+    rerun_options: the options that a command needs besides ``--case`` to run one case alone.
+    created: the time of the last report in ISO 8601.
+    reports: the reports' paths relative to the merged report if they are known, else their file names.
+    notes: sentences that a reader needs in order not to misread the verdicts.
+    complete: whether every selected case has a result.
+    ended: the reason why an incomplete run ended, or why there was no run.
     """
 
     name: str
@@ -77,8 +83,9 @@ class Environment:
 class Outcome:
     """A result that one or more cases had.
 
-    ranks: the ranks that the reason names. also: further problems, and consequences.
-    message: ``Type: message`` of the exception, cut to 1,000 characters; empty without one.
+    ranks: the ranks that the reason names.
+    also: further problems, and consequences.
+    message: ``Type: message`` of the exception, cut to 1,000 characters; empty if there was none.
     known: the id of the catalogue's entry for a bad verdict; empty if no entry matches.
     """
 
@@ -102,11 +109,13 @@ class Period:
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """The verdicts of a case with each version of one package, everything else being equal.
+    """The verdicts of a case with each version of one package, all other facts being equal.
 
-    package: ``torch`` or another. where: the device, the ranks, and what else sets this row of versions apart.
-    periods: in the order of the versions; empty if nothing ran. not_run: versions without a result of the case.
-    text: the same as a sentence.
+    package: ``torch`` or another package.
+    where: the device, the ranks, and the other facts that all these environments share.
+    periods: in the order of the versions; empty if nothing ran.
+    not_run: versions without a result of the case.
+    text: the statement as a sentence.
     """
 
     package: str
@@ -117,15 +126,15 @@ class Statement:
 
     @property
     def changes(self) -> bool:
-        """Returns whether two versions that could run the case differ."""
+        """Whether two versions that could run the case differ."""
         return len({(period.kind, period.known) for period in self.periods if period.kind not in NO_ANSWER}) > 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergedCase:
-    """A case with its result in each environment: a row.
+    """A case with its result in each environment, which is a row of the merged report.
 
-    outcomes: for each environment an index into the merged report's outcomes, null without a result.
+    outcomes: for each environment an index into the merged report's outcomes; null if it has no result.
     """
 
     id: str
@@ -144,10 +153,12 @@ class MergedCase:
 
 @dataclass(frozen=True, kw_only=True)
 class MergedReport:
-    """Several reports, case by case.
+    """Several reports, merged case by case.
 
-    version: the version of fsdp-doctor that merged the reports. environments: by device and version, oldest first.
-    outcomes: each once, even if several cases had it. cases: in the order in which they ran.
+    version: the version of fsdp-doctor that merged the reports.
+    environments: sorted by device and version, the oldest first.
+    outcomes: distinct outcomes; several cases may share one.
+    cases: in the order in which they ran.
     """
 
     version: str
@@ -156,17 +167,17 @@ class MergedReport:
     cases: tuple[MergedCase, ...]
 
     def find_outcome(self, case: MergedCase, environment: int) -> Outcome | None:
-        """Finds the result in an environment by its index; None if the environment has none."""
+        """Finds the result in the environment with this index; None if the environment has no result."""
         index = case.outcomes[environment]
         return None if index is None else self.outcomes[index]
 
     def show(self, case: MergedCase, environment: int) -> Shown:
-        """The verdict in that environment, or "not run"."""
+        """Returns the verdict in the environment with this index, or "not run"."""
         outcome = self.find_outcome(case, environment)
         return "not run" if outcome is None else outcome.kind
 
     def passes(self, case: MergedCase) -> bool:
-        """Returns whether the case ran and is as it should be in every environment."""
+        """Returns whether the case is ok or refused in every environment."""
         return all(kind in GOOD for kind in self._list_kinds(case))
 
     def fails(self, case: MergedCase) -> bool:
@@ -182,7 +193,7 @@ class MergedReport:
 
 
 def make_merged_schema() -> dict[str, Any]:
-    """The JSON schema of a merged report."""
+    """Makes the JSON schema of a merged report."""
     return make_document_schema(MergedReport, MERGED_SCHEMA, MERGED_SCHEMA_VERSION, "The merged report of fsdp-doctor")
 
 
@@ -191,7 +202,7 @@ def convert_merged_to_dict(merged: MergedReport) -> dict[str, Any]:
 
 
 def read_merged_dict(data: dict[str, Any]) -> MergedReport:
-    """Reads a merged report. Raises KeyError or ValueError for anything else."""
+    """Reads a merged report from JSON values. Raises KeyError or ValueError for anything else."""
     merged = msgspec.convert(data, MergedReport)
     for case in merged.cases:
         if len(case.outcomes) != len(merged.environments) or not all(
@@ -202,9 +213,9 @@ def read_merged_dict(data: dict[str, Any]) -> MergedReport:
 
 
 def write_merged(path: pathlib.Path, merged: MergedReport) -> None:
-    """Writes the same bytes for the same report, compressed if the name ends in .gz.
+    """Writes the report, compressed if the name ends in .gz. The same report always gives the same bytes.
 
-    Raises DoctorFault if the disk does not take it; an older file stays.
+    Raises DoctorFault if the file cannot be written; an older file is kept.
     """
     content = (json.dumps(convert_merged_to_dict(merged), indent=1) + "\n").encode()
     with turn_write_errors(path):
@@ -221,7 +232,7 @@ def read_either(path: pathlib.Path) -> Report | MergedReport:
 
 
 def read_merged(path: pathlib.Path) -> MergedReport:
-    """Reads a merged report. Raises UsageError for anything else."""
+    """Reads a merged report from a file. Raises UsageError for anything else."""
     data = read_document(path, "merged report", MERGED_SCHEMA, MERGED_SCHEMA_VERSION)
     try:
         return read_merged_dict(data)
@@ -230,7 +241,7 @@ def read_merged(path: pathlib.Path) -> MergedReport:
 
 
 def render_environments(merged: MergedReport) -> Iterator[str]:
-    """One line for each environment: how many cases were ok, were bad, and did not run."""
+    """Yields one line for each environment, with the numbers of cases that were ok, were bad, or did not run."""
     for number, environment in enumerate(merged.environments):
         kinds = Counter(merged.show(case, number) for case in merged.cases)
         num_ok = sum(kinds[kind] for kind in GOOD)
@@ -244,14 +255,16 @@ def render_environments(merged: MergedReport) -> Iterator[str]:
 
 
 def render_incomplete(merged: MergedReport) -> Iterator[str]:
-    """One line for each environment in which some of the selected cases did not run."""
+    """Yields one line for each environment in which some of the selected cases did not run."""
     for environment in merged.environments:
         if not environment.complete:
             yield f"{environment.name}\tincomplete\t{environment.ended}"
 
 
 def render_cases(merged: MergedReport) -> Iterator[str]:
-    """One line for each case: the statements on versions that ran it, else the verdict of each environment."""
+    """Yields one line for each case: the statements on versions that ran it; without any, the verdict of each
+    environment.
+    """
     for case in merged.cases:
         parts = [f"{statement.where}: {statement.text}" for statement in case.statements if statement.periods] or [
             f"{environment.name}: {merged.show(case, number)}"
@@ -262,7 +275,7 @@ def render_cases(merged: MergedReport) -> Iterator[str]:
 
 
 def render_changed_cases(merged: MergedReport) -> Iterator[str]:
-    """One line for each case that changed: the statements that say how."""
+    """Yields one line for each case that changed, with the statements about the change."""
     for case in merged.cases:
         if case.changes:
             said = [f"{statement.where}: {statement.text}" for statement in case.statements if statement.changes]
@@ -270,7 +283,7 @@ def render_changed_cases(merged: MergedReport) -> Iterator[str]:
 
 
 def render_changes(merged: MergedReport) -> Iterator[str]:
-    """Renders a line for each way in which cases changed: the first such case, and the number of the others."""
+    """Yields one line for each way in which cases changed: the first such case, and the number of others."""
     changed: dict[str, dict[str, None]] = {}
     for case in merged.cases:
         for statement in case.statements:

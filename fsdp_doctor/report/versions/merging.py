@@ -1,4 +1,4 @@
-"""Merges the reports of several runs into one, or a merged report and further reports into the next."""
+"""Merges the reports of several runs into one, or a merged report and further reports into a new merged report."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ from fsdp_doctor.report.versions.merged import (
 )
 from fsdp_doctor.text import format_count
 
-# Not under test, so its version makes no difference.
+# The version of this package is ignored, because it is not under test.
 _DOCTOR = "fsdp-doctor"
 _LONGEST_MESSAGE = 1000
-# The files of a run make no difference, and tell others more about a machine than they need to know.
+# Options that name files are removed: they do not change the results, and would disclose paths of the machine.
 _OUTPUT = re.compile(r" --(?:json|markdown|junit|svg|html)(?: |=)(?:'[^']*'|\S+)| --resume\b")
 
 
 @dataclass(frozen=True)
 class _Column:
-    """An environment.
+    """An environment with its results.
 
-    rows: the cases by id, without outcomes and statements. outcomes: the outcomes by the same id.
+    rows: maps ids to cases, without outcomes and statements.
+    outcomes: maps the same ids to outcomes.
     """
 
     environment: Environment
@@ -51,10 +52,10 @@ class _Column:
 
 
 def merge(reports: Mapping[str, Report | MergedReport]) -> MergedReport:
-    """Merges reports. reports: the reports by the names that they have in the merged report.
+    """Merges reports. reports: maps names to reports; the merged report uses these names.
 
-    Reports of one environment that have different cases become one. Raises UsageError if two have the same case:
-    nothing says which of them counts.
+    Reports of the same environment with different cases become one. Raises UsageError if two of them have the same
+    case, because it would be unclear which result counts.
     """
     columns: dict[tuple[object, ...], _Column] = {}
     for column in itertools.chain.from_iterable(itertools.starmap(_make_columns, reports.items())):
@@ -69,7 +70,7 @@ def merge(reports: Mapping[str, Report | MergedReport]) -> MergedReport:
     version_rows = _list_version_rows(environments)
     numbers: dict[Outcome, int] = {}
     cases = []
-    # In the order of the environment that has most of them.
+    # Cases are in the order of the environment that has the most cases.
     longest_first = sorted(ordered, key=lambda column: len(column.rows), reverse=True)
     for case_id, row in {name: row for column in longest_first for name, row in column.rows.items()}.items():
         outcomes = [column.outcomes.get(case_id) for column in ordered]
@@ -82,11 +83,11 @@ def merge(reports: Mapping[str, Report | MergedReport]) -> MergedReport:
 
 
 def choose_names(reports: Sequence[pathlib.Path], merged: pathlib.Path | None) -> list[str]:
-    """Chooses the name of each report: its path from the merged report, if both are below the working directory.
+    """Chooses the name of each report: its path relative to the merged report, if both are below the working directory.
 
-    Otherwise the file's name, with the folder's if two files have the same: a path says more about a machine than
-    others need to know. Raises UsageError for a file that is given twice, and for two files of the same name in folders
-    of the same name.
+    Otherwise the name is the file's name, with its folder if two files have the same name, because a full path would
+    disclose more about a machine than needed. Raises UsageError if a file is given twice, or if two files have the same
+    name in folders of the same name.
     """
     resolved = [file.resolve() for file in reports]
     if twice := [file for file, place in zip(reports, resolved, strict=True) if resolved.count(place) > 1]:
@@ -110,11 +111,12 @@ def _choose_name(file: pathlib.Path, merged: pathlib.Path | None, num_parts: int
 
 
 def _make_columns(name: str, report: Report | MergedReport) -> list[_Column]:
-    """Makes the columns of a report with this name; the columns of a merged report keep their names."""
+    """Makes the columns of a report with this name. The columns of a merged report keep their names."""
     if isinstance(report, MergedReport):
         return [_make_merged_column(report, number) for number in range(len(report.environments))]
     context = make_context(report)
-    # Today's catalogue knows more than that of the run did; a method that today's table lacks is left as it was.
+    # The failures are recognized again, because the current catalogue may know more than the catalogue of the run. A
+    # method that the current table lacks keeps its result.
     results = [recognize_failure(result, context) if _has_method(result.case) else result for result in report.results]
     return [
         _Column(
@@ -167,7 +169,7 @@ def _make_row(case: AnyCase) -> MergedCase:
         strategy=strategy,
         offload=offload,
         staging=staging,
-        # A method that only another version of the doctor has is shown with those that extract.
+        # A method that only another version of the doctor has is shown among the extractions.
         direction=find_direction(case) if _has_method(case) else "out",
         method=case.method,
         outcomes=(),
@@ -183,7 +185,9 @@ def _has_method(case: AnyCase) -> bool:
 
 
 def _judge_measured(outcome: Outcome, row: MergedCase, device: str) -> Outcome:
-    """The outcome; unmeasurable if it is an ok of the CPU, where nothing moves that moves elsewhere."""
+    """Returns the outcome, changed to "unmeasurable" for an ok on the CPU if the case's offload or staging would move
+    memory on another device.
+    """
     moves = row.offload not in ("", str(Offload())) or row.staging == Staging.STAGED
     if device != "cpu" or outcome.kind != "ok" or not moves:
         return outcome
@@ -228,14 +232,14 @@ def _join(first: _Column, other: _Column) -> _Column:
 
 
 def _make_environment_key(environment: Environment) -> tuple[object, ...]:
-    """Sorts by machine and version; an environment that could not be made comes last."""
+    """Returns a key that sorts by machine and version. An environment that could not be made comes last."""
     torch = make_version_key(strip_build(environment.torch))
     never_made = environment.world_size == 0
     return never_made, _describe_machine(environment), torch, environment.created, environment.reports
 
 
 def _name_environments(environments: Sequence[Environment]) -> list[Environment]:
-    """Names environments by torch and device, and by further facts if that is not unique."""
+    """Names environments by torch and device, and by further facts if these names are not unique."""
     short = [
         f"torch {strip_build(each.torch) or 'unknown'}, {each.device if each.world_size else NOWHERE}"
         for each in environments
@@ -256,15 +260,15 @@ def _name_environments(environments: Sequence[Environment]) -> list[Environment]
 
 
 def _describe_machine(environment: Environment) -> str:
-    """``2 ranks of emulated``."""
+    """Returns the ranks and the device, for example ``2 ranks of emulated``."""
     kinds = " and ".join(dict.fromkeys(environment.accelerators)) if environment.device != "cpu" else ""
     return f"{format_count(environment.world_size, 'rank')} of {kinds or environment.device}"
 
 
 def _list_facts(environment: Environment) -> dict[str, str]:
-    """Lists the facts that can differ between environments of one machine."""
+    """Maps the names of facts that can differ between environments of one machine to their values."""
     packages = {name: version for name, version in environment.packages.items() if name != _DOCTOR}
-    # The machine says the device and the number of ranks already.
+    # Device and number of ranks are left out, because the description of the machine has them.
     options = " ".join(re.sub(r"--(?:device|nproc) \S+", "", environment.rerun_options).split())
     return {**packages, "python": environment.python, "options": options}
 
@@ -274,9 +278,10 @@ def _list_facts(environment: Environment) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _VersionRow:
-    """Environments that differ only by the version of ``package``.
+    """Environments that differ only in the version of ``package``.
 
-    where: the facts that they share. environments: indices by the version's short name, oldest first.
+    where: the facts that they share.
+    environments: maps the version's short name to the index of the environment, the oldest first.
     untried: versions of the package between two of these that have no environment.
     """
 
@@ -287,7 +292,7 @@ class _VersionRow:
 
 
 def _list_version_rows(environments: Sequence[Environment]) -> list[_VersionRow]:
-    """The rows of two and more environments for each package with several versions; torch's first."""
+    """Returns the rows of at least two environments for each package with several versions; torch's rows come first."""
     packages = ["torch", *sorted({name for each in environments for name in each.packages} - {"torch", _DOCTOR})]
     rows = []
     for package in packages:
@@ -338,7 +343,7 @@ def _make_version_row(
 
 
 def _list_minors_between(first: str, last: str, there: Sequence[str]) -> list[str]:
-    """The releases of torch between two versions that no environment has."""
+    """Returns the releases of torch between two versions that have no environment."""
     if not (make_version_key(first)[0] and make_version_key(last)[0]) or Version(first).major != Version(last).major:
         return []
     tried = {Version(version).minor for version in there if make_version_key(version)[0]}
@@ -347,7 +352,7 @@ def _list_minors_between(first: str, last: str, there: Sequence[str]) -> list[st
 
 
 def _make_statement(row: _VersionRow, outcomes: Sequence[Outcome | None]) -> Statement:
-    """Makes the statement on one case from its outcomes by environment."""
+    """Makes the statement on one case. outcomes: the outcome in each environment."""
     periods: list[Period] = []
     missing = list(row.untried)
     for version, index in row.environments.items():
@@ -364,7 +369,7 @@ def _make_statement(row: _VersionRow, outcomes: Sequence[Outcome | None]) -> Sta
 
 
 def _write_statement(package: str, periods: Sequence[Period], not_run: Sequence[str]) -> str:
-    """``crash since torch 2.6, ok from 2.14; 2.12, 2.13 not run``."""
+    """Writes a statement as text, for example ``crash since torch 2.6, ok from 2.14; 2.12, 2.13 not run``."""
     missing = f"{', '.join(not_run)} not run"
     if not periods:
         return f"{package} {missing}"
@@ -376,12 +381,12 @@ def _write_statement(package: str, periods: Sequence[Period], not_run: Sequence[
 
 
 def sort_versions(versions: Iterable[str]) -> list[str]:
-    """Sorts versions, each once, the oldest first."""
+    """Sorts distinct versions, the oldest first."""
     return sorted(set(versions), key=make_version_key)
 
 
 def make_version_key(text: str) -> tuple[bool, Version]:
-    """A key to sort by; texts that are no versions come first."""
+    """Returns a key to sort versions by. Texts that are not versions come first."""
     try:
         return True, Version(text)
     except InvalidVersion:
@@ -389,12 +394,12 @@ def make_version_key(text: str) -> tuple[bool, Version]:
 
 
 def strip_build(version: str) -> str:
-    """The version without its build: ``2.13.0+cpu`` is ``2.13.0``."""
+    """Removes the build from a version: ``2.13.0+cpu`` becomes ``2.13.0``."""
     return version.partition("+")[0]
 
 
 def shorten_names(versions: Sequence[str]) -> dict[str, str]:
-    """Short names of torch's versions: the first two numbers, if no other version has the same."""
+    """Maps each version of torch to a short name: its first two numbers, if no other version has the same."""
     minors = {version: ".".join(version.split(".")[:2]) for version in versions}
     every_minor = list(minors.values())
     return {

@@ -1,5 +1,5 @@
-"""Runs the probe with each version of torch and of other packages, in an environment that is made for them; keeps and
-continues the reports.
+"""Runs the probe with each version of torch and of other packages, each in a new environment. Keeps and continues the
+reports.
 """
 
 from __future__ import annotations
@@ -35,18 +35,22 @@ from fsdp_doctor.machine.versions import is_at_least
 from fsdp_doctor.report.document import Report
 from fsdp_doctor.report.journal import read_report, write_report
 
-# As fsdp_doctor/emulated/build.py has it, which imports torch.
+# A copy of the value in fsdp_doctor/emulated/build.py, which imports torch.
 OLDEST_EMULATED_TORCH = "2.10"
 _PACKAGE = pathlib.Path(fsdp_doctor.__file__).parent
 _LONGEST_REASON = 300
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Options of the probe that the sweep gives itself, or that only say where the result goes.
+# Options of the probe that the sweep sets itself, or that only choose the output.
 _OVERRIDDEN = ("--json", "--device", "--format")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packages:
-    """Packages installed for one probe. torch: ``2.10`` means its newest patch release. beside: requirements."""
+    """Packages that are installed for one probe.
+
+    torch: a version; ``2.10`` means its newest patch release.
+    beside: requirements of other packages.
+    """
 
     torch: str
     beside: tuple[str, ...]
@@ -59,8 +63,10 @@ class Packages:
 class Sweep:
     """A sweep over versions of torch and of other packages.
 
-    versions: versions of torch, as the user gave them. requirements: further packages; requirements of the same package
-    are tried one after the other. options: the probe's options. directory: for the reports.
+    versions: versions of torch, as the user gave them.
+    requirements: further packages; several requirements of the same package are tried one after the other.
+    options: the probe's options.
+    directory: the directory for the reports.
     """
 
     versions: tuple[str, ...]
@@ -80,13 +86,13 @@ class Sweep:
         ]
 
     def name_file(self, packages: Packages) -> pathlib.Path:
-        """Returns the file for the report of these packages; its name has all packages."""
+        """Returns the file for the report of these packages. Its name contains all packages."""
         beside = (re.sub(r"[^\w.]+", "", text.replace("==", "")) for text in packages.beside)
         return self.directory / f"{'-'.join([f'torch{packages.torch}', *beside])}.json"
 
 
 def _name_package(requirement: str) -> str:
-    """The package of a requirement; of a path or the like, itself."""
+    """Returns the package of a requirement, or the text itself if it is a path or the like."""
     try:
         return Requirement(requirement).name
     except InvalidRequirement:
@@ -95,7 +101,11 @@ def _name_package(requirement: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Swept:
-    """The probe of some packages. trouble: why its report is incomplete, or empty. exit_code: the trouble's."""
+    """The probe of some packages.
+
+    trouble: the reason why its report is incomplete; else empty.
+    exit_code: the exit code for the trouble.
+    """
 
     packages: Packages
     file: pathlib.Path
@@ -105,7 +115,10 @@ class Swept:
 
 
 def check(sweep: Sweep) -> None:
-    """Raises UsageError if the sweep would replace a report that was made with other options, or if there is no uv."""
+    """Checks the sweep before it begins.
+
+    Raises UsageError if it would replace a report that was made with other options, or if uv is not installed.
+    """
     find_uv()
     for packages in sweep.list_packages():
         earlier = _read_existing_report(sweep.name_file(packages))
@@ -117,7 +130,7 @@ def check(sweep: Sweep) -> None:
 
 
 def run(sweep: Sweep) -> Iterator[Swept]:
-    """Runs the packages one after the other; their environment is removed before the next one is made."""
+    """Probes the packages one after the other. The environment of each is removed before the next one is made."""
     for packages in sweep.list_packages():
         file = sweep.name_file(packages)
         report, trouble = _read_existing_report(file), None
@@ -135,21 +148,21 @@ def run(sweep: Sweep) -> Iterator[Swept]:
 
 
 def _run_packages(sweep: Sweep, packages: Packages) -> CannotRun | DoctorFault | None:
-    """Installs and probes; returns the reason if there is no whole report."""
+    """Installs and probes the packages. Returns the reason if there is no complete report."""
     file = sweep.name_file(packages)
     log = file.with_suffix(".log")
     try:
         with tempfile.TemporaryDirectory(prefix=".environment-", dir=sweep.directory) as scratch:
             log.write_text("")
             _print_progress(f"{packages}: installing")
-            # 2.10 is the newest of its patch releases.
+            # A version such as 2.10 means its newest patch release.
             torch = f"torch=={packages.torch}{'' if packages.torch.count('.') > 1 else '.*'}"
             try:
                 python = make_environment(pathlib.Path(scratch, "environment"), [torch, *packages.beside], log)
             except CannotRun as reason:
                 return CannotRun(f"{packages} does not install: {reason}")
-            # A copy, so that all run the same doctor although its sources may change meanwhile, and sees
-            # nothing else of the environment that the doctor is installed in.
+            # All probes run a copy of the doctor, so that changes to its sources during the sweep have no effect. The
+            # copy also hides the other packages of the environment in which the doctor is installed.
             doctor = pathlib.Path(scratch, "doctor")
             shutil.copytree(_PACKAGE, doctor / _PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
             program = Program(python, doctor)
@@ -167,21 +180,21 @@ def _print_progress(text: str) -> None:
 
 @dataclass(frozen=True)
 class Program:
-    """An installation of fsdp-doctor in a separate environment. path: the directory of its package."""
+    """An installation of fsdp-doctor in a separate environment. path: the directory that contains its package."""
 
     python: pathlib.Path
     path: pathlib.Path
 
     def probe(self, options: Sequence[str], log: pathlib.Path) -> CannotRun | DoctorFault | None:
-        """Runs ``fsdp-doctor probe``; returns the reason if it made no whole report.
+        """Runs ``fsdp-doctor probe``. Returns the reason if it made no complete report.
 
-        An unexpected verdict is a result. Raises UsageError for options that the probe refuses, Interrupted if a
-        signal ended it: either would end the next version, too.
+        An unexpected verdict counts as a result. Raises UsageError for options that the probe refuses, and Interrupted
+        if a signal ended it, because both would also end the probes of the next versions.
         """
         command = [str(self.python), "-m", "fsdp_doctor", "probe", *options, "--format", "lines"]
         with (
             open(log, "a", encoding="utf-8") as file,
-            # If this process is to end, the probe first writes its partial report.
+            # If this process has to end, it terminates the probe, which writes its partial report first.
             _run_child(command, subprocess.Popen.terminate, stdout=file, stderr=file, env=self._variables) as process,
         ):
             code = process.wait()
@@ -201,7 +214,7 @@ class Program:
                 return DoctorFault(f"the probe ended with exit code {code}: {sentence}")
 
     def list_accelerators(self) -> list[str]:
-        """Names of the accelerators that its torch sees."""
+        """Returns the names of the accelerators that the environment's torch finds."""
         try:
             names: list[str] = json.loads(self._read_output("-m", "fsdp_doctor", "env", "--json"))["accelerators"]
         except (ValueError, KeyError):
@@ -223,7 +236,7 @@ class Program:
 
 
 def _choose_device_options(options: Sequence[str], program: Program) -> list[str]:
-    """Returns ``--device cpu`` if torch is too old for the emulated device and sees no accelerator."""
+    """Returns ``--device cpu`` if torch is too old for the emulated device and finds no accelerator; else nothing."""
     if "--device" in _split_words(options):
         return []
     if is_at_least(program.read_torch_version(), OLDEST_EMULATED_TORCH) or program.list_accelerators():
@@ -231,7 +244,7 @@ def _choose_device_options(options: Sequence[str], program: Program) -> list[str
     return ["--device", "cpu"]
 
 
-# The reports that are there.
+# Reads existing reports.
 
 
 def _read_existing_report(file: pathlib.Path) -> Report | None:
@@ -250,7 +263,7 @@ def _read_device(options: Sequence[str]) -> str:
 
 
 def _list_selecting_words(options: Sequence[str]) -> list[str]:
-    """Lists the words of the options that decide which cases run; the device and the outputs are left out."""
+    """Lists the words of the options that decide which cases run, without the device and the outputs."""
     words = iter(write_home_as_tilde(word) for word in _split_words(options))
     selecting = []
     for word in words:
@@ -262,7 +275,7 @@ def _list_selecting_words(options: Sequence[str]) -> list[str]:
 
 
 def _split_words(options: Sequence[str]) -> list[str]:
-    """The words of options, ``--device=cpu`` as two."""
+    """Splits options into words: ``--device=cpu`` becomes two."""
     words = []
     for option in options:
         name, equals, value = option.partition("=")
@@ -271,7 +284,7 @@ def _split_words(options: Sequence[str]) -> list[str]:
 
 
 def _make_empty_report(sweep: Sweep, packages: Packages, trouble: str) -> Report:
-    """The report of packages that could not run, so that a merged report names the trouble."""
+    """Makes the report of packages that could not run, so that a merged report names the trouble."""
     facts = collect_without_torch()
     facts["packages"] = {"torch": packages.torch, **read_exact_versions(packages.beside)}
     return Report(
@@ -287,7 +300,7 @@ def _make_empty_report(sweep: Sweep, packages: Packages, trouble: str) -> Report
 
 
 def read_exact_versions(requirements: Sequence[str]) -> dict[str, str]:
-    """Maps packages to the versions in requirements such as ``transformers==5.23.0``; leaves out other requirements."""
+    """Maps packages to the versions in requirements such as ``transformers==5.23.0``. Ignores other requirements."""
     versions: dict[str, str] = {}
     for text in requirements:
         with contextlib.suppress(InvalidRequirement):
@@ -298,13 +311,13 @@ def read_exact_versions(requirements: Sequence[str]) -> dict[str, str]:
     return versions
 
 
-# The environments.
+# Makes the environments.
 
 
 def make_environment(directory: pathlib.Path, requirements: Sequence[str], log: pathlib.Path) -> pathlib.Path:
-    """Makes an environment in ``directory`` with the requirements and the doctor's own; returns its interpreter.
+    """Makes an environment in ``directory`` with the requirements and the doctor's own. Returns its interpreter.
 
-    Raises CannotRun with uv's reason if they do not install, UsageError if there is no uv.
+    Raises CannotRun with uv's reason if they cannot be installed, and UsageError if uv is not installed.
     """
     uv, python = find_uv(), directory / "bin" / "python"
     with open(log, "a", encoding="utf-8") as file:
@@ -326,7 +339,9 @@ def find_uv() -> str:
 
 
 def read_package_requirements() -> list[str]:
-    """Reads the requirements of this package, in a checkout from pyproject.toml, because its metadata may be older."""
+    """Reads the requirements of this package. In a checkout they come from pyproject.toml, because the metadata may be
+    older.
+    """
     project = _PACKAGE.parent / "pyproject.toml"
     if project.is_file():
         declared = msgspec.toml.decode(project.read_bytes())["project"]["dependencies"]
@@ -350,12 +365,12 @@ def _run_uv(command: list[str], log: IO[str]) -> None:
 
 
 def find_reason(output: str) -> str:
-    """Joins what uv printed into one line, without its drawing."""
+    """Joins the output of uv into one line, without its drawing characters."""
     return " ".join(re.sub(r"[^\x20-\x7e]", " ", output).split())[:_LONGEST_REASON]
 
 
 def _make_child_environment(**more: str) -> dict[str, str]:
-    """The environment variables of this process, without those that point Python to other packages."""
+    """Returns the environment variables of this process, without those that point Python to other packages."""
     left_out = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
     return {name: value for name, value in os.environ.items() if name not in left_out} | more
 
@@ -364,10 +379,10 @@ def _make_child_environment(**more: str) -> dict[str, str]:
 def _run_child(
     command: Sequence[str], end: Callable[[subprocess.Popen[Any]], None], **options: Any
 ) -> Iterator[subprocess.Popen[Any]]:
-    """Runs a command in a new session, so that signals of the terminal reach this process alone.
+    """Runs a command in a new session, so that signals from the terminal reach only this process.
 
-    end: called if the block raises; then the process is waited for. Signals wait while the process is being started:
-    otherwise it could go on after this one. Raises OSError as Popen does.
+    end: called if the block raises an exception; afterwards the process is waited for. Signals are blocked while the
+        process is being started; otherwise it could outlive this process. Raises OSError as Popen does.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
     restore = functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)
@@ -385,6 +400,6 @@ def _run_child(
 
 
 def _kill_group(process: subprocess.Popen[Any]) -> None:
-    """Kills a process with everything that it started, which would go on without it."""
+    """Kills a process and all processes that it started, which would otherwise continue to run."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
