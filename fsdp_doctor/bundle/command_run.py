@@ -1,12 +1,12 @@
 """Runs a command, and keeps its output, its exit code, and the stacks of its ranks if it hangs.
 
-The command runs unchanged, except for environment variables that make Python and torch report more when something is
-wrong; variables that the user has set stay unchanged. The command has this process's standard input.
+The command runs unchanged, with this process's standard input. Environment variables are added that make Python and
+torch report more about a failure; variables that the user has set are kept.
 
-The ranks write their stacks themselves: Python's faulthandler, which ``PYTHONFAULTHANDLER`` switches on, writes the
-stacks of all threads at SIGABRT, and the process ends. So stacks are taken last, when the command has to end anyway.
-All processes are stopped first: otherwise the first one to end would make torchrun end the others, or wake those that
-wait for it.
+The ranks write their stacks themselves: ``PYTHONFAULTHANDLER`` switches on Python's faulthandler, which writes the
+stacks of all threads at SIGABRT, and the process ends. Therefore stacks are taken last, when the command has to end
+anyway. All processes are stopped first; otherwise, the end of the first one would make torchrun end the others, or
+would wake processes that wait for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fsdp_doctor.machine.versions import is_at_least, read_installed_versions
 from fsdp_doctor.probe.processes import adopt_orphans
 from fsdp_doctor.text import find_main_thread
 
-# Frames of torch, of other packages and of Python itself.
+# Matches the frames of torch, of other packages and of Python itself.
 _OTHERS = re.compile(r"/torch/|-packages/|/lib/python|<frozen ")
 _STACK_BEGINS = ("Fatal Python error", "Current thread", "Thread 0x")
 _STACK_SECONDS = 5.0
@@ -49,16 +49,16 @@ class RankStack:
 
     @property
     def place(self) -> str:
-        """The innermost frame outside torch, other packages and Python; otherwise the innermost frame."""
+        """The innermost frame outside torch, other packages and Python; if there is none, the innermost frame."""
         frames = [line.strip() for line in find_main_thread(self.stack) if line.lstrip().startswith("File ")]
         outside = [frame for frame in frames if not _OTHERS.search(frame)]
         return (outside or frames or [NO_STACK])[0]
 
 
 def take_stacks(output: Callable[[float], bytes]) -> list[RankStack]:
-    """Takes the stacks of the ranks below this process, and ends these ranks by it.
+    """Takes the stacks of the ranks below this process, which ends these ranks.
 
-    output: waits up to the given seconds, and returns the command's output of this time.
+    output: waits up to the given number of seconds, and returns the output that the command wrote during this time.
     """
     processes = _find_descendants()
     ranks = _find_ranks(processes)
@@ -68,7 +68,7 @@ def take_stacks(output: Callable[[float], bytes]) -> list[RankStack]:
 
 
 def end_descendants() -> None:
-    """Ends every process below this one."""
+    """Ends all descendants of this process."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         processes = _find_descendants()
         _send(processes, number)
@@ -87,8 +87,8 @@ def _find_descendants() -> list[psutil.Process]:
 
 
 def _find_ranks(processes: Sequence[psutil.Process]) -> dict[str, psutil.Process]:
-    """Maps names to the first process of each rank, found by the variable RANK; to every Python process if none has
-    it.
+    """Maps a name to the first process of each rank, which has the variable RANK. If no process has it, returns every
+    Python process.
     """
     ranks: dict[int, psutil.Process] = {}
     pythons = {}
@@ -103,12 +103,12 @@ def _find_ranks(processes: Sequence[psutil.Process]) -> dict[str, psutil.Process
 
 
 def _take_stack(process: psutil.Process, output: Callable[[float], bytes]) -> str:
-    # The file that standard error goes to, as torchrun's --redirects has it; None if it is no file.
+    # The file to which standard error is redirected, as by torchrun's --redirects; None if it is not redirected.
     file: pathlib.Path | None = None
     with contextlib.suppress(psutil.Error):
         file = next((pathlib.Path(each.path) for each in process.open_files() if each.fd == 2), None)
     begin = file.stat().st_size if file is not None else 0
-    # A stack is wanted, not gigabytes of memory.
+    # No core dump is written, which could have gigabytes.
     with contextlib.suppress(psutil.Error, OSError, ValueError):
         process.rlimit(psutil.RLIMIT_CORE, (0, process.rlimit(psutil.RLIMIT_CORE)[1]))
     _send([process], signal.SIGABRT)
@@ -136,24 +136,28 @@ def _send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
 
 CommandEnd: TypeAlias = Literal["exited", "hung", "overdue", "stopped"]
 
-# By the torch that has it, and warns of the other: what makes the flight recorder run, and where it puts its dumps.
+# The variables that switch on the flight recorder and set the path of its dumps, before torch 2.9 and from it on. Each
+# torch warns about the other names.
 _RECORDER = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _RECORDER_FROM_2_9 = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
 _MOST_OUTPUT = 512 << 20
 _CHUNK = 1 << 16
 _SUMMARY_BYTES = 1 << 18
 _FAILED = re.compile(r"^\s*rank\s*: (\d{1,6})\b.*\n\s*exitcode\s*: (-?\d{1,6})\b", re.MULTILINE)
-# After its end a command may have left something that holds its output open.
+# Seconds to read output after the command has ended, because a process that it left behind may keep the output open.
 _AFTER_END_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandRun:
-    """Outcome of a command.
+    """The outcome of a command.
 
-    exit_code: negative for a signal; None if this process ended the command. seconds: duration of the run. silent:
-    seconds without output at the end. rank_exit_codes: by rank, as torchrun prints them.
-    output: the file with the output. dumps: files of torch's flight recorder.
+    exit_code: negative for a signal; None if this process ended the command.
+    seconds: the duration of the run.
+    silent: the seconds without output at the end.
+    rank_exit_codes: maps ranks to exit codes, as torchrun prints them.
+    output: the file with the output.
+    dumps: files of torch's flight recorder.
     """
 
     command: tuple[str, ...]
@@ -199,10 +203,14 @@ def run(
 ) -> CommandRun:
     """Runs ``command``, shows its output, and ends it if it writes nothing for ``hang_after`` seconds.
 
-    output: the file for its output. dumps: a new folder for torch's flight recorder. longest: the most seconds that it
-    may run. variables: more for its environment. Raises UsageError where the command cannot be started.
+    Raises UsageError if the command cannot be started.
+
+    output: the file for the command's output.
+    dumps: a new folder for torch's flight recorder.
+    longest: the most seconds that the command may run.
+    variables: additional environment variables.
     """
-    # So that processes which a command leaves behind are below this one, and can be ended.
+    # Makes processes that the command leaves behind children of this process, so that they can be ended.
     adopt_orphans()
     dumps.mkdir()
     environment = {**_choose_diagnostic_variables(dumps), **os.environ, **(variables or {})}
@@ -221,7 +229,7 @@ def run(
             if end != "exited":
                 stacks = take_stacks(watched.collect)
         finally:
-            # Processes that a command leaves behind when it ends by itself are meant to go on.
+            # If the command ended by itself, the processes that it left behind are meant to continue.
             if end != "exited":
                 end_descendants()
             process.wait()
@@ -250,7 +258,7 @@ def _choose_diagnostic_variables(dumps: pathlib.Path) -> dict[str, str]:
 
 
 def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Starts the command in a new session, so that Ctrl-C reaches this process alone."""
+    """Starts the command in a new session, so that Ctrl-C reaches only this process."""
     try:
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -261,7 +269,7 @@ def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Po
 
 
 def _read_rank_exit_codes(output: pathlib.Path) -> dict[int, int]:
-    """Exit codes of the ranks that failed, from the summary at the end of torchrun's output."""
+    """Reads the exit codes of the ranks that failed from the summary at the end of torchrun's output."""
     with open(output, "rb") as file:
         file.seek(max(0, output.stat().st_size - _SUMMARY_BYTES))
         text = file.read().decode(errors="replace")
@@ -269,7 +277,7 @@ def _read_rank_exit_codes(output: pathlib.Path) -> dict[int, int]:
 
 
 class _Output:
-    """The output of the command: shown on standard error as it comes, and kept in a file up to a size."""
+    """The output of the command. It is shown on standard error as it arrives, and kept in a file up to a limit."""
 
     def __init__(self, process: subprocess.Popen[bytes], kept: BinaryIO) -> None:
         assert process.stdout is not None
@@ -287,7 +295,9 @@ class _Output:
         return time.monotonic() - self._last
 
     def wait_for_end(self, hang_after: float, deadline: float) -> Literal["exited", "hung", "overdue"]:
-        """Shows the output until the command ends, has been silent for the given seconds, or is overdue."""
+        """Shows the output until the command ends, has been silent for ``hang_after`` seconds, or has passed the
+        deadline.
+        """
         ended_at: float | None = None
         while self._open:
             self._show(self._read(min(0.5, hang_after)))
@@ -304,7 +314,7 @@ class _Output:
         return "exited" if self._process.returncode is not None else "hung"
 
     def collect(self, seconds: float) -> bytes:
-        """Reads the output for that time without showing it."""
+        """Reads the output for ``seconds`` without showing it."""
         end = time.monotonic() + seconds
         output = b""
         while self._open and (left := end - time.monotonic()) > 0:
@@ -328,7 +338,7 @@ class _Output:
         sys.stderr.flush()
         if self._size < _MOST_OUTPUT:
             self._size += len(data)
-            # A disk that is full does not end a run of hours; the beginning of the log is there.
+            # A full disk must not end a run of hours. The beginning of the log is already written.
             with contextlib.suppress(OSError):
                 self._kept.write(data)
                 self._kept.flush()
@@ -336,8 +346,8 @@ class _Output:
 
 @contextlib.contextmanager
 def _turn_signals_into_interrupts() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP end the command as Ctrl-C does: its output is kept, and none of its processes stays
-    behind.
+    """Makes SIGTERM and SIGHUP end the command as Ctrl-C does: its output is kept, and none of its processes is left
+    running.
     """
 
     def interrupt(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""The evidence of a failure: environment, logs, explanation, configuration, and the case that fits."""
+"""The evidence of a failure: environment, logs, explanation, configuration, and the case that matches it."""
 
 from __future__ import annotations
 
@@ -41,9 +41,12 @@ MINIMAL_SCRIPT = "minimal.py"
 class FailureEvidence:
     """The evidence of one failure.
 
-    environment: this machine's. logs: files, also dumps of torch's flight recorder; the output of the command is the
-    last one. explanation: what the logs show. configuration: as ``check`` read it. run: the command's outcome.
-    named: the versions and the ranks in the logs.
+    environment: the facts of this machine.
+    logs: log files and dumps of torch's flight recorder. The output of the command comes after the given logs.
+    explanation: the result of ``explain`` on the logs.
+    configuration: the result of ``check`` on the configuration.
+    run: the command's outcome.
+    named: the versions and the ranks that the logs name.
     """
 
     environment: EnvironmentFacts
@@ -63,7 +66,9 @@ def gather(
     report: Report | None = None,
     run: CommandRun | None = None,
 ) -> FailureEvidence:
-    """Explains the logs, and the command's output if there was any. Raises UsageError for a log that cannot be read."""
+    """Gathers the evidence, and explains the logs and the command's output. Raises UsageError for a log that cannot be
+    read.
+    """
     if run is not None:
         logs = (*logs, *([run.output] if run.output.stat().st_size else []), *run.dumps)
     return FailureEvidence(
@@ -78,11 +83,11 @@ def gather(
 
 
 def make_texts(evidence: FailureEvidence) -> dict[str, str]:
-    """The texts of a bundle by file name, with everything private still in them; without the case and the report."""
+    """Makes the texts of a bundle by file name, without the case and the report. Private text is not yet replaced."""
     files = {"environment.txt": "\n".join(format_lines(evidence.environment)) + "\n"}
     if evidence.explanation is not None:
         files["explain.txt"] = text.render_text(evidence.explanation, _WIDTH)
-        # Without dumps of the flight recorder, which `explain` reads and people do not.
+        # Dumps of the flight recorder are left out, because people cannot read them.
         logs = [log for log in evidence.logs if read_dump(log, 0) is None]
         for number, log in enumerate(logs, start=1):
             files["log.txt" if number == 1 else f"log-{number}.txt"] = cut_excerpt(log, evidence.explanation)
@@ -98,7 +103,7 @@ def make_texts(evidence: FailureEvidence) -> dict[str, str]:
 
 
 def make_readable_file(path: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
-    """Returns a file that can be read twice: the log, or a copy in ``directory`` of a pipe or standard input.
+    """Returns a file that can be read twice: the log itself, or for a pipe or standard input a copy in ``directory``.
 
     Raises UsageError for a log that cannot be read.
     """
@@ -112,11 +117,12 @@ def make_readable_file(path: pathlib.Path, directory: pathlib.Path) -> pathlib.P
 
 
 def cut_excerpt(path: pathlib.Path, explanation: Explanation) -> str:
-    """Cuts whole lines out of the log at ``path``: the beginning, around the failure, and the end. The rest is counted.
+    """Cuts whole lines out of the log at ``path``: its beginning, the lines around the failure, and its end. Omitted
+    lines are counted.
 
-    explanation: what ``explain`` found in the log.
+    explanation: the result of ``explain`` on the log.
     """
-    # The lines with the cause and with the first exceptions.
+    # The cause and the first other exceptions.
     name = LogInput(path).name
     raised: Iterable[Raised] = (
         *([explanation.cause.first] if explanation.cause else []),
@@ -151,8 +157,11 @@ def _join_lines(kept: dict[int, str], last: int) -> Sequence[str]:
 class ChosenCase:
     """The case of a bug report.
 
-    why: the reason for this case, in words. command: runs the case. result: the report's, if it has the case.
-    script: the standalone script; if it is empty, no_script says why. minimal: the short script, if there is one.
+    why: the reason for this case, in words.
+    command: the command that runs the case.
+    result: the result in the report, if the report has the case.
+    script: the standalone script; if it is empty, no_script says why.
+    minimal: the short script, if there is one.
     """
 
     case: AnyCase
@@ -165,25 +174,27 @@ class ChosenCase:
 
     @property
     def script_command(self) -> str:
-        """Reads in its docstring the command that starts the short script, or the full one if there is no short one."""
+        """The command that starts the short script, or the full one if there is no short one; read from the script's
+        docstring.
+        """
         lines = (line.strip() for line in (self.minimal or self.script).splitlines())
         return next((line.partition("  #")[0] for line in lines if line.startswith("torchrun")), "")
 
 
 def choose_case(evidence: FailureEvidence) -> ChosenCase | None:
-    """Chooses the case that fits the log, the configuration and the report best; None if nothing names a case."""
+    """Chooses the case that matches the log, the configuration and the report best; None if nothing names a case."""
     for case_id, why in _list_case_candidates(evidence):
         try:
             case = select(Selection(case_ids=(case_id,)))[0]
         except FsdpDoctorError:
-            # A user's own method, or a case of another version.
+            # The id is of a user's own method, or of a case in another version.
             continue
         return _add_script(case, why, evidence.report)
     return None
 
 
 def _list_case_candidates(evidence: FailureEvidence) -> Iterator[tuple[str, str]]:
-    """Pairs of an id and the reason for it, the best first."""
+    """Yields pairs of a case's id and the reason for it, the best first."""
     report, configuration, explanation = evidence.report, evidence.configuration, evidence.explanation
     matches = explanation.matches if explanation is not None else ()
     named = [match.entry for match in matches if match.grade != "possible"]
@@ -237,7 +248,7 @@ def _write_minimal(case: AnyCase, result: CaseResult | None) -> str:
 
 
 def _choose_expectation(case: Case, report: Report | None) -> repro.Expectation:
-    """Chooses the failure that a script must show: the report's, or the catalogue's if the report has none."""
+    """Chooses the outcome that a script must show: the report's, or the catalogue's if the report has none."""
     if report is None:
         return repro.find_expected(case)
     try:
@@ -248,7 +259,7 @@ def _choose_expectation(case: Case, report: Report | None) -> repro.Expectation:
 
 
 def make_case_texts(chosen: ChosenCase) -> dict[str, str]:
-    """Makes the texts of the case by file name: the case, and its script if it has one."""
+    """Makes the texts of the case by file name: the case, and its scripts if it has any."""
     lines = [chosen.case.id, "", f"Why this one: {chosen.why}.", f"Run it: {chosen.command}"]
     if chosen.result is not None:
         lines.append(f"In the report it is {chosen.result.verdict.kind}: {chosen.result.verdict.reason}")

@@ -1,4 +1,4 @@
-"""issue.md, and the zip file that it is the first part of."""
+"""Writes issue.md, and the zip file that contains it."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ _VERSIONS = ("fsdp-doctor", "torch", "transformers", "accelerate", "peft")
 _LONGEST_LINE = 300
 _MOST_RANKS = 8
 MOST_CHARACTERS = 65_536
-# Titles, and lines, of the parts that are shown; with the head, the versions, a short script and the words between they
-# make 150 lines. The longest answer about a known failure, of which the remedy is a part, has all its lines.
+# The titles of the parts that are shown, and their maximal numbers of lines. With the head, the versions, a short
+# script and the text in between, an issue has 150 lines. The longest explanation of a known failure, with its remedy,
+# is not cut.
 _TITLES = {
     "stacks.txt": "Where each rank was",
     "explain.txt": "What `fsdp-doctor explain` says",
     "check.txt": "What `fsdp-doctor check` says of the configuration",
 }
 _MOST: dict[str, int] = {"stacks.txt": 12, "explain.txt": 64, "check.txt": 24, "environment.txt": 15}
-# Each of them would make the fence longer by two.
+# A fence must be longer than any run of backticks in its text, so that long runs would make long fences.
 _MANY_BACKTICKS = re.compile("`{17,}")
 _LEFT_OUT = "[... the rest is in the bundle ...]"
 _REPLACED = "replaced.txt"
 _REPORT = "report.json"
-# The same evidence makes the same file.
+# A fixed date, so that the same evidence makes the same file.
 _DATE = (1980, 1, 1, 0, 0, 0)
 
 
@@ -131,7 +132,7 @@ def _describe_place(evidence: FailureEvidence, chosen: ChosenCase | None) -> str
 
 
 def _list_failed_ranks(evidence: FailureEvidence) -> list[str]:
-    """The ranks that raised the cause, or the rank that torchrun saw fail first, because torchrun ends the others
+    """Lists the ranks that raised the cause, or the rank that torchrun saw fail first; torchrun ends the other ranks
     itself.
     """
     explanation = evidence.explanation
@@ -145,7 +146,9 @@ def _list_failed_ranks(evidence: FailureEvidence) -> list[str]:
 
 
 def _describe_versions(evidence: FailureEvidence) -> str:
-    """Lists the versions that the job failed with, from the report, from this machine if it ran the job, or the log."""
+    """Describes the versions that the job failed with: from the report, from this machine if it ran the job, or from
+    the log.
+    """
     explanation = evidence.explanation
     if evidence.report is None and evidence.run is None and explanation is not None:
         return _describe_versions_of_logs(evidence, explanation.torch)
@@ -184,7 +187,7 @@ def _join_lines(text: str) -> str:
 
 
 def render_issue(head: Head, files: Mapping[str, str], replaced: Counter[str], named: NamedInLogs) -> str:
-    """Renders issue.md. head, files: without private text. replaced: number of replacements by kind."""
+    """Renders issue.md. head, files: without private text. replaced: the number of replacements of each kind."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -195,7 +198,7 @@ def render_issue(head: Head, files: Mapping[str, str], replaced: Counter[str], n
     environment.filters |= {"fenced": _fence, "code": _quote_as_code}
     shown = {name: _cut(files[name], most) for name, most in _MOST.items() if name in files}
     if "explain.txt" in shown:
-        # Both have the same entry of the catalogue.
+        # Both texts have the same entry of the catalogue, so only one is shown.
         shown.pop("check.txt", None)
         shown["explain.txt"] = named.write_ranks(shown["explain.txt"])
     text = environment.get_template("issue.md.jinja").render(
@@ -211,7 +214,9 @@ def render_issue(head: Head, files: Mapping[str, str], replaced: Counter[str], n
 
 
 def _cut(text: str, most: int) -> str:
-    """Shortens a text to ``most`` lines, its beginning and its last few lines, and cuts the ends off long lines."""
+    """Shortens a text to ``most`` lines, which are its beginning and its last lines, and cuts off the ends of long
+    lines.
+    """
     lines = [line[:_LONGEST_LINE] for line in text.rstrip("\n").splitlines()]
     if len(lines) > most:
         first = most * 3 // 4
@@ -236,25 +241,29 @@ def _quote_as_code(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """A bug report. files: text by name, issue.md first. replaced: how often each kind of private text was replaced."""
+    """A bug report.
+
+    files: maps names to texts, issue.md first.
+    replaced: how often each kind of private text was replaced.
+    """
 
     files: dict[str, str]
     replaced: Counter[str]
 
 
 def make_bundle(evidence: FailureEvidence, redactor: Redactor | None = None) -> Bundle:
-    """Makes a bundle, with everything private replaced. redactor: by default one that knows this machine's names."""
+    """Makes a bundle in which private text is replaced. redactor: by default, one that knows this machine's names."""
     redactor = redactor or Redactor.for_this_machine()
     raw = make_texts(evidence)
     for text in raw.values():
         redactor.learn(text)
     if evidence.report is not None:
         values = json.loads(json.dumps(convert_report_to_dict(evidence.report)))
-        # With `probe --host-name`; nothing beside it shows that it is the name of a host.
+        # `probe --host-name` adds the host's name to a report. No words around it reveal that it is a host's name.
         redactor.learn_host(evidence.report.environment.get("host", ""))
         redactor.learn_values(values)
         evidence = dataclasses.replace(evidence, report=read_report_dict(redactor.clean_values(values)))
-    # From the clean report, so that no private text is in the pattern of a script.
+    # The case is chosen from the cleaned report, so that the pattern of a script contains no private text.
     chosen = choose_case(evidence)
     head = make_head(evidence, chosen)
     redactor.learn(head.text)
@@ -273,7 +282,7 @@ def make_bundle(evidence: FailureEvidence, redactor: Redactor | None = None) -> 
 
 
 def write_bundle(path: pathlib.Path, bundle: Bundle) -> None:
-    """Writes the zip file. Raises DoctorFault if the disk has no room for it, or refuses it."""
+    """Writes the zip file. Raises DoctorFault if the file cannot be written."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
         for name, text in bundle.files.items():

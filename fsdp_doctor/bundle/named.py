@@ -1,4 +1,4 @@
-"""The names in a log that an issue needs: the versions of packages, and the ranks of processes."""
+"""Finds the facts in a log that an issue needs: the versions of packages, and the ranks of processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from fsdp_doctor.explain.log_input import LogInput
 
-# Packages whose versions decide what fails, as their distributions are called.
+# The packages whose versions decide which failures occur, by the names of their distributions.
 _PACKAGES = (
     *("torch", "transformers", "accelerate", "peft", "trl", "verl", "vllm", "sglang", "ray", "lightning"),
     *("torchtitan", "torchao", "safetensors", "bitsandbytes", "deepspeed", "axolotl", "flash-attn", "triton", "numpy"),
@@ -31,14 +31,15 @@ _LONGEST_LINE = 4_000
 class NamedInLogs:
     """The versions and the ranks that logs name.
 
-    versions: by package, in the order of the logs; empty for a package that only a traceback names. ranks: by pid.
+    versions: maps packages to versions, in the order of the logs; empty for a package that only a traceback names.
+    ranks: maps pids to ranks.
     """
 
     versions: dict[str, str] = field(default_factory=dict)
     ranks: dict[str, int] = field(default_factory=dict)
 
     def write_ranks(self, text: str) -> str:
-        """Returns the text with the rank of each process in place of its pid."""
+        """Returns the text with each process's pid replaced by its rank."""
         return _PID.sub(lambda pid: self._write_rank(pid[1]), text)
 
     def _write_rank(self, pid: str) -> str:
@@ -46,7 +47,9 @@ class NamedInLogs:
 
 
 def read_names(logs: Iterable[pathlib.Path]) -> NamedInLogs:
-    """Reads each log once. The rank of a pid is in the same line, or in an earlier one where torchrun prints it."""
+    """Reads each log once. A process's rank is in the same line as its pid, or in an earlier line where torchrun prints
+    it.
+    """
     named = NamedInLogs()
     for log in logs:
         rank: int | None = None

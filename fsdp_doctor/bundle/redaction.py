@@ -24,9 +24,9 @@ else:
 
 @dataclass(frozen=True)
 class Rule:
-    """Private text of one kind; ``x`` is the group of ``pattern`` that is replaced.
+    """A rule that finds private text of one kind. The group ``x`` of ``pattern`` is replaced.
 
-    entropy: the least entropy of private text, in bits per character; detect-secrets uses the same limits.
+    entropy: the least entropy of private text, in bits per character. detect-secrets uses the same limits.
     """
 
     kind: str
@@ -38,7 +38,7 @@ class Rule:
         return filter(self.is_random, _matches([self.pattern], text))
 
     def is_random(self, value: str) -> bool:
-        """Returns whether the characters are mixed enough to be private."""
+        """Returns whether the characters are random enough for a private text."""
         shares = [count / len(value) for count in Counter(value).values()]
         return -sum(share * math.log2(share) for share in shares) >= self.entropy
 
@@ -60,7 +60,7 @@ _RULES = tuple(
 _HOSTS, _USERS = (tuple(map(_compile, _DATA[name])) for name in ("hosts", "users"))
 _NOBODY, _NOT_SECRET, _PUBLIC_HOSTS = (_compile(_DATA[name]) for name in ("nobody", "not_secret", "public_hosts"))
 _PERSONAL = frozenset(_DATA["personal"])
-# By kind; a number follows it, the same for the same text in all files of a bundle.
+# Maps kinds to placeholders. A number follows, which is the same for the same text in all files of a bundle.
 PLACEHOLDER: dict[str, str] = {
     kind: re.sub(r"[^A-Z0-9]+", "_", kind.replace("'s", "").upper())
     for kind in (*dict.fromkeys(rule.kind for rule in _RULES), "IPv4 address", "IPv6 address", "host")
@@ -71,7 +71,7 @@ Replace = Callable[[str], str]
 
 _QUAD = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w]|\.\d)")
 _BESIDE = 40
-# The text before a version, and after one.
+# Match the text before and after a version.
 _VERSION_BEFORE = re.compile(
     r"(?:[=<>~!]=?|\bv|[A-Za-z][\w.]*[-_]|\b(?:[\w-]*(?:versions?|torch\w*|cuda|cudnn|nccl|driver|python|release|build|lib\w*"
     r"|cu\d\d|nvidia[\w-]*|transformers|accelerate|peft|verl|glibc|gcc|kernel|rocm|triton|numpy))[\"')\]]*[\s:=,(\[\"']{1,30}v?)$",
@@ -91,7 +91,8 @@ _IN_URL = re.compile(r"(?<=://)(?P<credentials>[^\s/@'\"<>]{0,400}@)?(?P<host>[A
 _DOTTED = re.compile(
     r"(?<![\w./@-])(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,62})\.){1,8}[A-Za-z]{2,12}(?![\w(-]|\.\w|/[\w-]+\.py)"
 )
-# No module ends so; a file or an attribute can end as the others do, so those need a digit or a hyphen.
+# No Python module ends in these. The other top-level domains can also end a file or an attribute, so a host with one of
+# them must contain a digit or a hyphen.
 _SURE = frozenset({"com", "edu", "gov", "mil"})
 _OFTEN = re.compile(
     r"org|net|io|ai|dev|cloud|local|internal|lan|corp|intra|intranet|private|localdomain|svc|cluster|int|home"
@@ -101,7 +102,7 @@ _NUMBER = re.compile(r"[\d-]")
 
 
 def replace_addresses(text: str, replace: Replace) -> str:
-    """Replaces IP addresses except loopback addresses and wildcards, which identify nobody."""
+    """Replaces IP addresses, except loopback addresses and wildcards, which identify nobody."""
 
     def replace_ipv4(match: re.Match[str]) -> str:
         return replace(match[0]) if _is_ipv4(match, text) else match[0]
@@ -113,7 +114,7 @@ def replace_addresses(text: str, replace: Replace) -> str:
 
 
 def replace_hosts(text: str, replace: Replace) -> str:
-    """Replaces the hosts of URLs and whole domain names except public ones such as github.com."""
+    """Replaces the hosts of URLs and whole domain names, except public ones such as github.com."""
 
     def replace_in_url(match: re.Match[str]) -> str:
         host = match["host"]
@@ -161,21 +162,21 @@ def _is_host(name: str) -> bool:
 
 
 _SHORTEST_NAME = 3
-# A secret after its name is replaced in other places, too, if it is long and mixed enough to be no word.
+# A secret that a text names is replaced in other places, too, if it is too long and too random to be a word.
 _SHORTEST_SECRET = 8
 
 
 class Redactor:
-    """Replaces private text. Let it learn all texts first, then clean them.
+    """Replaces private text. It must learn all texts before it cleans the first.
 
-    homes, hosts, users: names that are private wherever they stand.
+    homes, hosts, users: names that are private in any text.
     counts: how often each kind was replaced.
     """
 
     def __init__(self, homes: Iterable[str] = (), hosts: Iterable[str] = (), users: Iterable[str] = ()) -> None:
         self.counts: Counter[str] = Counter()
         self._placeholders: dict[str, str] = {}
-        # A text is of the kind that it was first taken for, wherever it stands.
+        # A private text keeps the kind with which it was first found.
         self._kinds: dict[str, str] = {}
         self._of_kind: Counter[str] = Counter()
         self._homes = {home for home in homes if len(home) > 1}
@@ -209,15 +210,15 @@ class Redactor:
                     self._kinds.setdefault(value, rule.kind)
 
     def learn_host(self, name: str) -> None:
-        """Takes in the name of a host."""
+        """Remembers the name of a host."""
         self._names["host"] |= {part for part in (name, name.split(".")[0]) if _is_name(part)}
 
     def learn_values(self, value: Any) -> None:
-        """Collects the private names in the strings of a JSON value."""
+        """Remembers the private names in the strings of a JSON value."""
         self.learn("\n".join(dict.fromkeys(_walk_strings(value))))
 
     def clean(self, text: str) -> str:
-        """Replaces everything private in ``text``."""
+        """Replaces all private text in ``text``."""
         for home in sorted(self._homes, key=len, reverse=True):
             whole = re.compile(rf"(?<![\w/.-]){re.escape(home)}(?![\w.-])")
             text = whole.sub(lambda match: self._choose_placeholder("home directory", match[0]), text)
@@ -234,10 +235,10 @@ class Redactor:
         return text
 
     def clean_values(self, value: Any) -> Any:
-        """Cleans all strings of a JSON value, but not its keys."""
+        """Replaces private text in all strings of a JSON value, but not in its keys."""
         match value:
             case str():
-                # Once: a report has the same traceback in hundreds of cases.
+                # Each text is cleaned once, because a report has the same traceback in hundreds of cases.
                 if value not in self._cleaned:
                     self._cleaned[value] = self.clean(value)
                 return self._cleaned[value]
@@ -263,7 +264,7 @@ class Redactor:
         def replace_group(match: re.Match[str]) -> str:
             value = match["x"]
             begin, end = (at - match.start() for at in match.span("x"))
-            # Code has the name as its value, too: password=password.
+            # In code, the value can be the name itself: password=password.
             is_harmless = rule.kind not in _PERSONAL and (_NOT_SECRET.fullmatch(value) or value in match[0][:begin])
             if is_harmless or not rule.is_random(value) or IS_PLACEHOLDER.match(value):
                 return match[0]

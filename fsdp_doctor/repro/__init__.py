@@ -1,4 +1,4 @@
-"""``fsdp-doctor repro``: a case as one standalone script for an upstream issue, without fsdp-doctor."""
+"""``fsdp-doctor repro``: writes a case as one standalone script for an upstream issue, without fsdp-doctor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end that a script is to reproduce: the verdict of a report, or the catalogue's entry for the case."""
+"""The outcome that a script must reproduce: the verdict in a report, or the catalogue's entry for the case."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from fsdp_doctor.matrix.methods import find_method
 from fsdp_doctor.report.document import CaseResult, Report
 from fsdp_doctor.verdict.classification import NOT_RUN, VerdictKind
 
-# Findings that no script can make.
+# Findings that a script cannot make.
 _UNSEEN = re.compile(
     r"the extraction changed \d+ of \d+ parts of the training state|requires_grad is \w+ where it was \w+"
     r"|the next training step ends otherwise than that of a run which had this state from the start"
 )
 _DEVICE = re.compile(r"\b(?:cuda|npu|xpu|hpu|emulated)\b(?::\d+)?")
-# The list at the end of a message of torch depends on the model and the ranks.
+# Matches the list at the end of some of torch's messages, which depends on the model and the ranks.
 _LIST = re.compile(r": \[\(.*$", re.DOTALL)
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
-# A CheckpointException's message has the traceback of another exception, and its summary has that exception alone.
+# The message of a CheckpointException contains the traceback of another exception. Its summary has only this exception.
 _CARRIES, _CARRIER = "Traceback (most recent call last):", "CheckpointException: "
 _DIRECTORY, _ANY_RANK = re.compile(r"the checkpoint/(?:\w+/)*"), re.compile(r"rank_\d+")
 _HOLDS = re.compile(r"the optimizer holds \d+ of the model's \d+ parameters")
@@ -37,12 +37,18 @@ _NAMED = re.compile(r"^[^:;]+: (?P<names>[\w.]+(?:, [\w.]+)*)(?: and (?P<more>\d
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """The expected end of a script.
+    """The expected outcome of a script.
 
-    kind: the verdict. message: a regular expression over the exception's ``Type: message``, or over the script's own
-        sentence on values; empty for any. by_every_rank: whether an exception on every rank, which can be a refusal,
-        counts as a crash. title: in words. references: the catalogue's. source: where the expectation is from.
-    versions: by package. on_one_rank, on_cpu: whether the failure shows there, too.
+    kind: the verdict.
+    message: a regular expression for the exception's ``Type: message``, or for the script's own sentence about values;
+        empty for any.
+    by_every_rank: whether an exception on every rank, which can be a refusal, counts as a crash.
+    title: the failure in words.
+    references: the references of the catalogue's entry.
+    source: the origin of the expectation.
+    versions: maps packages to versions.
+    on_one_rank: whether the failure also shows on one rank.
+    on_cpu: whether the failure also shows on the CPU.
     """
 
     kind: VerdictKind
@@ -57,9 +63,9 @@ class Expectation:
 
 
 def find_expected(case: AnyCase) -> Expectation:
-    """The end that the catalogue expects of the case, on the torch that is installed here, if any.
+    """Returns the outcome that the catalogue expects of the case with the installed torch, if torch is installed.
 
-    Raises UsageError for a failure that no script can see.
+    Raises UsageError for a failure that a script cannot detect.
     """
     of_framework = case.scenario.matrix.distributions if isinstance(case, FrameworkCase) else ()
     versions = read_installed_versions(dict.fromkeys(("torch", "transformers", "peft", *of_framework)))
@@ -71,7 +77,7 @@ def find_expected(case: AnyCase) -> Expectation:
     _check_that_a_script_sees(case, entry.verdict)
     return Expectation(
         kind=entry.verdict,
-        # A failure that also shows without an exception is known by its verdict alone.
+        # A failure that can also show without an exception is recognized by its verdict alone.
         message=entry.signatures[0].pattern if entry.signatures and not entry.symptoms else "",
         by_every_rank=True,
         title=entry.title,
@@ -84,9 +90,9 @@ def find_expected(case: AnyCase) -> Expectation:
 
 
 def read_reported(case: AnyCase, report: Report) -> Expectation:
-    """The end of the case in a report.
+    """Returns the outcome of the case in a report.
 
-    Raises UsageError for a case that did not run, and for a failure that no script can see.
+    Raises UsageError for a case that did not run, and for a failure that a script cannot detect.
     """
     result = next((result for result in report.results if result.id == case.id), None)
     if result is None:
@@ -113,9 +119,10 @@ def read_reported(case: AnyCase, report: Report) -> Expectation:
 
 
 def _check_that_a_script_sees(case: AnyCase, kind: VerdictKind) -> None:
-    """Raises UsageError where a script has nothing to compare with.
+    """Raises UsageError if a script cannot detect the failure, because it has nothing to compare with.
 
-    Those are the values of an extracted optimizer state, and what a load after a step that raised leaves to the next.
+    This concerns the values of an extracted optimizer state, and the effect on the next step of a load that follows a
+    step that raised.
     """
     goes_wrong_later = isinstance(case, Case) and case.scenario.phase.raised and kind in ("poisoned", "misplaced")
     if isinstance(case, Case) and goes_wrong_later and _find_contract(case).direction == "in":
@@ -129,12 +136,12 @@ def _find_contract(case: Case) -> Contract:
 
 
 def _make_pattern(result: CaseResult, case: Case) -> str:
-    """A regular expression that the script's own words match; empty if only the verdict is comparable."""
+    """Makes a regular expression for the script's own words; empty if only the verdict can be compared."""
     match result.verdict.kind:
         case "refused":
-            # The exception with which every rank refused a checkpoint, for a file of any rank in any directory.
+            # The pattern accepts the file of any rank in any directory.
             if _find_contract(case).ranks == "rank0":
-                # The other ranks, which are given nothing, refuse in other words.
+                # The other ranks, which are given nothing, refuse with another message.
                 return _escape(result.verdict.reason.partition(" ")[0])
             return _ANY_RANK.sub(r"rank_\\d+", _DIRECTORY.sub(".*/", _generalize(result.verdict.reason)))
         case "crash" | "poisoned" | "oom":
@@ -148,26 +155,28 @@ def _make_pattern(result: CaseResult, case: Case) -> str:
 
 def _make_exception_pattern(result: CaseResult) -> str:
     failure = result.failure
-    # A FloatingPointError is of the doctor, for a loss that is nan.
+    # The doctor raises FloatingPointError itself, for a loss that is nan.
     if failure is None or failure.type == "FloatingPointError":
         return ""
     return _generalize(failure.summary if _CARRIES in failure.message else f"{failure.type}: {failure.message}")
 
 
 def _make_entries_pattern(result: CaseResult, case: Case) -> str:
-    """Makes a pattern of the number of bad entries and the first names, if one sentence stands for all entries."""
+    """Makes a pattern of the number of bad entries and the first names; empty if one sentence does not cover all
+    entries.
+    """
     contract, names_match = _find_contract(case), _NAMED.search(result.verdict.reason)
-    # Of FSDP1 a script compares flat parameters, the report the tensors in them.
+    # For FSDP1, a script compares flat parameters, but a report compares the tensors in them.
     if names_match is None or (contract.direction == "in" and case.scenario.version == 1):
         return ""
     names = names_match["names"].split(", ")
-    # A report counts weights and moments separately.
+    # A report counts weights and moments separately, so its count is left out if both are loaded.
     count = f"{len(names) + int(names_match['more'] or 0)} " if contract.loads != "both" else ""
     return _escape(f"{count}entries: {', '.join(names)}")
 
 
 def _generalize(text: str) -> str:
-    """The text of an exception, for any device and any addresses."""
+    """Makes a pattern from the text of an exception that matches it on any device and with any addresses."""
     pieces = (_escape(piece) for piece in _DEVICE.split(_LIST.sub("", signatures.join_lines(text))))
     pattern = _ADDRESS.sub("0x[0-9a-f]+", signatures.DEVICE.join(pieces))
     return pattern.replace(_CARRIER, f"{_CARRIER}.*", 1) if pattern.startswith(_CARRIER) else pattern

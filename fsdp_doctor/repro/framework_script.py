@@ -1,4 +1,4 @@
-"""The script of a framework's case: a template next to the adapter has the framework's own calls."""
+"""Writes the script of a framework's case, from a template next to the adapter that makes the framework's own calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 from fsdp_doctor.repro.expectation import Expectation
 from fsdp_doctor.repro.script import describe_exit, tell_outcome
 
-# The last statement of a script before the case.
+# The last statement of a script before the case begins.
 _SET_UP = "\nRANK, device = "
 _ROOM = pathlib.Path(__file__).parent
 
@@ -24,9 +24,8 @@ def render_framework_script(
 ) -> str:
     """Renders a script that runs ``case`` on two GPUs, and shows its failure.
 
-    as_test: ends with 1 where it fails, and with 0 where it does not; so does the script of a case that is not known to
-    fail.
-    Raises UsageError for an adapter without a template.
+    as_test: whether the script ends with 1 if it fails, and with 0 if it does not. The script of a case without a known
+        failure always does so. Raises UsageError for an adapter without a template.
     """
     if case.is_fixed:
         raise UsageError(

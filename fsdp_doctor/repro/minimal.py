@@ -1,4 +1,6 @@
-"""A case as a script that a maintainer reads from top to bottom: at most 25 lines, on as few ranks as show it."""
+"""Writes a case as a script that a maintainer can read from top to bottom: at most 25 lines, on as few ranks as
+possible.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 def render_minimal(case: Case, name: str = "repro.py", *, as_test: bool = False) -> str:
     """Renders a script of at most 25 lines that shows the failure that the catalogue has for ``case``.
 
-    Its last line is ``shown``, with exit code 0, or ``not shown``. name: the script's, for the command in its
-    docstring. as_test: ends with 1 where it fails, and with 0 where it does not; so does the script of a case that is
-    not known to fail. Raises UsageError for a case that cannot be said so shortly.
+    The last line of its output is ``shown``, with exit code 0, or ``not shown``. Raises UsageError for a case that
+    needs a longer script.
+
+    name: the script's file name, for the command in its docstring.
+    as_test: whether the script ends with 1 if it fails, and with 0 if it does not. The script of a case without a known
+        failure always does so.
     """
     method = locate_method(case)
     simple = _simplify(case)
@@ -73,13 +78,13 @@ def render_minimal(case: Case, name: str = "repro.py", *, as_test: bool = False)
 
 
 def count_lines(script: str) -> int:
-    """The lines of a script without its docstring and empty lines."""
+    """Counts the lines of a script without its docstring and empty lines."""
     docstring = ast.parse(script).body[0].end_lineno or 0
     return sum(bool(line.strip()) for line in script.splitlines()[docstring:])
 
 
 def _simplify(case: Case) -> Case:
-    """The plainest case near ``case`` of which the catalogue expects the same failure."""
+    """Returns the simplest case near ``case`` for which the catalogue expects the same failure."""
     expected = find_expected(case)
     for change in _PLAINER:
         plainer = dataclasses.replace(case, scenario=dataclasses.replace(case.scenario, **change))
@@ -93,7 +98,7 @@ def _simplify(case: Case) -> Case:
     return case
 
 
-# In this order: what takes the most lines last.
+# The changes are tried in this order. Features that need the most lines in a script come last.
 _PLAINER: tuple[dict[str, Any], ...] = (
     {"precision": Precision.FP32_COMPUTE},
     {"pinning": Pinning.PINNED},
@@ -105,7 +110,7 @@ _PLAINER: tuple[dict[str, Any], ...] = (
 
 
 def _explain_too_large(case: Case, contract: Contract, kind: VerdictKind) -> str:
-    """The reason for which no short script shows the failure; empty where one does."""
+    """Explains why no short script can show the failure; empty if one can."""
     scenario = case.scenario
     match scenario.model:
         case Model.QWEN3_MOE:
@@ -144,8 +149,10 @@ def _explain_too_large(case: Case, contract: Contract, kind: VerdictKind) -> str
 
 @dataclass(frozen=True, kw_only=True)
 class _Script:
-    """The parts of the script of one case. module: the source with the method's function. holds: whether the method
-    itself offloads.
+    """The parts of the script of one case.
+
+    module: the source of the module with the method's function.
+    holds: whether the method itself offloads.
     """
 
     case: Case
@@ -174,7 +181,7 @@ class _Script:
 
     @property
     def num_ranks(self) -> int:
-        """One where the catalogue says that one shows it, otherwise as many as the mesh of the case has."""
+        """1 if the catalogue says that one rank shows the failure, else the number of ranks in the mesh of the case."""
         on_one = self.expected.on_one_rank and self.case.scenario.sharding.has_one_mesh
         return 1 if on_one else choose_mesh(self.case)[0]
 
@@ -191,7 +198,7 @@ class _Script:
     def render(self, name: str, *, as_test: bool, case_id: str) -> str:
         body = [*self._start(), *self._build(), *self._prepare()]
         shown = "\n".join([*self._call(), *self._train_on()])
-        # torch's CheckpointException is no Exception.
+        # torch's CheckpointException is derived from BaseException, not from Exception.
         caught = "BaseException" if self.contract.given == "dcp" and self.loads else "Exception"
         body.append(tell_outcome(shown, as_test=as_test, caught=caught))
         return _put_together(self._introduce(name, as_test, case_id), self.module, "\n".join(body))
@@ -223,7 +230,7 @@ class _Script:
                 yield "torch.accelerator.set_device_index(device.index)"
             else:
                 yield f"device = {accelerator}"
-            # Without a name, torch takes one backend for the CPU and one for the accelerator.
+            # If no backend is named, torch uses one for the CPU and one for the accelerator.
             backend = "dist.get_default_backend_for_device(device.type)"
             yield f"dist.init_process_group({'' if scenario.backend.has_cpu_collectives else backend})"
         if self._has_mesh:
@@ -233,17 +240,21 @@ class _Script:
 
     @property
     def _has_mesh(self) -> bool:
-        """On a machine with an accelerator, torch would take that one for ranks on the CPU."""
+        """Whether the script makes a device mesh. On the CPU it must, because torch would otherwise use an accelerator
+        if the machine has one.
+        """
         return self.on_cpu or not self.case.scenario.sharding.has_one_mesh
 
     @property
     def _builds_twice(self) -> bool:
-        """Moments are of a run that trained, and a fresh model is one that did not."""
+        """Whether the script builds two models: one that trains and saves its moments, and an untrained one that loads
+        them.
+        """
         return self.loads_moments and not self.case.scenario.phase.is_trained
 
     @property
     def _made_as(self) -> tuple[str, str, str]:
-        """The parameter of ``build``, and its values for the run that is saved and for the model that loads."""
+        """The parameter of ``build``, its value for the run that is saved, and its value for the model that loads."""
         if self.case.scenario.init.is_meta:
             return "device", '"cpu"', '"meta"'
         if self.case.scenario.checkpoint is CheckpointFit.FP32:
@@ -251,7 +262,7 @@ class _Script:
         return "", "", ""
 
     def _build(self) -> Iterator[str]:
-        """The model, the weights that it has or is to have, and how it is sharded."""
+        """Writes the model, the weights that it has or will load, and how it is sharded."""
         if self._builds_twice:
             yield f"def build({self._made_as[0]}):"
             yield from (f"    {line}" for line in (*self._make_plain(), *self._shard()))
@@ -280,7 +291,7 @@ class _Script:
 
     @property
     def _ones(self) -> str:
-        """A tensor of ones, which no model has of its own, as the checkpoint has it."""
+        """The expression for a tensor of ones in the checkpoint's dtype. No weights of the model consist of ones."""
         dtype = ", dtype=torch.bfloat16" if self.case.scenario.checkpoint is CheckpointFit.BF16 else ""
         return f"torch.ones(tensor.shape{dtype})"
 
@@ -340,12 +351,12 @@ class _Script:
 
     @property
     def _steps(self) -> bool:
-        """Returns whether more than one training step is written."""
+        """Whether the script has more than one training step."""
         phase, later = self.case.scenario.phase, self.kind == "poisoned"
         return not self._builds_twice and (phase.raised is not None or (phase.is_trained and later))
 
     def _prepare(self) -> Iterator[str]:
-        """The state in which the method is called: trained, a step that raised, offloaded, staged."""
+        """Writes the state in which the method is called: trained, after a step that raised, offloaded, staged."""
         scenario = self.case.scenario
         if self._builds_twice:
             yield from (*_STEP, *self._save(), f"model, optimizer = build({self._made_as[2]})")
@@ -372,7 +383,7 @@ class _Script:
             yield 'buffers = {"kept": torch.ones(2)}'
 
     def _save(self) -> Iterator[str]:
-        """The checkpoint, in the form that the method is given."""
+        """Writes the checkpoint in the form that the method is given."""
         contract = self.contract
         moments = "get_optimizer_state_dict(model, optimizer%s)" % (
             ", options=StateDictOptions(full_state_dict=True)" if contract.given == "full" else ""
@@ -412,7 +423,7 @@ class _Script:
 
     @property
     def _needs_values(self) -> bool:
-        """Returns whether the checkpoint must have other tensors than the model; it need not if the load raises."""
+        """Whether the checkpoint's tensors must differ from the model's. They need not differ if the load raises."""
         ends_in_error = self.kind in ("crash", "refused", "poisoned") and self.case.scenario.checkpoint.must_load
         return not ends_in_error or self.case.scenario.init.is_meta or self._assigns
 
@@ -431,7 +442,9 @@ class _Script:
         yield "model.zero_grad()"
 
     def _move(self, place: str) -> Iterator[str]:
-        """Moves the weights to ``place``, an expression: those of FSDP1 unit by unit, as verl does."""
+        """Writes the move of the weights to ``place``, an expression. FSDP1's weights are moved unit by unit, as verl
+        does.
+        """
         late = "" if self.case.scenario.transfer.is_blocking else ", non_blocking=True"
         if not self.fsdp1:
             yield f"model.to({place}{late})"
@@ -447,7 +460,7 @@ class _Script:
         return [argument.arg for argument in definition.args.args]
 
     def _call(self) -> Iterator[str]:
-        """The method's own code, and for each entry the check that the failure needs."""
+        """Writes the method's own code, with the check of each entry that the failure needs."""
         checks = list(self._check_entry())
         needs_result = bool(checks) or "result" in " ".join(self._check_load())
         lines = _inline(self.module, self.function, checks, needs_result=needs_result)
@@ -465,7 +478,7 @@ class _Script:
         yield from self._check_load() if self.loads else self._check_names()
 
     def _check_entry(self) -> Iterator[str]:
-        """The lines that hold one entry, ``name`` and ``value``, against what is right."""
+        """Writes the lines that compare one entry, ``name`` and ``value``, with the right value."""
         contract = self.contract
         if self.loads:
             return
@@ -499,7 +512,7 @@ class _Script:
             yield 'assert held <= 0, f"{held} bytes are still allocated"'
 
     def _check_load(self) -> Iterator[str]:
-        """The lines that hold the model against the checkpoint, once a load has ended."""
+        """Writes the lines that compare the model with the checkpoint after a load."""
         scenario = self.case.scenario
         match self.kind:
             case "incomplete" if scenario.init.is_meta:
@@ -532,11 +545,13 @@ class _Script:
 
     @property
     def _assigns(self) -> bool:
-        """Returns whether the load puts the checkpoint's own tensors into the model."""
+        """Whether the load puts the checkpoint's own tensors into the model."""
         return any("assign=True" in line for line in _inline(self.module, self.function, [], needs_result=False))
 
     def _train_on(self) -> Iterator[str]:
-        """The next training step, where it is the one that fails: everything is brought back before it."""
+        """Writes the next training step if it is the step that fails. Everything is brought back to the device before
+        it.
+        """
         scenario = self.case.scenario
         if self.kind != "poisoned":
             return
@@ -563,14 +578,16 @@ def _find_function(module: str, name: str) -> ast.FunctionDef:
 
 
 def _list_body_lines(module: str, definition: ast.FunctionDef) -> list[str]:
-    """The lines of a function without its docstring, as they stand in the module."""
+    """Returns the lines of a function without its docstring, as they are in the module."""
     first = definition.body[1 if ast.get_docstring(definition) else 0]
     text = "\n".join(module.splitlines()[first.lineno - 1 : definition.end_lineno])
     return textwrap.dedent(text).splitlines()
 
 
 def _inline(module: str, function: str, checks: list[str], *, needs_result: bool) -> list[str]:
-    """The body of a method in place of its call: each entry that it yields, or returns in a mapping, is checked."""
+    """Returns the body of a method to use instead of a call. Each entry that it yields, or returns in a mapping, is
+    checked.
+    """
     definition = _find_function(module, function)
     yields = any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in ast.walk(definition))
     lines: list[str] = []
@@ -599,7 +616,7 @@ def _inline(module: str, function: str, checks: list[str], *, needs_result: bool
 
 
 def _put_together(docstring: str, module: str, body: str) -> str:
-    """The script: docstring, imports, the functions of the module that the body calls, the body."""
+    """Joins the script: docstring, imports, the module's functions that the body calls, and the body."""
     definitions = {node.name: node for node in ast.parse(module).body if isinstance(node, ast.FunctionDef)}
     body_tree = ast.parse(body)
     used = more = {name for node in body_tree.body for name in list_used_names(node)}

@@ -1,4 +1,4 @@
-"""Fills in the template of a script: one case, its expected end, and the very code of its method."""
+"""Fills in the template of a script with one case, its expected outcome, and the exact code of its method."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ _TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(_ROOM), undefined
 def render_script(case: Case, expectation: Expectation, name: str = "repro.py", *, as_test: bool = False) -> str:
     """Renders a script that runs ``case`` under torchrun, and ends with 0 if the case ends as expected.
 
-    name: the script's, for the command in its docstring. as_test: ends with 1 if the case fails in any way, and with 0
-    if it does not. Raises UsageError for a case that only fsdp-doctor can run.
+    Raises UsageError for a case that only fsdp-doctor can run.
+
+    name: the script's file name, for the command in its docstring.
+    as_test: whether the script ends with 1 if the case fails in any way, and with 0 if it does not.
     """
     method = locate_method(case)
     function = method.function.partition(":")[2]
@@ -69,7 +71,7 @@ def render_script(case: Case, expectation: Expectation, name: str = "repro.py", 
 
 
 def locate_method(case: Case) -> MatrixMethod:
-    """The method of the case. Raises UsageError if a script cannot have it."""
+    """Returns the method of the case. Raises UsageError if a script cannot have it."""
     scenario = case.scenario
     if is_user_method(case.method):
         raise UsageError(f"case {case.id!r}: {case.method} is your own; a script has only torch's functions")
@@ -91,7 +93,7 @@ def locate_method(case: Case) -> MatrixMethod:
     choose_mesh(case)
     if reason := explain_impossible(method, scenario):
         raise UsageError(f"case {case.id!r} cannot be tried: {reason}")
-    # Files for each rank hold the optimizer's own state_dict(), everything else get_optimizer_state_dict's.
+    # A file for each rank holds optimizer.state_dict(). Any other form holds the result of get_optimizer_state_dict.
     moments_by_name = method.contract.loads != "model" and method.contract.given != "rank_files"
     if moments_by_name and scenario.version == 1 and not scenario.sharding.has_one_mesh:
         raise UsageError(f"case {case.id!r}: torch cannot save the optimizer's state of FSDP1's replicas")
@@ -99,14 +101,16 @@ def locate_method(case: Case) -> MatrixMethod:
 
 
 def describe_exit(*, as_test: bool) -> str:
-    """The convention of all scripts, for a docstring."""
+    """Describes how all scripts end, for a docstring."""
     return f'Its last line is "shown" or "not shown"{"; exit code 1: it fails" if as_test else ""}.'
 
 
 def tell_outcome(code: str, *, as_test: bool, caught: str = "Exception") -> str:
-    """Code that raises where it fails, with the last line of all scripts: ``shown`` or ``not shown``.
+    """Returns code that runs ``code`` and prints the last line of all scripts: ``shown`` if it raises, else ``not
+    shown``.
 
-    as_test: what it raises ends the script, and so torchrun. caught: the exceptions that show the failure.
+    as_test: whether the exception ends the script, and with it torchrun.
+    caught: the exceptions that show the failure.
     """
     code = f'{code}\nprint("not shown")'
     if as_test:
@@ -115,12 +119,14 @@ def tell_outcome(code: str, *, as_test: bool, caught: str = "Exception") -> str:
 
 
 def read_method_module(method: MatrixMethod) -> str:
-    """The source with the function of a method: read, not imported, which would take torch."""
+    """Reads the source of the module with the method's function. The module is not imported, because it needs torch."""
     return (_METHODS / f"{method.function.partition(':')[0]}.py").read_text(encoding="utf-8")
 
 
 def choose_mesh(case: Case) -> tuple[int, str]:
-    """The number of ranks, and the arguments of ``init_device_mesh``. Raises UsageError if no template has the mesh."""
+    """Returns the number of ranks, and the arguments of ``init_device_mesh``. Raises UsageError if no template has the
+    mesh.
+    """
     match sharding := case.scenario.sharding:
         case Sharding.FULL:
             return 2, '(2,), mesh_dim_names=("fsdp",)'
@@ -135,7 +141,7 @@ def choose_mesh(case: Case) -> tuple[int, str]:
 
 
 def _name_config(model: Model) -> str:
-    """The name of the model's configuration in transformers."""
+    """Returns the class name of the model's configuration in transformers."""
     match model:
         case Model.QWEN3 | Model.QWEN3_TIED | Model.QWEN3_BUFFERS | Model.QWEN3_LORA:
             return "Qwen3Config"
@@ -152,12 +158,12 @@ def _name_config(model: Model) -> str:
 
 
 def _write_optimizer(optimizer: Optimizer, lr: str) -> str:
-    """The expression that makes the optimizer. Muon has no second one here: the rest of the model stays as it is."""
+    """Writes the expression that makes the optimizer. Muon trains only the matrices; other parameters are unchanged."""
     match optimizer:
         case Optimizer.ADAMW:
             return f"torch.optim.AdamW(model.parameters(), lr={lr})"
         case Optimizer.SGD:
-            # Of the model that is loaded, which has the lower rate: its own options are not those of the run.
+            # The model that loads has the lower learning rate, and gets another weight decay than the run that saved.
             decay = ", weight_decay=0.1 * (lr < 1e-3)" if lr == "lr" else ""
             return f"torch.optim.SGD(model.parameters(), momentum=0.9, lr={lr}{decay})"
         case Optimizer.MUON:
@@ -177,7 +183,7 @@ def _write_optimizer(optimizer: Optimizer, lr: str) -> str:
 
 
 def _write_state_keys(optimizer: Optimizer) -> str:
-    """The tuple of the keys of the state that the optimizer makes for each parameter."""
+    """Writes the tuple of keys in the state that the optimizer makes for each parameter."""
     match optimizer:
         case Optimizer.SGD | Optimizer.MUON:
             return '("momentum_buffer",)'
@@ -192,9 +198,10 @@ def _write_state_keys(optimizer: Optimizer) -> str:
 
 
 def _call(module: str, function: str, direction: Direction, context: Context) -> str:
-    """The expression that loads, or that gives (name, value) pairs: a method yields them, or returns a mapping.
+    """Writes the expression that loads, or that gives (name, value) pairs, which a method yields or returns in a
+    mapping.
 
-    torch's contexts decorate a function; of one that yields, each step runs in the context.
+    torch's contexts decorate the method's function. If it is a generator, each of its steps runs in the context.
     """
     definitions = [node for node in ast.parse(module).body if isinstance(node, ast.FunctionDef)]
     definition = next(node for node in definitions if node.name == function)
@@ -213,12 +220,14 @@ def _call(module: str, function: str, direction: Direction, context: Context) ->
 
 
 def _needs_comparison(case: Case, method: MatrixMethod, expectation: Expectation) -> bool:
-    """Returns whether the script compares values with the true ones: not if the case raises before it has any."""
+    """Returns whether the script compares values with the true ones. It does not if the case raises before there are
+    values.
+    """
     kind = expectation.kind
     if method.contract.form == "flat":
         return False
     if method.direction == "in":
-        # Of a next step that fails, its message says enough.
+        # If the next step fails with a known message, the message is compared instead.
         has_message = kind == "poisoned" and bool(expectation.message)
         return kind in ("ok", "wrong", "incomplete", "misplaced", "poisoned") and not has_message
     if kind == "poisoned":
@@ -227,13 +236,13 @@ def _needs_comparison(case: Case, method: MatrixMethod, expectation: Expectation
 
 
 def _needs_other_ranks(case: Case, expectation: Expectation) -> bool:
-    """Returns whether an exception on every rank is a refusal, and so another end than an exception on some ranks."""
+    """Returns whether the script must tell an exception on every rank, which is a refusal, from one on some ranks."""
     crash = expectation.kind == "crash" and not expectation.by_every_rank
     return not case.scenario.must_load and (crash or expectation.kind in ("ok", "refused"))
 
 
 def _format_literal(pattern: str) -> str:
-    """A regular expression as raw strings, over several lines if it is long."""
+    """Formats a regular expression as raw string literals, over several lines if it is long."""
     pieces = textwrap.wrap(
         pattern, _WIDTH, break_long_words=False, drop_whitespace=False, break_on_hyphens=False, replace_whitespace=False
     )
@@ -246,10 +255,10 @@ def _format_literal(pattern: str) -> str:
 
 
 def prune(source: str) -> str:
-    """``source`` without the functions, constants and imports that its main block does not need.
+    """Removes the functions, constants and imports that the main block of ``source`` does not need.
 
-    The rest is put into the usual order: docstring, imports, constants, functions, main block. Empty lines within a
-    function go.
+    The rest is put into the usual order: docstring, imports, constants, functions, main block. Empty lines inside
+    functions are removed.
     """
     docstring, *body = ast.parse(source).body
     (main,) = (node for node in body if isinstance(node, ast.If))
@@ -269,7 +278,7 @@ def prune(source: str) -> str:
 
 
 def _find_defined_name(node: ast.stmt) -> str:
-    """The name of a function or a constant; empty for any other statement."""
+    """Returns the name of a function or a constant; empty for any other statement."""
     match node:
         case ast.FunctionDef(name=name) | ast.Assign(targets=[ast.Name(id=name)]):
             return name
@@ -281,7 +290,7 @@ def list_used_names(node: ast.stmt) -> set[str]:
 
 
 def select_imports(body: list[ast.stmt], used: set[str]) -> str:
-    """One statement for each module that is used: the standard library's, then the rest."""
+    """Writes one import statement for each module that is used, first those of the standard library."""
     members: dict[str, set[str]] = {}
     for node in body:
         for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
@@ -298,7 +307,7 @@ def select_imports(body: list[ast.stmt], used: set[str]) -> str:
 
 
 def read_node_text(source: str, node: ast.stmt) -> str:
-    """The lines of a statement, with its decorators, which ``ast`` counts apart."""
+    """Returns the lines of a statement, with its decorators, which are not part of the node's line numbers."""
     first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
     return "\n".join(source.splitlines()[first - 1 : node.end_lineno])
 
