@@ -1,10 +1,10 @@
 """An accelerator in host memory. Importing this package registers it as ``torch.device("emulated")``.
 
-PyTorch's own FSDP code works and fails on it as on CUDA: device memory is separate from host memory and counted,
-pinned memory is distinguished from pageable memory, streams and events are torch's, non-blocking copies finish late,
-and the process group backend ``emulated`` refuses CPU tensors. README.md beside this file lists what is emulated.
+PyTorch's own FSDP code works and fails on it as on CUDA: device memory is separate from host memory and counted, pinned
+memory is distinguished from pageable memory, streams and events are torch's, non-blocking copies finish late, and the
+process group backend ``emulated`` refuses CPU tensors. README.md in this directory lists the emulated features.
 
-Raises :class:`EmulationUnavailable` where the device cannot be built.
+The import raises :class:`EmulationUnavailable` if the device cannot be built.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _register() -> None:
     torch.utils.rename_privateuse1_backend("emulated")
     _C.register_device()
     _C.set_device_count(max(_DEFAULT_DEVICES, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
-    # Only after the registration above, which the module needs.
+    # Imported here because the module needs the registration above.
     from fsdp_doctor.emulated import device
 
     torch._register_device_module("emulated", device)
@@ -52,9 +52,9 @@ def _register() -> None:
 
 
 def _wait_for_autograd_threads() -> None:
-    """Give autograd's threads a moment to drop the Python objects of the last backward.
+    """Gives autograd's threads time to release the Python objects of the last backward.
 
-    They do so after ``backward`` has returned; if the interpreter ends before that, torch aborts the process.
+    They release them after ``backward`` has returned. If the interpreter ended before, torch would abort the process.
     """
     from fsdp_doctor.emulated.library import _C
 

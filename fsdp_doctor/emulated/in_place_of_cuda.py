@@ -1,11 +1,11 @@
-"""Runs a program with the emulated device where the code that is tested names CUDA.
+"""Runs a program with the emulated device in those modules that are written for CUDA.
 
     python -m fsdp_doctor.emulated.in_place_of_cuda --in accelerate,tests python -m pytest tests/fsdp/test_fsdp.py
 
-The modules of the packages (or parts of one: ``accelerate.utils``) and directories after ``--in`` are loaded with the
-emulated device in place of CUDA, and its backend in place of NCCL, in every Python process of the program. Torch itself
-and all other packages are as they are installed. What runs as a script, and not as an imported module, is as it stands,
-too. pytest runs without the rewriting of assertions, which would load the tests itself.
+``--in`` names packages, parts of packages (``accelerate.utils``) and directories. In every Python process of the
+program, their modules are loaded with CUDA replaced by the emulated device, and NCCL by its backend. torch, all other
+packages, and files that run as scripts instead of imported modules are not changed. pytest runs without its rewriting
+of assertions, because it would load the tests itself.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ SUBSTITUTIONS = (
 def install(
     is_meant: Callable[[str, pathlib.Path], bool], substitutions: Sequence[tuple[str, str]] = SUBSTITUTIONS
 ) -> None:
-    """Load every module for whose name and file ``is_meant`` is true with ``substitutions``, pairs of a regular
-    expression and its replacement, made in its source; every line keeps its number. For modules not yet imported.
+    """Applies ``substitutions`` to the source of every module for whose name and file ``is_meant`` returns true.
+
+    A substitution is a pair of a regular expression and its replacement. Line numbers do not change. Modules that are
+    already imported are not affected.
     """
     patterns = [(re.compile(pattern), replacement) for pattern, replacement in substitutions]
 
@@ -79,7 +81,7 @@ def install_from_environment() -> None:
 
 
 def main() -> int:
-    """Run the program and return its exit code."""
+    """Runs the program, and returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m fsdp_doctor.emulated.in_place_of_cuda")
     parser.add_argument("--in", required=True, dest="places", metavar="NAMES", help="packages and paths, by commas")
     parser.add_argument("--devices", type=int, default=2, metavar="NUMBER", help="how many devices there are (2)")

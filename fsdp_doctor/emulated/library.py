@@ -1,4 +1,4 @@
-"""The device's C++ library, loaded once in a process."""
+"""Loads the device's C++ library, once in a process."""
 
 from __future__ import annotations
 

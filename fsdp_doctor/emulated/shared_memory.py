@@ -1,4 +1,4 @@
-"""Memory that the ranks of one process group share, if they are on one host."""
+"""Memory that the ranks of one process group share if they are on one host."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ _TOKEN_BYTES = 16
 
 
 def open_for_group(store: dist.Store, rank: int, size: int, nbytes: int) -> int:
-    """A descriptor of a file of ``nbytes`` zeros that all ranks have open, or -1 on all ranks if one cannot open it.
+    """Returns a descriptor of a file of ``nbytes`` zeros that all ranks have open, or -1 on all ranks if a rank cannot
+    open it.
 
-    All ranks must call it. Rank 0 creates the file without a name in any file system, so a killed rank leaves nothing
-    behind; the others open it through /proc. A token at its end distinguishes it from another host's file.
+    All ranks must call it. Rank 0 creates the file without a name in a file system, so that a killed rank leaves
+    nothing behind. The other ranks open it through /proc. A token at its end distinguishes it from a file of another
+    host.
     """
     file = _create(store, nbytes) if rank == 0 else _open(store, nbytes)
     store.set(f"memory/{rank}", "yes" if file >= 0 else "no")

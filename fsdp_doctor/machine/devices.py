@@ -1,4 +1,4 @@
-"""The device of a run: its names, how ``auto`` is resolved, and its memory limit."""
+"""The device of a run: its name, the resolution of ``auto``, and its memory limit."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ NAMES = ("auto", "cuda", "xpu", "cpu", "emulated")
 class RunDevice:
     """The device of a run, the same on all ranks.
 
-    type: as in ``torch.device``; ``auto`` until :func:`resolve`.
-    memory: bytes that each device has, None for the whole memory.
-    late_completion: whether non-blocking copies of the emulated device finish as late as they may.
+    type: a type of ``torch.device``; ``auto`` until :func:`resolve` is called.
+    memory: the bytes of memory that each device may use; None for no limit.
+    late_completion: whether non-blocking copies of the emulated device finish as late as possible.
     """
 
     type: str = "auto"
@@ -30,10 +30,11 @@ class RunDevice:
 
 
 def resolve(asked: str) -> str:
-    """Resolves ``auto`` to the accelerator that torch sees, or else the emulated device. Makes no context on a device.
+    """Resolves ``auto`` to the accelerator that torch finds, or else to the emulated device. Makes no context on a
+    device.
 
-    ``torch.accelerator.is_available`` asks the accelerator's own Python module, which with
-    PYTORCH_NVML_BASED_CUDA_CHECK=1 leaves CUDA alone.
+    ``torch.accelerator.is_available`` calls the accelerator's own Python module, which does not initialize CUDA if
+    PYTORCH_NVML_BASED_CUDA_CHECK=1 is set.
     """
     import torch
 
@@ -44,16 +45,16 @@ def resolve(asked: str) -> str:
 
 
 def load(device: RunDevice, asked: str) -> None:
-    """Makes the device known to torch, before any process is forked.
+    """Makes the device known to torch. Must be called before any process is forked.
 
-    asked: the user's own word, for the message of an error. Raises CannotRun if the emulated device cannot be built,
-    UsageError if the device has no such setting.
+    asked: the device as the user named it, for the message of an error. Raises CannotRun if the emulated device cannot
+        be built, and UsageError if the device does not support a setting.
     """
     if device.type == "emulated":
         import torch
 
         if torch.cuda.is_available():
-            # Parts of torch, like its checkpoints, ask for CUDA before anything else.
+            # Parts of torch, such as its checkpoints, prefer CUDA to any other device.
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         try:
             import fsdp_doctor.emulated  # noqa: F401, which registers the device
@@ -70,7 +71,7 @@ def load(device: RunDevice, asked: str) -> None:
 
 
 def count(device_type: str) -> int:
-    """Counts the ranks for which this node has a device. Any number of ranks shares the CPU."""
+    """Counts the ranks for which this node has a device. Any number of ranks can share the CPU."""
     import torch
 
     if device_type == "cpu":
@@ -91,7 +92,7 @@ def check_there_is_one(device_type: str, *, rank: int, local_rank: int) -> None:
 
 
 def limit_memory(device: torch.device, nbytes: int) -> None:
-    """Limits the memory of this process on ``device`` to ``nbytes``; more is an out-of-memory error."""
+    """Limits the memory of this process on ``device`` to ``nbytes``. A larger allocation is an out-of-memory error."""
     import torch
 
     module = torch.get_device_module(device)

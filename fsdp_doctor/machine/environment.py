@@ -1,7 +1,7 @@
-"""The facts about this machine that a bug report needs, from an allow-list.
+"""Collects the facts about this machine that a bug report needs, from an allow-list.
 
-There is no host name unless it is asked for, no user name, no path without ``~`` for the home directory,
-and of the environment variables only those that change what torch or NCCL does.
+The facts contain no user name, no host name unless it is requested, and no home directory, which is written as ``~``.
+Of the environment variables, they contain only those that change the behaviour of torch or NCCL.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import TypedDict
 from fsdp_doctor.machine.versions import read_installed_versions
 
 PACKAGES = ("fsdp-doctor", "torch", "transformers", "peft", "accelerate", "numpy", "vllm", "sglang", "verl")
-# The user's home directory in a worker where HOME is another one, because a framework may write there.
+# The variable with the user's home directory in a framework's worker, whose HOME is another directory because a
+# framework may write to it.
 USERS_HOME = "FSDP_DOCTOR_USERS_HOME"
 VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -64,11 +65,13 @@ _LABELS = {
 
 
 class EnvironmentFacts(TypedDict, total=False):
-    """Facts about the machine, from an allow-list; only the facts that are available.
+    """Facts about the machine, from an allow-list. Facts that are not available are missing.
 
-    host: only where it was asked for.
-    torch: its version, or why it cannot be imported. cuda, hip: the version that torch was built for.
-    accelerators: their names. nccl: its version.
+    host: the name of the host, only if it was requested.
+    torch: the version of torch, or the reason why torch cannot be imported.
+    cuda, hip: the version that torch was built for.
+    accelerators: the names of the accelerators.
+    nccl: the version of NCCL.
     """
 
     python: str
@@ -86,7 +89,7 @@ class EnvironmentFacts(TypedDict, total=False):
 
 
 def collect_without_torch(host_name: bool = False) -> EnvironmentFacts:
-    """The facts that need no torch."""
+    """Collects the facts for which torch is not needed."""
     facts: EnvironmentFacts = {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -102,7 +105,7 @@ def collect_without_torch(host_name: bool = False) -> EnvironmentFacts:
 
 
 def collect_of_torch() -> EnvironmentFacts:
-    """The facts about torch and the accelerators. Imports torch; makes no context on a device."""
+    """Collects the facts about torch and the accelerators. Imports torch, but makes no context on a device."""
     import torch
 
     facts: EnvironmentFacts = {"torch": str(torch.__version__), "cuda": torch.version.cuda or ""}
@@ -138,7 +141,7 @@ def collect(host_name: bool = False) -> EnvironmentFacts:
 
 
 def format_lines(facts: EnvironmentFacts) -> list[str]:
-    """The facts as text, in the form and order of ``torch.utils.collect_env``, which PyTorch's issues ask for."""
+    """Formats the facts in the form and order of ``torch.utils.collect_env``, which PyTorch asks for in issues."""
     lines = []
     for name, label in _LABELS.items():
         match facts.get(name):
@@ -156,7 +159,7 @@ def format_lines(facts: EnvironmentFacts) -> list[str]:
 
 
 def write_home_as_tilde(text: str) -> str:
-    """``text`` with the home directory written as ``~``, for everything that goes into a report."""
+    """Replaces the home directory in ``text`` by ``~``. Used for everything that goes into a report."""
     home = os.environ.get(USERS_HOME) or os.path.expanduser("~")
     if len(home) < 2:
         return text

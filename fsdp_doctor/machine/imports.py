@@ -1,4 +1,4 @@
-"""Imports of torch and of packages built on it: half a million objects that stay for the life of the process."""
+"""Imports of torch and of packages built on it, which make half a million objects that live as long as the process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def freeze_imports() -> Iterator[None]:
-    """Keeps the garbage collector away from the objects that imports in this block make, also later and in forks.
+    """Excludes the objects that imports in this block make from garbage collection, for the life of the process and in
+    forks.
 
-    Otherwise the collector walks through all these objects again and again while they grow.
+    Otherwise the garbage collector would traverse all these objects again and again while their number grows.
     """
     enabled, before = gc.isenabled(), len(sys.modules)
     gc.disable()
@@ -28,7 +29,8 @@ def freeze_imports() -> Iterator[None]:
 
 
 def find_source_file(module: str, *directories: pathlib.Path) -> pathlib.Path | None:
-    """Finds a module's source file in the directories and on the path, without importing anything; None if it has none.
+    """Finds a module's source file in the directories and on the path without an import; None if the module has no
+    source file.
 
     Raises ModuleNotFoundError if the module, or the package that contains it, is not found.
     """

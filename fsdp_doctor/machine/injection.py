@@ -1,4 +1,4 @@
-"""Executes files of this program in the processes of a user's job, which is started unchanged."""
+"""Executes files of this program in the processes of a user's job, whose command is not changed."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import os
 import pathlib
 from collections.abc import Mapping
 
-# Has the ``sitecustomize`` that Python imports when it starts.
+# The directory of the ``sitecustomize`` module that Python imports when it starts.
 INJECTED = pathlib.Path(__file__).with_name("injected")
 
 
 def make_variables(after_import: Mapping[str, pathlib.Path]) -> dict[str, str]:
-    """Returns the environment variables with which a job's processes execute files after imports.
+    """Returns the environment variables that make a job's processes execute files after imports.
 
-    after_import: by the name of a module, the file whose ``start(module name)`` is called once the module has been
-    executed; it has the standard library and what the job has imported. Files that this process was told to execute
-    are kept. A process that gets no PYTHONPATH executes none: ``python -I``, ``srun --export=NONE``, and Ray workers
-    or containers that are given one of their own.
+    after_import: maps the name of a module to a file, whose ``start(module name)`` is called when the module has been
+        executed. The file may import the standard library and modules that the job has imported.
+
+    Files that this process itself was told to execute are kept. A process without this PYTHONPATH executes no file:
+    ``python -I``, ``srun --export=NONE``, and Ray workers or containers with their own PYTHONPATH.
     """
     files = json.loads(os.environ.get("FSDP_DOCTOR_AFTER_IMPORT", "{}"))
     files |= {module: str(file) for module, file in after_import.items()}

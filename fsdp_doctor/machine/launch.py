@@ -1,4 +1,4 @@
-"""Ranks: this process's place among the processes that torchrun started, and starting them without torchrun."""
+"""Ranks: reads this process's place among the processes that torchrun started, and starts ranks without torchrun."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from fsdp_doctor.errors import CannotRun, DoctorFault
 from fsdp_doctor.machine.signals import Interruption, die_with_parent
 
-# Only a process that starts others needs them, and to import them takes as long as half of typer.
+# Only a process that starts others needs this import, which takes half as long as the import of typer.
 if TYPE_CHECKING:
     from multiprocessing.context import ForkProcess
 
@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.1
 _SECONDS_TO_END = 30.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _GROUP = "FSDP_DOCTOR_GROUP"
-# Of groups of ranks side by side: more of them wait for one another's kernels.
+# The most groups of ranks that run side by side. With more groups, they would wait for one another's kernels.
 _MOST_GROUPS = 4
 _PROCESSORS_OF_A_RANK = 2
 _DEVICE_BYTES_OF_A_GROUP = 4 << 30
@@ -35,7 +35,7 @@ _DEVICE_BYTES_OF_A_GROUP = 4 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Place of this process in the job, as torchrun's environment variables say it."""
+    """The place of this process in the job, from torchrun's environment variables."""
 
     rank: int
     world_size: int
@@ -52,14 +52,16 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """One of several groups of ranks that run at the same time. store_port: the first group's, on this node."""
+    """One of several groups of ranks that run at the same time. store_port: the port of the first group's store on this
+    node.
+    """
 
     number: int
     store_port: int
 
     @classmethod
     def read(cls) -> RankGroup | None:
-        """Reads this process's group; None if there is no other process."""
+        """Reads this process's group from the environment; None if there is only one group."""
         number, _, port = os.environ.get(_GROUP, "").partition(":")
         return cls(number=int(number), store_port=int(port)) if port else None
 
@@ -73,12 +75,12 @@ def is_under_torchrun() -> bool:
 
 
 def is_rank_zero() -> bool:
-    """Returns whether this is the one process that prints for the job; true also outside of torchrun."""
+    """Returns whether this process is the one that prints for the job; true also outside of torchrun."""
     return os.environ.get("RANK", "0") in ("0", "")
 
 
 def read_place() -> Place:
-    """Reads this process's place. Raises CannotRun if torchrun's variables are missing or do not fit together."""
+    """Reads this process's place. Raises CannotRun if torchrun's variables are missing or contradict one another."""
     names = (*_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     if missing:
@@ -100,9 +102,9 @@ def read_place() -> Place:
 
 
 def tell_torchrun(sentence: str) -> None:
-    """Puts our sentence into torchrun's summary of a failed job, which otherwise says "no traceback".
+    """Adds ``sentence`` to torchrun's summary of a failed job, which otherwise says "no traceback".
 
-    The file's form is torch/distributed/elastic/multiprocessing/errors/error_handler.py's.
+    The format of the file is defined in torch/distributed/elastic/multiprocessing/errors/error_handler.py.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
@@ -113,14 +115,16 @@ def tell_torchrun(sentence: str) -> None:
 
 
 def choose_num_ranks(device: str) -> int:
-    """The default number of ranks: one for each accelerator of this node, or two without accelerators."""
+    """Chooses the default number of ranks: one for each accelerator of this node, or two without accelerators."""
     if device in _WITHOUT_ACCELERATOR:
         return _RANKS_WITHOUT_ACCELERATOR
     return _call_in_fork(_count_accelerators) or _RANKS_WITHOUT_ACCELERATOR
 
 
 def choose_num_groups(device: str, nproc: int) -> int:
-    """The default number of groups of ranks side by side, by the processors and the free memory of the devices."""
+    """Chooses the default number of groups of ranks side by side, from the processors and the free memory of the
+    devices.
+    """
     by_processors = min(_MOST_GROUPS, (os.cpu_count() or 1) // (_PROCESSORS_OF_A_RANK * nproc))
     if by_processors < 2 or device in _WITHOUT_ACCELERATOR:
         return max(1, by_processors)
@@ -129,7 +133,7 @@ def choose_num_groups(device: str, nproc: int) -> int:
 
 
 def _call_in_fork(count: Callable[[], int]) -> int:
-    """Calls a function in a fork, because a driver may refuse the forks of a process that has used the driver."""
+    """Calls a function in a fork, because a driver may refuse to work in forks of a process that has used it."""
     import multiprocessing
     from multiprocessing.context import ForkProcess
 
@@ -149,7 +153,7 @@ def _count_accelerators() -> int:
 
 
 def _measure_free_bytes(num_devices: int) -> int:
-    """Returns the free bytes of the fullest device, or of the host, whose memory the emulated device has."""
+    """Returns the free bytes of the device with the least free memory; sys.maxsize without an accelerator."""
     import torch
 
     if not torch.accelerator.is_available():
@@ -162,18 +166,20 @@ def _measure_free_bytes(num_devices: int) -> int:
 
 
 def start_ranks(arguments: Sequence[str], nproc: int, num_groups: int = 1) -> int:
-    """Runs this program again on ``nproc`` ranks of this node, with torchrun's variables, or on several groups of
-    that many ranks. Each rank is a fork of this process, and imports nothing that this process has imported.
+    """Runs this program again on ``nproc`` ranks of this node with torchrun's variables, or on several groups of
+    ``nproc`` ranks.
 
-    Returns the exit code of the first group's rank 0; the doctor's own fault where another rank has failed first.
-    Raises Interrupted after SIGINT, SIGTERM or SIGHUP, which it passes on. No rank outlives the call or this process.
+    Each rank is a fork of this process, and does not repeat its imports. Returns the exit code of the first group's
+    rank 0, or DoctorFault's if another rank has failed first. Raises Interrupted after SIGINT, SIGTERM or SIGHUP, which
+    it passes on to the ranks. No rank outlives the call or this process.
     """
     import socket
     from multiprocessing.context import ForkProcess
 
     import torch.distributed as dist
 
-    # Ranks may connect before the stores answer, since their threads must not exist when this process is forked.
+    # The stores start after the forks, because their threads must not exist when this process is forked. Until then,
+    # the ranks can already connect to the listening sockets.
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(num_groups)]
     ports = [listener.getsockname()[1] for listener in listeners]
     ranks: list[ForkProcess] = []
@@ -187,7 +193,7 @@ def start_ranks(arguments: Sequence[str], nproc: int, num_groups: int = 1) -> in
                 variables = Place(rank=rank, world_size=nproc, local_rank=rank, num_nodes=1).variables | agent
                 process = ForkProcess(target=_run_as_rank, args=(os.getpid(), variables, arguments))
                 with warnings.catch_warnings():
-                    # Importing torch can leave a helper thread behind; it holds no lock that a rank takes.
+                    # Importing torch can leave a helper thread running. The thread holds no lock that a rank takes.
                     warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()
                 ranks.append(process)
@@ -202,7 +208,7 @@ def start_ranks(arguments: Sequence[str], nproc: int, num_groups: int = 1) -> in
 
 
 def _run_as_rank(parent: int, variables: dict[str, str], arguments: Sequence[str]) -> None:
-    # As torchrun's ranks: Ctrl-C reaches the launcher alone.
+    # A new session, as for torchrun's ranks: Ctrl-C reaches only the launcher.
     os.setsid()
     die_with_parent(signal.SIGTERM)
     import runpy
@@ -215,7 +221,7 @@ def _run_as_rank(parent: int, variables: dict[str, str], arguments: Sequence[str
 
 
 def _wait_for_failure(ranks: Sequence[ForkProcess], interruption: Interruption) -> int:
-    """Waits until a rank has failed or all have ended. Returns the exit code of the job."""
+    """Waits until a rank has failed or all ranks have ended. Returns the exit code of the job."""
     from multiprocessing.connection import wait
 
     while any(rank.exitcode is None for rank in ranks) and not any(rank.exitcode for rank in ranks):

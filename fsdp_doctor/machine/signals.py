@@ -1,4 +1,4 @@
-"""Signals that end a run: sent by the user or the system, or by the kernel when the parent has ended."""
+"""Signals that end a run. The user, the system, or the kernel after the end of the parent process sends them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Interruption:
-    """Turns SIGINT, SIGTERM and SIGHUP into an exception at the next safe point.
+    """Converts SIGINT, SIGTERM and SIGHUP to an exception at the next safe point.
 
     received: the last signal; None before the first.
     """
@@ -26,11 +26,11 @@ class Interruption:
         self.received = number
 
     def check(self) -> None:
-        """Raises Interrupted if a signal came."""
+        """Raises Interrupted if a signal was received."""
         if self.received is not None:
             raise Interrupted(f"stopped by {signal.Signals(self.received).name}")
 
 
 def die_with_parent(number: signal.Signals) -> None:
-    """Has the kernel send this process a signal when the process that started it ends."""
+    """Makes the kernel send a signal to this process when its parent process ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

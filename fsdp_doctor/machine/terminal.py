@@ -1,4 +1,4 @@
-"""The width of the terminal, and text that fits it."""
+"""Measures the width of the terminal, and wraps text to it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ _NARROWEST = 40
 
 
 def measure_width(most: int = 120) -> int:
-    """The width in columns, at most ``most``, which is also that of a pipe; COLUMNS sets it."""
+    """Returns the terminal's width in columns, at most ``most``. A pipe has ``most`` columns, unless COLUMNS is set."""
     return min(shutil.get_terminal_size((most, 24)).columns, most)
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Wraps ``text``: a line that is too long is broken at blanks, and its further lines are indented by two more."""
+    """Wraps ``text``. A line that is too long is broken at blanks, and its continuation is indented by two more."""
     return [piece for line in text.splitlines() for piece in _wrap_line(line, max(width, _NARROWEST))]
 
 
 def wrap_lines(lines: Iterable[str], width: int) -> list[str]:
-    """Wraps each line; an empty line stays."""
+    """Wraps each line. Empty lines are kept."""
     return [piece for line in lines for piece in wrap(line, width) or [""]]
 
 
 def wrap_all(lines: Iterable[str], width: int) -> str:
-    """Wraps each line as :func:`wrap_lines`, and joins them to one text."""
+    """Wraps each line as :func:`wrap_lines` does, and joins the lines to one text."""
     return "".join(f"{line}\n" for line in wrap_lines(lines, width))
 
 

@@ -1,4 +1,4 @@
-"""Versions of installed packages, without importing them."""
+"""Reads and compares versions of installed packages, without importing them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fsdp_doctor.errors import CannotRun
 
 def require(package: str, oldest: str) -> None:
     """Raises CannotRun if ``package`` is not installed, or is older than ``oldest``."""
-    # Imported here: `fsdp-doctor --help` and `list` ask for no version.
+    # Imported here, because `fsdp-doctor --help` and `list` need no version.
     import importlib.metadata
 
     try:
@@ -22,7 +22,7 @@ def require(package: str, oldest: str) -> None:
 
 
 def read_installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Reads the versions of the given packages that are installed, by name."""
+    """Maps the names of the given packages that are installed to their versions."""
     import importlib.metadata
 
     versions = {}
@@ -33,7 +33,7 @@ def read_installed_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def is_at_least(installed: str, oldest: str) -> bool:
-    """Compares the releases alone: ``2.10.0a0+git1234`` and ``2.10.0.dev20260101`` count as 2.10."""
+    """Compares only the release numbers: ``2.10.0a0+git1234`` and ``2.10.0.dev20260101`` count as 2.10."""
     from packaging.version import Version
 
     return Version(installed).release >= Version(oldest).release

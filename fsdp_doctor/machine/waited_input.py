@@ -1,4 +1,6 @@
-"""The bytes of a file, a named pipe or standard input, for which nobody waits without end or in silence."""
+"""Reads a file, a named pipe or standard input. A wait for data is announced after a second, and given up after a
+minute.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,10 @@ _GIVE_UP_AFTER_S = 60.0
 
 
 def read_parts(path: pathlib.Path | None, *, size: int = 1 << 20, patient: bool = False) -> Iterator[bytes]:
-    """The content part by part, of at most ``size`` bytes each; ``None`` is standard input.
+    """Yields the content in parts of at most ``size`` bytes. ``None`` means standard input.
 
-    patient: whether to wait without limit for standard input or a device; a named pipe is given up
-    after a minute of silence all the same. Raises OSError, and UsageError for a standard input that is closed and for
-    an input that is given up.
+    patient: whether to wait without limit for standard input or a device; a named pipe is given up after a minute
+        without data in any case. Raises OSError, and UsageError if standard input is closed or the input is given up.
     """
     name = "standard input" if path is None else str(path)
     if path is None:
@@ -28,11 +29,11 @@ def read_parts(path: pathlib.Path | None, *, size: int = 1 << 20, patient: bool 
             raise UsageError("standard input is closed; give a file instead of -")
         try:
             descriptor = os.dup(sys.stdin.fileno())
-        except OSError:  # A stream in memory, as a caller may have put in its place.
+        except OSError:  # A caller may have replaced standard input by a stream in memory.
             yield from iter(lambda: sys.stdin.buffer.read(size), b"")
             return
     else:
-        # Without O_NONBLOCK a pipe that nobody writes to cannot even be opened.
+        # Without O_NONBLOCK, opening a pipe without a writer would wait for one.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         mode = os.fstat(descriptor).st_mode

@@ -1,4 +1,4 @@
-"""The fixtures: ``this_rank``, and ``fsdp_case``, a scenario of the matrix whose method is the test's own code."""
+"""The fixtures: ``this_rank``, and ``fsdp_case``, a scenario of the matrix whose method is the test's code."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from fsdp_doctor.plugin.frames import select_frames
 from fsdp_doctor.verdict.classification import are_workers_whole, classify
 from fsdp_doctor.verdict.records import RankReport
 
-# All offloads, staged and not, of one strategy.
+# As many as one strategy has offloads, staged and not staged.
 _MOST_KEPT = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThisRank:
-    """The rank that a test runs on. The default process group is of all ranks, with backends for CPU and device.
+    """The rank that a test runs on. The default process group contains all ranks, with backends for CPU and device.
 
-    device: the current one; ``cpu`` if there is no other. control: a gloo group of all ranks for messages of the test
-    itself. scratch: an existing directory for this test, the same on every rank; ``tmp_path`` differs between ranks.
+    device: the current device; ``cpu`` if the rank has no other.
+    control: a gloo group of all ranks for the test's own messages.
+    scratch: an existing directory for this test, the same on every rank; ``tmp_path`` differs between ranks.
     """
 
-    # The repr is the same on all ranks, so that a failure which they share reads the same on all of them.
+    # Fields that differ between ranks are not in the repr, so that a shared failure has the same text on all ranks.
     rank: int = field(repr=False)
     world_size: int
     device: torch.device = field(repr=False)
@@ -42,18 +43,18 @@ class ThisRank:
     scratch: pathlib.Path = field(repr=False)
 
     def mesh(self, *shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-        """Makes a device mesh; of one dimension over all ranks if no shape is given. Every rank must call it."""
+        """Makes a device mesh, with one dimension over all ranks if no shape is given. Every rank must call it."""
         return init_device_mesh(self.device.type, shape or (self.world_size,), mesh_dim_names=names)
 
     def barrier(self) -> None:
-        """Returns when every rank has called it. It uses gloo, and does not wait for work on a device."""
+        """Waits until every rank has called it. Uses gloo, and does not wait for work on a device."""
         dist.barrier(group=self.control)
 
 
 class KeptScenarios:
-    """The trainers of this rank that tests have left usable; every rank keeps the same ones.
+    """The trainers of this rank that earlier tests have left usable. Every rank keeps the same ones.
 
-    whole: whether all ranks have ended every case alike, so that others can follow in the same workers.
+    whole: whether all ranks have ended every case in the same way, so that further cases can run in the same workers.
     """
 
     def __init__(self) -> None:
@@ -64,16 +65,17 @@ class KeptScenarios:
         return self._trainers.pop(scenario, None)
 
     def keep(self, trainer: Trainer) -> None:
-        """Keeps a trainer; if there are too many, the oldest one goes."""
+        """Keeps a trainer. If there are too many, the oldest one is dropped."""
         if len(self._trainers) == _MOST_KEPT:
             del self._trainers[next(iter(self._trainers))]
         self._trainers[trainer.scenario] = trainer
 
 
 class FsdpCase:
-    """A sharded model and its optimizer in the state of a scenario: trained, offloaded, perhaps staged.
+    """A sharded model and its optimizer in the state of a scenario: trained, offloaded, and staged if the scenario is
+    staged.
 
-    The same on every rank; :meth:`check` is to be called by every rank.
+    The case is the same on every rank. Every rank must call :meth:`check`.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class FsdpCase:
 
     @property
     def scenario(self) -> Scenario:
-        """The values of the axes, by their names; ``scenario.id`` as in the matrix."""
+        """The values of the axes, as attributes. ``scenario.id`` is the id in the matrix."""
         return self._scenario
 
     @property
@@ -109,17 +111,17 @@ class FsdpCase:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The scenario's optimizer over the model's parameters; of Muon over its matrices."""
+        """The scenario's optimizer of the model's parameters. Muon has only the matrices."""
         return self._whole_trainer.optimizer
 
     @property
     def state(self) -> Any:
-        """The checkpoint for a test that loads, in the form that its ``promises`` name; None for one that extracts."""
+        """The checkpoint for a test that loads, in the form that its ``promises`` name; None if the test extracts."""
         return self._steps.given.state
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """The buffers that no state dict has, by name, on the host; for a test that loads."""
+        """The buffers that state dicts do not contain, by name, on the host, for a test that loads."""
         return self._steps.given.buffers
 
     @property
@@ -153,8 +155,8 @@ class FsdpCase:
     def train_step(self, *, unstage: bool = False) -> None:
         """Trains a step, after which extractions must return the new weights.
 
-        The model is in the state of its scenario before and after, offloaded and perhaps staged. unstage: as of
-        :meth:`check`. For a test that extracts. Every rank must call it.
+        For a test that extracts. Every rank must call it. Before and after the step, the model is in the state of its
+        scenario: offloaded, and staged if the scenario is staged. unstage: the same as for :meth:`check`.
         """
         __tracebackhide__ = True
         if self._steps.method.direction == "in":
@@ -166,7 +168,7 @@ class FsdpCase:
         self._raise_if_bad()
 
     def _train_and_prepare(self, trainer: Trainer) -> Trainer | None:
-        """Trains a prepared model a step and prepares it again, with its new weights as the reference."""
+        """Trains a prepared model for one step and prepares it again, with its new weights as the reference."""
         with self._steps.record_exceptions():
             self._steps.recorder.enter("next step")
             self._steps.train_on(trainer)
@@ -176,16 +178,16 @@ class FsdpCase:
     def check(self, result: Any = None, *, unstage: bool = False) -> None:
         """Compares the result of the test with the model bit by bit, and then trains a step.
 
-        result: of a test that extracts, a mapping or an iterable of (name, tensor), or a function from the model to
-        one, which is called twice with a training step between, so that weights that it keeps are found out.
-        ``fsdp_doctor.promises`` on the test declares its names, dtype, device and ranks; the default is every name of
-        the state dict, in the parameter's own dtype, on the compute device, on every rank. Of a test that loads, the
-        return value of the load, for the names that it did not load; the model is compared.
+        Every rank must call it, once. A failure on any rank fails the test on every rank in the same way.
 
-        unstage: before the step, moves a module that was staged under CPUOffloadPolicy back to the CPU, where torch
-        expects its shards. Without that it cannot train, whatever was extracted.
-
-        A failure of any rank fails the test on every rank alike. Every rank must call it, once.
+        result: for a test that extracts, a mapping or an iterable of (name, tensor), or a function that takes the model
+            and returns such a result. The function is called twice, with a training step in between, to find weights
+            that it keeps from the first call. ``fsdp_doctor.promises`` on the test declares the names, dtype, device
+            and ranks of the result; the default is every name of the state dict, in the parameter's own dtype, on the
+            compute device, on every rank. For a test that loads, the return value of the load, which tells the names
+            that were not loaded; the model itself is compared.
+        unstage: whether to move a module that was staged under CPUOffloadPolicy back to the CPU before the step. torch
+            expects its shards there, and without the move the step fails, whatever was extracted.
         """
         __tracebackhide__ = True
         if self._checked:
@@ -221,7 +223,7 @@ class FsdpCase:
         return self._trainer
 
     def _raise_if_bad(self) -> None:
-        """Skips or fails the test on every rank for the same reason, so that the ranks stay together."""
+        """Skips or fails the test on every rank for the same reason, so that no rank continues alone."""
         __tracebackhide__ = True
         reports = self._collect_reports()
         self._scenarios.whole = self._scenarios.whole and are_workers_whole(reports)
@@ -231,7 +233,7 @@ class FsdpCase:
         if verdict.bad:
             failure = self._run.record.failure
             frames = [select_frames(failure.traceback, kept=-1)] if failure is not None else []
-            # Of some of the ranks the reason names them itself.
+            # If only some ranks failed, the reason already names them.
             where = "every rank: " if len(verdict.ranks) == self.world_size > 1 else ""
             pytest.fail("\n".join([f"{where}{verdict.kind}: {verdict.reason}", *verdict.also, *frames]))
 

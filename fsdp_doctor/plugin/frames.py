@@ -1,4 +1,4 @@
-"""The frames of a failure that are of the code under test: not of torch, pytest, or this package."""
+"""Selects the frames of a failure that belong to the code under test, not to torch, pytest, or this package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _FILE = re.compile(r'\s*File "([^"]+)"')
 
 
 def leave_out_libraries(error: BaseException | None) -> None:
-    """Removes the frames of libraries from the tracebacks of an error and its causes, except each one's last frame."""
+    """Removes the frames of libraries from the tracebacks of an error and its causes, except the last frame of each
+    traceback.
+    """
     while error is not None:
         entry = error.__traceback__
         while entry is not None:
@@ -32,7 +34,9 @@ def _skip_libraries(entry: TracebackType | None) -> TracebackType | None:
 
 
 def select_frames(text: str, *, kept: int) -> str:
-    """Removes the frames of libraries from a printed traceback or stack. kept: the index of a frame that stays."""
+    """Removes the frames of libraries from a printed traceback or stack. kept: the index of a frame that is always
+    kept.
+    """
     lines = text.splitlines()
     starts = [at for at, line in enumerate(lines) if not line.startswith("    ")]
     parts = ["\n".join(lines[begin:end]) for begin, end in itertools.pairwise([*starts, len(lines)])]
@@ -41,7 +45,7 @@ def select_frames(text: str, *, kept: int) -> str:
 
 
 def _is_of_a_library(file: str) -> bool:
-    """file: as it is, or relative to the directory of its package."""
+    """Returns whether the file belongs to a library. file: its full path, or a path that begins with its package."""
     path = pathlib.Path(file)
     if file.startswith("<"):
         return True

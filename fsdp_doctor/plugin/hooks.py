@@ -1,8 +1,9 @@
-"""The hooks that pytest loads for every user of the environment.
+"""The hooks that pytest loads in every environment with this package.
 
-Nothing else of this package is imported before a test is marked, because every run of pytest imports this module.
+Every run of pytest imports this module, so it imports nothing else of this package before a test is marked.
 
-PYTEST_DONT_REWRITE: a rank imports this before its pytest does, which would warn that it is too late to rewrite it.
+PYTEST_DONT_REWRITE: a rank imports this module before its pytest does, which would otherwise warn that the module can
+no longer be rewritten.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_misspelt(mark: str, name: str) -> bool:
-    """Returns whether the mark is the name with letters in another order, or without one: ``fspd``, ``rank``."""
+    """Returns whether the mark is the name with letters in another order or one letter missing: ``fspd``, ``rank``."""
     without_one = {name[:at] + name[at + 1 :] for at in range(len(name))}
     return sorted(mark) == sorted(name) or mark in without_one
 

@@ -1,6 +1,6 @@
-"""The marks of a test: which scenarios, how many ranks and which device they ask for. Imports no torch.
+"""Reads the marks of a test: the scenarios, the number of ranks and the device that they name. Imports no torch.
 
-A mark that makes no sense fails only its own test, with a one-sentence message.
+An invalid mark fails only its own test, with a message of one sentence.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ _FIXTURE = "fsdp_case"
 
 @dataclass(frozen=True, kw_only=True)
 class RanksNeeded:
-    """The ranks that a test runs on. Tests that need the same run in the same workers.
+    """The ranks that a test runs on. Tests that need the same ranks run in the same workers.
 
-    ranks: their number. device: as in ``--ranks-device``. backend: of the default process group.
+    ranks: the number of ranks.
+    device: a value of ``--ranks-device``.
+    backend: the backend of the default process group.
     """
 
     ranks: int
@@ -50,20 +52,25 @@ class RanksNeeded:
 
 @dataclass(frozen=True, kw_only=True)
 class MarkedTest:
-    """timeout: seconds that the test may go on without progress; None for the deadline of a case of the probe."""
+    """The ranks and the time limit of a marked test.
+
+    timeout: seconds that the test may take without progress; None for the deadline of a probe's case.
+    """
 
     needs: RanksNeeded
     timeout: float | None
 
 
 def read_contract(function: object) -> Contract:
-    """The contract that ``fsdp_doctor.promises`` gave the test, or the default one."""
+    """Returns the contract that ``fsdp_doctor.promises`` gave the test, or the default contract."""
     contract: Contract = getattr(function, "contract", Contract())
     return contract
 
 
 def parametrize_scenarios(metafunc: pytest.Metafunc) -> None:
-    """Makes one test for each scenario. A mark that makes no sense is refused by :func:`read` when its test runs."""
+    """Makes one test for each scenario. An invalid mark is ignored here, and refused by :func:`read` when its test
+    runs.
+    """
     try:
         scenarios = _list_scenarios(metafunc.definition)
     except UsageError:
@@ -77,7 +84,7 @@ def parametrize_scenarios(metafunc: pytest.Metafunc) -> None:
 
 
 def read(item: pytest.Item, device: str) -> MarkedTest:
-    """Reads the marks of a test. Raises UsageError if they make no sense.
+    """Reads the marks of a test. Raises UsageError if they are invalid.
 
     device: the device to use if the mark names none.
     """
@@ -99,7 +106,7 @@ def read(item: pytest.Item, device: str) -> MarkedTest:
 
 
 def _find_scenario(item: pytest.Function) -> Scenario | None:
-    """The scenario of one of the tests that a mark became; None for a test without a scenario."""
+    """Returns the scenario of a test that a mark was expanded to; None for a test without a scenario."""
     if item.get_closest_marker("fsdp") is None:
         return None
     parameters: Mapping[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
@@ -127,7 +134,7 @@ def _read_values_of_any_test(item: pytest.Item) -> Mapping[str, Any]:
 
 
 def _list_scenarios(node: pytest.Item) -> list[Scenario]:
-    """Lists every combination of the values that are named; the other axes have their defaults."""
+    """Lists every combination of the values that the mark names. The other axes have their defaults."""
     mark = node.get_closest_marker("fsdp")
     assert mark is not None
     if mark.args:
@@ -162,7 +169,7 @@ def _list_values(node: pytest.Item, axis: str, value: Any) -> Iterable[str]:
 
 
 def _explain_impossible(axis: str, value: str) -> str:
-    """Explains why no test can have this value of an axis; empty if one can."""
+    """Explains why no test can have this value of an axis; empty if a test can."""
     match parse_value(axis, value):
         case Model.CUSTOM:
             return "a test that builds its own model is marked ranks"

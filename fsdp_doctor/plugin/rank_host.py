@@ -1,6 +1,6 @@
-"""The process that supervises the ranks, as pytest sees it: started with the first marked test, ended with the session.
+"""Starts the process that supervises the ranks with the first marked test, and ends it with pytest's session.
 
-Beside it stand the messages that pytest, this process and the ranks exchange.
+Also defines the messages that pytest, the supervising process and the ranks exchange.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fsdp_doctor.errors import DoctorFault
 from fsdp_doctor.plugin.marks import RanksNeeded
 from fsdp_doctor.verdict.records import PhaseReport, RankReport
 
-# It has this process's path, and does not import the program that started pytest.
+# The program gets this process's sys.path, and does not import the main module that started pytest.
 _PROGRAM = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -36,7 +36,7 @@ with imports.freeze_imports():
 main(int(sys.argv[2]))
 """
 _END_SECONDS = 30.0
-# Options that are for this process alone: it selects the tests, judges them, writes about them, ends early.
+# Options that concern only this process, which selects the tests, judges them, reports on them, and may end early.
 _FOR_THIS_PROCESS_ALONE: dict[str, Any] = {
     "capture": "no",
     "collectonly": False,
@@ -64,7 +64,7 @@ _FOR_THIS_PROCESS_ALONE: dict[str, Any] = {
     "usepdb": False,
     "xmlpath": None,
 }
-# By the names under which pytest registers them.
+# The plugins' names in pytest's plugin manager.
 _PLUGINS_OF_THIS_PROCESS = ("terminal", "lfplugin", "nfplugin", "stepwiseplugin")
 
 
@@ -73,9 +73,11 @@ TestPhase: TypeAlias = Literal["setup", "call", "teardown"]
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """The settings of the ranks' own sessions of pytest.
+    """The settings of the ranks' own pytest sessions.
 
-    options: of the command line, parsed. args: files and directories. scratch: a directory for everything ranks write.
+    options: the parsed options of the command line.
+    args: files and directories.
+    scratch: a directory for all files that ranks write.
     """
 
     options: dict[str, Any]
@@ -87,8 +89,9 @@ class Preparation:
 class PhaseCommand:
     """Tells a rank to run one phase of one test.
 
-    number: of the test in this run. next_nodes: ids of the nodes, parents included, of the next test; empty after the
-    last one. still_whole: so far every rank has done the same and has left nothing behind, so collectives must work.
+    number: the number of the test in this run.
+    next_nodes: ids of the nodes, parents included, of the next test; empty after the last one.
+    still_whole: whether every rank has done the same so far and has left nothing behind, so that collectives must work.
     """
 
     phase: TestPhase
@@ -104,7 +107,7 @@ class PhaseCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseRequest:
-    """Asks for one phase of one test on every rank. builds_model: whether the test has a scenario."""
+    """Requests one phase of one test on every rank. builds_model: whether the test has a scenario."""
 
     needs: RanksNeeded
     command: PhaseCommand
@@ -123,7 +126,7 @@ class PhaseAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """There can be no such ranks. exit_code: as in errors.py."""
+    """Says that the requested ranks cannot be started. exit_code: one of the exit codes in errors.py."""
 
     reason: str
     exit_code: int
@@ -133,7 +136,7 @@ Answer: TypeAlias = PhaseAnswer | Refusal
 
 
 class RankHost:
-    """The supervising process. It starts at once, but imports torch, so its first answer may take seconds."""
+    """The supervising process. It starts at once, but must import torch, so its first answer may take seconds."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._scratch = pathlib.Path(tempfile.mkdtemp(prefix="fsdp-doctor-"))
@@ -145,7 +148,7 @@ class RankHost:
             stdout=self._printed,
             stderr=subprocess.STDOUT,
             pass_fds=[theirs.fileno()],
-            # Ctrl-C is for pytest alone.
+            # A new session, so that Ctrl-C reaches only pytest.
             start_new_session=True,
             env={"OMP_NUM_THREADS": "1", **os.environ},
         )
@@ -156,7 +159,9 @@ class RankHost:
         )
 
     def ask(self, request: PhaseRequest) -> Answer:
-        """Waits until the phase has ended on every rank. Raises DoctorFault if the process ends instead."""
+        """Sends the request, and waits until the phase has ended on every rank. Raises DoctorFault if the process ends
+        instead.
+        """
         try:
             self._connection.send(request)
             answer: Answer = self._connection.recv()
@@ -169,7 +174,7 @@ class RankHost:
         return answer
 
     def close(self) -> None:
-        """Ends the process and its ranks, whatever they are doing."""
+        """Ends the process and its ranks, even in the middle of a test."""
         self._connection.close()
         try:
             self._process.wait(_END_SECONDS)
@@ -181,10 +186,10 @@ class RankHost:
 
 
 def _collect_options(config: pytest.Config) -> dict[str, Any]:
-    """The options of this run for a rank's own session."""
+    """Collects the options of this run that a rank's own session needs."""
     options: dict[str, Any] = {}
     for name, value in vars(config.option).items():
-        # One that cannot be sent is left out.
+        # An option that cannot be pickled is left out.
         with contextlib.suppress(Exception):
             pickle.dumps(value)
             options[name] = value

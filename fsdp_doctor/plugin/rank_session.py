@@ -1,4 +1,4 @@
-"""A session of pytest on one rank: it imports the tests itself, and runs one phase of a test for each command."""
+"""A pytest session on one rank. It imports the tests itself, and runs one phase of a test for each command."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 class RankStart:
     """The settings that the ranks of one generation share.
 
-    generation: its number in this run of pytest. store_port: of the store on this node.
+    generation: the number of the generation in this run of pytest.
+    store_port: the port of the store on this node.
     """
 
     device: RunDevice
@@ -47,7 +48,7 @@ class RankStart:
 
 
 def run(place: Place, start: RankStart, ends: WorkerEnds) -> None:
-    """Runs a worker: joins the other ranks, then obeys commands until there are no more."""
+    """Runs a worker: joins the other ranks, then carries out commands until there are no more."""
     ends.write_stacks()
     agent = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(start.store_port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= place.variables | agent
@@ -63,9 +64,9 @@ def run(place: Place, start: RankStart, ends: WorkerEnds) -> None:
     except pytest.UsageError as error:
         ends.send(Refused(reason=str(error), exit_code=UsageError.exit_code))
         return
-    # A rank prints no report, but pytest asks for its reporter, to show what an assert has compared.
+    # A rank prints no report, but pytest needs a reporter to explain a failing assert.
     config.pluginmanager.register(pytest.TerminalReporter(config, open(os.devnull, "w")), "terminalreporter")
-    # A user who asks for another style gets all frames.
+    # If the user asks for another style, all frames are kept.
     shortens = config.option.tbstyle == "auto"
     config.option.tbstyle = "short" if shortens else config.option.tbstyle
     config.pluginmanager.register(RankSession(ends, runtime, shortens=shortens), REGISTERED_AS)
@@ -73,7 +74,7 @@ def run(place: Place, start: RankStart, ends: WorkerEnds) -> None:
 
 
 def find_session(request: pytest.FixtureRequest) -> RankSession:
-    """The session that a fixture is set up in. Fails the test if there is none."""
+    """Finds the session in which a fixture is set up. Fails the test if there is none."""
     session = request.config.pluginmanager.get_plugin(REGISTERED_AS)
     if not isinstance(session, RankSession):
         pytest.fail(f"{request.fixturename} is for tests marked fsdp or ranks, but this test is not", pytrace=False)
@@ -89,9 +90,9 @@ def _refuse_debugger(*arguments: object, **named: object) -> None:
 
 
 class RankSession:
-    """A plugin of this rank's pytest, which collects a file when its first test comes.
+    """A plugin for this rank's pytest, which collects a file when a command first names a test in it.
 
-    shortens: whether tracebacks lose the frames of installed packages, except the last frame.
+    shortens: whether the frames of installed packages are removed from tracebacks, except the last frame.
     """
 
     def __init__(self, ends: WorkerEnds, runtime: Runtime, *, shortens: bool) -> None:
@@ -118,7 +119,7 @@ class RankSession:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_timeout_set_timer(self) -> bool:
-        """Leaves the time limit to the supervisor, who stops all ranks together."""
+        """Leaves the time limit to the supervisor, which stops all ranks together."""
         return True
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -133,14 +134,14 @@ class RankSession:
             self._command = command
             self._report_begin()
             if command.phase != "setup":
-                # The test is one that this rank does not collect.
+                # This rank does not collect the test.
                 self._report_end(None)
             elif (item := self._find(session)) is not None:
                 item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
         return True
 
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool:
-        """Around this are the hooks of pytest that a test needs: introspection, filters of warnings."""
+        """Runs the phases of a test. pytest's hooks around it add assertion introspection and warning filters."""
         self._run_phase(item, lambda: self._set_up(item))
         for command in self._commands:
             self._command = command
@@ -151,7 +152,7 @@ class RankSession:
             self._side_effects.look_before()
             self._run_phase(item, lambda: item.ihook.pytest_runtest_call(item=item), self._side_effects.undo)
         if isinstance(item, pytest.Function):
-            # Releases what the test's fixtures hold, and lets it run again.
+            # Releases the objects that the test's fixtures hold, and allows the test to run again.
             item._initrequest()
         return True
 
@@ -170,7 +171,7 @@ class RankSession:
         )
 
     def fsdp_case(self, request: pytest.FixtureRequest) -> FsdpCase:
-        """The scenario that the test's mark names, built anew or kept from an earlier test."""
+        """Returns the scenario that the test's mark names, built anew or kept from an earlier test."""
         from fsdp_doctor.plugin.fixtures import FsdpCase
 
         if not hasattr(request, "param"):
@@ -179,7 +180,7 @@ class RankSession:
         return FsdpCase(run, steps, request.param, self._scenarios, self.this_rank)
 
     def _set_up(self, item: pytest.Item) -> None:
-        # Where the order of tests is not that of a list, as under xdist, a fixture of the test before may be left.
+        # If tests do not run in the order of collection, as under xdist, a fixture of the last test may be left.
         item.session._setupstate.teardown_exact(item)
         item.ihook.pytest_runtest_setup(item=item)
 
@@ -192,25 +193,25 @@ class RankSession:
     def _run_phase(self, item: pytest.Item, run: Callable[[], object], undo: Callable[[], str] = str) -> None:
         """Runs a phase of a test and reports how it ended.
 
-        undo: reverts side effects of the phase, and returns a reason to retire this worker, if it has one.
+        undo: reverts side effects of the phase, and returns the reason to retire this worker; empty if there is none.
         """
         call = pytest.CallInfo.from_call(run, when=self._command.phase)
         if call.excinfo is not None and self._shortens:
             leave_out_libraries(call.excinfo.value)
         self._retire = self._retire or undo()
-        # For its effects on this rank, such as those on tmp_path; marks are judged in pytest's own process.
+        # The hook is called for its effects on this rank, such as on tmp_path. pytest's own process judges the marks.
         item.ihook.pytest_runtest_makereport(item=item, call=call)
         report = pytest.TestReport.from_item_and_call(item, call)  # type: ignore[arg-type]
         data = item.config.hook.pytest_report_to_serializable(config=item.config, report=report)
         raised = call.excinfo.value if call.excinfo is not None else None
         xfailed = str(raised.msg) if isinstance(raised, pytest.xfail.Exception) else None
-        # A report can hold objects of the user, which JSON cannot.
+        # A report can contain the user's objects, which JSON cannot encode.
         self._ends.send(PhaseReport(report=json.loads(json.dumps(data, default=str)), xfailed=xfailed))
         failed = raised if report.failed and xfailed is None else None
         self._report_end(make_failure(failed) if failed is not None else None)
 
     def _find(self, session: pytest.Session) -> pytest.Item | None:
-        """The test of the command; None if this rank does not collect it, and then the reason is reported."""
+        """Finds the test of the command. If this rank does not collect it, reports the reason and returns None."""
         wanted, file = _name_in_file(self._command.test), self._command.file
         try:
             if file not in self._items:
@@ -236,7 +237,7 @@ class RankSession:
 
 
 def _name_in_file(node_id: str) -> str:
-    """A test's name in its file. The part before it differs in pytest 8 if the file is outside of the root."""
+    """Returns a test's name in its file. In pytest 8 the part before it differs if the file is outside of the root."""
     return node_id.partition("::")[2]
 
 

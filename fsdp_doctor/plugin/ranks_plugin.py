@@ -1,6 +1,6 @@
 """Runs the marked tests on ranks from pytest's process, phase by phase, and reports how they end.
 
-A phase that fails on a rank raises here, so marks, ``-x``, reports and other plugins see an ordinary test.
+If a phase fails on a rank, it raises here too, so that marks, ``-x``, reports and other plugins see an ordinary test.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fsdp_doctor.verdict.classification import Verdict, are_workers_whole, class
 from fsdp_doctor.verdict.records import RankReport
 
 _Section = tuple[str, str]
-# faulthandler writes this for a thread of C++.
+# faulthandler writes this for a thread that runs only C++.
 _NO_FRAME = "<no Python frame>"
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
-# Of the ranks' sections on a failure, unless another style of tracebacks is asked for.
+# The most lines of all ranks' sections on a failure, unless the user asks for another style of tracebacks.
 _MOST_LINES = 24
 _PRINTED: pytest.StashKey[list[tuple[str, str]]] = pytest.StashKey()
 _LIMIT: pytest.StashKey[float] = pytest.StashKey()
@@ -34,7 +34,7 @@ _OUTCOME: pytest.StashKey[PhaseOutcome] = pytest.StashKey()
 
 
 class RanksPlugin:
-    """Registered once a test is marked."""
+    """The plugin in pytest's own process. It is registered once a test is marked."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -55,7 +55,7 @@ class RanksPlugin:
         if mistake:
             pytest.fail(mistake, pytrace=False)
         if isinstance(item, pytest.Function):
-            # Each rank sets up its own fixtures.
+            # This process sets up no fixtures, because each rank sets up its own.
             item.fixturenames = []
         self._num_tests += 1
         self._still_whole = True
@@ -64,7 +64,7 @@ class RanksPlugin:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> bool | None:
-        """Makes the time limit of pytest-timeout that of the ranks, at whose end their stacks are shown."""
+        """Passes the time limit of pytest-timeout to the ranks, whose stacks are shown when it is reached."""
         if not _is_marked(item):
             return None
         item.stash[_LIMIT] = settings.timeout
@@ -76,7 +76,7 @@ class RanksPlugin:
         self._run_on_ranks(pyfuncitem, "call")
         return True
 
-    # After pytest's own teardown, which must come to its end whatever the ranks' does.
+    # Runs after pytest's own teardown, which must end regardless of the ranks' teardown.
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         if self._running is None:
@@ -99,7 +99,7 @@ class RanksPlugin:
         if outcome is not None and outcome.phase == call.when:
             outcome.add_details(report)
         if report.skipped and isinstance(report.longrepr, tuple):
-            # pytest would name a line of this file.
+            # Without this, pytest would name a line of this file.
             path, line, _ = item.reportinfo()
             report.longrepr = (str(path), (line or 0) + 1, report.longrepr[2])
         return report
@@ -131,7 +131,7 @@ class RanksPlugin:
             self._end_hosts()
             pytest.fail(str(error), pytrace=False)
         except BaseException:
-            # A time limit of another plugin, or Ctrl-C: the ranks are still running.
+            # Another plugin's time limit or Ctrl-C interrupted the wait, so that the ranks are still running.
             self._running = None
             self._end_hosts()
             raise
@@ -151,7 +151,7 @@ class RanksPlugin:
         outcome.raise_if_not_passed()
 
     def _start_host(self, request: PhaseRequest) -> RankHost:
-        """The process for the request: CUDA is hidden from the emulated device, for the life of its process."""
+        """Returns the process for the request. The emulated device has its own process, in which CUDA is hidden."""
         hides_cuda = request.needs.device == "emulated"
         if hides_cuda not in self._hosts:
             self._hosts[hides_cuda] = RankHost(self._config)
@@ -166,9 +166,12 @@ class RanksPlugin:
 class PhaseOutcome:
     """The end of a phase, over all ranks.
 
-    skipped, xfailed, silent: the ranks whose own pytest skipped the test, expected its failure, reported nothing.
-    reason: of the ranks that skipped or were expected to fail. details: sections on a failure. printed: output and
-    logs.
+    skipped: the ranks whose own pytest skipped the test.
+    xfailed: the ranks whose own pytest expected its failure.
+    silent: the ranks whose own pytest reported nothing.
+    reason: the reason of the ranks that skipped the test or expected its failure.
+    details: sections on a failure.
+    printed: output and logs.
     """
 
     phase: TestPhase
@@ -190,9 +193,9 @@ class PhaseOutcome:
     def raise_if_not_passed(self) -> None:
         if self.verdict.bad:
             kind = "" if self.verdict.kind == "crash" else f"{self.verdict.kind}: "
-            # What pytest.fail() raises is named so again where it is raised here.
+            # The exception of pytest.fail() is raised again here, which adds its name once more.
             reason = self.verdict.reason.replace("Failed: ", "", 1)
-            # Of some of the ranks the reason names them itself.
+            # If only some ranks failed, the reason already names them.
             raised = not kind and reason == self.verdict.reason
             where = "every rank: " if raised and len(self.verdict.ranks) == self.num_ranks > 1 else ""
             pytest.fail("\n".join([where + kind + reason, *self.verdict.also]), pytrace=False)
@@ -246,7 +249,7 @@ def make_outcome(config: pytest.Config, phase: TestPhase, answer: PhaseAnswer) -
 
 
 def _group_by_text(texts: dict[int, str]) -> list[_Section]:
-    """One section for each text, with all ranks whose texts differ by the device's index or addresses alone."""
+    """Makes one section for each text, with all ranks whose texts differ only in the device's index or in addresses."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks_of.setdefault(_ADDRESS.sub("0x", fold(text)), []).append(rank)
@@ -254,7 +257,7 @@ def _group_by_text(texts: dict[int, str]) -> list[_Section]:
 
 
 def _describe_lost_ranks(reports: list[RankReport], failed: dict[int, str]) -> list[_Section]:
-    """Sections on ranks that could not report themselves what happened to them."""
+    """Describes ranks that could not report themselves how they ended, in one section each."""
     sections = []
     stacks: dict[tuple[str, str], list[int]] = {}
     for report in reports:
@@ -271,8 +274,8 @@ def _describe_lost_ranks(reports: list[RankReport], failed: dict[int, str]) -> l
 
 
 def _select_test_frames(stack: str) -> str:
-    """Returns each thread's stack without the frames of libraries, of pytest and of its callers; the innermost
-    stays.
+    """Returns each thread's stack without the frames of libraries, of pytest and of its callers. The innermost frame is
+    kept.
     """
     threads = re.split(r"\n(?=Thread |Current thread )", stack)
     shown = []
@@ -285,7 +288,9 @@ def _select_test_frames(stack: str) -> str:
 
 
 def _shorten(sections: Sequence[_Section]) -> tuple[_Section, ...]:
-    """Cuts sections to _MOST_LINES in all: the last lines of each, and the numbers of the ranks that are left out."""
+    """Shortens sections to _MOST_LINES in total: keeps the last lines of each section, and only names ranks that do not
+    fit.
+    """
     shown: list[_Section] = []
     left = _MOST_LINES
     for title, text in sections:

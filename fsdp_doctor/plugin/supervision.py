@@ -1,7 +1,7 @@
-"""The process that supervises the ranks of a run of pytest: it forks them, and survives if they do not.
+"""The process that supervises the ranks of a pytest run. It forks the ranks, and survives if they do not.
 
-pytest's own process is not forked, because it may have a context on a device, and has threads. This process has
-imported what the workers need, and makes no context.
+pytest's own process is not forked, because it may have a context on a device, and has threads. The supervising process
+has imported the modules that workers need, and makes no context on a device.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Supervision:
         group = self._start_group(needs)
         reports = group.perform(line, request.timeout)
         if request.command.phase == "setup" and has_died_before(reports):
-            # A side effect of an earlier test ended a worker.
+            # A side effect of an earlier test has ended a worker.
             self._retire(needs)
             group = self._start_group(needs)
             reports = group.perform(line, request.timeout)
@@ -93,7 +93,7 @@ class Supervision:
             try:
                 self._groups[needs] = self._start(needs)
             except DoctorFault:
-                # It may have met side effects of the last generation.
+                # Side effects of the last generation may have prevented the start.
                 self._groups[needs] = self._start(needs)
         return self._groups[needs]
 
@@ -102,7 +102,7 @@ class Supervision:
         self._num_generations += 1
         device = RunDevice(type=devices.resolve(needs.device))
         devices.load(device, asked=needs.device)
-        # torchrun's agent keeps a store for its ranks; this one, too, listens on the loopback interface alone.
+        # The store replaces that of torchrun's agent, and listens only on the loopback interface.
         store = self._stores[needs] = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         start = RankStart(
             device=device,
@@ -126,7 +126,9 @@ class Supervision:
         rank_session.run(place, start, ends)
 
     def _stop_if_pytest_ended(self) -> None:
-        """pytest sends nothing while it waits, so anything that can be read is the end of the connection."""
+        """Raises Interrupted if pytest has ended. pytest sends nothing while it waits, so any readable data are the end
+        of the connection.
+        """
         if self._connection.poll():
             raise Interrupted("pytest has ended")
 

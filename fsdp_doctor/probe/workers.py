@@ -162,14 +162,14 @@ class WorkerProcess:
 
     @property
     def settled(self) -> bool:
-        """Whether the report of the case or the start is final."""
+        """Returns whether the report of the case or the start is final."""
         report = self._report
         done = report.record is not None and report.record.done
         return bool(done or report.ready or self._has_ended)
 
     @property
     def in_trouble(self) -> bool:
-        """Whether this rank can keep the others from finishing."""
+        """Returns whether this rank can keep the others from finishing."""
         report = self._report
         failed = report.record is not None and report.record.failure is not None
         return failed or self._has_ended
@@ -181,7 +181,7 @@ class WorkerProcess:
 
     @property
     def suspended(self) -> bool:
-        """Whether a signal or a debugger stopped the worker, so that it must be woken to write its stack."""
+        """Returns whether a signal or a debugger stopped the worker, so that it must be woken to write its stack."""
         return self._process_status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
     def keep_within(self, host_bytes: int | None) -> None:

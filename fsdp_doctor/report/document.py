@@ -59,7 +59,7 @@ class CaseResult:
 
     @property
     def confirmed(self) -> bool | None:
-        """Whether the second run gave the same verdict; None without a second run."""
+        """Returns whether the second run gave the same verdict; None without a second run."""
         return None if self.confirmation is None else self.confirmation.kind == self.verdict.kind
 
     @property

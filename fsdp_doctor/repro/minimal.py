@@ -240,15 +240,16 @@ class _Script:
 
     @property
     def _has_mesh(self) -> bool:
-        """Whether the script makes a device mesh. On the CPU it must, because torch would otherwise use an accelerator
-        if the machine has one.
+        """Returns whether the script makes a device mesh.
+
+        On the CPU it must, because torch would otherwise use an accelerator if the machine has one.
         """
         return self.on_cpu or not self.case.scenario.sharding.has_one_mesh
 
     @property
     def _builds_twice(self) -> bool:
-        """Whether the script builds two models: one that trains and saves its moments, and an untrained one that loads
-        them.
+        """Returns whether the script builds one model that trains and saves its moments, and an untrained one that
+        loads them.
         """
         return self.loads_moments and not self.case.scenario.phase.is_trained
 
@@ -351,7 +352,7 @@ class _Script:
 
     @property
     def _steps(self) -> bool:
-        """Whether the script has more than one training step."""
+        """Returns whether the script has more than one training step."""
         phase, later = self.case.scenario.phase, self.kind == "poisoned"
         return not self._builds_twice and (phase.raised is not None or (phase.is_trained and later))
 
@@ -423,7 +424,7 @@ class _Script:
 
     @property
     def _needs_values(self) -> bool:
-        """Whether the checkpoint's tensors must differ from the model's. They need not differ if the load raises."""
+        """Returns whether the checkpoint's tensors must differ from the model's; they need not if the load raises."""
         ends_in_error = self.kind in ("crash", "refused", "poisoned") and self.case.scenario.checkpoint.must_load
         return not ends_in_error or self.case.scenario.init.is_meta or self._assigns
 
@@ -545,7 +546,7 @@ class _Script:
 
     @property
     def _assigns(self) -> bool:
-        """Whether the load puts the checkpoint's own tensors into the model."""
+        """Returns whether the load puts the checkpoint's own tensors into the model."""
         return any("assign=True" in line for line in _inline(self.module, self.function, [], needs_result=False))
 
     def _train_on(self) -> Iterator[str]:

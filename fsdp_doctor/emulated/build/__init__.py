@@ -25,17 +25,17 @@ from packaging.version import Version
 _Result = TypeVar("_Result")
 
 OLDEST_TORCH = "2.10"
-# The distribution, and the package in it, of a library that is built already.
+# The name of the distribution that contains a prebuilt library, and of the package in it.
 PREBUILT = "fsdp_doctor_emulated_prebuilt"
 _SOURCES = pathlib.Path(__file__).parents[1] / "csrc"
 _COMPILERS = ("c++", "g++", "clang++")
 _SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 _FILE = f"_C{_SUFFIX}"
 _LIBRARIES = ("c10", "torch_cpu", "torch_python")
-# Of all compilers together; half a minute on two idle cores.
+# The sum of the time of all compilers, which is half a minute on two idle cores.
 _BUILD_SECONDS = 60
-# Reading torch's large headers is most of the time, so sources that need the same headers are compiled as one unit, the
-# largest unit first. A source that is not named here is compiled alone.
+# Most of the time is spent on torch's large headers. Therefore sources that need the same headers are compiled as one
+# unit, the largest unit first. A source that is not listed here is compiled alone.
 _UNITS = (
     ("collectives", "agreement", "gloo", "module"),
     ("autocast", "attention", "copy", "cuda_kernels", "device", "fallback", "sparse"),
@@ -43,16 +43,16 @@ _UNITS = (
 
 
 class EmulationUnavailable(ImportError):
-    """The device cannot be built here; the message is one sentence with the reason and what helps."""
+    """Raised when the device cannot be built here. The message is one sentence with the reason and a remedy."""
 
 
 def find_library() -> pathlib.Path:
-    """The path of the shared library for this torch: an installed one, else one from the cache, else built now.
+    """Finds the shared library for this torch: an installed one, else one from the cache, else one that is built now.
 
-    Any number of processes may call it at once: one builds, the others wait for it. If the cache cannot be written or
-    is full, the library is kept in the directory for temporary files. Raises EmulationUnavailable.
+    Any number of processes may call it at once: one builds, and the others wait. If the cache cannot be written or is
+    full, the library is kept in the directory for temporary files. Raises EmulationUnavailable.
     """
-    # Only the release is compared, so nightlies and vendors' pre-releases of the oldest version are accepted.
+    # Only release numbers are compared, so that nightly and vendors' pre-releases of the oldest version are accepted.
     if Version(torch.__version__).release < Version(OLDEST_TORCH).release:
         raise EmulationUnavailable(
             f"the emulated accelerator needs torch {OLDEST_TORCH} or newer, this is torch {torch.__version__}"
@@ -62,7 +62,7 @@ def find_library() -> pathlib.Path:
     compiler = _find_compiler()
     key = _compute_key(compiler)
     cached = cache_directory() / key / _FILE
-    # Not pathlib's exists, which raises for a directory that cannot be read.
+    # pathlib's exists is not used, because it raises for a directory that cannot be read.
     if os.path.exists(cached):
         return cached
     with _use_writable_directory(key, lambda directory: open(directory / "lock", "w")) as lock:
@@ -72,7 +72,7 @@ def find_library() -> pathlib.Path:
 
 
 def make_prebuilt_name() -> str:
-    """The file name of the library in ``PREBUILT``, which depends on the sources, torch and Python."""
+    """Makes the file name of the library in ``PREBUILT``, which depends on the sources, torch and Python."""
     digest = hashlib.sha256(f"{torch.version.git_version} {torch.compiled_with_cxx11_abi()}".encode())
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.read_bytes())
@@ -88,14 +88,16 @@ def _find_installed() -> pathlib.Path | None:
 
 
 def cache_directory() -> pathlib.Path:
-    """``$FSDP_DOCTOR_CACHE``, else ``fsdp-doctor`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Returns ``$FSDP_DOCTOR_CACHE``, or else ``fsdp-doctor`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     if configured := os.environ.get("FSDP_DOCTOR_CACHE"):
         return pathlib.Path(configured)
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "fsdp-doctor"
 
 
 def _make_temporary_directory() -> pathlib.Path:
-    """The fallback for the cache. Raises OSError if another user could put a library there."""
+    """Makes the directory that is used if the cache cannot be. Raises OSError if another user could put a library
+    there.
+    """
     directory = pathlib.Path(tempfile.gettempdir()) / f"fsdp-doctor-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.lstat()
@@ -105,7 +107,9 @@ def _make_temporary_directory() -> pathlib.Path:
 
 
 def _use_writable_directory(key: str, use: Callable[[pathlib.Path], _Result]) -> _Result:
-    """The result of ``use`` for the cache, or for the temporary directory if it raises OSError for the cache."""
+    """Returns the result of ``use`` for the cache, or for the temporary directory if ``use`` raises OSError for the
+    cache.
+    """
     reasons = []
     for place in (cache_directory, _make_temporary_directory):
         name = "the directory of temporary files"
@@ -147,7 +151,7 @@ def _list_flags() -> list[str]:
     include = pathlib.Path(torch.__file__).parent / "include"
     directories = (include, include / "torch" / "csrc" / "api" / "include", sysconfig.get_paths()["include"])
     return [
-        # NDEBUG as in torch itself: some of its classes have members that depend on it.
+        # NDEBUG must be defined because torch was built with it, and members of some of its classes depend on it.
         *("-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-w", "-DTORCH_EXTENSION_NAME=_C"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(f"-I{directory}" for directory in directories),
@@ -155,7 +159,7 @@ def _list_flags() -> list[str]:
 
 
 def _compute_key(compiler: list[str]) -> str:
-    """A directory name that changes with everything that the library depends on."""
+    """Computes a directory name that changes with every input on which the library depends."""
     try:
         version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
@@ -169,7 +173,7 @@ def _compute_key(compiler: list[str]) -> str:
 
 
 def _build(compiler: list[str], key: str) -> pathlib.Path:
-    # Without a message it would look like a hang.
+    # Without a message, the build would look like a hang.
     expected = f"about {_expect_seconds(os.cpu_count() or 1)} s on {os.cpu_count()} idle cores"
     _print(f"building the emulated accelerator for torch {torch.__version__}, once: {expected}")
     try:
@@ -190,9 +194,10 @@ def _build(compiler: list[str], key: str) -> pathlib.Path:
 
 
 def _expect_seconds(num_cores: int) -> int:
-    """Estimates the seconds that the compilers take.
+    """Estimates the seconds that the compilers take on ``num_cores`` cores.
 
-    _BUILD_SECONDS of one core in all, and the largest unit 48 % of it (36 of 76 s).
+    One core takes _BUILD_SECONDS in all. The largest unit takes 48 % of it (36 of 76 s), which is the least with many
+    cores.
     """
     return int(max(_BUILD_SECONDS / num_cores, _BUILD_SECONDS / 2))
 
@@ -202,10 +207,12 @@ def _print(message: str) -> None:
 
 
 def _compile(compiler: list[str], scratch: pathlib.Path) -> pathlib.Path:
-    """Make the library in ``scratch``. Raises OSError if the disk is full, EmulationUnavailable."""
+    """Compiles the library into ``scratch``. Raises OSError if the disk is full, and EmulationUnavailable if a compiler
+    fails.
+    """
     sources = []
     for unit in _list_units():
-        # A file that includes the sources of the unit.
+        # The compiled file only includes the sources of the unit.
         sources.append(scratch / f"{unit[0]}.cpp")
         sources[-1].write_text("".join(f'#include "{_SOURCES / name}.cpp"\n' for name in unit))
     objects = [str(source.with_suffix(".o")) for source in sources]
@@ -220,7 +227,7 @@ def _compile(compiler: list[str], scratch: pathlib.Path) -> pathlib.Path:
 
 
 def _copy(linked: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
-    """Copy the library into ``directory`` such that no process sees an incomplete file. Raises OSError."""
+    """Copies the library into ``directory`` in such a way that no process sees an incomplete file. Raises OSError."""
     with tempfile.TemporaryDirectory(dir=directory) as beside:
         return pathlib.Path(shutil.copy(linked, beside)).rename(directory / _FILE)
 

@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def pack_wheel(file: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
-    """Write the wheel of the library ``file`` into ``directory``, which is created if necessary; returns its path."""
+    """Writes the wheel of the library ``file`` into ``directory``, which is created if necessary. Returns its path."""
     release = Version(torch.__version__).base_version
     version = f"{release}+{make_prebuilt_name().split('.')[0].removeprefix('_C_')}"
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"

@@ -26,20 +26,20 @@ from fsdp_doctor.emulated.library import _C
 
 _TYPE = int(torch._C._autograd.DeviceType.PrivateUse1.value)
 
-# The functions of torch.cuda that are the library's as they are.
+# Functions of torch.cuda that the library implements directly.
 init = _lazy_init = _C.initialize  # as the first use does; RuntimeError in a fork of a process that has used the device
 is_initialized = _C.is_initialized
 _is_in_bad_fork = _C.is_in_bad_fork
 device_count = _C.device_count
 current_device = _C.current_device
 _exchange_device = _maybe_exchange_device = _C.exchange_device
-# And those of the emulated device alone.
+# Functions that only the emulated device has.
 pinned_memory_allocated = _C.pinned_bytes  # of tensors, in bytes
 late_completion = _C.is_late
 copies_in_flight = _C.copies_in_flight  # non-blocking copies of this process that have not happened yet
 
-# Annotations, base classes, isinstance checks and except clauses name these, also in modules that never make one. torch
-# has all of them without CUDA, and says that none can be made.
+# Annotations, base classes, isinstance checks and except clauses name these types, also in modules that never make an
+# instance. A torch without CUDA has all of them, but raises when an instance is made.
 _TYPES_OF_CUDA_ALONE = frozenset(
     {"CUDAGraph", "CudaError", "DeferredCudaCallError", "ExternalStream", "GreenContext", "cudaStatus", "graph"}
 )
@@ -55,17 +55,17 @@ def __getattr__(name: str) -> Any:
 
 
 def is_available() -> bool:
-    """True: the device is host memory."""
+    """Returns True, because the device is host memory."""
     return True
 
 
 def set_device(device: Device) -> None:
-    """Make ``device`` the current one of this thread."""
+    """Makes ``device`` the current device of this thread."""
     _C.exchange_device(find_index(device))
 
 
 class device:  # noqa: N801, torch.cuda's name
-    """Context in which ``device`` is the current device; None changes nothing."""
+    """Context in which ``device`` is the current device. None changes nothing."""
 
     def __init__(self, device: Device) -> None:
         self.idx = -1 if device is None else find_index(device)
@@ -79,20 +79,22 @@ class device:  # noqa: N801, torch.cuda's name
 
 
 class device_of(device):  # noqa: N801, torch.cuda's name
-    """Context in which the device of ``tensor`` is current; a tensor of another kind of device changes nothing."""
+    """Context in which the device of ``tensor`` is the current device. A tensor on another type of device changes
+    nothing.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor.get_device() if tensor.device.type == NAME else None)
 
 
 def get_device_name(device: Device = None) -> str:
-    """A name for reports."""
+    """Returns a name for reports."""
     return "emulated accelerator in host memory"
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceProperties:
-    """The properties that ``torch.cuda.get_device_properties`` has, under the same names; memory in bytes."""
+    """The properties that ``torch.cuda.get_device_properties`` returns, under the same names. Memory is in bytes."""
 
     name: str
     total_memory: int
@@ -106,7 +108,7 @@ class DeviceProperties:
 
 
 def get_device_properties(device: Device = None) -> DeviceProperties:
-    """The properties of ``device``. Raises AssertionError, as CUDA does, if there is no such device."""
+    """Returns the properties of ``device``. Raises AssertionError, as CUDA does, if there is no such device."""
     index = find_index(device)
     if not 0 <= index < device_count():
         raise AssertionError("Invalid device id")
@@ -115,17 +117,17 @@ def get_device_properties(device: Device = None) -> DeviceProperties:
 
 
 def get_device_capability(device: Device = None) -> tuple[int, int]:
-    """(9, 0) as on an H100, so that callers find that bfloat16 is supported."""
+    """Returns (9, 0) as on an H100, so that callers find that bfloat16 is supported."""
     return 9, 0
 
 
 def can_device_access_peer(device: Device, peer_device: Device) -> bool:
-    """False: no device reads the memory of another."""
+    """Returns False, because no device can read the memory of another."""
     return False
 
 
 def get_arch_list() -> list[str]:
-    """Empty: nothing is compiled for the device."""
+    """Returns an empty list, because nothing is compiled for the device."""
     return []
 
 
@@ -133,23 +135,23 @@ def get_arch_list() -> list[str]:
 
 
 class Stream(torch.Stream):
-    """A stream of an emulated device, the current one by default."""
+    """A stream of an emulated device; by default, one of the current device."""
 
     def __new__(cls, device: Device = None, priority: int = 0, **kwargs: Any) -> Stream:
         if kwargs:
             return super().__new__(cls, priority=priority, **kwargs)
         return super().__new__(cls, torch.device(NAME, find_index(device)), priority=priority)
 
-    # torch.Stream's own take no subclass of torch.Event.
+    # The methods of torch.Stream do not accept a subclass of torch.Event.
 
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
-        """Record ``event``, or a new one, behind what the stream holds, and return it."""
+        """Records ``event``, or a new event, after all work that is already on the stream. Returns the event."""
         event = event or Event()
         event.record(self)
         return event
 
     def wait_event(self, event: torch.Event) -> None:
-        """Let what follows on the stream wait for ``event``."""
+        """Makes later work on the stream wait for ``event``."""
         event.wait(self)
 
 
@@ -164,7 +166,7 @@ class Event(torch.Event):
     _timed: bool
 
     def elapsed_time(self, end_event: torch.Event) -> float:
-        """Milliseconds between the two records, on the host's clock."""
+        """Returns the milliseconds between the two records, on the host's clock."""
         if not (self._timed and getattr(end_event, "_timed", True)):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         milliseconds: float = _C.milliseconds_between(self.event_id, end_event.event_id)
@@ -172,24 +174,24 @@ class Event(torch.Event):
 
 
 def current_stream(device: Device = None) -> Stream:
-    """The stream that kernels of this thread are issued on."""
+    """Returns the stream on which this thread launches kernels."""
     current = torch.accelerator.current_stream(find_index(device))
     return Stream(stream_id=current.stream_id, device_index=current.device_index, device_type=_TYPE)
 
 
 def default_stream(device: Device = None) -> Stream:
-    """The stream that is current in a thread that has set no other."""
+    """Returns the stream that is current in a thread that has set no other stream."""
     return Stream(stream_id=0, device_index=find_index(device), device_type=_TYPE)
 
 
 def set_stream(stream: torch.Stream | None) -> None:
-    """Make ``stream`` and its device the current ones; None changes nothing."""
+    """Makes ``stream`` and its device the current ones. None changes nothing."""
     if stream is not None:
         torch.accelerator.set_stream(stream)
 
 
 class StreamContext:
-    """Context in which kernels are issued on ``stream``; None changes nothing."""
+    """Context in which kernels are launched on ``stream``. None changes nothing."""
 
     def __init__(self, stream: torch.Stream | None) -> None:
         self.stream = stream
@@ -208,22 +210,22 @@ class StreamContext:
 
 
 def stream(stream: torch.Stream | None) -> StreamContext:
-    """A context in which kernels are issued on ``stream``; None changes nothing."""
+    """Returns a context in which kernels are launched on ``stream``. None changes nothing."""
     return StreamContext(stream)
 
 
 def is_current_stream_capturing() -> bool:
-    """False: graphs are not emulated."""
+    """Returns False, because CUDA graphs are not emulated."""
     return False
 
 
 def _sleep(cycles: int) -> None:
-    """Issue a kernel that takes ``cycles`` nanoseconds on the current stream."""
+    """Launches a kernel that takes ``cycles`` nanoseconds on the current stream."""
     _C.sleep(cycles / 1e9)
 
 
 def synchronize(device: Device = None) -> None:
-    """Wait for all streams of ``device``, including the copies in flight."""
+    """Waits for all streams of ``device``, including the copies in flight."""
     _C.synchronize_device(find_index(device))
 
 
@@ -231,67 +233,70 @@ def synchronize(device: Device = None) -> None:
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """The dtypes that autocast may compute in."""
+    """Returns the dtypes in which autocast can compute."""
     return [torch.bfloat16, torch.float16, torch.float32]
 
 
 def is_tf32_supported() -> bool:
-    """False: the CPU has no TF32."""
+    """Returns False, because the CPU has no TF32."""
     return False
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
-    """True: the CPU computes in bfloat16."""
+    """Returns True, because the CPU can compute in bfloat16."""
     return True
 
 
 def set_memory_limit(nbytes: int | None) -> None:
-    """Raise ``torch.OutOfMemoryError`` for allocations beyond ``nbytes`` on one device; None removes the limit."""
+    """Makes allocations beyond ``nbytes`` on one device raise ``torch.OutOfMemoryError``. None removes the limit."""
     _C.set_memory_limit(nbytes or 0)
 
 
 def share_devices(path: str | os.PathLike[str]) -> None:
-    """Share the devices' memory with all processes of this host that pass the same ``path``.
+    """Shares the devices' memory with all processes of this host that pass the same ``path``.
 
-    ``mem_get_info`` and the memory limit then count the allocations of all of them. The file is created if it does not
-    exist. Raises RuntimeError if called twice, ValueError if the file cannot be used.
+    ``mem_get_info`` and the memory limit then count the allocations of all these processes. The file is created if it
+    does not exist. Raises RuntimeError if called twice, and ValueError if the file cannot be used.
     """
     _C.share_devices(os.fspath(path))
 
 
-# How strict the devices are
+# Strictness of the devices
 
 
 def set_late_completion(late: bool) -> None:
-    """Let non-blocking copies finish as late as their contract allows (the default), or immediately."""
+    """Makes non-blocking copies finish as late as their contract allows (the default), or immediately."""
     _C.set_late(late)
 
 
 def use_caching_allocator(use: bool = True) -> None:
-    """Reserve memory in segments that are split and cached by stream, as CUDA's caching allocator does; off by default.
+    """Reserves memory in segments that are split and cached by stream, as CUDA's caching allocator does. Off by
+    default.
 
-    ``memory_reserved`` and ``inactive_split_bytes`` are counted then, and a limit is one of reserved memory. Raises
-    RuntimeError while there are tensors on a device.
+    ``memory_reserved`` and ``inactive_split_bytes`` are then counted, and a memory limit applies to reserved memory.
+    Raises RuntimeError while there are tensors on a device.
     """
     _C.set_caching(use)
 
 
 def poison_freed_memory(poison: bool = True) -> None:
-    """Fill memory with NaNs when it is freed; off by default.
+    """Fills memory with NaNs when it is freed. Off by default.
 
-    A copy to the host that is in flight then delivers NaNs, unless it is on the stream that the memory was allocated
-    on, that stream waits for it, or ``record_stream`` was called: on a GPU the memory could be in other use.
+    A copy to the host that is in flight then delivers NaNs, because a GPU could already have reused the memory. The
+    copy is safe if it is on the stream on which the memory was allocated, if this stream waits for the copy, or if
+    ``record_stream`` was called.
     """
     _C.set_poisoning(poison)
 
 
 @contextlib.contextmanager
 def race_detection() -> Iterator[None]:
-    """Context that raises RuntimeError at its end, with a line for each data race of all threads of the process.
+    """Context that raises RuntimeError at its end if threads of the process had data races. The message has a line for
+    each race.
 
-    A race is two accesses of the same bytes, one of them a write, on streams that nothing orders, or by the host in
-    pinned memory that a copy in flight uses; or memory that may be allocated again while another stream still uses it
-    without ``record_stream``.
+    A race is two accesses to the same bytes, at least one of them a write, on streams that are not ordered, or by the
+    host in pinned memory that a copy in flight uses. Memory that may be reallocated while another stream still uses it
+    without ``record_stream`` counts as a race, too.
     """
     _C.set_race_detection(True)
     try:
@@ -304,7 +309,7 @@ def race_detection() -> Iterator[None]:
 
 
 def data_races() -> list[str]:
-    """The races that ``race_detection`` has found since the last call, one sentence each."""
+    """Returns the races that ``race_detection`` has found since the last call, one sentence each."""
     races: list[str] = _C.take_races()
     return races
 
@@ -313,7 +318,9 @@ def data_races() -> list[str]:
 
 
 def make_backend(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:
-    """Makes a group of ``size`` processes over ``store``, the default group or not. Every rank of it must call it."""
+    """Makes a process group of ``size`` ranks over ``store``, the default group or another. Every rank of it must call
+    it.
+    """
     store = dist.PrefixStore("emulated", store)
     host = dist.ProcessGroupGloo(store, rank, size, timeout)
     file = shared_memory.open_for_group(store, rank, size, _C.shared_bytes(size))
@@ -325,10 +332,10 @@ def make_backend(store: dist.Store, rank: int, size: int, timeout: datetime.time
 
 @contextlib.contextmanager
 def note_launch_order(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Context in which the collectives of this process are noted in ``directory``, for :func:`find_order_cycle`.
+    """Context in which the collectives of this process are logged in ``directory``, for :func:`find_order_cycle`.
 
-    Processes that are given the same directory, and use the same device, are noted in the order of their launches.
-    Raises OSError where the directory cannot be made.
+    If several processes use the same directory and the same device, their collectives are logged in the order of their
+    launches. Raises OSError if the directory cannot be made.
     """
     os.makedirs(directory, exist_ok=True)
     _C.log_launches(os.fspath(directory))
@@ -339,12 +346,13 @@ def note_launch_order(directory: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def find_order_cycle(directory: str | os.PathLike[str]) -> str:
-    """Says in which orders two or more devices launch collectives that wait for one another; empty if none do.
+    """Describes the orders in which two or more devices launch collectives that wait for one another; empty if no
+    devices do.
 
-    It is exact for a model: a device runs one collective at a time, over all groups and processes, in the order of
-    their launch, and is through with it when every member has begun it. Then all end if and only if the orders of all
-    devices fit together, so nothing has to be waited for. NCCL promises no more than that, and a GPU may do better:
-    what is found is a hazard, not a certainty.
+    The result is exact for this model: a device runs one collective at a time, over all groups and processes, in launch
+    order, and finishes it when every member has begun it. In this model all collectives end if and only if the orders
+    of all devices are consistent, so that the function need not wait for anything. NCCL guarantees no more than the
+    model, but a GPU may do better: the result is a hazard, not a certain hang.
     """
     launches = {file.name: file.read_text().splitlines() for file in sorted(pathlib.Path(directory).iterdir())}
     devices: dict[str, list[str]] = {}
@@ -361,7 +369,7 @@ def find_order_cycle(directory: str | os.PathLike[str]) -> str:
                 waiting[device].popleft()
             may_run.update(done)
     blocked = {device: queue[0] for device, queue in waiting.items() if queue}
-    # What a device waits for is behind what the next one waits for.
+    # Each collective in the chain is queued behind the collective for which its next device waits.
     chain = list(itertools.islice(blocked, 1))
     while chain and chain[-1] not in chain[:-1]:
         first = blocked[chain[-1]]
@@ -375,7 +383,9 @@ def find_order_cycle(directory: str | os.PathLike[str]) -> str:
 
 
 def _name_launches(launches: Iterable[list[str]], chosen: list[str]) -> dict[str, str]:
-    """Names launches in a way that is the same in every run: groups are letters, counted from their first launches."""
+    """Names launches in a way that is the same in every run. Groups are letters, and launches are counted from a
+    group's first.
+    """
     first: dict[str, int] = {}
     for group, number, _ in map(str.split, itertools.chain.from_iterable(launches)):
         first[group] = min(first.get(group, int(number)), int(number))

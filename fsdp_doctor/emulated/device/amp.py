@@ -12,19 +12,19 @@ custom_bwd = functools.partial(torch.amp.custom_bwd, device_type="emulated")
 
 
 class autocast(torch.amp.autocast):  # noqa: N801, torch.cuda.amp's name
-    """``torch.autocast`` of the emulated device."""
+    """``torch.autocast`` for the emulated device."""
 
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
         super().__init__("emulated", dtype, enabled, cache_enabled)
 
 
 class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` of the emulated device, with the same arguments behind it."""
+    """``torch.amp.GradScaler`` for the emulated device, with the same arguments except the device."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__("emulated", *args, **kwargs)
 
 
 def amp_definitely_not_available() -> bool:
-    """False: there is autocast."""
+    """Returns False, because autocast is available."""
     return False

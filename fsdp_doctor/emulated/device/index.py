@@ -1,4 +1,4 @@
-"""The device that a caller means."""
+"""Finds the index of the device that an argument names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Device = torch.device | str | int | None
 
 
 def find_index(device: Device) -> int:
-    """The index of ``device``; that of the current one for None, or a name without an index."""
+    """Returns the index of ``device``. For None, or a name without an index, returns the current device's index."""
     if isinstance(device, int):
         return device
     index = torch.device(device).index if device is not None else None

@@ -1,4 +1,4 @@
-"""``torch.emulated.memory``, the counterpart of ``torch.cuda.memory``: bytes, as ``torch.accelerator`` counts them."""
+"""``torch.emulated.memory``, the counterpart of ``torch.cuda.memory``, with the counters of ``torch.accelerator``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 
 _MIB = 2**20
 
-# Types of CUDA alone, which annotations and base classes name.
+# Types that exist only for CUDA, but that annotations and base classes name.
 CUDAPluggableAllocator = torch.cuda.CUDAPluggableAllocator
 MemPool = torch.cuda.MemPool
 
@@ -28,33 +28,37 @@ empty_cache = _C.empty_cache
 
 
 def memory_stats_as_nested_dict(device: Device = None) -> dict[str, Any]:
-    """``memory_stats`` as nested dictionaries, one level for each part of a name."""
+    """Returns ``memory_stats`` as nested dictionaries, one level for each part of a name."""
     nested: dict[str, Any] = torch._C._accelerator_getDeviceStats(find_index(device))
     return nested
 
 
 def memory_stats(device: Device = None) -> dict[str, Any]:
-    """The counters of ``torch.cuda.memory_stats``, under the same names."""
+    """Returns the counters of ``torch.cuda.memory_stats``, under the same names."""
     return torch.accelerator.memory_stats(find_index(device))
 
 
 def memory_allocated(device: Device = None) -> int:
-    """Bytes that tensors of the device take now, each rounded up to a multiple of 512 as CUDA's allocator does."""
+    """Returns the bytes that tensors on the device use now, each rounded up to a multiple of 512 as CUDA's allocator
+    does.
+    """
     return int(memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"])
 
 
 def max_memory_allocated(device: Device = None) -> int:
-    """The maximum of ``memory_allocated`` since the last reset."""
+    """Returns the maximum of ``memory_allocated`` since the last reset."""
     return int(memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"])
 
 
 def memory_reserved(device: Device = None) -> int:
-    """Bytes in the caching allocator's segments; equal to ``memory_allocated`` without ``use_caching_allocator``."""
+    """Returns the bytes in the caching allocator's segments; equal to ``memory_allocated`` without
+    ``use_caching_allocator``.
+    """
     return int(memory_stats_as_nested_dict(device)["reserved_bytes"]["all"]["current"])
 
 
 def max_memory_reserved(device: Device = None) -> int:
-    """The maximum of ``memory_reserved`` since the last reset."""
+    """Returns the maximum of ``memory_reserved`` since the last reset."""
     return int(memory_stats_as_nested_dict(device)["reserved_bytes"]["all"]["peak"])
 
 
@@ -63,17 +67,18 @@ max_memory_cached = max_memory_reserved
 
 
 def memory_snapshot() -> list[dict[str, Any]]:
-    """The segments of all devices and their blocks, as ``torch.cuda.memory_snapshot`` has them, without stacks.
+    """Returns the segments of all devices with their blocks, in the form of ``torch.cuda.memory_snapshot``, without
+    stacks.
 
-    Without ``use_caching_allocator`` every tensor's memory is a segment of one block. With it the addresses are those
-    of the emulated segments, in which no memory lies.
+    Without ``use_caching_allocator``, the memory of every tensor is a segment with one block. With it, the addresses
+    are those of emulated segments, which contain no memory.
     """
     segments: list[dict[str, Any]] = _C.memory_segments()
     return segments
 
 
 def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
-    """``memory_stats`` as text: one line for each counter, bytes in MiB."""
+    """Formats ``memory_stats`` as text, one line for each counter, with bytes in MiB."""
     lines = [f"memory of emulated:{find_index(device)}"]
     for name, value in memory_stats(device).items():
         lines.append(f"{name:<36} {f'{value / _MIB:.1f} MiB' if 'bytes' in name else value:>14}")
@@ -81,14 +86,16 @@ def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
 
 
 def host_memory_stats() -> dict[str, int]:
-    """Bytes of pinned host memory that CUDA's allocator would have taken, under the name of ``torch.cuda``: a power of
-    two for each tensor, kept for the next one when it is freed.
+    """Returns the bytes of pinned host memory that CUDA's allocator would have reserved, under the name that
+    ``torch.cuda`` uses.
+
+    CUDA's allocator rounds each tensor up to a power of two, and keeps the memory for reuse when the tensor is freed.
     """
     return {"allocated_bytes.current": _C.pinned_reserved()}
 
 
 def reset_peak_memory_stats(device: Device = None) -> None:
-    """Set the peaks to what there is now."""
+    """Resets the peaks to the current values."""
     torch.accelerator.reset_peak_memory_stats(find_index(device))
 
 
@@ -97,27 +104,27 @@ reset_max_memory_cached = reset_peak_memory_stats
 
 
 def reset_accumulated_memory_stats(device: Device = None) -> None:
-    """Set what is counted since the start to zero: allocated, freed, retries, out-of-memory errors."""
+    """Resets to zero the counts since the start: allocated and freed bytes, retries, out-of-memory errors."""
     torch.accelerator.reset_accumulated_memory_stats(find_index(device))
 
 
 def mem_get_info(device: Device = None) -> tuple[int, int]:
-    """Bytes (free, total) of ``device``; the total is the host's memory if no limit is set."""
+    """Returns (free, total) bytes of ``device``. The total is the host's memory if no limit is set."""
     return torch.accelerator.get_memory_info(find_index(device))
 
 
 def set_per_process_memory_fraction(fraction: float, device: Device = None) -> None:
-    """Limit each device to this fraction of the host's memory. Raises ValueError outside 0 to 1."""
+    """Limits each device to this fraction of the host's memory. Raises ValueError if it is not between 0 and 1."""
     if not 0 <= fraction <= 1:
         raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
     _C.set_memory_limit(int(fraction * _C.host_bytes()))
 
 
 def get_per_process_memory_fraction(device: Device = None) -> float:
-    """The limit as a fraction of the host's memory; 1 without a limit."""
+    """Returns the limit as a fraction of the host's memory; 1 without a limit."""
     return float((_C.memory_limit() or _C.host_bytes()) / _C.host_bytes())
 
 
 def get_allocator_backend() -> str:
-    """``native``: the name of the CUDA allocator that is emulated."""
+    """Returns ``native``, the name of the CUDA allocator that is emulated."""
     return "native"

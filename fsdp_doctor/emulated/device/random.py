@@ -1,4 +1,4 @@
-"""``torch.emulated.random``, the counterpart of ``torch.cuda.random``: a generator for each device."""
+"""``torch.emulated.random``, the counterpart of ``torch.cuda.random``, with a generator for each device."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ def _find_generator(device: Device) -> torch.Generator:
 
 
 def manual_seed(seed: int) -> None:
-    """Seed the current device's generator."""
+    """Seeds the current device's generator."""
     _find_generator(None).manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
-    """Seed the generators of all devices."""
+    """Seeds the generators of all devices."""
     for index in range(_C.device_count()):
         _find_generator(index).manual_seed(seed)
 
 
 def seed() -> int:
-    """Seed the current device's generator from the system's randomness, and return the seed."""
+    """Seeds the current device's generator from the system's randomness, and returns the seed."""
     return _find_generator(None).seed()
 
 
 def initial_seed() -> int:
-    """The seed of the current device's generator."""
+    """Returns the seed of the current device's generator."""
     return _find_generator(None).initial_seed()
 
 
 def get_rng_state(device: Device = NAME) -> torch.Tensor:
-    """The generator's seed and offset: a CPU tensor of 16 bytes, as CUDA's."""
+    """Returns the generator's seed and offset in a CPU tensor of 16 bytes, like CUDA's."""
     return _find_generator(device).get_state()
 
 
 def set_rng_state(state: torch.Tensor, device: Device = NAME) -> None:
-    """Restore a state that ``get_rng_state`` returned."""
+    """Restores a state that ``get_rng_state`` returned."""
     _find_generator(device).set_state(state)
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    """The generator's state of each device."""
+    """Returns the generator's state of each device."""
     return [get_rng_state(index) for index in range(_C.device_count())]
 
 
 def seed_all() -> None:
-    """Seed the generators of all devices with one number from the system's randomness."""
+    """Seeds the generators of all devices with the same number from the system's randomness."""
     manual_seed_all(seed())
 
 
 def set_rng_state_all(states: Iterable[torch.Tensor]) -> None:
-    """Restore the states that ``get_rng_state_all`` returned."""
+    """Restores the states that ``get_rng_state_all`` returned."""
     for index, state in enumerate(states):
         set_rng_state(state, index)

@@ -1,9 +1,11 @@
-"""First on PYTHONPATH of a user's job: executes files of this program in the job once modules are imported.
+"""Executes files of this program in a user's job after modules are imported. Its directory is first on the job's
+PYTHONPATH.
 
-The variable FSDP_DOCTOR_AFTER_IMPORT is a JSON object: by the name of a module, the file whose ``start(module name)``
-is called when the module has been executed (:mod:`fsdp_doctor.machine.injection` makes it).
+The variable FSDP_DOCTOR_AFTER_IMPORT, made by :mod:`fsdp_doctor.machine.injection`, is a JSON object that maps the name
+of a module to a file. The file's ``start(module name)`` is called when the module has been executed.
 
-Python imports a module of this name when it starts. It hides a ``sitecustomize`` of the user's, which is run then.
+Python imports a module of this name when it starts. If the user has a ``sitecustomize`` too, which this one hides, it
+is run afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _AfterImports:
-    """A finder that lets others find the modules, and starts the file of each when it has been executed."""
+    """A finder that leaves finding modules to the other finders, and starts a module's file when the module has been
+    executed.
+    """
 
     def __init__(self, files: dict[str, str]) -> None:
         self._files = files
@@ -46,7 +50,7 @@ class _AfterImports:
 
 
 def _load(name: str, file: str) -> ModuleType:
-    """Executes a file as the module ``name``: the job's interpreter need not find this package."""
+    """Executes a file as the module ``name``, which works even if the job's interpreter cannot find this package."""
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
@@ -58,7 +62,7 @@ def _load(name: str, file: str) -> ModuleType:
 
 
 def _run_hidden() -> None:
-    """Runs the ``sitecustomize`` that Python would have imported without this one."""
+    """Runs the ``sitecustomize`` that Python would have imported if this one did not exist."""
     others = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.origin is not None:
@@ -67,6 +71,6 @@ def _run_hidden() -> None:
 
 
 _run_hidden()
-# Last, so that this finder comes before those that the user's has put first.
+# The finder is inserted last, so that it comes before finders that the user's sitecustomize has inserted.
 if "FSDP_DOCTOR_AFTER_IMPORT" in os.environ:
     sys.meta_path.insert(0, _AfterImports(json.loads(os.environ["FSDP_DOCTOR_AFTER_IMPORT"])))

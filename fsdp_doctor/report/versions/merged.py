@@ -126,7 +126,7 @@ class Statement:
 
     @property
     def changes(self) -> bool:
-        """Whether two versions that could run the case differ."""
+        """Returns whether two versions that could run the case differ."""
         return len({(period.kind, period.known) for period in self.periods if period.kind not in NO_ANSWER}) > 1
 
 
