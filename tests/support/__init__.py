@@ -1,1 +1,1 @@
-"""Code that tests share: how they start processes, and what they build in them."""
+"""Code that tests share: it starts processes, and makes the models and files that they use."""

@@ -1,4 +1,6 @@
-"""Steps that raise, as a job's do that runs out of memory or finds a NaN, and what the next steps must give."""
+"""Training steps that raise, as in a job that runs out of memory or finds a NaN, and the expected results of later
+steps.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from support.ranks import this_device, this_rank
 
 
 class Raised(Exception):
-    """The error of a step."""
+    """The error that a step raises."""
 
 
 class _RaiseInBackward(torch.autograd.Function):
@@ -31,7 +33,9 @@ class _RaiseInBackward(torch.autograd.Function):
 
 @contextlib.contextmanager
 def raising(module: nn.Module, part: Literal["forward", "backward"]) -> Iterator[None]:
-    """Makes a step raise after the module's forward, or before its backward; the error goes no further."""
+    """Makes a step raise after the module's forward or at the start of its backward. The error is caught at the end of
+    the block.
+    """
 
     def interrupt(module: nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
         if part == "forward":
@@ -61,7 +65,7 @@ def make_net(seed: int = 0) -> nn.Sequential:
 
 
 class Job:
-    """A model with the optimizer that was made with it, as a training loop has them, after ``steps`` steps."""
+    """A model and its optimizer in a training loop, after ``steps`` steps."""
 
     def __init__(
         self,
@@ -79,12 +83,12 @@ class Job:
             self.step()
 
     def make_optimizer(self) -> None:
-        """Makes one for the parameters that the model has now."""
+        """Makes an optimizer for the parameters that the model has now."""
         self.shards = dict(self.model.named_parameters())
         self.optimizer = torch.optim.AdamW(self.shards.values(), lr=0.05)
 
     def find(self, name: str) -> nn.Module:
-        """A module of the wrapped model, whatever is wrapped around it."""
+        """Finds a module of the model, without FSDP1's wrapper around it."""
         inner = self.net.get_submodule(name)
         return inner.module if isinstance(inner, FullyShardedDataParallel) else inner
 
@@ -94,10 +98,10 @@ class Job:
         return self.model(torch.randn(4, 3, generator=generator).to(this_device())).square().sum()  # type: ignore[no-any-return]
 
     def finish_backward(self) -> None:
-        """Does what a job does between backward and step; most do nothing."""
+        """Does the job's work between backward and the optimizer's step. Most jobs have none."""
 
     def step(self, seed: int = 0) -> tuple[float, Tensors]:
-        """Takes a step, and returns the loss and this rank's gradients."""
+        """Takes a step. Returns the loss and this rank's gradients."""
         loss = self.compute_loss(seed)
         loss.backward()
         self.finish_backward()
@@ -108,7 +112,7 @@ class Job:
         return float(loss), found
 
     def raise_in(self, name: str, part: Literal["forward", "backward"]) -> None:
-        """A step that raises; the job drops the gradients that its optimizer knows of."""
+        """Takes a step that raises, and clears the gradients of the parameters in the optimizer."""
         with raising(self.find(name), part):
             self.compute_loss().backward()
         self.optimizer.zero_grad()
@@ -129,7 +133,9 @@ def wrap_fsdp1(net: nn.Sequential, **options: Any) -> nn.Module:
 
 
 def assert_same_steps(job: Job, twin: Job, count: int = 2) -> None:
-    """Asserts that both take the same steps: the same bits of losses and gradients, and one for every shard."""
+    """Asserts that both jobs take the same steps: equal losses, gradients of the same parameters, and the same bits in
+    them.
+    """
     for seed in range(1, 1 + count):
         (loss, found), (right_loss, right) = job.step(seed), twin.step(seed)
         assert loss == right_loss, f"step {seed}: the loss is {loss}, not {right_loss}"

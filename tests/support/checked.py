@@ -1,4 +1,4 @@
-"""Configurations to be checked, and parts of the results."""
+"""Configurations to check, and functions that select parts of the results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ FSDP2 = f"{ACTOR}.strategy=fsdp2"
 
 
 def checked(*arguments: str, version: str = "all", world: int | None = None) -> CheckResult:
-    """Checks for every version of torch, and of the framework unless one is given, whatever is installed here."""
+    """Checks for every version of torch, and for every version of the framework unless one is given, whatever is
+    installed.
+    """
     named = [str(CONFIGS / argument) if (CONFIGS / argument).is_file() else argument for argument in arguments]
     return check(named, framework_version=version, world_size=world, torch_version="all")
 
@@ -37,7 +39,7 @@ def use_of(result: CheckResult, role: str) -> Use:
 
 
 def ids(use: Use) -> list[str]:
-    """Lists the ids of what is extracted."""
+    """Lists the ids of the extractions."""
     return _of_direction(use, "out")
 
 
@@ -74,5 +76,5 @@ def entry(name: str, **trigger: tuple[str, ...]) -> KnownFailure:
 
 
 def cases_of_roles(result: CheckResult) -> dict[str, list[str]]:
-    """Maps each role to the ids of the cases, of a configuration whose version is given."""
+    """Maps each role to the ids of its cases. The configuration must have a known version."""
     return {use.role: ids(use) for use in result.uses}

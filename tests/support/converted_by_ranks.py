@@ -1,7 +1,7 @@
-"""A job that changes its strategy between two steps: run on two ranks, with a directory and what it does there.
+"""A job that changes its FSDP strategy between two steps. It is run on two ranks, with a command and a directory.
 
-``save`` trains under FSDP1, saves, and continues; ``load`` continues from conversions of what it saved, under FSDP1 and
-FSDP2, and compares each with what ``save`` reached.
+``save`` trains under FSDP1, saves, and trains further. ``load`` loads conversions of the saved checkpoint under FSDP1
+and FSDP2, trains further, and compares each result with the weights that ``save`` reached.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OF_RANK = f"world_size_{os.environ['WORLD_SIZE']}_rank_{RANK}.pt"
 
 
 class Net(torch.nn.Module):
-    """Rows that do not divide evenly, one row, and a buffer."""
+    """A model with a matrix whose rows do not divide evenly, a matrix of one row, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,14 +65,14 @@ def build(strategy: str) -> tuple[Any, torch.optim.Optimizer]:
 
 
 def forget(model: torch.nn.Module) -> None:
-    """Overwrites all values, so that nothing is right by chance."""
+    """Overwrites all values, so that no value is right by chance."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(5)
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    # The same on all ranks, and of powers of two, so that the mean is exact.
+    # The values are the same on all ranks, and multiples of a power of two, so that the mean is exact.
     values = torch.arange(28, device=DEVICE).view(4, 7).float() / 32
     model(values).square().sum().backward()
     optimizer.step()
@@ -80,7 +80,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def read_states(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The model's and the optimizer's whole tensors, by name; on rank 0."""
+    """Returns the full tensors of the model and of the optimizer by name, on rank 0."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
     weights, state = get_state_dict(model, optimizer, options=options)
     tensors = weights | {name: value for name, value in state.items() if name.startswith("state.")}
@@ -123,7 +123,7 @@ def load_fsdp1(directory: pathlib.Path, model: Any, optimizer: Any) -> None:
 
 
 def load_fsdp2(directory: pathlib.Path, model: Any, optimizer: Any) -> None:
-    """Loads as verl does, and with weights_only."""
+    """Loads the files as verl does, and with weights_only."""
     model.load_state_dict(torch.load(directory / f"model_{OF_RANK}", weights_only=True))
     optimizer.load_state_dict(torch.load(directory / f"optim_{OF_RANK}", weights_only=True))
 
@@ -137,7 +137,7 @@ def load_dcp(directory: pathlib.Path, model: Any, optimizer: Any) -> None:
 
 
 def load_whole(directory: pathlib.Path, model: Any, optimizer: Any) -> None:
-    """Loads as accelerate does for FSDP1, and as set_optimizer_state_dict does for FSDP2."""
+    """Loads the full tensors, under FSDP1 as accelerate does, and under FSDP2 as set_optimizer_state_dict does."""
     weights = torch.load(directory / "pytorch_model_fsdp.bin", weights_only=True)
     state = torch.load(directory / "optimizer.bin", weights_only=True)
     if isinstance(model, FSDP):

@@ -1,4 +1,4 @@
-"""Damages of checkpoints, each with the kind of trouble that it is."""
+"""Damages to checkpoints, each with the kind of trouble that it causes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def change_dtype(metadata: Any) -> None:
 
 
 def shift_offsets(directory: pathlib.Path) -> None:
-    """The second shard's rows one too far, as a rounding of an offset does."""
+    """Shifts the rows of the second shard by one, as a wrongly rounded offset does."""
     (file,) = directory.glob("shard-00002*")
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -140,7 +140,7 @@ def save_random_states(directory: pathlib.Path) -> None:
 
 
 def divide_shard(directory: pathlib.Path) -> None:
-    """A file more of the first rank, of which the other rank has none."""
+    """Adds a second file for the first rank, for which the other rank has no counterpart."""
     (first,) = directory.glob("shard-00001*")
     shutil.copy(first, directory / "shard-00001-model-00002-of-00002.safetensors")
 
@@ -157,7 +157,7 @@ def save_dcp(state: dict[str, Any], num_files: int = 1) -> Damage:
 
 
 def raw(entries: dict[str, Any], body: bytes) -> Damage:
-    """A safetensors file of that header."""
+    """Writes a safetensors file with the given header."""
 
     def write(directory: pathlib.Path) -> None:
         text = json.dumps(entries).encode()
@@ -171,7 +171,7 @@ def entry(begin: int, end: int) -> dict[str, Any]:
 
 
 def moments(edit: Callable[[dict[str, Any]], Any]) -> Damage:
-    """Changes what Adam keeps of a matrix."""
+    """Changes Adam's state for a matrix."""
 
     def change(state: dict[str, Any]) -> None:
         kept = state["optimizer"]["state"]
@@ -181,7 +181,7 @@ def moments(edit: Callable[[dict[str, Any]], Any]) -> Damage:
 
 
 def full(edit: Callable[[dict[str, Any]], Any]) -> Damage:
-    """Changes a file of a model and an optimizer that numbers its parameters in one group."""
+    """Changes a file with a model and an optimizer that numbers its parameters in one group."""
     return tensors("last.pt", edit)
 
 
@@ -200,7 +200,7 @@ def copy_moments(state: dict[str, Any]) -> None:
 
 
 def lose_moments(rows: int) -> Damage:
-    """Zeros in the first moments of one of the matrices that have a shape."""
+    """Sets rows of the first moments to zero, for one of several matrices of the same shape."""
 
     def lose(state: dict[str, Any]) -> None:
         kept = state["optimizer"]["state"].values()
@@ -210,7 +210,7 @@ def lose_moments(rows: int) -> Damage:
 
 
 def copy_rows(name: str) -> Damage:
-    """The rows of rank 0 as those of rank 1."""
+    """Copies the rows of rank 0 to rank 1."""
 
     def copy(directory: pathlib.Path) -> None:
         rows = torch.load(directory / RANK_0, weights_only=False)[name].to_local()
@@ -225,7 +225,7 @@ def copy_expert(state: dict[str, Any]) -> None:
 
 
 def repeat_rows(kind: str) -> Damage:
-    """The second half of a matrix as the first, in one of three layers of 64 rows."""
+    """Overwrites the second half of a matrix with the first, in one of three layers with 64 rows."""
 
     def repeat(state: dict[str, Any]) -> None:
         state.clear()
@@ -238,7 +238,7 @@ def repeat_rows(kind: str) -> Damage:
 
 
 def read_as(wrote: torch.dtype, says: torch.dtype, *names: str) -> Damage:
-    """The bytes of one dtype under the name of another; of all tensors, or of those named."""
+    """Stores the bytes of one dtype as another dtype, for all tensors or for those that are named."""
 
     def cast(state: dict[str, Any]) -> None:
         for name, tensor in state.items():
@@ -248,7 +248,7 @@ def read_as(wrote: torch.dtype, says: torch.dtype, *names: str) -> Damage:
 
 
 def two_layers(edit: Callable[[dict[str, Any]], Any]) -> Damage:
-    """A model of two layers, changed."""
+    """Saves a model of two layers, and changes it."""
 
     def save(directory: pathlib.Path) -> None:
         config = saved.LlamaConfig(**saved.SIZES | {"num_hidden_layers": 2}, tie_word_embeddings=True)
@@ -259,14 +259,14 @@ def two_layers(edit: Callable[[dict[str, Any]], Any]) -> Damage:
 
 
 def to_bits(state: dict[str, Any]) -> None:
-    """Writes the buffer of bfloat16 as if it were one of float32."""
+    """Stores the bytes of bfloat16 tensors as float32."""
     for name, tensor in state.items():
         if name != EMBED and tensor.ndim == 2:
             state[name] = torch.cat([tensor, tensor.flip(1)], 1).bfloat16().view(torch.float32)
 
 
 def widen(state: dict[str, Any]) -> None:
-    """Makes all layers alike wider than config.json says."""
+    """Makes all layers wider than config.json says, by the same amount."""
     for name in state:
         if "_proj" in name and ".mlp." in name:
             tensor = state[name]
@@ -278,7 +278,7 @@ def zero_rows_of(name: str, first: int, after: int) -> Damage:
 
 
 def save_older_file(directory: pathlib.Path) -> None:
-    """Saves two files that divide the steps of every module, one of them of an older step."""
+    """Saves two files that each have the steps of some modules, one of them from an older training step."""
     made_state = made.make_averaged(7.0)
     kept = {name: slots for name, slots in made_state["optimizer"]["state"].items() if name != "embed.weight"}
     state = {f"state.{name}.{slot}": tensor for name, slots in kept.items() for slot, tensor in slots.items()}
@@ -292,7 +292,7 @@ def save_older_file(directory: pathlib.Path) -> None:
 
 
 def tear_step(state: dict[str, Any]) -> None:
-    """Keeps a step less for the parameters behind the fifth."""
+    """Reduces the step by one for all parameters after the fifth."""
     for kept in list(state["optimizer"]["state"].values())[5:]:
         kept["step"] -= 1
 
@@ -302,7 +302,7 @@ def shorten_factors(state: dict[str, Any]) -> None:
 
 
 def fuse(edit: Callable[[dict[str, Any]], Any], **config: Any) -> Damage:
-    """A model of fused projections, changed, and its config.json."""
+    """Saves a model with fused projections and its config.json, and changes the model."""
 
     def write(directory: pathlib.Path) -> None:
         made.make(made.make_fused, edit)(directory)
@@ -311,7 +311,8 @@ def fuse(edit: Callable[[dict[str, Any]], Any], **config: Any) -> Damage:
     return write
 
 
-# Of what is saved, a damage and the kind of trouble that it is; the numbers are those of the kinds that users report.
+# Maps a name to the saved checkpoint, a damage to it, and the kind of trouble that it causes. The numbers are those of
+# the kinds that users report.
 DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "a flipped bit in DCP": ("dcp", lambda d: saved.flip(d / "__1_0.distcp", 100_000), "checksum"),
     "a flipped bit in a rank's file": (

@@ -1,4 +1,4 @@
-"""The emulated device in this process. A test file that imports this is skipped where the device cannot be built."""
+"""The emulated device in this process. A test file that imports this module is skipped without the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Entry = TypeVar("_Entry")
 
 
 def check_each(table: Mapping[str, _Entry], check: Callable[[_Entry], Any]) -> None:
-    """Runs ``check`` for every entry, and fails with the names of those for which it raised."""
+    """Runs ``check`` for every entry, and fails with the names of the entries for which it raised."""
     failures = {}
     for name, entry in table.items():
         try:
@@ -37,7 +37,7 @@ def pinned(*values: float) -> Tensor:
 
 
 def on_device(*values: float, device: str = DEVICE) -> Tensor:
-    """Filled on the device, so that no copy of it is in flight."""
+    """Makes a tensor and fills it on the device, so that no copy into it is in flight."""
     made = torch.empty(len(values), device=device)
     for index, value in enumerate(values):
         made[index].fill_(value)
@@ -45,10 +45,10 @@ def on_device(*values: float, device: str = DEVICE) -> Tensor:
 
 
 class Used:
-    """Bytes of a device since this was made."""
+    """Counts the bytes that were allocated on a device since this object was made."""
 
     def __init__(self, device: int = 0) -> None:
-        # A test that failed before may have left tensors in its traceback.
+        # The traceback of an earlier failed test may still refer to tensors.
         gc.collect()
         self.device = device
         self.before = emulated.memory_allocated(device)
@@ -70,7 +70,7 @@ def in_stream(stream: torch.Stream, do: Callable[[], Any]) -> Any:
 
 
 class Inputs:
-    """Random tensors that are the same on either device: made on the CPU, then moved."""
+    """Random tensors that are the same on either device, because they are made on the CPU and then moved."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -110,7 +110,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def assert_same_tensor(here: Tensor, there: Tensor, where: str = "") -> None:
-    """``here`` is on the device, ``there`` on the CPU."""
+    """Asserts that ``here``, on the device, and ``there``, on the CPU, are equal in every property but the device."""
     assert (here.device.type, there.device.type) == (DEVICE, "cpu"), where
     for what in ("dtype", "shape", "requires_grad"):
         assert getattr(here, what) == getattr(there, what), f"{what} of {where}"
@@ -119,7 +119,9 @@ def assert_same_tensor(here: Tensor, there: Tensor, where: str = "") -> None:
 
 
 def assert_as_on_cpu(op: Op) -> None:
-    """Every tensor of the result has the bits, strides and dtype that it has on the CPU; other values are equal."""
+    """Asserts that every tensor of the result has the same bits, strides and dtype as on the CPU, and that other values
+    are equal.
+    """
     here, there = tree_leaves(op(Inputs(DEVICE))), tree_leaves(op(Inputs("cpu")))
     assert len(here) == len(there)
     for index, (ours, theirs) in enumerate(zip(here, there, strict=True)):

@@ -8,7 +8,7 @@ import pytest
 
 
 def needs_emulation() -> None:
-    """Skips the test, with the reason, where the device cannot be built."""
+    """Skips the test, with the reason, if the device cannot be built."""
     if reason := _missing():
         pytest.skip(reason)
 

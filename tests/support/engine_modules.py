@@ -1,8 +1,8 @@
 """The engines' own modules, or stand-ins that were written from their source.
 
 An engine is loaded where it is installed, or from ``FSDP_DOCTOR_ENGINE_FILES``: a directory with the packages ``vllm``,
-``sglang`` and ``verl`` as their wheels have them, of which single files are loaded, without what the packages import.
-vLLM 0.33.0, SGLang 0.5.23 and verl 0.9.1 were tested so. Without either the stand-ins are what is tested against.
+``sglang`` and ``verl`` as in their wheels. Single files of them are loaded, without the imports of the packages. vLLM
+0.33.0, SGLang 0.5.23 and verl 0.9.1 were tested in this way. Without an engine, the tests use the stand-ins.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _VLLM = "vllm.distributed.weight_transfer"
 
 @contextlib.contextmanager
 def vllm(origin: Origin) -> Iterator[SimpleNamespace]:
-    """base, packed_tensor, m2n_common."""
+    """Yields vLLM's modules base, packed_tensor and m2n_common."""
     names = ("base", "packed_tensor", "m2n_common")
     if origin == "stand-in":
         modules = {f"{_VLLM}.base": _vllm_base()}
@@ -52,7 +52,7 @@ def vllm(origin: Origin) -> Iterator[SimpleNamespace]:
 
 @contextlib.contextmanager
 def vllm_reload() -> Iterator[Any]:
-    """The engine's own module layerwise of its reload."""
+    """Yields vLLM's own module ``layerwise``, which reloads weights."""
     package = "vllm.model_executor.model_loader.reload"
     stubs: dict[str, dict[str, Any]] = {
         "vllm.config": {"ModelConfig": object},
@@ -72,7 +72,7 @@ def vllm_reload() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def verl_buckets() -> Iterator[Any]:
-    """The engine's own module of BucketedWeightSender and BucketedWeightReceiver, for shared memory."""
+    """Yields verl's own module of BucketedWeightSender and BucketedWeightReceiver, set up for shared memory."""
     pytest.importorskip("zmq", exc_type=ImportError)
 
     async def iterate(items: Any) -> Any:
@@ -94,7 +94,9 @@ def verl_buckets() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def sglang(origin: Origin) -> Iterator[SimpleNamespace]:
-    """deserialize; load(payload): what the engine makes of one, as (name, tensor)."""
+    """Yields SGLang's ``deserialize``, and ``load(payload)``, which returns the engine's (name, tensor) pairs of a
+    payload.
+    """
     bucket, utils, patch = "sglang.srt.weight_sync.tensor_bucket", "sglang.srt.utils", "sglang.srt.utils.patch_torch"
     if origin == "stand-in":
         modules = {bucket: _sglang_bucket(bucket), utils: _module(utils, MultiprocessingSerializer=_Serializer)}
@@ -115,7 +117,7 @@ def sglang(origin: Origin) -> Iterator[SimpleNamespace]:
 
 @contextlib.contextmanager
 def verl(origin: Origin) -> Iterator[Any]:
-    """The module of ShardSpec; the engine's has derive_dtensor_placement and translate_flat_indices, too."""
+    """Yields the module of ShardSpec. verl's own also has derive_dtensor_placement and translate_flat_indices."""
     name = "verl.workers.engine.spec"
     if origin == "stand-in":
         modules = {name: _module(name, ShardSpec=_ShardSpec)}
@@ -126,7 +128,7 @@ def verl(origin: Origin) -> Iterator[Any]:
 
 
 def _directory(engine: str) -> pathlib.Path:
-    """The directory that has the engine's package."""
+    """Returns the directory that contains the engine's package."""
     if named := os.environ.get("FSDP_DOCTOR_ENGINE_FILES"):
         return pathlib.Path(named)
     package = importlib.util.find_spec(engine)
@@ -161,7 +163,7 @@ def _module(name: str, **content: Any) -> ModuleType:
 
 
 def _loaded(paths: dict[str, pathlib.Path], stubs: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
-    """The files as modules; each can import the stubs and the files before it."""
+    """Loads files as modules. Each can import the stubs and the modules before it."""
     modules = {name: _module(name, **content) for name, content in stubs.items()}
     for name, method in paths.items():
         spec = importlib.util.spec_from_file_location(name, method)
@@ -174,7 +176,7 @@ def _loaded(paths: dict[str, pathlib.Path], stubs: dict[str, dict[str, Any]]) ->
 
 
 def _parts_of(path: pathlib.Path, names: set[str], **imported: Any) -> dict[str, Any]:
-    """The named definitions of a file, without what it imports."""
+    """Executes the named definitions of a file, without the file's imports."""
     tree = ast.parse(path.read_text())
     tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
     assert len(tree.body) == len(names), f"{path} does not define {names}"

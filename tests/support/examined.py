@@ -1,4 +1,4 @@
-"""Models to be examined, on two ranks of the emulated device."""
+"""Models for ``examine``, on two ranks of the emulated device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVEN, UNEVEN = 6, 7
 
 
 class Net(nn.Module):
-    """A tied pair in one unit, a buffer that a state dict has and one that it has not."""
+    """A model with a tied pair in one unit, a buffer that is in the state dict, and a buffer that is not."""
 
     def __init__(self, hidden: int = EVEN) -> None:
         super().__init__()

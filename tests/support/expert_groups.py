@@ -1,4 +1,4 @@
-"""A model of four ranks whose experts two groups of ranks have, each half of them, in every way to shard them."""
+"""A model on four ranks, in two groups that each have half of the experts, sharded in every possible way."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Experts(nn.Module):
 
 
 def moe(count: int) -> nn.Module:
-    """Makes a layer whose norm and router have the same values on all ranks, and whose experts have others."""
+    """Makes a layer whose norm and router have the same values on all ranks, and whose experts differ between ranks."""
     torch.manual_seed(0)
     parts = {
         "norm": nn.LayerNorm(WIDTH),
@@ -42,7 +42,7 @@ def moe(count: int) -> nn.Module:
 
 
 def reference() -> Tensors:
-    """The weights with all experts."""
+    """Returns the weights with all experts."""
     generator = torch.Generator().manual_seed(3)
     return {name: t.cpu().clone() for name, t in moe(NUM_EXPERTS).state_dict().items()} | {
         NAME: torch.randn(NUM_EXPERTS, WIDTH, HIDDEN, generator=generator)
@@ -50,7 +50,7 @@ def reference() -> Tensors:
 
 
 def half_of(group: int) -> Tensors:
-    """The weights with the experts of one of the two groups."""
+    """Returns the weights with the experts of one of the two groups."""
     every = reference()
     return every | {NAME: every[NAME].chunk(2)[group]}
 
@@ -67,14 +67,14 @@ def grid(*names: str) -> DeviceMesh:
 
 @functools.cache
 def mesh_apart(*groups: tuple[int, ...]) -> DeviceMesh:
-    """The mesh of this rank's group, which is no slice of another mesh."""
+    """Makes a mesh of this rank's group, which is not a slice of another mesh."""
     made = {ranks: dist.new_group(list(ranks)) for ranks in groups}
     ranks = groups[group_of(groups)]
     return DeviceMesh.from_group(made[ranks], device_type(), list(ranks), mesh_dim_names=("efsdp",))
 
 
 def group_of(groups: tuple[tuple[int, ...], ...]) -> int:
-    """The index of this rank's group."""
+    """Returns the index of this rank's group."""
     return next(index for index, ranks in enumerate(groups) if this_rank() in ranks)
 
 
@@ -85,7 +85,7 @@ def _with_half(group: int) -> Any:
 
 
 def over(mesh: DeviceMesh, groups: tuple[tuple[int, ...], ...]) -> nn.Module:
-    """The experts are sharded over a mesh of this rank's group, the rest over all ranks."""
+    """Shards the experts over a mesh of this rank's group, and the rest over all ranks."""
     model = _with_half(group_of(groups))
     fully_shard(model.experts, mesh=mesh)
     return fully_shard(model, mesh=world())
@@ -93,7 +93,7 @@ def over(mesh: DeviceMesh, groups: tuple[tuple[int, ...], ...]) -> nn.Module:
 
 NEIGHBOURS, EVERY_OTHER = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 
-# Each with the groups of ranks. By its mesh, nothing is known of the other group's.
+# Models with their groups of ranks. The experts' mesh does not tell which experts the other group has.
 ON_MESHES: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[[], nn.Module]]] = {
     "neighbours": (NEIGHBOURS, lambda: over(mesh_apart(*NEIGHBOURS), NEIGHBOURS)),
     "every other": (EVERY_OTHER, lambda: over(mesh_apart(*EVERY_OTHER), EVERY_OTHER)),
@@ -105,13 +105,16 @@ ON_MESHES: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[[], nn.Module]]
 
 
 def plain() -> nn.Module:
-    """FSDP ignores the experts."""
+    """Makes a model whose experts FSDP ignores."""
     model = _with_half(group_of(EVERY_OTHER))
     return fully_shard(model, mesh=world(), ignored_params=set(model.experts.parameters()))
 
 
 def tensor_parallel(groups: tuple[tuple[int, ...], ...], mesh: DeviceMesh | None = None) -> nn.Module:
-    """The router over both dims of a mesh; the norm over one dim, and the experts, unless another mesh is given."""
+    """Shards the router over both dimensions of a mesh, and the norm over one.
+
+    The experts are sharded over ``mesh``; without it, over the same dimension as the norm.
+    """
     model = _with_half(group_of(groups))
     parallelize_module(model, grid("fsdp", "tp")["tp"], {"router": ColwiseParallel()})
     if mesh is not None:
@@ -127,7 +130,7 @@ def _fsdp1() -> nn.Module:
     return FullyShardedDataParallel(model, **options)
 
 
-# Each with the dim of a mesh that says which part of the experts its ranks have.
+# Models, each with the dimension of a mesh that tells which part of the experts a rank has.
 GATHERED: dict[str, tuple[Callable[[], nn.Module], Callable[[], DeviceMesh]]] = {
     "rows": (ON_MESHES["rows of a mesh"][1], lambda: grid("ep", "efsdp")["ep"]),
     "columns": (ON_MESHES["columns of a mesh"][1], lambda: grid("efsdp", "ep")["ep"]),
@@ -153,7 +156,7 @@ def _plain_quarters() -> nn.Module:
 
 
 def distributed() -> nn.Module:
-    """Builds a model with all experts, divided over one dim of a mesh and, by FSDP, over the other."""
+    """Builds a model with all experts, which are divided over one dimension of a mesh and, by FSDP, over the other."""
     model: Any = moe(NUM_EXPERTS)
     model.load_state_dict(reference())
     mesh = grid("efsdp", "ep")

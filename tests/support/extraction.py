@@ -1,4 +1,4 @@
-"""Code that the checks of the extraction share: models, ways to shard them, comparisons.
+"""Code that the tests of the extraction share: models, ways to shard them, comparisons.
 
 Expected values are those of the model before it was sharded.
 """
@@ -25,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 
 MIB = 1 << 20
 FEW_BYTES = 1024
-# What "nobody hangs" means: much less than a collective's own patience.
+# A check that ends within this time counts as not hanging. It is much less than the timeout of a collective.
 SECONDS_TO_NOTICE = 20
 
 everywhere = on_ranks(Setting("emulated", 2), Setting("cpu", 3))
@@ -35,7 +35,7 @@ on_the_device = on_ranks(Setting("emulated", 2))
 
 @functools.cache
 def mesh_over(*shape: int) -> DeviceMesh:
-    """Makes a mesh of all ranks in one dimension, or in those of ``shape``."""
+    """Makes a mesh of all ranks with one dimension, or with the dimensions of ``shape``."""
     dims = shape or (world_size(),)
     return init_device_mesh(device_type(), dims, mesh_dim_names=("outer", "inner")[: len(dims)])
 
@@ -56,14 +56,16 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Rows that divide by the ranks or not, one row alone, a tied pair, frozen parameters, buffers of each kind."""
+    """A model with matrices whose rows do and do not divide by the ranks, a single row, a tied pair, frozen parameters,
+    and all kinds of buffers.
+    """
 
     def __init__(self, rows: int = 23, hidden: int = 14, large_rows: int = 1031, *, empty: bool = True) -> None:
         super().__init__()
         width = 8
         self.embed = nn.Embedding(rows, width)
         self.layers = nn.ModuleList(Block(width, hidden) for _ in range(2))
-        # More than 1 MiB in bfloat16 too.
+        # Larger than 1 MiB even in bfloat16.
         self.large = nn.Linear(512, large_rows, bias=False)
         self.head = nn.Linear(width, rows, bias=False)
         self.head.weight = self.embed.weight
@@ -82,7 +84,9 @@ class Net(nn.Module):
 
 
 class Many(nn.Module):
-    """Tensors of 25 kB, none of them large beside the others: an FSDP1 unit of it has more than two small buckets."""
+    """A model of many tensors of 25 kB, none much larger than the others, so that an FSDP1 unit fills more than two
+    small buckets.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,14 +120,16 @@ Sharded = tuple[Any, Tensors]
 
 
 def sharded_net(mesh: DeviceMesh | None = None, *, dims: Mapping[str, Any] = UNEVEN, **options: Any) -> Sharded:
-    """(a Net under FSDP2, what it was before)."""
+    """Returns a Net under FSDP2, and its tensors before it was sharded."""
     net = new_net(**dims)
     expected = tensors_of(net)
     return fsdp2(net, mesh, **options), expected
 
 
 def fsdp1(net: nn.Module, *, use_orig_params: bool = True, **options: Any) -> nn.Module:
-    """The integers stay out of the flat parameter, being buffers; frozen and trained parameters do not."""
+    """Wraps a Net with FSDP1. Its integer tensors are buffers, so that they are not in the flat parameter, which holds
+    frozen and trained parameters.
+    """
     every = {"device_id": this_device(), "use_orig_params": use_orig_params, **options}
     for index, layer in enumerate(net.layers):
         net.layers[index] = FullyShardedDataParallel(layer, **every)
@@ -131,7 +137,7 @@ def fsdp1(net: nn.Module, *, use_orig_params: bool = True, **options: Any) -> nn
 
 
 def sharded_net1(*, dims: Mapping[str, Any] = UNEVEN, **options: Any) -> Sharded:
-    """(a Net under FSDP1, what it was before)."""
+    """Returns a Net under FSDP1, and its tensors before it was sharded."""
     net = new_net(**dims, empty=False)
     net = net if options.get("use_orig_params", True) else all_trainable(net)
     expected = tensors_of(net)
@@ -139,14 +145,14 @@ def sharded_net1(*, dims: Mapping[str, Any] = UNEVEN, **options: Any) -> Sharded
 
 
 def all_trainable(net: nn.Module) -> nn.Module:
-    """FSDP1 without use_orig_params has no frozen parameter beside a trained one."""
+    """Makes all parameters trainable, because FSDP1 without use_orig_params cannot mix them with frozen ones."""
     for parameter in net.parameters():
         parameter.requires_grad_(True)
     return net
 
 
 def train_step(model: nn.Module, seed: int = 0) -> float:
-    """Takes a step of SGD, whose only state is in the parameters."""
+    """Takes a step of SGD, which has no state besides the parameters."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     generator = torch.Generator().manual_seed(10 * seed + this_rank())
     tokens = torch.randint(0, 20, (2, 5), generator=generator).to(this_device())
@@ -175,7 +181,9 @@ def qwen(**options: Any) -> Any:
 
 
 def adapted(model: Any = None, **options: Any) -> Any:
-    """Makes both factors random: peft's own start, where one is zero, would hide a merge that did nothing."""
+    """Adds adapters with random factors. With peft's initial values, of which one factor is zero, a merge that does
+    nothing would pass.
+    """
     import peft
 
     settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
@@ -218,7 +226,7 @@ def extracted(model: nn.Module, **options: Any) -> Tensors:
 
 
 def assert_same(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], device: Any = None) -> None:
-    """Names, shapes, dtypes and bits."""
+    """Asserts equal names, shapes, dtypes and bits."""
     assert sorted(actual) == sorted(expected), f"names differ: {sorted(set(actual) ^ set(expected))}"
     for name, tensor in actual.items():
         wanted = expected[name]
@@ -237,7 +245,7 @@ def assert_close(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torc
 
 
 def take_some(tensors: Iterator[Any], raises_at: int | None) -> None:
-    """Takes all, or raises ZeroDivisionError at one of them: its traceback refers to the iterator."""
+    """Takes all tensors, or raises ZeroDivisionError at one of them, whose traceback refers to the iterator."""
     for place, _ in enumerate(tensors):
         if place == raises_at:
             raise ZeroDivisionError
@@ -260,7 +268,7 @@ def raises_soon(kind: type[BaseException], *words: str) -> Iterator[None]:
 
 
 def raised_by(rank: int, kind: type[BaseException], *words: str) -> contextlib.AbstractContextManager[None]:
-    """Asserts that this rank raises, and that the others are soon told that it left, with these words."""
+    """Asserts that this rank raises ``kind``, and that every other rank soon raises RankLeft, with these words."""
     if this_rank() == rank:
         return raises_soon(kind, *words)
     return raises_soon(RankLeft, f"rank {rank} left", *words)

@@ -1,4 +1,4 @@
-"""Tiny models of the families of transformers that differ in what the Hub calls their tensors."""
+"""Tiny models of the families in transformers whose tensors have different names on the Hub."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-# From 5.0.0 on: before, nothing says which names the Hub has.
+# transformers before 5.0.0 does not define the names on the Hub.
 pytest.importorskip("transformers.core_model_loading")
 
 _TEXT = {
@@ -47,7 +47,7 @@ _DEEP_VISION = {
 _MERGED_VISION = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
 _SMALL = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64}
 
-# By family: the class of the model, without "Config" and what it is for; that; the configuration.
+# Maps a family to the stem of its class names, the suffix of the model's class, and the configuration.
 _TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("Llama", "ForCausalLM", _TEXT),
     "llama-tied": ("Llama", "ForCausalLM", {**_TEXT, "tie_word_embeddings": True}),
@@ -115,7 +115,7 @@ TEXT_CONFIGS = {"gemma3-text": "Gemma3TextConfig", "llama4-text": "Llama4TextCon
 
 @torch.no_grad()
 def new_family(family: str, seed: int = 0) -> Any:
-    """A model with random weights, biases and norms too."""
+    """Makes a model with random weights, including biases and norms."""
     name, head, settings = _TABLE[family]
     config = getattr(transformers, TEXT_CONFIGS.get(family, f"{name}Config"))(**settings)
     kind: Callable[[Any], Any] = getattr(transformers, name + head)

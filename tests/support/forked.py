@@ -1,7 +1,7 @@
-"""Ranks forked from a process that has imported torch: a job of several ranks starts in a fraction of a second.
+"""Forks ranks from a process that has imported torch, so that a job of several ranks starts in a fraction of a second.
 
-The process is multiprocessing's fork server, one for the whole test session. The store of each job is torchrun's
-agent's, played by this process, so a rank finds all that it would find under torchrun.
+The process is multiprocessing's fork server, one for the whole test session. This process serves the store of each job,
+as torchrun's agent does, so that a rank finds the same environment as under torchrun.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from support.emulation import needs_emulation
 from support.places import ROOT, TESTS
 
 _SECONDS_OF_A_SCRIPT = 180
-# The default matrix takes minutes, and longer beside other work.
+# The default matrix takes minutes, and longer on a busy machine.
 _SECONDS_OF_A_PROBE = 1800
-# For the other ranks, once rank 0 has ended, and for what they started.
+# The time for the other ranks and their processes to end, once rank 0 has ended.
 _SECONDS_AFTER = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Ranks that were started together, and the directory with the files that each prints into."""
+    """Ranks that were started together, and the directory with the files that they print into."""
 
     ranks: list[BaseProcess]
     directory: pathlib.Path
@@ -45,23 +45,23 @@ class Job:
         return self.stream("stdout") + self.stream("stderr")
 
     def stream(self, name: Literal["stdout", "stderr"]) -> str:
-        """The text that the ranks wrote to it, one rank after the other."""
+        """Returns the text that the ranks wrote to the stream, one rank after the other."""
         files = (_file(self.directory, name, rank) for rank in range(len(self.ranks)))
-        # A rank that was only just started has no file.
+        # A rank that has just been started may not have a file yet.
         return "".join(file.read_text(errors="replace") for file in files if file.exists())
 
 
 @contextlib.contextmanager
 def job(target: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Iterator[Job]:
-    """Context with a rank for each tuple of arguments, which calls ``target`` with it; no rank outlives the context."""
-    # Listens on the loopback interface alone.
+    """Context with a rank for each tuple of arguments, which calls ``target`` with them. No rank outlives it."""
+    # The store listens only on the loopback interface.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as directory:
         started = Job([], pathlib.Path(directory))
         for rank, of_rank in enumerate(arguments):
             place = _place(rank, len(arguments), store.port)
             files = [_file(started.directory, name, rank) for name in ("stdout", "stderr")]
-            # No daemon, which may have no children.
+            # The process is not a daemon, because daemons may have no children.
             started.ranks.append(fork_server().Process(target=_rank, args=(place, files, target, of_rank)))
             started.ranks[-1].start()
         try:
@@ -75,7 +75,7 @@ def job(target: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Ite
 
 @dataclasses.dataclass(frozen=True)
 class ScriptRun:
-    """``codes``: the ranks' exit codes, None for one that did not end in time."""
+    """The result of a script. ``codes``: the ranks' exit codes; None for a rank that did not end in time."""
 
     codes: list[int | None]
     output: str
@@ -95,7 +95,9 @@ def run_script(
 
 @dataclasses.dataclass(frozen=True)
 class DoctorRun:
-    """``code`` is rank 0's. ``left``: processes of the run that were still alive after it."""
+    """The result of a run. ``code``: the exit code of rank 0. ``left``: processes of the run that were still alive
+    after it.
+    """
 
     code: int
     stdout: str
@@ -117,7 +119,7 @@ def run_doctor(
         assert first.exitcode is not None, f"no end within {_SECONDS_OF_A_PROBE} seconds: {started.printed()}"
         for process in others:
             if first.exitcode:
-                # As torchrun does once a rank has failed.
+                # torchrun does the same once a rank has failed.
                 process.terminate()
             process.join(_SECONDS_AFTER)
         printed = started.stream("stdout"), started.stream("stderr")
@@ -129,7 +131,7 @@ def run_doctor(
 
 
 def _end_all_with(pipe: str) -> list[str]:
-    """Ends the processes that have the pipe open, and returns their command lines."""
+    """Kills the processes that have the pipe open, and returns their command lines."""
     left = []
     for process in psutil.process_iter(["cmdline"]):
         with contextlib.suppress(OSError):
@@ -142,7 +144,7 @@ def _end_all_with(pipe: str) -> list[str]:
 
 @functools.cache
 def fork_server() -> ForkServerContext:
-    """The process from which ranks are forked. Threads must not be the first to ask for it."""
+    """Returns the process from which ranks are forked. The first call must not come from a thread."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["support.imported_once"])
     with pytest.MonkeyPatch.context() as environment:
@@ -172,7 +174,7 @@ def _rank(
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
     for name in ("COLUMNS", "LINES"):
-        # What readline, which pytest imports, has put into the environment behind Python's back.
+        # readline, which pytest imports, has set this variable without os.environ.
         os.environ.pop(name, None)
     os.environ |= place
     target(*arguments)

@@ -1,4 +1,4 @@
-"""A torch that was built for CUDA, on a machine whose GPUs are hidden: ``hidden_gpus.py PROGRAM ARGUMENT...``."""
+"""Makes torch behave as if built for CUDA on a machine with hidden GPUs: ``hidden_gpus.py PROGRAM ARGUMENT...``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch
 
 
 def hide_gpus(patch: pytest.MonkeyPatch) -> None:
-    """Makes torch name CUDA as its accelerator, and each call that needs a GPU raise what torch raises there."""
+    """Makes torch name CUDA as its accelerator, and makes each call that needs a GPU raise the error that torch would
+    raise.
+    """
 
     def make_refusal() -> Callable[..., Any]:
         def refuse(*_: Any, **__: Any) -> Any:
@@ -26,7 +28,7 @@ def hide_gpus(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "is_available", lambda: False)
     patch.setattr(torch.cuda, "device_count", lambda: 0)
     patch.setattr(torch.accelerator, "synchronize", make_refusal())
-    # torch's optimizers of today ask an accelerator that they see for its stream; its builds for CUDA answer.
+    # Current optimizers of torch ask the accelerator for its stream, which only a torch built for CUDA can answer.
     patch.setattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", lambda self: None, raising=False)
     for name in ("get_rng_state", "current_device", "current_stream", "synchronize", "get_device_name", "_lazy_init"):
         patch.setattr(torch.cuda, name, make_refusal())

@@ -1,4 +1,4 @@
-"""Files that take a parser gigabytes or minutes, by name; `fsdp-doctor check` refuses each."""
+"""Files, by name, that cost a parser gigabytes or minutes. `fsdp-doctor check` refuses each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pair of hosts on one machine: network namespaces with an address of their own each, joined by a cable."""
+"""Two hosts on one machine: network namespaces with separate addresses, joined by a virtual cable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PORT = 29400
 
 @dataclass(frozen=True)
 class Host:
-    """name: of its namespace. device: its end of the cable."""
+    """One of the two hosts. name: the name of its namespace. device: its end of the cable."""
 
     name: str
     device: str
@@ -28,7 +28,7 @@ class Host:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Skips the test where no namespaces can be made."""
+    """Context with two hosts. Skips the test if network namespaces cannot be made."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("network namespaces are made by root, with ip")
     hosts = tuple(Host(f"doctor{os.getpid()}-{i}", f"fd{os.getpid() % 10**6}-{i}", f"10.213.77.{i}") for i in (1, 2))
@@ -53,9 +53,9 @@ def _ip(*arguments: str) -> None:
 
 
 def torchrun_on(hosts: tuple[Host, Host], *program: str, ranks_each: int = 1) -> list[Run]:
-    """torchrun's two agents, each on its host; gloo is told the device as on a real cluster.
+    """Runs torchrun's two agents, one on each host. gloo is told the network device, as on a real cluster.
 
-    A rank that a signal ends says where it was.
+    A rank that is ended by a signal prints its stack.
     """
     first = hosts[0].address
     agents = [
@@ -76,7 +76,7 @@ def torchrun_on(hosts: tuple[Host, Host], *program: str, ranks_each: int = 1) ->
 
 
 def script(directory: pathlib.Path, text: str) -> str:
-    """The path of a file with the text."""
+    """Writes the text to a file, and returns the path."""
     file = directory / "script.py"
     file.write_text(text)
     return str(file)

@@ -1,4 +1,4 @@
-"""Imports what every rank needs, once in the fork server, so that no rank that is forked from it has to."""
+"""Imports the modules that every rank needs in the fork server, so that no forked rank has to import them."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""The command line inside this process: what it prints and its exit code, where nothing about processes is claimed."""
+"""Runs the command line in this process, for tests of its output and exit code that need no separate process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Done:
 def doctor(
     *arguments: str, stdin: str = "", env: Mapping[str, str] | None = None, cwd: pathlib.Path | None = None
 ) -> Done:
-    """``fsdp-doctor ARGUMENTS``, outside of torchrun."""
+    """Runs ``fsdp-doctor ARGUMENTS`` outside of torchrun."""
     stdout, stderr = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="\n") for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["fsdp-doctor", *arguments])

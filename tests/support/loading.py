@@ -1,4 +1,6 @@
-"""Parts that the checks of loading share: other weights than the model has, ways to give them, what must stay."""
+"""Code that the tests of loading share: other weights than the model has, ways to pass them, checks of what must not
+change.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ BUCKET_BYTES = 256 << 10
 
 
 def other_tensors(**dims: Any) -> Tensors:
-    """Makes the tensors of a model as ``new_net`` makes it, with other weights and other buffers."""
+    """Makes the tensors of a ``new_net`` model with other weights and other buffers."""
     torch.manual_seed(7)
     net = Net(**dims)
     tensors = tensors_of(net)
@@ -35,7 +37,7 @@ def items_of(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def reusing(tensors: Tensors, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in the same memory, which is pinned where there is a device."""
+    """Yields every tensor in the same memory, which is pinned if ``device`` is not the CPU."""
     longest = max(tensor.nbytes for tensor in tensors.values())
     memory = torch.empty(longest, dtype=torch.uint8)
     if device != "cpu":
@@ -51,7 +53,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def places_of(model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Notes of each parameter which object it is, and where it and its shard lie."""
+    """Records for each parameter the identity of the object, and the places of the parameter and of its shard."""
     return {
         name: (id(p), p.device, local_of(p).device, local_of(p).is_pinned(), p.dtype, p.requires_grad)
         for name, p in model.named_parameters()
@@ -60,7 +62,7 @@ def places_of(model: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 @contextlib.contextmanager
 def filled_in_place(model: nn.Module, expected: Tensors) -> Iterator[None]:
-    """Expects the model to be loaded inside with ``expected``, in the same memory and the same objects."""
+    """Context in which the model must be loaded with ``expected``, into the same memory and the same objects."""
     before = places_of(model)
     yield
     after = places_of(model)

@@ -1,4 +1,6 @@
-"""Small models that no program of the tests saves: convolutions, cells, copies in other dtypes, T5, pictures."""
+"""Small models that no program of the tests saves: convolutions, recurrent cells, copies in other dtypes, T5, vision
+models.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ class _Block(torch.nn.Module):
 
 
 def make_convolutions() -> Weights:
-    """Makes four stages of two blocks, with statistics as after training."""
+    """Makes four stages of two blocks, with running statistics as after training."""
     torch.manual_seed(0)
     stages = [torch.nn.Sequential(_Block(width, width + 8), _Block(width + 8, width + 8)) for width in range(8, 40, 8)]
     weights = dict(torch.nn.ModuleDict({f"layer{number}": stage for number, stage in enumerate(stages)}).state_dict())
@@ -37,7 +39,7 @@ def make_cells(kind: type[torch.nn.RNNBase] = torch.nn.LSTM, **settings: Any) ->
 
 
 def make_perceptrons() -> Weights:
-    """Makes four layers of two matrices, which are as wide as the other is tall."""
+    """Makes four layers of two matrices, each as wide as the other is tall."""
     torch.manual_seed(0)
     layers = [
         {"up": torch.nn.Linear(32, 64), "down": torch.nn.Linear(64, 32), "norm": torch.nn.LayerNorm(32)}
@@ -63,7 +65,7 @@ def make_features() -> Weights:
 
 
 def make_stages() -> Weights:
-    """Makes stages of growing width, each with a matrix to the next one, as models of pictures have."""
+    """Makes stages of growing width, each with a matrix that leads to the next one, as in vision models."""
     torch.manual_seed(0)
     shapes = {"query": (1, 1), "key": (1, 1), "output": (1, 2), "downsample": (2, 4)}
     return {
@@ -82,13 +84,13 @@ def make_layers() -> Weights:
 
 
 def make_rounded(key: str = "master") -> Weights:
-    """Makes a model in bfloat16, and the float32 weights that it is rounded from."""
+    """Makes a model in bfloat16, and the float32 weights from which it was rounded."""
     weights = make_layers()
     return {"model": {name: tensor.bfloat16() for name, tensor in weights.items()}, key: weights}
 
 
 def make_averaged(step: float) -> Weights:
-    """Makes a model, its average, and an optimizer that names its parameters."""
+    """Makes a model, its moving average, and an optimizer whose state has the parameters' names."""
     weights = make_layers()
     kept = {
         name: {
@@ -108,7 +110,7 @@ def exchange(weights: Weights, one: str, other: str) -> None:
 
 
 def round_at_random(tensor: torch.Tensor) -> torch.Tensor:
-    """Rounds to bfloat16, up or down by chance."""
+    """Rounds to bfloat16, randomly up or down."""
     bits = tensor.view(torch.int32) + torch.randint(0, 1 << 16, tensor.shape, dtype=torch.int32)
     return (bits & -(1 << 16)).view(torch.float32).bfloat16()
 
@@ -118,7 +120,9 @@ def transpose(weights: Weights, name: str) -> None:
 
 
 def keep_masters(state: Weights) -> Weights:
-    """Gives the optimizer the float32 weights, and rounds the model; returns the optimizer's state by name."""
+    """Moves the float32 weights into the optimizer, and rounds the model to bfloat16. Returns the optimizer's state by
+    name.
+    """
     masters = state["model"]
     state["model"] = {name: tensor.bfloat16() for name, tensor in masters.items()}
     state["optimizer"]["state"] = {name: {"master_param": tensor} for name, tensor in masters.items()}
@@ -127,7 +131,7 @@ def keep_masters(state: Weights) -> Weights:
 
 
 def keep_factors(state: Weights) -> Weights:
-    """Puts Adafactor in the place of Adam; returns the optimizer's state by name."""
+    """Replaces Adam's state by Adafactor's. Returns the optimizer's state by name."""
     kept: Weights = state["optimizer"]["state"]
     for name, tensor in state["model"].items():
         square = tensor.square()
@@ -141,13 +145,13 @@ def copy_layer(weights: Weights) -> None:
 
 
 def add_scheduler(state: Weights, *, last_epoch: int, rate: float) -> None:
-    """Adds a scheduler that set a learning rate last; the loop counts what the optimizer does."""
+    """Adds a scheduler with its last learning rate, and a loop's step count that equals the optimizer's."""
     state["global_step"] = int(state["optimizer"]["state"]["embed.weight"]["step"])
     state["lr_scheduler"] = {"last_epoch": last_epoch, "_step_count": last_epoch + 1, "_last_lr": [rate]}
 
 
 def make_fused() -> Weights:
-    """Makes layers whose projections are fused: one after the other, by heads, and of experts."""
+    """Makes layers with fused projections: one after the other, interleaved by heads, and of experts."""
     torch.manual_seed(0)
     shapes = {
         "self_attn.qkv_proj.weight": (128, 64),
@@ -158,7 +162,7 @@ def make_fused() -> Weights:
     return {f"layers.{number}.{name}": torch.randn(shape) for number in range(4) for name, shape in shapes.items()}
 
 
-# Of make_fused: four heads of queries, two of keys, each of 16 rows.
+# The configuration of make_fused's layers: four query heads and two key heads, each with 16 rows.
 HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
@@ -172,7 +176,7 @@ def repeat_keys_of_heads(tensor: torch.Tensor) -> None:
 
 
 def repeat_heads(tensor: torch.Tensor) -> None:
-    """Repeats a head of keys, and one of values, for more groups of queries."""
+    """Copies a key head and a value head over the next ones, as for more groups of queries."""
     tensor[80:96], tensor[112:] = tensor[64:80].clone(), tensor[96:112].clone()
 
 
@@ -181,7 +185,7 @@ def repeat_gate(tensor: torch.Tensor) -> None:
 
 
 def make(build: Callable[..., Weights], edit: Callable[[Weights], Any], *arguments: Any) -> Callable[..., None]:
-    """Puts a changed model in the place of what is in a directory's file."""
+    """Returns a function that writes the changed model into a directory's file."""
 
     def write(directory: pathlib.Path) -> None:
         weights = build(*arguments)
@@ -192,7 +196,7 @@ def make(build: Callable[..., Weights], edit: Callable[[Weights], Any], *argumen
 
 
 def make_of_class(model: Callable[[], PreTrainedModel], edit: Callable[[Weights], Any]) -> Callable[..., None]:
-    """The same with a model of transformers, and its config.json."""
+    """Returns a function that writes a changed model of transformers and its config.json into a directory."""
 
     def write(directory: pathlib.Path) -> None:
         torch.manual_seed(0)

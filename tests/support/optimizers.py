@@ -1,4 +1,4 @@
-"""Optimizers that keep their state in other ways than torch's own, each as one that is published does."""
+"""Optimizers that keep their state differently from torch's own. Each resembles a published optimizer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch.distributed.tensor import distribute_tensor
 
 
 class Gathering(torch.optim.Optimizer):
-    """Optimizer that keeps the whole momentum on each rank, as a Muon does that gathers gradients.
+    """An optimizer that keeps the whole momentum on each rank, like a Muon that gathers gradients.
 
-    drifts: the ranks' momenta are not the same. owners: one rank alone has that of each parameter.
+    drifts: whether the ranks' momenta differ.
+    owners: whether only one rank has the momentum of each parameter.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, drifts: bool = False, owners: bool = False) -> None:
@@ -38,7 +39,7 @@ class Gathering(torch.optim.Optimizer):
 
 
 class Local(torch.optim.Optimizer):
-    """Optimizer that computes with plain shards, and keeps its momentum as those."""
+    """An optimizer that computes with plain local shards, and keeps its momentum in them."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -54,7 +55,7 @@ class Local(torch.optim.Optimizer):
 
 
 class OfRows(torch.optim.Optimizer):
-    """Optimizer that keeps a value for each row, as Adafactor's factors are."""
+    """An optimizer that keeps one value for each row, like Adafactor's factors."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 0.1})

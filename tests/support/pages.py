@@ -1,4 +1,4 @@
-"""Made-up merged reports, to be shown on a page."""
+"""Made-up merged reports, for tests of the page that shows them."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from fsdp_doctor.verdict.classification import MEANING
 from support import reports
 
 HOSTILE = '</script><script>document.title = "run"</script><img src=x onerror="document.title=1"> & "quoted" <b>'
-# The message of an entry, as one device has it.
+# The message of an entry, for one device.
 MESSAGE = (
     'RuntimeError: Attempted to set the storage of a tensor on device "cpu" to a storage on different device '
     '"{device}".  This is no longer allowed; the devices must match.'
@@ -27,7 +27,7 @@ def report_of(torch, results, **fields):
 
 
 def merged_versions(*versions, **fields):
-    """The default matrix with a few failures, once for each version."""
+    """Merges one report of the default matrix with a few failures for each version."""
     return merge({f"torch-{version}.json": report_of(version, results_of(version), **fields) for version in versions})
 
 
@@ -63,5 +63,5 @@ def _failing(result, version):
 
 
 def hash_of(*words):
-    """Hashes alike in every process."""
+    """Returns a hash that is the same in every process."""
     return sum(ord(letter) * at for at, letter in enumerate("".join(words), start=1))

@@ -1,4 +1,4 @@
-"""Places of the checkout."""
+"""Paths in the checkout."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import pathlib
 TESTS = pathlib.Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 
-# The variable that names what the processes of one run of the tests share.
+# The environment variable that names the directory which the processes of one test run share.
 SHARED_DIRECTORY = "FSDP_DOCTOR_TESTS_SHARED"

@@ -1,4 +1,4 @@
-"""Runs of pytest with the plugin, in processes of their own, and what they say of each test."""
+"""Runs pytest with the plugin in separate processes, and reads the result of each test."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ from program import Run, Started
 from support.places import TESTS
 
 SUITES = TESTS / "plugin" / "suites"
-# The entry point is not there where the metadata of an editable install is older than it.
+# The plugin is named explicitly, because the metadata of an older editable install may lack its entry point.
 _ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 _PLUGIN = ("-p", "fsdp_doctor.plugin.hooks")
 
 
 @dataclasses.dataclass(frozen=True)
 class TestResult:
-    """outcome: passed, failed, error, skipped. text: what the report says. seconds: all phases."""
+    """The result of one test.
+
+    outcome: passed, failed, error or skipped.
+    text: the text of the report.
+    seconds: the duration of all phases.
+    """
 
     __test__ = False
 
@@ -33,7 +38,7 @@ class TestResult:
 
 @dataclasses.dataclass(frozen=True)
 class PytestRun:
-    """``results``: of each test, by its name with its parameters."""
+    """A run of pytest. ``results``: maps the name of each test, with its parameters, to its result."""
 
     run: Run
     results: dict[str, TestResult]
@@ -43,7 +48,7 @@ class PytestRun:
 
 
 def run_pytest(directory: pathlib.Path, *arguments: str, suites: Sequence[str] = (), plugin: bool = True) -> PytestRun:
-    """Runs pytest in ``directory`` on copies of the named suites; no process of it may be left."""
+    """Runs pytest in ``directory`` on copies of the named suites. Fails if a process is left running."""
     junit = directory / "junit.xml"
     report = ("--junitxml", str(junit), "-o", "junit_logging=all")
     done = start_pytest(directory, *report, *arguments, suites=suites, plugin=plugin).wait()

@@ -7,7 +7,7 @@ from fsdp_doctor.verdict.records import Failure, Problem, RankReport, Record, St
 CLOSED = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:39202"
 STAGES = get_args(Stage)
 
-# As faulthandler writes them: innermost frame first, the current thread last.
+# Stacks in faulthandler's format: the innermost frame first, the current thread last.
 _OTHER_THREAD = """\
 Thread 0x00007f00 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 320 in wait
@@ -35,7 +35,7 @@ Current thread 0x00007f01 (most recent call first):
   File "/venv/fsdp_doctor/examination.py", line 150 in _drain
 """
 )
-# The same, written in the other order: the current thread first.
+# The same stacks with the current thread first.
 BUSY_FIRST = "Current thread" + BUSY.split("Current thread")[1] + "\n" + _OTHER_THREAD
 WAITING_FIRST = "Current thread" + WAITING.split("Current thread")[1] + "\n" + _OTHER_THREAD
 BARRIER = """\

@@ -1,8 +1,8 @@
 """Tests that several ranks run together.
 
-A function under ``on_ranks`` is called on every rank, inside a process group, and is a test for each setting. The ranks
-of a setting are started once for a file and run its functions one after the other. A rank that raises, ends or comes to
-no end fails the test, and the next test gets new ranks.
+A function that is decorated with ``on_ranks`` is called on every rank, inside a process group, and becomes a test for
+each setting. The ranks of a setting are started once for a file, and run its functions one after the other. If a rank
+raises, ends or hangs, the test fails, and the next test gets new ranks.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from support.emulation import needs_emulation
 Check = Callable[[], None]
 
 SECONDS_OF_A_CHECK = 240
-# Of a collective that not all ranks come to.
+# The timeout of a collective, for the case that not all ranks call it.
 SECONDS_OF_A_COLLECTIVE = 30
-# For the other ranks, once one is in trouble.
+# Seconds for the other ranks to end, once one is in trouble.
 _GRACE = 5
 
 
@@ -51,7 +51,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Returns how a check ended on one rank."""
+    """The outcome of a check on one rank."""
 
     kind: Literal["passed", "failed", "skipped"]
     text: str = ""
@@ -61,9 +61,9 @@ class Outcome:
 
 
 def on_ranks(*settings: Setting, last_of_its_ranks: bool = False, seconds: int | None = None) -> Callable[[Check], Any]:
-    """Makes a check a test, run by the ranks of each setting, within ``seconds`` at most.
+    """Turns a check into a test, which the ranks of each setting run within ``seconds`` at most.
 
-    ``last_of_its_ranks``: the check leaves its ranks in a state in which no other check can run on them.
+    ``last_of_its_ranks``: whether the check leaves its ranks in a state in which they cannot run another check.
     """
 
     def decorate(check: Check) -> Any:
@@ -71,7 +71,7 @@ def on_ranks(*settings: Setting, last_of_its_ranks: bool = False, seconds: int |
         def test(setting: Setting, groups: Groups) -> None:
             groups.run(setting, check, last=last_of_its_ranks, seconds=seconds)
 
-        # Not functools.wraps, through which pytest would look at the check's own parameters.
+        # functools.wraps is not used, because pytest would then read the check's own parameters.
         test.__name__, test.__doc__, test.__module__ = check.__name__, check.__doc__, check.__module__
         test.on_rank = check  # type: ignore[attr-defined]
         return test
@@ -107,7 +107,7 @@ class Groups:
 
 
 class _Group:
-    """Ranks that wait for a check, run it, and report how it ended."""
+    """Ranks that wait for a check, run it, and report its outcome."""
 
     def __init__(self, setting: Setting) -> None:
         if setting.device == "emulated":
@@ -142,7 +142,7 @@ class _Group:
         return [outcomes.get(rank, stuck) for rank in range(len(self._ours))]
 
     def _outcome(self, rank: int) -> Outcome | None:
-        """Returns the outcome; None while the rank is still at it."""
+        """Returns the outcome on a rank; None while the rank is still running the check."""
         process = self._job.ranks[rank]
         try:
             if self._ours[rank].poll():
@@ -164,7 +164,7 @@ def world_size() -> int:
 
 
 def device_type() -> str:
-    """``cpu`` or ``emulated``."""
+    """Returns ``cpu`` or ``emulated``."""
     return os.environ["FSDP_DOCTOR_TEST_DEVICE"]
 
 
@@ -173,13 +173,13 @@ def this_device() -> torch.device:
 
 
 def accelerator() -> Any:
-    """The module of the device."""
+    """Returns the device's module."""
     return torch.get_device_module(device_type())
 
 
 @functools.cache
 def control() -> dist.ProcessGroup:
-    """A group that keeps the ranks together and that nothing but the tests uses."""
+    """Returns a process group that only the tests use, to keep the ranks together."""
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=SECONDS_OF_A_CHECK))
 
 
@@ -188,7 +188,7 @@ def together() -> None:
 
 
 def of_all_ranks(value: Any) -> list[Any]:
-    """The values of all ranks; all ranks must call it."""
+    """Returns the values of all ranks. All ranks must call it."""
     everyone: list[Any] = [None] * world_size()
     dist.all_gather_object(everyone, value, control())
     return everyone
@@ -207,7 +207,7 @@ def _serve(device: str, commands: Connection) -> None:
     with contextlib.suppress(EOFError):
         while True:
             commands.send(_run(*commands.recv()))
-    # Not the interpreter's own end, which waits for groups that are stuck.
+    # The interpreter's normal exit would wait for process groups that are stuck.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Made-up reports, to be written in every format."""
+"""Made-up reports, for tests that write them in every format."""
 
 import dataclasses
 
@@ -45,12 +45,12 @@ def report(*results, **fields):
 
 
 def every_kind(**fields):
-    """A case for each verdict."""
+    """Makes a case for each verdict."""
     return [result(case, kind, f"reason of {kind}", **fields) for case, kind in zip(CASES, MEANING, strict=False)]
 
 
 def everything():
-    """A report in which nothing is left at its default."""
+    """Makes a report in which every field differs from its default."""
     case = Case(make_scenario({axis.name: list(axis.values)[-1] for axis in AXES}), "mod:fn")
     record = Record(
         case_id=case.id,

@@ -1,4 +1,4 @@
-"""Runs of the programs in ``resume/`` as ``diagnose`` starts them, but on forked ranks: no interpreter starts."""
+"""Runs the programs in ``resume/`` as ``diagnose`` does, but on forked ranks, so that no interpreter has to start."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def judge(
     emulated: bool = False,
     deterministic: bool = False,
 ) -> ResumeAnswer:
-    """The answer for a program of ``tests/resume``. command: its file, and its words."""
+    """Returns the answer for a program in ``tests/resume``. command: the file of the program, and its arguments."""
     job = UserJob(
         command=command,
         resume=resume,
@@ -67,7 +67,7 @@ def _run_forked(
 def _run_rank(words: list[str], options: str) -> None:
     from fsdp_doctor.resume import recorder
 
-    # What the fork server has is not the program's, and large to look through.
+    # The objects of the fork server do not belong to the program, and would slow garbage collection down.
     gc.freeze()
     os.environ["FSDP_DOCTOR_RESUME"] = options
     recorder.start("torch")

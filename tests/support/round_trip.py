@@ -1,6 +1,6 @@
-"""Each family from save_pretrained into shards and back to from_pretrained, in the Hub's names, at every step.
+"""Converts each family from save_pretrained to shards and back to from_pretrained, with the Hub's names at every step.
 
-``torchrun --nproc-per-node 2 tests/support/round_trip.py`` prints what docs/names.md has as a table.
+``torchrun --nproc-per-node 2 tests/support/round_trip.py`` prints the table in docs/names.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ State = dict[str, torch.Tensor]
 
 
 def save_families(directory: str) -> None:
-    """Lets another process write each family's checkpoint, as ``save_pretrained`` does."""
+    """Writes each family's checkpoint with ``save_pretrained``, in a separate process."""
     path = os.pathsep.join([str(pathlib.Path(__file__).resolve().parents[1]), *sys.path])
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     command = [sys.executable, "-c", _WRITER, directory]
@@ -51,7 +51,9 @@ def shard(model: Any) -> Any:
 
 
 def try_family(family: str, directory: pathlib.Path) -> dict[str, str]:
-    """Maps each direction to "yes" or what is wrong. All ranks must call it; rank 0's answers count."""
+    """Maps each direction to "yes" or to a description of the error. All ranks must call it; only rank 0's answers
+    count.
+    """
     disk = {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
     plain = new_family(family, seed=_SAVED_SEED)
     expected: State = {name: t.detach().clone() for name, t in plain.state_dict().items()}
@@ -92,7 +94,7 @@ def _save(model: nn.Module, kind: Any, config: Any, expected: State) -> str:
     state = fsdp_doctor.full_state_dict(model, names="hub")
     if dist.get_rank():
         return ""
-    # safetensors writes no tensor under two names.
+    # safetensors does not write a tensor under two names.
     once = {(t.data_ptr(), t.shape, t.stride()): (name, t) for name, t in reversed(state.items())}
     with tempfile.TemporaryDirectory() as directory:
         config.save_pretrained(directory)
@@ -104,7 +106,9 @@ def _save(model: nn.Module, kind: Any, config: Any, expected: State) -> str:
 
 
 def _announce(model: nn.Module, disk: State) -> str:
-    """Returns what the engines are given: the tensors of the files, and the second names of tied ones."""
+    """Compares the tensors that engines receive with the files. Tied tensors may have second names that are not on
+    disk.
+    """
     announced = fsdp_doctor.weights_info(model, names="auto")
     tensors = dict(fsdp_doctor.engines.verl_weights(model)[0])
     if any((info.shape, info.dtype) != (tensors[name].shape, tensors[name].dtype) for name, info in announced.items()):

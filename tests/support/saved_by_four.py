@@ -1,4 +1,6 @@
-"""Saves files of ranks whose tensors are divided over two dims of a mesh; run on four ranks, with a directory."""
+"""Saves files of ranks whose tensors are divided over two dimensions of a mesh. It is run on four ranks, with a
+directory.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,13 @@ def main(directory: pathlib.Path) -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     torch.manual_seed(0)
-    # Of 10 and 9 rows, of which tensor parallelism gives 5, and 5 and 4, to a rank, and FSDP divides these unevenly.
+    # Tensor parallelism divides 10 rows into 5 and 5, and 9 rows into 5 and 4. FSDP divides these parts unevenly.
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 10), nn.Linear(10, 9), nn.Linear(9, 12))
     whole = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel(), "3": ColwiseParallel()}
     parallelize_module(model, mesh["tp"], plan)
     fully_shard(model[0], mesh=mesh["fsdp"])
-    # Columns of columns.
+    # FSDP divides the columns that tensor parallelism has already divided by columns.
     fully_shard(model[1], mesh=mesh["fsdp"], shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
     fully_shard(model, mesh=mesh["fsdp"])
     save(model.state_dict(), directory / "strided", rank)

@@ -1,4 +1,4 @@
-"""Saves a sharded Llama and its optimizer in every format in which ranks save; run on two of them, with a directory."""
+"""Saves a sharded Llama and its optimizer in every format that ranks write. Run on two ranks, with a directory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def save_as_verl(state: dict[str, Any], optimizer: Any, directory: pathlib.Path, rank: int) -> None:
-    """The files of verl's FSDPCheckpointManager and of SkyRL's strategy."""
+    """Saves the files of verl's FSDPCheckpointManager and of SkyRL's strategy."""
     (directory / "huggingface").mkdir(parents=True, exist_ok=True)
     extra = {"lr_scheduler": {"last_epoch": 1, "_step_count": 2}, "rng": {"cpu": torch.get_rng_state()}}
     for kind, value in (("model", state), ("optim", optimizer.state_dict()), ("extra_state", extra)):
@@ -66,7 +66,7 @@ def main(directory: pathlib.Path) -> None:
     for name, options in (("threads", {"thread_count": 2}), ("files", {"single_file_per_rank": False})):
         dcp.save(nested, storage_writer=dcp.FileSystemWriter(directory / name, **options))
     dcp.save(nested, storage_writer=dcp.FileSystemWriter(directory / "alone"), use_collectives=False)
-    # As accelerate's SHARDED_STATE_DICT
+    # The format of accelerate's SHARDED_STATE_DICT
     for name, key, state in (("pytorch_model_fsdp_0", "model", weights), ("optimizer_0", "optimizer", of_optimizer)):
         dcp.save({key: state}, checkpoint_id=directory / "accelerate" / name)
     as_safetensors = dcp.FileSystemWriter(
@@ -85,7 +85,8 @@ def main(directory: pathlib.Path) -> None:
 
 
 def save_unusual(weights: dict[str, Any], directory: pathlib.Path, rank: int) -> None:
-    """Columns on each rank, replicas, a matrix of one row, FSDP1's ShardedTensor, and names without a world size."""
+    """Saves columns of each rank, replicas, a matrix of one row, FSDP1's ShardedTensor, and names without world size.
+    """
     mesh, grid = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("ddp", "fsdp"))
     torch.manual_seed(1)
     matrix, small = torch.randn(40, 51), torch.randn(1, 7)

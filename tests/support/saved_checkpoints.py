@@ -1,4 +1,4 @@
-"""Checkpoints by the programs that save them, made once for a session of tests; and ways to damage a copy of one."""
+"""Checkpoints from the programs that save them, made once for a test session, and functions that damage a copy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SIZES = {
 
 
 def save_all(directory: pathlib.Path) -> None:
-    """A directory for each format."""
+    """Saves a checkpoint in a directory for each format."""
     done = run_script(pathlib.Path(__file__).with_name("saved_by_ranks.py"), device="cpu", arguments=[str(directory)])
     assert done.codes == [0, 0], done.output
     with warnings.catch_warnings():
@@ -135,7 +135,7 @@ def _save_with_lightning(directory: pathlib.Path) -> None:
 
 
 def flip(file: pathlib.Path, at: int) -> None:
-    """Flips a bit of a byte; at: from the end if negative."""
+    """Flips a bit of the byte at ``at``, which counts from the end if it is negative."""
     data = bytearray(file.read_bytes())
     data[at] ^= 1
     file.write_bytes(data)
@@ -148,12 +148,12 @@ def overwrite(file: pathlib.Path, at: int, new: bytes) -> None:
 
 
 def truncate(file: pathlib.Path, nbytes: int) -> None:
-    """nbytes: that are cut off."""
+    """Cuts the last ``nbytes`` bytes off a file."""
     file.write_bytes(file.read_bytes()[:-nbytes])
 
 
 def member_offset(file: pathlib.Path, name: str) -> int:
-    """The offset of the bytes of ``ROOT/name`` in a file of torch.save."""
+    """Returns the offset of the bytes of ``ROOT/name`` in a file of torch.save."""
     with zipfile.ZipFile(file) as archive:
         (entry,) = [each for each in archive.infolist() if each.filename.endswith(f"/{name}")]
     header = file.read_bytes()[entry.header_offset : entry.header_offset + 30]
@@ -189,7 +189,7 @@ def save_flat_parameters(directory: pathlib.Path) -> None:
 
 
 def say_packed(directory: pathlib.Path) -> None:
-    """Says that it is packed, as torch's ZStandard extension does: what is packed is not looked at."""
+    """Marks a checkpoint as compressed, as torch's ZStandard extension does. Compressed data are not checked."""
 
     def edit(metadata: Any) -> None:
         for info in metadata.storage_data.values():

@@ -1,4 +1,4 @@
-"""Saves in the background on two ranks into a directory, and ends at the point of the save that it is given."""
+"""Saves in the background on two ranks into a directory, and ends at a given point of the save."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NEVER = threading.Event()
 
 
 class Store(dcp.FileSystemWriter):
-    """A store that takes nothing more from ``end`` on, and says when it has come so far."""
+    """A store that accepts no more data after the point ``end``, and reports when it has reached it."""
 
     def __init__(self, directory: pathlib.Path, end: str) -> None:
         super().__init__(directory)
@@ -55,7 +55,7 @@ def main(directory: pathlib.Path, end: str) -> None:
         saving.result()
     else:
         store.reached.wait()
-    # As a job that ends without a word: no thread and no interpreter is waited for.
+    # Ends like a job that is killed: without waiting for threads or for the interpreter's exit.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Directories that all ranks of a check save into."""
+"""Makes directories that all ranks of a check save into."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.ranks import of_all_ranks, this_rank, together
 
 @contextlib.contextmanager
 def new_directory() -> Iterator[pathlib.Path]:
-    """Yields a directory for all ranks, which is not there yet."""
+    """Yields a directory for all ranks, which does not exist yet."""
     (name,) = {*of_all_ranks(tempfile.mkdtemp() if this_rank() == 0 else "")} - {""}
     yield pathlib.Path(name) / "saved"
     together()

@@ -1,8 +1,8 @@
-"""Code that a script of a framework's users needs before it, to run on the emulated device."""
+"""Code that must run before a script of a framework's users, so that the script runs on the emulated device."""
 
 from __future__ import annotations
 
-# A script knows no emulated device: it takes the accelerator that torch has, or that its framework finds.
+# Scripts do not name the emulated device. They use the accelerator that torch has, or that their framework finds.
 ON_THE_EMULATED_DEVICE = """
 import os, torch
 torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
@@ -17,5 +17,5 @@ find_adapter({framework!r}).prepare_emulated_device(shims)
 
 
 def prepare_for(framework: str) -> str:
-    """Source text that makes a framework find the emulated device."""
+    """Returns source code that makes a framework find the emulated device."""
     return ON_THE_EMULATED_DEVICE + _WITH_SHIMS.format(framework=framework)

@@ -1,4 +1,4 @@
-"""A rank that raises, ends or comes to no end fails its check, and the check after it gets new ranks."""
+"""Tests that a rank that raises, ends or hangs fails its check, and that the next check gets new ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that is trained on the emulated device by several ranks, and the same on the CPU in one process."""
+"""A model that several ranks train on the emulated device, and the same training on the CPU in one process."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 def backward(
     model: nn.Module, step: int, ranks: Sequence[int], device: torch.device, vocabulary: int = EVEN.vocabulary
 ) -> Losses:
-    """The gradient of the mean over the ranks' batches. Where the ranks are real, each has its own only."""
+    """Computes the gradient of the mean loss over the ranks' batches. A real rank computes only its own part."""
     losses: Losses = {}
     for rank in ranks:
         loss = loss_of(model, tokens_of(step, rank, vocabulary).to(device))
@@ -106,7 +106,7 @@ def train(
     steps: Sequence[int] = range(STEPS),
     vocabulary: int = EVEN.vocabulary,
 ) -> Losses:
-    """Trains on this rank's batches, on its device; or, if ``ranks`` are given, on theirs, on the CPU."""
+    """Trains on this rank's batches, on its device. If ``ranks`` are given, trains on their batches, on the CPU."""
     device = this_device() if not ranks else torch.device("cpu")
     losses: Losses = {}
     for step in steps:
@@ -130,7 +130,7 @@ def trained_on_cpu(dims: Dims = EVEN, steps: int = STEPS) -> tuple[Tensors, Loss
 
 @functools.cache
 def gradients_on_cpu(dims: Dims = EVEN, steps: int = 1) -> Tensors:
-    """Computes on the CPU, in one process, the gradients of all ranks, summed over the steps."""
+    """Computes the gradients of all ranks on the CPU, in one process, summed over the steps."""
     net = new_net(dims)
     for step in range(steps):
         backward(net, step, all_ranks(), torch.device("cpu"), dims.vocabulary)
@@ -173,12 +173,12 @@ def mesh_of_all() -> DeviceMesh:
 
 @functools.cache
 def group_of_the_device_alone() -> dist.ProcessGroup:
-    """A group that has no backend for the CPU."""
+    """Makes a process group that has no backend for the CPU."""
     return dist.new_group(backend="emulated")
 
 
 def allocated_bytes() -> int:
-    """Counts after garbage has given its memory back, so that nothing but the caller can change it."""
+    """Returns the allocated bytes after a garbage collection, so that only the caller can change them."""
     gc.collect()
     return torch.get_device_module("emulated").memory_allocated()
 
@@ -220,7 +220,7 @@ def assert_close_losses(actual: Losses, expected: Losses) -> None:
 
 
 def part_of(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Takes this rank's shard, as torch.chunk deals them out: the last ranks may get less or nothing."""
+    """Returns this rank's shard, divided as torch.chunk does: the last ranks may get fewer rows or none."""
     chunks = tensor.chunk(world_size(), dim)
     return chunks[this_rank()] if this_rank() < len(chunks) else tensor.narrow(dim, 0, 0)
 

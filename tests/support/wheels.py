@@ -1,4 +1,4 @@
-"""An index of packages that takes no network: wheels that say a version and hold next to nothing."""
+"""A package index that needs no network: its wheels have a version and almost no content."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from support.places import TESTS
 
 
 def index_with_torch(directory: pathlib.Path, *versions: str) -> dict[str, str]:
-    """Makes wheels of torch in these versions, and of what the doctor needs beside it.
+    """Makes wheels of torch in these versions, and of the doctor's other requirements.
 
-    Each torch leads to the packages of this interpreter and to the tests' own, so that what is installed runs. Returns
-    the variables that make uv install from there alone, and keep nothing elsewhere.
+    Each torch adds the packages of this interpreter and of the tests to its path, so that the installation works.
+    Returns the environment variables that make uv install only from this index, with its cache in ``directory``.
     """
     directory.mkdir(exist_ok=True)
     for version in versions:

@@ -1,8 +1,8 @@
-"""Trains a framework's session for two steps and lets it write its own checkpoint; run on each rank.
+"""Trains a framework's session for two steps and lets it write its own checkpoint. It is run on each rank.
 
-Arguments: the framework, its configuration as in an id (``fsdp2/none/sharded``), and a directory. Written there:
-``saved``, what the framework saves to resume from; a directory for each of its exports, by the method's name; and
-``weights.pt``, the parameters as torch itself gathers them, by their names without wrappers.
+The arguments are the framework, its configuration as in an id (``fsdp2/none/sharded``), and a directory. These are
+written to it: ``saved``, the framework's checkpoint for a resume; a directory for each of its exports, named like the
+method; and ``weights.pt``, the parameters as torch itself gathers them, by their names without wrappers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main(framework: str, configuration: str, directory: pathlib.Path) -> None:
         parts = {"saved": [""]}
         for name, extract in session.list_extractions().items():
             found = extract(directory / name) if name in methods else None
-            # Of sharded state dicts Trainer's save_model writes nothing.
+            # With sharded state dicts, Trainer's save_model writes nothing.
             if isinstance(found, SavedFiles) and found.directory.exists():
                 parts[name] = [str(found.directory.relative_to(directory / name)), *found.part]
         if worker.place.rank == 0:
@@ -67,7 +67,7 @@ def main(framework: str, configuration: str, directory: pathlib.Path) -> None:
 
 
 def gather(session: FrameworkSession) -> dict[str, torch.Tensor]:
-    """Gathers by torch's own ``summon_full_params`` or ``full_tensor``; to the CPU."""
+    """Gathers the parameters with torch's own ``summon_full_params`` or ``full_tensor``, to the CPU."""
     if isinstance(session.model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(session.model, writeback=False, offload_to_cpu=False):
             return _copy(session)
@@ -78,7 +78,7 @@ def _copy(session: FrameworkSession) -> dict[str, torch.Tensor]:
     weights = {}
     for name, parameter in session.model.named_parameters(remove_duplicate=False):
         if isinstance(parameter, DTensor):
-            # A shard on the CPU has no backend there.
+            # The process group has no backend for a shard on the CPU.
             on_device = parameter.to(parameter.device_mesh.device_type)
             weights[strip_wrappers(name)] = on_device.full_tensor().detach().cpu().clone()
         else:

@@ -1,4 +1,4 @@
-"""Logs that a test writes, line by line, and what ``explain`` makes of them."""
+"""Logs that a test writes line by line, and the results of ``explain`` on them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BEGIN = "Traceback (most recent call last):"
 
 
 def traceback(raised: str) -> list[str]:
-    """The lines of a traceback through ``state_dict()``."""
+    """Returns the lines of a traceback through ``state_dict()``."""
     return [
         BEGIN,
         '  File "/opt/verl/verl/workers/fsdp_workers.py", line 652, in rollout_mode',
@@ -29,7 +29,7 @@ def traceback(raised: str) -> list[str]:
 
 
 def written(tmp_path: pathlib.Path, *lines: str) -> pathlib.Path:
-    """A log with those lines."""
+    """Writes a log with these lines, and returns its path."""
     file = tmp_path / "log.txt"
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return file
@@ -40,7 +40,7 @@ def explained(tmp_path: pathlib.Path, *lines: str) -> Explanation:
 
 
 def entry_of(explanation: Explanation) -> str:
-    """The entry that it is for certain, or nothing."""
+    """Returns the id of the entry that the explanation is certain about; empty if there is none."""
     return explanation.entry.id if explanation.entry is not None else ""
 
 
