@@ -1,8 +1,9 @@
-"""A sharded model's weights in the form that an inference engine takes; no engine is imported before it is asked for.
+"""Weights of a sharded model in the forms that inference engines take. An engine is imported only when a form of it is
+asked for.
 
 interfaces       vllm_weight_source, sglang_buckets, verl_weights and verl_shards
-packed_bucket    packed_buckets, read_bucket: bytes and an index, for anything else
-checksums        read_engine_checksums: what a running engine says of its weights
+packed_bucket    packed_buckets, read_bucket: bytes and an index, for any other receiver
+checksums        read_engine_checksums: the checksums that a running engine reports of its weights
 """
 
 from fsdp_doctor.weights.engines.checksums import EngineChecksums, read_engine_checksums

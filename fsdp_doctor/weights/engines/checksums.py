@@ -1,7 +1,8 @@
-"""The checksums of a running engine's weights: what a sync left as it was, and where replicas differ.
+"""Checksums of a running engine's weights show which tensors a weight sync left unchanged, and which differ between
+replicas.
 
-Read in vLLM 0.33.0 (``entrypoints/rl/online/api_router.py``, ``v1/worker/gpu_worker.py``) and SGLang 0.5.23
-(``entrypoints/http_server.py``, ``utils/weight_checker.py``).
+The answers of the engines were read in vLLM 0.33.0 (``entrypoints/rl/online/api_router.py``,
+``v1/worker/gpu_worker.py``) and SGLang 0.5.23 (``entrypoints/http_server.py``, ``utils/weight_checker.py``).
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ _ENDPOINTS = {"vllm": "weight_checker", "sglang": "weights_checker"}
 
 @dataclass(frozen=True)
 class EngineChecksums:
-    """A digest of each tensor, by (replica, rank in it, the engine's name of the tensor).
+    """Digests of an engine's tensors, by (replica, rank within the replica, the engine's name of the tensor).
 
-    It is of the engine's layout, and comparable only with digests of the same engine: what a kernel or a quantization
-    needs has no counterpart in the trainer.
+    A digest covers the tensor in the engine's own layout (fused for a kernel, or quantized), so it can be compared only
+    with digests of the same engine, not with the trainer's tensors.
     """
 
     digests: Mapping[tuple[str, str, str], str]
 
     def list_unchanged(self, earlier: EngineChecksums) -> list[str]:
-        """The tensors that some rank has as it had them ``earlier``, such as before the sync."""
+        """Lists the tensors whose digest on at least one rank is the same as in ``earlier``, for example before
+        a sync.
+        """
         return sorted({place[2] for place, digest in self.digests.items() if earlier.digests.get(place) == digest})
 
     def list_differing(self) -> list[str]:
-        """The tensors that not all replicas have, or have alike."""
+        """Lists the tensors that are missing on a replica or differ between replicas."""
         replicas = {replica for replica, _, _ in self.digests}
         return sorted(
             {
@@ -42,10 +45,10 @@ class EngineChecksums:
 
 
 def read_engine_checksums(url: str, engine: Literal["vllm", "sglang"], *, timeout: float = 600.0) -> EngineChecksums:
-    """Asks the engine's server at ``url`` for the checksums of its weights, which it computes meanwhile.
+    """Asks the engine's server at ``url`` for the checksums of its weights, and waits while the server computes them.
 
-    vLLM has them with VLLM_SERVER_DEV_MODE=1. timeout: seconds. Any process may call it.
-    Raises OSError where the server does not answer or refuses, ValueError for an answer of another form.
+    vLLM answers only if it was started with VLLM_SERVER_DEV_MODE=1. timeout: in seconds. Any process may call it.
+    Raises OSError if the server does not answer or refuses, and ValueError if the answer has an unknown form.
     """
     request = urllib.request.Request(
         f"{url.rstrip('/')}/{_ENDPOINTS[engine]}",

@@ -1,8 +1,8 @@
-"""vLLM, SGLang and verl: a sharded model's weights as each of them takes them.
+"""Weights of a sharded model through the interfaces of vLLM, SGLang and verl.
 
-Read in vLLM 0.33.0 (``distributed/weight_transfer/base.py``), SGLang 0.5.23 (``weight_sync/tensor_bucket.py``,
-``utils/common.py``, ``weight_updater.py``) and verl 0.9.1 (``workers/engine/fsdp/transformer_impl.py``,
-``workers/engine/spec.py``).
+The interfaces were read in vLLM 0.33.0 (``distributed/weight_transfer/base.py``), SGLang 0.5.23
+(``weight_sync/tensor_bucket.py``, ``utils/common.py``, ``weight_updater.py``) and verl 0.9.1
+(``workers/engine/fsdp/transformer_impl.py``, ``workers/engine/spec.py``).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _T = TypeVar("_T")
 
 
 class ShardOptions(TypedDict, total=False):
-    """The options of :func:`fsdp_doctor.local_shards` that an engine's interface passes on.
+    """Options that the engines' interfaces pass on to :func:`fsdp_doctor.local_shards`.
 
-    names: ``auto`` by default, which gives the Hub's names, which engines load, if transformers knows them.
+    names: by default ``auto``: the names of the Hub, which engines load, if transformers knows them for the model.
     """
 
     dtype: torch.dtype | None
@@ -56,28 +56,30 @@ class ShardOptions(TypedDict, total=False):
 
 
 class ExtractionOptions(ShardOptions, total=False):
-    """Options that :func:`fsdp_doctor.full_tensors` takes by the same names."""
+    """Options that the engines' interfaces pass on to :func:`fsdp_doctor.full_tensors`."""
 
     in_step: bool
 
 
-# vLLM. Its own ``ModuleSource`` reads ``named_parameters()`` where the shards lie, in the dtype of the masters: no
-# offload, no FSDP1, no merged adapters, no buffers.
+# vLLM. Its own ``ModuleSource`` reads ``named_parameters()`` on the device and in the dtype of the shards: it supports
+# no offload, no FSDP1, no merged adapters and no buffers.
 
 
 def vllm_weight_source(model: nn.Module, **options: Unpack[ExtractionOptions]) -> Any:
-    """A ``vllm.distributed.weight_transfer.base.WeightSource``, from which vLLM's trainers ``send_weights``.
+    """Returns a ``vllm.distributed.weight_transfer.base.WeightSource``, which vLLM's trainers pass to ``send_weights``.
 
-    It has ``metadata``, ``iter_full``, and ``iter_local`` where vLLM can describe every shard: cut along dims as
-    torch.chunk does. So not for FSDP1's flat parameters, nor for FSDP over tensor parallelism of the same dim. The
-    ranks of the default process group must be vLLM's trainer ranks. vLLM must be installed. ``metadata`` is read when
-    it is first asked for, so shard the model first; any rank may read it alone.
+    The source has ``metadata`` and ``iter_full``. It has ``iter_local``, too, if vLLM can describe every shard, which
+    means that tensors are cut along dims as torch.chunk cuts them. It cannot describe FSDP1's flat parameters, nor FSDP
+    over tensor parallelism of the same dim. The ranks of the default process group must be vLLM's trainer ranks. vLLM
+    must be installed. ``metadata`` is computed when it is first read, so shard the model before; any rank may read it
+    alone.
 
-    Both iterators begin when the device has done all that was launched on it: vLLM's packed sender reads them on
-    streams of its own, which do not wait for a training step. ``close``, and the end of ``with`` the source, closes
-    those that are not at their end, so that no rank waits for one whose sender raised.
+    Both iterators first wait until the device has done all work that was launched on it, because vLLM's packed sender
+    reads the tensors on its own streams, which do not wait for a training step. ``close``, or leaving a ``with`` block
+    of the source, closes the iterators that are not exhausted, so that no rank waits for a rank whose sender raised.
 
-    Arguments, errors and which ranks must iterate as :func:`fsdp_doctor.full_tensors` and ``local_shards``.
+    Arguments, errors and the ranks that must iterate are those of :func:`fsdp_doctor.full_tensors` and
+    ``local_shards``.
     """
     base = importlib.import_module("vllm.distributed.weight_transfer.base")
     options.setdefault("names", "auto")
@@ -138,7 +140,7 @@ def _can_be_described(place: ShardPlace) -> bool:
 
 
 def _describe_layout(base: Any, place: ShardPlace | None) -> dict[str, Any]:
-    """The owners and placements of a parameter, in vLLM's terms; empty where it is whole on every rank."""
+    """Describes a parameter's owners and placements in vLLM's terms; empty if the parameter is whole on every rank."""
     if place is None or place.mesh is None or place.placements is None or not _can_be_described(place):
         return {}
     return {
@@ -156,19 +158,22 @@ def _describe_layout(base: Any, place: ShardPlace | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class SglangBucket:
-    """One bucket. Its memory is shared with the engine: keep it until the engine has answered."""
+    """Bucket of tensors for SGLang. The engine reads its memory directly: keep the bucket until the engine has
+    answered.
+    """
 
     bucket: PackedBucket
 
     def serialized(self, tp_size: int = 1) -> list[bytes]:
-        """``serialized_named_tensors``: an entry for each tensor-parallel rank, serialized for it alone.
+        """Returns ``serialized_named_tensors``: one entry for each tensor-parallel rank, each serialized separately.
 
-        On a GPU it is a handle of the memory, on the CPU a shared file. SGLang must be installed.
+        An entry refers to the bucket's memory: by a CUDA IPC handle on a GPU, by a shared file on the CPU. SGLang must
+        be installed.
         """
         flattened = importlib.import_module("sglang.srt.weight_sync.tensor_bucket")
         importlib.import_module("sglang.srt.utils.patch_torch").monkey_patch_torch_reductions()
         serializer: Any = importlib.import_module("sglang.srt.utils").MultiprocessingSerializer
-        # Where a tensor begins is for the metadata to say, so those of other dtypes can be aligned.
+        # The metadata says where a tensor begins, so there can be gaps that align tensors of different dtypes.
         metadata = [
             flattened.FlattenedTensorMetadata(
                 name=entry.name,
@@ -187,9 +192,10 @@ class SglangBucket:
 def sglang_buckets(
     tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[SglangBucket]:
-    """``full_tensors`` in buckets for SGLang. Every rank must iterate; those that send serialize.
+    """Packs the tensors of ``full_tensors`` into buckets for SGLang.
 
-    Device memory and errors as :func:`packed_buckets`.
+    Every rank must iterate; only the ranks that send need to serialize. Device memory and errors are those of
+    :func:`packed_buckets`.
     """
     for bucket in packed_buckets(tensors, bucket_bytes):
         yield SglangBucket(bucket)
@@ -201,9 +207,10 @@ def sglang_buckets(
 def verl_weights(
     model: nn.Module, **options: Unpack[ExtractionOptions]
 ) -> tuple[ClosingIterator[tuple[str, torch.Tensor]], None]:
-    """Replaces ``get_per_tensor_param``: the iterator for ``send_weights``, and no configuration of an adapter.
+    """Replaces verl's ``get_per_tensor_param``: returns the iterator for ``send_weights``, and None as the adapter's
+    configuration.
 
-    Adapters are merged. Arguments, errors and which ranks must call as :func:`fsdp_doctor.full_tensors`.
+    Adapters are merged. Arguments, errors and the ranks that must call are those of :func:`fsdp_doctor.full_tensors`.
     """
     options.setdefault("names", "auto")
     return full_tensors(model, **options), None
@@ -212,10 +219,11 @@ def verl_weights(
 def verl_shards(
     model: nn.Module, **options: Unpack[ShardOptions]
 ) -> tuple[Iterator[tuple[str, torch.Tensor, Any]], None]:
-    """Replaces ``get_per_tensor_param_shard``: (name, this rank's shard, 1-D, on the device, verl's ShardSpec).
+    """Replaces verl's ``get_per_tensor_param_shard``: yields (name, this rank's shard, verl's ShardSpec).
 
-    FSDP1's flat shards too, which verl has as DTensors only. verl must be installed. Arguments, errors and
-    which ranks must call as :func:`fsdp_doctor.local_shards`.
+    A shard is 1-D and on the device. FSDP1's flat shards are yielded, too; verl's own function knows only DTensors.
+    verl must be installed. Arguments, errors and the ranks that must call are those of
+    :func:`fsdp_doctor.local_shards`.
     """
     options.setdefault("names", "auto")
     spec = importlib.import_module("verl.workers.engine.spec").ShardSpec

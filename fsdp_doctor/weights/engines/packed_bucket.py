@@ -1,4 +1,4 @@
-"""Tensors of any dtypes in one piece of memory, with an index: one message for many tensors."""
+"""Packs tensors of any dtypes into one piece of memory with an index, so that one message carries many tensors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from fsdp_doctor.weights.fsdp.decorators import disable_autograd
 from fsdp_doctor.weights.transport.sources import name_dtype
 from fsdp_doctor.weights.transport.streams import HomeStream
 
-# Every dtype can be viewed where it begins at a multiple of this, and so can what a kernel reads at once.
+# Tensors begin at multiples of this many bytes: enough for a view in any dtype and for a kernel's vectorized reads.
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """One tensor: its bytes are [start, end) of the bucket. dtype: as torch names it, without ``torch.``."""
+    """Index entry of one tensor. Its bytes are [start, end) of the bucket; ``dtype`` is torch's name without
+    ``torch.``.
+    """
 
     name: str
     dtype: str
@@ -29,7 +31,10 @@ class PackedTensor:
 
 @dataclass(frozen=True, eq=False)
 class PackedBucket:
-    """buffer: 1-D, uint8, on the tensors' device. index: plain data, which can be pickled or written as JSON."""
+    """Buffer of packed tensors with its index.
+
+    buffer: 1-D, uint8, on the tensors' device. index: plain data, which can be pickled or written as JSON.
+    """
 
     buffer: torch.Tensor
     index: tuple[PackedTensor, ...]
@@ -39,11 +44,11 @@ class PackedBucket:
 def packed_buckets(
     tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[PackedBucket]:
-    """Copies tensors into a bucket as they come; a full one is yielded, and belongs to the caller.
+    """Copies tensors into a bucket in the order in which they come, and yields each full bucket, which then belongs to
+    the caller.
 
-    Device memory: a bucket, and a tensor. One that is larger than a bucket has a bucket of its own.
-
-    Raises ValueError where a bucket has no bytes, and for tensors of several devices.
+    Device memory: one bucket and one tensor. A tensor that is larger than a bucket gets a bucket of its own. Raises
+    ValueError if ``bucket_bytes`` is not positive, or if the tensors are on several devices.
     """
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
@@ -71,7 +76,7 @@ def packed_buckets(
 
 @disable_autograd
 def read_bucket(buffer: torch.Tensor, index: Sequence[PackedTensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a bucket, as views of its memory.
+    """Yields the tensors of a bucket as views of its memory.
 
     Raises ValueError for an index that does not fit the bucket.
     """

@@ -1,13 +1,13 @@
-"""The fix: full tensors out of a sharded model, in every state that the matrix knows.
+"""Full tensors, or this rank's shards, of a sharded model in every state that the matrix knows.
 
-Each rank's shard is read where it lies, brought to the compute device, cast and merged if asked for,
-and gathered there. The model is never moved and never changed, so a module that ``model.to(device)``
-left half-moved (verl issue 5995) or flat shards on the CPU (verl PR 4726) are shards like any other.
+Each rank's shard is read where it lies, brought to the compute device, cast and merged if asked for, and gathered
+there. The model is never moved or changed, so it does not matter whether ``model.to(device)`` left modules half-moved
+(verl issue 5995) or flat shards are on the CPU (verl PR 4726).
 
-    full            full_tensors, weights_info, full_state_dict: the life of one extraction, step by step
-    plan            all that follows from a model and the arguments, kept for as long as the model is as it was
-    lora            which tensors are adapters, and what is merged into what
-    local           local_shards
+full            full_tensors, weights_info, full_state_dict: one extraction, step by step
+plan            everything derived from a model and the arguments, kept until the model changes
+lora            which tensors are adapters, and which products are merged into which weights
+local           local_shards
 """
 
 from fsdp_doctor.weights.extract.full import (

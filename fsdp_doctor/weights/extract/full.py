@@ -1,7 +1,7 @@
-"""The life of one extraction: plan, read shards, gather, hand out; and what is made of the full tensors on the host.
+"""Extraction of full tensors: plan, read shards, gather, hand out; and the full state dict on the host.
 
-``full_tensors`` checks its arguments and takes the plan, which ``plan`` keeps. ``Pipeline.run`` is the rest: while one
-bucket is handed out, the next is loaded and gathered. ``TensorStream`` is what the caller iterates over.
+``full_tensors`` checks its arguments and takes the plan, which ``plan`` keeps. ``Pipeline.run`` does the rest: while
+one bucket is handed out, the next is loaded and gathered. The caller iterates over a ``TensorStream``.
 """
 
 from __future__ import annotations
@@ -48,19 +48,17 @@ from fsdp_doctor.weights.transport.transfers import (
 _T = TypeVar("_T")
 
 BucketWatch: TypeAlias = Callable[[int, Sequence[TensorTransfer]], object]
-"""Called with a bucket's number and its transfers once they are gathered, in a stream that comes after that."""
+"""Called with a bucket's number and its transfers, in a stream that waits until they are gathered."""
 
-# Of a rank, to read pageable memory: the smaller the chunks, the sooner the first is on its way.
+# Threads of a rank that read pageable memory, and the bytes that they read at once; small chunks let the first copy
+# to the device begin early.
 MOST_THREADS = 8
 CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class WeightInfo:
-    """A tensor that :func:`full_tensors` would yield under a name.
-
-    Fields: the global shape, and the requested dtype.
-    """
+    """Global shape and requested dtype of a tensor that :func:`full_tensors` would yield."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -210,7 +208,7 @@ def _find_ranks(model: nn.Module) -> tuple[int, ...]:
 
 
 class ExtractionComparison(Comparison):
-    """Raises PlanMismatch on every rank where groups of them have other tensors under one name."""
+    """Comparison that raises PlanMismatch on every rank if groups of ranks have different tensors under one name."""
 
     def conclude(self, conclusion: str) -> None:
         super().conclude(conclusion)
@@ -221,9 +219,9 @@ class ExtractionComparison(Comparison):
 def extract(
     model: nn.Module, arguments: Arguments, tensors: GivenTensors | None = None, *, compares_anew: bool = False
 ) -> TensorStream:
-    """Yields every full tensor once, with all of its names, or its parts.
+    """Yields every full tensor, or its parts, once together with all of its names.
 
-    compares_anew: whether the ranks compare buffers and plain parameters at each call, and not once for a plan.
+    compares_anew: whether the ranks compare buffers and plain parameters at each call instead of once for each plan.
     """
     with announce_errors(model):
         plan, shards = get_plan(model, arguments, tensors)
@@ -242,9 +240,9 @@ def start_extraction(
 
 
 class ClosingIterator(Iterator[_T]):
-    """An iterator that lets the other ranks go on when it is closed before its end, as it is at the end of ``with``.
+    """Iterator that releases the other ranks when it is closed before its end, for example by leaving a ``with`` block.
 
-    It closes when nothing refers to it any more, too; while an error is handled, the traceback refers to it.
+    It also closes when nothing refers to it any more; while an error is handled, the traceback still refers to it.
     """
 
     def __init__(self, items: Generator[_T]) -> None:
@@ -265,9 +263,10 @@ class ClosingIterator(Iterator[_T]):
 
 
 class TensorStream(Iterator[tuple[TensorSpec, torch.Tensor]]):
-    """Closing it, or letting go of it, before the end tells the other ranks, even before the first tensor.
+    """Iterator over full tensors that tells the other ranks when it is closed or dropped before its end, even unread.
 
-    A tensor may be used in the stream that is current when it is taken, and in others after ``hand_out`` there.
+    A yielded tensor may be used in the stream that is current when it is taken, and in another stream once ``hand_out``
+    was called there.
     """
 
     def __init__(
@@ -309,7 +308,7 @@ def yield_each_name(tensors: TensorStream) -> Generator[tuple[str, torch.Tensor]
 
 @dataclass(eq=False)
 class _PendingBucket:
-    """A bucket whose loading has begun.
+    """Bucket whose loading has begun.
 
     is_launched: whether its collectives have been launched. done: the event after the collectives. deltas: the LoRA
     deltas, kept until that event because the device reads them.
@@ -324,7 +323,10 @@ class _PendingBucket:
 
 
 class Pipeline:
-    """Runs one extraction. shards: this rank's, by the places of the plan's sources."""
+    """Pipeline of one extraction.
+
+    shards: this rank's shards, by the places of the plan's sources.
+    """
 
     def __init__(
         self, plan: Plan, shards: Sequence[torch.Tensor], agreement: Agreement, watch: BucketWatch | None = None
@@ -339,20 +341,21 @@ class Pipeline:
         # Small tensors that were gathered with others and come later.
         self._early: list[OrderedResult] = []
         self._pending: collections.deque[_PendingBucket] = collections.deque()
-        # How many buckets were launched, how many of the others are launched whatever happens, and whether the
-        # collectives of the next have begun.
+        # The number of buckets that were launched, the number of further buckets that are promised, and whether the
+        # collectives of the next bucket have begun.
         self._num_launched = self._promised = 0
         self._has_begun = False
-        # What the largest of those needs beside the memory of buckets that are pending: the caller, or another process,
-        # may take all other memory. Whether this rank only carries out what it has promised.
+        # Memory that the largest promised bucket needs in addition to the memory of pending buckets; it is reserved,
+        # because the caller or another process may take all other memory.
         self._spare: torch.Tensor | None = None
+        # Whether this rank is leaving and only launches the buckets that it has promised.
         self._leaves = False
 
     def run(self) -> Generator[tuple[TensorSpec, torch.Tensor]]:
         """Yields every tensor. As many buckets are pending at once as fit into the plan's ``most_bytes``.
 
-        Each rank agrees to buckets before it launches their collectives. If it ends before all of those are launched,
-        for whatever reason, it launches the rest first: what one rank launches, all do.
+        Each rank agrees to buckets before it launches their collectives. A rank that ends early, for whatever reason,
+        first launches the remaining buckets that it agreed to, because the other ranks launch them, too.
         """
         pending = self._pending
         last_done: collections.deque[Any] = collections.deque([None], maxlen=2)
@@ -361,8 +364,8 @@ class Pipeline:
         try:
             while self._find_next() is not None or pending:
                 while (bucket := self._find_next()) is not None and self._may_load(bucket, last_bytes):
-                    # The host may be a bucket further than what it hands out, not more: before torch 2.8
-                    # a process group holds on to memory until the device is through with it.
+                    # The host may be one bucket ahead of the bucket that it hands out, not more: before torch 2.8 a
+                    # process group keeps memory until the device has finished with it.
                     if last_done[0] is not None:
                         last_done[0].synchronize()
                     self._load(bucket)
@@ -397,12 +400,15 @@ class Pipeline:
             self._leave()
 
     def _find_next(self) -> Bucket | None:
-        """The next bucket to load."""
+        """Returns the next bucket to load, or None after the last."""
         place = self._num_launched + sum(not pending.is_launched for pending in self._pending)
         return self._plan.buckets[place] if place < len(self._plan.buckets) else None
 
     def _may_load(self, bucket: Bucket, last_bytes: int) -> bool:
-        """last_bytes: of the tensor that the caller had last, and still has as a rule."""
+        """Returns whether there is memory to load ``bucket`` now.
+
+        last_bytes: the size of the tensor that was handed out last, which the caller usually still holds.
+        """
         together = [*(pending.bucket for pending in self._pending), bucket]
         kept_bytes = together[0].begun_bytes + sum(each.nbytes for each in together)
         kept_bytes += sum(result.nbytes for _, _, result in self._early if isinstance(result, torch.Tensor))
@@ -413,7 +419,7 @@ class Pipeline:
     @disable_autograd
     @defer_garbage_collection
     def _load(self, bucket: Bucket) -> None:
-        """Loading this rank's part needs no other rank."""
+        """Begins to load this rank's part of a bucket, which needs no other rank."""
         self._spare = None
         transfers = [transfer.begin(self._call) for transfer in bucket.transfers]
         loader = Loader(self._plan.device, self._streams, self._cast_buffer, self._copies)
@@ -423,7 +429,9 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _fill_where_left(self, loader: Loader) -> Iterator[None]:
-        """Fills what a rank that leaves cannot load with NaN or 0: it has promised to gather it."""
+        """Fills the bucket with NaN or 0 if loading fails on a rank that is leaving, because it has promised to gather
+        the bucket.
+        """
         try:
             yield
         except Exception:
@@ -432,7 +440,9 @@ class Pipeline:
             loader.spoil()
 
     def _launch_loaded(self) -> None:
-        """Launches all but the last, if threads are reading that: they go on while the one before is gathered."""
+        """Launches all pending buckets. The last is left out while threads still read it; they go on during the gather
+        before it.
+        """
         reads = self._pending[-1].loader.is_reading
         for pending in list(self._pending)[: -1 if reads else None]:
             if not pending.is_launched:
@@ -443,9 +453,10 @@ class Pipeline:
     @disable_autograd
     @defer_garbage_collection
     def _launch(self, pending: _PendingBucket) -> None:
-        """Launches the bucket's collectives. All that may fail comes before the ranks agree, or the others would wait.
+        """Launches the bucket's collectives.
 
-        Only what is merged into the shards needs a gather first. If that fails, the bucket is gathered all the same.
+        Every step that may fail comes before the ranks agree; otherwise the other ranks would wait. The one exception
+        is the gather of adapters that are merged into the shards: if it fails, the bucket is gathered all the same.
         """
         merged = self._find_merged(pending.bucket)
         factors = self._load_factors(merged) if merged else None
@@ -466,7 +477,7 @@ class Pipeline:
             pending.done = self._streams.record_watching()
 
     def _try_room(self, transfers: Sequence[TensorTransfer]) -> None:
-        """Raises where the device has no memory for what torch allocates in the transfers' own collectives."""
+        """Raises if the device has no memory for what torch allocates in the transfers' own collectives."""
         nbytes = max(transfer.collecting_bytes for transfer in transfers)
         if nbytes:
             with self._streams.use_gathering_stream():
@@ -496,7 +507,9 @@ class Pipeline:
         return self._plan.buckets[self._num_launched : self._num_launched + self._promised]
 
     def _keep_spare(self, promised: Sequence[Bucket]) -> None:
-        """Raises where what is pending, once it is let go of, is not memory enough to launch each of these."""
+        """Allocates spare memory if the pending buckets, once freed, are too small to launch each promised bucket; may
+        raise.
+        """
         self._spare = None
         needed = max((bucket.launched_bytes + bucket.rounding_bytes for bucket in promised), default=0)
         units = sum(unit.count_kept_bytes() for unit in self._call.units.values())
@@ -505,7 +518,7 @@ class Pipeline:
             self._spare = torch.empty(needed - kept_bytes, dtype=torch.uint8, device=self._plan.device)
 
     def _gather(self, transfers: Sequence[TensorTransfer], deltas: dict[str, list[Delta]]) -> Any:
-        """Launches the collectives, and returns the event after them."""
+        """Launches the collectives and returns the event after them."""
         self._has_begun = True
         with self._streams.use_gathering_stream():
             launch_all_gathers(transfers)
@@ -522,7 +535,10 @@ class Pipeline:
         return {name: adapters[name] for name in dict.fromkeys(bucket.list_names()) if name in adapters}
 
     def _load_factors(self, merged: Mapping[str, list[LoraAdapter]]) -> tuple[list[TensorTransfer], Loader]:
-        """Loads this rank's part of the factors. Returns the loader, too, which holds running copies."""
+        """Begins to load this rank's part of the adapters' factors.
+
+        Returns the transfers and the loader, which holds the running copies.
+        """
         # The factors of one unit of FSDP1 are as many units.
         call = Call(self._plan.device, self._call.shards, frozenset())
         factors = [self._plan.factors[name] for name in list_factor_names(merged)]
@@ -538,15 +554,15 @@ class Pipeline:
     def _merge(
         self, pending: _PendingBucket, merged: Mapping[str, list[LoraAdapter]], factors: list[TensorTransfer]
     ) -> BaseException | None:
-        """Gathers the factors, and adds their products to this rank's part. Returns an error instead of raising it.
+        """Gathers the factors and adds their products to this rank's part. Returns an error instead of raising it.
 
-        The others have then NaN of that part, until they hear that this rank left.
+        After an error the other ranks get NaN for this part, until they hear that this rank left.
         """
         self._streams.wait(self._gather(factors, {}))
         try:
             full = {name: materialize(result) for _, spec, result in take_results(factors) for name in spec.names}
             pending.deltas = make_deltas(merged, full)
-            # The caller's stream has copied them out of what was gathered.
+            # The caller's stream copies the factors out of the gathered memory.
             self._streams.begin_loading()
             pending.loader.finish(pending.deltas)
         except BaseException as error:
@@ -561,7 +577,7 @@ class Pipeline:
     @disable_autograd
     @defer_garbage_collection
     def _make_results(self, launched: _PendingBucket) -> list[OrderedResult]:
-        """The bucket's tensors, last first; the caller's stream has them once it gets there."""
+        """Returns the bucket's tensors, the last first, for use in the caller's stream."""
         self._streams.wait(launched.done)
         results = [*self._early, *take_results(launched.transfers)]
         end = launched.bucket.end
@@ -571,7 +587,7 @@ class Pipeline:
         return results
 
     def _leave(self) -> None:
-        """Ends the extraction; an early end gives memory back that is still being written to."""
+        """Ends the extraction. After an early end, memory that is still being written to is freed safely."""
         if self._pending:
             # Threads may be reading into their memory.
             self._copies.close()
@@ -590,7 +606,7 @@ class Pipeline:
             private.release_workspaces(self._plan.device)
 
     def _carry_out(self) -> None:
-        """Launches the promised buckets one after the other: for that there is memory."""
+        """Launches the promised buckets one at a time, for which there is memory."""
         self._leaves, self._spare = True, None
         while self._list_promised_buckets() and not self._has_begun:
             self._load(self._plan.buckets[self._num_launched])
@@ -631,13 +647,13 @@ def full_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Returns the whole model's tensors on the CPU, by name, in pageable memory; tied names share one tensor.
 
-    Every rank must call it; arguments, names, memory on the device and errors are those of :func:`full_tensors`. Host
-    memory: the model on each rank that collects it, and 256 MiB that are pinned. Warns BuffersDiffer at each call.
+    Every rank must call it. Arguments, names, memory on the device and errors are those of :func:`full_tensors`. Host
+    memory: the whole model on each rank that collects it, and 256 MiB of pinned memory. Warns BuffersDiffer at each
+    call.
 
-    ranks: ``rank0``: only the first rank collects: of the model's mesh, of all replicas, of DDP's group, or of the
-    default group if nothing shards the model. The other ranks get an empty dict. ``all``: every rank collects.
-
-    Raises ValueError for another word.
+    ranks: ``rank0``: only the first rank collects, and the other ranks get an empty dict; the first rank is that of the
+    model's mesh, of all replicas, of DDP's group, or of the default group if nothing shards the model. ``all``: every
+    rank collects. Any other word raises ValueError.
     """
     with announce_errors(model):
         if ranks not in get_args(CollectingRanks):
@@ -664,10 +680,9 @@ def full_state_dict(
 
 
 class _ToHost:
-    """Copies device tensors into pageable memory: the device into pinned chunks, threads out of them.
+    """Copies device tensors into pageable memory: the device copies into pinned chunks, and threads copy out of them.
 
-    One thread alone fills fresh pageable memory at a fraction of what the link delivers, since each
-    page is faulted in first.
+    A single thread would reach only a fraction of the link's bandwidth, because each fresh page is faulted in first.
     """
 
     def __init__(self) -> None:
@@ -686,7 +701,7 @@ class _ToHost:
             job.result()
 
     def start(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A CPU tensor that holds ``tensor`` once this manager is left."""
+        """Starts to copy ``tensor`` and returns a CPU tensor that holds its values once this manager is left."""
         if tensor.device.type == "cpu":
             return tensor
         if not tensor.is_contiguous():

@@ -1,6 +1,6 @@
 """Shards of this rank: its part of each tensor, its place in the whole, and an iterator that loads all of them.
 
-They come on the device, cast and merged as full tensors are. No weight is gathered.
+Shards come on the device, cast and merged like full tensors. No weight is gathered.
 """
 
 from __future__ import annotations
@@ -47,11 +47,10 @@ from fsdp_doctor.weights.transport.streams import HomeStream, Streams
 
 
 class LocalShard(NamedTuple):
-    """One rank's part of one tensor.
+    """Part of one tensor that this rank holds.
 
-    tensor: on the device; 1-D where ``place.group`` is given, else as the rank's part is shaped, and empty where it has
-    none.
-    shape: of the whole tensor.
+    tensor: on the device; 1-D if ``place.group`` is given, otherwise in the shape of the rank's part; empty if the rank
+    holds nothing. shape: that of the whole tensor.
     """
 
     name: str
@@ -115,7 +114,7 @@ def _yield_each_name(request: ShardRequest, factors: TensorStream | None) -> Gen
 
 @contextlib.contextmanager
 def announce_errors_where_merged(model: nn.Module, lora: Lora) -> Iterator[None]:
-    """Tells the other ranks about an error, if they will wait for this one: to gather the adapters' factors."""
+    """Tells the other ranks about an error if they will wait for this rank to gather the adapters' factors."""
     try:
         yield
     except Exception:
@@ -133,9 +132,10 @@ def _has_adapters(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardRequest:
-    """One call's arguments, checked against the model.
+    """Arguments of one call, checked against the model.
 
-    plan, shards: of the extraction with the same arguments. sources, adapters, dtypes: what of it is asked for, how.
+    plan, shards: those of an extraction with the same arguments. sources, adapters, dtypes: which tensors of the plan
+    are asked for, which adapters are merged into them, and in which dtypes they are yielded.
     """
 
     plan: Plan
@@ -169,9 +169,10 @@ def refuse_unknown(request: ShardRequest) -> None:
 
 
 def start_factor_stream(request: ShardRequest) -> TensorStream | None:
-    """Begins to gather the adapters' factors; letting go of the stream unread tells the other ranks.
+    """Begins to gather the adapters' factors; dropping the stream unread tells the other ranks.
 
-    Where no adapter is active here, it compares that with the other ranks. None for a model without adapters.
+    If no adapter is active on this rank, it compares this with the other ranks. Returns None for a model without
+    adapters.
     """
     plan = request.plan
     if not plan.merges:
@@ -196,13 +197,16 @@ def start_factor_stream(request: ShardRequest) -> TensorStream | None:
 
 
 def gather_deltas(request: ShardRequest, factors: TensorStream | None) -> dict[str, list[Delta]]:
-    """The products to merge into each weight. Every rank must call it, if there are factors to gather."""
+    """Returns the products to merge into each weight. Every rank must call it if there are factors to gather."""
     full = {name: tensor for spec, tensor in factors or () for name in spec.names}
     return adapters.make_deltas(request.adapters, full)
 
 
 class LoadedShard(NamedTuple):
-    """A :class:`LocalShard` with all names of the tensor. is_copy: whether its memory belongs to no parameter."""
+    """Shard like :class:`LocalShard`, with all names of its tensor.
+
+    is_copy: whether its memory is independent of the model's parameters.
+    """
 
     spec: TensorSpec
     tensor: torch.Tensor
@@ -211,14 +215,17 @@ class LoadedShard(NamedTuple):
 
 
 ShownShards: TypeAlias = Literal["nothing", "finished", "unmerged"]
-"""Which shards are shown where they lie instead of copied: those that are on the device as they are to be, or all into
-which nothing is merged, on whatever device and in whatever dtype."""
+"""Shards that are yielded as views instead of copies: none; those that need no copy to the device, cast or merge; or
+all into which nothing is merged, on any device and in any dtype."""
 
 
 def load_shards(
     request: ShardRequest, deltas: Mapping[str, list[Delta]], *, shows: ShownShards
 ) -> Generator[LoadedShard]:
-    """Yields every shard once, without another rank. deltas: of :func:`gather_deltas`."""
+    """Yields every shard once, without communication.
+
+    deltas: the result of :func:`gather_deltas`.
+    """
     loading = _ShardLoading(request.device, request.dtypes, deltas, shows)
     pending: collections.deque[_LoadedBucket] = collections.deque()
     try:
@@ -239,9 +246,9 @@ def load_shards(
 
 
 def divide_shard(names: OutputNames, shard: LoadedShard) -> Iterator[LoadedShard]:
-    """Yields what this rank has of each part of a tensor, as views of its shard.
+    """Yields this rank's piece of each part of a tensor, as views of its shard.
 
-    Raises NamesError for a part of which a rank has elements that are neither a range of it nor of its dims.
+    Raises NamesError if a rank's elements of a part are neither a range nor a block of it.
     """
     for part, view in names.list_parts(shard.spec):
         yield LoadedShard(part, *shard[1:]) if view is None else _cut(shard, part, view)
@@ -279,9 +286,9 @@ def _cut(shard: LoadedShard, part: TensorSpec, view: TensorView) -> LoadedShard:
 
 
 def _dividing_group(place: ShardPlace) -> dist.ProcessGroup | None:
-    """Finds the group of a shard that is a range of its tensor.
+    """Returns the group over which a shard's tensor is divided, for a shard that is one range of its tensor.
 
-    For a DTensor the group is that of the one dim of the mesh that divides it.
+    For a DTensor the group is that of the one mesh dim that divides it.
     """
     if place.mesh is None:
         return place.group
@@ -307,7 +314,11 @@ def _divide_into_buckets(
 
 @dataclass(slots=True, eq=False)
 class _LoadedBucket:
-    """done: the event after its loading; None where nothing is loaded. in_use: memory that it needs until then."""
+    """Shards of one bucket.
+
+    done: the event after their loading, or None if nothing is loaded. in_use: memory that must be kept until that
+    event.
+    """
 
     results: list[LoadedShard]
     done: Any = None
@@ -326,7 +337,10 @@ class _ShardLoading:
     @disable_autograd
     @defer_garbage_collection
     def launch(self, bucket: list[SourceShard]) -> _LoadedBucket:
-        """Outputs are allocated on the caller's stream; loading waits for it, and nothing waits for the device."""
+        """Begins to load a bucket of shards, without waiting for the device.
+
+        Outputs are allocated on the caller's stream, and loading waits for that stream.
+        """
         results: list[LoadedShard] = []
         pieces: list[Piece] = []
         in_blocks: list[tuple[SourceShard, torch.Tensor, torch.Tensor]] = []
@@ -367,7 +381,9 @@ class _ShardLoading:
             return self.streams.record_gathering()
 
     def _merge_blocks(self, shard: SourceShard, whole: torch.Tensor, target: torch.Tensor) -> None:
-        """A shard that is no range of the flattened weight: each block of it gets its block of the product."""
+        """Adds to each block of a shard its block of the product, for a shard that is not one range of the flattened
+        weight.
+        """
         values = whole.view(shard.shape)
         for (rows, columns), own in shard.place.held_part(shard.spec.shape).list_blocks():
             for delta in self._deltas[shard.spec.names[0]]:
@@ -375,7 +391,7 @@ class _ShardLoading:
         target.view(shard.shape).copy_(values)
 
     def yield_results(self, launched: _LoadedBucket) -> Iterator[LoadedShard]:
-        """Yields the shards for use on the caller's stream, and keeps none that was handed out."""
+        """Yields the shards for use on the caller's stream, and drops each reference once its shard is handed out."""
         self.streams.wait(launched.done)
         launched.in_use = None
         launched.results.reverse()

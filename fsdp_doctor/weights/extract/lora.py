@@ -1,7 +1,7 @@
-"""LoRA: which tensors are base weights and which adapters, and the product that is merged into which weight.
+"""LoRA: which tensors are base weights, which are adapters, and which product is merged into which weight.
 
-The layers are peft's; peft itself is not needed unless the model has them. An adapter that is not understood is
-refused: a wrong tensor would be worse.
+The layers are peft's; peft itself is needed only if the model has such layers. An adapter of an unknown kind is
+refused, since a wrong tensor would be worse.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Lora = Literal["merged", "adapter", "base"]
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """One adapter of one weight, by the names of its two factors in the sharded model."""
+    """Adapter of one weight. ``a`` and ``b`` are the names of its two factors in the sharded model."""
 
     a: str
     b: str
@@ -35,15 +35,19 @@ class LoraAdapter:
 
 @dataclass
 class Layers:
-    """The adapters that peft put into a model, by unwrapped names.
+    """Adapters that peft put into a model, by unwrapped names.
 
-    adapters: of each adapted weight. merged: a weight that has adapters in it now. unsupported: why a weight's
-    adapters cannot be merged. copies: (the trained copy's prefix, the original's prefix, the plain prefix) of
-    each module that is trained as a whole. wrappers: prefixes of other modules that peft wrapped, and how.
-    prompts: kinds of prompt learning, which has no layers. active: the names of the active adapters. biases: by
-    adapter, the names of the model's own biases that are trained with it. layers: the prefixes of the adapted layers;
-    embeddings: of those which are the model's input or output embedding. targets: by adapter, the modules that its
-    configuration names.
+    adapters: the adapters of each adapted weight
+    merged: weights into which adapters are merged in place now
+    unsupported: for a weight whose adapters cannot be merged, the reason
+    copies: (prefix of the trained copy, prefix of the original, plain prefix) of each module that is trained as a whole
+    wrappers: prefixes of other modules that peft wrapped, with the kind of wrapper
+    prompts: kinds of prompt learning, which has no layers
+    active: the names of the active adapters
+    biases: for each adapter, which of the model's own biases are trained with it, in peft's words
+    layers: the prefixes of the adapted layers
+    embeddings: the prefixes among them that are the model's input or output embedding
+    targets: for each adapter, the modules that its configuration names
     """
 
     adapters: dict[str, list[LoraAdapter]] = field(default_factory=dict)
@@ -61,7 +65,7 @@ class Layers:
 
 
 def list_factor_names(adapters: Mapping[str, Sequence[LoraAdapter]]) -> list[str]:
-    """The names of all factors, each once, in the order of the model: the same on every rank."""
+    """Lists the names of all factors, each once, in the model's order, which is the same on every rank."""
     return list(
         dict.fromkeys(name for many in adapters.values() for adapter in many for name in (adapter.a, adapter.b))
     )
@@ -70,7 +74,10 @@ def list_factor_names(adapters: Mapping[str, Sequence[LoraAdapter]]) -> list[str
 def make_deltas(
     adapters: Mapping[str, Sequence[LoraAdapter]], factors: Mapping[str, torch.Tensor]
 ) -> dict[str, list[Delta]]:
-    """The products to merge into each weight. factors: the full tensors by their names."""
+    """Returns the products to merge into each weight.
+
+    factors: the full tensors by their names.
+    """
     return {
         weight: [Delta(factors[adapter.a], factors[adapter.b], adapter.scaling, adapter.transposed) for adapter in many]
         for weight, many in adapters.items()
@@ -78,16 +85,16 @@ def make_deltas(
 
 
 def check(lora: str) -> None:
-    """Raises ValueError for another word than the three."""
+    """Raises ValueError unless ``lora`` is one of the three allowed words."""
     if lora not in get_args(Lora):
         raise ValueError(f"lora must be one of {', '.join(get_args(Lora))}, not {lora!r}")
 
 
 def select(layers: Layers, sources: Sequence[Source], lora: Lora) -> tuple[list[Source], dict[str, list[LoraAdapter]]]:
-    """The sources to yield, under the names to yield, and what is to be merged into which.
+    """Returns the sources to yield, renamed as they are yielded, and the adapters to merge into each weight.
 
-    Raises NotImplementedError for an adapter that cannot be merged, RuntimeError where adapters that
-    are merged in place hide the base, ValueError for "adapter" without exactly one active adapter.
+    Raises NotImplementedError for an adapter that cannot be merged, RuntimeError if adapters that are merged in place
+    hide the base, and ValueError for "adapter" unless exactly one adapter is active.
     """
     if layers.prompts:
         raise NotImplementedError(f"the model learns prompts ({', '.join(layers.prompts)}); only LoRA is supported")
@@ -111,7 +118,10 @@ def select(layers: Layers, sources: Sequence[Source], lora: Lora) -> tuple[list[
 
 
 def _refuse_ties(sources: Sequence[Source], layers: Layers) -> None:
-    """peft adds an adapter to a tied weight under all of its names, though only one of them computes with it."""
+    """Raises NotImplementedError for an adapter of a tied weight.
+
+    peft adds such an adapter under all names of the weight, although only one of them computes with it.
+    """
     for source in sources:
         for spec in list_specs(source):
             adapted = [name for name in spec.names if name in layers.adapters]
@@ -124,7 +134,7 @@ def _refuse_ties(sources: Sequence[Source], layers: Layers) -> None:
 
 
 def _fit_strides(sources: Sequence[Source], adapters: dict[str, list[LoraAdapter]]) -> dict[str, list[LoraAdapter]]:
-    """An FSDP1 unit keeps a weight's strides: of a transposed one the product is transposed too."""
+    """Transposes the products of weights that are transposed in an FSDP1 unit, which keeps a weight's strides."""
     for source in sources:
         for span in source.spans if isinstance(source, FlatUnit) else ():
             name, shape = span.spec.names[0], span.spec.shape
@@ -137,7 +147,9 @@ def _fit_strides(sources: Sequence[Source], adapters: dict[str, list[LoraAdapter
 
 
 def find_adapter_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules that peft put into a model, by unwrapped prefixes; none where peft was never imported."""
+    """Returns the modules that peft put into a model, by unwrapped prefixes; an empty list if peft was never
+    imported.
+    """
     if "peft" not in sys.modules:
         return []
     from peft import PeftModel
@@ -150,7 +162,7 @@ def find_adapter_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def read(modules: Iterable[tuple[str, nn.Module]]) -> Layers:
-    """The model's adapters, as they are now."""
+    """Reads the model's adapters in their present state."""
     layers = Layers()
     if "peft" not in sys.modules:
         return layers
@@ -190,7 +202,7 @@ def read(modules: Iterable[tuple[str, nn.Module]]) -> Layers:
 
 
 def _find_embeddings(model: Any) -> list[Any]:
-    """The base layers of the model's input and output embeddings that have adapters."""
+    """Finds the base layers of the model's input and output embeddings that have adapters."""
     getters = [getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings")]
     bases = [getattr(get(), "base_layer", None) for get in getters if get is not None]
     return [base for base in bases if base is not None]
@@ -245,7 +257,7 @@ def _make_base_names(layers: Layers) -> Callable[[str], str | None]:
 
 
 def _make_plain_names(layers: Layers, copies: list[tuple[str, str]]) -> Callable[[str], str | None]:
-    """The name in the model that peft was given; None for what that model does not have."""
+    """Returns a function from a name to the name in the model that peft was given; None for tensors that peft added."""
     _refuse_wrappers(layers)
 
     def find_name(name: str) -> str | None:
@@ -260,7 +272,10 @@ def _make_plain_names(layers: Layers, copies: list[tuple[str, str]]) -> Callable
 
 
 def make_adapter_names(layers: Layers) -> Callable[[str], str | None]:
-    """Returns the name in a file of peft, which has the active adapter, of a tensor of the model; None for others."""
+    """Returns a function from a tensor's name in the model to its name in peft's file of the active adapter.
+
+    The function returns None for tensors that the file does not have.
+    """
     if len(layers.active) != 1:
         active = ", ".join(sorted(layers.active)) or "none"
         raise ValueError(f'lora="adapter" needs exactly one active adapter; active: {active}')
@@ -291,7 +306,7 @@ def make_adapter_names(layers: Layers) -> Callable[[str], str | None]:
 
 
 def _saves_embeddings(layers: Layers, adapter: str) -> bool:
-    """Returns whether peft saves the embeddings, too: where the configuration names one of them by its usual name."""
+    """Returns whether peft saves the embeddings, too, because the configuration names one of them by its usual name."""
     from peft.utils.other import EMBEDDING_LAYER_NAMES
 
     targets = layers.targets.get(adapter, frozenset())
@@ -307,7 +322,7 @@ def _refuse_wrappers(layers: Layers) -> None:
 
 
 def _rename(sources: Sequence[Source], name_of: Callable[[str], str | None]) -> list[Source]:
-    """Without those that have no name."""
+    """Renames the sources, and drops those for which ``name_of`` returns None."""
     renamed: list[Source] = []
     for source in sources:
         if isinstance(source, FlatUnit):
@@ -325,7 +340,7 @@ def _rename_spec(spec: TensorSpec, name_of: Callable[[str], str | None]) -> Tens
 
 
 def find_factors(sources: Sequence[Source], adapters: Mapping[str, list[LoraAdapter]]) -> dict[str, Source]:
-    """The sources of the adapters' factors by their names; a span of a unit as a unit of its own."""
+    """Returns the sources of the adapters' factors by name; a factor in an FSDP1 unit becomes a unit of its own."""
     names = set(list_factor_names(adapters))
     sources_of_factors: dict[str, Source] = {}
     for source in sources:

@@ -1,4 +1,4 @@
-"""The plan of an extraction: made once for a model and its arguments, kept for as long as the model is as it was."""
+"""Plan of an extraction: made once for a model and its arguments, and kept until the model changes."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from fsdp_doctor.weights.transport.sources import (
 )
 
 BUCKET_BYTES = 512 << 20
-# Of one model: a trainer asks for its weights in a few forms.
+# Limit for the plans of one model, whose weights a trainer may extract in a few forms.
 _MOST_PLANS = 4
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of :func:`full_tensors`, of which each public function of an extraction takes some."""
+    """Arguments of :func:`full_tensors`. Each public function of an extraction takes some of them."""
 
     device: torch.device | str | None
     dtype: torch.dtype | None
@@ -75,7 +75,9 @@ class Arguments:
         experts: Experts | None = None,
         in_step: bool = False,
     ) -> Arguments:
-        """Raises ValueError for a word or a number that is not allowed, TypeError for another type."""
+        """Returns the checked arguments. Raises ValueError for a word or number that is not allowed, TypeError for a
+        wrong type.
+        """
         adapters.check(lora)
         check_names(names)
         if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -95,12 +97,14 @@ class Arguments:
 class Plan:
     """Everything derived from a model and the arguments of a call. A plan holds no tensor, so it may be kept.
 
-    all_sources: the adapters among them; sources: what is yielded. ranks: all that take part. groups: of ranks of which
-    some may have other tensors than the others. merges: whether there are adapters, active ones or not, and they are to
-    be merged; adapters, factors: which factors make up what is merged into a weight, and where they are. most_bytes:
-    the device memory that buckets and the caller's last tensor may take together. ready: the places of the shards that
-    a collective can read as they are. names: under which the sources' tensors are handed out.
-    in_step: whether nothing is gathered while a rank's caller has work under way.
+    all_sources: every tensor of the model, adapters included. sources: the tensors to yield
+    ranks: all ranks that take part. groups: groups of ranks, some of which may have different tensors
+    merges: whether the model has adapters, active or not, that are to be merged
+    adapters: for each weight, the factors to merge into it. factors: the source of each factor
+    most_bytes: device memory that buckets and the caller's last tensor may take together
+    ready: places of the shards that a collective can read without a copy
+    names: the names under which the sources' tensors are handed out
+    in_step: whether ranks gather only while no rank's caller has work under way
     """
 
     all_sources: list[Source]
@@ -120,10 +124,10 @@ class Plan:
     names: OutputNames
 
     def count_promisable(self, first: int, wanted: int) -> int:
-        """Counts the buckets from ``first`` on that a rank may promise at once: 1 at least, ``wanted`` at most.
+        """Counts the buckets from ``first`` on that a rank may promise at once: at least 1, at most ``wanted``.
 
-        While the caller has the tensors of one, there is to be memory to launch any of the later ones. Those before
-        ``first`` that may be pending beside it are yet to be handed out, too.
+        While the caller holds a tensor of one bucket, there must be memory to launch any later promised bucket. Buckets
+        before ``first`` that may still be pending count, too, since they are yet to be handed out.
         """
         pending, together = first, self.buckets[first].nbytes
         while pending and (together := together + self.buckets[pending - 1].nbytes) <= self.most_bytes:
@@ -138,7 +142,7 @@ class Plan:
 
 
 class _KeptPlan:
-    """A plan, and what it was made from."""
+    """Plan together with the state of the model from which it was made."""
 
     def __init__(self, model: nn.Module, arguments: Arguments, tensors: GivenTensors | None = None) -> None:
         contents = place_experts(put_in_place(reader.read(model), tensors), arguments.experts)
@@ -169,9 +173,9 @@ class _KeptPlan:
         return shards if layers == self._layers else None
 
     def _read_devices(self) -> list[torch.device]:
-        """Reads this rank's devices of the types that shards are gathered on or that were asked for.
+        """Reads this rank's current devices, of the types on which shards are gathered or that the caller asked for.
 
-        A thread may change them.
+        A thread may change the current device.
         """
         return [find_device(device_type) for device_type in self._device_types]
 
@@ -185,9 +189,9 @@ atexit.register(_kept.clear)
 def get_plan(
     model: nn.Module, arguments: Arguments, tensors: GivenTensors | None = None
 ) -> tuple[Plan, list[torch.Tensor]]:
-    """The plan, and this rank's shards as they are now, by the places of the sources.
+    """Returns the plan, and this rank's present shards by the places of the sources.
 
-    tensors: in place of the model's own; such a plan is not kept.
+    tensors: tensors to read instead of the model's own; such a plan is not kept.
     """
     reader.check_model(model)
     if tensors is not None:
@@ -206,7 +210,7 @@ def get_plan(
 
 
 def list_differing_buffers(model: nn.Module) -> tuple[str, ...]:
-    """The buffers that differed between the ranks when these last compared them."""
+    """Lists the buffers that differed between the ranks at their last comparison."""
     groups = [kept.plan.groups for kept in _kept.get(model, {}).values()]
     with_buffers = [each for each in groups if any(part.relation == "buffer" for part in each.parts)]
     return with_buffers[-1].differing if with_buffers else ()
@@ -265,7 +269,7 @@ def _make_plan(
 
 
 def _choose_merged(sources: Sequence[Source], merged: dict[str, list[LoraAdapter]]) -> dict[str, list[LoraAdapter]]:
-    """Without the adapters of weights that are not asked for."""
+    """Returns the adapters to merge without those of weights that are not asked for."""
     if not merged:
         return merged
     names = {name for source in sources for spec in list_specs(source) for name in spec.names}
@@ -273,7 +277,9 @@ def _choose_merged(sources: Sequence[Source], merged: dict[str, list[LoraAdapter
 
 
 def _choose_names(model: nn.Module, sources: Sequence[Source], arguments: Arguments) -> OutputNames:
-    """Raises NamesError."""
+    """Chooses the output names. Raises NamesError if the model's tensors cannot be given the names that were
+    asked for.
+    """
     names = arguments.names
     if arguments.lora == "adapter" and names != "model":
         if names != "auto":
@@ -295,7 +301,7 @@ def _choose_device(asked: torch.device | str | None, computes: torch.device, is_
 
 
 def _count_merging_bytes(merged: Mapping[str, list[LoraAdapter]], factors: Mapping[str, Source]) -> dict[str, int]:
-    """Device memory that a weight's adapters take while they are merged into it, by the weight's name."""
+    """Counts the device memory in bytes that each weight's adapters take while they are merged into it."""
     return {
         weight: 2 * sum(s.numel * s.dtype.itemsize for a in many for f in (a.a, a.b) for s in list_specs(factors[f]))
         for weight, many in merged.items()
@@ -309,7 +315,9 @@ def _find_ready_places(
     device: torch.device,
     merged: Collection[str],
 ) -> frozenset[int]:
-    """The shards that a collective can read as they are: on the device, in its dtype, of full length."""
+    """Finds the shards that a collective can read without a copy: on the device, in the output dtype, of full
+    length.
+    """
 
     def is_ready(source: Source) -> bool:
         shard = shards[source.place]
@@ -334,7 +342,7 @@ def list_ranks(sources: Sequence[Source]) -> tuple[int, ...]:
 def describe_plan(
     sources: Sequence[Source], dtypes: OutputDtypes, settings: str, merged: Mapping[str, Sequence[LoraAdapter]]
 ) -> list[str]:
-    """The lines that must be alike on all ranks: the settings, each tensor, each adapter that is merged."""
+    """Returns the lines that must be the same on all ranks: the settings, each tensor, each adapter that is merged."""
     lines = [settings]
     for source in sources:
         layout = _describe_layout(source)

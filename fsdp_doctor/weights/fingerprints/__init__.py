@@ -1,12 +1,12 @@
-"""Fingerprints of weights: proof that a receiver holds what the trainer has, without gathering either side.
+"""Fingerprints of weights prove that a receiver has the trainer's values, without gathering the weights on either side.
 
-keyed_sum            the sum, and what it detects; sum_kernels: the same on CUDA
-block_sums           the sums of blocks of memory, by the one or the other
+keyed_sum            the sum, and which changes it detects; sum_kernels: the same sum on CUDA
+block_sums           the sums of blocks of memory, by either implementation
 fingerprint_set      fingerprints as data: combined, written, read
-summing              of tensors and parts of tensors
-model_fingerprint    of a sharded model, and of the same model after the usual mistakes
-checkpoint_files     of a checkpoint on disk
-unchanged            a context that moves weights and must not change them
+summing              fingerprints of tensors and of parts of tensors
+model_fingerprint    the fingerprint of a sharded model, also after the usual mistakes
+checkpoint_files     the fingerprint of a checkpoint on disk
+unchanged            a context that raises if weights change in its body
 differences          which tensors of two fingerprints differ, and how
 """
 

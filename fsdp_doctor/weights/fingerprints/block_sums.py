@@ -1,4 +1,4 @@
-"""The sums of blocks of memory: on CUDA by a Triton kernel for all blocks at once, elsewhere by torch operations."""
+"""Sums blocks of memory: on CUDA with one launch of a Triton kernel for all blocks, elsewhere with torch operations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from fsdp_doctor.weights.fingerprints.keyed_sum import IndexedBlock, WordRun, di
 
 
 class BlockSums:
-    """The sums of blocks of memory on one device; ``add`` may be called again while they stay where they are."""
+    """Sums of blocks of memory on one device. ``add`` may be called repeatedly while the blocks stay at their
+    addresses.
+    """
 
     def __init__(self, blocks: Sequence[IndexedBlock], device: torch.device) -> None:
         pieces = [piece for block in blocks for piece in divide_into_words(block)]
@@ -27,19 +29,21 @@ class BlockSums:
             self._table = sum_kernels.SumTable(self._runs, self._grids, device)
 
     def reads_only(self, storages: Collection[int]) -> bool:
-        """Returns whether all that is read lies in the storages at these addresses, and nothing in a copy."""
+        """Returns whether all memory that is read lies in the storages at these addresses, so that no copy is read."""
         read = [*(run.words for run in self._runs), *(grid.tensor for grid in self._grids)]
         return all(tensor.untyped_storage().data_ptr() in storages for tensor in read)
 
     def release_memory(self) -> bool:
-        """Lets go of the tensors. Returns whether what is in their places can be summed all the same, while it is."""
+        """Drops the references to the tensors. Returns whether their memory can still be summed, as long as others keep
+        it.
+        """
         self._runs, self._grids = [], []
         return self._table is not None
 
     def move(self, before: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> bool:
-        """Sums the same of other memory from now on, after ``release_memory``. Returns whether it could.
+        """Makes later sums read the tensors' new memory, after ``release_memory``. Returns False if that is impossible.
 
-        before, now: of each tensor that the blocks are of, the address of its storage and its own.
+        before, now: for each tensor of the blocks, the address of its storage and the address of the tensor.
         """
         moved = {old: new for (old, _), (new, _) in zip(before, now, strict=True)}
         for (old, there), (new, here) in zip(before, now, strict=True):
@@ -50,7 +54,10 @@ class BlockSums:
         return True
 
     def add(self, into: torch.Tensor) -> None:
-        """Adds the sums to the rows of the blocks' numbers. into: (tensors, 2), int64, on the device."""
+        """Adds each block's sum to the row with the block's number.
+
+        into: (tensors, 2), int64, on the device.
+        """
         if self._table is not None:
             # Triton launches on the current device, wherever the memory is.
             with torch.cuda.device(self._device):

@@ -1,4 +1,4 @@
-"""The fingerprint of a checkpoint on disk in any format, and the comparison of two, streamed however large they are."""
+"""Fingerprints checkpoints on disk in any format, and compares two of them. Both are streamed, whatever their size."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from fsdp_doctor.weights.fsdp.shards import compute_row_major_strides
 from fsdp_doctor.weights.transport.sources import name_dtype
 
 _CHUNK_BYTES = 16 << 20
-# Of so many tensors that differ the rows are looked for, which reads both again.
+# The rows that differ are searched for this many tensors at most, since the search reads both checkpoints again.
 _MOST_LOCATED = 20
-# They say nothing of the weights.
+# Damage that does not affect the weights.
 _HARMLESS = (Trouble.SETTINGS_DAMAGED, Trouble.TRAILING_BYTES, Trouble.WORLD_SIZE)
 _BlocksOf: TypeAlias = Callable[[torch.Tensor, tuple[int, ...]], list[IndexedBlock]]
 _ROUNDED_TO = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -48,10 +48,11 @@ _ROUNDED_TO = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_
 
 @dataclass(frozen=True)
 class CheckpointComparison:
-    """differences: of the second checkpoint from the first. notes: how their names were brought together.
+    """Result of the comparison of two checkpoints.
 
-    compared: the number of tensors of the first. equal: names whose tensors are the same, bit by bit. places: of what
-    differs, the file in the second checkpoint and the rows from the first that differs to the last, if they are known.
+    differences: how the second checkpoint differs from the first. notes: how their names were matched. compared: the
+    number of tensors in the first. equal: the names of tensors that are equal bit by bit. places: for each tensor that
+    differs, its file in the second checkpoint and, if known, the range of rows from the first to the last that differs.
     """
 
     differences: list[FingerprintDifference]
@@ -66,14 +67,16 @@ def fingerprint_checkpoint(
 ) -> Fingerprints:
     """Fingerprints the model in a checkpoint of any format that ``fsdp-doctor checkpoint verify`` reads.
 
-    The names are those of the model, without the keys of the dicts around it (``model``, ``state_dict``). An optimizer
-    is left out, unless there is nothing else. Of a model that is there in several forms, one is read: safetensors,
-    else the whole tensors, else the shards. Host memory: 16 MiB or the longest row, and a cast of it; no pickle is run.
+    The names are the model's, without the keys of the dicts around it (``model``, ``state_dict``). An optimizer is left
+    out, unless the checkpoint has nothing else. If the checkpoint has the model in several forms, one is read:
+    safetensors if present, otherwise the whole tensors, otherwise the shards. Host memory: 16 MiB or the longest row,
+    and its cast. No pickle is run.
 
-    dtype: floating-point tensors are cast to it, as :func:`fingerprint` does with the same argument. part: that is
-    taken for the model, by the keys that lead to it or the last of them, such as ``ema``.
+    dtype: the dtype to which floating-point tensors are cast, as in :func:`fingerprint`. part: the part of the
+    checkpoint to take as the model, such as ``ema``: the keys that lead to it, or the last of them.
 
-    Raises FingerprintError if it is no checkpoint, is damaged, or changes while it is read; OSError.
+    Raises FingerprintError if ``path`` is no checkpoint, is damaged, or changes while it is read; OSError if it cannot
+    be read.
     """
     return _fingerprint(_Weights(pathlib.Path(path), part), dtype)
 
@@ -103,11 +106,12 @@ def compare_checkpoints(
 ) -> CheckpointComparison:
     """Compares the models in two checkpoints of any formats: which tensors of ``right`` differ, and how.
 
-    Either may be a JSON of fingerprints. dtype: both are cast to it. base: the model that was trained, by which weights
-    are recognized that were not updated. strip: prefixes to be taken from the names of both. config, find_parts: as of
-    ``convert``; where the names differ, both sides are taken by the Hub's. Without find_parts they are not.
+    Either path may be a JSON file of fingerprints. dtype: the dtype to which both are cast. base: the checkpoint of the
+    model before training, which shows the weights that were not updated. strip: prefixes to remove from the names of
+    both. config, find_parts: as in ``convert``; with find_parts, both sides are renamed to the Hub's names if their
+    names differ.
 
-    Raises as :func:`fingerprint_checkpoint`, and FingerprintError for models that have nothing in common.
+    Raises what :func:`fingerprint_checkpoint` raises, and FingerprintError for models that have no tensor in common.
     """
     opened = {path: _open(path, part) for path in (left, right)}
     parts = _find_hub_parts(list(opened.values()), strip, config, find_parts) if find_parts is not None else {}
@@ -135,7 +139,7 @@ def compare_checkpoints(
 def _locate(
     left: _Weights | None, right: _Weights | None, names: MatchedNames, differing: Sequence[str]
 ) -> dict[str, tuple[str, tuple[int, int] | None]]:
-    """The file of the right side, and the rows, of each tensor that differs."""
+    """Finds, for each tensor that differs, its file on the right side and the rows that differ."""
     if right is None:
         return {}
     of_left = {form: left.tensors[name] for name, form in names.left.items()} if left is not None else {}
@@ -151,7 +155,7 @@ def _locate(
 
 
 def _find_rows(left: _Weights, one: SavedTensor, right: _Weights, two: SavedTensor) -> tuple[int, int] | None:
-    """The rows from the first that differs to the last; None for tensors that are not in blocks of whole rows."""
+    """Returns the range from the first row that differs to the last; None if no whole row is known to differ."""
     sums = _sum_rows(left, one), _sum_rows(right, two)
     wrong = [at for at, (a, b) in enumerate(zip(*sums, strict=True)) if a != b]
     return (wrong[0], wrong[-1] + 1) if wrong else None
@@ -172,7 +176,9 @@ def _find_hub_parts(
     config: str | None,
     find_parts: Callable[[str], Mapping[str, HubPart]],
 ) -> Mapping[str, HubPart]:
-    """Finds none where the names are the same, or no configuration says which model has them."""
+    """Returns the parts that the Hub's names divide tensors into; empty if the names match, or no configuration is
+    found.
+    """
     weights = [each for each in both if each is not None]
     if len(weights) < 2:
         return {}
@@ -185,12 +191,14 @@ def _find_hub_parts(
 
 
 def read_fingerprints(path: pathlib.Path, dtype: torch.dtype | None = None, part: str | None = None) -> Fingerprints:
-    """Reads those of a JSON file, or of a checkpoint. Raises as :func:`fingerprint_checkpoint`."""
+    """Reads the fingerprints in a JSON file, or computes those of a checkpoint. Raises what
+    :func:`fingerprint_checkpoint` raises.
+    """
     return _read(path, _open(path, part), dtype, {})
 
 
 def _open(path: pathlib.Path, part: str | None = None) -> _Weights | None:
-    """Opens a checkpoint; None for a JSON of fingerprints."""
+    """Opens a checkpoint. Returns None for a JSON file of fingerprints."""
     return None if path.suffix == ".json" and path.is_file() else _Weights(path, part)
 
 
@@ -217,7 +225,10 @@ def _rename(fingerprints: Fingerprints, names: Mapping[str, str]) -> Fingerprint
 def _find_variants(
     weights: _Weights, differing: Mapping[str, TensorFingerprint], dtype: torch.dtype | None
 ) -> dict[str, list[FingerprintVariant]]:
-    """Sums some tensors after the usual mistakes. differing: what the other side has, by the name here."""
+    """Sums some tensors after each of the usual mistakes.
+
+    differing: the other side's fingerprints of these tensors, by this side's names.
+    """
     return {
         name: list(_sum_variants(weights, weights.tensors[name], actual, dtype))
         for name, actual in differing.items()
@@ -275,9 +286,9 @@ def _swap_halves(
 
 
 class _Weights:
-    """The tensors of the model in a checkpoint, by its names.
+    """Tensors of the model in a checkpoint, by name.
 
-    Raises FingerprintError if there are none, and for a damage that was found while their places were read.
+    Raises FingerprintError if there are none, or if damage was found while their places were read.
     """
 
     def __init__(self, path: pathlib.Path, part: str | None = None) -> None:
@@ -306,7 +317,9 @@ class _Weights:
         return list_settings_places(self.checkpoint, self._model)
 
     def read_parts(self, tensor: SavedTensor) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
-        """Contiguous blocks of a tensor with their offsets in it, of at most 16 MiB or a row; each element once."""
+        """Yields contiguous blocks of a tensor with their offsets, each of at most 16 MiB or one row; each element
+        once.
+        """
         seen = set()
         for piece in tensor.pieces:
             if (piece.offsets, piece.shape) not in seen:
@@ -321,7 +334,7 @@ class _Weights:
                     raise FingerprintError(f"{self.checkpoint.root / path} changed while it was read")
 
     def find_ties(self) -> Iterator[tuple[str, ...]]:
-        """The names whose tensors are the same bytes of a file."""
+        """Yields groups of names whose tensors are the same bytes of a file."""
         by_place: dict[tuple[object, ...], list[str]] = {}
         for name, tensor in self.tensors.items():
             if tensor.numel:

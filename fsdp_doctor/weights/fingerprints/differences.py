@@ -1,4 +1,4 @@
-"""Compares two fingerprints: which tensors differ, and how, as far as that can be found out."""
+"""Compares two fingerprints: which tensors differ and, as far as the sums show it, how."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ VariantKind: TypeAlias = Literal["transposed", "halves swapped", "cast twice", "
 
 @dataclass(frozen=True)
 class FingerprintDifference:
-    """One tensor that the engine does not have as the trainer has it. detail: how it differs, a part of a sentence."""
+    """Difference of one tensor between engine and trainer. detail: a phrase that says how it differs."""
 
     name: str
     kind: DifferenceKind
@@ -49,7 +49,7 @@ class FingerprintDifference:
 
 @dataclass(frozen=True)
 class FingerprintVariant:
-    """The sums of a tensor after a certain mistake. detail: as in a difference."""
+    """Sums of a tensor after a certain mistake. detail: a phrase for :class:`FingerprintDifference`."""
 
     kind: VariantKind
     detail: str
@@ -66,20 +66,20 @@ def compare_fingerprints(
     not_comparable: Mapping[str, str] | None = None,
     called: tuple[str, str] = ("the trainer", "the engine"),
 ) -> list[FingerprintDifference]:
-    """Lists the tensors that differ, in the trainer's order, then those that only the engine has.
+    """Lists the tensors that differ, in the trainer's order, followed by the tensors that only the engine has.
 
-    A tensor that the engine lacks is no difference if the trainer ties it to one that the engine has.
+    A tensor that the engine lacks is no difference if the trainer ties it to a tensor that the engine has.
 
-    history: the trainer's fingerprints of earlier steps, the last one last, by which stale tensors are recognized.
-    base: those of the model without its adapters (``fingerprint(model, lora="base")``).
-    variants: of tensors that differ, the result of :func:`fingerprint_variants` on the trainer: which of them were
-        transposed, had their halves swapped, or were cast twice.
-    not_comparable: why the engine has no counterpart of a tensor, such as a kernel's layout or a quantization, by its
-        name: it is in the result as ``not comparable``, whatever its sums are.
+    history: the trainer's fingerprints of earlier steps, oldest first, by which stale tensors are recognized.
+    base: the fingerprints of the model without its adapters (``fingerprint(model, lora="base")``).
+    variants: the result of :func:`fingerprint_variants` on the trainer for tensors that differ; it shows which of them
+        were transposed, had their halves swapped, or were cast twice.
+    not_comparable: by name, why the engine has no counterpart of a tensor, such as a kernel's layout or a quantization.
+        The tensor is listed as ``not comparable``, whatever its sums are.
     called: the names of the two sides in the details.
 
-    Raises FingerprintError for fingerprints of versions that sum otherwise, of parts of tensors only, and of models
-    that have nothing in common.
+    Raises FingerprintError for fingerprints of versions with different sums, for fingerprints of parts of tensors, and
+    for models that have no tensor in common.
     """
     if not isinstance(history, Sequence):
         raise TypeError(f"a history is a sequence of Fingerprints, not {type(history).__name__}")
@@ -150,7 +150,7 @@ class _Comparison:
                 )
 
     def _explain(self, name: str, expected: TensorFingerprint, actual: TensorFingerprint) -> tuple[DifferenceKind, str]:
-        """The kind and the detail; the most specific explanation wins."""
+        """Returns the kind of difference and its detail; the most specific explanation wins."""
         for steps, before in enumerate(reversed(self.history), start=1):
             if before.tensors.get(name) == actual:
                 when = f"{steps} {'step' if steps == 1 else 'steps'} before"

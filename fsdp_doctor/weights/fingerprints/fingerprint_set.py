@@ -15,15 +15,16 @@ Lanes: TypeAlias = tuple[int, int]
 
 
 class FingerprintError(ValueError):
-    """Fingerprints that cannot be read, added or compared; the message is one sentence that says why."""
+    """Error for fingerprints that cannot be read, added or compared; its message gives the reason in one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFingerprint:
-    """The fingerprint of one tensor, or of a part of it.
+    """Fingerprint of one tensor, or of a part of it.
 
-    dtype: as torch names it, without ``torch.``. shape: of the whole tensor. first, num_summed: the index of the first
-    element that was summed, and how many were. lanes: the two sums modulo 2**64, not negative.
+    dtype: torch's name without ``torch.``. shape: the shape of the whole tensor. first: the index of the first element
+    that was summed. num_summed: the number of elements that were summed. lanes: the two sums modulo 2**64, not
+    negative.
     """
 
     dtype: str
@@ -42,20 +43,20 @@ class TensorFingerprint:
 
     @property
     def hex(self) -> str:
-        """32 digits."""
+        """Both lanes as 32 hexadecimal digits."""
         return f"{self.lanes[0]:016x}{self.lanes[1]:016x}"
 
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """The fingerprints of a model's tensors by name. tied: the names that share one tensor, as far as it is known."""
+    """Fingerprints of a model's tensors by name. tied: groups of names that are known to share one tensor."""
 
     tensors: Mapping[str, TensorFingerprint]
     tied: tuple[tuple[str, ...], ...] = ()
     version: int = VERSION
 
     def require_whole(self, whose: str) -> None:
-        """Raises FingerprintError for another version of the sum, and for a tensor of which only a part was summed."""
+        """Raises FingerprintError if the version of the sum is another, or if only a part of a tensor was summed."""
         require_version(self.version, whose)
         for name, tensor in self.tensors.items():
             if not tensor.is_whole:
@@ -74,7 +75,7 @@ class Fingerprints:
 
     @classmethod
     def from_json(cls, text: str) -> Fingerprints:
-        """Raises FingerprintError for another text, and for another version of the sum."""
+        """Reads fingerprints from JSON. Raises FingerprintError for other text, and for another version of the sum."""
         try:
             file = msgspec.json.decode(text, type=_File)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -91,7 +92,9 @@ class Fingerprints:
 
 @dataclass(frozen=True)
 class _TensorEntry:
-    """A tensor in a file. summed: the first element and the number of elements. sum: both lanes."""
+    """Entry of a tensor in a file. summed: the first element, and the number of elements. sum: both lanes in
+    hexadecimal.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -108,7 +111,7 @@ class _File:
 
 
 def require_fingerprints(value: object, whose: str) -> None:
-    """Raises TypeError for anything else, such as None from another rank."""
+    """Raises TypeError unless ``value`` is a Fingerprints; another rank may have sent None."""
     if not isinstance(value, Fingerprints):
         raise TypeError(f"{whose} are not Fingerprints: {type(value).__name__}")
 
@@ -122,10 +125,10 @@ def require_version(version: Any, whose: str) -> None:
 
 
 def combine_fingerprints(parts: Iterable[Fingerprints]) -> Fingerprints:
-    """Adds what several ranks have summed of the same tensors, each replica once.
+    """Adds the sums of several ranks for the same tensors, counting each replicated part once.
 
-    Raises FingerprintError if there are none, if the parts are of versions that sum otherwise, of tensors that differ
-    in shape or dtype, if a part that several ranks hold is not the same on them, or if parts overlap.
+    Raises FingerprintError if ``parts`` is empty, if its versions have different sums, if a tensor's shape or dtype
+    differs between parts, if replicas of a part differ, or if parts overlap.
     """
     if isinstance(parts, Fingerprints):
         raise TypeError("fingerprints to be combined are those of several ranks, not of one")
@@ -152,7 +155,10 @@ def combine_fingerprints(parts: Iterable[Fingerprints]) -> Fingerprints:
 
 
 def add_fingerprint(sums: dict[str, TensorFingerprint], name: str, part: TensorFingerprint) -> None:
-    """Adds a part of a tensor. Raises FingerprintError for parts that overlap or differ in shape or dtype."""
+    """Adds the sums of a part of a tensor to ``sums``.
+
+    Raises FingerprintError for parts that overlap or differ in shape or dtype.
+    """
     if (known := sums.get(name)) is None:
         sums[name] = part
         return
@@ -171,6 +177,6 @@ def add_fingerprint(sums: dict[str, TensorFingerprint], name: str, part: TensorF
 
 
 def reduce_to_lanes(sums: Iterable[int]) -> Lanes:
-    """Two sums modulo 2**64, not negative."""
+    """Reduces two signed sums modulo 2**64; the results are not negative."""
     first, second = sums
     return first % (1 << 64), second % (1 << 64)

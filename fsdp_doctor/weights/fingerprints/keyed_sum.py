@@ -1,25 +1,26 @@
-"""The sum of a tensor's bytes that a fingerprint is made of, and what it detects.
+"""Keyed sum of a tensor's bytes, from which fingerprints are made, and which changes it detects.
 
-A tensor's bytes, in row-major order, little-endian, are words of 32 bits; the last one is filled up with zeros. The
-words stand in rows of 4096. With a key of 64 bits for each row and for each column, a lane of the sum is
+The bytes of a tensor, in row-major order and little-endian, are read as words of 32 bits; the last word is padded with
+zeros. The words are arranged in rows of 4096. With a 64-bit key for each row and for each column, one lane of the sum
+is
 
     sum over all words of  row_key(word // 4096) * column_key(word % 4096) * word   modulo 2**64
 
-and there are two lanes, with other keys; in the second one the halves of each word change places first. The keys
-are odd numbers out of splitmix64. So:
+There are two lanes with different keys; the second lane swaps the halves of each word first. The keys are odd numbers
+from splitmix64. This has four consequences:
 
-- a word that is divided (two bfloat16 on two ranks) is the sum of its parts, and every rank may sum its part in any
-  order: the sums of all ranks add up to that of the whole tensor, however it is divided;
-- a change of one word is always detected, since odd keys have inverses;
-- any other change (a swap, a permutation, a transposition, values of another step) is missed with a probability
-  of less than 2**-66 if the keys are taken for random numbers, and typically 2**-110. The weakest case is one in which
-  all differing bits are the highest of their words: 33 bits are left of them in one lane, and 49 in the other;
-- zeros add nothing. So a fingerprint also has the dtype, the shape, and the number of elements that were summed.
+- A word that is divided (two bfloat16 on two ranks) is the sum of its parts. Every rank may sum its part in any order,
+    and the sums of all ranks add up to the sum of the whole tensor, however it is divided.
+- A change of one word is always detected, since odd keys have inverses.
+- Any other change (a swap, a permutation, a transposition, values of another step) is missed with a probability of less
+    than 2**-66 if the keys are regarded as random numbers, and typically 2**-110. In the weakest case all bits that
+    differ are the highest bits of their words: 33 bits of them remain in one lane, and 49 in the other.
+- Zeros add nothing, so a fingerprint also has the dtype, the shape, and the number of summed elements.
 
-It is no cryptographic hash: the sum is linear and the keys are known, so two tensors with the same fingerprint can be
-made on purpose. The sums of a tensor and of the same values in another dtype have nothing in common.
+This is no cryptographic hash: the sum is linear and the keys are known, so two tensors with the same fingerprint can be
+constructed. The sums of the same values in two dtypes are unrelated.
 
-The sum here is made of torch operations; ``sum_kernels`` makes the same, bit for bit.
+The sum in this module uses torch operations; ``sum_kernels`` computes the same sum, bit for bit.
 """
 
 from __future__ import annotations
@@ -46,10 +47,11 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 @dataclass(slots=True, eq=False)
 class IndexedBlock:
-    """Contiguous memory whose elements have places in a tensor.
+    """Contiguous memory whose elements have known places in a tensor.
 
-    number: of the tensor, among those that are summed together. tensor: of any shape and dtype. An element with the
-    coordinates ``c`` among ``sizes`` is number ``base + sum(c * stride)`` of the whole tensor in row-major order.
+    number: the tensor's index among the tensors that are summed together. tensor: the block, of any shape and dtype.
+    The element at the coordinates ``c`` within ``sizes`` is element ``base + sum(c * strides)`` of the whole tensor in
+    row-major order.
     """
 
     number: int
@@ -61,7 +63,7 @@ class IndexedBlock:
 
 @dataclass(slots=True, eq=False)
 class WordRun:
-    """Consecutive words of the tensor ``number``: int32, 1-D; first: the index of the first word."""
+    """Consecutive words of the tensor ``number``. words: int32, 1-D. first: the index of the first word."""
 
     number: int
     words: torch.Tensor
@@ -69,18 +71,21 @@ class WordRun:
 
 
 def make_range_block(number: int, tensor: torch.Tensor, first: int) -> IndexedBlock:
-    """A block whose elements are consecutive in the whole tensor too, from element ``first`` on."""
+    """Makes a block whose elements are consecutive in the whole tensor, from element ``first`` on."""
     return IndexedBlock(number, tensor, first, (tensor.numel(),), (1,))
 
 
 def make_grid_block(number: int, tensor: torch.Tensor, offsets: Sequence[int], strides: Sequence[int]) -> IndexedBlock:
-    """A part of the tensor that begins at ``offsets``. strides: the distance of neighbours along each dim."""
+    """Makes a block with the tensor's dims that begins at ``offsets``.
+
+    strides: the distance of neighbours along each dim.
+    """
     base = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     return IndexedBlock(number, tensor, base, tuple(tensor.shape), tuple(strides))
 
 
 def compute_keys(counters: torch.Tensor, family: int) -> torch.Tensor:
-    """splitmix64 of ``4 * counters + family``, made odd. int64, in and out, on any device."""
+    """Computes splitmix64 of ``4 * counters + family`` and makes it odd. Input and output are int64, on any device."""
     mixed = (4 * counters + family + 1) * _GAMMA
     for shift, factor in zip(_SHIFTS, (*_FACTORS, None), strict=True):
         mixed = mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))
@@ -91,7 +96,7 @@ def compute_keys(counters: torch.Tensor, family: int) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=16)
 def compute_column_keys(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys of both lanes, int64."""
+    """Returns the column keys of both lanes, int64."""
     columns = torch.arange(ROW_WORDS, device=device)
     return compute_keys(columns, 0), compute_keys(columns, 1)
 
@@ -101,7 +106,9 @@ def compute_row_keys(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def divide_into_words(block: IndexedBlock) -> Iterator[WordRun | IndexedBlock]:
-    """Divides the block into whole words and, where they are not consecutive, 1-D integers of at most 4 bytes."""
+    """Divides a block into runs of whole words and, where elements are not consecutive, 1-D integers of at most 4
+    bytes.
+    """
     if not block.tensor.numel():
         return
     flat, base, sizes, strides = _view_as_integers(block)
@@ -119,7 +126,7 @@ def divide_into_words(block: IndexedBlock) -> Iterator[WordRun | IndexedBlock]:
 
 
 def _view_as_integers(block: IndexedBlock) -> tuple[torch.Tensor, int, tuple[int, ...], tuple[int, ...]]:
-    """The block as integers of at most 4 bytes; each 4 bytes of a longer element count as one."""
+    """Views a block as integers of at most 4 bytes; a longer element counts as several integers of 4 bytes."""
     # The values of a conjugate view are not in memory yet.
     flat = block.tensor.resolve_conj().reshape(-1)
     if flat.is_complex():
@@ -147,7 +154,7 @@ def _merge_dims(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple
 
 
 def _run(number: int, flat: torch.Tensor, base: int) -> Iterator[WordRun | IndexedBlock]:
-    """Divides consecutive elements into whole words, and the elements before the first and after the last."""
+    """Divides consecutive elements into a run of whole words and the incomplete words before and after it."""
     per_word = 4 // flat.element_size()
     head = min(-base % per_word, flat.numel())
     length = (flat.numel() - head) // per_word * per_word
@@ -162,7 +169,10 @@ def _run(number: int, flat: torch.Tensor, base: int) -> Iterator[WordRun | Index
 
 
 def sum_words(words: torch.Tensor, first: int) -> torch.Tensor:
-    """Both lanes, int64, of consecutive words: int32, 1-D. first: the index of the first one."""
+    """Sums consecutive words. Returns both lanes, int64.
+
+    words: int32, 1-D. first: the index of the first word.
+    """
     total = torch.zeros(2, dtype=torch.int64, device=words.device)
     column = first % ROW_WORDS
     most_rows = _MOST_ROWS.get(words.device.type, _MOST_ROWS_ELSEWHERE)
@@ -178,7 +188,9 @@ def sum_words(words: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def _sum_rows(words: torch.Tensor, row: int, column: int, rows: torch.Tensor, swapped: torch.Tensor) -> torch.Tensor:
-    """rows, swapped: memory that is used again, which spares the CPU new pages at each step."""
+    """Sums words in place in ``rows`` and ``swapped``, buffers that are reused so that the CPU faults in no new
+    pages.
+    """
     flat = rows.view(-1)
     flat[:column], flat[column + words.numel() :] = 0, 0
     flat[column : column + words.numel()] = words
@@ -192,12 +204,15 @@ def _sum_rows(words: torch.Tensor, row: int, column: int, rows: torch.Tensor, sw
 
 
 def _multiply(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """The product of a matrix and a vector; torch's own is for int64 on the CPU alone."""
+    """Multiplies a matrix by a vector of int64. torch.mv supports int64 on the CPU only."""
     return torch.mv(rows, columns) if rows.device.type == "cpu" else (rows * columns).sum(dim=1)
 
 
 def sum_elements(grid: IndexedBlock) -> torch.Tensor:
-    """Both lanes of elements in any places; ``grid.tensor`` is int8, int16 or int32, 1-D."""
+    """Sums elements in any places. Returns both lanes.
+
+    grid: its tensor is int8, int16 or int32, and 1-D.
+    """
     elements = grid.tensor
     total = torch.zeros(2, dtype=torch.int64, device=elements.device)
     per_word = 4 // elements.element_size()

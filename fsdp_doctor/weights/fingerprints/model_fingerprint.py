@@ -1,6 +1,6 @@
-"""The fingerprint of a sharded model, and what it would be after one of the usual mistakes.
+"""Fingerprint of a sharded model, and of the same model after each of the usual mistakes.
 
-Each rank sums its shards, and the sums are added.
+Each rank sums its shards, and the sums are added over the ranks.
 """
 
 from __future__ import annotations
@@ -95,23 +95,25 @@ def fingerprint(
     tensors: GivenTensors | None = None,
     combined: bool = True,
 ) -> Fingerprints:
-    """Computes 128 bits for each tensor that :func:`full_tensors` would yield with the same arguments; gathers nothing.
+    """Computes 128 bits for each tensor that :func:`full_tensors` would yield with the same arguments, without a
+    gather.
 
-    They are the same for every strategy, sharding, offload and number of ranks, and for the unsharded model;
-    ``fsdp_doctor.weights.fingerprints.keyed_sum`` says what they detect. Each rank sums its shards on the device, after
-    the cast and the merge, which change nothing in the model. Then an all-reduce over each group that divides tensors
-    adds the sums, 24 bytes for each tensor, so that under HSDP each replica has sums of its own. Shards on the host are
-    copied to the device; :meth:`FingerprintSums.watch` sums the tensors of an extraction as they pass instead.
+    A fingerprint does not depend on the strategy, sharding, offload or number of ranks, and equals that of the
+    unsharded model; ``fsdp_doctor.weights.fingerprints.keyed_sum`` says which changes it detects. Each rank casts,
+    merges and sums its shards on the device; the model is not changed. An all-reduce over each group that divides
+    tensors then adds the sums, 24 bytes for each tensor; under HSDP each replica has its own sums. Shards on the host
+    are copied to the device; to avoid this copy, :meth:`FingerprintSums.watch` sums the tensors of an extraction as
+    they pass.
 
     Every rank of the group over which the model is sharded must call it with the same arguments. The ranks compare
     their models before the all-reduce, as in :func:`full_tensors`, and no rank is left waiting.
 
-    names, experts, tensors: see :func:`full_tensors`. The Hub's names are those in a checkpoint that
-        ``save_pretrained`` wrote, and those that engines load; :func:`fingerprint_variants` has the model's.
-    combined: False returns this rank's part of the sums, for :func:`combine_fingerprints`, without a collective except
-        for the factors of adapters.
+    names, experts, tensors: see :func:`full_tensors`. Checkpoints from ``save_pretrained`` and engines use the Hub's
+        names; :func:`fingerprint_variants` uses the model's.
+    combined: False returns this rank's part of the sums, for :func:`combine_fingerprints`, and calls no collective
+        except to gather the factors of adapters.
 
-    Device memory: see :func:`local_shards`; and 64 MiB for shards that are copied or cast. Raises what
+    Device memory: that of :func:`local_shards`, and 64 MiB for shards that are copied or cast. Raises what
     :func:`full_tensors` raises.
     """
     repeated = RepeatedFingerprint(
@@ -135,11 +137,11 @@ def fingerprint(
 
 
 class RepeatedFingerprint:
-    """:func:`fingerprint` of one model at each weight sync, of which nothing waits for the device.
+    """Computes the :func:`fingerprint` of one model at each weight sync, without waiting for the device.
 
-    The arguments are those of :func:`fingerprint`. :meth:`full_tensors` is a sync with its fingerprint; :meth:`start`
-    takes it where the weights are sent in another way. Either keeps the table of what is read, as a plan is kept, while
-    that stays in its place. Both take an all-reduce and two copies of 24 bytes a tensor.
+    The arguments are those of :func:`fingerprint`. Use :meth:`full_tensors` to send the weights and sum them at once,
+    or :meth:`start` to sum them if they are sent in another way. Both keep the table of memory that is read, as long as
+    that memory stays at its address. Each costs an all-reduce and two copies of 24 bytes for each tensor.
     """
 
     def __init__(
@@ -170,11 +172,12 @@ class RepeatedFingerprint:
         self._added: _SumsOverRanks | None = None
 
     def full_tensors(self, *, in_step: bool = False) -> ClosingIterator[tuple[str, torch.Tensor]]:
-        """:func:`full_tensors`, which sums this rank's shards, too, in one launch for each bucket that is gathered.
+        """Yields what :func:`full_tensors` yields, and sums this rank's shards in one launch for each gathered bucket.
 
-        They are summed on the device as they were gathered, after the cast and the merge, while the next bucket is
-        gathered: what is offloaded crosses the link once. :meth:`read` has the sums once the iteration has ended. Every
-        rank must take its tensors from this method, or none. Raises as :func:`full_tensors`.
+        The shards are summed on the device after the cast and the merge, while the next bucket is gathered, so
+        offloaded shards are copied to the device only once. :meth:`read` returns the sums after the iteration has
+        ended. Either every rank or no rank must take its tensors from this method. Raises what :func:`full_tensors`
+        raises.
         """
         self._added = None
         with announce_errors(self._model):
@@ -195,10 +198,10 @@ class RepeatedFingerprint:
 
     @disable_autograd
     def start(self) -> None:
-        """Sums the shards as the current stream finds them: in one launch, or, of copies, in one for each 64 MiB.
+        """Sums the shards on the current stream: in one launch, or one for each 64 MiB of copies.
 
-        Copies are made of shards that are offloaded, cast or merged. Every rank must call it; raises as
-        :func:`fingerprint`.
+        Copies are made of shards that are offloaded, cast or merged. Every rank must call it. Raises what
+        :func:`fingerprint` raises.
         """
         with announce_errors(self._model):
             request = self.request()
@@ -216,11 +219,10 @@ class RepeatedFingerprint:
 
     @disable_autograd
     def read(self) -> Fingerprints:
-        """Returns the fingerprint of the last start, or of the last :meth:`full_tensors`.
+        """Returns the fingerprint of the last :meth:`start` or :meth:`full_tensors`.
 
-        Waits for the device; no other rank is needed.
-
-        Raises RuntimeError before the first, and where an iteration has not ended.
+        Waits for the device; no other rank is needed. Raises RuntimeError before the first of them, and while an
+        iteration has not ended.
         """
         if self._added is None:
             raise RuntimeError("nothing was summed: call start(), or iterate over full_tensors() to its end")
@@ -251,14 +253,14 @@ def fingerprint_variants(
     lora: Lora = "merged",
     experts: Experts | None = None,
 ) -> dict[str, list[FingerprintVariant]]:
-    """Fingerprints of some tensors after the usual mistakes, for ``compare_fingerprints(variants=...)``.
+    """Fingerprints some tensors after each of the usual mistakes, for ``compare_fingerprints(variants=...)``.
 
-    The mistakes: transposed in the last two dims; the halves of a dim swapped, for each dim of even length (a fused
-    ``gate_up_proj``); cast to float16, bfloat16 or a float8 first, or to one of them and back. The model is read once
+    The mistakes: the last two dims transposed; the halves of a dim swapped, for each dim of even length (a fused
+    ``gate_up_proj``); first cast to float16, bfloat16 or a float8; cast to one of them and back. The model is read once
     for each mistake. The arguments are those that :func:`fingerprint` was given.
 
-    Every rank must call it with the same names, as :func:`fingerprint`. Raises the same errors, and FingerprintError
-    for a name that the model does not have.
+    Every rank must call it with the same names, as for :func:`fingerprint`. Raises the same errors, and
+    FingerprintError for a name that the model does not have.
     """
     with announce_errors(model):
         arguments = Arguments.check(dtype=dtype, keep_dtype=keep_dtype, lora=lora, experts=experts)
@@ -289,7 +291,9 @@ def fingerprint_variants(
 
 @contextlib.contextmanager
 def _agree_on_request(request: ShardRequest, settings: str) -> Iterator[Callable[[], object]]:
-    """Yields a function that compares the ranks' models and waits for all; tells the others if this one raises."""
+    """Yields a function that compares the models of all ranks, for which it waits; an error in the body is told to the
+    others.
+    """
     agreement = Agreement(request.plan.ranks)
     agreement.expect(
         lambda: ComparedPlan(describe_plan(request.sources, request.dtypes, settings, request.adapters)),
@@ -301,7 +305,9 @@ def _agree_on_request(request: ShardRequest, settings: str) -> Iterator[Callable
 
 
 def _sum_shards(request: ShardRequest, deltas: Mapping[str, list[Delta]]) -> FingerprintSums:
-    """Sums this rank's part, by the first name of each tensor, one group after another."""
+    """Sums this rank's part of each tensor, by first name; the tensors of one process group are summed one after
+    another.
+    """
     sums = FingerprintSums(repeats=True)
     request = replace(request, sources=_list_by_groups(request.sources))
     with contextlib.closing(load_shards(request, deltas, shows="finished")) as shards:
@@ -330,9 +336,10 @@ def _list_by_groups(sources: Sequence[Source]) -> list[Source]:
 
 
 class _GatheredSums:
-    """Sums this rank's shards as an extraction has gathered them. What a launch reads is kept by the bucket's number.
+    """Sums of this rank's shards as an extraction gathers them. The table of each launch is kept by the bucket's
+    number.
 
-    made_for: the plan of the extraction; plan: the same, which agrees with ranks that sum, too, alone.
+    made_for: the plan of the extraction. plan: a copy of it that agrees only with ranks that sum, too.
     """
 
     @disable_autograd
@@ -355,7 +362,7 @@ class _GatheredSums:
 
     @disable_autograd
     def make_sums(self) -> _SumsOverRanks:
-        """Makes sums to which nothing has been added yet."""
+        """Makes sums that are zero."""
         return _SumsOverRanks(self.request, self._parts, self._begin.clone())
 
     def add(self, rows: torch.Tensor, bucket: int, transfers: Sequence[TensorTransfer]) -> None:
@@ -385,11 +392,11 @@ class _GatheredSums:
 
 
 class _SumsOverRanks:
-    """Sums of this rank's part of tensors, and the device memory to add them over the groups that divide these.
+    """Sums of this rank's parts of tensors, and the device memory to add them over the groups that divide the tensors.
 
-    parts: the names, in the order of ``_list_by_groups``, and what is summed of each. rows: theirs, as those of
-    :class:`FingerprintSums`. Made before the ranks agree, so that no rank waits in a collective for one that lacks the
-    memory. Neither this nor ``add`` waits for the device.
+    parts: (name, the part that is summed) of each tensor, in the order of ``_list_by_groups``. rows: the sums in the
+    same order, in the form of :meth:`FingerprintSums.rows`. The object is made before the ranks agree, so that no rank
+    waits in a collective for a rank that is out of memory. Neither the constructor nor ``add`` waits for the device.
     """
 
     def __init__(
@@ -416,7 +423,7 @@ class _SumsOverRanks:
 
     @disable_autograd
     def add(self) -> None:
-        """Adds the sums of all ranks, every one of which must call it with the same sources."""
+        """Adds the sums of all ranks. Every rank must call it with the same sources."""
         for groups, rows in self._by_groups:
             for group in groups:
                 dist.all_reduce(rows, group=group)
@@ -448,7 +455,7 @@ def _find_dividing_groups(source: Source) -> list[dist.ProcessGroup]:
 
 
 def _restrict(sources: Sequence[Source], names: Collection[str]) -> list[Source]:
-    """The sources of the tensors of these names."""
+    """Returns the sources of the tensors with these names."""
     wanted = set(names)
     chosen: list[Source] = []
     for source in sources:
@@ -463,7 +470,9 @@ def _restrict(sources: Sequence[Source], names: Collection[str]) -> list[Source]
 def _sum_variants(
     request: ShardRequest, deltas: Mapping[str, list[Delta]]
 ) -> Iterator[tuple[FingerprintVariant, FingerprintSums]]:
-    """(variant without lanes, this rank's part of the sums of the tensors to which it applies) of each mistake."""
+    """Yields for each mistake (variant without lanes, this rank's part of the sums of the tensors to which it
+    applies).
+    """
     dims = max((len(spec.shape) for source in request.sources for spec in list_specs(source)), default=0)
     yield FingerprintVariant("transposed", "transposed", (0, 0)), _sum_variant(request, deltas, _transpose_blocks)
     for dim in range(dims):
@@ -486,10 +495,10 @@ def _sum_variant(
     first_to: torch.dtype | None = None,
     back_from: torch.dtype | None = None,
 ) -> FingerprintSums:
-    """Sums this rank's part after a mistake, of the tensors that it changes, by first name.
+    """Sums this rank's part of the tensors that a mistake changes, by first name.
 
-    first_to: a dtype to which they are cast before that of the fingerprint. back_from: a dtype to which they are cast
-    after it, and back.
+    first_to: a dtype to which the tensors are cast before the fingerprint's dtype. back_from: a dtype to which they are
+    cast after the fingerprint's dtype, and back.
     """
     dtypes = {spec.names[0]: request.dtypes.choose(spec) for source in request.sources for spec in list_specs(source)}
     read = request if first_to is None else replace(request, dtypes=OutputDtypes(first_to))

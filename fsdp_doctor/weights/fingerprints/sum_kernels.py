@@ -1,9 +1,10 @@
-"""The sum as a Triton kernel: one launch for any number of blocks of memory.
+"""Triton kernel that computes the sum: one launch for any number of blocks of memory.
 
-Each program has a row of a table. Of consecutive words it has some columns of some rows of 4096 words: it multiplies
-each row by its key, adds the rows, and only then multiplies by the keys of the columns, so that a word costs two
-products. Of elements in other places it has a tile: neighbours in memory are read together, and each has a key of its
-own for its row and its column. All keys are read from memory, since to make one costs as much as to sum some words.
+Each program reads its arguments from one row of a table. A program for consecutive words sums some columns of some rows
+of 4096 words: it multiplies each row by its key, adds the rows, and multiplies by the columns' keys only at the end, so
+each word costs two products. A program for elements in other places sums a tile: neighbours in memory are read
+together, and each element has its own row key and column key. All keys are read from memory, since computing a key
+costs as much as summing some words.
 """
 
 from __future__ import annotations
@@ -27,11 +28,10 @@ from fsdp_doctor.weights.fingerprints.keyed_sum import (
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramShape:
-    """The shape that one program sums.
+    """Size of the work of one program.
 
-    Columns and rows of a run of words, or tiles one below the other, of ``rows`` at most.
-
-    So small that many fit on a multiprocessor at once: while one multiplies, others read.
+    A program sums ``columns`` columns and ``rows`` rows of a run of words, or tiles with at most ``rows`` rows in
+    total. The sizes are small so that many programs fit on a multiprocessor: while one multiplies, others read.
     """
 
     columns: int = 512
@@ -44,15 +44,15 @@ class ProgramShape:
 SHAPE = ProgramShape()
 # The last is the address of the storage, which the kernel does not read.
 _FIELDS = 10
-# In the first field: of a run of words whether four can be read at once from any multiple of four on, of a tile its
-# bits an element.
+# Values of the first field: for a run of words, whether four words can be read at once from any multiple of four on;
+# for a tile, the bits of an element.
 _UNALIGNED, _ALIGNED = 0, 1
 
 
 class SumTable:
-    """The arguments of every program on the device: what it reads, and in which row it adds the sum.
+    """Table on the device with the arguments of every program: the memory that it reads, and the row to which it adds.
 
-    Made once for memory that stays where it is, it costs one launch for each sum. It keeps no tensor.
+    For memory that stays at its address the table is made once, and each sum costs one launch. It keeps no tensor.
     """
 
     def __init__(self, runs: Sequence[WordRun], grids: Sequence[IndexedBlock], device: torch.device) -> None:
@@ -70,7 +70,10 @@ class SumTable:
         self._column_keys = torch.stack(compute_column_keys(device))
 
     def move(self, moved: Mapping[int, int]) -> None:
-        """Follows storages that were allocated anew: moved has the new address of each, by the old one."""
+        """Updates the addresses of storages that were allocated anew.
+
+        moved: the new address of each storage, by its old address.
+        """
         storages = self._on_host[:, -1].contiguous()
         before, now = torch.tensor(sorted(moved.items()), dtype=torch.int64, device="cpu").unbind(1)
         new = now[torch.searchsorted(before.contiguous(), storages)]
@@ -79,7 +82,7 @@ class SumTable:
         self._programs = self._on_host.to(self._programs.device, non_blocking=True)
 
     def add(self, into: torch.Tensor) -> None:
-        """into: (tensors, 2), int64, on the table's device."""
+        """Adds the sums to ``into``: (tensors, 2), int64, on the table's device."""
         if not len(self._programs):
             return
         _sum_programs[(len(self._programs),)](
@@ -100,7 +103,9 @@ class SumTable:
 
 
 def _list_run_programs(runs: Sequence[WordRun], shape: ProgramShape) -> torch.Tensor:
-    """A row of arguments for each program, on the host; as one expression, for there are thousands."""
+    """Returns one row of arguments for each program, on the host; one tensor expression, since there are thousands of
+    rows.
+    """
     fields = [
         (
             run.words.data_ptr() - 4 * run.first,
@@ -128,7 +133,9 @@ def _list_run_programs(runs: Sequence[WordRun], shape: ProgramShape) -> torch.Te
 
 
 def _list_tile_programs(grid: IndexedBlock, shape: ProgramShape) -> torch.Tensor:
-    """A row of arguments for each program, on the host. Dims before the last two are taken index by index."""
+    """Returns one row of arguments for each program, on the host. Each index of the dims before the last two has its
+    own tiles.
+    """
     *outer, num_rows, num_columns = (1, 1, *grid.sizes)
     *outer_strides, row_stride, column_stride = (0, 0, *grid.strides)
     itemsize = grid.tensor.element_size()
@@ -180,7 +187,7 @@ def _sum_programs(  # type: ignore[no-untyped-def]
     TILE_ROWS: tl.constexpr,  # noqa: N803
     TILE_COLUMNS: tl.constexpr,  # noqa: N803
 ):
-    """row_keys, column_keys: of both lanes, one lane after the other."""
+    """Sums one row of the table. row_keys, column_keys: the keys of the first lane, then those of the second."""
     entry = table + tl.program_id(0).to(tl.int64) * FIELDS
     kind = tl.load(entry)
     target = into + tl.load(entry + 1) * stride

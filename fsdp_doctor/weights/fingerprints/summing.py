@@ -1,4 +1,4 @@
-"""Fingerprints of tensors and of parts of tensors: what an engine holds, or what is on its way there."""
+"""Fingerprints of tensors and of parts of tensors that an engine holds, or that are on their way to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fsdp_doctor.weights.fsdp.shards import compute_row_major_strides
 from fsdp_doctor.weights.transport.shard_places import ShardPlace
 from fsdp_doctor.weights.transport.sources import name_dtype
 
-# Of copies that are kept until they are summed.
+# Limit for the copies that are kept until they are summed.
 _MOST_KEPT_BYTES = 64 << 20
 
 _Entry: TypeAlias = tuple[str, TensorFingerprint, list[IndexedBlock]]
@@ -33,10 +33,10 @@ _Entry: TypeAlias = tuple[str, TensorFingerprint, list[IndexedBlock]]
 
 @dataclass(frozen=True, eq=False)
 class TensorPart:
-    """A block of a tensor: an engine's shard of it, or its slice of a fused tensor.
+    """Block of a tensor: an engine's shard of it, or its slice of a fused tensor.
 
-    tensor: the block, which may be a view. shape: of the whole tensor. offsets: where the block begins, one for each
-    dim; by default at the beginning. If the rows of the up projection in a fused ``gate_up_proj`` begin at ``n``,
+    tensor: the block, which may be a view. shape: the shape of the whole tensor. offsets: the block's first index along
+    each dim, by default 0. For example, if the rows of the up projection in a fused ``gate_up_proj`` begin at ``n``,
     ``TensorPart(fused[n:], shape=(n, hidden))`` is the whole of ``up_proj``.
     """
 
@@ -61,7 +61,7 @@ class TensorPart:
 
 
 class _SumLaunch:
-    """The sums of tensors on one device, in one launch; ``start`` sums what is in the same memory then.
+    """Sums of tensors on one device, in one launch. Each ``start`` sums the present values of the same memory.
 
     names, parts: the tensors' names and parts; the lanes of the parts are zero. rows: for each tensor, both lanes and
     the number of elements that were summed.
@@ -84,7 +84,9 @@ class _SumLaunch:
         self._sums.add(self.rows[:, :2])
 
     def release_unless(self, kept: Collection[int]) -> bool:
-        """Lets go of what it has summed, unless all of that lies in the storages at these addresses."""
+        """Drops the table of memory unless all of that memory lies in the storages at these addresses. Returns whether
+        it is kept.
+        """
         if self._sums is not None and not self._sums.reads_only(kept):
             self._sums = None
         return self._sums is not None
@@ -93,9 +95,8 @@ class _SumLaunch:
 class FingerprintSums:
     """Sums tensors as they come; :meth:`fingerprints` returns the sums.
 
-    A tensor is read on the stream that is current when it is added, and may be changed or freed afterwards.
-
-    repeats: whether :meth:`repeat` will be called; if so, a tensor may be changed but must not be freed.
+    A tensor is read on the stream that is current when it is added, and may be changed or freed afterwards. repeats:
+    whether :meth:`repeat` will be called; in this case a tensor may be changed but must not be freed.
     """
 
     def __init__(self, *, repeats: bool = False) -> None:
@@ -109,20 +110,21 @@ class FingerprintSums:
         self._same_tensor: list[list[str]] = []
 
     def add(self, name: str, tensor: torch.Tensor | TensorPart) -> None:
-        """Adds a whole tensor, this rank's part of a DTensor, or a part. A name may come once for each part of it.
+        """Adds a whole tensor, this rank's part of a DTensor, or a part. A name may come once for each part of its
+        tensor.
 
         Raises FingerprintError for a part that does not lie in its tensor and for a tensor that is not dense in memory,
-        LayoutError (RuntimeError) for a DTensor that is not divided into shards, TypeError unless it is a string and a
-        tensor.
+        LayoutError (RuntimeError) for a DTensor that is not divided into shards, and TypeError unless ``name`` is a
+        string and ``tensor`` a tensor or a part.
         """
         self.add_bucket([(name, tensor)])
 
     @torch.no_grad()
     def add_bucket(self, tensors: Iterable[tuple[str, torch.Tensor | TensorPart]]) -> None:
-        """Adds tensors that are all there, such as a bucket that has arrived: in one launch a device.
+        """Adds tensors that are all available, such as a bucket that has arrived, in one launch for each device.
 
-        Raises as :meth:`add`. For tensors that are not contiguous, up to 64 MiB of copies are kept until they are
-        summed.
+        Raises what :meth:`add` raises. For tensors that are not contiguous, up to 64 MiB of copies are kept until they
+        are summed.
         """
         for name, tensor in tensors:
             part, blocks = _divide_into_blocks(name, tensor)
@@ -132,10 +134,10 @@ class FingerprintSums:
     def add_blocks(
         self, name: str, part: TensorFingerprint, blocks: list[IndexedBlock], *, memory: torch.Tensor | None = None
     ) -> None:
-        """Adds blocks that are summed together with the next ones: their memory must not change until :meth:`flush`.
+        """Adds blocks to be summed at the next :meth:`flush`; until then their memory must not change.
 
-        part: the part, with lanes of zero. memory: memory that others hold anyway; 64 MiB of blocks outside of it
-        cause a flush.
+        part: the part of the tensor, with lanes of zero. memory: memory that the caller keeps in any case; 64 MiB of
+        blocks outside of it cause a flush.
         """
         storage = memory.untyped_storage().data_ptr() if memory is not None else None
         if storage is not None:
@@ -147,7 +149,7 @@ class FingerprintSums:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Launches the sums of what was added, without waiting for the device."""
+        """Launches the sums of all added tensors, without waiting for the device."""
         by_device: dict[torch.device, list[_Entry]] = {}
         device = torch.device("cpu")
         for entry in self._waiting:
@@ -162,24 +164,26 @@ class FingerprintSums:
 
     @torch.no_grad()
     def repeat(self) -> bool:
-        """Sums what is in the same memory now. Returns whether it could: not where copies were summed."""
+        """Sums the present values of the same memory. Returns False if that is impossible, because copies were
+        summed.
+        """
         for launch in self._launches if self._repeats else ():
             launch.start()
         return self._repeats
 
     def rows(self, device: torch.device) -> torch.Tensor:
-        """Returns for each added name, in order, both lanes and the number of summed elements. int64, on the device."""
+        """Returns for each added name, in order, both lanes and the number of summed elements: int64, on the device."""
         if len(self._launches) == 1:
             return self._launches[0].rows.to(device)
         empty = torch.empty(0, 3, dtype=torch.int64, device=device)
         return torch.cat([empty, *(launch.rows.to(device) for launch in self._launches)])
 
     def named_parts(self) -> list[tuple[str, TensorFingerprint]]:
-        """The rows' names, and what was summed of each, with lanes of zero."""
+        """Returns the name of each row and the part that was summed, with lanes of zero."""
         return [pair for launch in self._launches for pair in zip(launch.names, launch.parts, strict=True)]
 
     def watch(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Sums and yields tensors, such as weights on their way to an engine: a launch for each.
+        """Sums and yields tensors, such as weights on their way to an engine, with one launch for each tensor.
 
         Consecutive names of one tensor with the same values are noted as tied. :class:`RepeatedFingerprint` sums the
         shards instead, all in one launch.
@@ -196,7 +200,9 @@ class FingerprintSums:
             del tensor
 
     def fingerprints(self) -> Fingerprints:
-        """Waits for the device. Raises FingerprintError for a name that came twice."""
+        """Returns the fingerprints of all added tensors. Waits for the device. Raises FingerprintError for a name that
+        came twice.
+        """
         self.flush()
         for launch in self._launches:
             for name, part, row in zip(launch.names, launch.parts, launch.rows.tolist(), strict=True):
@@ -208,14 +214,12 @@ class FingerprintSums:
 def fingerprint_tensors(
     tensors: Mapping[str, torch.Tensor | TensorPart] | Iterable[tuple[str, torch.Tensor | TensorPart]],
 ) -> Fingerprints:
-    """Sums what a receiver holds: whole tensors, or its parts of them, by the trainer's names.
+    """Sums the tensors of a receiver: whole tensors, or its parts of them, by the trainer's names.
 
     A rank that holds parts gets partial fingerprints; :func:`combine_fingerprints` adds those of all ranks. No
-    collective. The tensors of an iterator are summed and freed one by one; those of a mapping or a list are summed in
-    one launch a device, or one for each 64 MiB of copies of what is not contiguous; names whose tensors are the same
-    memory are noted as tied.
-
-    Raises as :meth:`FingerprintSums.add`.
+    collective is called. The tensors of an iterator are summed and freed one by one. Those of a mapping or a list are
+    summed in one launch for each device, or one for each 64 MiB of copies if they are not contiguous; names whose
+    tensors are the same memory are noted as tied. Raises what :meth:`FingerprintSums.add` raises.
     """
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     if not isinstance(pairs, Iterable):
@@ -233,9 +237,8 @@ def fingerprint_tensors(
 class RepeatedFingerprintOfTensors:
     """Repeats :func:`fingerprint_tensors` for the same tensors after each weight sync, in one launch, without waiting.
 
-    tensors: whole tensors and parts, by name, or pairs; their memory must be that of the tensors that the engine uses.
-    A tensor that has moved to other memory is detected. The constructor sums once, so it raises as
-    :meth:`FingerprintSums.add`.
+    tensors: whole tensors and parts, by name or as pairs, in the memory that the engine uses. A tensor that has moved
+    to other memory is detected. The constructor sums once, so it raises what :meth:`FingerprintSums.add` raises.
     """
 
     def __init__(
@@ -246,12 +249,12 @@ class RepeatedFingerprintOfTensors:
         self._sums, self._addresses = self._sum(), self._find_addresses()
 
     def start(self) -> None:
-        """Sums what the tensors hold when the current stream gets there."""
+        """Sums the tensors' values at this point of the current stream."""
         if self._find_addresses() != self._addresses or not self._sums.repeat():
             self._sums, self._addresses = self._sum(), self._find_addresses()
 
     def read(self) -> Fingerprints:
-        """Returns the fingerprint of the last start. Waits for the device."""
+        """Returns the fingerprint of the last :meth:`start`. Waits for the device."""
         sums: dict[str, TensorFingerprint] = {}
         rows = self._sums.rows(torch.device("cpu")).tolist()
         for (name, part), row in zip(self._sums.named_parts(), rows, strict=True):
@@ -274,19 +277,19 @@ class RepeatedFingerprintOfTensors:
 
 
 def _add_ties(tensors: Mapping[str, TensorFingerprint], groups: Iterable[Sequence[str]]) -> Fingerprints:
-    """groups: names that are tied if their tensors are the same."""
+    """Notes as tied the names in each of ``groups`` whose tensors are the same."""
     tied = tuple(tuple(names) for names in groups if len(names) > 1 and len({tensors[name] for name in names}) == 1)
     return Fingerprints(tensors, tied)
 
 
 def require_dense(name: str, tensor: torch.Tensor) -> None:
-    """Raises FingerprintError for a tensor whose elements do not lie in memory one by one."""
+    """Raises FingerprintError unless the tensor is dense in memory."""
     if form := describe_unless_dense(tensor):
         raise FingerprintError(f"{name} is {form}; fingerprints need dense tensors in memory")
 
 
 def make_unsummed(dtype: torch.dtype, shape: Sequence[int], blocks: Sequence[IndexedBlock]) -> TensorFingerprint:
-    """The fingerprint of the blocks with lanes of zero."""
+    """Makes the fingerprint of the blocks, with lanes of zero."""
     filled = [block for block in blocks if block.tensor.numel()]
     first = min((block.base for block in filled), default=0)
     num_summed = sum(block.tensor.numel() for block in filled)
@@ -330,7 +333,7 @@ def _local_of(tensor: torch.Tensor | TensorPart) -> torch.Tensor:
 def divide_shard_into_blocks(
     local: torch.Tensor, shape: Sequence[int], place: ShardPlace, strides: Sequence[int] | None = None
 ) -> list[IndexedBlock]:
-    """The blocks of a shard, with the places of their elements in the whole tensor.
+    """Divides a shard into blocks whose elements have their places in the whole tensor.
 
     strides: the strides of the elements' numbers in the sum, one for each dim of ``shape``; by default row-major.
     """
@@ -344,7 +347,9 @@ def divide_shard_into_blocks(
 
 
 def swap_halves(part: torch.Tensor, offsets: Sequence[int], shape: Sequence[int], dim: int) -> Iterator[IndexedBlock]:
-    """Divides a block at the middle of the dim and gives each half the places of the other; nothing for an odd dim."""
+    """Divides a block at the middle of ``dim`` and gives each half the places of the other; yields nothing for an odd
+    dim.
+    """
     if dim >= len(shape) or shape[dim] % 2:
         return
     half = shape[dim] // 2
@@ -378,7 +383,7 @@ def divide_shard_into_parts(
 def _divide_range(
     flat: torch.Tensor, first: int, shape: Sequence[int]
 ) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
-    """Divides a range of a flattened tensor into a part of a row, whole rows, and a part of another row."""
+    """Divides a range of a flattened tensor into the end of one row, whole rows, and the beginning of another row."""
     if not flat.numel():
         return
     if len(shape) <= 1:

@@ -1,4 +1,4 @@
-"""A context in which weights may move, and not change: an offload, a reload, a weight sync, a save."""
+"""Context in which weights may move but must not change: an offload, a reload, a weight sync, a save."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_CALLS = 6
 
 
 class WeightsChanged(RuntimeError):
-    """The error of :func:`unchanged`. names: the tensors that changed. rank: of this process."""
+    """Error of :func:`unchanged`. names: the tensors that changed. rank: the rank of this process."""
 
     def __init__(self, message: str, names: list[str], rank: int) -> None:
         super().__init__(message)
@@ -32,22 +32,22 @@ class WeightsChanged(RuntimeError):
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-    """Context at whose end this rank's shards have the values that they had at its beginning, wherever they are then.
+    """Context that checks that this rank's shards have the same values at its end as at its beginning, wherever they
+    lie.
 
-    It is for what moves, saves or sends weights, such as an offload, a rollout and the reload; not for what changes
-    them on purpose, such as a step, an average that is swapped in, or adapters that are merged.
+    Use it around code that moves, saves or sends weights, such as an offload, a rollout and the reload, but not around
+    code that changes them on purpose, such as a step, swapping in an average, or merging adapters.
 
-    model: FSDP1, FSDP2, DDP or plain. Its parameters and buffers are compared, and with an optimizer the tensors of its
-    state: 128 bits of each shard, see ``fsdp_doctor.weights.fingerprints.keyed_sum``.
+    model: FSDP1, FSDP2, DDP or plain. Its parameters and buffers are compared and, if an optimizer is given, the
+    tensors of its state: 128 bits of each shard, see ``fsdp_doctor.weights.fingerprints.keyed_sum``.
 
-    Any rank may use it alone: there is no collective. At the beginning the sums of what is on a device are only
-    launched, on the current stream, and nothing is waited for, so that a copy which races with the host still does. At
-    the end it waits for the device: what would read the weights too early belongs into the context. Shards in host
-    memory are summed on the host, at the speed of the CPU; a copy into them that began before the context must have
-    arrived.
+    Any rank may use it alone: there is no collective. At the beginning, the sums of shards on a device are only
+    launched, on the current stream, without waiting; so a copy that races with the host still races. At the end it
+    waits for the device, so put code that might read the weights too early into the context. Shards in host memory are
+    summed on the host, at the speed of the CPU; a copy into them that began before the context must have arrived.
 
-    Raises WeightsChanged, with the tensors, the rank, and the calls between; UnreadableTensors for tensors that are not
-    dense. An exception of the body passes.
+    Raises WeightsChanged, with the tensors, the rank and the calls in the body; UnreadableTensors for tensors that are
+    not dense. An exception of the body passes through.
     """
     where = _find_body()
     before = _Sums(model, optimizer)
@@ -67,7 +67,7 @@ def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
 
 
 class _Sums:
-    """The sums of all shards, launched; nothing is waited for until they are read."""
+    """Sums of all shards. The constructor launches them without waiting for the device."""
 
     @disable_autograd
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -88,7 +88,7 @@ class _Sums:
             self._parts.append((forms, rows))
 
     def read(self) -> dict[str, tuple[object, ...]]:
-        """Returns by name what must be the same afterwards. Waits for the device."""
+        """Returns by name the facts that must be the same afterwards. Waits for the device."""
         return {
             name: (form, *row)
             for forms, rows in self._parts
@@ -113,7 +113,9 @@ def _list_shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> I
 
 
 def _find_body() -> str:
-    """Finds the context's place, and the calls in its body as written; the place alone without the source."""
+    """Finds where the context is used, and the calls in its body as written; only the place if the source is
+    missing.
+    """
     frame = inspect.currentframe()
     # Behind this function, the context's own, and contextlib's.
     for _ in range(3):

@@ -1,4 +1,6 @@
-"""Functions that run alike in every autograd mode, thread and compiled region, or without a garbage collection."""
+"""Decorators that make functions independent of autograd mode, thread and compiled region, or defer garbage
+collection.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ _T = TypeVar("_T")
 
 
 def run_for_model(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Runs a function of a model with the model's device as the current one, and never as a part of compiled code.
+    """Runs a function of a model with the model's device as the current device, and outside of compiled code.
 
-    The model is the first argument, or the one called ``model``.
-    The current device of a new thread is the first one, which is another rank's on all ranks but one.
+    The model is the first argument or the argument ``model``. The current device of a new thread is device 0, which on
+    all ranks but one belongs to another rank.
     """
 
     @functools.wraps(function)
@@ -35,7 +37,7 @@ def run_for_model(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def enter_device(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
-    """Context in which the device is the current one of its kind; of the CPU, or of None, nothing changes."""
+    """Context in which ``device`` is the current device of its type. Changes nothing for the CPU or None."""
     if device is None or device.type == "cpu":
         return contextlib.nullcontext()
     if device.index in (None, private.read_device_index(device.type)):
@@ -45,7 +47,9 @@ def enter_device(device: torch.device | None) -> contextlib.AbstractContextManag
 
 
 def _find_device(model: object) -> torch.device | None:
-    """Returns the device on which the model computes; None where nothing says so, as for what is no model."""
+    """Returns the device on which the model computes; None if it cannot be found, for example if ``model`` is no
+    module.
+    """
     if not isinstance(model, nn.Module):
         return None
     for module in model.modules():
@@ -58,16 +62,17 @@ def _find_device(model: object) -> torch.device | None:
 
 
 def disable_autograd(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Runs ``function`` so that nothing is recorded for a backward, and its new tensors are ordinary ones.
+    """Runs ``function`` without recording a graph, so that its new tensors are ordinary ones, even under inference
+    mode.
 
-    Tensors that are made in inference mode can be written to only by threads in that mode, and only while it lasts.
+    Tensors made in inference mode can be written to only by threads in that mode, and only while it lasts.
     """
     # To leave inference mode also enables gradients, so that comes first.
     return torch.inference_mode(False)(torch.no_grad()(function))
 
 
 def keep_present_modes(items: Iterator[_T]) -> Iterator[_T]:
-    """Makes each item in the grad mode, and in inference mode or not, that are on now."""
+    """Makes each item in the grad mode and inference mode that are set now."""
     in_inference_mode, with_gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def run_steps() -> Iterator[_T]:
@@ -84,10 +89,10 @@ def keep_present_modes(items: Iterator[_T]) -> Iterator[_T]:
 
 
 def defer_garbage_collection(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """While ``function`` runs no collection begins; where the collector is off it stays off.
+    """Runs ``function`` without automatic garbage collection, and restores the collector's setting afterwards.
 
-    Ten thousand tensors make some hundred thousand objects at once, which Python takes for a reason to collect, several
-    times over; none of them is garbage.
+    Ten thousand tensors create some hundred thousand objects at once, which makes Python collect several times although
+    none of them is garbage.
     """
 
     @functools.wraps(function)

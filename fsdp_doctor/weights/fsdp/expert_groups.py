@@ -1,6 +1,6 @@
-"""Experts that were divided before FSDP sharded them: each group of ranks has others under one name.
+"""Experts that were divided over ranks before FSDP sharded them: groups of ranks have different experts under one name.
 
-The caller says along which mesh they are divided, which no attribute of the model tells.
+The caller names the mesh along which they are divided, since no attribute of the model does.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fsdp_doctor.weights.fsdp.reader import ModelContents, ModelTensor
 from fsdp_doctor.weights.fsdp.shards import compute_row_major_strides
 
 Experts: TypeAlias = DeviceMesh | Mapping[str, DeviceMesh]
-"""The dim of a mesh along which experts are divided, ``mesh["ep"]``, of all parameters below a module ``experts``; or
-such a dim by patterns of names, as fnmatch has them."""
+"""Mesh along which experts are divided, of one dim (``mesh["ep"]``), for all parameters below a module ``experts``; or
+such meshes by fnmatch patterns of the parameters' names."""
 ExpertMeshes: TypeAlias = tuple[tuple[str, DeviceMesh], ...]
 
 _PATTERNS = ("experts.*", "*.experts.*")
 
 
 def list_expert_meshes(experts: Experts | None) -> ExpertMeshes:
-    """(pattern, mesh) of each pattern. Raises TypeError for another type, ValueError for a mesh of several dims."""
+    """Lists the (pattern, mesh) pairs. Raises TypeError for a wrong type, ValueError for a mesh of several dims."""
     if experts is None:
         return ()
     pairs = tuple(experts.items() if isinstance(experts, Mapping) else ((pattern, experts) for pattern in _PATTERNS))
@@ -43,10 +43,10 @@ def list_expert_meshes(experts: Experts | None) -> ExpertMeshes:
 
 @disable_autograd
 def place_experts(contents: ModelContents, experts: ExpertMeshes) -> ModelContents:
-    """Gives these parameters their places on all ranks, in place. Any rank may call it alone.
+    """Gives the parameters that match ``experts`` their places among all experts, in place. Any rank may call it alone.
 
-    Raises ValueError where no parameter has such a name, for one in an FSDP1 unit, and for one that is sharded along
-    that mesh already or over ranks that are no slice of the mesh to which it belongs.
+    Raises ValueError if no parameter matches, for a parameter in an FSDP1 unit, and for a parameter that is already
+    sharded along the experts' mesh or over ranks that are no slice of the root mesh.
     """
     if not experts:
         return contents
@@ -73,9 +73,10 @@ def _find_mesh(names: Sequence[str], experts: ExpertMeshes) -> DeviceMesh | None
 
 
 def _put_first(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh of which ``mesh`` is a dim, with that dim first: experts are divided before FSDP divides what is left.
+    """Returns the root mesh of ``mesh`` with the dim of ``mesh`` first, since experts are divided before FSDP shards
+    them.
 
-    It has the same process groups.
+    The result has the same process groups.
     """
     root = private.find_root_mesh(mesh)
     dim = next(dim for dim in range(root.ndim) if root.get_group(dim) is mesh.get_group())
@@ -94,7 +95,7 @@ def _put_first(mesh: DeviceMesh) -> DeviceMesh:
 def _place(parameter: ModelTensor, mesh: DeviceMesh, ordered: DeviceMesh) -> DTensor:
     """Makes the tensor of all experts, without elements, of which the parameter is a part.
 
-    ordered: the mesh of which ``mesh`` is a dim, as ``_put_first`` has it.
+    ordered: the root mesh with the dim of ``mesh`` first, from ``_put_first``.
     """
     tensor, name = parameter.tensor, parameter.names[0]
     if re.search(r"(^|\.)experts\.\d+\.", name):
@@ -129,11 +130,10 @@ def _place(parameter: ModelTensor, mesh: DeviceMesh, ordered: DeviceMesh) -> DTe
 def extend_mesh(
     mesh: DeviceMesh, placements: Sequence[Placement], meshes: Sequence[DeviceMesh]
 ) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
-    """Describes the same division in terms of a mesh in ``meshes`` that is ``mesh`` or contains it as a submesh.
+    """Describes the same placements on a mesh in ``meshes`` that is ``mesh`` or contains it as a submesh.
 
-    Returns None if there is no such mesh.
-
-    It is replicated over the dims that the submesh lacks: each neighbour along them has a submesh with the same shards.
+    Returns None if there is no such mesh. The tensor is replicated over the dims that ``mesh`` lacks, since each
+    neighbour along them has a submesh with the same shards.
     """
     for whole in meshes:
         here = whole.get_coordinate() or [0] * whole.ndim

@@ -1,9 +1,9 @@
-"""The form in which a tensor's memory holds its values: one by one, or in a way that our functions cannot read.
+"""Detects tensors whose memory does not hold their values, so that they cannot be read.
 
-A tensor is unreadable if its elements do not lie in memory one by one, or if they are codes of a quantization, from
-which a weight is computed with scales that lie elsewhere. With ``bnb_4bit_quant_storage`` codes can have the dtype of a
-weight, and ``fully_shard`` replaces the parameter by a DTensor, so that only the class of the module shows that they
-are codes. Nothing is imported for this: without an import of bitsandbytes there is no module of its classes.
+A tensor is unreadable if it is not dense in memory, or if its elements are codes of a quantization, from which a weight
+is computed with scales that are stored elsewhere. With ``bnb_4bit_quant_storage`` codes can have the dtype of a weight,
+and ``fully_shard`` replaces the parameter by a DTensor, so only the class of the module shows that they are codes.
+Nothing is imported for this: modules of bitsandbytes exist only if bitsandbytes was imported.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from fsdp_doctor.weights.fsdp.private import ModuleTensors
 _LAZY = (nn.UninitializedParameter, nn.UninitializedBuffer)
 # Read in bitsandbytes 0.50, whose other modules have plain weights.
 _CLASSES_OF_BITSANDBYTES = {"Linear4bit", "Linear8bitLt", "Embedding4bit", "Embedding8bit"}
-# Of HQQ; GPTQ and AWQ; compressed-tensors; AQLM. Whatever their modules are called, nothing else has such names.
+# Names of codes in HQQ, GPTQ and AWQ, compressed-tensors and AQLM, whatever their modules are called.
 _NAMES_OF_CODES = {
     "W_q": "HQQ",
     "qweight": "GPTQ or AWQ",
     "qzeros": "GPTQ or AWQ",
     "weight_packed": "compressed-tensors",
 }
-# What a tensor of one byte an element has beside it where its values are to be multiplied by it; bitsandbytes, EETQ,
-# FBGEMM, the float8 of DeepSeek.
+# Names of scales by which a neighbouring tensor of one byte an element is multiplied, in bitsandbytes, EETQ, FBGEMM and
+# DeepSeek's float8.
 _SCALES = ("{}_scale", "{}_scales", "{}_scale_inv", "SCB")
 
 
 class UnreadableTensors(RuntimeError):
-    """Tensors of a model whose memory is not their values: codes of a quantization, or a form that is not dense.
+    """Error for tensors whose memory does not hold their values: codes of a quantization, or a form that is not dense.
 
     forms: for the name of each tensor, a description of its form.
     """
@@ -52,28 +52,27 @@ class UnreadableTensors(RuntimeError):
 
 
 def refuse(forms: Mapping[str, str]) -> None:
-    """Raises UnreadableTensors if there are any. forms: the unreadable forms by name."""
+    """Raises UnreadableTensors if ``forms``, the forms of unreadable tensors by name, is not empty."""
     if forms:
         raise UnreadableTensors(forms)
 
 
 def describe_form(tensor: torch.Tensor) -> str:
-    """Describes a tensor that cannot be read and filled in place, on the meta device or not; empty for
-    others.
-    """
+    """Describes why a tensor cannot be read and filled in place; empty for other tensors, also on the meta device."""
     lazy_view = "a view that is conjugated or negated when it is read"
     return _describe_layout(tensor) or (lazy_view if tensor.is_conj() or tensor.is_neg() else "")
 
 
 def describe_unless_dense(tensor: torch.Tensor) -> str:
-    """The form of a tensor whose elements do not lie in memory one by one; empty for a dense one."""
+    """Describes the form of a tensor that is not dense in memory; empty for a dense tensor."""
     return _describe_layout(tensor) or ("on the meta device" if tensor.is_meta else "")
 
 
 def _describe_layout(tensor: torch.Tensor) -> str:
-    """Describes sparse, nested and quantized tensors, parameters of lazy modules, and subclasses that wrap other
-    tensors (with a ``__torch_dispatch__``); empty for a dense tensor. Subclasses that only carry attributes, as
-    parameters do, are dense.
+    """Describes the form of a tensor that is not dense; empty for a dense tensor.
+
+    Not dense are sparse, nested and quantized tensors, parameters of lazy modules, and subclasses that wrap other
+    tensors (with a ``__torch_dispatch__``). Subclasses that only carry attributes, such as parameters, are dense.
     """
     if _is_wrapper(type(tensor)):
         return f"a {type(tensor).__name__}"
@@ -87,7 +86,9 @@ def _describe_layout(tensor: torch.Tensor) -> str:
 
 
 def has_strides(tensor: torch.Tensor) -> bool:
-    """Returns whether shape, strides and dtype can be read, which a plan for the model's other tensors needs."""
+    """Returns whether the tensor's shape, strides and dtype can be read, which a plan for other tensors of the model
+    needs.
+    """
     return not isinstance(tensor, _LAZY) and tensor.layout == torch.strided and not tensor.is_nested
 
 
@@ -97,7 +98,10 @@ def _is_wrapper(kind: type) -> bool:
 
 
 class CodeFinder:
-    """Finds which tensors of one model's modules are codes. modules: all of them."""
+    """Finds the tensors of a model that are codes of a quantization.
+
+    modules: all modules of the model.
+    """
 
     def __init__(self, modules: Iterable[ModuleTensors]) -> None:
         quantizers = (vars(owner.module).get("hf_quantizer") for owner in modules)
@@ -107,9 +111,9 @@ class CodeFinder:
         self._method = "" if quantizer is None else str(getattr(method, "value", method) or type(quantizer).__name__)
 
     def describe(self, owner: ModuleTensors, key: str, tensor: torch.Tensor, shape: torch.Size | None = None) -> str:
-        """Names the codes that the module's tensor of that name has; empty for values.
+        """Describes the codes in the module's tensor ``key``; empty if it holds values.
 
-        shape: of a parameter in an FSDP1 unit, whose flat parameter is ``tensor`` then.
+        shape: the shape of a parameter in an FSDP1 unit; ``tensor`` is the flat parameter in this case.
         """
         if method := _NAMES_OF_CODES.get(key):
             return f"codes of {method}"
@@ -142,7 +146,8 @@ def _is_of_bitsandbytes(kind: type) -> bool:
 
 @functools.cache
 def _find_kind_of_bitsandbytes(kind: type) -> str:
-    """The class of bitsandbytes with codes that a module's class is or is derived from; empty for another.
+    """Returns the name of the bitsandbytes class with codes from which a module's class derives; empty if there is
+    none.
 
     ``fully_shard`` derives a class from the module's.
     """
@@ -151,7 +156,9 @@ def _find_kind_of_bitsandbytes(kind: type) -> str:
 
 
 def _is_weight_of(module: nn.Module, dtype: torch.dtype, shape: torch.Size) -> bool:
-    """Returns whether it is not quantized, or not yet: codes have another shape, or one byte an element."""
+    """Returns whether the tensor is a weight that is not quantized, or not yet. Codes have another shape, or one byte
+    each.
+    """
     sides = (("out_features", "in_features"), ("num_embeddings", "embedding_dim"))
     shapes = [tuple(getattr(module, side, None) for side in both) for both in sides]
     return dtype.is_floating_point and dtype.itemsize > 1 and tuple(shape) in shapes

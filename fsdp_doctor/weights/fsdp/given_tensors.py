@@ -1,4 +1,4 @@
-"""Tensors that a caller gives in place of the model's own, such as an average of its weights, one for each name."""
+"""Tensors that a caller gives instead of the model's own, such as an average of its weights."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from fsdp_doctor.weights.fsdp.forms import describe_form
 from fsdp_doctor.weights.fsdp.reader import ModelContents, ModelTensor
 
 GivenTensors: TypeAlias = Mapping[str, torch.Tensor]
-"""By a name that the model has: a DTensor of the shape of the model's tensor, or a plain tensor that is all of it."""
+"""Tensors by names of the model: each a DTensor of the shape of the model's tensor, or a plain tensor that is whole."""
 
 
 def put_in_place(contents: ModelContents, tensors: GivenTensors | None) -> ModelContents:
-    """Returns the contents with these tensors alone, in the order and with all names of the model's; all of it for
+    """Returns the contents with only the given tensors, in the order and with all names of the model's; unchanged for
     None.
 
-    Any rank may call it alone. Raises TypeError for what is no mapping of names to tensors; ValueError for a name that
-    no parameter and no persistent buffer has, for one that is in an FSDP1 unit, for two tensors of one tied tensor, and
-    for another shape than the model's.
+    Any rank may call it alone. Raises TypeError unless ``tensors`` is a mapping of names to tensors; ValueError for a
+    name of no parameter or persistent buffer, for a name in an FSDP1 unit, for two different tensors for one tied
+    tensor, and for a shape that is not the model's.
     """
     if tensors is None:
         return contents
@@ -84,7 +84,9 @@ def _check_shape(name: str, tensor: torch.Tensor, own: ModelTensor) -> None:
 
 
 def _is_one(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns whether two names of a tied tensor have one here, too: a state dict has an object for each name."""
+    """Returns whether two tensors are the same memory. A state dict has a separate object for each name of a tied
+    tensor.
+    """
     if one is other:
         return True
     first, second = private.read_local_tensor(one), private.read_local_tensor(other)

@@ -1,6 +1,6 @@
-"""The one reader of a sharded model: every tensor that it holds, once, with all of its names, and every FSDP unit.
+"""Reader of a sharded model: lists every tensor that it holds, once, with all of its names, and every FSDP unit.
 
-Only attributes are read, in any state of the model: nothing is copied or communicated, no device is touched.
+Only attributes are read, in any state of the model. Nothing is copied or communicated, and no device is touched.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from fsdp_doctor.weights.fsdp.private.fsdp2 import Fsdp2Unit as Fsdp2Unit, list_
 # A model may have a hundred thousand: a frozen one would cost four times as much to make.
 @dataclass(slots=True, eq=False)
 class ModelTensor:
-    """One parameter or buffer.
+    """Parameter or buffer.
 
-    names: as in the model before it was wrapped, in the order of its modules; several for a tied one.
-    tensor: of a parameter that FSDP2 shows unsharded now, the sharded one; shown: what the modules have now.
-    unit: the innermost FSDP2 module around it, None outside of any.
-    form: what it is if its memory is not its values, see ``forms``; empty for others.
-    placed: what has its global shape, mesh and placements: ``tensor``; or of experts that were divided before FSDP
-    sharded them, a DTensor without elements, of which ``tensor`` is a part, see ``expert_groups``.
+    names: the names in the model before it was wrapped, in the order of its modules; several if it is tied
+    tensor: the parameter or buffer; if FSDP2 shows the parameter unsharded now, the sharded one
+    shown: the tensor that the modules have now
+    unit: the innermost FSDP2 module around it, or None
+    form: a description of its form if its memory does not hold its values, see ``forms``; otherwise empty
+    placed: the tensor with its global shape, mesh and placements. This is ``tensor``, except for experts that were
+        divided before FSDP sharded them: a DTensor without elements, of which ``tensor`` is a part, see
+        ``expert_groups``
     """
 
     names: tuple[str, ...]
@@ -53,13 +55,14 @@ class ModelTensor:
 class ModelContents:
     """Contents of a model, in the order of its modules.
 
-    fsdp1_units: their parameters are not among ``parameters``.
-    parameters; buffers: those that a state dict has; transient_buffers: the others.
-    stray_pieces: names of parameters that are pieces of an FSDP1 unit's flat parameter in a module of another unit, as
-    a parameter is that was tied across units with ``use_orig_params``: torch gathers them for their own unit alone.
-    ambiguous: names that several tensors have when what wrappers put into them is taken off.
-    extra_states: names in a state dict of what ``get_extra_state`` returns, which may be anything.
-    ddp_ranks: those of DDP around it, if any.
+    fsdp1_units: FSDP1 units; their parameters are not in ``parameters``
+    parameters: all other parameters
+    buffers: the buffers that a state dict has; transient_buffers: the other buffers
+    stray_pieces: names of parameters that are pieces of one FSDP1 unit's flat parameter but lie in a module of another
+        unit, for example tied across units with ``use_orig_params``: torch gathers them for their own unit only
+    ambiguous: names that several tensors have once the words that wrappers insert are removed
+    extra_states: names that results of ``get_extra_state``, which may be any objects, have in a state dict
+    ddp_ranks: the ranks of a DDP wrapper; empty without one
     """
 
     fsdp1_units: tuple[Fsdp1Unit, ...]
@@ -74,11 +77,11 @@ class ModelContents:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of the largest part of the model, replicas included; empty where nothing says which they are."""
+        """Ranks of the largest part of the model, replicas included; empty if nothing in the model gives them."""
         return max(self.list_ranks_of_parts(), key=len, default=self.ddp_ranks)
 
     def list_ranks_of_parts(self) -> list[tuple[int, ...]]:
-        """The ranks of each mesh and of each FSDP1 unit, in their order there."""
+        """Lists the ranks of each mesh and of each FSDP1 unit, in the mesh's or unit's order."""
         placed = (parameter.placed for parameter in self.parameters)
         meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in placed if isinstance(tensor, DTensor)}
         on_meshes = [tuple(mesh.mesh.flatten().tolist()) for mesh in meshes.values()]
@@ -86,7 +89,7 @@ class ModelContents:
 
     @property
     def refusal(self) -> str:
-        """The reason why the model can be neither extracted nor loaded; empty if it can."""
+        """Reason why the model can be neither extracted nor loaded; empty if it can."""
         if self.ambiguous:
             return describe_ambiguous(self.ambiguous)
         if self.lost_shards:
@@ -104,19 +107,19 @@ class ModelContents:
         )
 
     def list_tensors(self) -> Iterator[ModelTensor]:
-        """The parameters and buffers of a state dict, without those in FSDP1 units."""
+        """Yields the parameters and buffers that a state dict has, except those in FSDP1 units."""
         yield from self.parameters
         yield from self.buffers
 
     @property
     def lost_shards(self) -> list[str]:
-        """The names of FSDP1 units that have lost their shards."""
+        """Names of FSDP1 units that have lost their shards."""
         return [unit.flat_name for unit in self.fsdp1_units if unit.has_lost_shard]
 
     def find_unreadable(self, *, but_strided: bool = False) -> dict[str, str]:
-        """Describes each tensor of a state dict whose memory is not its values, by its first name.
+        """Describes each tensor of a state dict whose memory does not hold its values, by its first name.
 
-        but_strided: without those that can be left alone in a call for others, because their layout can be read.
+        but_strided: leave out tensors whose strides can be read, which a call for other tensors can skip.
         """
         tensors = [tensor for tensor in self.list_tensors() if tensor.form]
         forms = {t.names[0]: t.form for t in tensors if not (but_strided and has_strides(t.tensor))}
@@ -124,7 +127,7 @@ class ModelContents:
         return forms | dict(itertools.chain.from_iterable(in_units))
 
     def drop_without_strides(self) -> ModelContents:
-        """Returns the contents without tensors of which not even shape and strides can be read."""
+        """Returns the contents without tensors whose shape and strides cannot be read."""
 
         def keep(tensors: tuple[ModelTensor, ...]) -> tuple[ModelTensor, ...]:
             return tuple(tensor for tensor in tensors if not tensor.form or has_strides(tensor.tensor))
@@ -137,10 +140,10 @@ class ModelContents:
         )
 
     def list_unused(self, *, but_followed: bool = False) -> list[str]:
-        """The names of what FSDP2 modules have as parameters and will not compute with at their next forward.
+        """Lists the names of FSDP2 modules' parameters with which their next forward will not compute.
 
-        It was assigned after their first one, or has been given other memory since. but_followed: without those whose
-        new memory the module would use after ``follow_moved``.
+        Such a parameter was assigned after the first forward, or was given other memory since. but_followed: leave out
+        those whose new memory the module would use after ``follow_moved``.
         """
         replaced = [(module, key) for unit in self.fsdp2_units for module, key in unit.replaced]
         shown = [getattr(module, key, None) for module, key in replaced]
@@ -151,13 +154,13 @@ class ModelContents:
         return [*named, *(f"{type(module).__name__}.{key}" for module, key in missing)]
 
     def list_all_names(self) -> Iterator[tuple[str, ...]]:
-        """Lists all names of each parameter and of each buffer of a state dict, those in FSDP1 units too."""
+        """Yields all names of each parameter and each buffer of a state dict, also of those in FSDP1 units."""
         yield from (tensor.names for tensor in self.list_tensors())
         yield from (names for unit in self.fsdp1_units for names in unit.names)
 
 
 def describe_ambiguous(names: Sequence[str]) -> str:
-    """A sentence about names that several tensors of a model would have."""
+    """Describes names that several tensors of a model would have, in one sentence."""
     return (
         f"several tensors of the model have the name {join_some(names)} after removing the words that wrappers "
         "insert into module names, so all but one would be lost: rename the modules"
@@ -165,14 +168,17 @@ def describe_ambiguous(names: Sequence[str]) -> str:
 
 
 def check_model(model: object) -> None:
-    """Raises TypeError for what is no module."""
+    """Raises TypeError unless ``model`` is a module."""
     if not isinstance(model, nn.Module):
         hint = "; pass named tensors as tensors=, together with their model" if isinstance(model, Mapping) else ""
         raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}{hint}")
 
 
 def read(model: nn.Module) -> ModelContents:
-    """Any rank may call it alone, before the first forward too. Raises TypeError for what is no module."""
+    """Reads the contents of a model. Any rank may call it alone, also before the first forward.
+
+    Raises TypeError unless ``model`` is a module.
+    """
     check_model(model)
     modules = private.list_module_tensors(find_innermost(model))
     is_wrapped = False
@@ -214,13 +220,16 @@ def read(model: nn.Module) -> ModelContents:
 
 
 def find_open_step(model: nn.Module, contents: ModelContents) -> private.OpenStep | None:
-    """Returns the part of a training step that has begun and has not ended, as a step that raised leaves it."""
+    """Returns the part of a training step that has begun and has not ended, for example because it raised."""
     found = {unit.open_step for unit in contents.fsdp1_units} | {fsdp2.find_open_step(fsdp2.list_states(model))}
     return "backward" if "backward" in found else "forward" if "forward" in found else None
 
 
 def _find_ambiguous(modules: list[private.ModuleTensors], fsdp1_units: tuple[Fsdp1Unit, ...]) -> tuple[str, ...]:
-    """Names under which two modules have different tensors; those in FSDP1 units may be no attributes of theirs now."""
+    """Finds names under which two modules have different tensors.
+
+    Parameters in FSDP1 units are included, although they may be no attributes of the modules now.
+    """
     in_units = collections.Counter(name for unit in fsdp1_units for names in unit.names for name in names)
     ambiguous = dict.fromkeys(name for name, number in in_units.items() if number > 1)
     first: dict[str, torch.Tensor] = {}
@@ -241,7 +250,7 @@ def _find_ddp_ranks(model: nn.Module) -> tuple[int, ...]:
 
 
 def find_innermost(model: nn.Module) -> nn.Module:
-    """The model without DDP and torch.compile around it."""
+    """Returns the model without the wrappers of DDP and torch.compile around it."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
@@ -274,7 +283,7 @@ def _read_fsdp1_units(modules: list[private.ModuleTensors], codes: CodeFinder) -
 
 
 def _list_names(places: list[fsdp1.PlaceInModule], unit: str, prefixes: dict[int, list[str]]) -> tuple[str, ...]:
-    """Lists the names of a parameter: a module that the model has in several places has its parameter in each of them.
+    """Lists the names of a parameter, one for each place of its module in the model.
 
     unit: the prefix of the unit's names, for a module that is not in the model any more.
     """
@@ -298,7 +307,7 @@ def _read_parameters(
 ) -> tuple[ModelTensor, ...]:
     """Reads the parameters that are in no FSDP1 unit.
 
-    The others that modules have now are added to their units' ``shown``.
+    The parameters that modules of FSDP1 units have now are added to their units' ``shown``.
     """
     unit_of = {name: unit for unit in fsdp1_units for names in unit.names for name in names}
     parameters: dict[int, ModelTensor] = {}

@@ -1,4 +1,4 @@
-"""The part of a tensor that a rank holds, computed from the placements alone."""
+"""Computes the part of a tensor that a rank holds, from the placements alone."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ _Runs: TypeAlias = tuple[range, ...]
 
 
 class LayoutError(RuntimeError):
-    """Shards that do not fit together as their placements say, or placements that are not understood."""
+    """Error for shards that do not fit their placements, and for placements that are not supported."""
 
 
 class Stretches(NamedTuple):
-    """Elements of a flattened tensor: ``rows`` times ``length`` of them, each ``step`` after the row before."""
+    """Elements of a flattened tensor: ``rows`` rows of ``length`` elements, the starts of neighbouring rows ``step``
+    apart.
+    """
 
     first: int
     length: int
@@ -36,7 +38,7 @@ class Stretches(NamedTuple):
 
 
 def compute_row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor of that shape."""
+    """Computes the strides of a contiguous tensor of this shape."""
     strides, step = [], 1
     for length in reversed(shape):
         strides.append(step)
@@ -46,9 +48,9 @@ def compute_row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class LocalPart:
-    """The part of a tensor that one rank holds.
+    """Part of a tensor that one rank holds.
 
-    runs: for each dim of the tensor, the indices that the rank holds, in the order in which its shard has them.
+    runs: for each dim of the tensor, the indices that the rank holds, in the order of its shard.
     """
 
     runs: tuple[_Runs, ...]
@@ -62,7 +64,7 @@ class LocalPart:
         return torch.Size(sum(map(len, runs)) for runs in self.runs)
 
     def read(self, full: torch.Tensor) -> torch.Tensor:
-        """The rank's shard of the full tensor: a view where it lies in one block, otherwise a copy."""
+        """Returns the rank's shard of the full tensor: a view if it is one block, otherwise a copy."""
         blocks = list(self.list_blocks())
         if len(blocks) == 1:
             return full[blocks[0][0]]
@@ -72,13 +74,13 @@ class LocalPart:
         return shard
 
     def write(self, full: torch.Tensor, shard: torch.Tensor) -> None:
-        """Puts the rank's shard, of any shape with as many elements, into its place in the full tensor."""
+        """Writes the rank's shard, of any shape with as many elements, into its place in the full tensor."""
         shard = shard.view(self.shape)
         for whole, own in self.list_blocks():
             full[whole] = shard[own]
 
     def list_stretches(self, shape: Sequence[int]) -> Iterator[Stretches]:
-        """Yields the shard's stretches of the flattened tensor of that shape, in the shard's order."""
+        """Yields the shard's stretches in the flattened tensor of this shape, in the shard's order."""
         last = max((dim for dim, runs in enumerate(self.runs) if runs != (range(shape[dim]),)), default=0)
         strides = [math.prod(shape[dim + 1 :]) for dim in range(last + 1)]
         columns = self.runs[last] if self.runs else (range(1),)
@@ -98,12 +100,11 @@ class LocalPart:
 
 
 def compute_part(rank: int, shape: Sequence[int], mesh: torch.Tensor, placements: Sequence[Placement]) -> LocalPart:
-    """Computes the part of a tensor of ``shape`` that a rank holds, by torch.chunk's division.
+    """Computes the part of a tensor of ``shape`` that a rank holds; the part is empty if the rank is not in the mesh.
 
-    Nothing if the mesh does not have it.
-
-    mesh: the ranks, as ``DeviceMesh.mesh``. Its dims are applied from the first to the last; each divides the parts
-    that the dims before it left. Raises LayoutError for a placement that is neither replicated nor sharded.
+    mesh: the ranks, in the form of ``DeviceMesh.mesh``. Its dims are applied from the first to the last; each divides,
+    like torch.chunk, the parts that the dims before it left. Raises LayoutError for a placement that is neither
+    replicated nor sharded.
     """
     found = (mesh == rank).nonzero()
     if not len(found):
@@ -125,7 +126,9 @@ def compute_part(rank: int, shape: Sequence[int], mesh: torch.Tensor, placements
 
 
 def _choose_chunk(runs: _Runs, count: int, index: int) -> _Runs:
-    """One of ``count`` chunks of the indices, as torch.chunk divides; the last ones may be shorter, or empty."""
+    """Returns one of ``count`` chunks of the indices, divided like torch.chunk; the last ones may be shorter, or
+    empty.
+    """
     length = -(-sum(map(len, runs)) // count)
     begin, end = index * length, (index + 1) * length
     found = []
@@ -136,7 +139,7 @@ def _choose_chunk(runs: _Runs, count: int, index: int) -> _Runs:
 
 
 def _join(runs: Iterator[range]) -> _Runs:
-    """Neighbours as one, without empty ones; one empty run for none at all."""
+    """Joins neighbouring runs and drops empty ones; returns one empty run if none is left."""
     joined: list[range] = []
     for run in filter(len, runs):
         if joined and joined[-1].stop == run.start:

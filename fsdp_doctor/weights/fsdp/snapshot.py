@@ -1,4 +1,4 @@
-"""A snapshot of a model's parts, and a check that the model still has them: cheaper than reading again."""
+"""Snapshot of a model's parts, and a check that the model still has them, which is cheaper than reading it again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from fsdp_doctor.weights.fsdp.private.fsdp2 import find_moved_parameters
 
 
 class Snapshot:
-    """Keeps neither the model nor a tensor of it alive; the process group it does."""
+    """Facts about a model that show whether it has changed.
+
+    It keeps the process group alive, but neither the model nor any of its tensors.
+    """
 
     def __init__(self, model: nn.Module, contents: reader.ModelContents) -> None:
         modules, names, tensors = private.list_modules_and_tensors(reader.find_innermost(model))
@@ -29,9 +32,9 @@ class Snapshot:
         self._facts = self._read_facts(modules, names, tensors)
 
     def find_shards(self, model: nn.Module) -> list[torch.Tensor] | None:
-        """Finds this rank's shards, in the order of the FSDP1 units and of ``ModelContents.tensors``.
+        """Finds this rank's shards, in the order of the FSDP1 units and of ``ModelContents.list_tensors``.
 
-        Returns None after a change.
+        Returns None if the model has changed.
         """
         modules, names, tensors = private.list_modules_and_tensors(reader.find_innermost(model))
         if -1 in self._places or [known() for known in self._modules] != modules:
@@ -44,8 +47,10 @@ class Snapshot:
         return [*units, *(private.read_local_tensor(tensors[place]) for place in self._places)]  # type: ignore[arg-type]
 
     def _read_facts(self, modules: list[nn.Module], names: list[Any], tensors: list[torch.Tensor | None]) -> Any:
-        """Everything that a plan depends on. Tensors are compared by id, and also by the facts that a reused id could
-        hide.
+        """Reads all facts on which a plan depends.
+
+        Tensors are compared by id, and by facts that would tell apart two tensors with the same id, one freed before
+        the other.
         """
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         units = [read_plan_facts(find_flat_handle(unit)) for known in self._units if (unit := known())]

@@ -1,13 +1,13 @@
-"""Loads full tensors, and an optimizer's state, into the shards of a model, where they lie.
+"""Loads full tensors, and an optimizer's state, into the existing shards of a model.
 
 full_load          load_full_tensors: one load from its arguments to its report
-optimizer_state    load_optimizer_state; optimizer_matching: what the checkpoint has against what the optimizer has
-source             what the caller gives; safetensors_files: reading files and their index
-source_names       the model's names or the Hub's; a fused tensor as its parts
-targets, layouts   what is filled, and how it is divided over the ranks
+optimizer_state    load_optimizer_state; optimizer_matching: compares the state in a checkpoint with the optimizer's
+source             the source that the caller gives; safetensors_files: reading files and their index
+source_names       whether the source has the model's names or the Hub's; fused tensors divided into parts
+targets, layouts   the tensors that are filled, and how they are divided over the ranks
 matching           whether source and targets fit
-agreement          the ranks agree on a load, and an error of one is an error of all
-portions           reading and writing parts of tensors; from_first_rank: where rank 0 alone has the source
+agreement          the ranks begin a load together, and an error of one rank is raised on all
+portions           reading and writing parts of tensors; from_first_rank: loads for which only rank 0 has the source
 """
 
 from fsdp_doctor.weights.load.full_load import load_full_tensors

@@ -1,4 +1,4 @@
-"""The agreement of the ranks of one load: they begin it together, and an error of one is an error of all."""
+"""Agreement of the ranks of one load: they begin it together, and an error of one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _KINDS: dict[SourceKind, str] = {"mapping": "a mapping", "iterator": "an iterabl
 
 
 class LoadAgreement:
-    """num_written: how many tensors this rank has begun to write.
+    """Agreement of the ranks of one load, and its progress on this rank.
 
-    conflicts: by name, tensors that cannot be loaded because groups of ranks have different ones under one name.
+    num_written: the number of tensors that this rank has begun to write. conflicts: by name, tensors that cannot be
+    loaded because groups of ranks have different tensors under one name.
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
@@ -36,9 +37,9 @@ class LoadAgreement:
     def begin(
         self, source: LoadSource, plan: Callable[[], Sequence[str]], comparison: Comparison, names: str = ""
     ) -> tuple[Holders, str]:
-        """Compares the ranks' plans and returns who has the source, rank 0 alone or every rank, and rank 0's ``names``.
+        """Compares the ranks' plans. Returns who has the source (only rank 0, or every rank), and rank 0's ``names``.
 
-        Raises LoadError if it is neither, or if the files of the ranks differ.
+        Raises LoadError if neither is the case, or if the files of the ranks differ.
         """
         if len(self._ranks) == 1:
             if source.kind is None:
@@ -65,7 +66,7 @@ class LoadAgreement:
         )
 
     def _compare_files(self, source: LoadSource) -> None:
-        """Raises LoadError on a rank whose files differ from rank 0's; the others learn of it when they next agree."""
+        """Raises LoadError on a rank whose files differ from rank 0's. The other ranks raise when they next agree."""
         digests = source.digest_files()
         first_digests = tuple(self.agree(" ".join(digests)).split())
         if first_digests != digests:
@@ -80,7 +81,7 @@ class LoadAgreement:
         self.num_written += number
 
     def agree(self, word: str = "") -> str:
-        """Waits until every rank has come, and returns rank 0's word. Raises RankLeft, PlanMismatch."""
+        """Waits until every rank has come, and returns rank 0's word. Raises RankLeft or PlanMismatch."""
         return self._agreement.proceed(word)
 
     @contextlib.contextmanager
@@ -106,7 +107,7 @@ class LoadAgreement:
 
 @contextlib.contextmanager
 def announce_early_errors(model: nn.Module) -> Iterator[None]:
-    """Tells the other ranks about an error in the block, before this rank knows which ranks they are."""
+    """Tells the other ranks about an error in the block, before this rank has determined the ranks of the load."""
     try:
         yield
     except BaseException as error:
@@ -121,7 +122,7 @@ def _describe_error(error: BaseException) -> str:
 
 
 def _guess_ranks(model: nn.Module) -> tuple[int, ...]:
-    """The ranks of the model, or all ranks if it cannot be read."""
+    """Returns the ranks of the model, or all ranks if the model cannot be read."""
     with contextlib.suppress(Exception):
         if ranks := reader.read(model).ranks:
             return ranks

@@ -1,12 +1,13 @@
-"""A load for which rank 0 alone has the full tensors: it sends each rank the bytes of its part, bucket by bucket.
+"""Load for which only rank 0 has the full tensors: it sends each rank the bytes of its part, bucket by bucket.
 
-While one bucket is on its way the next is read. A bucket has a lane for each rank that receives something; a tensor
-that is longer than what is left of the lanes goes on in the next bucket. Rank 0 writes its own part directly. Ranks
-that hold the same part get it from one another.
+While one bucket is sent, the next is read. A bucket has a lane for each rank that receives anything; a tensor that does
+not fit into the rest of the lanes continues in the next bucket. Rank 0 writes its own part directly. Ranks that hold
+the same part pass it on to each other.
 
-Between the ranks' agreement to a bucket and its collectives nothing may fail on one rank alone, so all memory for these
-is allocated before: rank 0 says how long a lane is, and each rank has room for two buckets, or for one if there are no
-more, before the first comes. The others learn at the next agreement what failed on a rank after the collectives.
+After the ranks have agreed to a bucket, and until its collectives are launched, nothing may fail on one rank alone. All
+memory for the buckets is therefore allocated in advance: rank 0 announces the length of a lane, and before the first
+bucket each rank allocates two buckets, or one if there is only one. An error on a rank after the collectives reaches
+the other ranks at the next agreement.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _MOST_PENDING = 2
 
 @dataclass(frozen=True)
 class _Piece:
-    """The bytes of each rank's part of one target from ``start`` on, at most ``length``."""
+    """Piece of one target: of each rank's part, at most ``length`` bytes from ``start`` on."""
 
     index: int
     start: int
@@ -48,8 +49,8 @@ class _Piece:
 class _Memory:
     """Device memory of one bucket.
 
-    received: comes from rank 0. passed: comes from another rank that has the same part. On rank 0, lanes: by rank, what
-    it gets; joined: the lanes one after another, if there are several.
+    received: bytes from rank 0. passed: bytes from another rank that has the same part. lanes: on rank 0, the bytes for
+    each rank. joined: on rank 0, all lanes one after another, if there are several.
     """
 
     received: torch.Tensor
@@ -60,7 +61,7 @@ class _Memory:
 
 @dataclass
 class _Bucket:
-    """A bucket that rank 0 fills. used: the bytes in each rank's lane."""
+    """Bucket that rank 0 fills. used: the number of bytes in each rank's lane."""
 
     memory: _Memory
     used: dict[int, int]
@@ -69,14 +70,17 @@ class _Bucket:
 
 @dataclass
 class _Pending:
-    """The memory of a bucket that was launched: the device uses it until the event ``done``."""
+    """Launched bucket, whose memory the device uses until the event ``done``."""
 
     done: Any
     memory: _Memory
 
 
 class FromFirstRank:
-    """agree: returns rank 0's word once every rank has come to the next bucket."""
+    """Transfer of full tensors from rank 0 to the parts of all ranks.
+
+    agree: waits until every rank has come to the next bucket, and returns rank 0's word.
+    """
 
     def __init__(
         self,
@@ -101,12 +105,17 @@ class FromFirstRank:
         self._destinations: dict[int, Destination] = {}
 
     def prepare(self) -> None:
-        """Allocates the memory of all buckets. Every rank must call it, and then agree that all others could."""
+        """Allocates the memory of all buckets. Every rank must call it; afterwards the ranks must agree that none has
+        failed.
+        """
         self._lane_bytes, count = json.loads(self._agree(json.dumps(self._plan_lanes())))
         self._free = [self._allocate() for _ in range(count)]
 
     def send(self, values: Iterable[tuple[int, Value]]) -> None:
-        """Sends (index of the target, full tensor), on rank 0."""
+        """Sends tensors, on rank 0.
+
+        values: (index of the target, full tensor).
+        """
         own_parts = LocalParts(self._copies, self._streams)
         bucket = self._make_bucket()
         for index, value in values:
@@ -132,7 +141,7 @@ class FromFirstRank:
             self._launch(bucket)
 
     def receive(self, count_written: Callable[[int], None]) -> str:
-        """Receives on the other ranks until rank 0 has sent all, and returns its last word."""
+        """Receives on the other ranks until rank 0 has sent everything. Returns rank 0's last word."""
         while (word := self._agree("")).startswith("["):
             pieces = [_Piece(*piece) for piece in json.loads(word)]
             self._transfer(pieces, self._take_memory(), self._nothing)
@@ -145,15 +154,15 @@ class FromFirstRank:
             self._retire()
 
     def _list_receiving_ranks(self) -> list[int]:
-        """The ranks to which rank 0 sends anything, perhaps itself."""
+        """Lists the ranks to which rank 0 sends anything, which may include itself."""
         layouts = {id(target.layout): target.layout for target in self._targets}.values()
         receivers = {r for layout in layouts for r in layout.owners if layout.replicas or r != self._rank}
         return [rank for rank in self._ranks if rank in receivers]
 
     def _plan_lanes(self) -> tuple[int, int]:
-        """(bytes of a lane, number of buckets at once); the values of rank 0 count."""
+        """Returns (bytes of a lane, number of buckets at once). Only rank 0's result is used."""
         lanes = len(self._receivers)
-        # Several lanes are joined before they are sent, and what rank 0 sends to itself it receives.
+        # Several lanes are joined before they are sent, and rank 0 also receives its own lane.
         copies = 1 + (lanes > 1) + (self._rank in self._receivers)
         lane_bytes = self._bucket_bytes // (copies * max(lanes, 1)) // _ALIGNMENT * _ALIGNMENT
         alike = collections.Counter((t.layout, t.shape, t.dtype.itemsize) for t in self._targets)
@@ -213,7 +222,7 @@ class FromFirstRank:
         outgoing: torch.Tensor,
         used: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """Moves rank 0's lanes to where they belong, on all ranks at once."""
+        """Moves the bytes in rank 0's lanes to the ranks to which they belong. All ranks must call it at once."""
         # The bytes of this rank's part that are in each piece.
         sizes = {
             piece: max(min(self._count_part_bytes(piece) - piece.start, piece.length), 0)
@@ -241,7 +250,7 @@ class FromFirstRank:
         self._write(arrived)
 
     def _write(self, arrived: Mapping[_Piece, torch.Tensor]) -> None:
-        """Copies what has arrived into the shards, which may be given memory only now."""
+        """Copies the received bytes into the shards; a shard on the meta device is given memory only now."""
         targets = [
             self._choose_destination(piece).memory[piece.start :][: part.numel()] for piece, part in arrived.items()
         ]
@@ -260,9 +269,9 @@ class FromFirstRank:
         return self._targets[piece.index].layout
 
     def _is_sent(self, layout: Layout) -> bool:
-        """Returns whether this rank gets its part in buckets.
+        """Returns whether this rank gets its part through buckets.
 
-        Rank 0 writes its own directly where it passes none on.
+        Rank 0 writes its own part directly unless it passes the part on to others.
         """
         return bool(layout.replicas) or self._rank != self._first
 
@@ -296,7 +305,7 @@ def _align(nbytes: int) -> int:
 
 
 def _divide(memory: torch.Tensor, pieces: Sequence[_Piece], sizes: Mapping[_Piece, int]) -> dict[_Piece, torch.Tensor]:
-    """The part of the memory in which each piece has arrived."""
+    """Returns the part of the memory in which each piece has arrived."""
     lengths = [_align(sizes[piece]) for piece in pieces]
     parts = memory[: sum(lengths)].split(lengths) if lengths else ()
     return {piece: part[: sizes[piece]] for piece, part in zip(pieces, parts, strict=True)}

@@ -1,13 +1,13 @@
 """``load_full_tensors``: one load from its arguments to its report.
 
-1. read the model: every tensor is a target, with its names, its layout over the ranks, and this rank's part of it
-2. the ranks agree on targets and arguments, who has the source, and in which names; where these are the Hub's, what is
-   a part of a target becomes a target of its own; an error of one is an error of all from here on
-3. match the names, shapes and dtypes of the source with the targets
-4. allocate what the load needs, agree once more, and prepare the model for the writes
-5. read each part from the source and write it where the shard lies: each rank its own, or rank 0 everybody's
-6. check that no file changed meanwhile, and agree that no rank failed
-7. copy to the second memory of FSDP1's shards where there is one
+1. Read the model: every tensor is a target with its names, its layout over the ranks, and this rank's part of it.
+2. The ranks agree on targets and arguments, on who has the source, and on the names. With the Hub's names, each part of
+    a fused target becomes a target of its own. From here on an error of one rank is raised on all.
+3. Match the names, shapes and dtypes of the source with the targets.
+4. Allocate the memory that the load needs, agree once more, and prepare the model for the writes.
+5. Read each part from the source and write it into its shard. Each rank does this for itself, or rank 0 for all.
+6. Check that no file has changed, and agree that no rank has failed.
+7. Copy the shards to their second memory, which some FSDP1 units have.
 """
 
 from __future__ import annotations
@@ -71,63 +71,69 @@ def load_full_tensors(
     bucket_bytes: int = LOAD_BUCKET_BYTES,
     check_sums: bool = True,
 ) -> LoadReport:
-    """Fills the shards of a model, and its buffers, where they lie, from full tensors.
+    """Fills the shards of a model, and its buffers, in place from full tensors.
 
-    Every rank of the model's mesh must call it, with the same arguments except for the source, which either rank 0
-    alone (the first of the mesh) or every rank has. They agree on what is loaded before anything is written, and again
-    at the end; an error of one rank is a LoadError on all others, instead of a collective that never ends.
+    Every rank of the model's mesh must call it with the same arguments. Only the source may differ: either rank 0 alone
+    (the first of the mesh) or every rank has it. The ranks agree on the load before anything is written, and again at
+    the end; an error of one rank is raised as LoadError on all others, so none waits in a collective forever.
 
-    Nothing of the model is replaced: an optimizer that was made before holds the same parameters, tied ones stay tied,
-    each shard stays on its device, pinned or not, and in its dtype. Tensors on the meta device are given memory: on the
-    CPU for a shard under CPUOffloadPolicy, else on the compute device. Everything has arrived when it returns.
+    No object of the model is replaced: an existing optimizer keeps its parameters, tied parameters stay tied, and each
+    shard keeps its device, its pinning and its dtype. Tensors on the meta device are given memory: on the CPU for a
+    shard under CPUOffloadPolicy, otherwise on the compute device. All copies have finished when the function returns.
 
-    No rank holds a full model. Device memory beside the shards: two buckets on rank 0 if it alone has the source, and
-    on the others what they get of them; none if every rank has it, except for a tensor that is cast or whose shard is
-    not contiguous. Host memory: at most 256 MiB that are pinned, and 64 MiB for tensors that do not lie in the source
-    as the shards have them.
+    No rank holds a full model. Device memory in addition to the shards: if only rank 0 has the source, two buckets on
+    rank 0, and on the other ranks their share of two buckets; if every rank has it, nothing, except for a tensor that
+    is cast or whose shard is not contiguous. Host memory: at most 256 MiB of pinned memory, and 64 MiB for tensors
+    whose memory in the source is not laid out like the shards.
 
     model: under FSDP2 (``fully_shard``; any mesh, Shard and Replicate) or FSDP1 (``use_orig_params`` or not), under any
         offload, half-moved too, on the meta device (FSDP2), before the first forward or after training.
-    source: full tensors on any device, by name (see ``names``): a mapping; an iterable of (name, tensor), which
-        may reuse the memory of a tensor when the next is asked for, and is closed at the end if it is a generator; a
-        safetensors file, or a directory of such files with or without an index. If every rank has it, each reads its
-        own rows only and nothing is communicated; if rank 0 alone has it, the others pass None or an empty mapping. A
-        tied tensor may come under any of its names, or several.
-    strict: False to leave as it is what the source lacks, and to skip what the model does not have; the report names
-        both. Shapes and dtypes must fit all the same. The entries of a source that ``get_extra_state`` made are passed
-        over; the report names those that the model has.
-    dtype: ``keep``: a tensor of another dtype than the model's is an error; ``cast``: it is cast to the model's.
+    source: full tensors on any device, by name (see ``names``): a mapping; an iterable of (name, tensor), which may
+        reuse the memory of a tensor once the next is requested, and is closed at the end if it is a generator; a
+        safetensors file; or a directory of such files with or without an index. If every rank has the source, each
+        reads only its own rows and nothing is communicated. If only rank 0 has it, the others pass None or an empty
+        mapping. A tied tensor may come under any of its names, or under several.
+    strict: False leaves tensors that the source lacks unchanged, and skips tensors that the model does not have; the
+        report names both. Shapes and dtypes must fit in any case. Entries of the source that ``get_extra_state`` made
+        are skipped; the report names those that the model has.
+    dtype: ``keep``: a tensor whose dtype is not the model's is an error. ``cast``: it is cast to the model's dtype.
     names: ``model``: the source has the names that the model had before it was wrapped (by FSDP1, activation
-        checkpointing, torch.compile; peft's names stay as they are). ``hub``: those that transformers gives the files
-        of ``save_pretrained``, where an expert may have tensors of its own that are parts of one of the model's.
-        ``auto``: whichever the names of the source are; the model's for an iterable. Or a mapping in the form of
-        :func:`read_hub_view`. Each rank reads its own rows only, whatever the names.
-    experts: as :func:`full_tensors`, of experts of which groups of ranks have others under one name: the source has all
-        of them, as one tensor, and each rank gets its own.
-    tensors: as :func:`full_tensors`: what is filled in place of the model's own, such as an average of its weights; at
-        least one of them must be a DTensor. The source has these and no others, and the model is left as it is.
-    buffers: non-persistent buffers, by name, on every rank; those on the meta device must be among them. The report
-        names those that are not: after ``to_empty`` they hold whatever was in their memory.
+        checkpointing, torch.compile; peft's names stay as they are). ``hub``: the names in files of
+        ``save_pretrained``, where an expert may be a tensor of its own that is a part of one of the model's tensors.
+        ``auto``: whichever of the two the source has; the model's for an iterable. Or a mapping in the form of
+        :func:`read_hub_view`. Each rank reads only its own rows, whatever the names.
+    experts: see :func:`full_tensors`; for experts whose groups of ranks have different experts under one name. The
+        source has all experts as one tensor, and each rank gets its own.
+    tensors: see :func:`full_tensors`; the tensors to fill instead of the model's own, such as an average of its
+        weights. At least one of them must be a DTensor. The source has these and no others, and the model is left
+        unchanged.
+    buffers: non-persistent buffers, by name, on every rank. It must include those on the meta device. The report names
+        those that are not given: after ``to_empty`` their values are undefined.
     bucket_bytes: device memory of one bucket, in bytes.
     check_sums: whether tensors in files of :func:`save_full_tensors` are compared with the checksums of their save
-        before anything is written. The ranks of a node divide the files between them, so each byte is read once more on
-        each node. Files of other programs have no sums; the report says how many tensors were compared.
+        before anything is written. The ranks of a node divide the files among themselves, so each byte is read once
+        more on each node. Files of other programs have no sums; the report says how many tensors were compared.
 
-    Raises LoadError on every rank, before anything is written, for names that are missing or superfluous, a source
-    that has some tensors by the Hub's names and others by the model's, Hub names that are unknown or are no parts of
-    the model's tensors, a mapping of names that is not one-to-one, other shapes and dtypes, tied names with different
-    values, files that are truncated or no safetensors, a model that is not sharded, tensors that are different ones
-    under one name on groups of ranks (meshes of some of the ranks, plain parameters whose values differ), ranks whose
-    models or arguments differ, or whose files do in names, shapes, dtypes, or the 4 KiB in the middle of a tensor (of
-    128 tensors at most). The items of an iterator are checked as they come, and whether a file was written to or
-    replaced meanwhile at the end: then the error says how many tensors had been written. On a rank where something else
-    is raised (OSError, what an iterator raises) it stays what it is, and the others raise LoadError. Raises TypeError,
-    ValueError for arguments that make no sense, and UnreadableTensors for a model with tensors whose memory is not
-    their values, unless the load is not strict and the source has none of them.
+    Raises LoadError on every rank, before anything is written, for
+
+    - names that are missing or superfluous, a source with some of the Hub's and some of the model's names, Hub names
+        that are unknown or are no parts of the model's tensors, and a mapping of names that is not one-to-one;
+    - wrong shapes or dtypes, and tied names with different values;
+    - files that are truncated or not in safetensors' format;
+    - a model that is not sharded, and groups of ranks with different tensors under one name (meshes of some of the
+        ranks, plain parameters whose values differ);
+    - ranks whose models or arguments differ, or whose files differ in names, shapes, dtypes, or the 4 KiB in the middle
+        of a tensor (checked for at most 128 tensors).
+
+    The items of an iterator are checked as they come, and a file that was written to or replaced is detected at the
+    end; in both cases the error says how many tensors had been written. On a rank where another exception is raised
+    (OSError, an exception of the iterator) it is passed on unchanged, and the other ranks raise LoadError. Raises
+    TypeError or ValueError for invalid arguments, and UnreadableTensors for a model with tensors whose memory does not
+    hold their values, unless the load is not strict and the source has none of them.
     """
     with contextlib.ExitStack() as stack:
         if isinstance(source, Generator):
-            # It may be an extraction, whose other ranks wait for this one until it is closed.
+            # The source may be an extraction, in which other ranks wait for this rank until it is closed.
             stack.callback(source.close)
         if isinstance(source, Iterator):
             source = keep_present_modes(source)
@@ -218,8 +224,8 @@ def _load(
             share if check_sums else None,
         )
         for unit in contents.fsdp1_units:
-            # Where FSDP1 has the shard on another device, too: a forward under mixed precision reads it there, and the
-            # next reshard returns to it.
+            # FSDP1 may have a second copy of the shard on another device, which a forward under mixed precision reads
+            # and to which the next reshard returns.
             loaded, *others = unit.memories
             for other in others:
                 other.copy_(loaded)
@@ -230,7 +236,7 @@ def _load(
 
 
 def check_arguments(model: nn.Module, bucket_bytes: int) -> None:
-    """Raises TypeError, ValueError."""
+    """Raises TypeError or ValueError for invalid arguments."""
     reader.check_model(model)
     if not isinstance(bucket_bytes, int):
         raise TypeError(f"bucket_bytes must be a whole number, not {type(bucket_bytes).__name__}")
@@ -239,7 +245,7 @@ def check_arguments(model: nn.Module, bucket_bytes: int) -> None:
 
 
 def check_between_steps(model: nn.Module, contents: ModelContents) -> None:
-    """Raises LoadError where a step runs, and for an FSDP1 model whose backward raised."""
+    """Raises LoadError if a step is running, and for an FSDP1 model whose backward raised."""
     if (running := private.find_running_step(list(model.modules()))) is not None:
         raise LoadError(f"the load was called during a {running}: load between two steps")
     if broken := [unit.flat_name for unit in contents.fsdp1_units if unit.open_step == "backward"]:
@@ -250,11 +256,11 @@ def check_between_steps(model: nn.Module, contents: ModelContents) -> None:
 
 
 def settle(model: nn.Module, contents: ModelContents, device: torch.device) -> tuple[str, ...]:
-    """Waits for copies from and to the shards, on any stream, and brings the model into the state between two steps.
+    """Waits for copies from and to the shards on all streams, and puts the model into the state between two steps.
 
-    What a forward without a backward left unsharded, a gather that is pending, and what a step left that raised would
-    be used again, with the values from before the load. Returns the names of the parameters whose gradients were
-    discarded: see ``LoadReport.discarded``.
+    Parameters that a forward without a backward left unsharded, a pending gather, and the leftovers of a step that
+    raised would otherwise be used again, with values from before the load. Returns the names of the parameters whose
+    gradients were discarded: see ``LoadReport.discarded``.
     """
     if device.type != "cpu":
         torch.get_device_module(device.type).synchronize(device)
@@ -283,8 +289,8 @@ def fill_targets(
 ) -> LoadReport:
     """Matches the source with the targets, reads it, and writes each rank's parts.
 
-    prepare_model: called before the first write, when all ranks have found that they can write.
-    share: of the files, which this rank compares with the sums of their save before that; None to compare nothing.
+    prepare_model: called before the first write, after all ranks have found that they can write. share: the share of
+    the files that this rank compares with the sums of their save before the writes; None to compare nothing.
     """
     if holders == "first" and place.partial:
         raise LoadError(
@@ -334,7 +340,7 @@ def fill_targets(
 def _iterate_values(
     source: LoadSource, matching: Matching, agreement: LoadAgreement, copies: HostCopies
 ) -> Iterator[tuple[int, Value]]:
-    """(index of a target, full tensor), each target once."""
+    """Yields (index of a target, full tensor), each target once."""
     if source.kind == "iterator":
         for name, value in source.read_items():
             index = matching.add(name, value)

@@ -1,4 +1,4 @@
-"""The division of tensors over ranks, and the ranks from which others get their parts."""
+"""Layouts of tensors over ranks: which part each rank holds, and which ranks pass parts on to others."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ from fsdp_doctor.weights.names.views import Box, TensorView, find_box
 
 @dataclass(frozen=True)
 class Replicas:
-    """Ranks that hold the same part. group: None for all ranks of the model. source: the rank that gets it first."""
+    """Ranks that hold the same part. group: None for all ranks of the model. source: the rank that gets the part
+    first.
+    """
 
     group: dist.ProcessGroup | None
     source: int
 
 
 class Layout(ABC):
-    """The division of one tensor, or of many of one kind.
+    """Division of one tensor, or of many tensors of one kind, over the ranks.
 
-    owners: the ranks that get their parts from rank 0 directly; on a rank that is neither one of them nor rank 0, maybe
-    others. replicas: the groups in which the parts are then passed on, one group after the other.
+    owners: the ranks that get their parts from rank 0 directly; only rank 0 and the owners are sure to have the same
+    list. replicas: the groups in which the parts are then passed on, one group after the other.
     """
 
     owners: tuple[int, ...]
@@ -39,24 +41,25 @@ class Layout(ABC):
 
     @abstractmethod
     def __str__(self) -> str:
-        """A description that is the same on every rank."""
+        """Returns a description that is the same on every rank."""
 
     @abstractmethod
     def compute_part(self, shape: torch.Size, rank: int) -> LocalPart:
-        """The part that a rank holds of a tensor of that shape, in the order of ``arranged``."""
+        """Computes the part that a rank holds of a tensor of ``shape``, in the order of ``arrange``."""
 
     def arrange(self, full: torch.Tensor) -> torch.Tensor:
-        """A view of the full tensor in the order in which it is divided."""
+        """Returns a view of the full tensor in the order in which it is divided."""
         return full
 
     def list_stretches(self, shape: torch.Size, part: LocalPart) -> list[Stretches] | None:
-        """The part's elements in the flattened tensor; None if its rows are not in the tensor's order."""
+        """Lists the part's elements in the flattened tensor; None if the shard's order is not the tensor's."""
         return [stretch for stretch in part.list_stretches(shape) if stretch.length and stretch.rows]
 
     def cut(self, shape: torch.Size, view: TensorView) -> tuple[Layout, LocalPart, Slices] | None:
-        """The layout of a part of a tensor of that shape: (layout, this rank's part of the tensor, slices of that).
+        """Returns the layout of a part of a tensor of ``shape``: (layout, this rank's part of the tensor, slices of
+        that part).
 
-        None where what a rank has of the part is not known by ranges.
+        Returns None if this rank's elements of the part cannot be described by ranges.
         """
         box = find_box(view, shape)
         if box is None:
@@ -66,7 +69,7 @@ class Layout(ABC):
 
 
 class _InBox(Layout):
-    """The layout of a part of a tensor that is divided along its dims. shape: of the tensor."""
+    """Layout of a part of a tensor that is divided along its dims. shape: the shape of the whole tensor."""
 
     def __init__(self, whole: Layout, shape: torch.Size, box: Box) -> None:
         self._whole, self._shape, self._box = whole, shape, box
@@ -86,7 +89,9 @@ class _InBox(Layout):
 
 
 class OnMesh(Layout):
-    """A DTensor's. Raises LoadError for a mesh on which FSDP2 and DTensor disagree about which rank has which shard."""
+    """Layout of a DTensor. Raises LoadError for a mesh on which FSDP2 and DTensor disagree about which rank has which
+    shard.
+    """
 
     def __init__(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
         self._ranks = mesh.mesh
@@ -125,7 +130,7 @@ class OnMesh(Layout):
 
 
 class Whole(Layout):
-    """The layout of a tensor that every rank has: a buffer, or a parameter that is not sharded."""
+    """Layout of a tensor that every rank has: a buffer, or a parameter that is not sharded."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.owners = ranks[:1]
@@ -139,7 +144,9 @@ class Whole(Layout):
 
 
 class Layouts:
-    """Makes each layout of a model once: it has few, and reading a mesh is slow. meshes: those of all ranks."""
+    """Makes each layout of a model once, since there are few and reading a mesh is slow. meshes: the meshes of all
+    ranks.
+    """
 
     def __init__(self, ranks: tuple[int, ...], meshes: Sequence[DeviceMesh]) -> None:
         self._whole = Whole(ranks)
@@ -157,9 +164,9 @@ class Layouts:
 
 
 class ShardsOfUnit:
-    """The division of the flat parameter of one FSDP1 unit.
+    """Division of the flat parameter of one FSDP1 unit.
 
-    length: of each shard. places: by rank, the index of its shard.
+    length: the number of elements of each shard. places: by rank, the index of its shard.
     """
 
     def __init__(self, unit: Fsdp1Unit, first: int) -> None:
@@ -174,9 +181,9 @@ class ShardsOfUnit:
 
 
 class InFlatParameter(Layout):
-    """The layout of one parameter in an FSDP1 unit: each rank holds a range of it, in the order of its memory.
+    """Layout of one parameter in an FSDP1 unit: each rank holds a range of it, in the order of its memory.
 
-    offset: of its first element in the flat parameter. stride: of the full tensor.
+    offset: the index of the parameter's first element in the flat parameter. stride: the strides of the full tensor.
     """
 
     def __init__(self, shards: ShardsOfUnit, offset: int, stride: tuple[int, ...]) -> None:
@@ -192,7 +199,7 @@ class InFlatParameter(Layout):
         return LocalPart(((range(min(max(begin, 0), numel), min(max(begin + length, 0), numel)),),))
 
     def find_slices(self, shape: torch.Size) -> Slices:
-        """The slices of this rank's shard that are its part."""
+        """Returns the slices of this rank's shard that are its part of the parameter."""
         rank = dist.get_rank()
         (run,) = self.compute_part(shape, rank).runs[0]
         begin = run.start + self._offset - self._shards.places[rank] * self._shards.length if len(run) else 0

@@ -1,4 +1,4 @@
-"""The names of the source against those of the model: which tensor fills which, and whether shapes and dtypes fit."""
+"""Matches the tensors of the source with the model's: which fills which, and whether shapes and dtypes fit."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from fsdp_doctor.weights.transport.rank_groups import Conflict, describe_conflic
 
 DtypeRule = Literal["keep", "cast"]
 _WHOLE = Whole((0,))
-# Of each kind of problem, of which there are three.
+# Limit for the names in an error, for each of three kinds of problems.
 _MOST_NAMES = 3
 
 
 class Matching:
     """Pairs of tensors of the source and the targets that they fill.
 
-    A tied target may come under several of its names, if the values are the same. names: by the target's index, the
-    names under which the source has it. superfluous: names of no target.
+    A tied target may come under several of its names if the values are the same. names: by the target's index, the
+    names under which the source has it. superfluous: names in the source that belong to no target.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Matching:
         conflicts: Mapping[str, Conflict],
         unreadable: Mapping[str, str] | None = None,
     ) -> None:
-        """conflicts, unreadable: by the first name of a target, why it cannot be loaded."""
+        """Prepares the matching. conflicts, unreadable: by the first name of a target, why it cannot be loaded."""
         self._targets, self._strict, self._dtype = targets, strict, dtype
         self._holders, self._conflicts = holders, conflicts
         self._unreadable = unreadable or {}
@@ -52,9 +52,10 @@ class Matching:
         self.superfluous: list[str] = []
 
     def add(self, name: str, value: Value) -> int | None:
-        """Returns the index of the target to be filled, None if there is none or a tied name has come before.
+        """Matches one item of an iterator, whose other items are unknown.
 
-        For an iterator, of which the rest is not known. Raises LoadError if the tensor does not fit.
+        Returns the index of the target to fill, or None if there is none or the tied target has already been filled.
+        Raises LoadError if the tensor does not fit.
         """
         index = self._indices.get(name)
         if index is None:
@@ -73,7 +74,7 @@ class Matching:
         return index if len(names) == 1 else None
 
     def add_all(self, tensors: Mapping[str, Value]) -> None:
-        """Matches all tensors of the source at once; the LoadError names all that do not fit."""
+        """Matches all tensors of the source at once. Raises a LoadError that names all tensors that do not fit."""
         self._refuse_conflicts(sorted({self._indices[name] for name in tensors if name in self._indices}))
         misfits = []
         for name, value in tensors.items():
@@ -95,7 +96,7 @@ class Matching:
                     self._check_tie(index, name, tensors[name])
 
     def check_complete(self) -> None:
-        """After the last ``add``. Raises LoadError if anything is missing that may not be."""
+        """Raises LoadError if the load is strict and a target is missing after the last ``add``."""
         if self._strict and (missing := self.list_missing()):
             raise LoadError(_describe_missing(missing))
 
@@ -125,9 +126,9 @@ class Matching:
                 assert_never(self._dtype)
 
     def _check_tie(self, index: int, name: str, value: Value) -> None:
-        """Raises LoadError if a tied target came before with other values.
+        """Raises LoadError if a tied target came before with different values.
 
-        Where rank 0 alone has the source it compares whole tensors, otherwise each rank its own part.
+        If only rank 0 has the source, it compares whole tensors; otherwise each rank compares its own part.
         """
         target = self._targets[index]
         if len(target.names) == 1:

@@ -1,4 +1,4 @@
-"""The optimizer state in a checkpoint, the optimizer's own, and whether the two fit."""
+"""Matches the optimizer state in a checkpoint with the state of the optimizer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SCHEDULED = ("initial_lr", *_COMMON)
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """An entry of a parameter's state that is a tensor with a value for each element of the parameter."""
+    """Entry of a parameter's state: a tensor with a value for each element of the parameter."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -49,7 +49,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ScalarEntry:
-    """An entry of a parameter's state with one value, such as a step. dtype: None unless a tensor holds the value."""
+    """Entry of a parameter's state: one value, such as a step. dtype: None unless a tensor holds the value."""
 
     value: Any
     dtype: torch.dtype | None
@@ -60,16 +60,17 @@ Entries: TypeAlias = dict[str, TensorEntry | ScalarEntry]
 
 @dataclass
 class StateOutline:
-    """A full optimizer state without the values of its tensors, which all ranks have to know.
+    """Full optimizer state without the values of its tensors, which all ranks need to know.
 
-    entries: by parameter and by key. groups: the options of each, and the names of its parameters under ``params``.
+    entries: the entries of each parameter's state, by the parameter's name and the key. groups: the options of each
+    param group, and the names of its parameters under ``params``.
     """
 
     entries: dict[str, Entries] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
 
     def describe(self) -> list[str]:
-        """Lines that are the same for outlines that are alike."""
+        """Returns lines that are the same for equal outlines."""
         lines = [
             f"{name_entry(key, name)}: {e}" for name, entries in self.entries.items() for key, e in entries.items()
         ]
@@ -83,13 +84,13 @@ class StateOutline:
 
     @staticmethod
     def from_word(word: str) -> StateOutline:
-        """Unpickles the word of rank 0 of this process group."""
+        """Unpickles an outline that rank 0 of this process group sent as a word."""
         outline: StateOutline = pickle.loads(base64.b85decode(word))
         return outline
 
 
 def read_outline(source: Any) -> tuple[StateOutline, dict[str, torch.Tensor]]:
-    """The outline of a full state, and its tensors by ``name_entry``. Raises LoadError, TypeError."""
+    """Reads the outline of a full state, and its tensors by ``name_entry``. Raises LoadError or TypeError."""
     if not isinstance(source, Mapping) or not {"state", "param_groups"} <= set(source):
         raise TypeError(f"{_FORMAT}, with state and param_groups")
     groups = source["param_groups"]
@@ -133,8 +134,10 @@ def name_entry(key: str, name: str) -> str:
 
 
 def read_option(option: Any) -> Any:
-    """Returns an option of a param group without tensors of one value, such as a learning rate or betas on a device:
-    numbers are in their place. Other tensors are on the host.
+    """Returns an option of a param group with numbers instead of tensors of one value, such as a learning rate on a
+    device.
+
+    Other tensors are copied to the host.
     """
     match option:
         case torch.Tensor():
@@ -146,9 +149,9 @@ def read_option(option: Any) -> Any:
 
 
 class StateForm(enum.Enum):
-    """Owners of the elements of a state tensor, found by its shape on this rank.
+    """Form of a state tensor on this rank, found by its shape.
 
-    EITHER: this rank's shard has the shape of the whole parameter.
+    EITHER: this rank's shard has the shape of the whole parameter, so the shape does not decide.
     """
 
     SINGLE = "a single value"
@@ -159,10 +162,10 @@ class StateForm(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParameterPart:
-    """One parameter of the model in a parameter of the optimizer.
+    """Parameter of the model, as a part of a parameter of the optimizer.
 
-    shape: the shape of the full parameter. slices: this rank's part of it in the optimizer's flat parameter; None for
-    all of it.
+    shape: the shape of the full parameter. slices: this rank's part of it in the optimizer's flat parameter; None if
+    the part is the whole parameter of the optimizer.
     """
 
     names: tuple[str, ...]
@@ -171,7 +174,7 @@ class ParameterPart:
     slices: Slices | None = None
 
     def view_part(self, state: torch.Tensor) -> torch.Tensor:
-        """A view of this one's elements in a tensor like the optimizer's parameter."""
+        """Returns a view of this parameter's elements in a tensor with the form of the optimizer's parameter."""
         local = private.read_local_tensor(state)
         if self.slices is not None:
             return local[self.slices]
@@ -182,11 +185,11 @@ class ParameterPart:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OptimizerParameter:
-    """One parameter of an optimizer: a parameter of the model, a part of one, or a flat parameter of several.
+    """Parameter of an optimizer: a parameter of the model, a part of one, or a flat parameter of several.
 
-    group: the index of its param group. home: where it lies in a training step. own_shape: the shape of this rank's
-    part between two steps, which is the shape of its state; the parameter itself may be whole, as FSDP1 leaves it after
-    a step that raised.
+    group: the index of its param group. home: the device on which it lies during a training step. own_shape: the shape
+    of this rank's part between two steps, which is also the shape of its state. The parameter itself may be whole now,
+    since a step that raised leaves an FSDP1 parameter unsharded.
     """
 
     parameter: torch.Tensor
@@ -197,21 +200,26 @@ class OptimizerParameter:
 
     @property
     def names(self) -> list[str]:
-        """The first name of each part."""
+        """First names of the parts."""
         return [part.names[0] for part in self.parts]
 
     @property
     def has_state(self) -> bool:
-        """Returns whether the optimizer makes state for it on this rank: FSDP1's makes none for an empty part."""
+        """True if the optimizer makes state for the parameter on this rank; under FSDP1 it makes none for an empty
+        part.
+        """
         return isinstance(self.parameter, DTensor) or self.own_shape.numel() > 0
 
     @property
     def whole_shape(self) -> torch.Size | None:
-        """The shape of the parameter before it was divided; None for a flat parameter of several."""
+        """Shape of the parameter before it was divided; None for a flat parameter of several."""
         return None if self.parts[0].slices is not None else self.parts[0].shape
 
     def find_form(self, key: str, value: torch.Tensor) -> StateForm:
-        """Raises LoadError for a tensor that is neither divided like the parameter, nor whole, nor a single value."""
+        """Finds the form of a state tensor.
+
+        Raises LoadError if the tensor is neither divided like the parameter, nor whole, nor a single value.
+        """
         local = private.read_local_tensor(value)
         if form := describe_unless_dense(local):
             raise LoadError(f"{name_entry(key, self.names[0])} is {form}, not a tensor with a value per element")
@@ -242,7 +250,7 @@ class OptimizerParameter:
 def list_parameters(
     contents: ModelContents, place: ModelPlace, optimizer: torch.optim.Optimizer
 ) -> list[OptimizerParameter]:
-    """Raises LoadError for a parameter that the model does not have."""
+    """Lists the optimizer's parameters. Raises LoadError for a parameter that the model does not have."""
     known = {id(parameter): (own, home, parts) for parameter, own, home, parts in _list_trainable(contents, place)}
     parameters = []
     for index, group in enumerate(optimizer.param_groups):
@@ -262,7 +270,9 @@ def list_parameters(
 def _list_trainable(
     contents: ModelContents, place: ModelPlace
 ) -> Iterator[tuple[torch.Tensor, torch.Size, torch.device, tuple[ParameterPart, ...]]]:
-    """(parameter, shape of this rank's part, its device in training, its parts) of all that an optimizer may have."""
+    """Yields (parameter, shape of this rank's part, its device in training, its parts) for all that an optimizer may
+    have.
+    """
     layouts = Layouts(place.ranks, place.meshes)
     for unit in contents.fsdp1_units:
         home = torch.device("cpu") if unit.offloads else unit.compute_device
@@ -303,9 +313,8 @@ def _list_trainable_of_unit(
 class StateForms:
     """Forms in which an optimizer keeps the tensors of its state: divided like their parameter, or whole on each rank.
 
-    The state that the optimizer already has shows the form. For a key that is in no parameter's state, ``whole``
-    decides; if ``whole`` is None, torch's own optimizers divide such tensors, and for other optimizers the form is
-    unknown.
+    The state that the optimizer already has shows the form. For a key that no parameter's state has, ``whole`` decides.
+    If ``whole`` is None, torch's own optimizers divide such tensors, and for other optimizers the form is unknown.
     """
 
     def __init__(
@@ -314,7 +323,10 @@ class StateForms:
         parameters: Sequence[OptimizerParameter],
         whole: Collection[str] | None,
     ) -> None:
-        """Raises LoadError for a tensor that is neither divided like its parameter, nor whole, nor a single value."""
+        """Reads the forms in the optimizer's state.
+
+        Raises LoadError for a tensor that is neither divided like its parameter, nor whole, nor a single value.
+        """
         self._optimizer, self._whole = optimizer, whole
         self._forms = {
             (id(parameter), key): parameter.find_form(key, value)
@@ -353,7 +365,7 @@ class StateForms:
         return False
 
     def describe(self, parameter: OptimizerParameter) -> str:
-        """Describes the keys that are whole, which must be the same on all ranks."""
+        """Describes which keys' tensors are whole, which must be the same on all ranks."""
         keys = [key for at, key in self._forms if at == id(parameter) and self.is_whole(parameter, key)]
         return f" with {join_some(sorted(keys))} whole on each rank" if keys else ""
 
@@ -364,9 +376,10 @@ def _steps_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_kind(outline: StateOutline, optimizer: torch.optim.Optimizer) -> None:
-    """Raises LoadError for the state of another kind of optimizer, which the options of the param groups tell.
+    """Raises LoadError for the state of another kind of optimizer, which the options of the param groups show.
 
-    Versions of one optimizer differ in an option or two; another one lacks most of the options and has other ones.
+    Versions of one optimizer differ in an option or two; another optimizer lacks most of the options and has different
+    ones.
     """
     options = set(optimizer.defaults) - {*_IMPLEMENTATION, *_COMMON}
     known = options | {key for group in optimizer.param_groups for key in group}
@@ -380,11 +393,12 @@ def check_kind(outline: StateOutline, optimizer: torch.optim.Optimizer) -> None:
 
 
 class StateMatching:
-    """The entries of a checkpoint for each parameter of an optimizer.
+    """Entries of a checkpoint for each parameter of an optimizer.
 
     entries: (parameter, its entries by key), in the dtypes in which they are loaded. stateless: parameters for which
-    the checkpoint has no state. options: of the param groups, by their index. missing, superfluous, without_state: as
-    in a LoadReport. Raises LoadError for what does not fit, and for missing and superfluous ones if ``strict``.
+    the checkpoint has no state. options: the options of the param groups, by index. missing, superfluous,
+    without_state: see LoadReport. Raises LoadError for entries that do not fit, and if ``strict`` for missing and
+    superfluous ones.
     """
 
     def __init__(
@@ -420,7 +434,10 @@ class StateMatching:
         self._check_groups_are_alike()
 
     def check_against(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises LoadError for entries of other keys or kinds than an optimizer with the same options has now."""
+        """Raises LoadError if the entries' keys or kinds differ from those in the optimizer's present state.
+
+        The comparison is made only for param groups with the same options.
+        """
         for parameter, entries in self.entries:
             state = optimizer.state.get(parameter.parameter, {})
             kinds = {key: _describe_kind_of_value(value, parameter) for key, value in state.items()}
@@ -474,13 +491,15 @@ class StateMatching:
                 assert_never(self._dtype)
 
     def _find_name_in_source(self, part: ParameterPart) -> str:
-        """The name with entries, else a name in a param group; empty if there is neither."""
+        """Finds the part's name that has entries, otherwise its name in a param group; empty if there is neither."""
         with_entries = (name for name in part.names if name in self._outline.entries)
         listed = (name for name in part.names if name in self._group_of)
         return next(with_entries, next(listed, ""))
 
     def _match_groups(self, parameters: Sequence[OptimizerParameter]) -> dict[int, dict[str, Any]]:
-        """The checkpoint's options for each group of the optimizer: their groups must have the same parameters."""
+        """Returns the checkpoint's options for each group of the optimizer. Raises LoadError if the groups' parameters
+        differ.
+        """
         by_ours: dict[int, tuple[int, str]] = {}
         by_theirs: dict[int, tuple[int, str]] = {}
         for parameter in parameters:
@@ -502,7 +521,7 @@ class StateMatching:
         }
 
     def _check_groups_are_alike(self) -> None:
-        """An optimizer makes the same state for all parameters of a group."""
+        """Raises LoadError for a parameter whose entries differ in kind from those of most parameters of its group."""
         counts: dict[int, collections.Counter[tuple[tuple[str, str], ...]]] = collections.defaultdict(
             collections.Counter
         )
@@ -523,7 +542,10 @@ class StateMatching:
 
 
 def _is_same_option(ours: Any, theirs: Any) -> bool:
-    """Returns whether two options are the same. theirs: the option as ``read_option`` returns it."""
+    """Returns whether two options are the same.
+
+    theirs: the option as ``read_option`` returns it.
+    """
     ours = read_option(ours)
     if isinstance(ours, torch.Tensor) or isinstance(theirs, torch.Tensor):
         return isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor) and torch.equal(ours, theirs)
@@ -531,14 +553,14 @@ def _is_same_option(ours: Any, theirs: Any) -> bool:
 
 
 def _describe_kind(entry: TensorEntry | ScalarEntry, parameter: OptimizerParameter) -> str:
-    """The kind of an entry, in the words of ``_describe_kind_of_value``."""
+    """Returns the kind of an entry, in the words of ``_describe_kind_of_value``."""
     if isinstance(entry, TensorEntry) or (entry.dtype is not None and not parameter.own_shape):
         return "a tensor"
     return "a number" if isinstance(entry.value, numbers.Number) else type(entry.value).__name__
 
 
 def _describe_kind_of_value(value: Any, parameter: OptimizerParameter) -> str:
-    """The kind of a value in an optimizer's state; a tensor with one value is a number."""
+    """Returns the kind of a value in an optimizer's state; a tensor with one value counts as a number."""
     if isinstance(value, torch.Tensor) and (value.ndim or not parameter.own_shape):
         return "a tensor"
     return "a number" if isinstance(value, numbers.Number | torch.Tensor) else type(value).__name__
@@ -555,7 +577,7 @@ def _check_kinds(parameter: OptimizerParameter, entries: Entries, expected: Mapp
 
 
 def _find_differing_key(entries: Entries, others: Entries) -> str:
-    """The first key of tensors that differ in their dtype or of single values that differ; empty if there is none."""
+    """Returns the first key whose tensors differ in dtype or whose single values differ; empty if there is none."""
     for key in {**entries, **others}:
         left, right = (e.dtype if isinstance(e, TensorEntry) else e for e in (entries.get(key), others.get(key)))
         if left != right:

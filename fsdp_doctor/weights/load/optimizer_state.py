@@ -1,4 +1,4 @@
-"""``load_optimizer_state``: a full optimizer state into the optimizer of a sharded model, without a step of it."""
+"""``load_optimizer_state``: loads a full optimizer state into the optimizer of a sharded model, without a step."""
 
 from __future__ import annotations
 
@@ -60,45 +60,52 @@ def load_optimizer_state(
 ) -> LoadReport:
     """Fills an optimizer, fresh or used, from a full state, without a step.
 
-    Every rank of the model's mesh must call it, with the same arguments but for the source, which rank 0 alone (the
-    first of the mesh; the others pass None or an empty mapping) or every rank has. They agree as in
+    Every rank of the model's mesh must call it with the same arguments. Only the source may differ: either every rank
+    has it, or only rank 0 (the first of the mesh), and the others pass None or an empty mapping. The ranks agree as in
     :func:`load_full_tensors`.
 
-    Unlike torch's ``set_optimizer_state_dict`` it makes no state by a step, does not cast moments to the parameter's
+    Unlike torch's ``set_optimizer_state_dict``, it makes no state by a step, does not cast moments to the parameter's
     dtype or move them to its device, and gathers no whole tensors on the devices.
 
-    model, optimizer: under FSDP2 or FSDP1 (``use_orig_params`` or not), on the optimizer's own parameters; any
-        optimizer whose state has, for each parameter, tensors of its shape and single values.
-    source: ``{"state": {name: {key: value}}, "param_groups": [{"params": [names], ...}]}``, as
-        ``get_optimizer_state_dict`` returns it with ``full_state_dict=True``; names as in :func:`load_full_tensors`.
-    strict: False to leave as it is what the source lacks, and to skip what the optimizer does not have.
-    dtype: of a floating-point tensor of another dtype than its parameter's, with which torch's optimizers cannot
-        compute: ``keep``: it is an error; ``cast``: it is cast to the parameter's; ``source``: it is loaded as it is.
-    whole: keys of the state whose tensors the optimizer keeps whole, the same on each rank, as a Muon does that gathers
-        its gradients. The optimizer's own state tells, and torch's optimizers have none; it is asked for where another
-        optimizer has made no step yet. ``()``: all are divided like their parameters.
-    experts: as :func:`load_full_tensors`.
-    bucket_bytes: of device memory of one bucket, where rank 0 alone has the source.
+    model, optimizer: under FSDP2 or FSDP1 (``use_orig_params`` or not), with an optimizer of the model's own
+        parameters; any optimizer whose state has, for each parameter, tensors of its shape and single values.
+    source: ``{"state": {name: {key: value}}, "param_groups": [{"params": [names], ...}]}``, the result of
+        ``get_optimizer_state_dict`` with ``full_state_dict=True``; names as in :func:`load_full_tensors`.
+    strict: False leaves state that the source lacks unchanged, and skips state that the optimizer does not have.
+    dtype: for floating-point tensors whose dtype is not their parameter's, with which torch's optimizers cannot
+        compute. ``keep``: raise an error. ``cast``: cast them to the parameter's dtype. ``source``: load them as they
+        are.
+    whole: keys of the state whose tensors the optimizer keeps whole, the same on each rank, as a Muon that gathers its
+        gradients does. It is needed only for an optimizer that is not torch's and has made no step yet; otherwise the
+        optimizer's own state shows it, and torch's optimizers have no such keys. ``()``: all are divided like their
+        parameters.
+    experts: see :func:`load_full_tensors`.
+    bucket_bytes: device memory of one bucket, if only rank 0 has the source.
 
     Afterwards each parameter's state has the keys and values of the checkpoint. Tensors are sharded like their
-    parameter, or whole on each rank where the optimizer keeps them so; they lie where the state lay before, else where
-    a training step needs them: on the CPU under an offload policy, otherwise on the compute device, also while a
-    framework has moved the parameters to the CPU. A step is a host tensor, or a device tensor if its group is
-    ``capturable`` or ``fused``, and stays where it was if there was one before; a number becomes what the optimizer
-    has. The options of the param groups are the checkpoint's, except for how the optimizer computes (``foreach``,
-    ``fused``, ``capturable``, ``differentiable``); one that is a tensor, such as a learning rate or a beta, is filled
-    where it lies. A parameter that the checkpoint lists without any state, because it never had a gradient, has none
-    afterwards; the report names these as ``without_state``.
+    parameter, or whole on each rank if the optimizer keeps them so. They stay on the device of the earlier state.
+    Without earlier state they are put on the device on which a training step needs them: on the CPU under an offload
+    policy, otherwise on the compute device, even while a framework has moved the parameters to the CPU. A step is a
+    host tensor, or a device tensor if its group is ``capturable`` or ``fused``, and stays on its device if there was
+    one before; a number gets the type that the optimizer uses. The options of the param groups are the checkpoint's,
+    except for those that choose an implementation (``foreach``, ``fused``, ``capturable``, ``differentiable``); an
+    option that is a tensor, such as a learning rate or a beta, is filled in place. A parameter that the checkpoint
+    lists without any state, because it never had a gradient, has none afterwards; the report names these as
+    ``without_state``.
 
-    Raises LoadError on every rank, before anything is written, for parameters that are missing or superfluous, other
-    shapes and dtypes, the state of another optimizer as the options of its param groups tell (AdamW's in SGD; not if
-    the two have most options in common), param groups that do not correspond, ranks whose sources differ in more than
-    the values of their tensors, parameters that are different ones under one name on groups of ranks, an optimizer of
-    parameters that are not the model's, and state with which the optimizer cannot step: a parameter whose keys, or the
-    kinds of whose values, differ from those of most parameters of its group, or from what the optimizer has with the
-    same options. Also for an optimizer whose own state has tensors that are neither divided like the parameter nor
-    whole, such as factored or 8-bit moments, for ranks that keep one tensor in different ways, and where nothing tells
-    in which way it is kept. Raises TypeError for a source of another format, ValueError for an unknown ``dtype``.
+    Raises LoadError on every rank, before anything is written, for
+
+    - parameters that are missing or superfluous, and wrong shapes or dtypes;
+    - the state of another optimizer, which the options of its param groups show (AdamW's in SGD; not if the two have
+        most options in common), and param groups that do not correspond;
+    - ranks whose sources differ in more than the values of their tensors, groups of ranks with different parameters
+        under one name, and an optimizer of parameters that are not the model's;
+    - state with which the optimizer cannot step: a parameter whose keys, or kinds of values, differ from those of most
+        parameters of its group, or from the optimizer's present state with the same options;
+    - an optimizer whose own state has tensors that are neither divided like the parameter nor whole, such as factored
+        or 8-bit moments, ranks that keep one tensor in different forms, and a form that cannot be determined.
+
+    Raises TypeError for a source of another format, and ValueError for an unknown ``dtype``.
     """
     with announce_early_errors(model):
         if dtype not in get_args(StateDtypeRule):
@@ -150,22 +157,23 @@ def load_optimizer_state(
 
 
 def _check_alike(outline_of_first: StateOutline, outline: StateOutline, first: int) -> None:
-    """Raises LoadError with the first difference of this rank's source from that of rank 0."""
+    """Raises LoadError with the first difference between this rank's source and rank 0's."""
     expected, lines, rank = outline_of_first.describe(), outline.describe(), dist.get_rank()
     if expected != lines:
         raise LoadError(describe_first_difference(f"rank {first}", expected, f"rank {rank}", lines, "load"))
 
 
 class _NewState:
-    """The state that the optimizer will have. targets: its tensors, which are yet to be filled.
+    """State that the optimizer will have.
 
-    A tensor that the optimizer has already in the right shape and dtype is filled where it lies.
+    targets: the state's tensors, which are yet to be filled. A tensor that the optimizer already has in the right shape
+    and dtype is filled in place.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, matching: StateMatching, forms: StateForms, whole: Whole
     ) -> None:
-        """whole: the layout of what is whole on each rank."""
+        """Makes the state without its values. whole: the layout of tensors that are whole on each rank."""
         self._optimizer = optimizer
         self._matching = matching
         self._forms, self._whole = forms, whole
@@ -186,9 +194,9 @@ class _NewState:
         self._complete()
 
     def _complete(self) -> None:
-        """Makes a copy of the optimizer do with the state what it does at the end of its ``load_state_dict``.
+        """Makes a copy of the optimizer process the state as at the end of its ``load_state_dict``.
 
-        It makes tensors of the numbers that count steps. Raises LoadError if the optimizer cannot use the state.
+        This converts step counts from numbers to tensors. Raises LoadError if the optimizer cannot use the state.
         """
         optimizer = self._optimizer
         copy = object.__new__(type(optimizer))
@@ -208,7 +216,7 @@ class _NewState:
                     self._state[parameter.parameter][key] = value.to(self._choose_scalar_device(parameter, key))
 
     def put(self) -> None:
-        """Gives the optimizer the state and the options of the param groups."""
+        """Gives the optimizer the new state and the options of the param groups."""
         for parameter, state in self._state.items():
             self._optimizer.state[parameter] = state
         for stateless in self._matching.stateless:
@@ -267,7 +275,7 @@ class _NewState:
 
 
 def _fill_option(before: Any, value: Any) -> Any:
-    """Fills a tensor, such as a learning rate that other code refers to, where it lies."""
+    """Fills a tensor in place, such as a learning rate to which other code refers. Other values are replaced."""
     match before:
         case torch.Tensor():
             return before.copy_(value) if isinstance(value, torch.Tensor) else before.fill_(value)

@@ -14,7 +14,7 @@ from fsdp_doctor.weights.transport.host_copies import HostCopies, InMemory, Port
 from fsdp_doctor.weights.transport.streams import Streams
 
 _WEIGHTS = 1 << 17
-# For copies of parts that cannot be read where they lie.
+# Limit for copies of parts that cannot be read in place.
 _MOST_EXTRA_BYTES = 64 << 20
 # Rows are read together in one call up to so many bytes, if the gaps between them are not longer than this.
 _BLOCK_BYTES = 256 << 10
@@ -22,7 +22,7 @@ _LONGEST_GAP = 64 << 10
 
 
 class InFile(Portion):
-    """A part of a tensor in a file. stretches: in bytes of the file."""
+    """Part of a tensor in a file. stretches: the part's bytes in the file."""
 
     def __init__(self, file: SafetensorsFile, stretches: list[Stretches]) -> None:
         self._file, self._stretches = file, stretches
@@ -61,7 +61,7 @@ class InFile(Portion):
 
 
 class Cast(Portion):
-    """A part that is cast while it is read, so that there is never a whole second copy of it."""
+    """Part that is cast in pieces while it is read, so that no whole second copy of it exists."""
 
     def __init__(self, source: Portion, dtype: torch.dtype, to: torch.dtype) -> None:
         self._source, self._dtype, self._to = source, dtype, to
@@ -75,7 +75,7 @@ class Cast(Portion):
 
 
 def make_portion(value: Value, layout: Layout, part: LocalPart, dtype: torch.dtype) -> Portion:
-    """A part of a full tensor, in the order of the elements of a shard, and in the dtype."""
+    """Makes a portion of a full tensor, in the order of a shard's elements, cast to the dtype."""
     if isinstance(value, torch.Tensor):
         return _make_portion_of_memory(value.detach(), layout, part, dtype)
     stretches = layout.list_stretches(value.shape, part)
@@ -88,7 +88,7 @@ def make_portion(value: Value, layout: Layout, part: LocalPart, dtype: torch.dty
 
 
 def compute_checksum(source: Portion) -> int:
-    """64 bits; two portions of different bytes share it with a probability of 2 ** -64."""
+    """Computes a checksum of 64 bits; different bytes have the same checksum with a probability of 2 ** -64."""
     generator = torch.Generator().manual_seed(1)
     weights = torch.randint(-(2**63), 2**63 - 1, (_WEIGHTS,), generator=generator, device="cpu") | 1
     total = source.nbytes
@@ -102,9 +102,10 @@ def compute_checksum(source: Portion) -> int:
 
 
 class Destination:
-    """The memory into which this rank's part of a tensor is written, in any pieces: ``memory``, 1-D bytes.
+    """Memory for this rank's part of a tensor, which may be written in any pieces.
 
-    That is the shard itself, or, where its elements are not contiguous, a buffer from which ``complete`` copies it.
+    memory: 1-D bytes: the shard itself, or, if its elements are not contiguous, a buffer that ``complete`` copies into
+    the shard.
     """
 
     def __init__(self, target: Target) -> None:
@@ -119,13 +120,15 @@ class Destination:
         return self._filled is self._shard
 
     def complete(self) -> None:
-        """After all pieces have arrived, on the stream that wrote them."""
+        """Copies a separate buffer into the shard. Call it when all pieces have arrived, on the stream that
+        wrote them.
+        """
         if not self.is_shard:
             self._shard.copy_(self._filled)
 
 
 class LocalParts:
-    """Writes the parts of a rank that has, or can read, the full tensors itself."""
+    """Writes this rank's parts of full tensors that it has or can read itself."""
 
     def __init__(self, copies: HostCopies, streams: Streams) -> None:
         self._rank = dist.get_rank()
@@ -134,7 +137,7 @@ class LocalParts:
         self._extra_bytes = 0
 
     def write(self, target: Target, value: Value) -> None:
-        """Begins to write; reads from files begin no earlier than in ``finish``."""
+        """Begins to write a part. Files are not read before ``finish``, except to make the portion."""
         part = target.layout.compute_part(target.shape, self._rank)
         source = make_portion(value, target.layout, part, target.dtype)
         destination = Destination(target)
@@ -150,7 +153,7 @@ class LocalParts:
             destination.complete()
 
     def finish(self) -> None:
-        """Returns when everything has been written."""
+        """Finishes all writes, and returns when they are done."""
         # After what the caller's stream did with the shards before.
         self._streams.begin_loading()
         self._copies.finish()
@@ -168,7 +171,7 @@ def _make_portion_of_memory(full: torch.Tensor, layout: Layout, part: LocalPart,
 
 
 def _read_into_memory(source: Portion, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
-    """The bytes of the portion in memory, 1-D: all, or ``nbytes`` from ``start`` on."""
+    """Returns bytes of the portion in memory, 1-D: all, or ``nbytes`` from ``start`` on."""
     length = source.nbytes - start if nbytes is None else nbytes
     if source.memory is not None:
         return source.memory[start : start + length]

@@ -1,6 +1,7 @@
-"""Safetensors files: validated headers, the index of a checkpoint of several files, and any range of their bytes.
+"""Safetensors files: validated headers, the index of a checkpoint of several files, and reads of any range of bytes.
 
-Files are read with pread and not mapped: to touch a mapped page behind the end of a truncated file kills the process.
+Files are read with pread and not mapped, because touching a mapped page behind the end of a truncated file kills the
+process.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from fsdp_doctor.weights.load.outcome import LoadError
 
 
 class SafetensorsFile:
-    """One open file and its tensors by name.
+    """Open file, and its tensors by name.
 
-    Raises LoadError for another kind of file and for a truncated one, OSError if it cannot be read.
+    Raises LoadError if the file is truncated or in another format, and OSError if it cannot be read.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -46,7 +47,7 @@ class SafetensorsFile:
     def check_unchanged(self) -> None:
         """Raises LoadError if the file was written to or replaced since it was opened.
 
-        A file that was removed is fine: all that was read is still of one version.
+        A removed file raises no error, since all bytes that were read are of one version.
         """
         if self._file.has_changed():
             raise LoadError(
@@ -57,7 +58,7 @@ class SafetensorsFile:
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A full tensor in a file. begin: the offset of its first byte."""
+    """Full tensor in a file. begin: the offset of its first byte."""
 
     file: SafetensorsFile
     begin: int
@@ -74,7 +75,7 @@ class FileTensor:
 
 
 def open_files(path: pathlib.Path) -> tuple[list[SafetensorsFile], dict[str, FileTensor]]:
-    """Opens a file, or the files of a directory (those of its index if it has one), and lists their tensors by name."""
+    """Opens a file, or the files of a directory (those in its index if it has one), and lists their tensors by name."""
     index: dict[str, str] = {}
     paths: Iterable[pathlib.Path] = [path]
     if path.is_dir():
@@ -95,10 +96,10 @@ def open_files(path: pathlib.Path) -> tuple[list[SafetensorsFile], dict[str, Fil
 
 
 def read_index(directory: pathlib.Path, suffix: str) -> dict[str, str]:
-    """The name of each tensor's file, as transformers writes it; empty without an index, and if there are several.
+    """Reads the index that transformers writes: the name of each tensor's file; empty if there is no index or several.
 
-    suffix: of the files, such as ``safetensors``. Raises LoadError if the index is malformed or names files outside of
-    the directory, OSError if it cannot be read.
+    suffix: the suffix of the files, such as ``safetensors``. Raises LoadError if the index is malformed or names files
+    outside of the directory, OSError if it cannot be read.
     """
     indexes = sorted(directory.glob(f"*.{suffix}.index.json"))
     if len(indexes) != 1:
@@ -124,7 +125,7 @@ def _list_tensors(
 
 
 def _get_torch_dtype(name: str, dtype: str) -> torch.dtype:
-    """Raises BadFile for a dtype that is newer than this torch."""
+    """Returns the torch dtype of this name. Raises BadFile if it is newer than this torch."""
     if not isinstance(found := getattr(torch, dtype, None), torch.dtype):
         raise BadFile(f"has the dtype {dtype}, which torch {torch.__version__} does not have", name)
     return found

@@ -1,4 +1,4 @@
-"""Compares tensors in files with the checksums that ``save_full_tensors`` left in its marker."""
+"""Compares tensors in files with the checksums that ``save_full_tensors`` wrote into its marker file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PIECE_BYTES = 64 << 20
 
 
 class Share(NamedTuple):
-    """The part of the files that this rank reads for the comparison: number ``part`` of ``num_parts``, from 0 on."""
+    """Share of the files that this rank compares: number ``part``, counted from 0, of ``num_parts``."""
 
     part: int
     num_parts: int
@@ -36,9 +36,9 @@ class _Expected(NamedTuple):
 
 
 def find_share(ranks: Sequence[int], world_size: int) -> Share:
-    """Divides the files between the ranks of a node, as torchrun numbers them: each node may have files of its own.
+    """Divides the files among the ranks of a node, by torchrun's numbers, since each node may have files of its own.
 
-    Where that is not known, or not all ranks load, each rank compares everything.
+    If the numbers are unknown, or not all ranks load, each rank compares all files.
     """
     index, count = os.environ.get("LOCAL_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
     if len(ranks) == world_size and index.isdecimal() and count.isdecimal() and int(index) < int(count):
@@ -47,9 +47,10 @@ def find_share(ranks: Sequence[int], world_size: int) -> Share:
 
 
 def check_sums(tensors: Mapping[str, FileTensor], share: Share) -> int:
-    """Reads this rank's share of the tensors, and returns how many of all of them have a sum.
+    """Compares this rank's share of the tensors with their sums, and returns how many of all tensors have a sum.
 
-    Raises LoadError for a tensor whose bytes differ, and for one that a file with a marker has and the marker lacks.
+    Raises LoadError for a tensor whose bytes differ, and for a tensor that is in a file with a marker but not in the
+    marker.
     """
     expected = list(_list_expected(tensors))
     mine = _select_share(expected, share)

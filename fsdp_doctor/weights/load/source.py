@@ -1,4 +1,4 @@
-"""The source of a load: a mapping, an iterable or safetensors files, as the caller gives it."""
+"""Source of a load, in any form that a caller may give: a mapping, an iterable or safetensors files."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ TensorSource: TypeAlias = (
 )
 Value: TypeAlias = torch.Tensor | FileTensor
 
-# One read of a disk takes as much, and over a network each may take a millisecond. Between two training steps hardly
-# any tensor keeps the same 4 KiB.
+# A sample has the size of one disk read; over a network each read may take a millisecond, so the number of samples is
+# limited. Between two training steps hardly any tensor keeps the same 4 KiB.
 _SAMPLE_BYTES = 4096
 _MOST_SAMPLES = 128
 
 
 @dataclass(kw_only=True)
 class LoadSource:
-    """The source of one rank. kind: None for nothing. tensors: by name; empty for an iterator, whose items they are.
+    """Source of the load on one rank.
 
-    ignored: names of items that are passed over.
+    kind: None if this rank has no source. tensors: by name; empty for an iterator, whose tensors are in ``items``.
+    ignored: names of items to skip.
     """
 
     kind: SourceKind | None
@@ -49,7 +50,7 @@ class LoadSource:
 
     @property
     def makes_values(self) -> bool:
-        """Returns whether a mapping may make a tensor each time it is asked for it, so that not all may be kept."""
+        """True if a mapping may make a tensor anew at each access, so that not all of them may be kept."""
         return self.kind == "mapping" and type(self.tensors) not in (dict, collections.OrderedDict)
 
     def read_items(self) -> Iterator[tuple[str, Value]]:
@@ -62,9 +63,11 @@ class LoadSource:
                 yield item[0], item[1]
 
     def digest_files(self) -> tuple[str, str]:
-        """Digests of the tensors in files: of all names, shapes and dtypes, and of bytes in the middle of some tensors.
+        """Returns two digests of the tensors in files: of all names, shapes and dtypes, and of bytes in the middle of
+        some tensors.
 
-        A node with a disk of its own may have an older checkpoint, of the same names and shapes.
+        The second digest detects an older checkpoint with the same names and shapes, which a node with its own disk may
+        have.
         """
         tensors = dict(sorted(self.file_tensors.items()))
         described, sampled = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
@@ -89,9 +92,10 @@ class LoadSource:
 
 
 def open_source(source: TensorSource, *, is_first: bool, ignored: Collection[str] = ()) -> LoadSource:
-    """is_first: whether this is rank 0 of the load, where an empty mapping is a source; elsewhere it is none.
+    """Opens the source that a caller gave.
 
-    ignored: names of what is passed over, whatever it is.
+    is_first: whether this is rank 0 of the load, on which an empty mapping counts as a source; on other ranks it counts
+    as no source. ignored: names of items to skip, whatever they are.
     """
     if source is None or (isinstance(source, Mapping) and not source and not is_first):
         return LoadSource(kind=None)
@@ -114,7 +118,7 @@ def open_source(source: TensorSource, *, is_first: bool, ignored: Collection[str
 
 
 def check_value(name: Any, value: Any) -> None:
-    """Raises TypeError, LoadError unless it is a full, dense tensor with a name."""
+    """Raises TypeError or LoadError unless ``name`` is a string and ``value`` a full, dense tensor."""
     if not isinstance(name, str):
         raise TypeError(f"a name must be a string, not {type(name).__name__}")
     if not isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Names under which a source has the tensors: the model's, or those that the Hub's files have."""
+"""Names of the tensors in a source: the model's names, or those in the Hub's files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_NAMES = 10
 
 
 class SourceNames:
-    """The names of one load's source. If ``names`` is ``auto``, the names that this rank's source has."""
+    """Names of the tensors in one load's source. If ``names`` is ``auto``, those that this rank's source has."""
 
     def __init__(self, names: Names, model: nn.Module, targets: Sequence[Target], source: LoadSource) -> None:
         self._model = model
@@ -30,11 +30,11 @@ class SourceNames:
 
     @property
     def word(self) -> str:
-        """Empty for the model's names, else the same on ranks that have the same names."""
+        """Digest of the names, equal on ranks with the same names; empty for the model's names."""
         return self._hub.digest if self._hub is not None else ""
 
     def follow(self, word: str) -> None:
-        """Uses the names of the rank whose ``word`` this is. Raises LoadError if those names differ on this rank."""
+        """Uses the names of the rank that sent ``word``. Raises LoadError if this rank's names differ from them."""
         if not word:
             self._hub = None
             return
@@ -46,7 +46,9 @@ class SourceNames:
             )
 
     def divide(self, targets: Sequence[Target]) -> list[Target]:
-        """Divides fused targets into their parts of these names. Raises LoadError for a part that is not a range."""
+        """Divides fused targets into the parts that have names in the source. Raises LoadError for a part that is not a
+        range.
+        """
         if self._hub is None:
             return list(targets)
         parts = [(target, *part) for target in targets for part in self._hub.list_parts(target.names)]
@@ -59,7 +61,7 @@ class SourceNames:
         return [part for part in divided if part is not None]
 
     def rename(self, reasons: Mapping[str, _T]) -> Mapping[str, _T]:
-        """Returns the reasons by the source's names. reasons: by the first name of each tensor in the model."""
+        """Converts the keys of ``reasons`` from the first names of the model's tensors to the source's names."""
         if self._hub is None:
             return reasons
         return {part[0][0]: why for name, why in reasons.items() for part in self._hub.list_parts((name,))}
@@ -71,7 +73,9 @@ class SourceNames:
             raise LoadError(str(error)) from None
 
     def _find_in(self, tensors: Mapping[str, object]) -> HubNames | None:
-        """Finds the names; None for the model's names, and if the source's names are unknown before it is read."""
+        """Finds the Hub's names; None if the source has the model's names, or if its names are unknown before it is
+        read.
+        """
         strangers = [name for name in tensors if name not in self._shapes]
         hub = self._choose("auto") if strangers else None
         of_hub = [name for name in strangers if hub is not None and name in hub.views]
@@ -86,7 +90,9 @@ class SourceNames:
 
 
 def _cut(target: Target, names: tuple[str, ...], view: TensorView) -> Target | None:
-    """Returns a part of a target as a target; None if this rank's elements of the part are not a part of its shard."""
+    """Makes a target of a part of a target; returns None if this rank's elements of the part are no slice of its
+    shard.
+    """
     if view.is_whole(target.shape):
         return replace(target, names=names)
     cut = target.layout.cut(target.shape, view)

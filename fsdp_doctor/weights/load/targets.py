@@ -1,4 +1,4 @@
-"""The targets of a load: every tensor of a sharded model, where this rank's part of it is, and the model's ranks."""
+"""Targets of a load: every tensor of a sharded model, with this rank's part of it, and the model's ranks."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ _GROUP_TIMEOUT = datetime.timedelta(minutes=5)
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Target:
-    """One tensor to be filled.
+    """Tensor to be filled.
 
-    names: all of its names, any of which the source may have. shape, dtype: of the full tensor. shard: returns this
-    rank's part where it lies, with as many elements as the layout says, and gives memory to one on the meta device.
+    names: all of its names, any of which the source may have. shape, dtype: those of the full tensor. shard: returns
+    this rank's part in place, with as many elements as the layout says; it first gives memory to a part on the meta
+    device.
     """
 
     names: tuple[str, ...]
@@ -53,12 +54,12 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlace:
-    """The ranks and devices of a model.
+    """Ranks and devices of a model.
 
-    ranks: those that take part; the first of the model's mesh is rank 0 of the load. known_group: an existing group of
-    exactly these ranks, None if there is none. device: where this rank communicates. meshes: those of all ranks.
-    partial: names of tensors on meshes of some ranks that are no submesh of one of all, so that rank 0 does not know
-    how they are divided.
+    ranks: the ranks that take part; the first rank of the model's mesh is rank 0 of the load. known_group: an existing
+    group of exactly these ranks, or None. device: the device on which this rank communicates. meshes: the meshes of all
+    ranks. partial: names of tensors on a mesh of some of the ranks that is no submesh of a mesh of all ranks, so that
+    rank 0 does not know how they are divided.
     """
 
     ranks: tuple[int, ...]
@@ -73,12 +74,14 @@ class ModelPlace:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Made where none is known: then each rank waits here for all others."""
+        """Process group of the ranks. If no existing group is known, one is made, for which each rank waits for all
+        others.
+        """
         return self.known_group or _make_group(self.ranks, _find_world())
 
 
 def find_place(contents: ModelContents) -> ModelPlace:
-    """Raises LoadError for a model that is not sharded, or whose ranks are not known."""
+    """Finds the ranks and devices of a model. Raises LoadError if it is not sharded, or if its ranks are unknown."""
     if not contents.fsdp1_units and not list_meshes(contents):
         raise LoadError("the model is not sharded: load it with model.load_state_dict, or shard it first")
     if contents.refusal:
@@ -112,7 +115,7 @@ def find_place(contents: ModelContents) -> ModelPlace:
 
 @defer_garbage_collection
 def list_targets(contents: ModelContents, place: ModelPlace) -> list[Target]:
-    """Lists each parameter and persistent buffer once, in the order of the model, those of FSDP1 units first."""
+    """Lists each parameter and persistent buffer once, in the order of the model; those in FSDP1 units come first."""
     if unused := contents.list_unused(but_followed=True):
         raise LoadError(
             f"FSDP2 does not compute with the model's present {join_some(unused)}: another parameter was assigned "
@@ -128,17 +131,17 @@ def list_targets(contents: ModelContents, place: ModelPlace) -> list[Target]:
 
 
 def describe_targets(targets: Sequence[Target]) -> list[str]:
-    """A line for each: what all ranks must have alike."""
+    """Returns a line for each target with the facts that must be the same on all ranks."""
     return [f"{' = '.join(t.names)}: {list(t.shape)} {t.dtype} {t.layout}" for t in targets]
 
 
 def compare_groups(contents: ModelContents, place: ModelPlace) -> Comparison:
-    """Finds tensors that are different ones under the same name on groups of ranks, which no load can write."""
+    """Makes the comparison that finds different tensors under one name on groups of ranks, which no load can write."""
     return Comparison(read_groups(contents), list_shards(contents), place.device, compares=["plain"])
 
 
 def find_home(tensor: ModelTensor, compute_device: torch.device) -> torch.device:
-    """Finds the device on which a parameter or buffer trains: on the CPU for a DTensor under CPUOffloadPolicy."""
+    """Returns the device on which a parameter or buffer trains: the CPU for a DTensor under CPUOffloadPolicy."""
     is_offloaded = tensor.unit is not None and isinstance(tensor.unit.policy, CPUOffloadPolicy)
     return torch.device("cpu") if is_offloaded and isinstance(tensor.tensor, DTensor) else compute_device
 
@@ -146,10 +149,10 @@ def find_home(tensor: ModelTensor, compute_device: torch.device) -> torch.device
 def match_transient_values(
     buffers: Sequence[ModelTensor], supplied: Mapping[str, torch.Tensor], device: torch.device
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(buffer, value) of the non-persistent buffers, which no checkpoint has, so that the caller supplies them.
+    """Pairs the non-persistent buffers, which no checkpoint has, with the values that the caller supplies.
 
-    device: of the values of those on the meta device. Raises LoadError for a buffer on the meta device that is not
-    supplied, and for what does not fit.
+    device: the device of the values for buffers on the meta device. Raises LoadError for a buffer on the meta device
+    that is not supplied, and for values that do not fit.
     """
     by_name = {name: buffer for buffer in buffers for name in buffer.names}
     if unknown := [name for name in supplied if name not in by_name]:
@@ -172,10 +175,11 @@ def match_transient_values(
 
 
 def replace_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Gives a tensor on the meta device the memory of the other; it stays the object, with the attributes, that it was.
+    """Gives a tensor on the meta device the memory of another; the tensor stays the same object with the same
+    attributes.
 
-    So an optimizer that was made before holds the same parameters, and ties stay. Raises LoadError if torch does not
-    allow it because something else, such as a graph, refers to the tensor.
+    An existing optimizer therefore keeps its parameters, and ties are kept. Raises LoadError if torch does not allow it
+    because something else, such as a graph, refers to the tensor.
     """
     new = nn.Parameter(other, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
     new.__class__ = type(tensor)
@@ -215,7 +219,7 @@ def _find_world() -> dist.ProcessGroup:
 
 @functools.lru_cache(maxsize=1)
 def _make_group(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Kept for all loads in the same world."""
+    """Makes a process group, which is kept for all loads in the same world."""
     group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=_GROUP_TIMEOUT, use_local_synchronization=True)
     return group
 
@@ -260,5 +264,5 @@ def _list_targets_of_unit(unit: Fsdp1Unit, place: ModelPlace) -> Iterator[Target
 
 
 def _view_part_of_unit(unit: Fsdp1Unit, slices: Slices) -> torch.Tensor:
-    """A view of the memory that the unit has after its memories were united."""
+    """Returns a view of a unit's memory, after its memories were united."""
     return unit.memories[0][slices]

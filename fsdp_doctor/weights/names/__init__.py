@@ -1,7 +1,7 @@
-"""The names that a model's tensors have on the Hub, and which part of which of the model's tensors each name is.
+"""Names that a model's tensors have on the Hub, and the part of a model's tensor that each name stands for.
 
-views          a tensor as a part of another: where it lies, and what of it is in a rank's shard
-hub_names      the names, asked of transformers or given by the caller
+views          a tensor as a part of another: its indices, and which of them a rank's shard holds
+hub_names      the Hub's names, determined with transformers or given by the caller
 output_names   the names under which tensors are handed out
 """
 

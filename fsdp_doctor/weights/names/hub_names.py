@@ -1,9 +1,10 @@
-"""The Hub's names of a transformers model: what ``save_pretrained`` would write, asked of transformers itself.
+"""Names of a transformers model's tensors on the Hub, as ``save_pretrained`` would write them, from transformers
+itself.
 
-transformers from 5.0.0 on converts a checkpoint when it loads it, experts of one file each into a fused tensor, and
-``revert_weight_conversion`` converts back what it saves (read in 5.0.0 and 5.23.0). Here that runs on meta tensors with
-the names and shapes of the model, in which a copy of a tensor is the tensor itself: then each of its results is a view
-that says which part of which tensor it is. So there is no table of families.
+transformers 5.0.0 and newer converts a checkpoint when it loads it (for example, tensors of single experts into one
+fused tensor), and ``revert_weight_conversion`` reverts this when it saves (read in 5.0.0 and 5.23.0). This module runs
+the reversion on meta tensors with the model's names and shapes, while copies are replaced by the tensor itself. Each
+result is then a view, which shows the part of a tensor of the model that it is. No table of model families is needed.
 """
 
 from __future__ import annotations
@@ -35,23 +36,26 @@ if TYPE_CHECKING:
 
 NameChoice = Literal["auto", "model", "hub"]
 Names: TypeAlias = NameChoice | Mapping[str, TensorView]
-"""``model`` the names that the model has, ``hub`` those that ``save_pretrained`` gives its files, ``auto`` whichever
-fit, or a mapping in the form of :func:`read_hub_view`."""
+"""``model``: the model's own names. ``hub``: the names in files of ``save_pretrained``. ``auto``: whichever of the two
+fit. Or a mapping in the form of :func:`read_hub_view`."""
 
 _MOST_NAMES = 10
 
 
 class HubNamesUnknown(NamesError):
-    """Nothing says which names the Hub would have."""
+    """Error for a model whose names on the Hub cannot be determined."""
 
 
 class ModelClassUnknown(HubNamesUnknown):
-    """Nothing says which class of transformers has the weights."""
+    """Error for a checkpoint or configuration that does not say which class of transformers has the weights."""
 
 
 @dataclass(frozen=True, eq=False)
 class HubNames:
-    """Names other than the model's. views: by name, which part of which of the model's tensors it is."""
+    """Names other than the model's own.
+
+    views: for each name, the part of a tensor of the model that it stands for.
+    """
 
     views: Mapping[str, TensorView]
 
@@ -63,7 +67,10 @@ class HubNames:
         return names
 
     def list_parts(self, names: Sequence[str]) -> list[tuple[tuple[str, ...], TensorView]]:
-        """(its names, the view) of each part of one tensor. names: all that the tensor has in the model."""
+        """Returns (names of the part, view) for each part of one tensor.
+
+        names: all names that the tensor has in the model.
+        """
         parts: dict[TensorView, list[str]] = collections.defaultdict(list)
         for name in itertools.chain.from_iterable(self._by_tensor.get(name, ()) for name in names):
             parts[TensorView(names[0], *self.views[name][1:])].append(name)
@@ -71,32 +78,32 @@ class HubNames:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A digest, equal for equal names of equal parts."""
+        """Digest that is equal for equal names of equal parts."""
         lines = (f"{name} = {view}\n" for name, view in self.views.items())
         return hashlib.blake2b("".join(lines).encode(), digest_size=8).hexdigest()
 
 
 def read_hub_view(model: nn.Module) -> dict[str, TensorView]:
-    """Maps the Hub name of each tensor that ``save_pretrained`` would write to the part of the model's tensors.
+    """Maps the Hub's name of each tensor that ``save_pretrained`` would write to the part of the model's tensor.
 
-    A fused ``experts.gate_up_proj`` has a view for each projection of each expert. Attributes alone are read: any rank
-    may call it alone, for a model under FSDP in any state, on the meta device too. Both names of a tied tensor are in
-    the result.
+    A fused ``experts.gate_up_proj`` has a view for each projection of each expert. The result has all names of a tied
+    tensor. Only attributes are read: any rank may call it alone, for a model under FSDP in any state, also on the meta
+    device.
 
-    Raises HubNamesUnknown (NamesError) for a model that is not one of transformers, an older transformers than 5.0.0,
-    and a quantized model; NamesError (ValueError) with names for tensors that are no views of one of the model's, such
-    as a projection that the Hub has fused and the model has not.
+    Raises HubNamesUnknown (NamesError) if the model is not one of transformers, if transformers is older than 5.0.0,
+    and for a quantized model. Raises NamesError (ValueError), with the names, for tensors that are no views of one of
+    the model's tensors, such as a projection that is fused on the Hub but not in the model.
     """
     return revert_names(model, list_shapes(reader.read(model)))
 
 
 def read_hub_parts(config: str) -> dict[str, HubPart]:
-    """Returns :func:`read_hub_view` of a model of which the configuration alone is known, without equal parts.
+    """Returns the result of :func:`read_hub_view` for a model of which only the configuration is given, without equal
+    parts.
 
-    config: a directory with a ``config.json``, or the name of a model on the Hub. It is built on the meta device.
-
-    Without ``architectures`` it is the class that ``AutoModelForCausalLM`` makes of it. Raises ModelClassUnknown
-    (HubNamesUnknown) if it is none of transformers, and what :func:`read_hub_view` raises.
+    config: a directory with a ``config.json``, or the name of a model on the Hub. The model is built on the meta
+    device; without ``architectures`` its class is that of ``AutoModelForCausalLM``. Raises ModelClassUnknown
+    (HubNamesUnknown) if the model is none of transformers, and what :func:`read_hub_view` raises.
     """
     model = _build_on_meta(config)
     if getattr(model.config, "quantization_config", None) is not None:
@@ -115,8 +122,8 @@ def read_hub_parts(config: str) -> dict[str, HubPart]:
 def read_parameter_order(config: str) -> ParameterOrder:
     """Returns the names of a model's parameters in the order of ``named_parameters``, by which optimizers number them.
 
-    config, errors: as of :func:`read_hub_parts`. Which of them are decayed is what ``Trainer`` of the installed
-    transformers says (``get_decay_parameter_names``; read in 4.57.6 and 5.23.0).
+    config, errors: see :func:`read_hub_parts`. The decayed parameters are those of ``Trainer`` in the installed
+    transformers (``get_decay_parameter_names``; read in 4.57.6 and 5.23.0).
     """
     model = _build_on_meta(config)
     names = tuple(name for name, _ in model.named_parameters())
@@ -158,9 +165,11 @@ def list_shapes(contents: reader.ModelContents) -> dict[str, torch.Size]:
 
 
 def choose_names(names: Names, model: nn.Module, shapes: Mapping[str, torch.Size]) -> HubNames | None:
-    """Chooses the names; None for the model's. shapes: of its tensors, by all names that they have without adapters.
+    """Chooses the names of the tensors; returns None for the model's own.
 
-    Raises NamesError, HubNamesUnknown unless the model's names will do, and TypeError for what is neither of these.
+    shapes: the shapes of the model's tensors, by all names that they have without adapters. Raises NamesError for a
+    mapping that does not fit, HubNamesUnknown if only the Hub's names would do and they are unknown, and TypeError for
+    a value of another type.
     """
     if isinstance(names, Mapping):
         given = {name: TensorView(*view) for name, view in names.items()}
@@ -185,14 +194,14 @@ def choose_names(names: Names, model: nn.Module, shapes: Mapping[str, torch.Size
 
 
 def check_names(names: Names) -> None:
-    """Raises ValueError for another word than the three."""
+    """Raises ValueError unless ``names`` is a mapping or one of the three allowed words."""
     if not isinstance(names, Mapping) and names not in get_args(NameChoice):
         raise ValueError(f"names must be one of {', '.join(get_args(NameChoice))}, or a mapping, not {names!r}")
 
 
 @disable_autograd
 def revert_names(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, TensorView]:
-    """Does the work of :func:`read_hub_view` for tensors of these names and shapes instead of the model's."""
+    """Does the work of :func:`read_hub_view` for tensors with the given names and shapes instead of the model's."""
     revert, pretrained = _find_reversion(model)
     if any(name != strip_adapters(name) for name in shapes):
         raise HubNamesUnknown("the model has adapters: its tensors differ from the Hub's tensors of the base model")
@@ -220,7 +229,7 @@ def revert_names(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str
 
 
 def _find_reversion(model: nn.Module) -> tuple[Any, Any]:
-    """(transformers' ``revert_weight_conversion``, the transformers model)."""
+    """Returns (transformers' ``revert_weight_conversion``, the transformers model)."""
     transformers, pretrained = sys.modules.get("transformers"), find_pretrained(model)
     if transformers is None or pretrained is None:
         raise HubNamesUnknown("the model is not a model of transformers, and only transformers knows the Hub's names")
@@ -236,18 +245,18 @@ def _find_reversion(model: nn.Module) -> tuple[Any, Any]:
 
 
 def find_pretrained(model: nn.Module) -> Any:
-    """The model of transformers inside of all wrappers; None if there is none."""
+    """Returns the transformers model inside all wrappers; None if there is none."""
     transformers, inner = sys.modules.get("transformers"), next(_unwrapped(model))
     return inner if transformers is not None and isinstance(inner, transformers.PreTrainedModel) else None
 
 
 def find_original_class(module: nn.Module) -> Any:
-    """Finds the class that a module had before FSDP2 gave it one of its own."""
+    """Returns the class that a module had before ``fully_shard`` replaced it by a derived class."""
     return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
-    """The model inside of FSDP1, DDP, checkpointing, torch.compile and peft."""
+    """Yields the model inside FSDP1, DDP, checkpointing, torch.compile and peft."""
     while True:
         model = reader.find_innermost(model)
         children = private.child_modules(model)
@@ -262,9 +271,9 @@ def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _copy_unwrapped(module: nn.Module, copied: dict[int, nn.Module]) -> nn.Module:
-    """Copies the modules into a tree without wrappers, each of the class that it had before FSDP2 gave it its own.
+    """Copies the modules into a tree without wrappers, each with the class that it had before ``fully_shard``.
 
-    transformers looks at their places and at the names of their classes.
+    transformers looks at the modules' places and at the names of their classes.
     """
     inner = next(_unwrapped(module))
     if id(inner) not in copied:
@@ -279,7 +288,7 @@ def _copy_unwrapped(module: nn.Module, copied: dict[int, nn.Module]) -> nn.Modul
 
 
 class _CopiesAreViews(private.OperatorMode):
-    """A copy that would only change where elements lie is left out: ``chunk(...).contiguous()`` stays a view."""
+    """Dispatch mode that replaces copies by their sources, so that ``chunk(...).contiguous()`` stays a view."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

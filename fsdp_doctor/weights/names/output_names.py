@@ -1,4 +1,4 @@
-"""Under which names tensors are handed out: the model's, or the Hub's, of which a fused tensor has several."""
+"""Names under which tensors are handed out: the model's, or the Hub's, of which a fused tensor has several."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from fsdp_doctor.weights.transport.sources import TensorSpec
 
 
 class OutputNames:
-    """hub: None for the model's names."""
+    """Names under which one call hands out tensors. hub: None for the model's names."""
 
     def __init__(self, hub: HubNames | None = None) -> None:
         self._hub = hub
         self._parts: dict[tuple[str, ...], list[tuple[TensorSpec, TensorView | None]]] = {}
 
     def __str__(self) -> str:
-        """A text that is the same on ranks with the same names."""
+        """Returns a text that is the same on ranks with the same names."""
         return f"names={self._hub.digest if self._hub is not None else 'model'}"
 
     def list_parts(self, spec: TensorSpec) -> list[tuple[TensorSpec, TensorView | None]]:
-        """Lists the parts of a tensor that are handed out; None for the whole tensor."""
+        """Lists the parts of a tensor that are handed out, each with its view; the view is None for the whole
+        tensor.
+        """
         if self._hub is None:
             return [(spec, None)]
         if spec.names not in self._parts:

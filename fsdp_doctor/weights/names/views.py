@@ -1,4 +1,4 @@
-"""A tensor as a part of another tensor: a box of that tensor's indices; a rank's shard holds a smaller box of it."""
+"""Views of tensors: a tensor as a box of another tensor's indices, of which a rank's shard holds a smaller box."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _MOST_NAMES = 10
 
 
 class NamesError(ValueError):
-    """Names that a model's tensors cannot be given; the message says which, and why."""
+    """Error for names that a model's tensors cannot be given; the message says which, and why."""
 
 
 class TensorView(NamedTuple):
-    """``as_strided(shape, stride, offset)`` of the model's tensor of that name, as if that were contiguous."""
+    """Part of the model's tensor ``name``: ``as_strided(shape, stride, offset)`` of the contiguous tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class TensorView(NamedTuple):
     offset: int
 
     def is_whole(self, shape: Sequence[int]) -> bool:
-        """Returns whether it is the tensor of that shape as it is."""
+        """Returns whether the view is the whole tensor of that shape, unchanged."""
         return self.shape == tuple(shape) and not self.offset and (self.is_contiguous or not math.prod(shape))
 
     @property
@@ -46,10 +46,10 @@ class TensorView(NamedTuple):
 
 @dataclass(frozen=True)
 class Box:
-    """The indices ``[begin, begin + length)`` of each dim of a tensor, which are those of a view.
+    """Box of a tensor's indices that a view covers: ``[begin, begin + length)`` along each dim.
 
-    dims: of the tensor, for each of the view's; -1 for one of length 1. None for a view of other dims, whose elements
-    follow one another.
+    dims: the tensor's dim for each of the view's dims; -1 for a view's dim of length 1. None if the view has other dims
+    than the tensor; its elements are then in the tensor's order.
     """
 
     begins: tuple[int, ...]
@@ -58,7 +58,7 @@ class Box:
 
     @property
     def is_in_order(self) -> bool:
-        """Returns whether the view's elements follow one another as the tensor's do."""
+        """True if the view's elements are in the same order as the tensor's."""
         return self.dims is None or self._order == [*range(len(self.dims))]
 
     @property
@@ -67,13 +67,14 @@ class Box:
         return sorted(range(len(dims)), key=lambda dim: dims[dim])
 
     def arrange(self, view: torch.Tensor) -> torch.Tensor:
-        """The view with the tensor's dims."""
+        """Returns the view with the tensor's dims."""
         return (view if self.dims is None else view.permute(self._order)).reshape(self.lengths)
 
     def cut(self, part: LocalPart) -> tuple[LocalPart, Slices]:
-        """Cuts out a rank's part of the box: its indices in the box, and its place in the rank's shard.
+        """Cuts out the part of the box that a rank holds. Returns its indices in the box, and its place in the rank's
+        shard.
 
-        part: the rank's part of the tensor.
+        part: the part of the whole tensor that the rank holds.
         """
         runs, places = [], []
         for begin, length, parts in zip(self.begins, self.lengths, part.runs, strict=True):
@@ -96,7 +97,7 @@ class Box:
 
 
 def find_box(view: TensorView, shape: Sequence[int]) -> Box | None:
-    """Finds the view's box in a tensor of that shape; None if the view is not a box, or is not inside the tensor."""
+    """Finds the view's box in a tensor of that shape; None if the view is no box, or not inside the tensor."""
     if view.is_whole(shape):
         return Box((0,) * len(shape), view.shape, tuple(range(len(shape))))
     strides, numel = compute_row_major_strides(shape), math.prod(view.shape)
@@ -127,9 +128,10 @@ def _fits(box: Box, numel: int, shape: Sequence[int]) -> bool:
 
 
 def check_one_to_one(views: Mapping[str, TensorView], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raises NamesError unless every element of each tensor belongs to one view, and every view lies in a tensor.
+    """Raises NamesError unless every element of each tensor belongs to exactly one view, and every view lies in a
+    tensor.
 
-    shapes: of the model's tensors, by all of their names.
+    shapes: the shapes of the model's tensors, by all of their names.
     """
     boxes: dict[str, list[Box]] = {name: [] for name in shapes}
     wrong: list[str] = []

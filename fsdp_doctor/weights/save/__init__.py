@@ -2,10 +2,10 @@
 
 full_save        save_full_tensors: one save from its arguments to its report
 optimizer_save   save_optimizer_state
-ranks            which ranks take part, which writes what several hold alike, and what each has written
+ranks            which ranks take part, which rank writes tensors that several hold, and what each has written
 regions          where the elements of a shard belong in a file
 writing          a rank's writes: staging, threads, checksums
-directory        the files before they have their names, and how they get them
+directory        unfinished files, and how they get their final names
 """
 
 from fsdp_doctor.weights.save.directory import SaveError

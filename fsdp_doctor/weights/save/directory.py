@@ -1,11 +1,12 @@
-"""A directory that is saved into: files under way lie in a folder of it, and get their names when all are whole.
+"""Directory that a save writes to: unfinished files lie in a hidden folder of it, and get their final names at the end.
 
-The folder lies in the same file system, is hidden, and nothing that loads models looks into it. A rank that takes part
-holds a lock on a file in it, which the system lets go of when the process ends, however it ends.
+The hidden folder is in the same file system, and no program that loads models looks into it. Each rank of the save
+holds a lock on a file in the folder; the system releases the lock when the process ends, however it ends.
 
-While files get their names, whatever stops the save, one checkpoint is complete in one folder: the new one in the
-hidden folder until the former one is complete in another, beside it; that one until the new one is complete in the
-directory. A file in the hidden folder says what is under way; the next save moves back what one left that was killed.
+While the files get their names, one complete checkpoint exists in one folder at any moment, whatever stops the save:
+the new one in the hidden folder until the former one is complete in a second hidden folder; the former one there until
+the new one is complete in the directory. A file in the hidden folder lists the moves. After a save that was killed, the
+next save moves the former checkpoint back.
 """
 
 from __future__ import annotations
@@ -28,27 +29,28 @@ from fsdp_doctor.checkpoints.files import sync_directory
 from fsdp_doctor.checkpoints.marker import LOCK, MARKER, PARTIAL
 from fsdp_doctor.text import join_some
 
-# What a load of the directory might take for a part of the new model.
+# Files that a load of the directory might take for a part of the new model.
 WEIGHTS = re.compile(r"fsdp-doctor\.json|.*\.safetensors|.*\.(safetensors|bin)\.index\.json|pytorch_model.*\.bin")
 
 
-# Lies among new files that are complete, while they get their names.
+# The list of moves, which lies among the complete new files while they get their names.
 _COMMIT = "rank-all.commit"
 # The end of the name of the folder with what was there before.
 _ASIDE = "-former"
 
 
 class SaveError(RuntimeError):
-    """Nothing was saved; the message says why, and on which rank. What was in the directory before is as it was, unless
-    the message says where it is.
+    """Error of a save that saved nothing; the message says why, and on which rank.
+
+    The former contents of the directory are unchanged, unless the message says where they are.
     """
 
 
 class SaveDirectory:
-    """One rank's view of a directory that is saved into.
+    """Directory of a save, as one rank uses it.
 
-    ranks: the ranks that take part; the first prepares the directory, and gives the files their names. store: the
-    job's, in which the first ranks of several models see one another; None without a process group.
+    ranks: the ranks that take part; the first one prepares the directory and gives the files their names. store: the
+    job's store, through which the first ranks of several models see each other; None without a process group.
     """
 
     def __init__(self, path: pathlib.Path, ranks: Sequence[int], rank: int, store: dist.Store | None) -> None:
@@ -63,13 +65,14 @@ class SaveDirectory:
         self._removed_by: Literal["any", "first", "none"] = "any"
 
     def prepare(self, replaced: re.Pattern[str], *, overwrite: bool) -> None:
-        """Makes the hidden folder; on the first rank alone.
+        """Makes the hidden folder; called by the first rank only.
 
-        Raises SaveError for a directory in use, for one that has what is to be saved already, and for one in which
-        other ranks of this job have saved that.
+        Raises SaveError for a directory that is in use, that already has files of the same kind, or into which other
+        ranks of this job have saved such files.
 
-        Removes what a save left whose ranks were killed, and moves back what one did that gave files their names. Its
-        new files, which are complete, are removed when those of this one have their names.
+        Cleans up after a save whose ranks were killed: removes its unfinished files or, if it was giving files their
+        names, moves the former checkpoint back. The complete new files of such a save are removed once this save's
+        files have their names.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -111,7 +114,7 @@ class SaveDirectory:
         self.partial.mkdir()
 
     def _refuse_others_under_way(self) -> None:
-        """Takes the lock of the job's store, for a file system without locks."""
+        """Takes a lock in the job's store, for a file system without locks. Raises SaveError if other ranks hold it."""
         if self._store is None:
             return
         key, own = f"{self._record}/under way", str(list(self._ranks))
@@ -131,7 +134,10 @@ class SaveDirectory:
             )
 
     def join(self, partial: str) -> None:
-        """Joins the save, on each rank. partial: the name of the folder that the first rank made."""
+        """Joins the save; called by each rank.
+
+        partial: the name of the folder that the first rank made.
+        """
         self.partial = self.path / partial
         if not self.partial.is_dir():
             raise SaveError(
@@ -142,7 +148,9 @@ class SaveDirectory:
             self._lock(self._get_lock(self._rank))
 
     def find_dead_rank(self) -> str:
-        """A sentence about a rank whose process has ended; empty if all live, or the file system has no locks."""
+        """Describes a rank whose process has ended, in one sentence; empty if all live, or if the file system has no
+        locks.
+        """
         for rank in self._ranks:
             with contextlib.suppress(OSError), open(self._get_lock(rank), "rb") as file:
                 if rank != self._rank:
@@ -152,7 +160,7 @@ class SaveDirectory:
         return ""
 
     def allocate(self, name: str, nbytes: int, header: bytes = b"") -> None:
-        """Makes a file of that size, or enlarges a file to it. Raises SaveError if there is no room."""
+        """Makes a file of the given size, or enlarges a file to it. Raises SaveError if there is no room."""
         fd = os.open(self.partial / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             try:
@@ -169,21 +177,22 @@ class SaveDirectory:
             os.close(fd)
 
     def add(self, name: str, data: bytes) -> None:
-        """Makes a small file."""
+        """Writes a small file and waits until it is on the disk."""
         with open(self.partial / name, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
 
     def complete(self) -> None:
-        """Notes that all ranks have written all: from here on the first rank alone moves and removes files."""
+        """Notes that all ranks have written all data: from now on only the first rank moves and removes files."""
         self._removed_by = "first"
 
     def commit(self, files: Collection[str], last: Sequence[str]) -> None:
-        """Gives files their names; on the first rank alone. last: those without which nothing looks whole, in order.
+        """Gives the files their final names; called by the first rank only.
 
-        Raises SaveError for an error of the file system; what was there before is moved back, or the message says where
-        it is. New files are not removed.
+        last: the files without which a checkpoint does not look complete, in order. Raises SaveError for an error of
+        the file system; the former checkpoint is then moved back, or the message says where it is. New files are not
+        removed.
         """
         self._removed_by = "none"
         commit = _Commit(self.path, self.partial, (), (*files, *last), bool(self._replaced), len(last))
@@ -208,13 +217,15 @@ class SaveDirectory:
             self._store.set(self._record, str(list(self._ranks)))
 
     def clear(self) -> None:
-        """Removes what was there before, when all ranks know that the new files have their names."""
+        """Removes the former checkpoint, once all ranks know that the new files have their names."""
         for commit in self._superseded:
             commit.finish()
         self._remove_lock()
 
     def close(self) -> None:
-        """Removes what has no name yet; other ranks may still be writing to it, and find all of it gone at once."""
+        """Removes files without a final name. They disappear at once, also for other ranks that are still writing to
+        them.
+        """
         if self._removed_by == "any" or (self._removed_by == "first" and self._rank == self._ranks[0]):
             gone = self.partial.with_name(f"{self.partial.name}-{self._rank}")
             with contextlib.suppress(OSError):
@@ -223,18 +234,22 @@ class SaveDirectory:
         self._locks.close()
 
     def _remove_lock(self) -> None:
-        """Removes the lock's file, once, for another save may have made one since; a file that stays is free."""
+        """Removes the lock file, once only, since another save may have made one since. A lock file that stays is
+        unlocked.
+        """
         if self._has_lock_file:
             self._has_lock_file = False
             with contextlib.suppress(OSError):
                 (self.path / LOCK).unlink()
 
     def _get_lock(self, rank: int) -> pathlib.Path:
-        """Returns this rank's lock; the first rank holds the directory's until all know how the save has ended."""
+        """Returns the path of a rank's lock. The first rank's lock is the directory's, held until all know how the save
+        ended.
+        """
         return self.path / LOCK if rank == self._ranks[0] else self.partial / f"rank-{rank}.lock"
 
     def _lock(self, path: pathlib.Path) -> bool:
-        """Returns whether this process has the lock now, or the file system has none."""
+        """Takes a lock. Returns True if this process has it now, or if the file system has no locks."""
         file = self._locks.enter_context(open(path, "wb"))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -247,17 +262,17 @@ class SaveDirectory:
 
 
 def _get_order(name: str) -> tuple[bool, str]:
-    """The order in which a former checkpoint is moved: first what makes the rest look whole."""
+    """Returns the sort key by which a former checkpoint is moved: first the files that make the rest look complete."""
     return name != MARKER and not name.endswith(".index.json"), name
 
 
 @dataclass(frozen=True)
 class _Commit:
-    """The moves by which new files get their names.
+    """Moves that give the new files their names.
 
-    former: the names of what is there before, in the order in which it is moved into the folder ``aside``. new: in
-    order; the last ones, ``num_last``, when all names before them are on the disk. replaces: whether what is there
-    before is a checkpoint.
+    former: the names of existing files, in the order in which they are moved into the folder ``aside``. new: the names
+    of new files, in order. num_last: the number of files at the end of ``new`` that are moved only when all earlier
+    names are on the disk. replaces: whether the existing files are a checkpoint.
     """
 
     path: pathlib.Path
@@ -272,7 +287,7 @@ class _Commit:
 
     @classmethod
     def read(cls, partial: pathlib.Path) -> _Commit:
-        """Reads what a save left whose first rank was killed; raises SaveError where that cannot be read."""
+        """Reads the moves of a save whose first rank was killed. Raises SaveError if they cannot be read."""
         try:
             stated = json.loads((partial / _COMMIT).read_bytes())
             former, new, replaces = tuple(stated["former"]), tuple(stated["new"]), bool(stated["replaces"])
@@ -282,7 +297,7 @@ class _Commit:
 
     @classmethod
     def describe_in(cls, partial: pathlib.Path) -> str:
-        """The sentence of ``describe``; empty where no file is getting its name."""
+        """Returns the sentence of ``describe``; empty if no file is getting its name."""
         with contextlib.suppress(SaveError):
             return cls.read(partial).describe() if (partial / _COMMIT).exists() else ""
         return ""
@@ -312,7 +327,7 @@ class _Commit:
         sync_directory(self.path)
 
     def break_off(self) -> None:
-        """Moves back what was moved, unless all was; as often as it is called."""
+        """Undoes the moves, unless all of them were made; may be called repeatedly."""
         if self.is_done:
             return
         for name in reversed(self.new):
@@ -325,13 +340,13 @@ class _Commit:
             os.rmdir(self.aside)
 
     def finish(self) -> None:
-        """Removes what was there before, or the new files where they were moved back."""
+        """Removes the former checkpoint; if it was moved back, removes the new files instead."""
         shutil.rmtree(self.aside, ignore_errors=True)
         if not self.aside.exists():
             shutil.rmtree(self.partial, ignore_errors=True)
 
     def describe(self) -> str:
-        """A sentence about where each of the two is."""
+        """Describes in one sentence where the new and the former checkpoint are."""
         try:
             in_partial = [_is_there(self.partial / name) for name in self.new]
             in_aside = [_is_there(self.aside / name) for name in self.former]
@@ -355,7 +370,7 @@ class _Commit:
 
 
 def _is_there(path: pathlib.Path) -> bool:
-    """Says whether there is a file, a folder or a link; unlike ``lexists`` it raises what a file system raises."""
+    """Returns whether there is a file, a folder or a link. Unlike ``lexists`` it raises errors of the file system."""
     try:
         os.lstat(path)
     except FileNotFoundError:

@@ -1,9 +1,9 @@
 """``save_full_tensors``: one save from its arguments to its report.
 
-1. the ranks compare what they are going to save; the first makes the folder for the files under way
-2. every rank works out all files from names, shapes and dtypes alone; each makes some of them, of their final size
-3. every rank writes its own rows, and what it holds as others do in turns with them, and waits for the disk
-4. when all have, the first gives the files their names, then the index, then the marker
+1. The ranks compare what they are going to save, and the first rank makes the folder for unfinished files.
+2. Every rank computes all files from names, shapes and dtypes alone; each rank makes some of them in their final size.
+3. Every rank writes its own rows, takes turns at rows that several ranks hold, and waits for the disk.
+4. When all ranks have finished, the first rank gives the files their names, then the index, then the marker.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ from fsdp_doctor.weights.transport.streams import wait_for_device
 
 # The habit of the Hub.
 LARGEST_FILE = 5_000_000_000
-# Written at a time: writes into one file wait for one another, and ranks are to have their own most of the time.
+# The number of files that a rank writes at a time. Writes into one file wait for each other, so ranks should mostly
+# write to different files.
 _FILES_FOR_A_RANK = 4
 _SMALLEST_FILE = 128 << 20
-# Of device memory for weights that adapters are merged into.
+# Device memory of a bucket of weights into which adapters are merged.
 _BUCKET_BYTES = 64 << 20
 _INDEX = "model.safetensors.index.json"
 
@@ -188,7 +189,11 @@ def save_full_tensors(
 
 @dataclass(frozen=True)
 class _Plan:
-    """tensors: by their names in the files. saved_names: of a tensor, by its first name, those that it has there."""
+    """Plan of a save.
+
+    tensors: the tensors by their names in the files. saved_names: for each tensor, by its first name, its names in the
+    files.
+    """
 
     files: list[HubFile]
     tensors: dict[str, TensorInFile]
@@ -196,7 +201,7 @@ class _Plan:
 
 
 def _make_plan(model: nn.Module, request: ShardRequest, largest_file: int, num_ranks: int) -> _Plan:
-    """Raises SaveError for what safetensors cannot have."""
+    """Plans the files. Raises SaveError for tensors or names that safetensors cannot store."""
     ties = getattr(find_pretrained(model), "all_tied_weights_keys", None)
     tensors: dict[str, tuple[torch.dtype, TensorSpec]] = {}
     saved_names: dict[str, tuple[str, ...]] = {}
@@ -227,7 +232,7 @@ def _make_plan(model: nn.Module, request: ShardRequest, largest_file: int, num_r
 def _write_shards(
     writer: Writer, plan: _Plan, request: ShardRequest, deltas: Mapping[str, list[Delta]], place: RankPlace
 ) -> None:
-    """Writes to several files at a time, by turns, and each rank begins with others."""
+    """Writes this rank's parts to several files in turns; each rank begins with different files."""
     list_parts, turns = request.plan.names.list_parts, place.list_turns(request.sources)
     first = place.index * len(plan.files) // len(place.ranks)
 
@@ -259,9 +264,10 @@ def _make_marker(saving: SaveDirectory, plan: _Plan, ranks: Sequence[int], step:
 
 
 def _write_config(model: nn.Module, plan: _Plan, directory: pathlib.Path) -> None:
-    """Writes the files besides the weights that ``from_pretrained`` needs, for a model of transformers.
+    """Writes the files in addition to the weights that ``from_pretrained`` needs, for a model of transformers.
 
-    The dtype is that of the weight files: after a step that raised, the modules may show another dtype, or nothing.
+    The configuration's dtype is taken from the weight files, because after a step that raised the modules may show
+    another dtype, or none.
     """
     if (pretrained := find_pretrained(model)) is None:
         return

@@ -1,6 +1,5 @@
-"""The optimizer's state on each rank, and the owner of each tensor.
-
-The ranks' state is compared before it is written.
+"""Optimizer state on each rank, and which rank writes each tensor. The ranks compare their state before it is
+written.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ REMEDY = "save the optimizer's own state_dict() on each rank instead, for as man
 
 @dataclass(frozen=True)
 class RankEntry:
-    """One entry of a parameter's state on one rank.
+    """Entry of a parameter's state on one rank.
 
-    dtype: None unless the entry is a tensor. value: a single value, on the host. digest: of the values of a tensor that
-    may be whole.
+    dtype: None unless the entry is a tensor. value: a single value, on the host. digest: a digest of the values, for a
+    tensor that may be whole.
     """
 
     form: StateForm
@@ -43,14 +42,16 @@ class RankEntry:
 
 @dataclass
 class RankOutline:
-    """One rank's state, by parameter and key. lacking: parameters of which the rank has elements, but no state."""
+    """State of one rank, by parameter and key. lacking: parameters of which the rank holds elements, but no state."""
 
     entries: dict[str, dict[str, RankEntry]] = field(default_factory=dict)
     lacking: set[str] = field(default_factory=set)
 
 
 class SavedEntry(NamedTuple):
-    """An entry of the full state. form: SINGLE, SHARD or WHOLE. writer: the rank that writes what is not divided."""
+    """Entry of the full state. form: SINGLE, SHARD or WHOLE. writer: the rank that writes an entry that is not
+    divided.
+    """
 
     form: StateForm
     dtype: torch.dtype | None
@@ -65,7 +66,7 @@ SavedEntries = dict[str, dict[str, SavedEntry]]
 def list_values(
     optimizer: torch.optim.Optimizer, parameters: list[OptimizerParameter]
 ) -> Iterator[tuple[ParameterPart, str, Any]]:
-    """(parameter of the model, key, value) of all that this rank has."""
+    """Yields (part of a model's parameter, key, value) for all state on this rank."""
     for parameter in parameters:
         for key, value in optimizer.state.get(parameter.parameter, {}).items():
             for part in parameter.parts:
@@ -73,7 +74,10 @@ def list_values(
 
 
 def read_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The options of each param group, as they are saved. Raises SaveError for a tensor of several values."""
+    """Reads the options of each param group in the form in which they are saved.
+
+    Raises SaveError for a tensor of several values.
+    """
     groups = [
         {key: read_option(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
     ]
@@ -88,7 +92,7 @@ def read_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def make_outline(
     optimizer: torch.optim.Optimizer, parameters: list[OptimizerParameter], *, is_alone: bool
 ) -> RankOutline:
-    """Raises SaveError, LoadError for state that no full state has.
+    """Makes the outline of this rank's state. Raises SaveError or LoadError for state that a full state cannot have.
 
     is_alone: whether there is no other rank to compare with.
     """
@@ -128,7 +132,7 @@ def _read_entry(parameter: OptimizerParameter, key: str, value: Any) -> RankEntr
 
 
 def merge_outlines(outlines: Mapping[int, RankOutline]) -> SavedEntries:
-    """Finds whose each tensor is. Raises SaveError where the ranks' parts make no full state.
+    """Determines the form and the writer of each tensor. Raises SaveError if the ranks' parts do not make a full state.
 
     outlines: by rank.
     """
@@ -154,8 +158,9 @@ def merge_outlines(outlines: Mapping[int, RankOutline]) -> SavedEntries:
 
 
 def _merge_entry(entry: str, entries: Mapping[int, RankEntry], turn: int) -> SavedEntry:
-    """Merges the ranks' entries of one name. turn: the number of the entry, by which ranks with equal entries take
-    turns.
+    """Merges the ranks' entries of one name.
+
+    turn: the number of the entry, by which ranks with equal entries take turns at writing.
     """
     (first, expected), *others = entries.items()
     for rank, other in others:
@@ -185,9 +190,9 @@ def _merge_entry(entry: str, entries: Mapping[int, RankEntry], turn: int) -> Sav
 
 
 def _describe(entry: RankEntry) -> str:
-    """Describes what must be the same on all ranks.
+    """Describes the facts of an entry that must be the same on all ranks.
 
-    These are its dtype, and the value of a tensor of one element, where a NaN equals another.
+    They are the dtype and, for a tensor of one element, its value; two NaNs count as equal.
     """
     if entry.form is not StateForm.SINGLE:
         return f"a tensor of {entry.dtype}"

@@ -1,9 +1,9 @@
 """``save_optimizer_state``: a file of torch.save with full tensors, into which each rank writes its own rows.
 
-1. each rank says what state it has; the first compares that, makes the file of all, without a byte of a tensor, and
-   gives it room
-2. every rank reads from the file where each tensor lies, and writes its rows there
-3. the first writes the checksums where torch has left them out, and gives the file its name
+1. Each rank states which state it has. The first rank compares the statements, and makes the whole file in its final
+    size, without the bytes of tensors.
+2. Every rank reads from the file where each tensor lies, and writes its rows there.
+3. The first rank writes the checksums that torch has left out, and gives the file its name.
 """
 
 from __future__ import annotations
@@ -72,21 +72,22 @@ def save_optimizer_state(
     Every rank of the model's mesh must call it with the same arguments. As in :func:`save_full_tensors`, nothing is
     gathered; if a rank raises or dies, every rank raises, and the directory stays as it was.
 
-    The file is written as by torch.save, with what ``get_optimizer_state_dict`` returns for ``full_state_dict=True``.
-    ``torch.load(file, mmap=True, weights_only=True)`` is a source for :func:`load_optimizer_state` on every rank, and
-    for torch's ``set_optimizer_state_dict``. It holds checksums of what the ranks had in memory, which ``fsdp-doctor
-    checkpoint verify`` compares.
+    The file has torch.save's format and the content that ``get_optimizer_state_dict`` returns for
+    ``full_state_dict=True``. ``torch.load(file, mmap=True, weights_only=True)`` is a source for
+    :func:`load_optimizer_state` on every rank, and for torch's ``set_optimizer_state_dict``. The file has checksums of
+    the values in the ranks' memory, which ``fsdp-doctor checkpoint verify`` compares.
 
-    The shape of a tensor says what a rank has of it, and the ranks compare this before anything is written: its shard;
-    the whole tensor, which is the same on each rank that has it and is saved once; or a single value, which is the same
-    on all ranks. Options of the param groups that are tensors, such as a learning rate or betas, are saved as numbers.
+    The shape of a tensor shows which part of it a rank has, and the ranks compare this before anything is written. The
+    part is the rank's shard; the whole tensor, which must be the same on each rank that has it and is saved once; or a
+    single value, which must be the same on all ranks. Options of the param groups that are tensors, such as a learning
+    rate or betas, are saved as numbers.
 
     model, optimizer, experts: see :func:`load_optimizer_state`; any optimizer. Tensors keep their dtypes. overwrite:
     replaces an ``optimizer.pt``, unless other ranks of this job have saved it; see :func:`save_full_tensors`.
 
-    Raises SaveError as :func:`save_full_tensors` does; also for a model that is not sharded, an optimizer whose
-    parameters are not the model's, ranks whose state differs in more than its shards, and, with its name, for state of
-    another kind: factored moments, 8-bit codes and their scales, lists, state that belongs to no parameter.
+    Raises SaveError in the cases of :func:`save_full_tensors`; for a model that is not sharded; for an optimizer whose
+    parameters are not the model's; for ranks whose state differs in more than its shards; and, with its name, for state
+    of another kind: factored moments, 8-bit codes and their scales, lists, and state that belongs to no parameter.
     """
     path = pathlib.Path(directory)
     with announce_early_errors(model):
@@ -189,7 +190,7 @@ def _make_file(
 def _find_place(
     part: ParameterPart, value: torch.Tensor, entry: SavedEntry, place: RankPlace
 ) -> tuple[torch.Tensor, ShardPlace, Turn]:
-    """(this rank's elements, where they are in the whole, and whether this rank or another one writes them)."""
+    """Returns (this rank's elements, their place in the whole tensor, whether this rank or another writes them)."""
     if entry.form is not StateForm.SHARD:
         local = private.read_local_tensor(value)
         whole = ShardPlace(numel=local.numel(), offset=0, stride=compute_row_major_strides(local.shape))
@@ -209,7 +210,9 @@ def _find_place(
 
 
 def _write_checksums(path: pathlib.Path, sums: Mapping[int, int]) -> None:
-    """Writes the CRC of each member that begins at one of these bytes behind it, and into the directory of the zip."""
+    """Writes checksums into a zip file: behind each member whose first byte is in ``sums``, and into the zip's
+    directory.
+    """
     with OpenFile(path) as opened:
         members: list[Member] = read_torch_file(opened).members
     with zipfile.ZipFile(path) as archive:

@@ -1,4 +1,4 @@
-"""The ranks of a save: which take part, which rank writes what several ranks hold, and how they end together."""
+"""Ranks of a save: which take part, which rank writes tensors that several hold, and how the ranks end together."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from fsdp_doctor.weights.transport.sources import FlatUnit, Placed, Plain, Rows,
 
 @contextlib.contextmanager
 def open_save(path: pathlib.Path, place: RankPlace) -> Iterator[tuple[Agreement, SaveDirectory]]:
-    """Opens a directory to save to. The other ranks are told what this one raises inside; SaveError where another
-    rank fails.
+    """Opens a directory to save to.
+
+    An error in the block is told to the other ranks. Raises SaveError if another rank fails.
     """
     agreement = Agreement(place.ranks, "save", speaker=place.ranks[0])
     store = connect(private.find_default_store()) if dist.is_initialized() else None
@@ -50,7 +51,7 @@ def open_save(path: pathlib.Path, place: RankPlace) -> Iterator[tuple[Agreement,
 
 @dataclass(frozen=True)
 class RankPlace:
-    """The place of this rank among those that save: the model's ranks, or all for a model without shards."""
+    """Place of this rank among the ranks of a save: the model's ranks, or all ranks for a model without shards."""
 
     contents: ModelContents
     ranks: tuple[int, ...]
@@ -71,8 +72,9 @@ class RankPlace:
         return not self.index
 
     def list_turns(self, sources: Sequence[Source]) -> dict[str, Turn]:
-        """Finds which chunks of each tensor this rank writes, by its first name. Raises SaveError where nothing says
-        which ranks have copies.
+        """Returns which chunks of each tensor this rank writes, by the tensor's first name.
+
+        Raises SaveError if it is unknown which ranks have copies of a tensor.
         """
         on_meshes: dict[tuple[int, tuple[Placement, ...]], Turn] = {}
         turns: dict[str, Turn] = {}
@@ -110,19 +112,19 @@ class RankPlace:
 
 
 class _RankSums(NamedTuple):
-    """Sums of a rank's writes. sums: its part of the CRC of each tensor."""
+    """Summary of a rank's writes. sums: for each tensor, this rank's part of the CRC."""
 
     num_bytes: int
     sums: dict[str, LinearCrc]
 
 
 def leave_sums(saving: SaveDirectory, rank: int, writer: Writer) -> None:
-    """Leaves what this rank has written and summed in a file of the save, for the first rank to collect."""
+    """Writes this rank's byte count and sums to a file of the save, from which the first rank collects them."""
     saving.add(f"rank-{rank}.sums", msgspec.json.encode(_RankSums(writer.num_bytes, writer.sums)))
 
 
 def collect_sums(saving: SaveDirectory, ranks: Sequence[int], num_bytes: Mapping[str, int]) -> dict[str, int]:
-    """The CRC-32 of each tensor. Raises SaveError unless the ranks together have written all of them, once."""
+    """Returns the CRC-32 of each tensor. Raises SaveError unless the ranks together have written every byte once."""
     sums, num_written, expected = dict.fromkeys(num_bytes, 0), 0, sum(num_bytes.values())
     for rank in ranks:
         of_rank = msgspec.json.decode((saving.partial / f"rank-{rank}.sums").read_bytes(), type=_RankSums)

@@ -20,7 +20,7 @@ class FileRange(NamedTuple):
 def list_blocks(
     tensor: torch.Tensor, shape: Sequence[int], place: ShardPlace
 ) -> Iterator[tuple[torch.Tensor, Iterable[Stretches]]]:
-    """Divides a shard into 1-D blocks, each with its stretches of the flattened tensor of that shape."""
+    """Divides a shard into 1-D blocks, and yields each with its stretches of the flattened tensor of ``shape``."""
     if place.offset is None:
         yield tensor.reshape(-1), place.held_part(shape).list_stretches(shape)
     elif place.stride == compute_row_major_strides(shape):
@@ -32,7 +32,7 @@ def list_blocks(
 
 
 def divide_into_chunks(stretches: Iterable[Stretches], most_bytes: int) -> Iterator[list[FileRange]]:
-    """Divides stretches in bytes into lists of ranges, each list but the last of ``most_bytes`` in all."""
+    """Divides stretches, given in bytes, into lists of ranges; each list but the last has ``most_bytes`` in total."""
     ranges: list[FileRange] = []
     held = 0
     for stretch in stretches:

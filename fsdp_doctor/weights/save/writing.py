@@ -1,4 +1,4 @@
-"""A rank's writes: chunks of its shards, brought to the host if they are not there, summed and written by threads."""
+"""Writes of one rank: chunks of its shards, copied to the host if necessary, summed and written by threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fsdp_doctor.weights.save.regions import FileRange, divide_into_chunks, list
 from fsdp_doctor.weights.transport.host_copies import count_threads, view_as_bytes, view_as_memory
 
 CHUNK_BYTES = 8 << 20
-# More than files at a time: while some write, others sum.
+# More threads than files that are written at a time: while some write, others sum.
 MOST_THREADS = 6
 
 
@@ -35,7 +35,7 @@ class Turn(NamedTuple):
 
 
 class TensorInFile(NamedTuple):
-    """A whole tensor in a file. number: of the file. begin: its first byte."""
+    """Whole tensor in a file. number: the number of the file. begin: the tensor's first byte in it."""
 
     name: str
     number: int
@@ -48,14 +48,15 @@ class TensorInFile(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-# Of one tensor: where a chunk is written to, its values, and their ranges of the file.
+# The chunks of one tensor: the target, the values, and their ranges of the file.
 _Chunks: TypeAlias = Iterator[tuple[TensorInFile, torch.Tensor, list[FileRange]]]
 
 
 class Writer:
-    """Writes into files that exist already. sums: what this rank contributes to the CRC of each tensor.
+    """Writer of this rank's shards into existing files.
 
-    device: of the shards. Host memory: a chunk for each thread and one more; pinned for shards on an accelerator.
+    device: the device of the shards. sums: for each tensor, this rank's part of its CRC. Host memory: one chunk for
+    each thread and one more; pinned for shards on an accelerator.
     """
 
     def __init__(self, paths: Sequence[pathlib.Path], device: torch.device) -> None:
@@ -63,7 +64,7 @@ class Writer:
         self._fds: dict[int, int] = {}
         self._num_threads = count_threads(MOST_THREADS)
         self._pool = ThreadPoolExecutor(self._num_threads)
-        # As many chunks as may be under way; each has its memory from its first use on, where it needs any.
+        # One item for each chunk that may be written at a time; its memory is allocated at its first use, if needed.
         self._free: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
         for _ in range(self._num_threads + 1):
             self._free.put(None)
@@ -74,11 +75,10 @@ class Writer:
         self.num_bytes = 0
 
     def write(self, target: TensorInFile, shard: torch.Tensor, place: ShardPlace, turn: Turn) -> None:
-        """Begins to write this rank's part of a tensor. Raises what an earlier write has raised.
+        """Begins to write this rank's part of a tensor. Raises the error of an earlier write.
 
-        Chunks of several tensors take turns: threads that write to one file wait for one another.
-
-        shard: on any device, in any dtype; it may be let go of, and must stay as it is until ``finish``.
+        Chunks of several tensors take turns, since threads that write to one file wait for each other. shard: on any
+        device, in any dtype. The caller may drop its reference, but the values must not change until ``finish``.
         """
         self._begun.append(self._list_chunks(target, shard, place, turn))
         while len(self._begun) > self._num_threads:
@@ -97,12 +97,12 @@ class Writer:
                 first, count = last, count + 1
 
     def begin_all(self) -> None:
-        """Releases the shards, except for the chunks that are being written."""
+        """Begins to write all remaining chunks, and drops the shards except for the chunks that are being written."""
         while self._begun:
             self._write_next()
 
     def _write_next(self) -> None:
-        """Begins to write a chunk of the tensor whose turn it is."""
+        """Begins to write one chunk of the next tensor in turn."""
         chunks = self._begun.popleft()
         if (found := next(chunks, None)) is None:
             return
@@ -147,7 +147,7 @@ class Writer:
             self._free.put(staging)
 
     def finish(self) -> None:
-        """Returns when all that was written is on the disk."""
+        """Finishes all writes, and returns when they are on the disk."""
         self.begin_all()
         while self._running:
             self._running.popleft().result()
@@ -157,7 +157,7 @@ class Writer:
             os.close(self._fds.popitem()[1])
 
     def close(self) -> None:
-        """After an error: nothing more is written."""
+        """Stops after an error: no further chunk is written."""
         self._pool.shutdown(cancel_futures=True)
         while self._fds:
             os.close(self._fds.popitem()[1])
@@ -170,7 +170,7 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
 
 
 def _allocate_pinned(nbytes: int) -> torch.Tensor:
-    """Pageable memory where there is no more of the other."""
+    """Allocates pinned host memory; pageable memory if no more can be pinned."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError:

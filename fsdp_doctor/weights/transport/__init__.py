@@ -1,9 +1,10 @@
-"""Tensors on their way: between the ranks of a sharded model, and between host and device.
+"""Transport of tensors between the ranks of a sharded model, and between host and device.
 
-sources         the tensors of the model, how each is gathered, and in which dtype; shard_places: its place in the whole
-rank_groups     whether groups of ranks have one tensor under a name, or several
-agreement       the ranks compare plans, promise buckets, and say when they leave
-buckets         what is loaded and gathered together; transfers: allocation, collectives, copies out of them
+sources         the tensors of the model, how each is gathered, and in which dtype; shard_places: shards' places in
+    tensors
+rank_groups     whether groups of ranks have the same tensor under a name, or different ones
+agreement       the ranks compare plans, promise buckets, and announce that they leave
+buckets         tensors that are loaded and gathered together; transfers: allocation, collectives, copies of the results
 loader          brings shards to the device; deltas: merges adapters into them
-host_copies     copies out of pageable memory; streams: what waits for what
+host_copies     copies from pageable memory; streams: which streams wait for which
 """

@@ -1,10 +1,11 @@
-"""The ranks' agreement, over the store of the process group: what is extracted or loaded, and who has left.
+"""Agreement of the ranks, over the process group's store, about what is extracted or loaded, and about ranks that
+leave.
 
-Before its collectives each rank compares its plan with the others'. Then each promises so many buckets at once, twice
-as many each time: whatever happens to it, it takes part in their collectives. A rank that leaves says so before the
-next of these stages, and the others raise where a collective would have stood still. So the store is asked O(log)
-times in the number of buckets. A store, because a group may have NCCL alone, whose collectives cannot be given up once
-they are begun.
+Before the first collective each rank compares its plan with the others'. Then each rank promises a number of buckets,
+twice as many each time: whatever happens to it, it takes part in their collectives. A rank that leaves announces this
+before the next promise, so that the other ranks raise instead of waiting in a collective. The store is used O(log)
+times in the number of buckets. A store is used because a group may have only NCCL, whose collectives cannot be
+cancelled once they are launched.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from fsdp_doctor.weights.fsdp import private
 from fsdp_doctor.weights.transport.rank_groups import Comparison
 
 _GO, _LEFT, _DIFFERS = "go", "left", "differs"
-# With which all go on: to one bucket, to as many as were promised, or to what they compare before.
+# Answers with which all ranks continue: with one bucket, with all promised buckets, or with a further comparison.
 _ONE, _ALL, _COMPARE = "one", "all", "compare"
-# The fields of the number to which every rank of a stage adds, in bits: how many came; after that, at the first stage
-# the sum of their plans' numbers and how many have more to compare, at the others how many promised one bucket only.
+# Fields, in bits, of the number to which every rank of a stage adds. The first counts the ranks that came. The second
+# is, at the first stage, the sum of their plans' numbers plus the number of ranks that have more to compare; at later
+# stages, the number of ranks that promised only one bucket.
 _RANKS_BITS, _PLAN_BITS = 16, 30
-# To have a thread wait costs more than to ask: up to so many ranks ask a few times first, after so many seconds each.
-# More of them would be too much work for the store.
+# A wait in another thread costs more than a query. Up to this many ranks first query a few times, after these numbers
+# of seconds; queries of more ranks would be too much work for the store.
 _FEW_RANKS = 64
 _ASKED_AFTER = (0.0, 50e-6, 100e-6, 200e-6)
 # A signal that comes just before a wait begins does not end it.
@@ -43,11 +45,13 @@ _SECONDS_OF_A_WATCH = 0.05
 
 
 class RankLeft(RuntimeError):
-    """Another rank has left, or the store is gone; the message says which, where and why."""
+    """Error of the other ranks when a rank has left or the store is gone; the message says which rank, where and
+    why.
+    """
 
 
 class PlanMismatch(RuntimeError):
-    """The ranks do not extract, or load, the same; the message is the first difference."""
+    """Error for ranks that do not extract, or load, the same tensors; the message gives the first difference."""
 
 
 @dataclass
@@ -61,7 +65,7 @@ class _Keys:
     unread: list[str] = field(default_factory=list)
 
 
-# What the agreements of this process share, by the ranks that take part.
+# State that the agreements of this process share, by the ranks that take part.
 _num_agreements: Counter[tuple[int, ...]] = Counter()
 _leftover: dict[tuple[int, ...], _Keys] = {}
 _under_way: list[Agreement] = []
@@ -69,28 +73,31 @@ _lock = threading.Lock()
 
 
 def count_agreements() -> int:
-    """The number of this process so far. A rank that made fewer takes part in other agreements from then on."""
+    """Returns the number of agreements of this process. Ranks that agree with each other must have made equally
+    many.
+    """
     return sum(_num_agreements.values())
 
 
 class ComparedPlan:
-    """The lines of a plan, which must be the same on all ranks: an error message shows the first line that differs."""
+    """Lines of a plan, which must be the same on all ranks; an error message shows the first line that differs."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         self.lines = lines
 
     @functools.cached_property
     def number(self) -> int:
-        """Even, of 30 bits; other plans share it by an accident of one in five hundred million."""
+        """Even number of 30 bits. Two different plans have the same number with a probability of one in 500 million."""
         digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") % (1 << _PLAN_BITS) & ~1
 
 
 class Agreement:
-    """The agreement over one extraction or loading. ``ranks``: all that take part; each of them must make one.
+    """Agreement over one extraction, load or save.
 
-    speaker: the rank whose message all get at each stage; None without messages. watch: is called while this rank waits
-    for others, and returns a sentence about one that will not come, or nothing.
+    ranks: all ranks that take part; each must make an agreement. speaker: the rank whose message all ranks get at each
+    stage; None if there are no messages. watch: called while this rank waits for others; returns a sentence about a
+    rank that will not come, or an empty text.
     """
 
     def __init__(
@@ -126,18 +133,18 @@ class Agreement:
         self._comparison = comparison
 
     def count(self, what: str, number: int) -> None:
-        """Adds to a sum over all ranks, before the first stage; ``sums`` has it after that stage."""
+        """Adds to a sum over all ranks, before the first stage. After that stage ``sums`` has the result."""
         self._counted.append(f"{self._key}/count/{what}")
         self._store.add(self._counted[-1], number)
 
     def count_next(self, num_left: int) -> int:
-        """Counts the buckets that the next promise may be for: one more than there were, so 1, 2, 4, ..."""
+        """Returns the number of buckets that the next promise may cover: 1, 2, 4, ..., at most ``num_left``."""
         return num_left if self._over else min(self._buckets + 1, num_left)
 
     def promise(self, num_buckets: int, *, one_only: bool) -> int:
-        """Returns how many buckets every rank has promised to launch, whatever happens to it: all, or 1.
+        """Returns how many buckets every rank has promised to launch, whatever happens to it: ``num_buckets`` or 1.
 
-        one_only: this rank promises no more than one. Raises RankLeft, PlanMismatch.
+        one_only: this rank promises only one. Raises RankLeft or PlanMismatch.
         """
         if self._over:
             return num_buckets
@@ -152,9 +159,9 @@ class Agreement:
         return promised
 
     def proceed(self, message: str = "") -> str:
-        """Returns the speaker's message when every rank has come to this bucket, with the same plan.
+        """Waits until every rank has come to this bucket with the same plan. Returns the speaker's message.
 
-        Raises RankLeft, PlanMismatch.
+        Raises RankLeft or PlanMismatch.
         """
         if self._over:
             return message
@@ -172,7 +179,7 @@ class Agreement:
         return message
 
     def leave(self, why: str) -> None:
-        """Tells the other ranks that this one will not come to the next stage. Without effect after the end."""
+        """Tells the other ranks that this rank will not come to the next stage. Has no effect after the end."""
         if not self._over:
             # Without a store, or a process group, there is nobody left to tell.
             with contextlib.suppress(RuntimeError, ValueError):
@@ -181,7 +188,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def announce_leaving(self) -> Iterator[None]:
-        """Ends the agreement at an error inside, and tells the other ranks."""
+        """Tells the other ranks about an error in the block, and ends the agreement."""
         try:
             yield
         except BaseException as error:
@@ -189,7 +196,7 @@ class Agreement:
             raise
 
     def finish(self) -> None:
-        """Returns when every rank has had everything. Raises RankLeft where one stopped before that."""
+        """Waits until every rank has all its results. Raises RankLeft if a rank stopped before."""
         if not self._over:
             with self._store_is_there():
                 self._come_to_stage(one_only=True)
@@ -204,13 +211,14 @@ class Agreement:
         return not set(self._ranks).isdisjoint(other._ranks)
 
     def is_of_another_thread(self) -> bool:
-        """Returns whether another thread, still alive, came to the first stage."""
+        """Returns whether the thread that came to the first stage is another one and still alive."""
         return self._thread is not threading.current_thread() and self._thread.is_alive()
 
     def _begin(self) -> None:
-        """Raises RuntimeError where another thread is in an agreement with some of the same ranks.
+        """Registers the agreement. Raises RuntimeError if another thread is in an agreement with some of the same
+        ranks.
 
-        Two threads would begin the groups' collectives in another order on each rank.
+        With two threads, the order in which the groups' collectives are launched could differ between ranks.
         """
         self._thread = threading.current_thread()
         with _lock:
@@ -246,7 +254,10 @@ class Agreement:
         return conclusion
 
     def _come_to_stage(self, one_only: bool, conclusion: Callable[[], str] | None = None) -> str:
-        """Returns the answer of the last rank to come: its conclusion, or whether one promised one bucket only."""
+        """Comes to the next stage. Returns the answer of the last rank to come.
+
+        The answer is that rank's conclusion, or says whether any rank promised only one bucket.
+        """
         self._heed_interrupt()
         plan = self._plan() if not self._stage else None
         if plan:
@@ -279,7 +290,9 @@ class Agreement:
         return sentence
 
     def _describe_difference(self) -> str:
-        """The sentence that all ranks get: the first line that differs from the plan that was in the store first."""
+        """Returns a sentence that is the same on all ranks: the first difference from the plan that was stored
+        first.
+        """
         plan = self._plan().lines
         written = "\n".join([str(self._rank), *plan])
         other, *others = self._store.compare_set(f"{self._key}/plan", "", written).decode().split("\n")
@@ -289,7 +302,9 @@ class Agreement:
         return self._store.compare_set(f"{self._key}/difference", "", sentence).decode()
 
     def _await_answer(self) -> str:
-        """An interrupt is heeded once the others know, or at the next stage where they have gone on meanwhile."""
+        """Waits for the stage's answer. An interrupt takes effect once the others know of it, or else at the next
+        stage.
+        """
         # While one thread waits over the only connection, no other can use it.
         has_one_store = self._store is private.find_default_store()
         try:
@@ -323,7 +338,9 @@ class Agreement:
                     return self._answer_with(f"{_LEFT}:{sentence}").encode()
 
     def _describe_missing_ranks(self) -> str:
-        """A sentence for all: a rank that is not here is behind, or was not meant to come."""
+        """Describes in one sentence that ranks are missing at a stage, because they are late or were not meant
+        to come.
+        """
         came = self._store.add(f"{self._make_stage_key()}/came", 0) % 2**_RANKS_BITS
         call = f"call {self._number} over ranks {list(self._ranks)}"
         where = f"bucket {self._buckets} of {call} in time" if self._stage else f"{call} in time"
@@ -359,9 +376,7 @@ class Agreement:
             ) from error
 
     def _answer_with(self, answer: str) -> str:
-        """Gives a stage its answer, and returns it: this answer, or an earlier one of another rank. A stage has one
-        answer.
-        """
+        """Gives a stage its answer, unless another rank has already done so. Returns the stage's answer."""
         return self._store.compare_set(self._make_stage_key(), "", answer).decode()
 
     def _make_stage_key(self) -> str:
@@ -373,7 +388,7 @@ class Agreement:
         return [*([] if stage else self._counted), *message, f"{key}/came", key]
 
     def _end(self) -> None:
-        """Leaves the deleting of what is in the store to the ranks' next agreement."""
+        """Ends the agreement. Its keys in the store are deleted in the ranks' next agreement."""
         self._over = True
         with _lock:
             if self in _under_way:
@@ -386,7 +401,7 @@ class Agreement:
 
 
 def describe_first_difference(name: str, plan: Sequence[str], other_name: str, others: Sequence[str], verb: str) -> str:
-    """A sentence about the first line that two plans do not share."""
+    """Describes in one sentence the first line in which two plans differ."""
     for index in range(max(len(plan), len(others))):
         left = plan[index] if index < len(plan) else "nothing more"
         right = others[index] if index < len(others) else "nothing more"
@@ -399,9 +414,10 @@ _connections = threading.local()
 
 
 def connect(store: dist.Store) -> dist.Store:
-    """Returns this thread's connection: while one waits, other threads, torch's too, must be able to use theirs.
+    """Returns this thread's connection to the store, so that a thread that waits does not block others, such as
+    torch's.
 
-    Not every kind of store can be cloned, and before torch 2.7 none can: then it is the store itself.
+    If the store cannot be cloned, which holds for some kinds, and for all before torch 2.7, returns the store itself.
     """
     if getattr(_connections, "store", None) is not store:
         # One that is gone would be waited for.
@@ -416,10 +432,10 @@ def connect(store: dist.Store) -> dist.Store:
 
 
 def call_interruptibly(wait: Callable[[], bytes]) -> bytes:
-    """Calls what waits in C++ so that Ctrl-C ends it: Python's handlers of signals run in the main thread alone.
+    """Calls a C++ function that waits, so that Ctrl-C interrupts it.
 
-    From the main thread another one calls it, and goes on if this is interrupted. Where no thread is to be had, it is
-    called here.
+    Python runs signal handlers in the main thread only. In the main thread, the function is therefore called in another
+    thread, which goes on after an interrupt. If no thread can be started, it is called directly.
     """
     if threading.current_thread() is not threading.main_thread():
         return wait()

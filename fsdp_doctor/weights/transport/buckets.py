@@ -1,4 +1,4 @@
-"""Divides tensors into buckets: the same on every rank, before any communication."""
+"""Division of tensors into buckets, the same on every rank without communication."""
 
 from __future__ import annotations
 
@@ -23,21 +23,24 @@ from fsdp_doctor.weights.transport.transfers import (
     sum_two_largest,
 )
 
-# Smaller tensors share an all-gather: one each costs more than a copy out of it. It has at most so many bytes.
+# Tensors smaller than this share an all-gather of at most _PACK_BYTES, since a collective for each would cost more than
+# a copy of each out of the result.
 SMALL_BYTES = 1 << 20
 _PACK_BYTES = 32 << 20
-# A bucket may be so much larger where the memory is there: more of them cost the host more than the links.
+# A bucket may be this many times larger if there is memory, since many small buckets cost the host more than the links.
 _MOST_TIMES = 4
 
 
 @dataclass
 class Bucket:
-    """The transfers that are loaded and gathered together.
+    """Transfers that are loaded and gathered together.
 
-    gathered_bytes: the device memory that the bucket takes until its tensors are handed out. copied_bytes: how much of
-    its tensors is copied at once. end: the position, in the order of the tensors, at which the next bucket begins; a
-    bucket may also gather small tensors from behind that position. last_bytes: the size of the last tensor before
-    ``end``. early_bytes: the size of the tensors behind ``end`` that the bucket gathers.
+    gathered_bytes: the device memory that the bucket takes until its tensors are handed out
+    copied_bytes: the bytes of its tensors that are copied at once
+    end: the position, in the order of the tensors, at which the next bucket begins; a bucket may also gather small
+        tensors from behind that position
+    last_bytes: the size of the last tensor before ``end``
+    early_bytes: the size of the tensors behind ``end`` that the bucket gathers
     """
 
     transfers: list[TensorTransfer] = field(default_factory=list)
@@ -49,28 +52,30 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """The device memory that it takes at most."""
+        """Largest device memory of the bucket, in bytes."""
         return self.gathered_bytes + self.copied_bytes
 
     @functools.cached_property
     def launched_bytes(self) -> int:
-        """The device memory without which its collectives cannot be launched."""
+        """Device memory, in bytes, that is needed to launch the bucket's collectives."""
         return self.gathered_bytes - sum(transfer.opened_bytes for transfer in self.transfers)
 
     @functools.cached_property
     def rounding_bytes(self) -> int:
-        """Computes how much more an allocator may take: 512 bytes for each tensor, and 2 MiB for one of 10 MiB."""
+        """Bytes that an allocator may add by rounding: 512 for each tensor, and 2 MiB for each tensor of at least 10
+        MiB.
+        """
         num_tensors = len(self.list_names()) + len(self.transfers)
         return 512 * num_tensors + (2 << 20) * min(num_tensors, self.launched_bytes // (10 << 20))
 
     @functools.cached_property
     def held_bytes(self) -> int:
-        """The device memory that it has from then on, until its tensors are handed out."""
+        """Device memory, in bytes, that the bucket holds after its collectives, until its tensors are handed out."""
         return sum(t.nbytes - t.collecting_bytes - t.opened_bytes for t in self.transfers)
 
     @functools.cached_property
     def begun_bytes(self) -> int:
-        """The device memory of tensors of which buckets before it have gathered a part, and it gathers the next."""
+        """Device memory, in bytes, of tensors that earlier buckets have gathered in part and this bucket continues."""
         return sum(transfer.begun_bytes for transfer in self.transfers if isinstance(transfer, FlatGather))
 
     def list_names(self) -> list[str]:
@@ -79,7 +84,7 @@ class Bucket:
 
 
 class _OpenBucket:
-    """A bucket that is being filled. Row-sharded tensors of one shard group and dtype become one transfer."""
+    """Bucket that is being filled. Row-sharded tensors of one shard group and dtype become one transfer."""
 
     def __init__(self) -> None:
         self.bucket = Bucket()
@@ -91,7 +96,10 @@ class _OpenBucket:
         sources.append(source)
 
     def close(self, end: int, sizes: Sequence[int], early: set[int]) -> Bucket:
-        """early: the orders of small tensors that wait to be handed out, which is brought up to date."""
+        """Completes the bucket.
+
+        early: the orders of small tensors that were gathered and wait to be handed out; updated in place.
+        """
         bucket = self.bucket
         early.update(*(transfer.orders for transfer in bucket.transfers if isinstance(transfer, PackedGather)))
         early.difference_update(range(end))
@@ -102,14 +110,13 @@ class _OpenBucket:
 
 
 def count_most_bytes(sizes: Sequence[Sequence[int]], bucket_bytes: int) -> int:
-    """Device memory that buckets and the caller's last tensor may take together.
+    """Returns the device memory that buckets and the caller's last tensor may take together.
 
-    sizes: of all tensors, in bytes and in their order; those of one unit of FSDP1 together, the others each alone.
-
-    A bucket and the largest tensor, or two and a smaller tensor; or two that follow one another, or are of one unit,
-    beside an eighth of a bucket to gather them with. Where the largest is larger than a bucket and most of the model is
-    in tensors half as large at least, as in fused experts, one of them more: so that the next is loaded while the
-    caller has the last.
+    sizes: the sizes of all tensors in bytes, in order; the tensors of an FSDP1 unit form one list, every other tensor a
+    list of its own. The result is the largest of: a bucket and the largest tensor; two buckets and a smaller tensor;
+    two tensors that follow each other or are of one unit, and an eighth of a bucket. If the largest tensor is larger
+    than a bucket, and most of the model is in tensors of at least half its size (fused experts), the largest tensor is
+    added once more, so that the next one can be loaded while the caller has the last.
     """
     every = list(itertools.chain.from_iterable(sizes))
     largest = max(every, default=0)
@@ -126,9 +133,9 @@ def _is_mostly_large(sizes: Sequence[int], bucket_bytes: int) -> bool:
 
 @dataclass(frozen=True)
 class Division:
-    """Divides tensors into buckets.
+    """Division of tensors into buckets.
 
-    extra_bytes: by the first name of a tensor, the memory that gathering it takes in addition.
+    extra_bytes: by the first name of a tensor, additional memory that gathering it takes.
     """
 
     sources: Sequence[Source]
@@ -151,19 +158,19 @@ class Division:
         return count_most_bytes(self._sizes_by_source, self.bucket_bytes)
 
     def make_buckets(self) -> Iterator[Bucket]:
-        """Makes buckets that take ``bucket_bytes`` at most each, unless one tensor alone takes more.
+        """Makes buckets of at most ``bucket_bytes`` each; a larger tensor has a bucket of its own, and the last ones
+        are smaller.
 
-        The last ones take less.
-
-        Where two larger ones and a tensor fit into ``most_bytes`` they are larger: what the largest tensor needs is
-        there anyway. A part of an FSDP1 unit is a bucket of its own, beside the tensors that those before it began.
+        If two larger buckets and a tensor fit into ``most_bytes``, buckets are larger, since the largest tensor needs
+        that memory in any case. A part of an FSDP1 unit is a bucket of its own, in addition to the tensors that earlier
+        parts began.
         """
         bucket_bytes, sizes = self.bucket_bytes, self._sizes
         parts = list(self._make_parts())
         usual = max((size for size in sizes if size <= bucket_bytes), default=0)
         larger_bytes = min((self.most_bytes - max(usual, bucket_bytes // 8)) // 2, _MOST_TIMES * bucket_bytes)
         if _is_mostly_large(sizes, bucket_bytes):
-            # The next large one is to fit beside a bucket, and beside small tensors that were gathered early.
+            # The next large tensor must fit together with a bucket and the small tensors that were gathered early.
             bucket_bytes -= min(sum(nbytes for _, nbytes in self._make_packs()) // 2, bucket_bytes // 4)
             larger_bytes = bucket_bytes
         limit = bucket_bytes
@@ -198,7 +205,7 @@ class Division:
             yield last
 
     def _make_parts(self) -> Iterator[tuple[int, TensorTransfer | Rows, int]]:
-        """(order, a transfer or a tensor that is gathered with others, device memory that it takes)."""
+        """Yields (order, a transfer or a tensor that is gathered with others, device memory that it takes)."""
         packs = {pack.order: (pack, nbytes) for pack, nbytes in self._make_packs()}
         packed = {order for pack, _ in packs.values() for order in pack.orders}
         order = last_bytes = 0
@@ -215,7 +222,9 @@ class Division:
             last_bytes = self._sizes[order - 1] if order else 0
 
     def _make_packs(self) -> Iterator[tuple[PackedGather, int]]:
-        """(small tensors that share an all-gather, device memory that they take), from wherever in the model."""
+        """Yields (small tensors that share an all-gather, device memory that they take); they may be anywhere in the
+        model.
+        """
         longest = min(_PACK_BYTES, self.bucket_bytes // 8)
         open_packs: dict[tuple[tuple[int, ...], torch.dtype], tuple[list[int], list[Rows], int]] = {}
         order = 0

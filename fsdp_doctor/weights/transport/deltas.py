@@ -1,4 +1,4 @@
-"""The product of an adapter's two factors, which is added to a weight on its way."""
+"""Product of an adapter's two factors, which is added to a weight during its transfer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Delta:
-    """One adapter's share of one weight: ``scaling * B @ A``, or its transpose.
+    """Contribution of one adapter to one weight: ``scaling * B @ A``, or its transpose.
 
     a: (r, in), b: (out, r), both whole and on the device.
     """
@@ -20,7 +20,7 @@ class Delta:
     transposed: bool
 
     def compute_part(self, start: int, numel: int) -> torch.Tensor:
-        """The elements [start, start + numel) of the flattened product, 1-D."""
+        """Computes the elements [start, start + numel) of the flattened product, 1-D."""
         left, right = (self.a.t(), self.b.t()) if self.transposed else (self.b, self.a)
         columns = right.shape[1]
         first, last = start // columns, -(-(start + numel) // columns)
@@ -29,6 +29,6 @@ class Delta:
         return rows.reshape(-1)[skipped : skipped + numel]
 
     def block(self, rows: slice, columns: slice) -> torch.Tensor:
-        """A block of the product."""
+        """Computes a block of the product."""
         left, right = (self.a.t(), self.b.t()) if self.transposed else (self.b, self.a)
         return (left[rows] @ right[:, columns]) * self.scaling

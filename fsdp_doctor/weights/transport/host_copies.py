@@ -1,10 +1,10 @@
-"""Copies portions of tensors: threads read them out of pageable memory and files.
+"""Copies portions of tensors; threads read those in pageable memory and files.
 
-To the device they go through pinned chunks, so that the link does not wait for the reading; a thread has two, and
-sends one while it reads into the other. What is pinned, or on the device, is copied by the device alone. A chunk is one
-job of a thread, however many tensors share it: the handing over costs the host more than the tensors of most layers
-take to be read. Nothing is read before all that is to be read was worked out: what one thread does in Python keeps the
-others from reading. Without pinned memory the chunks are not pinned, and without threads the caller's reads.
+Copies to the device go through pinned chunks, so that the link does not wait for reads; a thread has two chunks, and
+sends one while it reads into the other. Portions in pinned or device memory are copied by the device alone. A thread's
+job is one chunk, however many tensors share it, because handing over a job costs the host more than reading the tensors
+of most layers. All reads are planned before the first begins, because Python code in one thread slows the reads of the
+others. If memory cannot be pinned, the chunks are pageable; if no thread can be started, the caller's thread reads.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _CHUNKS_OF_A_THREAD = 2
 
 
 class Portion(ABC):
-    """A part of a tensor, in bytes.
+    """Part of a tensor, in bytes.
 
-    nbytes: how long it is. extra_bytes: of memory that was taken for it alone. memory: its bytes, 1-D, where they are
-    in memory.
+    nbytes: its length. extra_bytes: the size of memory that was allocated only for it. memory: its bytes, 1-D, if they
+    are in memory.
     """
 
     nbytes: int
@@ -43,7 +43,7 @@ class Portion(ABC):
 
     @abstractmethod
     def fill(self, target: torch.Tensor, start: int) -> None:
-        """Copies the bytes from ``start`` on into a target in host memory, 1-D. Any thread may call it."""
+        """Copies bytes, beginning with number ``start``, into a 1-D target in host memory. Any thread may call it."""
 
 
 class InMemory(Portion):
@@ -57,7 +57,7 @@ class InMemory(Portion):
 
 @dataclass(eq=False, slots=True)
 class _Piece:
-    """The bytes of a portion from ``start`` on. place: in the chunk, where there is one."""
+    """Piece of a portion, from ``start`` on. place: its place in the chunk, if it goes through a chunk."""
 
     portion: Portion
     start: int
@@ -67,7 +67,9 @@ class _Piece:
 
 @dataclass(eq=False, slots=True)
 class _Batch:
-    """One job of a thread, to the host or through a chunk to the device. nbytes: how much of a chunk."""
+    """Job of a thread: copies to the host, or through a chunk to the device. nbytes: the bytes of the chunk that it
+    uses.
+    """
 
     on_host: bool
     pieces: list[_Piece] = field(default_factory=list)
@@ -85,9 +87,9 @@ class _Submission:
         self._over = threading.Event()
 
     def read_one(self, read: Callable[[_Batch], None]) -> None:
-        """Reads one batch; any thread may call it, as often as there are batches.
+        """Reads one batch. Any thread may call it, as often as there are batches.
 
-        Nothing refers to the batch any more when it counts as read: its target is part of a bucket.
+        No reference to the batch is left when it counts as read, since its target is part of a bucket.
         """
         try:
             read(self._batches.popleft())
@@ -112,9 +114,10 @@ class _Submission:
 
 
 class HostCopies:
-    """Copies from pageable memory. Targets are 1-D bytes. The sources must not change until ``finish`` has returned.
+    """Copies from pageable memory into targets of 1-D bytes. The sources must not change until ``finish`` has returned.
 
-    most_threads: the number of threads of this rank. chunk_bytes: each thread has two pinned buffers of this size.
+    most_threads: the largest number of threads of this rank. chunk_bytes: each thread has two pinned buffers of this
+    size.
     """
 
     def __init__(self, streams: Streams, most_threads: int = 16, chunk_bytes: int = 8 << 20) -> None:
@@ -127,9 +130,9 @@ class HostCopies:
         self._submissions: collections.deque[_Submission] = collections.deque()
 
     def close(self) -> None:
-        """Waits for the threads and the device, whatever they end with: what they write to may be freed then.
+        """Waits for the threads and the device, even after errors, so that the memory to which they write may be freed.
 
-        What no thread has begun to read is not read. More may be copied afterwards.
+        Reads that no thread has begun are dropped. More may be copied afterwards.
         """
         if self._readers is not None:
             self._readers.close()
@@ -139,7 +142,7 @@ class HostCopies:
         self._streams.wait_until_loaded()
 
     def copy(self, portion: Portion, target: torch.Tensor, start: int = 0) -> None:
-        """Copies as many bytes as the target has, from ``start`` on."""
+        """Begins to copy bytes of the portion, from ``start`` on, until the target is full."""
         memory = portion.memory
         if memory is not None and _is_copied_by_device(memory, target):
             self._streams.load(target, memory[start : start + target.numel()])
@@ -156,7 +159,7 @@ class HostCopies:
             done += length
 
     def submit(self) -> int:
-        """Begins to read what is to be copied. Returns a number for ``flush``."""
+        """Begins to read everything that was given to ``copy``. Returns a number for ``flush``."""
         if self._begun:
             if self._readers is None:
                 self._readers = _Readers(self._streams, self._num_threads, self._chunk_bytes)
@@ -166,9 +169,9 @@ class HostCopies:
         return self._num_submitted
 
     def flush(self, submitted: int | None = None) -> None:
-        """Returns when copies to the host are done, and those to the device are in the loading stream.
+        """Returns when copies to the host are done, and copies to the device are in the loading stream.
 
-        submitted: only those that were submitted when ``submit`` returned this.
+        submitted: a result of ``submit``; only copies that were submitted by then are waited for.
         """
         last = self.submit() if submitted is None else submitted
         while self._num_submitted - len(self._submissions) < last:
@@ -176,7 +179,7 @@ class HostCopies:
         self._streams.wait_for_threads()
 
     def finish(self) -> None:
-        """Returns when all copies are done."""
+        """Finishes all copies, and returns when they are done."""
         self.flush()
         self._streams.wait_until_loaded()
 
@@ -188,7 +191,7 @@ def _is_copied_by_device(memory: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 class _Readers:
-    """Reading threads, as many as the system gives, up to ``most``. Without any, what is submitted is read at once."""
+    """Threads that read: up to ``most``, if the system allows so many. Without any, the caller reads at once."""
 
     def __init__(self, streams: Streams, most: int, chunk_bytes: int) -> None:
         self._streams, self._chunk_bytes = streams, chunk_bytes
@@ -212,7 +215,7 @@ class _Readers:
         return submission
 
     def close(self) -> None:
-        """Waits for what is being read; what nobody has begun to read is not read."""
+        """Waits for running reads; reads that no thread has begun are dropped."""
         while not self._waiting.empty():
             self._waiting.get()
         for _ in self._threads:
@@ -238,7 +241,9 @@ class _Readers:
 
 
 class _Chunks:
-    """One thread's chunks, in turns: with two, the device may be reading one; with one, it is waited for."""
+    """Chunks of one thread, used in turns. With two, the device may read one during a read into the other; one is
+    waited for.
+    """
 
     def __init__(self, streams: Streams, nbytes: int) -> None:
         self._streams, self._nbytes = streams, nbytes
@@ -246,7 +251,7 @@ class _Chunks:
         self._most = _CHUNKS_OF_A_THREAD
 
     def take(self) -> torch.Tensor:
-        """Returns a chunk that the device has read."""
+        """Returns a chunk that the device has finished reading."""
         if len(self._free) < self._most:
             try:
                 return torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -261,30 +266,30 @@ class _Chunks:
         return memory
 
     def give(self, memory: torch.Tensor) -> None:
-        """After the copies from it were put into the stream."""
+        """Gives a chunk back after copies from it were put into the stream."""
         self._free.append((memory, self._streams.record_loading()))
 
 
 def count_threads(most: int = 16) -> int:
-    """The number of the host's processors for each of its ranks, within limits."""
+    """Returns the number of the host's processors for each of its ranks, at least 2 and at most ``most``."""
     processors = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(2, min(most, processors))
 
 
 def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a contiguous tensor's bytes, 1-D."""
+    """Returns a 1-D view of a contiguous tensor's bytes."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def view_as_memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host, which must stay alive."""
+    """Returns the bytes of a contiguous tensor on the host. The tensor must stay alive."""
     nbytes = tensor.numel() * tensor.element_size()
     memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr()) if nbytes else b""
     return memoryview(memory).cast("B")
 
 
 def _read(batch: _Batch, chunks: _Chunks) -> None:
-    """Reads a batch and, where it goes to the device, sends it: one call for all of its pieces."""
+    """Reads a batch and, if it is for the device, copies all of its pieces with one call."""
     if batch.on_host:
         for piece in batch.pieces:
             piece.portion.fill(piece.target, piece.start)

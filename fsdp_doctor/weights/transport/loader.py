@@ -1,4 +1,4 @@
-"""Brings pieces of shards into device memory, from the host or from the device, cast and merged on the way."""
+"""Brings pieces of shards into device memory, from the host or the device, and casts and merges them on the way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ALIGNMENT = 64
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """A 1-D part of a shard and its place.
+    """Part of a shard, 1-D, with its place.
 
     target: 1-D memory on the device, in the dtype that is gathered. source: the part in the shard, of the same length,
     on any device. name, start: the tensor to which the part belongs, and the part's first element in the flattened
@@ -34,7 +34,7 @@ class Piece:
 
 
 class _Copies:
-    """The copies of one stream."""
+    """Copies that are made in one stream."""
 
     def __init__(self) -> None:
         self.targets: list[torch.Tensor] = []
@@ -48,7 +48,7 @@ class _Copies:
 
 
 class CastBuffer:
-    """Device memory in two halves for pieces to be cast or merged: one is loaded while the other is cast.
+    """Device memory in two halves for pieces to be cast or merged: one half is loaded while the other is cast.
 
     turn: the number of the half that comes next.
     """
@@ -61,7 +61,7 @@ class CastBuffer:
         self.turn = 0
 
     def reserve_half(self, turn: int) -> torch.Tensor:
-        """Bytes that may be loaded in that turn, after what was in them has been cast."""
+        """Returns the next half, which may be loaded in that turn once its earlier contents have been cast."""
         if not self._halves:
             self._halves = [torch.empty(_HALF_BYTES, dtype=torch.uint8, device=self._device) for _ in range(2)]
             self._streams.begin_loading()
@@ -69,13 +69,13 @@ class CastBuffer:
         return self._halves[self.turn]
 
     def note_cast(self) -> None:
-        """The half's cast is under way."""
+        """Notes that the cast of the current half was launched, and switches to the other half."""
         self._cast[self.turn] = self._streams.cast()
         self.turn = 1 - self.turn
 
 
 class Loader:
-    """Loads one bucket's pieces: ``begin``, then ``finish``."""
+    """Loader of one bucket's pieces: call ``begin``, then ``finish``."""
 
     def __init__(self, device: torch.device, streams: Streams, cast_buffer: CastBuffer, copies: HostCopies) -> None:
         self._device = device
@@ -95,13 +95,12 @@ class Loader:
         merged: Collection[str],
         copies: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = (),
     ) -> None:
-        """Launches the copies that can be, after everything that the caller's stream holds.
+        """Launches the copies that can be launched now, after all work in the caller's stream. Does not wait for the
+        device.
 
-        Nothing waits for the device; pageable memory is being read by threads. What is copied is kept as long as the
-        loader: of a shard that is not contiguous it is a copy, made on the caller's stream.
-
-        merged: the tensors to which something is to be added. copies: (targets, sources) of the same shapes and
-        dtypes, all of them on the device.
+        Threads begin to read pageable memory. The sources are kept as long as the loader; a shard that is not
+        contiguous is first copied on the caller's stream. merged: the tensors to which deltas will be added. copies:
+        (targets, sources) of the same shapes and dtypes, all on the device.
         """
         turns = _Copies(), _Copies()
         pageable: list[Piece] = []
@@ -132,9 +131,9 @@ class Loader:
             self._submitted = self._copies.submit()
 
     def finish(self, deltas: Mapping[str, list[Delta]]) -> None:
-        """Loads, casts and merges the rest: then all targets are filled, in the order of the streams.
+        """Loads, casts and merges the remaining pieces. Afterwards all targets are filled, in the order of the streams.
 
-        deltas: what is to be added to which tensor, its adapters unsharded and on the device.
+        deltas: the deltas to add to each tensor, with unsharded factors on the device.
         """
         self._copies.flush(self._submitted)
         self._missing = [piece.target for piece in self._to_cast]
@@ -151,7 +150,9 @@ class Loader:
         self._missing = []
 
     def spoil(self) -> None:
-        """Fills what is missing with NaN or 0, after ``begin`` or ``finish`` has failed: no memory is needed for it."""
+        """Fills targets that were not loaded with NaN or 0, after ``begin`` or ``finish`` has failed. It needs no
+        memory.
+        """
         with self._streams.use_casting_stream():
             for target in self._missing:
                 target.fill_(torch.nan if target.is_floating_point() or target.is_complex() else 0)

@@ -1,20 +1,20 @@
-"""The check whether several groups of ranks have one tensor under a name, or several.
+"""Determines whether groups of ranks have the same tensor under a name, or different ones.
 
-A placement covers the ranks of its mesh alone. Where the mesh lacks ranks of the model, those may have copies, as of
-norms under tensor parallelism, or other values of the same shape, as of experts that each group has some of. A plain
-parameter is such a case, too. Names and shapes are alike in both; what differs is this:
+A placement covers only the ranks of its mesh. Model ranks outside of the mesh may have copies of the tensor (norms
+under tensor parallelism), or different values of the same shape (experts, of which each group has some). The same is
+true of a plain parameter. Names and shapes are the same in both cases. They are told apart as follows:
 
-- A mesh that is a slice of a larger one, by ranks and names, along dims over which another parameter is sharded: FSDP
-  has sharded both alike, and the rest of the larger mesh is tensor parallelism, which has copies of what it does not
-  divide, or replicas.
-- Otherwise nothing says that the groups have copies, not even that their meshes are slices of one: experts' meshes
-  are that, too. Such tensors are refused.
-- The values of a plain parameter, and of what the first case takes for copies, are compared: a few elements of each,
-  since copies may have drifted apart by rounding, and experts are nowhere near each other.
+- If the mesh is a slice of a larger mesh, by ranks and names, along dims over which another parameter is sharded, FSDP
+    has sharded both in the same way. The rest of the larger mesh is tensor parallelism, which has copies of tensors
+    that it does not divide, or replicas. The groups are taken to have copies.
+- Otherwise nothing shows that the groups have copies, even if their meshes are slices of one mesh, since this is also
+    true of experts' meshes. Such tensors are refused.
+- The values of plain parameters, and of tensors in the first case, are compared: a few elements of each, with a
+    tolerance, since copies may have drifted apart by rounding, whereas experts differ widely.
 
-Persistent buffers are whole on every rank, and no FSDP keeps them alike: a router's bias or the statistics of a batch
-norm are moved by each rank's own tokens. There is no right one among them, so they are not refused: that they differ is
-said.
+Persistent buffers are whole on every rank, and no FSDP keeps them equal: each rank's own tokens change a router's bias
+or the statistics of a batch norm. None of the values is the right one, so buffers that differ are not refused, but
+reported.
 """
 
 from __future__ import annotations
@@ -36,26 +36,28 @@ from typing_extensions import assert_never
 from fsdp_doctor.text import join_some
 from fsdp_doctor.weights.fsdp.reader import ModelContents
 
-# Of so many tensors at most, spread over all, so many elements each.
+# The number of tensors that are compared at most, spread over all, and of compared elements in each.
 _COMPARED_TENSORS, _COMPARED_ELEMENTS = 256, 8
-# How far copies may be apart, in parts of the longer one.
+# The largest distance between two copies, relative to the larger norm.
 _DRIFT = 1 / 8
-# Of a buffer: a longer one is compared by a few elements, too.
+# A larger buffer is also compared by a few elements.
 _COMPARED_BYTES = 1 << 20
 
 Relation = Literal["plain", "copies", "unknown", "buffer"]
 
 
 class BuffersDiffer(UserWarning):
-    """Persistent buffers have other values on some ranks, and an extraction or a save has one rank's."""
+    """Warning that persistent buffers differ between ranks, so that an extraction or a save has only one rank's
+    values.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Parts of tensors on this rank that other groups of ranks may have, too.
+    """Part of tensors on this rank that other groups of ranks may have, too.
 
-    names: of a tensor the first, of an FSDP1 unit each parameter's. place: among the model's shards. ranks: which have
-    the tensor together; none where each has all of it.
+    names: the first name of a tensor; for an FSDP1 unit, the first name of each of its parameters. place: the part's
+    index among the model's shards. ranks: the ranks that have the tensor together; empty if each rank has all of it.
     """
 
     names: tuple[str, ...]
@@ -66,7 +68,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Groups of ranks that have a tensor each, under one name."""
+    """Groups of ranks that have different tensors under one name."""
 
     relation: Relation
     groups: tuple[tuple[int, ...], ...]
@@ -74,10 +76,10 @@ class Conflict:
 
 @dataclass
 class RankGroups:
-    """Groups of ranks of one model. They hold no tensor.
+    """Groups of ranks of one model. It holds no tensor.
 
-    ranks: all of the model's, where a mesh has a part of them; otherwise none. is_settled: whether the ranks have
-    compared their parts since the model was read. differing: buffers that differed when they were last compared.
+    ranks: all ranks of the model, if a mesh has only a part of them; otherwise empty. is_settled: whether the ranks
+    have compared their parts since the model was read. differing: buffers that differed at the last comparison.
     """
 
     ranks: tuple[int, ...]
@@ -89,7 +91,7 @@ class RankGroups:
         return replace(self, parts=[part for part in self.parts if part.place in places])
 
     def find_unknown(self) -> dict[str, Conflict]:
-        """Lists the names that are refused without asking the other ranks."""
+        """Returns the names that are refused without asking other ranks, each with its conflict."""
         return {
             name: Conflict("unknown", (part.ranks, tuple(sorted({*self.ranks} - {*part.ranks}))))
             for part in self.parts
@@ -99,7 +101,7 @@ class RankGroups:
 
 
 def read_groups(contents: ModelContents) -> RankGroups:
-    """Reads attributes alone: any rank may call it."""
+    """Reads the groups of a model. Only attributes are read, so any rank may call it alone."""
     on_meshes: dict[int, tuple[DeviceMesh, tuple[int, ...]]] = {}
     for parameter in contents.parameters:
         if isinstance(parameter.placed, DTensor) and id(parameter.placed.device_mesh) not in on_meshes:
@@ -143,7 +145,10 @@ def _relate(
     placements: Sequence[Placement],
     on_whole: Collection[tuple[DeviceMesh, tuple[Placement, ...]]],
 ) -> Relation:
-    """on_whole: meshes and placements of the tensors that all ranks of the model have a part of."""
+    """Returns the relation between the tensors that groups of ranks have on meshes like this one.
+
+    on_whole: meshes and placements of the tensors of which all ranks of the model have a part.
+    """
     if all(isinstance(placement, Replicate) for placement in placements):
         return "plain"
     for other, theirs in on_whole:
@@ -154,7 +159,7 @@ def _relate(
 
 
 def _find_dims_of_slice(whole: DeviceMesh, mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
-    """The dims of ``whole`` along which this rank's slice of it is ``mesh``, by names and ranks."""
+    """Yields the dims of ``whole`` along which this rank's slice of it is ``mesh``, by names and ranks."""
     here, names = whole.get_coordinate(), whole.mesh_dim_names or ()
     for count in range(1, whole.ndim):
         for dims in itertools.combinations(range(whole.ndim), count) if here and names else ():
@@ -165,9 +170,10 @@ def _find_dims_of_slice(whole: DeviceMesh, mesh: DeviceMesh) -> Iterator[tuple[i
 
 
 class Comparison:
-    """Compares the ranks' parts for one call.
+    """Comparison of the ranks' parts, for one call.
 
-    shards: this rank's, by their places. compares: whose values. anew: also where they have been compared before.
+    shards: this rank's shards, by their places. compares: the relations whose values are compared. anew: whether to
+    compare even if the ranks have compared before.
     """
 
     def __init__(
@@ -188,12 +194,12 @@ class Comparison:
 
     @property
     def is_due(self) -> bool:
-        """Returns whether there is anything left to compare."""
+        """True if there is anything left to compare."""
         is_settled = self._groups.is_settled and not self._anew
         return bool(self._compared or self._buffers or self._unknown) and not is_settled
 
     def make_statement(self) -> str:
-        """Describes this rank's groups and values. Waits for its device, which may still be writing to a shard."""
+        """Describes this rank's groups and values. Waits for the device, which may still be writing to a shard."""
         compared, buffers = _choose_some(self._compared), _choose_some(self._buffers)
         if (compared or buffers) and self._device.type not in ("cpu", "meta"):
             torch.get_device_module(self._device.type).synchronize(self._device)
@@ -230,7 +236,7 @@ class Comparison:
         )
 
     def conclude(self, conclusion: str) -> None:
-        """Notes down what all ranks know now, and warns of buffers that differ."""
+        """Notes the conclusion that all ranks share, and warns about buffers that differ."""
         items = json.loads(conclusion).items()
         every = {name: Conflict(relation, tuple(map(tuple, groups))) for name, (relation, groups) in items}
         differing = {name: conflict for name, conflict in every.items() if conflict.relation == "buffer"}
@@ -249,7 +255,7 @@ def _choose_some(parts: Sequence[Part]) -> Sequence[Part]:
 
 
 def _digest_buffer(buffer: torch.Tensor) -> int:
-    """Sums all bytes of a small tensor, else a few elements."""
+    """Computes a checksum of a buffer: of all bytes if it is small, otherwise of a few elements."""
     if not buffer.numel():
         return 0
     if buffer.nbytes > _COMPARED_BYTES:
@@ -259,7 +265,7 @@ def _digest_buffer(buffer: torch.Tensor) -> int:
 
 
 def _sample_values(shard: torch.Tensor) -> list[float] | None:
-    """A few, spread over all; None for a tensor without elements, or of a class whose elements cannot be read."""
+    """Returns a few elements, spread over the shard; None if it has no elements, or if they cannot be read."""
     local = shard.detach().reshape(1) if not shard.ndim else shard.detach()
     if local.is_meta or not local.numel() or type(local) is not torch.Tensor:
         return None
@@ -275,8 +281,9 @@ def _sample_values(shard: torch.Tensor) -> list[float] | None:
 
 
 def _find_conflict(values: Mapping[int, list[Any]]) -> list[Any] | None:
-    """Finds a conflict between groups; None if all of them have copies. values: of each rank, its group, its place in
-    the group and some elements.
+    """Finds a conflict between groups; None if all of them have copies.
+
+    values: for each rank, its group, its place in the group, and some elements.
     """
     alike: list[tuple[int, list[float], list[int]]] = []
     for rank, (_, place, elements) in values.items():
@@ -297,7 +304,7 @@ def _are_near(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def describe_conflicts(conflicts: Mapping[str, Conflict]) -> str:
-    """A sentence about the first of them, with the names of others."""
+    """Describes the first conflict in one sentence, and names the others."""
     name, conflict = next(iter(conflicts.items()))
     groups = join_some([str(list(ranks)) for ranks in conflict.groups])
     others = f" The same holds for {join_some(list(conflicts)[1:])}." if len(conflicts) > 1 else ""

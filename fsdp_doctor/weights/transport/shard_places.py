@@ -17,17 +17,18 @@ from fsdp_doctor.weights.transport.sources import FlatUnit, Placed, Plain, Rows,
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardPlace:
-    """The place of a shard in the whole tensor.
+    """Place of a shard in the whole tensor.
 
-    numel: how many elements it has; a rank may have none of a tensor.
-    offset: the number of its first element in the flattened tensor, where its elements follow one another there; None
-        for one that was cut along another dim than the first.
-    stride: of the flattened tensor. It is row-major, but for an FSDP1 parameter that was not contiguous when it was
-        wrapped: then the offset counts along ``tensor.as_strided(shape, stride)``.
-    mesh, placements: of the DTensor; None for FSDP1's flat shards, for what is whole on every rank, and for a part of a
-        fused tensor under a name of the Hub.
-    group: over which such a part, or FSDP1's flat shard, is divided by ranges; None for all others.
-    part: of a part of a fused tensor that is divided along other dims, the indices of each dim that the rank has.
+    numel: the number of elements in the shard; 0 if the rank has nothing of the tensor.
+    offset: the index of its first element in the flattened tensor, if its elements are consecutive there; None for a
+        shard that was cut along another dim than the first.
+    stride: the strides of the flattened tensor. They are row-major, except for an FSDP1 parameter that was not
+        contiguous when it was wrapped: the offset then counts along ``tensor.as_strided(shape, stride)``.
+    mesh, placements: those of the DTensor; None for FSDP1's flat shards, for tensors that are whole on every rank, and
+        for a part of a fused tensor under a name of the Hub.
+    group: the group over which FSDP1's flat shard, or a part of a fused tensor, is divided into ranges; None for all
+        others.
+    part: for a part of a fused tensor that is divided along other dims, the indices of each dim that the rank has.
     """
 
     numel: int
@@ -39,7 +40,7 @@ class ShardPlace:
     part: LocalPart | None = None
 
     def held_part(self, shape: Sequence[int]) -> LocalPart:
-        """Indices of each dim that the shard has; for a DTensor's shard alone, and where ``part`` says so."""
+        """Returns the indices of each dim that the shard has. Only for a DTensor's shard, or if ``part`` is given."""
         if self.part is not None:
             return self.part
         assert self.mesh is not None
@@ -47,7 +48,9 @@ class ShardPlace:
         return compute_part(dist.get_rank(), shape, self.mesh.mesh, self.placements)
 
     def of(self, full: torch.Tensor) -> torch.Tensor:
-        """The part of a full tensor that is in the shard: in the shard's own shape for a DTensor's, else 1-D."""
+        """Returns the elements of a full tensor that are in the shard: in a DTensor shard's own shape, otherwise
+        1-D.
+        """
         if self.mesh is not None or self.part is not None:
             return self.held_part(full.shape).read(full)
         assert self.offset is not None
@@ -57,7 +60,10 @@ class ShardPlace:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SourceShard:
-    """local: as it lies, 1-D, in the order of the place. shape: in which it is handed out."""
+    """Shard of this rank, read where it lies.
+
+    local: 1-D, in the order of the place. shape: the shape in which the shard is handed out.
+    """
 
     spec: TensorSpec
     local: torch.Tensor
@@ -66,9 +72,10 @@ class SourceShard:
 
 
 def read_own_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -> Iterator[SourceShard]:
-    """Reads this rank's shard of each tensor, in the order of the sources; without elements where it has no part of it.
+    """Reads this rank's shard of each tensor, in the order of the sources; the shard is empty if the rank holds
+    nothing.
 
-    shards: what this rank holds, by the places of the sources.
+    shards: this rank's shards, by the places of the sources.
     """
     for source in sources:
         local = shards[source.place].detach()

@@ -1,4 +1,4 @@
-"""The tensors of a model, and how each is gathered: attributes alone are read, no device is touched."""
+"""Tensors of a model, and how each is gathered. Only attributes are read, and no device is touched."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from fsdp_doctor.weights.fsdp.reader import FlatSlice, Fsdp1Unit, ModelContents,
 
 @dataclass(slots=True, eq=False)
 class ShardGroup:
-    """The ranks over which tensors are sharded. rank: this one's place among them. device: of the collectives."""
+    """Ranks over which tensors are sharded. rank: this rank's index among them. device: the device of the
+    collectives.
+    """
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
@@ -27,11 +29,14 @@ class ShardGroup:
     device: torch.device
 
 
-# A model may have tens of thousands of tensors, so none of these costs more to make than it must:
-# they are not frozen, which would double it. Nothing changes them.
+# A model may have tens of thousands of tensors, so these classes are cheap to instantiate: they are not frozen, which
+# would double the cost. Nothing changes the instances.
 @dataclass(slots=True, eq=False, kw_only=True)
 class TensorSpec:
-    """One full tensor: all of its names, its global shape, its own dtype, and what it is if it cannot be read."""
+    """Description of one full tensor: all of its names, its global shape, its own dtype.
+
+    form: a description of its form if its values cannot be read, otherwise empty.
+    """
 
     names: tuple[str, ...]
     shape: torch.Size
@@ -40,12 +45,13 @@ class TensorSpec:
     form: str = ""
 
 
-# A source's place is that of this rank's part of it among the model's shards, which are read anew for each extraction.
+# A source's place is the index of this rank's part among the model's shards, which are read anew for each extraction.
 @dataclass(slots=True, eq=False, kw_only=True)
 class Plain:
-    """Whole on every rank: a buffer, an ignored parameter, a replicated one, a model without shards.
+    """Tensor that is whole on every rank: a buffer, an ignored or replicated parameter, or any tensor of an unsharded
+    model.
 
-    part: where it lies in the shard of an FSDP1 unit that is not sharded; None if it is the shard.
+    part: the tensor's place in the shard of an FSDP1 unit that is not sharded; None if the tensor is the shard.
     """
 
     spec: TensorSpec
@@ -60,10 +66,10 @@ class Plain:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Rows:
-    """Shard(0) over one shard group, divided as torch.chunk does.
+    """Tensor with the placement Shard(0) over one shard group, divided like torch.chunk.
 
-    Rank r holds the elements [r * chunk, (r + 1) * chunk) of the flattened tensor, as far as there are
-    any. So the parts joined in rank order are the tensor, and what is padded is its tail.
+    Rank r holds the elements [r * chunk, (r + 1) * chunk) of the flattened tensor, as far as they exist. The parts in
+    the order of the ranks are therefore the tensor, with padding only at its end.
     """
 
     spec: TensorSpec
@@ -81,7 +87,7 @@ class Rows:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Placed:
-    """Any other DTensor (other dims, several mesh dims): DTensor's own redistribution gathers it."""
+    """DTensor with any other placements (other dims, several mesh dims), which DTensor's own redistribution gathers."""
 
     spec: TensorSpec
     place: int
@@ -93,7 +99,7 @@ class Placed:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Span:
-    """One parameter in an FSDP1 unit: the elements [offset, offset + numel) of the unit's flat parameter."""
+    """Parameter in an FSDP1 unit: the elements [offset, offset + numel) of the unit's flat parameter."""
 
     spec: TensorSpec
     offset: int
@@ -102,7 +108,7 @@ class Span:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class FlatUnit:
-    """An FSDP1 unit: rank r holds the elements [r * chunk, (r + 1) * chunk) of the flat parameter."""
+    """FSDP1 unit: rank r holds the elements [r * chunk, (r + 1) * chunk) of the flat parameter."""
 
     spans: tuple[Span, ...]
     place: int
@@ -118,16 +124,16 @@ def list_specs(source: Source) -> list[TensorSpec]:
 
 
 def name_dtype(dtype: torch.dtype) -> str:
-    """Names a dtype as torch does, without ``torch.``."""
+    """Returns torch's name of a dtype without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class OutputDtypes:
-    """The dtype in which each tensor is gathered and yielded.
+    """Dtypes in which the tensors are gathered and yielded.
 
-    dtype: for floating-point tensors; None keeps each tensor's own. keep: patterns of names of tensors that always keep
-    their own dtype.
+    dtype: the dtype of floating-point tensors; None keeps each tensor's own. keep: patterns of names of tensors that
+    always keep their own dtype.
     """
 
     dtype: torch.dtype | None = None
@@ -140,7 +146,7 @@ class OutputDtypes:
         return spec.dtype if is_kept else self.dtype
 
     def check(self, sources: Sequence[Source]) -> None:
-        """Raises TypeError for a dtype that is not floating-point, ValueError for a pattern that is no tensor's."""
+        """Raises TypeError for a dtype that is not floating-point, ValueError for a pattern that matches no tensor."""
         names = [name for source in sources for spec in list_specs(source) for name in spec.names]
         for pattern in self.keep:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
@@ -152,8 +158,8 @@ class OutputDtypes:
 def list_sources(contents: ModelContents) -> list[Source]:
     """Lists each parameter and persistent buffer once, in the order of the model; FSDP1's units come first.
 
-    Raises RuntimeError for a parameter that is only a piece of another unit's flat parameter, for tensors that have one
-    name, and for a lost shard.
+    Raises RuntimeError for a parameter that is only a piece of another unit's flat parameter, for different tensors
+    with one name, and for a lost shard.
     """
     if contents.refusal:
         raise RuntimeError(contents.refusal)
@@ -169,7 +175,7 @@ def list_sources(contents: ModelContents) -> list[Source]:
 
 
 def list_shards(contents: ModelContents) -> list[torch.Tensor]:
-    """Lists this rank's shards as they are, by the places of the sources."""
+    """Lists this rank's present shards, by the places of the sources."""
     units = [unit.shard for unit in contents.fsdp1_units]
     return [*units, *(private.read_local_tensor(tensor.tensor) for tensor in contents.list_tensors())]
 
@@ -195,7 +201,7 @@ def check_shards(sources: Sequence[Source], shards: Sequence[torch.Tensor]) -> N
 
 
 def compute_device(contents: ModelContents, sources: Sequence[Source]) -> torch.device:
-    """Finds the device of the model's collectives; for a model without shards, where its parameters are."""
+    """Returns the device of the model's collectives; for a model without shards, the device of its parameters."""
     for source in sources:
         if not isinstance(source, Plain):
             return source.shard_group.device
@@ -208,7 +214,7 @@ def compute_device(contents: ModelContents, sources: Sequence[Source]) -> torch.
 
 
 def find_device(device_type: str) -> torch.device:
-    """Finds this rank's device of that type."""
+    """Returns this rank's device of the given type."""
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
@@ -250,7 +256,7 @@ def _make_source(place: int, model_tensor: ModelTensor, groups: _ShardGroups) ->
 
 
 class _ShardGroups:
-    """A model has few meshes and many tensors: each mesh is asked once."""
+    """Shard groups of a model. Each mesh is read once, since there are few meshes and many tensors."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], ShardGroup] = {}
@@ -262,7 +268,9 @@ class _ShardGroups:
         return self._known[key]
 
     def find_for_mesh(self, mesh: DeviceMesh) -> ShardGroup:
-        """Finds the ranks of a mesh of several dims; the group, of the first, stands for the backends of all."""
+        """Makes the group of all ranks of a mesh of several dims. The first dim's process group stands for the backends
+        of all.
+        """
         key = id(mesh), -1
         if key not in self._known:
             ranks = tuple(mesh.mesh.flatten().tolist())

@@ -1,9 +1,9 @@
-"""The streams of an extraction, and how they wait for one another and for the caller's, of which there may be several.
+"""Streams of an extraction, and how they wait for each other and for the caller's stream, which may change.
 
-Shards are loaded on two, cast and merged on the next, gathered on another: all at once, of different pieces; and what
-watches an extraction reads on the last what was gathered. Two,
-because the link is idle for some 10 us between two copies of one stream; both have copies of the same bucket, so that
-none of the next shares the link with those that a gather waits for. On the CPU there are no streams.
+Shards are loaded on two streams, cast and merged on a third, and gathered on a fourth, all at the same time for
+different pieces. A watcher of the extraction reads the gathered tensors on a fifth. There are two loading streams
+because the link is idle for about 10 us between two copies of one stream. Both have copies of the same bucket, so that
+copies for the next bucket do not share the link with copies for which a gather waits. On the CPU there are no streams.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _T = TypeVar("_T")
 
 
 class HomeStream:
-    """The stream that is current when this is made, on which results are allocated and written.
+    """Stream that is current when this object is made, on which results are allocated and written.
 
-    The caller may have another stream current each time it asks for more.
+    The caller may have another current stream at each request.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class HomeStream:
         self._callers: Any = None
 
     def run(self, items: Generator[_T]) -> Generator[_T]:
-        """Runs each step of ``items`` in this stream, and the first after the current one."""
+        """Runs each step of ``items`` in this stream; the first step waits for the current stream."""
         if (callers := self._find_callers()) is not None:
             self._stream.wait_stream(callers)
         try:
@@ -53,11 +53,11 @@ class HomeStream:
                 items.close()
 
     def hand_out(self, tensor: torch.Tensor) -> None:
-        """The current stream may use the tensor: after what wrote it, and before its memory is used again."""
+        """Makes the current stream wait for the tensor's values, and keeps its memory until that stream has used it."""
         self._hand_to(self._find_callers(), tensor)
 
     def hand_out_last(self, tensor: torch.Tensor) -> None:
-        """Hands out the result of the last ``run``, on the streams of that call, which are not determined again."""
+        """Hands out the result of the last step of ``run``, to the stream that was current at that step."""
         self._hand_to(self._callers, tensor)
 
     def _hand_to(self, callers: Any, tensor: torch.Tensor) -> None:
@@ -66,13 +66,13 @@ class HomeStream:
             tensor.record_stream(callers)
 
     def _find_callers(self) -> Any:
-        """Finds the current stream; None if it is this one, and on the CPU."""
+        """Returns the current stream; None if it is this stream, and on the CPU."""
         if self._module is None or private.read_stream_key(self._device) == self._key:
             return None
         return self._module.current_stream(self._device)
 
     def _enter(self, callers: Any) -> contextlib.AbstractContextManager[Any]:
-        """Enters the stream, on its device: another thread may take the next tensor."""
+        """Enters the stream and its device, since another thread may take the next tensor."""
         if callers is not None:
             context: contextlib.AbstractContextManager[Any] = self._module.stream(self._stream)
             return context
@@ -80,7 +80,7 @@ class HomeStream:
 
 
 class Streams:
-    """device: where the extraction computes. An event is None on the CPU."""
+    """Streams of one extraction. device: the device on which it computes. Events are None on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -90,60 +90,64 @@ class Streams:
         self._used: list[Any] = []
 
     def begin_loading(self) -> None:
-        """Loads and gathers from now on come after all that is in the caller's stream now."""
+        """Makes later loads and gathers wait for all present work in the caller's stream."""
         if self._module:
             event = self._module.current_stream(self._device).record_event()
             for stream in (self._loading, self._other_loading, self._gathering):
                 stream.wait_event(event)
 
     def use_loading_stream(self, turn: int = 0) -> contextlib.AbstractContextManager[Any]:
-        """turn: 0 or 1, which of the two streams."""
+        """Enters one of the two loading streams. turn: 0 or 1."""
         return self._enter(self._use(self._other_loading if turn else self._loading))
 
     def use_casting_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """After all that was loaded."""
+        """Enters the casting stream, which then waits for all loads so far."""
         if self._module:
             self._casting.wait_stream(self._loading)
             self._casting.wait_stream(self._other_loading)
         return self._enter(self._use(self._casting))
 
     def load(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies, without waiting. The source may be let go of at once; in host memory it must stay as it is."""
+        """Copies without waiting. The caller may drop the source at once, but a source in host memory must not
+        change.
+        """
         if self._module and source.device.type != "cpu":
             source.record_stream(self._loading)
         with self.use_loading_stream():
             target.copy_(source, non_blocking=True)
 
     def wait_until_loaded(self) -> None:
-        """The host waits for all that was loaded."""
+        """Makes the host wait for all loads."""
         if self._module:
             self._loading.synchronize()
             self._other_loading.synchronize()
 
     def enter_thread(self) -> contextlib.AbstractContextManager[Any]:
-        """Lets another thread copy: its copies inside are loads of turn 0, after this one's ``wait_for_threads``."""
+        """Enters the loading stream of turn 0 in another thread; ``wait_for_threads`` makes later gathers wait for its
+        copies.
+        """
         return self._enter(self._loading)
 
     def wait_for_threads(self) -> None:
-        """Gathers from now on come after all that other threads have loaded."""
+        """Makes later gathers wait for all loads by other threads."""
         if self._module:
             self._use(self._loading)
 
     def record_loading(self) -> Any:
-        """An event after all that was loaded in turn 0."""
+        """Returns an event after all loads in turn 0."""
         return self._loading.record_event() if self._module else None
 
     def cast(self) -> Any:
-        """An event after all that was cast."""
+        """Returns an event after all casts."""
         return self._casting.record_event() if self._module else None
 
     def load_after(self, event: Any, turn: int) -> None:
-        """Loads of that turn come after the event from now on."""
+        """Makes later loads of that turn wait for the event."""
         if event is not None:
             (self._other_loading if turn else self._loading).wait_event(event)
 
     def use_gathering_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """After all that was loaded and cast."""
+        """Enters the gathering stream, which then waits for all loads and casts so far."""
         if self._module:
             for stream in self._used:
                 self._gathering.wait_stream(stream)
@@ -151,21 +155,21 @@ class Streams:
         return self._enter(self._gathering)
 
     def record_gathering(self) -> Any:
-        """An event after all that was gathered."""
+        """Returns an event after all gathers."""
         return self._gathering.record_event() if self._module else None
 
     def use_watching_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """After all that was gathered; what is gathered later does not wait for it."""
+        """Enters the watching stream, which then waits for all gathers so far; later gathers do not wait for it."""
         if self._module:
             self._watching.wait_stream(self._gathering)
         return self._enter(self._watching)
 
     def record_watching(self) -> Any:
-        """An event after all that watched."""
+        """Returns an event after all work in the watching stream."""
         return self._watching.record_event() if self._module else None
 
     def wait(self, event: Any) -> None:
-        """The caller's stream waits; the host does not."""
+        """Makes the caller's stream wait for the event; the host does not wait."""
         if event is not None:
             self._module.current_stream(self._device).wait_event(event)
 
@@ -182,14 +186,14 @@ class Streams:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """The host waits for all that was launched on the device, on any stream."""
+    """Makes the host wait for all work that was launched on the device, on any stream."""
     if device.type != "cpu":
         torch.get_device_module(device.type).synchronize(device)
 
 
 @functools.cache
 def _make_streams(device: torch.device) -> tuple[Any, ...]:
-    """Returns the same streams every time: what an allocator has kept for a stream is of use to no other."""
+    """Returns the same streams every time, because memory that the allocator keeps for one stream serves no other."""
     if device.type == "cpu":
         return (None,) * 5
     module = torch.get_device_module(device.type)

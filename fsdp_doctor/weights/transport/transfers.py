@@ -1,7 +1,7 @@
 """Transfers that gather tensors: each allocates its outputs, loads this rank's part and takes part in a collective.
 
-Outputs are allocated while the caller's stream is current, so that memory which the caller lets go of
-is used again in the order of its stream, whatever the host has run ahead of.
+Outputs are allocated while the caller's stream is current. Memory that the caller frees is therefore reused in the
+order of the caller's stream, however far the host has run ahead.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from fsdp_doctor.weights.transport.sources import (
 )
 
 Result: TypeAlias = torch.Tensor | Callable[[], torch.Tensor]
-"""A tensor, or what copies it out of memory that it shares with others."""
+"""A tensor, or a function that copies it out of memory that it shares with others."""
 OrderedResult: TypeAlias = tuple[int, TensorSpec, Result]
 """(the tensor's place among all, what it is, the full tensor)."""
 
 
 @dataclass(slots=True, eq=False)
 class Gather:
-    """One all-gather. ``input`` may be this rank's part of ``output``."""
+    """All-gather of one tensor. ``input`` may be this rank's part of ``output``."""
 
     output: torch.Tensor
     input: torch.Tensor
@@ -59,11 +59,11 @@ class Gather:
 
 @dataclass(eq=False)
 class Call:
-    """The state of one extraction; its plan is shared by many extractions.
+    """State of one extraction, whose plan is shared by many extractions.
 
     shards: this rank's shards, by the places of their sources. ready: the places of the sources whose shards a
-    collective can read without a copy. units: the outputs of FSDP1 units that have been gathered in part, by the
-    units' order.
+    collective can read without a copy. units: the outputs of FSDP1 units that have been gathered in part, by the units'
+    order.
     """
 
     device: torch.device
@@ -73,12 +73,15 @@ class Call:
 
 
 class TensorTransfer(ABC):
-    """A transfer that gathers some of the model's tensors. The plan keeps it; ``begun`` makes the transfer of one call.
+    """Transfer that gathers some of the model's tensors. The plan keeps it; ``begin`` makes a copy for one call.
 
-    order: the position of its first tensor among all tensors. names: the first name of each tensor that it gathers, in
-    whole or in part. nbytes: its peak device memory, including collecting_bytes in ``collect``, and opened_bytes when
-    its tensors are copied out. copied_bytes: the memory that it takes in addition to nbytes while its tensors are
-    handed out. shard_group: None if nothing is communicated.
+    order: the position of its first tensor among all tensors
+    names: the first name of each tensor that it gathers, in whole or in part
+    nbytes: its peak device memory, which includes ``collecting_bytes`` and ``opened_bytes``
+    collecting_bytes: memory that it needs only during ``collect``
+    opened_bytes: memory that it needs once its tensors are copied out
+    copied_bytes: memory in addition to ``nbytes`` while its tensors are handed out
+    shard_group: None if nothing is communicated
     """
 
     order: int
@@ -91,7 +94,7 @@ class TensorTransfer(ABC):
     _gathers: Sequence[Gather] = ()
 
     def begin(self, call: Call) -> Self:
-        """Returns a copy with memory, allocated on the caller's stream."""
+        """Returns a copy for one call, with its memory allocated on the caller's stream."""
         transfer = copy.copy(self)
         try:
             transfer.allocate(call)
@@ -107,7 +110,7 @@ class TensorTransfer(ABC):
 
     @abstractmethod
     def list_pieces(self) -> Iterable[Piece]:
-        """The parts of this rank's shards that are to be loaded, and where."""
+        """Returns the parts of this rank's shards to load, with their targets."""
 
     def list_copies(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """Lists (targets, sources) that are copied in addition to the pieces: of equal shapes and dtypes, on the
@@ -116,21 +119,23 @@ class TensorTransfer(ABC):
         return (), ()
 
     def list_gathers(self) -> Sequence[Gather]:
-        """The all-gathers that become part of one collective of the bucket."""
+        """Returns the all-gathers that become part of one collective of the bucket."""
         return self._gathers
 
     def collect(self, deltas: Mapping[str, list[Delta]]) -> None:  # noqa: B027, most have nothing to do
         """Runs further collectives on the gathering stream, after the bucket's."""
 
     def list_staged(self) -> Sequence[torch.Tensor]:
-        """The memory, on the device, of what :meth:`list_own_shards` yields; what is yielded elsewhere is a copy."""
+        """Returns the device memory in which :meth:`list_own_shards` yields shards; shards in other memory are
+        copies.
+        """
         return [gather.input for gather in self.list_gathers()]
 
     @abstractmethod
     def list_own_shards(self) -> Iterable[SourceShard]:
-        """Lists this rank's part of the tensors as it was gathered.
+        """Yields this rank's part of the tensors in the form in which it is gathered: on the device, cast and merged.
 
-        On the device, cast and merged, until the results.
+        The parts are valid until the results are made.
         """
 
     @abstractmethod
@@ -141,7 +146,7 @@ class TensorTransfer(ABC):
 def launch_all_gathers(transfers: Sequence[TensorTransfer]) -> None:
     """Launches one collective for each shard group and dtype of the bucket, in the order of the transfers.
 
-    gloo joins the tensors of a coalesced all-gather as if they had one dtype.
+    Each dtype has its own, because gloo joins the tensors of a coalesced all-gather as if they had one dtype.
     """
     gathers: dict[tuple[tuple[int, ...], torch.dtype], tuple[dist.ProcessGroup, list[Gather]]] = {}
     for transfer in transfers:
@@ -161,11 +166,11 @@ def take_results(transfers: list[TensorTransfer]) -> Iterator[OrderedResult]:
 
 
 def materialize(result: Result) -> torch.Tensor:
-    """Must be called on the caller's stream, for the results of one transfer in their order."""
+    """Returns the full tensor of a result. Call it on the caller's stream, in order for the results of one transfer."""
     return result if isinstance(result, torch.Tensor) else result()
 
 
-# What gloo and NCCL both carry; anything else (8-bit floats, complex numbers, 16-bit integers) goes as bytes.
+# Dtypes that gloo and NCCL both support; all others (8-bit floats, complex numbers, 16-bit integers) are sent as bytes.
 _CARRIED = frozenset(
     {
         *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -175,12 +180,12 @@ _CARRIED = frozenset(
 
 
 def _view_as_carried(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a contiguous tensor that a collective takes."""
+    """Returns a view of a contiguous tensor in a dtype that a collective supports."""
     return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
 
 
 class LocalCopy(TensorTransfer):
-    """A tensor that is whole on every rank."""
+    """Copy of a tensor that is whole on every rank."""
 
     shard_group = None
 
@@ -206,9 +211,10 @@ class LocalCopy(TensorTransfer):
 
 
 class RowsGather(TensorTransfer):
-    """Large tensors sharded by rows: each is gathered where it stays.
+    """Gather of large row-sharded tensors, each directly into its final memory.
 
-    From the shard as it lies; where it must be loaded first, into its place, from there.
+    A shard that needs no load is gathered from its own memory; otherwise it is first loaded into its place in the
+    output.
     """
 
     def __init__(self, orders: list[int], sources: list[Rows], dtype: torch.dtype) -> None:
@@ -249,9 +255,10 @@ class RowsGather(TensorTransfer):
 
 
 class PackedGather(TensorTransfer):
-    """Many small tensors sharded by rows, in one all-gather, and a copy out of it in one kernel.
+    """Gather of many small row-sharded tensors in one all-gather, from which one kernel copies them out.
 
-    They may lie anywhere in the model: to gather some with each bucket would cost the host as much for each.
+    The tensors may lie anywhere in the model, because a separate gather with each bucket would cost the host as much
+    each time.
     """
 
     def __init__(self, orders: list[int], sources: list[Rows], dtype: torch.dtype) -> None:
@@ -298,7 +305,9 @@ class PackedGather(TensorTransfer):
 
 
 class Redistribution(TensorTransfer):
-    """Any other DTensor, by DTensor's own redistribution; what is merged into it is added to the full tensor."""
+    """Gather of a DTensor with any other placements, by DTensor's redistribution. Deltas are added to the full
+    tensor.
+    """
 
     def __init__(self, order: int, source: Placed, dtype: torch.dtype, *, is_merged: bool) -> None:
         self.order, self.names, self._source, self._dtype = order, source.spec.names[:1], source, dtype
@@ -312,7 +321,7 @@ class Redistribution(TensorTransfer):
 
     def allocate(self, call: Call) -> None:
         self._shard = call.shards[self._source.place]
-        # As large on every rank: what a bucket has must be what the plan says that it gives back.
+        # The memory is equally large on every rank, so that a bucket frees exactly what the plan counts.
         memory = torch.empty(self._num_local, dtype=self._loaded_dtype, device=call.device)
         self._local = memory[: self._shard.numel()].view(self._shard.shape)
         self._full = torch.empty(self._source.spec.shape, dtype=self._dtype, device=call.device)
@@ -341,7 +350,7 @@ class Redistribution(TensorTransfer):
 
 
 def _count_local(source: Placed) -> int:
-    """The elements of the largest shard, which is the first rank's."""
+    """Counts the elements of the largest shard, which is the first rank's."""
     shape = list(source.spec.shape)
     for placement, size in zip(source.placements, source.mesh.shape, strict=True):
         if (dim := getattr(placement, "dim", None)) is not None:
@@ -350,7 +359,9 @@ def _count_local(source: Placed) -> int:
 
 
 def _redistribute(local: torch.Tensor, source: Placed) -> torch.Tensor:
-    """The full tensor. Where the dtype is not carried its bytes are one dim more, which is not sharded."""
+    """Returns the full tensor. A dtype without support is sent as bytes, along an additional dim that is not
+    sharded.
+    """
     shape, stride, dtype = source.spec.shape, source.stride, local.dtype
     is_carried = dtype in _CARRIED
     if not is_carried:
@@ -365,16 +376,16 @@ def _redistribute(local: torch.Tensor, source: Placed) -> torch.Tensor:
 
 # FSDP1's flat parameters, in stretches of every rank's shard that are copied out to the tensors, or as a whole.
 
-# Where CUDA's allocator begins a tensor, in bytes; and which part of a unit may be wasted beside a tensor.
+# The alignment of CUDA's allocator in bytes, and the part of a unit that may be wasted when a tensor is not copied out.
 _ALIGNMENT = 512
 _SMALL_PART = 64
 
 
 @dataclass(frozen=True)
 class _Segment:
-    """A part of one span: ``numel`` elements from ``start`` of it, which one rank holds.
+    """Segment of a span that one rank holds: ``numel`` elements from ``start`` on.
 
-    source: where they begin in that rank's shard. offset: where they begin in its row.
+    source: the segment's first element in the rank's shard. offset: its first element in the rank's row.
     """
 
     index: int
@@ -386,7 +397,9 @@ class _Segment:
 
 
 class FlatLayout:
-    """An FSDP1 unit and the dtypes in which its tensors are gathered. nbytes, names: of each tensor, the first name."""
+    """FSDP1 unit with the dtypes in which its tensors are gathered. nbytes, names: the size and first name of each
+    tensor.
+    """
 
     def __init__(self, order: int, source: FlatUnit, dtypes: OutputDtypes) -> None:
         self.order, self.source = order, source
@@ -395,7 +408,7 @@ class FlatLayout:
         self.names = [span.spec.names[0] for span in source.spans]
 
     def list_rows(self, dtype: torch.dtype) -> list[list[_Segment]]:
-        """Lists each rank's segments of the spans that are gathered in that dtype, in the order of its shard."""
+        """Lists each rank's segments of the spans that are gathered in ``dtype``, in the order of the rank's shard."""
         shard = self.source.chunk
         rows: list[list[_Segment]] = [[] for _ in range(self.source.shard_group.size)]
         for index, span in enumerate(self.source.spans):
@@ -411,7 +424,7 @@ class FlatLayout:
 
 
 class UnitOutputs:
-    """The full tensors of an FSDP1 unit, which one gather or several fill part by part."""
+    """Full tensors of an FSDP1 unit, which one or more gathers fill part by part."""
 
     def __init__(self, unit: FlatLayout) -> None:
         self._unit = unit
@@ -420,18 +433,18 @@ class UnitOutputs:
         self._begun: set[int] = set()
 
     def count_kept_bytes(self) -> int:
-        """Device memory of the tensors that have been gathered in part."""
+        """Counts the bytes of device memory of tensors that have been gathered in part."""
         return sum(self._unit.nbytes[index] for index in self._begun)
 
     def allocate_flat(self, index: int, device: torch.device) -> torch.Tensor:
-        """The tensor's memory, 1-D, in the order in which it lies in the flat parameter."""
+        """Returns the tensor's memory, 1-D, in its order in the flat parameter; allocates it at the first call."""
         if index not in self._flat:
             numel = self._unit.source.spans[index].spec.numel
             self._flat[index] = torch.empty(numel, dtype=self._unit.dtypes[index], device=device)
         return self._flat[index]
 
     def add(self, index: int, numel: int) -> Iterator[OrderedResult]:
-        """Counts elements that have been gathered, and yields the tensor once all have."""
+        """Counts gathered elements, and yields the tensor once all of its elements have been gathered."""
         self._missing[index] -= numel
         self._begun.add(index)
         if not self._missing[index]:
@@ -449,19 +462,21 @@ def divide_unit(
 ) -> Iterator[TensorTransfer]:
     """Divides one FSDP1 unit into gathers.
 
-    most_bytes: device memory that it may take, with the tensor before it, of last_bytes. A unit that fits takes one
-    gather, if at least half of it is asked for. Of another each has its rows and the tensors that it begins within a
-    bucket, and takes from every rank, so that all of their links are busy; but no rank begins a tensor that does not
-    fit beside those that have been begun, unless it is the first that has something left. merged: the first names of
-    the weights into which adapters are merged.
+    most_bytes: the device memory that the unit may take, together with the tensor before it, whose size is last_bytes.
+    merged: the first names of the weights into which adapters are merged.
+
+    A unit that fits takes one gather, if at least half of it is asked for. Otherwise there are several gathers. The
+    rows of each, and the tensors that it begins, fit into a bucket. Each takes elements from every rank, so that all
+    links are busy. No rank begins a tensor that does not fit together with the tensors already begun, except the first
+    rank that has anything left.
     """
     if len(set(unit.dtypes)) == 1 and set(merged).isdisjoint(unit.names):
         whole = UnitGather(unit, bucket_bytes // 8)
         if last_bytes + whole.nbytes + whole.copied_bytes <= most_bytes and whole.nbytes <= 2 * sum(unit.nbytes):
             yield whole
             return
-    # The rows of one, and what ranks other than the first begin: each half of what is left beside the caller's last
-    # tensor and that which the first begins.
+    # The memory that is left besides the caller's last tensor and the tensor that the first rank begins is halved: one
+    # half for the rows of a gather, one for the tensors that other ranks begin.
     part_bytes = min(bucket_bytes, most_bytes - sum_two_largest((last_bytes, *unit.nbytes))) // 2
     for dtype in dict.fromkeys(unit.dtypes):
         rows = unit.list_rows(dtype)
@@ -482,7 +497,7 @@ def divide_unit(
 def _take(
     unit: FlatLayout, row: list[_Segment], longest: int, missing: dict[int, int], most_bytes: int, *, must_take: bool
 ) -> list[_Segment]:
-    """Takes up to ``longest`` elements off a rank's row; ``missing`` gains the tensors that it begins."""
+    """Takes up to ``longest`` elements from a rank's row. Adds the tensors that they begin to ``missing``."""
     taken: list[_Segment] = []
     length = 0
     while row and length < longest:
@@ -504,10 +519,9 @@ def _take(
 
 
 class FlatGather(TensorTransfer):
-    """An all-gather of a stretch of every rank's shard of an FSDP1 unit, and the copies out of it.
+    """All-gather of a stretch of every rank's shard of an FSDP1 unit, with the copies out of it.
 
-    A tensor gets memory when its first part is copied out. begun: tensors of which earlier gathers have copied a part,
-    and which are not complete yet.
+    A tensor gets memory when its first part is copied out. begun: tensors that earlier gathers have copied in part.
     """
 
     def __init__(self, unit: FlatLayout, dtype: torch.dtype, segments: list[_Segment], begun: set[int]) -> None:
@@ -564,12 +578,11 @@ class FlatGather(TensorTransfer):
 
 
 class UnitGather(TensorTransfer):
-    """An all-gather of a whole FSDP1 unit: the joined shards are its flat parameter, from which the tensors are copied.
+    """All-gather of a whole FSDP1 unit: the joined shards are its flat parameter, from which the tensors are copied.
 
     The tensors are copied a few at a time when they are handed out, so that two units fit into the memory of one unit
-    and its copy. A tensor that is nearly the whole unit is handed out where it was gathered, without a copy.
-
-    together_bytes: how much is copied at once; a larger tensor is copied alone.
+    and its copy. A tensor that is nearly the whole unit is handed out as a view of the gathered memory. together_bytes:
+    how many bytes are copied at once; a larger tensor is copied alone.
     """
 
     def __init__(self, unit: FlatLayout, together_bytes: int) -> None:
@@ -590,7 +603,7 @@ class UnitGather(TensorTransfer):
         )
 
     def _find_index_in_place(self) -> int | None:
-        """Finds the tensor that is almost the whole unit, and begins where memory may."""
+        """Finds the tensor that is nearly the whole unit and begins at an aligned address; None if there is none."""
         for index, span in enumerate(self._unit.source.spans):
             is_aligned = span.offset * self._dtype.itemsize % _ALIGNMENT == 0
             if is_aligned and (self.nbytes - self._unit.nbytes[index]) * _SMALL_PART <= self.nbytes:
@@ -624,7 +637,9 @@ class UnitGather(TensorTransfer):
 
 
 class _CopiedOut:
-    """The tensors of a flat parameter, taken in order; each gets its own memory when its group is asked for."""
+    """Tensors of a flat parameter, taken in order. The tensors of a group get memory when the first of them is
+    taken.
+    """
 
     def __init__(self, flat: torch.Tensor, spans: Sequence[Span], groups: Sequence[Sequence[int]]) -> None:
         self._flat: torch.Tensor | None = flat if groups else None

@@ -1,8 +1,7 @@
-"""Private names of torch that the project uses, and nothing else; ``fsdp1`` and ``fsdp2`` have the names of the
-FSDPs.
+"""Private names of torch that the project uses, and nothing else; ``fsdp1`` and ``fsdp2`` have the FSDPs' own.
 
-Each function says for what there is no public API. Read in the source, and run, on the versions in ``CHECKED``; where
-a name is gone, :class:`PrivateApiGone` says which and for which torch.
+Each function names the private API and why no public one will do. All were read in torch's source, and run, on the
+versions in ``CHECKED``. If a name is gone, :class:`PrivateApiGone` says which, and for which torch.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ CHECKED = ("2.6.0", "2.7.0", "2.11.0", "2.13.0", "2.15.0")
 
 
 class PrivateApiGone(RuntimeError):
-    """A private name of torch that the doctor relies on does not exist in this version."""
+    """Error for a private name of torch that the doctor relies on and that the installed version does not have."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -37,7 +36,7 @@ class PrivateApiGone(RuntimeError):
 
 
 def get(owner: Any, name: str) -> Any:
-    """``getattr`` that raises PrivateApiGone."""
+    """Gets an attribute; raises PrivateApiGone if it does not exist."""
     try:
         return getattr(owner, name)
     except AttributeError:
@@ -47,13 +46,13 @@ def get(owner: Any, name: str) -> Any:
 OpenStep: TypeAlias = Literal["forward", "backward"]
 """The part of a training step that has begun and has not ended."""
 OperatorMode = TorchDispatchMode
-"""``torch.utils._python_dispatch``: what sees every operator, the backward's too, has no public name."""
+"""Mode that sees every operator, also those of a backward; ``torch.utils._python_dispatch`` has no public name."""
 ITEM = torch.ops.aten._local_scalar_dense.default
-"""What ``Tensor.item`` calls; a dispatch mode sees it under this name alone."""
+"""Operator that ``Tensor.item`` calls; a dispatch mode sees it only under this name."""
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
-"""What ``Tensor.reshape`` calls for a copy that it has made; a dispatch mode sees it under this name alone."""
+"""Operator that ``Tensor.reshape`` calls on a copy that it has made; a dispatch mode sees it only under this name."""
 MODULE_CALL = nn.Module._call_impl.__code__
-"""What every call of a module goes through, its hooks too: ``Module.__call__`` is an alias of another function."""
+"""Code that every call of a module and its hooks runs; ``Module.__call__`` is an alias of another function."""
 
 
 # Modules.
@@ -63,9 +62,11 @@ MODULE_CALL = nn.Module._call_impl.__code__
 class GradientSwitches:
     """Settings of one unit's gradient reduction, as last set; the defaults are torch's.
 
-    synchronizes: whether a backward reduces its gradients. all_reduces: over the replicas, too.
-    ends: whether a backward is the last before the optimizer's step, at whose end torch waits for what it has reduced.
-    divided_by: the text of what a gradient is divided by, where that was set. num_ranks: of its mesh, torch's divisor.
+    synchronizes: whether a backward reduces the unit's gradients
+    all_reduces: whether it also reduces them over the replicas
+    ends: whether a backward is the last before the optimizer's step, so that torch waits for the reductions at its end
+    divided_by: as text, what gradients are divided by, if this was set
+    num_ranks: the number of ranks of the unit's mesh, by which torch divides by default
     """
 
     synchronizes: bool = True
@@ -76,15 +77,17 @@ class GradientSwitches:
 
     @property
     def effects(self) -> tuple[bool, bool, bool, str]:
-        """Describes what a backward does under these switches: setting the divisor to torch's own changes nothing."""
+        """Describes what a backward does under these switches. A divisor that equals torch's own counts as no
+        change.
+        """
         return self.synchronizes, self.all_reduces, self.ends, self.divided_by or str(self.num_ranks)
 
 
 @dataclass(slots=True, eq=False)
 class ModuleTensors:
-    """One module under one name, with its direct parameters and buffers; a name may have None for a tensor.
+    """Module under one of its names, with its direct parameters and buffers, which may be None.
 
-    fsdp2_state: the FSDPState of the innermost FSDP2 module that it is or lies in, None outside of any.
+    fsdp2_state: the FSDPState of the innermost FSDP2 module that contains or is this module; None if there is none.
     """
 
     prefix: str
@@ -96,11 +99,11 @@ class ModuleTensors:
 
 
 def list_module_tensors(model: nn.Module) -> list[ModuleTensors]:
-    """Lists every module, under every name, in the order of ``named_modules``.
+    """Lists every module, under each of its names, in the order of ``named_modules``.
 
-    ``Module._modules``, ``_parameters``, ``_buffers``: the public walk is a generator in a generator for each level,
-    and a model of tens of thousands of modules is read for each extraction. ``_non_persistent_buffers_set``: only
-    ``state_dict()`` tells the buffers apart in public, and that is a method under test.
+    Private: ``Module._modules``, ``_parameters`` and ``_buffers``, because the public walk nests a generator for each
+    level, and a model of tens of thousands of modules is read for each extraction; ``_non_persistent_buffers_set``,
+    because in public only ``state_dict()`` tells persistent buffers apart, and it is a method under test.
     """
     modules: list[ModuleTensors] = []
     waiting: list[tuple[str, nn.Module, Any]] = [("", model, None)]
@@ -116,10 +119,10 @@ def list_module_tensors(model: nn.Module) -> list[ModuleTensors]:
 
 
 def list_modules_and_tensors(model: nn.Module) -> tuple[list[nn.Module], list[Any], list[torch.Tensor | None]]:
-    """Lists every module, the names in each, and every tensor: ``list_module_tensors`` for comparisons, as cheap as can
-    be.
+    """Lists every module, the names in each, and every tensor, as cheaply as possible; used to detect changes.
 
-    The name of a submodule that is None stands in a tuple.
+    The name of a submodule that is None is put into a tuple. Private: ``Module._modules``, ``_parameters`` and
+    ``_buffers``, as in :func:`list_module_tensors`.
     """
     modules: list[nn.Module] = [model]
     names: list[Any] = []
@@ -139,24 +142,30 @@ def list_modules_and_tensors(model: nn.Module) -> tuple[list[nn.Module], list[An
 
 
 def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """``Module._modules``: ``named_children`` yields a module that has two names only under the first."""
+    """Returns a module's children by name.
+
+    Private: ``Module._modules``, because ``named_children`` yields a module with two names only under the first.
+    """
     children: dict[str, nn.Module | None] = get(module, "_modules")
     return children
 
 
 def find_compiled_module(model: nn.Module) -> nn.Module | None:
-    """Returns the module that ``torch.compile`` wrapped: ``OptimizedModule._orig_mod``. None for any other.
+    """Returns the module that ``torch.compile`` wrapped; None if ``model`` is no such wrapper.
 
-    Among the module's own: FSDP1's has every attribute of what it wraps.
+    Private: ``OptimizedModule._orig_mod``. It is looked up in ``_modules``, since an FSDP1 module has every attribute
+    of the module that it wraps.
     """
     inner = getattr(model, "_modules", {}).get("_orig_mod")
     return inner if isinstance(inner, nn.Module) else None
 
 
 def wrap_compiled_call(module: nn.Module, before: Callable[..., Any]) -> bool:
-    """Has ``before(module, arguments, options)`` run before a module that ``Module.compile`` compiled, and not in it.
+    """Makes a module compiled by ``Module.compile`` call ``before(module, arguments, options)`` first, outside of
+    compiled code.
 
-    A hook would be compiled: ``Module._compiled_call_impl``. Returns False for a module that is not compiled so.
+    Returns False for a module that is not compiled in this way. Private: ``Module._compiled_call_impl``, because a hook
+    would be compiled.
     """
     compiled = getattr(module, "_compiled_call_impl", None)
     if compiled is None:
@@ -171,9 +180,9 @@ def wrap_compiled_call(module: nn.Module, before: Callable[..., Any]) -> bool:
 
 
 def find_running_step(modules: Collection[nn.Module]) -> OpenStep | None:
-    """Returns the part of a step that runs in this thread, of which the caller is a part, as a hook is.
+    """Returns the part of a training step that is running in this thread, for a caller inside of it, such as a hook.
 
-    ``torch._C._current_graph_task_id``: no public name says whether a backward runs.
+    Private: ``torch._C._current_graph_task_id``, because no public name says whether a backward is running.
     """
     if torch._C._current_graph_task_id() != -1:
         return "backward"
@@ -187,10 +196,10 @@ def find_running_step(modules: Collection[nn.Module]) -> OpenStep | None:
 
 
 def leave_uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Has a function run as it is where it is called in what ``torch.compile`` compiles.
+    """Makes a function run uncompiled even when code that ``torch.compile`` compiles calls it.
 
-    ``torch.compiler.disable`` imports the compiler, and costs time in each call, so it is used while frames of this
-    thread are compiled. ``_torchdynamo_disable``: where the compiler reads that it must not follow a call.
+    ``torch.compiler.disable`` imports the compiler and slows each call, so it is used only while frames of this thread
+    are compiled. Private: ``_torchdynamo_disable``, by which the compiler sees that it must not trace into a function.
     """
     uncompiled: list[Callable[_P, _T]] = []
 
@@ -207,9 +216,10 @@ def leave_uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _compiles_frames() -> bool:
-    """``torch._C._dynamo.eval_frame.get_eval_frame_callback``: no public name says whether frames are compiled.
+    """Returns whether frames of this thread are being compiled.
 
-    Where it is missing they are taken for compiled, once the compiler was imported.
+    Private: ``torch._C._dynamo.eval_frame.get_eval_frame_callback``, because no public name says it. If that is
+    missing, the answer is True once the compiler was imported.
     """
     if "torch._dynamo" not in sys.modules:
         return False
@@ -218,9 +228,10 @@ def _compiles_frames() -> bool:
 
 
 def read_stream_key(device: torch.device) -> Any:
-    """Tells the current streams of a device apart, not the CPU's: ``torch._C._cuda_getCurrentRawStream``.
+    """Returns a key that tells the current streams of a device apart; the device must not be the CPU.
 
-    ``torch.cuda.current_stream`` makes an object each time, and this is asked for each tensor.
+    Private: ``torch._C._cuda_getCurrentRawStream``. The key is needed for each tensor, and
+    ``torch.cuda.current_stream`` makes an object each time.
     """
     if device.type == "cuda" and device.index is not None:
         return get(torch._C, "_cuda_getCurrentRawStream")(device.index)
@@ -228,31 +239,40 @@ def read_stream_key(device: torch.device) -> Any:
 
 
 def read_device_index(device_type: str) -> int:
-    """Reads the current device's index: ``torch._C._cuda_getDevice``, by which torch.cuda.current_device asks."""
+    """Returns the current device's index.
+
+    Private: ``torch._C._cuda_getDevice``, which ``torch.cuda.current_device`` calls.
+    """
     if device_type == "cuda" and torch.cuda.is_initialized():
         return int(get(torch._C, "_cuda_getDevice")())
     return int(torch.get_device_module(device_type).current_device())
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Tells the storages of tensors apart, also on the meta device, where all begin at 0: ``UntypedStorage._cdata``."""
+    """Returns a key that tells storages apart, even on the meta device, where the address of each is 0.
+
+    Private: ``UntypedStorage._cdata``.
+    """
     return int(get(tensor.untyped_storage(), "_cdata"))
 
 
 def list_step_hooks(module: nn.Module) -> list[Any]:
-    """Returns the hooks of a forward or a backward by their numbers: no public name lists the registered hooks."""
+    """Returns a module's forward and backward hooks, by number. No public name lists the registered hooks."""
     return [get(module, f"_{when}_hooks") for when in ("forward_pre", "forward", "backward_pre", "backward")]
 
 
 def list_optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Lists what runs before a step of the optimizer: ``register_step_pre_hook`` has no counterpart that reads."""
+    """Lists the hooks that run before a step of the optimizer. ``register_step_pre_hook`` has no public counterpart
+    that lists.
+    """
     return list(get(optimizer, "_optimizer_step_pre_hooks").values())
 
 
 def run_fsdp1_lazy_init(model: FullyShardedDataParallel) -> None:
-    """Does what the first forward does before it computes, and makes the local shards.
+    """Runs FSDP1's lazy initialization, which the first forward runs before it computes and which makes the local
+    shards.
 
-    Calls ``_runtime_utils._lazy_init``.
+    Private: ``_runtime_utils._lazy_init``.
     """
     from torch.distributed.fsdp import _runtime_utils
 
@@ -274,10 +294,11 @@ _PLAIN_INSIDE = {
 
 
 def read_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part as it lies, half-moved or not: ``DTensor._local_tensor``. A plain tensor is its own.
+    """Returns this rank's part of a tensor where it lies, half-moved or not. A plain tensor is returned as it is.
 
-    For a subclass that holds the weight as one plain tensor, this is that tensor. Nothing is copied, and no collective
-    is called. In newer versions the public ``to_local()`` makes a view of a parameter's local tensor, which costs time.
+    For a subclass that holds the weight as one plain tensor, returns the plain tensor. Nothing is copied, and no
+    collective is called. Private: ``DTensor._local_tensor``, because in newer versions ``to_local()`` makes a view of a
+    parameter's local tensor, which costs time.
     """
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     kind = type(local)
@@ -294,12 +315,18 @@ def _find_plain_inside(kind: type) -> str | None:
 
 
 def read_spec(tensor: DTensor) -> Any:
-    """Returns mesh, placements and the whole's shape, strides and dtype: ``DTensor._spec``, in public one by one."""
+    """Returns the mesh and placements, and the shape, strides and dtype of the whole tensor, as one object.
+
+    Private: ``DTensor._spec``; in public each is read separately.
+    """
     return tensor._spec
 
 
 def find_root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh of which it is a slice, or itself: ``DeviceMesh._get_root_mesh``, before of ``_mesh_resources``."""
+    """Returns the root mesh of a slice, or the mesh itself if it is no slice.
+
+    Private: ``DeviceMesh._get_root_mesh``; in older versions a method of ``_mesh_resources``.
+    """
     if (find := getattr(mesh, "_get_root_mesh", None)) is None:
         from torch.distributed import device_mesh
 
@@ -309,10 +336,11 @@ def find_root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def count_interleaved(placement: Placement) -> int | None:
-    """Returns into how many stretches a dim is cut before each is sharded; None for what shards no dim.
+    """Returns the number of stretches into which a dim is cut before each stretch is sharded; None if no dim is
+    sharded.
 
-    1 for ``Shard``. ``_StridedShard.split_factor``: what ``fully_shard`` makes of a dim that tensor parallelism
-    sharded first has no public name, and is a Shard in older versions only.
+    The result is 1 for ``Shard``. Private: ``_StridedShard.split_factor``, the placement that ``fully_shard`` gives a
+    dim that tensor parallelism sharded first; it is a Shard in older versions only.
     """
     if isinstance(placement, getattr(placement_types, "_StridedShard", ())):
         return int(get(placement, "split_factor"))
@@ -320,16 +348,18 @@ def count_interleaved(placement: Placement) -> int | None:
 
 
 def make_placement(mesh: DeviceMesh) -> Any:
-    """``ShardPlacementResult`` of a parameter with a separate mesh; it and ``FSDPMeshInfo`` have no public names."""
+    """Makes the ``ShardPlacementResult`` of a parameter with a mesh of its own. It and ``FSDPMeshInfo`` have no public
+    names.
+    """
     from torch.distributed.fsdp._fully_shard import _fsdp_common
 
     return get(_fsdp_common, "ShardPlacementResult")(None, get(_fsdp_common, "FSDPMeshInfo")(mesh, shard_mesh_dim=0))
 
 
 def has_placements_on_meshes() -> bool:
-    """Returns whether there is a ``ShardPlacementResult``.
+    """Returns whether torch has ``ShardPlacementResult``.
 
-    It is in torch 2.12 and newer, as is ``replicate`` in its present form.
+    torch 2.12 and newer have it, and also the present form of ``replicate``.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_common
 
@@ -337,7 +367,7 @@ def has_placements_on_meshes() -> bool:
 
 
 def replicate(module: nn.Module, **options: Any) -> Any:
-    """``replicate`` on FSDP2's code: the public function of that name is DDP's."""
+    """Applies the ``replicate`` that is built on FSDP2; the public function of this name is DDP's."""
     from torch.distributed._composable import replicate_with_fsdp
 
     return get(replicate_with_fsdp, "replicate")(module, **options)
@@ -347,12 +377,12 @@ def replicate(module: nn.Module, **options: Any) -> Any:
 
 
 def has_backend_for(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Returns whether the group has a backend for tensors on the device: ``ProcessGroup._device_types``."""
+    """Returns whether the group has a backend for tensors on the device. Private: ``ProcessGroup._device_types``."""
     return any(kind.type == device.type for kind in get(group, "_device_types"))
 
 
 def find_default_store() -> dist.Store:
-    """Returns the default process group's store: ``distributed_c10d._get_default_store``."""
+    """Returns the default process group's store. Private: ``distributed_c10d._get_default_store``."""
     from torch.distributed import distributed_c10d
 
     store: dist.Store = get(distributed_c10d, "_get_default_store")()
@@ -362,8 +392,8 @@ def find_default_store() -> dist.Store:
 def all_gather(group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> dist.Work:
     """Gathers several tensors in one coalesced collective; an input may be its rank's part of the output.
 
-    ``ProcessGroup.allgather_into_tensor_coalesced``, which torch 2.13 deprecates for
-    ``all_gather_single_coalesced``: in public there are only all-gathers of one tensor.
+    Private: ``ProcessGroup.allgather_into_tensor_coalesced``, which torch 2.13 deprecates in favour of
+    ``all_gather_single_coalesced``. Public all-gathers take one tensor.
     """
     gather = getattr(group, "all_gather_single_coalesced", None) or get(group, "allgather_into_tensor_coalesced")
     work: dist.Work = gather(outputs, inputs)
@@ -371,23 +401,27 @@ def all_gather(group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: li
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False) -> None:
-    """Copies each source into its target, in one kernel where possible: ``torch._foreach_copy_``.
+    """Copies each source into its target, in one kernel if possible.
 
-    Public functions need a call for each.
+    Private: ``torch._foreach_copy_``; public functions need one call for each tensor.
     """
     if targets:
         torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
 
 
 def make_views_like(flat: torch.Tensor, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Views of a 1-D tensor, one after another, with the tensors' shapes: ``_nn.unflatten_dense_tensors``, one call."""
+    """Returns consecutive views of a 1-D tensor with the shapes of ``tensors``.
+
+    Private: ``_nn.unflatten_dense_tensors``, which makes all of them in one call.
+    """
     return torch._C._nn.unflatten_dense_tensors(flat, tensors)
 
 
 def release_workspaces(device: torch.device) -> None:
-    """Gives back what cuBLAS keeps for each stream that has multiplied: ``torch._C._cuda_clearCublasWorkspaces``.
+    """Frees the workspaces that cuBLAS keeps for each stream that has multiplied; without CUDA it does nothing.
 
-    There is no public name. The next product takes it anew; without CUDA nothing is given back.
+    The next product allocates a workspace again. Private: ``torch._C._cuda_clearCublasWorkspaces``, since there is no
+    public name.
     """
     if device.type == "cuda":
         getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
@@ -397,16 +431,20 @@ def release_workspaces(device: torch.device) -> None:
 
 
 def is_sharded_tensor(value: object) -> bool:
-    """``torch.distributed._shard.sharded_tensor``: FSDP1's sharded state dicts without a device mesh are made of it."""
+    """Returns whether ``value`` is a ShardedTensor, which FSDP1's sharded state dicts have without a device mesh.
+
+    Private: ``torch.distributed._shard.sharded_tensor``.
+    """
     from torch.distributed._shard.sharded_tensor import ShardedTensor
 
     return isinstance(value, ShardedTensor)
 
 
 def make_weak_reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
-    """``torch.utils.weak.TensorWeakRef``, which is undocumented.
+    """Returns a weak reference to a tensor.
 
-    ``weakref.ref`` may return a tensor whose memory torch has already taken over without telling Python.
+    Undocumented: ``torch.utils.weak.TensorWeakRef``. ``weakref.ref`` may return a tensor whose memory torch has already
+    taken over without telling Python.
     """
     from torch.utils.weak import TensorWeakRef
 

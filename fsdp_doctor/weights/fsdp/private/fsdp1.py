@@ -1,4 +1,4 @@
-"""FSDP1: everything about a unit's ``FlatParamHandle``, for there is no public way to a flat parameter's metadata."""
+"""FSDP1: every use of a unit's ``FlatParamHandle``, since no public name gives a flat parameter's metadata."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp_doctor.weights.fsdp.private import GradientSwitches, OpenStep, get
 
 @dataclass(frozen=True)
 class FlatSlice:
-    """The place of one parameter in a unit's flat parameter: as ``flat.as_strided(shape, stride, offset)``."""
+    """Place of one parameter in a unit's flat parameter, which is ``flat.as_strided(shape, stride, offset)``."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -25,12 +25,12 @@ class FlatSlice:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fsdp1Unit:
-    """An FSDP1 module that owns parameters, all of them in one flat parameter.
+    """FSDP1 module that owns parameters, all of them in one flat parameter.
 
-    prefix: of its names, empty or with a dot at its end. names: of each parameter, in the order of the flat
-    parameter, all of its names, the tied ones last. shown: the parameters that the modules have now, by each name;
-    without ``use_orig_params`` none, unless it is unsharded. forms: what each is, by its first name, if its elements
-    are not its values, see ``forms``.
+    prefix: the prefix of the unit's names, empty or ending with a dot
+    names: all names of each parameter, in the order of the flat parameter; tied names come last
+    shown: the parameters that the modules have now, by each name; empty without ``use_orig_params``, unless unsharded
+    forms: by a parameter's first name, a description of its form if its elements are not its values, see ``forms``
     """
 
     prefix: str
@@ -42,25 +42,25 @@ class Fsdp1Unit:
 
     @property
     def flat_name(self) -> str:
-        """The name under which FSDP1 registers the flat parameter."""
+        """Name under which FSDP1 registers the flat parameter."""
         return f"{self.prefix}_flat_param"
 
     @property
     def flat_parameter(self) -> nn.Parameter:
-        """The flat parameter, now this rank's shard, or the whole while unsharded: ``FlatParamHandle.flat_param``."""
+        """Flat parameter: this rank's shard, or the whole while unsharded. Private: ``FlatParamHandle.flat_param``."""
         parameter: nn.Parameter = get(self._handle, "flat_param")
         return parameter
 
     @property
     def shard(self) -> torch.Tensor:
-        """See :func:`read_flat_shard`. Its last ``padding`` elements are no parameter's."""
+        """This rank's shard, see :func:`read_flat_shard`. Its last ``padding`` elements belong to no parameter."""
         return read_flat_shard(self._handle)
 
     @property
     def memories(self) -> list[torch.Tensor]:
-        """Memories that this rank's shard has now, 1-D: one as a rule, two where ``_local_shard`` is another.
+        """Memories that this rank's shard has now, each 1-D: usually one; two if ``_local_shard`` lies elsewhere.
 
-        A forward under mixed precision reads ``_local_shard``; everything else reads the first one.
+        A forward under mixed precision reads ``_local_shard``; all other code reads the first one.
         """
         shard = _find_sharded_flat(self._handle)
         local = getattr(self.flat_parameter, "_local_shard", shard).detach()
@@ -68,10 +68,10 @@ class Fsdp1Unit:
 
     @property
     def attributes_with_weights(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """(every attribute that has this rank's shard, the original parameters' parts of it or None), as they are now.
+        """Present attributes that hold this rank's shard, and the original parameters' parts of it (or None).
 
-        For verification, which must not rely on which of them is read: ``FlatParameter.data`` where it is as long as
-        the shard, ``_local_shard``, and with ``use_orig_params`` ``_params``, where they are sharded.
+        This is for verification, which must not rely on which of them torch reads. Private: ``FlatParameter.data`` if
+        it is as long as the shard, ``_local_shard``, and with ``use_orig_params`` the sharded ``_params``.
         """
         flat_param = self.flat_parameter
         data = flat_param.detach()
@@ -87,9 +87,11 @@ class Fsdp1Unit:
 
     @property
     def has_lost_shard(self) -> bool:
-        """True if the present shard has another length than a shard of the unit: ``FlatParameter._sharded_size``.
+        """True if the shard is lost: the present shard has another length than the unit's shards
+        (``FlatParameter._sharded_size``).
 
-        A manual offload makes the flat parameter the local shard, and while the unit is unsharded that is the whole.
+        A manual offload stores the flat parameter as the local shard; while the unit is unsharded, it stores the whole
+        instead.
         """
         shard = self.shard
         is_short = shard.numel() != get(self.flat_parameter, "_sharded_size").numel()
@@ -97,14 +99,14 @@ class Fsdp1Unit:
 
     @property
     def is_recast(self) -> bool:
-        """Returns whether it was cast after lazy initialization, which left its local shard in the dtype of before."""
+        """True if the unit was cast after lazy initialization, which leaves its local shard in the earlier dtype."""
         return len({memory.dtype for memory in self.memories}) > 1
 
     def unite_memories(self) -> None:
-        """Gives a sharded unit one memory again, with the values that its next unshard would read, as a reshard does.
+        """Gives a sharded unit one memory again, with the values that its next unshard would read, like a reshard.
 
-        Original parameters are written back and made views again. ``_local_shard`` stays another memory where it lies
-        on another device. ``FlatParamHandle._writeback_orig_params``, ``_use_sharded_views``.
+        Original parameters are written back and made views again. ``_local_shard`` stays separate memory if it lies on
+        another device. Private: ``FlatParamHandle._writeback_orig_params``, ``_use_sharded_views``.
         """
         handle = self._handle
         flat_param, shard = self.flat_parameter, _find_sharded_flat(handle)
@@ -122,42 +124,49 @@ class Fsdp1Unit:
 
     @property
     def host_gradient(self) -> torch.Tensor | None:
-        """Pinned, as large as the shard: what a unit under CPUOffload keeps for its gradient, ``_cpu_grad``."""
+        """Pinned memory, as large as the shard, in which a unit under CPUOffload keeps its gradient. Private:
+        ``_cpu_grad``.
+        """
         return getattr(self.flat_parameter, "_cpu_grad", None)
 
     @property
     def padding(self) -> int:
-        """Number of elements at the end of this rank's shard: ``_shard_numel_padded``, which a sharded unit has."""
+        """Number of padding elements at the end of this rank's shard. Private: ``_shard_numel_padded``, which sharded
+        units have.
+        """
         return int(getattr(self.flat_parameter, "_shard_numel_padded", 0))
 
     @property
     def is_initialized(self) -> bool:
-        """Returns whether lazy initialization, at the first forward, made ``FlatParameter._local_shard``."""
+        """True if lazy initialization, at the first forward, has made ``FlatParameter._local_shard``."""
         return hasattr(self.flat_parameter, "_local_shard")
 
     @property
     def is_sharded(self) -> bool:
-        """False where torch turned it into NO_SHARD, as in a shard group of one: the shard is the whole.
+        """True if the unit is sharded; False if torch uses NO_SHARD, as it does in a shard group of one rank.
 
-        ``FlatParamHandle.uses_sharded_strategy``: the module's ``sharding_strategy`` is not documented either.
+        Private: ``FlatParamHandle.uses_sharded_strategy``; the module's ``sharding_strategy`` is not documented either.
         """
         return bool(get(self._handle, "uses_sharded_strategy"))
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The shard group: ``FlatParamHandle.process_group``."""
+        """Process group over which the unit is sharded. Private: ``FlatParamHandle.process_group``."""
         return get(self._handle, "process_group")  # type: ignore[no-any-return]
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:
-        """The ranks that have the same shard under HYBRID_SHARD: ``FullyShardedDataParallel._inter_node_pg``."""
+        """Process group of the ranks with the same shard under HYBRID_SHARD. Private: ``_inter_node_pg`` of the
+        module.
+        """
         return getattr(self.module, "_inter_node_pg", None)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that have a part of the unit or a copy: those of the given mesh, else of its groups.
+        """Ranks that have a part of the unit or a copy: those of the given mesh, otherwise those of its groups.
 
-        ``FullyShardedDataParallel._device_mesh``. Without one, each rank's two groups are a row and a column of a grid.
+        Private: ``FullyShardedDataParallel._device_mesh``. Without a mesh, each rank's two groups are a row and a
+        column of a grid.
         """
         if self.replica_group is None:
             return tuple(dist.get_process_group_ranks(self.group))
@@ -168,22 +177,24 @@ class Fsdp1Unit:
 
     @property
     def switches(self) -> GradientSwitches:
-        """``FullyShardedDataParallel._sync_gradients``, which ``no_sync()`` switches off until it ends."""
+        """Settings of the gradient reduction. Private: ``_sync_gradients`` of the module, which is False during
+        ``no_sync()``.
+        """
         return GradientSwitches(synchronizes=get(self.module, "_sync_gradients"))
 
     @property
     def is_summoned(self) -> bool:
-        """Returns whether ``summon_full_params`` will write over the shards at its end.
+        """True if the unit is in ``summon_full_params``, which will write over the shards at its end.
 
-        Read from ``FlatParamHandle._training_state``.
+        Private: ``FlatParamHandle._training_state``.
         """
         return str(get(get(self._handle, "_training_state"), "name")) == "SUMMON_FULL_PARAMS"
 
     @property
     def open_step(self) -> OpenStep | None:
-        """The part of a training step that has begun and has not ended, as one that raised leaves it.
+        """Part of a training step that has begun and has not ended, for example because it raised.
 
-        Read from ``FlatParamHandle._training_state``.
+        Private: ``FlatParamHandle._training_state``.
         """
         stage = str(get(get(self._handle, "_training_state"), "name"))
         if stage in ("BACKWARD_PRE", "BACKWARD_POST"):
@@ -192,14 +203,14 @@ class Fsdp1Unit:
 
     @property
     def is_unsharded(self) -> bool:
-        """True while the unit has its parameters unsharded: ``FlatParamHandle.needs_unshard``."""
+        """True if the unit has its parameters unsharded now. Private: ``FlatParamHandle.needs_unshard``."""
         return self.is_sharded and self.is_initialized and not get(self._handle, "needs_unshard")()
 
     def reshard(self) -> None:
         """Frees the unsharded parameters, which the root keeps after a forward without a backward.
 
-        As ``_runtime_utils._reshard`` does: ``FlatParamHandle.reshard``, ``.post_reshard``, and ``_prefetched``, which
-        says that they are there already.
+        It follows ``_runtime_utils._reshard``. Private: ``FlatParamHandle.reshard``, ``.post_reshard``, and
+        ``_prefetched``, which marks the parameters as already gathered.
         """
         handle = self._handle
         if self.is_unsharded:
@@ -209,42 +220,43 @@ class Fsdp1Unit:
 
     @property
     def compute_device(self) -> torch.device:
-        """``FlatParamHandle.device``."""
+        """Device on which the unit computes. Private: ``FlatParamHandle.device``."""
         device: torch.device = get(self._handle, "device")
         return device
 
     @property
     def offloads(self) -> bool:
-        """Returns whether it is under ``CPUOffload(offload_params=True)``: ``FlatParamHandle._offload_params``."""
+        """True if the unit is under ``CPUOffload(offload_params=True)``. Private:
+        ``FlatParamHandle._offload_params``.
+        """
         return bool(get(self._handle, "_offload_params"))
 
     @property
     def keeps_originals(self) -> bool:
-        """Returns whether the optimizer has each parameter's part of the shard.
-
-        Read from ``FlatParamHandle._use_orig_params``.
+        """True if the optimizer has each original parameter's part of the shard. Private:
+        ``FlatParamHandle._use_orig_params``.
         """
         return bool(get(self._handle, "_use_orig_params"))
 
     @property
     def originals(self) -> list[nn.Parameter]:
-        """Parts of each parameter that the optimizer has, in the order of the names: ``FlatParameter._params``.
+        """Parts of the original parameters that the optimizer has, in the order of the names.
 
-        None without ``use_orig_params``.
+        Empty without ``use_orig_params``. Private: ``FlatParameter._params``.
         """
         return list(get(self.flat_parameter, "_params") or ())
 
     @property
     def optimized(self) -> list[nn.Parameter]:
-        """Parameters that an optimizer may have, including tied ones: ``FlatParameter._shared_params``."""
+        """Parameters that an optimizer may have, including tied ones. Private: ``FlatParameter._shared_params``."""
         return [self.flat_parameter, *self.originals, *(get(self.flat_parameter, "_shared_params") or ())]
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """Views of the flat parameter as of its last use.
+        """Views of the flat parameter that were made at its last use.
 
-        The modules' present tensors without ``use_orig_params`` (``FlatParameter._param_infos``), and with it what a
-        forward keeps for its backward, until the next one (``FlatParameter._tensors``).
+        Without ``use_orig_params`` they are the modules' present tensors (``FlatParameter._param_infos``). With it they
+        are the tensors that a forward keeps for its backward, until the next forward (``FlatParameter._tensors``).
         """
         if self.keeps_originals:
             return [tensor for tensor in get(self.flat_parameter, "_tensors") or () if tensor is not None]
@@ -254,14 +266,14 @@ class Fsdp1Unit:
 
     @property
     def shapes(self) -> list[torch.Size]:
-        """The shapes of the unsharded parameters, in the order of the names: ``FlatParameter._shapes``."""
+        """Shapes of the unsharded parameters, in the order of the names. Private: ``FlatParameter._shapes``."""
         return list(get(self.flat_parameter, "_shapes"))
 
     def read_layout(self) -> list[FlatSlice]:
         """Reads the places of the parameters in the flat parameter, in the order of the names.
 
-        It keeps each parameter's strides, and with ``use_orig_params`` an alignment gap between two:
-        ``FlatParamHandle._get_unflat_views``, of a flat parameter on the meta device.
+        The flat parameter keeps each parameter's strides and, with ``use_orig_params``, has alignment gaps. Private:
+        ``FlatParamHandle._get_unflat_views``, called for a flat parameter on the meta device.
         """
         flat_param = self.flat_parameter
         size = get(flat_param, "_unpadded_unsharded_size").numel()
@@ -269,10 +281,10 @@ class Fsdp1Unit:
         return [FlatSlice(view.shape, view.stride(), int(view.storage_offset())) for view in views]
 
     def move_to(self, device: torch.device, *, non_blocking: bool) -> None:
-        """Moves the shard as verl's manual offload does: ``FlatParamHandle.flat_param_to``.
+        """Moves the shard as verl's manual offload does, with ``FlatParamHandle.flat_param_to``.
 
-        ``_local_shard`` must follow by hand, or the next unshard would read the old one. A unit under
-        ``CPUOffload(offload_params=True)`` stays where torch put it.
+        ``_local_shard`` is set by hand, since the next unshard would otherwise read the old memory. A unit under
+        ``CPUOffload(offload_params=True)`` is not moved.
         """
         if not self.offloads:
             get(self._handle, "flat_param_to")(device, non_blocking=non_blocking)
@@ -280,12 +292,12 @@ class Fsdp1Unit:
 
 
 def close_forward(model: nn.Module) -> None:
-    """Brings the units of a model into the state between two steps after a forward that raised.
+    """Puts the units of a model into the state between two steps after a forward that raised.
 
-    The hook that reduces a unit's gradient stays registered, and the next forward registers no other. Where the flat
-    parameter moves for a forward, as under an offload, autograd has dropped that hook by then, and the next step would
-    take the gradient of the step before: ``FlatParameter._post_backward_hook_state``, and
-    ``_post_backward_hook_handle`` where the forward was compiled.
+    The hook that reduces a unit's gradient stays registered after such a forward, and the next forward registers no
+    other. If the flat parameter moves for a forward, as under an offload, autograd has dropped the hook by then, and
+    the next step would use the previous step's gradient. Private: ``FlatParameter._post_backward_hook_state``, and
+    ``_post_backward_hook_handle`` if the forward was compiled.
     """
     for module in model.modules():
         if not isinstance(module, FullyShardedDataParallel):
@@ -301,24 +313,29 @@ def close_forward(model: nn.Module) -> None:
 
 
 def find_flat_handle(module: nn.Module) -> Any:
-    """The handle of an FSDP1 unit that owns parameters, ``FullyShardedDataParallel._handle``; None for any other."""
+    """Returns the handle of an FSDP1 unit that owns parameters; None for any other module.
+
+    Private: ``FullyShardedDataParallel._handle``.
+    """
     return get(module, "_handle") if isinstance(module, FullyShardedDataParallel) else None
 
 
 def is_flat_parameter(tensor: torch.Tensor) -> bool:
-    """``FlatParameter``, which torch.distributed.fsdp imports and does not export."""
+    """Returns whether a tensor is a ``FlatParameter``, which torch.distributed.fsdp imports and does not export."""
     return isinstance(tensor, FlatParameter)
 
 
 def is_flattened(tensor: torch.Tensor) -> bool:
-    """Returns whether a parameter is a piece of some unit's flat parameter: ``_common_utils._is_fsdp_flattened``."""
+    """Returns whether a parameter is a piece of a unit's flat parameter. Private:
+    ``_common_utils._is_fsdp_flattened``.
+    """
     return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
 def read_plan_facts(handle: Any) -> Any:
-    """Reads the facts that an extraction's plan depends on.
+    """Reads the facts about a unit on which an extraction's plan depends.
 
-    Read from ``FlatParamHandle.uses_sharded_strategy``, ``.process_group``.
+    Private: ``FlatParamHandle.uses_sharded_strategy``, ``.process_group``.
     """
     shard = read_flat_shard(handle)
     is_sharded, group = get(handle, "uses_sharded_strategy"), get(handle, "process_group")
@@ -326,13 +343,15 @@ def read_plan_facts(handle: Any) -> Any:
 
 
 def read_flat_shard(handle: Any) -> torch.Tensor:
-    """Reads this rank's shard as torch's next unshard in full precision reads it: 1-D, as long as every other rank's.
+    """Reads this rank's shard as torch's next unshard in full precision would read it: 1-D, of the same length on each
+    rank.
 
-    While the unit is sharded that is ``FlatParameter.data``: ``summon_full_params``, a state dict, and without mixed
-    precision the forward gather it. It is other memory than ``FlatParameter._local_shard`` after lazy initialization
-    under ``CPUOffload(offload_params=True)``, which pins a copy, and after ``Module.cpu()``. While the unit is
-    unsharded it is ``_local_shard``, to which a reshard returns. With ``use_orig_params`` an original parameter that
-    was given other memory is first written back (``FlatParamHandle._writeback_orig_params``): then this is a copy.
+    While the unit is sharded, this is ``FlatParameter.data``, which ``summon_full_params``, a state dict and, without
+    mixed precision, the forward gather. After lazy initialization under ``CPUOffload(offload_params=True)``, which pins
+    a copy, and after ``Module.cpu()``, it is not the same memory as ``FlatParameter._local_shard``. While the unit is
+    unsharded, the result is ``_local_shard``, to which a reshard returns. With ``use_orig_params``, an original
+    parameter that was given other memory is first written back (``FlatParamHandle._writeback_orig_params``); in this
+    case the result is a copy.
     """
     shard = _find_sharded_flat(handle)
     if replaced := _find_replaced_originals(handle, shard):
@@ -349,7 +368,7 @@ def _is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _find_sharded_flat(handle: Any) -> torch.Tensor:
-    """``FlatParameter.data`` while it is this rank's shard, otherwise ``_local_shard``."""
+    """Returns ``FlatParameter.data`` if it is this rank's shard now, otherwise ``_local_shard``."""
     flat_param = get(handle, "flat_param")
     data: torch.Tensor = flat_param.detach()
     local: torch.Tensor | None = getattr(flat_param, "_local_shard", None)
@@ -362,11 +381,10 @@ def _find_sharded_flat(handle: Any) -> torch.Tensor:
 
 
 def _find_replaced_originals(handle: Any, shard: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
-    """Lists (parameter, where its part of this rank's shard begins) for each parameter that is not a view of the
-    shard.
+    """Lists the original parameters that are not views of the shard: (parameter, where its part of the shard begins).
 
-    With ``use_orig_params``, while the modules have sharded parameters: ``FlatParameter._param_infos``,
-    ``_shard_param_infos``, ``FlatParamHandle._skipped_use_sharded_views``.
+    Empty without ``use_orig_params``, and unless the modules have sharded parameters now. Private:
+    ``FlatParameter._param_infos``, ``_shard_param_infos``, ``FlatParamHandle._skipped_use_sharded_views``.
     """
     flat_param = get(handle, "flat_param")
     if not get(handle, "_use_orig_params") or get(handle, "_skipped_use_sharded_views"):
@@ -386,7 +404,7 @@ def _find_replaced_originals(handle: Any, shard: torch.Tensor) -> list[tuple[tor
 
 
 class PlaceInModule(NamedTuple):
-    """One place of a unit's parameter: a module, the parameter's name in it, and its name relative to the unit."""
+    """Place of a unit's parameter: a module, the parameter's name in it, and the name relative to the unit."""
 
     module: nn.Module
     name: str
@@ -396,8 +414,8 @@ class PlaceInModule(NamedTuple):
 def list_flat_names(handle: Any) -> list[list[PlaceInModule]]:
     """Lists the places of each parameter of a unit, in the order of the flat parameter.
 
-    Its own comes first, then those to which it is tied within the unit. ``FlatParameter._param_infos`` and
-    ``_shared_param_infos``.
+    The first place of each list is the parameter's own; the others are tied to it within the unit. Private:
+    ``FlatParameter._param_infos`` and ``_shared_param_infos``.
     """
     flat_param = get(handle, "flat_param")
     places = [[_make_place(module, name, path)] for name, module, path in get(flat_param, "_param_infos")]

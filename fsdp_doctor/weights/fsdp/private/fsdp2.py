@@ -1,4 +1,4 @@
-"""FSDP2: everything about the ``FSDPState`` of a module under ``fully_shard``, and its ``FSDPParam``s."""
+"""FSDP2: every use of the ``FSDPState`` of a module under ``fully_shard``, and of its ``FSDPParam`` objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN_IN_ITS_PLACE = ("_unsharded_param", "_sharded_post_forward_param")
 
 @dataclass(frozen=True)
 class Fsdp2Unit:
-    """The state that ``fully_shard`` made for one module, or list of modules, that owns parameters.
+    """State that ``fully_shard`` made for one module, or list of modules, that owns parameters.
 
     is_initialized: whether torch's lazy initialization, at the first forward, was done. state: its FSDPState.
     """
@@ -30,10 +30,10 @@ class Fsdp2Unit:
 
     @classmethod
     def read(cls, state: Any) -> Fsdp2Unit | None:
-        """Reads a unit; None for an ``FSDPState`` whose module owns no parameter.
+        """Reads a unit; returns None for an ``FSDPState`` whose module owns no parameter.
 
-        ``FSDPParamGroup.device``, ``.offload_policy``, ``FSDPState._is_root``, which is None until the first forward:
-        no public name says under which policy a module was sharded.
+        Private: ``FSDPParamGroup.device`` and ``.offload_policy``, because no public name gives the policy under which
+        a module was sharded; ``FSDPState._is_root``, which is None until the first forward.
         """
         for group in _list_groups(state):
             return cls(get(group, "device"), get(group, "offload_policy"), get(state, "_is_root") is not None, state)
@@ -41,21 +41,23 @@ class Fsdp2Unit:
 
     @property
     def offloads(self) -> bool:
-        """Returns whether it is under CPUOffloadPolicy."""
+        """True if the unit is under CPUOffloadPolicy."""
         return isinstance(self.policy, CPUOffloadPolicy)
 
     @property
     def mixed_precision(self) -> MixedPrecisionPolicy:
-        """``FSDPState._mp_policy``; without mixed precision all of its dtypes are None."""
+        """Mixed-precision policy; without mixed precision all of its dtypes are None. Private:
+        ``FSDPState._mp_policy``.
+        """
         policy: MixedPrecisionPolicy = get(self.state, "_mp_policy")
         return policy
 
     @property
     def replaced(self) -> list[tuple[nn.Module, str]]:
-        """Modules and names with a different parameter than the one that the unit gathers, once it is initialized.
+        """Modules and names whose present parameter is not the one that the unit gathers; empty before initialization.
 
-        ``FSDPParam._module_info``: a unit looks at its modules again in ``Module._apply`` and in a load, so what
-        ``setattr`` puts there, as tying does, is gone at the next forward.
+        A unit looks at its modules again only in ``Module._apply`` and in a load. A parameter that ``setattr`` puts
+        there, for example to tie it, is therefore gone at the next forward. Private: ``FSDPParam._module_info``.
         """
         places: list[tuple[nn.Module, str]] = []
         for param in _list_params(self.state) if self.is_initialized else ():
@@ -71,9 +73,11 @@ class Fsdp2Unit:
 
     @property
     def tied_places(self) -> list[list[tuple[nn.Module, str]]]:
-        """Modules and names for which the unit has one parameter, as tied before ``fully_shard``.
+        """Lists of (module, name) that were tied before ``fully_shard``, so that the unit has one parameter for each
+        list.
 
-        ``ParamModuleInfo.shared_modules``. An unshard gives all of them the same parameter, whatever they have now.
+        An unshard gives all places of a list the same parameter, whatever they have now. Private:
+        ``ParamModuleInfo.shared_modules``.
         """
         infos = [get(param, "_module_info") for param in _list_params(self.state)]
         return [
@@ -84,9 +88,10 @@ class Fsdp2Unit:
 
     @property
     def moved(self) -> list[tuple[nn.Parameter, bool]]:
-        """The unit's parameters whose memory differs from the memory that it gathers from, and whether it can gather
-        from it. It can where the parameter is placed as when it was sharded (``FSDPParam._sharding_spec``), in the same
-        dtype (``orig_dtype``).
+        """Parameters of the unit whose memory is not the memory that it gathers, and whether it can gather from theirs.
+
+        It can if the parameter is placed as it was when it was sharded (``FSDPParam._sharding_spec``), has the same
+        dtype (``orig_dtype``), and is contiguous.
         """
         moved: list[tuple[nn.Parameter, bool]] = []
         for param, parameter in find_moved_parameters(self.state):
@@ -103,18 +108,18 @@ class Fsdp2Unit:
         return moved
 
     def follow_moved(self) -> None:
-        """Makes the unit gather from the present memory of its parameters: ``FSDPParam.reset_sharded_param``.
+        """Makes the unit gather from the present memory of its parameters, and pads and pins that memory.
 
-        As a ``load_state_dict`` of the whole model does, for which torch calls it. It also pads and pins.
+        torch does the same at a ``load_state_dict`` of the whole model. Private: ``FSDPParam.reset_sharded_param``.
         """
         for param, _ in find_moved_parameters(self.state):
             get(param, "reset_sharded_param")()
 
     def follow_materialized(self, parameter: nn.Parameter) -> None:
-        """Makes it gather from the memory that one of its parameters was given: ``FSDPParam.reset_sharded_param``.
+        """Makes the unit gather from the memory that one of its parameters was given, and pads and pins that memory.
 
-        ``Module.to_empty``, through which torch calls it, empties the whole model. It also pads and pins, so the
-        parameter's local tensor may be another one after it.
+        The parameter's local tensor may be another one afterwards. Private: ``FSDPParam.reset_sharded_param``, because
+        ``Module.to_empty``, through which torch calls it, empties the whole model.
         """
         for param in _list_params(self.state):
             if get(param, "sharded_param") is parameter:
@@ -122,9 +127,9 @@ class Fsdp2Unit:
 
     @property
     def recast(self) -> list[nn.Parameter]:
-        """The unit's parameters whose dtype was changed after its first forward.
+        """Parameters of the unit whose dtype was changed after its first forward.
 
-        ``FSDPParam.orig_dtype``, by which it sizes its buffers and casts its gradients.
+        The unit sizes its buffers and casts its gradients by the earlier dtype. Private: ``FSDPParam.orig_dtype``.
         """
         params = _list_params(self.state) if self.is_initialized else ()
         pairs = [(get(param, "sharded_param"), get(param, "orig_dtype")) for param in params]
@@ -132,21 +137,24 @@ class Fsdp2Unit:
 
     @property
     def has_pending_gather(self) -> bool:
-        """True if a gather was launched whose result no forward has used: ``FSDPParamGroup._all_gather_result``.
+        """True if a gather was launched whose result no forward has used. Private:
+        ``FSDPParamGroup._all_gather_result``.
 
-        An explicit prefetch, ``unshard(async_op=True)``, or a step that raised leaves one.
+        An explicit prefetch, ``unshard(async_op=True)``, or a step that raised leaves such a gather.
         """
         return any(get(group, "_all_gather_result") is not None for group in _list_groups(self.state))
 
     @property
     def trained_together(self) -> list[list[nn.Parameter]]:
-        """The unit's trainable parameters, grouped by the buffer in which their gradients are reduced."""
+        """Trainable parameters of the unit, grouped by the buffer in which their gradients are reduced."""
         groups = [[get(param, "sharded_param") for param in group.fsdp_params] for group in _list_groups(self.state)]
         return [[parameter for parameter in group if parameter.requires_grad] for group in groups]
 
     @property
     def switches(self) -> GradientSwitches:
-        """``FSDPParamGroup`` and ``FSDPStateContext`` keep what public methods set."""
+        """Settings of the gradient reduction, which ``FSDPParamGroup`` and ``FSDPStateContext`` keep after public
+        methods set them.
+        """
         groups = _list_groups(self.state)
         # Elsewhere than under HSDP and `replicate()` nothing reads whether it all-reduces.
         replicating = [group for group in groups if hasattr(get(group, "mesh_info"), "replicate_mesh_size")]
@@ -160,13 +168,15 @@ class Fsdp2Unit:
 
 
 def list_states(model: nn.Module) -> list[Any]:
-    """Lists the ``FSDPState`` of every FSDP2 module, each once, those whose modules own no parameter too."""
+    """Lists the ``FSDPState`` of every FSDP2 module, each once, also of modules that own no parameter."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     return list({id(state): state for module in modules if (state := get(module, "_get_fsdp_state")())}.values())
 
 
 def find_compute_device(module: FSDPModule) -> torch.device | None:
-    """Returns where an FSDP2 module gathers: ``FSDPParamGroup.device``; None if it owns no parameter."""
+    """Returns the device on which an FSDP2 module gathers; None if it owns no parameter. Private:
+    ``FSDPParamGroup.device``.
+    """
     groups = _list_groups(get(module, "_get_fsdp_state")())
     return get(groups[0], "device") if groups else None
 
@@ -174,8 +184,8 @@ def find_compute_device(module: FSDPModule) -> torch.device | None:
 def find_open_step(states: Sequence[Any]) -> OpenStep | None:
     """Returns the part of a training step that has begun and has not ended; None between two steps.
 
-    What a step that raised leaves: torch resets ``_training_state`` and the two trackers of ``FSDPStateContext`` at the
-    end of a forward and of a backward alone.
+    A step that raised leaves such a state, because torch resets ``_training_state`` and the two trackers of
+    ``FSDPStateContext`` only at the end of a forward or a backward.
     """
     stages = {get(get(holder, "_training_state"), "name") for s in states for holder in (s, *_list_groups(s))}
     contexts = [get(state, "_state_ctx") for state in states]
@@ -185,11 +195,12 @@ def find_open_step(states: Sequence[Any]) -> OpenStep | None:
 
 
 def close_step(states: Sequence[Any]) -> list[nn.Parameter]:
-    """Brings units whose step was broken off into the state between two steps; returns the parameters whose gradients
-    were discarded: those that were not reduced, which no ``zero_grad`` of an optimizer reaches.
+    """Puts units whose step was broken off into the state between two steps. Returns the parameters whose gradients it
+    discards.
 
-    ``FSDPModule.reset_iter_state``, which torch has from 2.13 on, does the same and leaves these gradients, so that
-    the next backward adds to them. The device must have nothing left to do.
+    These are gradients that were not reduced, which no ``zero_grad`` of an optimizer reaches.
+    ``FSDPModule.reset_iter_state``, in torch 2.13 and newer, does the same but keeps these gradients, so that the next
+    backward adds to them. The device must have no work left.
     """
     discarded: list[nn.Parameter] = []
     for state in states:
@@ -214,9 +225,10 @@ def close_step(states: Sequence[Any]) -> list[nn.Parameter]:
 
 
 def reshard(states: Sequence[Any]) -> None:
-    """Waits for gathers that are pending, drops what they gathered, and frees what is unsharded, between two steps.
+    """Waits for pending gathers, drops their results, and frees the unsharded parameters, between two steps.
 
-    ``FSDPParamGroup._all_gather_result``: the public ``reshard()`` leaves it, and the next forward uses it.
+    Private: ``FSDPParamGroup._all_gather_result``, because the public ``reshard()`` leaves it, and the next forward
+    uses it.
     """
     for state in states:
         for group in _list_groups(state):
@@ -228,10 +240,10 @@ def reshard(states: Sequence[Any]) -> None:
 
 
 def give_memory(model: nn.Module, device: torch.device, *, pin_memory: bool) -> None:
-    """Gives each sharded parameter other memory on ``device``, from which its unit gathers, and the same values.
+    """Gives each sharded parameter new memory on ``device`` with the same values, from which its unit then gathers.
 
-    ``FSDPParam._sharded_param_data`` and ``to_sharded_dtensor``: ``Module.to`` gives the shard alone other memory,
-    without its padding, and pageable. The parameters stay the same objects, which an optimizer has.
+    The parameters stay the same objects, which an optimizer has. Private: ``FSDPParam._sharded_param_data`` and
+    ``to_sharded_dtensor``, because ``Module.to`` gives new memory only to the shard, without its padding, and pageable.
     """
     for param in (param for state in list_states(model) for param in _list_params(state)):
         gathered, parameter = get(param, "_sharded_param_data"), get(param, "sharded_param")
@@ -244,7 +256,7 @@ def give_memory(model: nn.Module, device: torch.device, *, pin_memory: bool) -> 
 
 
 def _return_to_idle(holder: Any) -> None:
-    """``FSDPState._training_state``, and the group's: torch itself sets it at the end of a step alone."""
+    """Sets ``_training_state`` of an ``FSDPState`` or its group to idle, which torch does only at the end of a step."""
     stage = get(holder, "_training_state")
     holder._training_state = type(stage).IDLE
 
@@ -259,7 +271,10 @@ def _empty(holder: Any, name: str) -> None:
 
 
 def _discard_gradient(param: Any) -> bool:
-    """``FSDPParam._unsharded_param``, whose ``grad`` autograd adds to, and ``unsharded_accumulated_grad``."""
+    """Discards a parameter's gradient that was not reduced; returns whether there was one.
+
+    Private: ``FSDPParam._unsharded_param``, to whose ``grad`` autograd adds, and ``unsharded_accumulated_grad``.
+    """
     unsharded: torch.Tensor | None = getattr(param, "_unsharded_param", None)
     has_gradient = unsharded is not None and unsharded.grad is not None
     if unsharded is not None:
@@ -271,11 +286,10 @@ def _discard_gradient(param: Any) -> bool:
 
 
 def list_unsharded_parameters(state: Any) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Yields (the parameter that an FSDP2 module shows now or showed last in place of its shard, the sharded
-    parameter).
+    """Yields (the parameter that a module shows, or last showed, instead of its shard; the sharded parameter).
 
-    After a forward without a backward the root still shows its parameters unsharded, in the compute dtype.
-    ``FSDPParam.sharded_param``: there is no public way to the masters while they are not shown.
+    After a forward without a backward the root still shows its parameters unsharded, in the compute dtype. Private:
+    ``FSDPParam.sharded_param``, because no public name gives the sharded parameters while they are not shown.
     """
     for param in _list_params(state):
         for shown in _SHOWN_IN_ITS_PLACE:
@@ -284,13 +298,13 @@ def list_unsharded_parameters(state: Any) -> Iterator[tuple[nn.Parameter, nn.Par
 
 
 def find_moved_parameters(state: Any) -> list[tuple[Any, nn.Parameter]]:
-    """Lists (the FSDPParam, the sharded parameter) where an FSDP2 module gathers from other memory than the
-    parameter's.
+    """Lists (FSDPParam, sharded parameter) for each parameter whose memory is not the memory that its unit gathers.
 
-    ``FSDPParam._sharded_param_data`` is what it gathers, padded, and the parameter's shard a part of it. A unit looks
-    for it anew in ``Module._apply``, in a load and at its first forward (``FSDPParamGroup._reset_sharded_params``), so
-    memory that a parameter is given by ``torch.utils.swap_tensors``, or as ``_local_tensor``, is not used. A shard of
-    another class is asked for what is gathered itself.
+    A unit gathers ``FSDPParam._sharded_param_data``, which is padded; normally the parameter's shard is a part of it.
+    The unit updates it in ``Module._apply``, in a load and at its first forward
+    (``FSDPParamGroup._reset_sharded_params``), so it ignores memory that a parameter is given by
+    ``torch.utils.swap_tensors`` or as ``_local_tensor``. A shard of a tensor subclass is asked itself for the memory
+    that is gathered.
     """
     moved = []
     for group in _list_groups(state):
@@ -306,7 +320,10 @@ def find_moved_parameters(state: Any) -> list[tuple[Any, nn.Parameter]]:
 
 
 def _list_groups(state: Any) -> list[Any]:
-    """The ``FSDPParamGroup``s, none if the module owns no parameter: ``_fsdp_param_groups`` in newer versions."""
+    """Returns the ``FSDPParamGroup`` objects of a state; empty if the module owns no parameter.
+
+    Private: ``_fsdp_param_groups``; older versions have ``_fsdp_param_group``.
+    """
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [get(state, "_fsdp_param_group")]
@@ -318,7 +335,7 @@ def _list_params(state: Any) -> list[Any]:
 
 
 def _read_divisor(group: Any) -> str | None:
-    """Reads the divisor. torch 2.6 and 2.7 store an operator of NCCL instead of the factor."""
+    """Reads the factor by which gradients are divided. torch 2.6 and 2.7 store an operator of NCCL instead."""
     factor = getattr(group, "gradient_divide_factor", None)
     if factor is None:
         return "another factor" if getattr(group, "reduce_scatter_reduce_op", None) is not None else None
