@@ -1,0 +1,1 @@
+"""A benchmark of silent errors: published ones, and clean programs beside them. ``python -m benchmarks.silent``."""

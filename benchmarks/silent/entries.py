@@ -1,0 +1,46 @@
+"""What each published error and each clean program says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+_Defined = TypeVar("_Defined", bound=Callable[..., Any])
+
+
+class Published(NamedTuple):
+    """A published error.
+
+    source: the address of the issue or pull request that reports it. mended_by: that of the change that mended it,
+    or nothing. names: words of which the finding must have one: the tensor or the value that is wrong.
+    """
+
+    name: str
+    about: str
+    source: str
+    mended_by: str
+    names: tuple[str, ...]
+    code: Any
+
+
+ERRORS: dict[str, Published] = {}
+
+
+def publish(
+    source: str, mended_by: str = "", *, names: tuple[str, ...], about: str = ""
+) -> Callable[[_Defined], _Defined]:
+    """Makes a class or a function an entry of the benchmark. about: by default, the first line of its docstring."""
+
+    def enter(defined: _Defined) -> _Defined:
+        name = defined.__name__
+        told = about or (defined.__doc__ or "").strip().splitlines()[0]
+        ERRORS[name] = Published(name, told, _address(source), _address(mended_by), names, defined)
+        return defined
+
+    return enter
+
+
+def _address(source: str) -> str:
+    """Writes ``owner/repository#12`` as an address."""
+    repository, _, number = source.partition("#")
+    return f"https://github.com/{repository}/issues/{number}" if number else source
