@@ -46,9 +46,9 @@ class Row(NamedTuple):
             return "could not run"
         if not self.is_error:
             return "false alarm" if self.finding else "clean"
-        return "found" if self.named() else "missed"
+        return "found" if self.find_word() else "missed"
 
-    def named(self) -> str:
+    def find_word(self) -> str:
         """Returns the first of the expected words that the finding has."""
         return next((word for word in ERRORS[self.name].names if word in self.finding), "")
 
@@ -94,7 +94,7 @@ def _write_table(rows: list[Row]) -> Iterator[str]:
     for row in errors:
         error = ERRORS[row.name]
         outcome = row.describe_outcome()
-        named = f"`{row.named()}`" if outcome == "found" else ""
+        named = f"`{row.find_word()}`" if outcome == "found" else ""
         links = f"{_write_link(error.source)} | {_write_link(error.mended_by)}"
         yield f"| {error.about} (`{row.name}`) | {links} | {outcome} | {row.command} | {named} | {row.seconds:.1f} |"
     yield ""

@@ -150,12 +150,12 @@ class Sync(Program):
             self.train()
             self.receive(self.send())
             self.use_engine()
-            history.append(fsdp_doctor.fingerprint(self.model, **self.named()))
+            history.append(fsdp_doctor.fingerprint(self.model, **self.choose_adapters()))
         base = fsdp_doctor.fingerprint(self.model, lora="base") if self.lora else None
         held = fsdp_doctor.fingerprint_tensors(self.engine.state_dict())
         self.report(fsdp_doctor.compare_fingerprints(history[-1], held, history=history[:-1], base=base))
 
-    def named(self) -> dict[str, Any]:
+    def choose_adapters(self) -> dict[str, Any]:
         return {"lora": "merged"} if self.lora else {}
 
     def send(self) -> Weights:
@@ -173,7 +173,7 @@ class Sync(Program):
 
 
 class MergedSync(Sync):
-    """Merges the adapters for the send, and takes them out again."""
+    """Sends the weights with the adapters merged."""
 
     lora = True
 
@@ -207,7 +207,7 @@ class AdapterIsNeverSent(MergedSync):
 class BaseSync(MergedSync):
     """Sends base weights to an engine that adds the adapters itself."""
 
-    def named(self) -> dict[str, Any]:
+    def choose_adapters(self) -> dict[str, Any]:
         return {"lora": "base"}
 
     def send(self) -> Weights:
@@ -466,13 +466,13 @@ class ParametersAreReplacedAfterWrapping(CheckedLoad):
             old = getattr(self.model.get_submodule(place), last)
             if isinstance(old, DTensor):
                 new = nn.Parameter(distribute_tensor(tensor, old.device_mesh, old.placements))
-                self.model.get_submodule(place)._parameters[last] = new
+                setattr(self.model.get_submodule(place), last, new)
 
 
 class ExpertGroups(Program):
-    """Divides experts among the ranks, shards the rest, and takes the weights out."""
+    """Divides experts among the ranks, shards the rest, and compares fingerprints of what a save would write."""
 
-    command = "full_tensors"
+    command = "fingerprints"
     experts = 4
 
     def make_model(self, seed: int) -> Any:
@@ -488,17 +488,21 @@ class ExpertGroups(Program):
             setattr(experts, name, nn.Parameter(parameter.detach().chunk(2)[self.rank].clone()))
 
     def run(self) -> None:
-        for name, tensor in fsdp_doctor.full_tensors(self.model, experts=self.mesh["ep"]):
-            assert ".experts." not in name or tensor.shape[0] == 4
+        self.train()
+        trained = fsdp_doctor.fingerprint(self.model, experts=self.mesh["ep"])
+        self.report(fsdp_doctor.compare_fingerprints(trained, fsdp_doctor.fingerprint_tensors(dict(self.collect()))))
+
+    def collect(self) -> Weights:
+        return fsdp_doctor.full_tensors(self.model, experts=self.mesh["ep"])
 
 
 @publish("modelscope/twinkle#116", "modelscope/twinkle#116", names=("experts.gate_up_proj", "experts.down_proj"))
 class ExpertsOfOneGroupAreSaved(ExpertGroups):
     """A save gathers a tensor's own mesh, and so has the experts of rank 0."""
 
-    def run(self) -> None:
-        for _, tensor in fsdp_doctor.full_tensors(self.model):
-            del tensor
+    def collect(self) -> Weights:
+        for name, tensor in self.model.state_dict().items():
+            yield name, make_whole(tensor)
 
 
 @publish("huggingface/transformers#45662", names=("experts.gate_up_proj", "experts.down_proj"))

@@ -30,7 +30,7 @@ _PUBLISHED: dict[str, tuple[str, str, str]] = {
     "OptionsNotLoaded": ("PrimeIntellect-ai/prime-rl#3561", "PrimeIntellect-ai/prime-rl#3560", "weight_decay"),
     "DummyStateKept": ("NVIDIA-NeMo/Megatron-Bridge#5680", "", "exp_avg"),
     "MastersNotRefreshed": ("PrimeIntellect-ai/prime-rl#3234", "", "the optimizer's own copies"),
-    "MastersFromBfloat16": ("TensorAuto/OpenTau#185", "", "the optimizer's own copies"),
+    "MastersFromBfloat16": ("TensorAuto/OpenTau#185", "", "optimizer 0 parameter 0"),
     "QuantizedState": ("databricks/flashoptim#3", "", "exp_avg"),
     "FirstSaveAgain": ("NVIDIA-NeMo/RL#3312", "", "the weights are those from before step 3"),
     "UnevenShardsKept": ("pytorch/torchtitan#1136", "pytorch/pytorch#163130", "2.weight"),
