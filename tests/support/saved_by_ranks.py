@@ -85,7 +85,7 @@ def main(directory: pathlib.Path) -> None:
 
 
 def save_unusual(weights: dict[str, Any], directory: pathlib.Path, rank: int) -> None:
-    """Saves columns of each rank, replicas, a matrix of one row, FSDP1's ShardedTensor, and names without world size."""
+    """Saves columns of each rank, replicas, a one-row matrix, FSDP1's ShardedTensor, and names without world size."""
     mesh, grid = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("ddp", "fsdp"))
     torch.manual_seed(1)
     matrix, small = torch.randn(40, 51), torch.randn(1, 7)
