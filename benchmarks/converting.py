@@ -1,13 +1,14 @@
-"""What a conversion of a checkpoint costs: this program's, torch's, accelerate's own code, and verl's scheme.
+"""Measures the cost of converting a checkpoint with this program, torch, accelerate's own code, and verl's scheme.
 
 python benchmarks/converting.py [--directory /dev/shm --gigabytes 0.6 --repeat 5]
 
-Two ranks save a model of float32 and bfloat16, whose rows divide unevenly, as DCP and as files of ranks. Each tool
-converts it in a process of its own, by turns. Shown is the best of each: wall clock and processor time of the call,
-without imports, and by how much the memory of the process grew. ``equal``: tensors that are the same, bit by bit.
+Two ranks save a model in float32 and bfloat16, whose rows divide unevenly, as DCP and as files of ranks. Each tool
+converts it in a separate process, and the tools take turns. The best run of each is shown: wall clock and processor
+time of the call, without imports, and the growth of the process's memory. ``equal`` counts the tensors that are equal
+bit by bit.
 
-``plain copy`` is the floor: it reads the files in pieces of 256 KiB and writes them, one after the other, and checks
-nothing. ``fsync`` is included where a tool does it, which is in fsdp-doctor alone.
+``plain copy`` is the lower bound: it reads the files in pieces of 256 KiB, writes them one after the other, and checks
+nothing. ``fsync`` is included if a tool calls it, which only fsdp-doctor does.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from collections.abc import Callable
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-# By tool, what it converts.
+# Maps each tool to the checkpoint that it converts.
 TOOLS = {
     "plain copy": "dcp",
     "torch dcp_to_torch_save": "dcp",
@@ -131,7 +132,7 @@ def read_peak() -> int:
 
 
 def prepare(name: str, source: pathlib.Path, target: pathlib.Path) -> Callable[[], object]:
-    """The call, with all that it imports imported."""
+    """Returns the call to measure, after its imports."""
     if name == "plain copy":
         return lambda: copy(source, target)
     if name.startswith("fsdp-doctor"):
@@ -155,7 +156,7 @@ def prepare(name: str, source: pathlib.Path, target: pathlib.Path) -> Callable[[
     from safetensors.torch import save_file
 
     def merge() -> None:
-        """As verl's FSDPModelMerger: every rank's file is loaded whole, and each tensor's shards are joined."""
+        """Merges as verl's FSDPModelMerger does: loads every rank's file whole, and joins the shards of each tensor."""
         files = sorted(source.glob("model_world_size_*_rank_*.pt"))
         ranks = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
         merged = {}

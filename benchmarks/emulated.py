@@ -1,11 +1,10 @@
-"""What the emulated device costs: its build, and the matrix on it against the matrix on the CPU.
+"""Measures the cost of the emulated device: its build, and the matrix on it compared with the matrix on the CPU.
 
     python benchmarks/emulated.py [--repeat 3]
 
-Whole commands are timed from outside, start-up included, CPU and emulated in turn. torch's FSDP1
-refuses a CPU-only machine, so the ratio is over the FSDP2 half of the default matrix. ``processor`` is
-user and system time of all processes of a command: where programs share the processors, only these
-ratios can be compared.
+Whole commands are timed from outside, start-up included. CPU and emulated device take turns. torch's FSDP1 refuses a
+machine that has only a CPU, so the ratio is for the FSDP2 half of the default matrix. ``processor`` is user and system
+time of all processes of a command. If other programs share the processors, only these ratios can be compared.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _HALF = ("--strategy", "fsdp2")
 
 
 def build_seconds() -> float:
-    """One import with an empty cache, less one with the cache that it filled."""
+    """Returns the seconds of an import with an empty cache, minus those of an import with the filled cache."""
     with tempfile.TemporaryDirectory() as cache:
         return _import_seconds(cache) - _import_seconds(cache)
 
@@ -38,7 +37,7 @@ def _import_seconds(cache: str) -> float:
 
 
 def processor_seconds() -> float:
-    """Returns the processor time of all processes that have ended and been waited for."""
+    """Returns the processor time of all child processes that have ended and been waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -1,9 +1,9 @@
-"""What training costs on the emulated device, against the CPU: a model of 20 million parameters.
+"""Measures the cost of training on the emulated device compared with the CPU, for a model of 20 million parameters.
 
     python benchmarks/emulated_training.py [--steps 5] [--repeat 5]
 
-One process; the two devices train in turn, so that whatever else the machine does is the same for both. The ratio is of
-the times of the fastest repeat of each.
+Both devices train in one process and take turns, so that other load on the machine affects both equally. The ratio
+compares the fastest repeat of each.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Training:
         return loss
 
     def seconds(self, steps: int) -> float:
-        """Returns the seconds of one step, on average over ``steps``."""
+        """Returns the average seconds of one step over ``steps`` steps."""
         start = time.perf_counter()
         for _ in range(steps):
             self.step().item()

@@ -1,9 +1,10 @@
-"""How long fsdp_doctor.examine() takes: a model of a hundred thousand parameters, one process, no accelerator needed.
+"""Measures fsdp_doctor.examine() on a model of a hundred thousand parameters, in one process, without an accelerator.
 
 python benchmarks/examine.py [--device emulated] [--parameters 100000] [--per-module 10]
 
-Every parameter is a real one of fully_shard, sharded over a mesh of one rank; building them takes minutes and is not
-timed. AdamW has three tensors more for each. Under CPUOffloadPolicy each is also asked whether it is pinned.
+Every parameter is a real one of fully_shard, sharded over a mesh of one rank. Building them takes minutes and is not
+timed. AdamW has three more tensors for each parameter. Under CPUOffloadPolicy, examine also checks whether each
+parameter is pinned.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def main() -> None:
 
 
 def build(options: argparse.Namespace, policy: OffloadPolicy) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Modules of small matrices, as many in a unit as --per-module modules hold, and AdamW's three tensors for each."""
+    """Builds a model of small matrices with 1,000 modules in each FSDP unit, and AdamW with three tensors for each
+    matrix.
+    """
     device = "cpu" if isinstance(policy, CPUOffloadPolicy) else options.device
     model = nn.Sequential()
     for _ in range(options.parameters // options.per_module):

@@ -1,9 +1,10 @@
-"""How long ``fsdp-doctor explain`` takes, Python's start included.
+"""Measures how long ``fsdp-doctor explain`` takes, including the start of Python.
 
 python benchmarks/explain.py [--of steps|lines|tracebacks] [--megabytes 10] [--repeat 5]
 
-steps: a log of 64 ranks, each ending in a traceback. lines: nothing but failures of one line, each of another rank.
-tracebacks: nothing but tracebacks, each of another rank.
+steps: a log of training steps of 64 ranks, each ending in a traceback.
+lines: a log of one-line failures only, each from another rank.
+tracebacks: a log of tracebacks only, each from another rank.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What fingerprints cost beside the extraction, and that the Triton kernel and torch operations sum alike.
+"""Measures the cost of fingerprints next to an extraction, and checks the Triton kernel against torch operations.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/fingerprints.py [--model qwen3-4b] [--out FILE] [--shapes]
 
-Times are medians over the slowest rank. A sync is ``full_tensors`` and the copy of every tensor into a receiver's
-memory on the same device, the shortest that there is; its proof is ``RepeatedFingerprint.full_tensors`` and
-``RepeatedFingerprintOfTensors`` of what the receiver holds, read with the next sync. With --shapes the kernel alone is
-measured with other shapes of its programs, too.
+Times are medians on the slowest rank. A sync is ``full_tensors`` and a copy of every tensor into a receiver's memory on
+the same device, which is the fastest possible sync. Its proof is ``RepeatedFingerprint.full_tensors`` and
+``RepeatedFingerprintOfTensors`` of the received tensors, read at the next sync. With --shapes, the kernel alone is also
+measured with other program shapes.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ def _name(device: torch.device) -> str:
 
 
 def median(clock: Clock, run: Any, repeat: int) -> float:
-    """Seconds. The first two, which compile and warm up, do not count."""
+    """Returns the median in seconds. The first two runs, which compile and warm up, do not count."""
     times = [clock.measure_seconds(run) for _ in range(repeat + 2)][2:]
     return sorted(times)[len(times) // 2]
 
 
 def disagreements(device: torch.device) -> list[str]:
-    """Compares the kernels with torch operations, over dtypes, places and alignments."""
+    """Compares the kernels with torch operations, for several dtypes, placements and alignments."""
     found = []
     for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.float8_e4m3fn):
         tensor = (torch.randn(401, 731, device=device) * 50).to(dtype)
@@ -103,7 +103,7 @@ def disagreements(device: torch.device) -> list[str]:
 
 
 def of_shapes(clock: Clock, nbytes: int, repeat: int) -> dict[str, dict[str, float]]:
-    """GB/s of the kernel with programs of other shapes."""
+    """Measures the kernel in GB/s with other program shapes."""
     from fsdp_doctor.weights.fingerprints import sum_kernels
 
     usual, found = sum_kernels.SHAPE, {}
@@ -124,7 +124,7 @@ def of_shapes(clock: Clock, nbytes: int, repeat: int) -> dict[str, dict[str, flo
 
 
 def bandwidth(clock: Clock, nbytes: int, repeat: int) -> dict[str, float]:
-    """GB/s of the sum alone, of bfloat16; of a table that is kept."""
+    """Measures the sum alone in GB/s, on bfloat16, with a kept table of blocks."""
     tensor = torch.empty(nbytes // 8192 * 4096, dtype=torch.bfloat16, device=clock.device).normal_()
     into = torch.zeros(1, 2, dtype=torch.int64, device=clock.device)
     columns = tensor.view(-1, 4096)
@@ -143,7 +143,7 @@ def bandwidth(clock: Clock, nbytes: int, repeat: int) -> dict[str, float]:
 
 
 def of_model(clock: Clock, options: argparse.Namespace, offload: str) -> dict[str, float]:
-    """Milliseconds."""
+    """Measures the operations on a model in milliseconds."""
     mesh = init_device_mesh(clock.device.type, (dist.get_world_size(),))
     scenario = make_scenario({"strategy": "fsdp2", "offload": offload, "staging": "unstaged"})
     model = sharded_model.shard_model(build_on_meta(options.model), scenario, mesh)
@@ -180,7 +180,7 @@ def extract(model: nn.Module) -> None:
 
 
 def sync(model: nn.Module, received: dict[str, torch.Tensor], proofs: Proofs | None = None) -> None:
-    """Every rank is a receiver of its own. The proof is read with the next sync."""
+    """Syncs the weights to a receiver on every rank. The proof is read at the next sync."""
     if proofs is not None and proofs.is_started:
         assert not fsdp_doctor.compare_fingerprints(proofs.trained.read(), proofs.received.read())
     for name, tensor in proofs.trained.full_tensors() if proofs is not None else fsdp_doctor.full_tensors(model):

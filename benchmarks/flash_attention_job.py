@@ -1,10 +1,11 @@
-"""A right job whose gradients are not the same twice: flash attention in bfloat16 under FSDP2, saved with DCP.
+"""A correct job whose gradients differ between runs: flash attention in bfloat16 under FSDP2, saved with DCP.
 
 fsdp-doctor resume --resume '--resume {dir}/checkpoint-{n}' -- \\
     torchrun --nproc-per-node 2 benchmarks/flash_attention_job.py --directory {dir} --after {n}
 
-On GPUs. It must be called the same run or one that does not repeat itself, exit code 0 or 3. With
-``--forget-schedule`` it resumes without its schedule's state and is another run, exit code 1.
+For GPUs. The expected answer is "the same run" or "a run that does not repeat itself", exit code 0 or 3. With
+``--forget-schedule`` the job resumes without the state of its schedule, and the expected answer is "another run", exit
+code 1.
 """
 
 from __future__ import annotations

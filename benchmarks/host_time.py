@@ -1,10 +1,10 @@
-"""What one call of full_tensors costs the host, for a model of the shape of Qwen3-4B (398 tensors).
+"""Measures the host time of one call of full_tensors, for a model with the shape of Qwen3-4B (398 tensors).
 
 torchrun --nproc-per-node 2 benchmarks/host_time.py [--device cuda] [--hidden 2560]
 
-The plan made anew and kept, one conversation of the ranks over the store, whole calls with the plan made anew and
-kept, and the functions that take the most of one call. Times are medians of rank 0, in milliseconds; those of the
-processor do not count what it waits.
+The rows are the plan made anew and kept, 11 exchanges of the ranks over the store, and whole calls with the plan made
+anew and kept. With ``--profile``, the functions that take the most time of one call are printed, too. Times are medians
+of rank 0 in milliseconds; processor times do not include waiting.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ def sharded(device: str, hidden: int) -> transformers.PreTrainedModel:
 
 
 def medians(run: Callable[[], object], options: argparse.Namespace) -> tuple[float, float]:
-    """(milliseconds on the clock, of the processor); the first run, which warms up, does not count."""
+    """Returns (milliseconds of the clock, milliseconds of the processor). The first run, which warms up, does not
+    count.
+    """
     walls, processors = [], []
     for _ in range(options.repeat + 1):
         dist.barrier()

@@ -1,4 +1,4 @@
-"""What ``full_tensors(in_step=True)`` costs for each bucket, against the same extraction without it, in turns.
+"""Measures the cost per bucket of ``full_tensors(in_step=True)``. Extractions with and without it take turns.
 
 torchrun --nproc-per-node 2 benchmarks/in_step.py [--device cuda] [--layers 64] [--bucket-mib 64]
 """

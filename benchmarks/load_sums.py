@@ -1,8 +1,8 @@
-"""Ratio of a load that compares the checksums of its save to the same load without, from the page cache.
+"""Measures a load that compares the checksums of its save, relative to the same load without, from the page cache.
 
 torchrun --nproc-per-node 2 benchmarks/load_sums.py [--device cuda --hidden 2560]
 
-Both are run in turn; times are medians of the slowest rank.
+The two loads take turns. Times are medians of the slowest rank.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""What a load from safetensors files costs the host, and how near it comes to plain reading from the page cache.
+"""Measures the host time of a load from safetensors files, compared with plain reads from the page cache.
 
 torchrun --nproc-per-node 2 benchmarks/loading_from_files.py [--device cuda --hidden 2560] [--chunk-mib 2,4,8,16]
 
-Of a model of Qwen3-4B's shape. ``plain``: as many threads read as many bytes of the file into memory that is there,
-each a part of its own. ``bare``: the same into pinned chunks, which each thread sends to the device. Times are medians
-of the slowest rank, in milliseconds; ``processor`` is rank 0's, of all threads, and ``before reading`` and ``in all``
-what its main thread computes. Where programs share the processors, only these can be compared.
+The model has the shape of Qwen3-4B. ``plain``: as many threads as in a load read as many bytes of the file into
+existing memory, each its own part. ``bare``: they read into pinned chunks, which each thread sends to the device. Times
+are medians of the slowest rank in milliseconds. ``processor`` is the time of all threads of rank 0; ``before reading``
+and ``in all`` are times of its main thread. If other programs share the processors, only processor times can be
+compared.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def measure(model: nn.Module, path: pathlib.Path, options: argparse.Namespace) -
 
 
 def load(model: nn.Module, path: pathlib.Path, chunk_bytes: int) -> tuple[float, float]:
-    """Returns the seconds that the main thread computes before the threads read, and in all."""
+    """Returns the processor seconds of the main thread until the other threads begin to read, and in total."""
     finish = LocalParts.finish
     begins: list[float] = []
 
@@ -102,7 +103,7 @@ def load(model: nn.Module, path: pathlib.Path, chunk_bytes: int) -> tuple[float,
 
 
 def in_threads(count: int, nbytes: int, carry: Callable[[int, int], None]) -> None:
-    """Each gets one part, from its first byte to its last."""
+    """Calls ``carry`` in ``count`` threads with the first byte and the end of one part each."""
     length = -(-nbytes // count)
     parts = [(begin, min(begin + length, nbytes)) for begin in range(0, nbytes, length)]
     threads = [threading.Thread(target=carry, args=part) for part in parts]
@@ -141,7 +142,9 @@ def view(tensor: torch.Tensor) -> memoryview:
 
 
 def taken(run: Callable[[], object], options: argparse.Namespace) -> tuple[float, float]:
-    """Medians of (the slowest rank's time, this rank's processor's), in milliseconds; the first run does not count."""
+    """Returns medians in milliseconds of the slowest rank's time and of this rank's processor time; the first run does
+    not count.
+    """
     times = []
     for _ in range(options.repeat + 1):
         dist.barrier()

@@ -1,13 +1,15 @@
-"""The ledgers of models of a real shape at each stage, and what other estimators say of the same steps.
+"""Measures the ledgers of models with real shapes at each stage, and records other tools' estimates of the same steps.
 
     torchrun --nproc-per-node 2 benchmarks/memory_stages.py --json stages.json [--shape qwen3-4b qwen3-30b-a3b]
 
-Writes a file of ledgers as ``fsdp-doctor memory measure --json`` does, and adds to it after each model, so that what
-was measured is kept if the time runs out: no model is begun after ``--seconds``. A job's name is
-``shape/layers/strategy/offload/batch x sequence/checkpointing or activations``. Of each model the first job has all
-stages, the others have "trained" alone. ``estimates`` has, by job: the peak that the device counted in "trained", the
-peak that torch's FSDPMemTracker gives (of FSDP2 without an offload), and what accelerate's estimate-memory gives for
-AdamW in bfloat16, which knows neither shards nor activations, also divided by the ranks.
+Writes a file of ledgers as ``fsdp-doctor memory measure --json`` does. Each model's ledgers are added when they are
+measured, so that they are kept if the time runs out: no model is begun after ``--seconds``. A job's name is
+``shape/layers/strategy/offload/batch x sequence/checkpointing or activations``. The first job of each model has all
+stages, the others have only "trained".
+
+``estimates`` has three numbers for each job: the peak that the device counted in "trained"; the peak of torch's
+FSDPMemTracker, for FSDP2 without an offload; and the result of accelerate's estimate-memory for AdamW in bfloat16,
+which considers neither shards nor activations, also divided by the ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from fsdp_doctor.plan.meta_model import build_on_meta
 from fsdp_doctor.probe.worker import import_what_cases_need
 from fsdp_doctor.weights.extract import full_tensors
 
-# Of the mixture of experts, layers of 0.6 billion parameters each: as many as leave room for AdamW on two devices.
+# A layer of the mixture of experts has 0.6 billion parameters. Its four layers leave room for AdamW on two devices.
 _LAYERS = {"qwen3-4b": 36, "qwen3-30b-a3b": 4, "qwen3-0.6b": 28, "small": 4}
 _METHOD = "full_tensors"
 MOST_SECONDS = 60.0
@@ -51,7 +53,7 @@ MOST_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Model:
-    """A model that is measured in a process of its own."""
+    """A model that is measured in a separate process."""
 
     offload: str
     shape: str
@@ -72,7 +74,7 @@ class Model:
 
 
 class ShapeTrainer(Trainer):
-    """A trainer of a model of a real shape, with fp32 shards."""
+    """A trainer for a model with a real shape and fp32 shards."""
 
     shape = "small"
 
@@ -95,7 +97,7 @@ class ShapeTrainer(Trainer):
 def measured(
     model: Model, steps: list[TrainingSize], at: Runtime
 ) -> tuple[list[StageMemory], dict[str, dict[str, int]]]:
-    """Every rank must call it."""
+    """Measures the ledgers and the estimates of a model's steps. Every rank must call it."""
     scenario = model.scenario
     at.training, ShapeTrainer.shape = steps[0], model.shape
     watch = StageWatch(model.job(steps[0]), at.rank, at.device)
@@ -143,7 +145,7 @@ def estimated(shape: str, trainer: ShapeTrainer, world_size: int) -> dict[str, i
 
 
 def of_accelerate(shape: str) -> int:
-    """0 where accelerate is not installed."""
+    """Returns the estimate of accelerate in bytes; 0 if accelerate is not installed."""
     try:
         from accelerate.commands.estimate import estimate_training_usage
         from accelerate.utils import calculate_maximum_sizes
@@ -154,7 +156,9 @@ def of_accelerate(shape: str) -> int:
 
 
 def of_fsdp_mem_tracker(trainer: ShapeTrainer) -> dict[str, int]:
-    """Two steps, as its own test has it: the first one's optimizer state is of none that was there before."""
+    """Returns the estimate of FSDPMemTracker over two steps, as in its own test. The optimizer state is created in the
+    first step.
+    """
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     tracker = FSDPMemTracker(trainer.model, trainer.optimizer)
@@ -171,7 +175,7 @@ def of_fsdp_mem_tracker(trainer: ShapeTrainer) -> dict[str, int]:
 
 
 def measure(model: Model, options: argparse.Namespace) -> None:
-    """In a process of its own, which begins with an empty device; rank 0 adds to the file."""
+    """Measures a model in this process, which begins with an empty device. Rank 0 adds the results to the file."""
     at = started(model, options)
     sizes = itertools.product(options.sequence, (True, False))
     steps = [TrainingSize(batch=options.batch, sequence=length, checkpointing=kept) for length, kept in sizes]
@@ -216,12 +220,12 @@ def main() -> None:
     rank = read_place().rank
     import_what_cases_need()
     devices.load(devices.RunDevice(type=devices.resolve(options.device)), options.device)
-    # Each rank's own: a process that a rank waits for must have been started by it.
+    # Each rank starts its own processes, because it can only wait for processes that it has started.
     store = dist.PrefixStore("parents", next(dist.rendezvous("env://"))[0])
     if rank == 0:
         options.json.write_text(format_memory_file(empty_file(options)))
     forks = multiprocessing.get_context("fork")
-    # The offloads in the order of what they cost in time.
+    # The offloads are in the order of the time that they take.
     for model in map(Model, *zip(*itertools.product(options.offload, options.shape, options.strategy), strict=True)):
         if rank == 0:
             store.set(model.name, "go" if time.monotonic() - began < options.seconds else "")

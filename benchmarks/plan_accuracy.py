@@ -1,11 +1,12 @@
-"""What ``fsdp-doctor memory plan`` predicts beside what was measured, stage by stage.
+"""Compares the predictions of ``fsdp-doctor memory plan`` with measured ledgers, stage by stage.
 
     python benchmarks/plan_accuracy.py stages.json                                     # of benchmarks/memory_stages.py
     python benchmarks/plan_accuracy.py memory.json --model DIR --batch 2 --sequence 128  # of memory measure --json
 
-Prints a line for each stage of rank 0, with the parts that are known exactly and the whole peak, and the worst
-deviation of each. The benchmark fills its models with random numbers while it builds them, which no job does: that
-stage is left out. Where a file has what other estimators say of a job, they stand beside the peak of "trained".
+Prints a line for each stage of rank 0, with the exactly known parts and the whole peak, and the worst deviation of
+each. The stage "built" of the benchmark is left out, because the benchmark fills its models with random numbers while
+it builds them, which no job does. If a file has the estimates of other tools for a job, they are printed next to the
+peak of "trained".
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fsdp_doctor.plan.stages import Predictor
 
 EXACT: tuple[MemoryClass, ...] = ("parameters", "gradients", "optimizer state", "gathered outputs")
 _PARTS = ("held", "the peak", "on the host")
-# As benchmarks/memory_stages.py names what other estimators say.
+# The names of other tools' estimates in benchmarks/memory_stages.py.
 _OTHERS = ("FSDPMemTracker Total", "accelerate estimate-memory / ranks")
 _MIB = 1 << 20
 
@@ -39,13 +40,13 @@ class Job:
     batch: int
     sequence: int
     checkpointing: bool
-    # The benchmark asks full_tensors for bfloat16.
+    # Whether the job is the benchmark's, which calls full_tensors with bfloat16.
     of_benchmark: bool
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One stage: predicted and measured bytes of the exact classes that it holds, of its peak, and of the host."""
+    """Predicted and measured bytes of one stage: of the exact classes that it holds, of its peak, and of the host."""
 
     job: str
     stage: str
@@ -59,7 +60,7 @@ class Compared:
 
     @property
     def deviations(self) -> tuple[float, float, float]:
-        # The process has some pinned memory of its own, in which small copies are staged.
+        # The process itself uses some pinned memory, through which it stages small copies.
         return _deviation(*self.held), _deviation(*self.peak), _deviation(*self.host, nothing=max(self.peak) // 500)
 
 
@@ -68,7 +69,7 @@ def _headed(estimator: str) -> str:
 
 
 def _deviation(predicted: int, measured: int, nothing: int = 0) -> float:
-    """Returns 0 for two numbers below a MiB, or below ``nothing``."""
+    """Returns the relative deviation, or 0 if both numbers are below a MiB or below ``nothing``."""
     is_nothing = max(predicted, measured) <= max(_MIB, nothing)
     return (predicted - measured) / measured if measured and not is_nothing else 0.0
 

@@ -1,9 +1,10 @@
-"""The table of docs/plan.md: models of 7 billion to a trillion parameters on 8 to 4,096 ranks, without a GPU.
+"""Prints the table of docs/plan.md: models of 7 billion to a trillion parameters on 8 to 4,096 ranks, without a GPU.
 
     python benchmarks/plan_on_paper.py [--ranks 8 64 512 4096] [--model qwen2.5-7b ...]
 
-FSDP2 on nodes of eight devices, one sequence of 4,096 tokens, activation checkpointing, AdamW. GiB of the first rank's
-device at the peak of a step, without an offload and under CPUOffloadPolicy, and of a node's host. As markdown.
+The jobs use FSDP2 on nodes of eight devices, one sequence of 4,096 tokens, activation checkpointing and AdamW. The
+table is in Markdown, and has GiB of the first rank's device at the peak of a step, without an offload and under
+CPUOffloadPolicy, and GiB of a node's host.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the benchmarks of several ranks share: the device and the group of a rank, and a directory of all ranks."""
+"""Helpers for benchmarks with several ranks: a rank's device and process group, and a directory for all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "emulated": "cpu:gloo,e
 
 
 def join_group(device: str) -> None:
-    """Gives this rank its device and makes the default process group. device: one of BACKENDS."""
+    """Sets this rank's device and makes the default process group. device: one of BACKENDS."""
     if device == "emulated":
         import fsdp_doctor.emulated  # noqa: F401, which registers the device
     if device != "cpu":
@@ -26,7 +26,7 @@ def join_group(device: str) -> None:
 
 @contextlib.contextmanager
 def make_shared_directory(parent: str | None) -> Iterator[pathlib.Path]:
-    """A directory that rank 0 makes for all ranks, and removes when all have left."""
+    """Makes a directory for all ranks, which rank 0 removes when all have left the block."""
     name = [tempfile.mkdtemp(dir=parent) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(name)
     try:

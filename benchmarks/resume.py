@@ -1,4 +1,5 @@
-"""What the recorder of ``fsdp-doctor resume`` adds to a training step, and what the search of the heap costs.
+"""Measures how much time the recorder of ``fsdp-doctor resume`` adds to a training step, and the cost of its heap
+search.
 
 python benchmarks/resume.py [--device cuda] [--layers 8] [--width 1024]
 """
@@ -35,7 +36,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.randn(options.batch, options.width, device=device)
 
-    # Of a busy machine the processor's time says more.
+    # On a busy machine, processor time is more reliable than the clock.
     read_clock = time.process_time if device.type == "cpu" else time.perf_counter
 
     def measure_step() -> float:

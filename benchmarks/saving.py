@@ -1,12 +1,14 @@
-"""How near a save of full tensors comes to plain writes of the same files, and how torch's ways to save compare.
+"""Compares a save of full tensors with plain writes of the same files, and with torch's ways to save.
 
 torchrun --nproc-per-node 2 benchmarks/saving.py --directory /dev/shm [--device cuda --hidden 4096]
 
-Of layers of a square and two oblong matrices in bfloat16, under FSDP2. ``plain``: each rank writes its share of the
-files that a save makes, from as much memory, in 8 MiB pieces, each file by a thread, then fsync. ``save``:
-``save_full_tensors``, with its checksums. ``dcp``: ``torch.distributed.checkpoint.save``, which is no file of the Hub.
-``gather``: ``full_tensors`` to rank 0, and its ``save_file``. All take turns, ``--repeat`` times. Times are those of
-the slowest rank; ``processor`` is the sum of all ranks' seconds, which other programs on the machine change least.
+The model has layers of a square and two oblong matrices in bfloat16, under FSDP2. ``plain``: each rank writes its share
+of the same files from memory in pieces of 8 MiB, one thread for each file, and then calls fsync. ``save``:
+``save_full_tensors``, with its checksums. ``dcp``: ``torch.distributed.checkpoint.save``, which does not write the
+Hub's format. ``gather``: ``full_tensors`` to rank 0, and its ``save_file``.
+
+All take turns, ``--repeat`` times. Times are those of the slowest rank. ``processor`` is the sum of all ranks'
+processor seconds, which other programs on the machine affect least.
 """
 
 from __future__ import annotations
@@ -115,7 +117,7 @@ def gather(model: nn.Module, path: pathlib.Path) -> None:
 
 
 def take(write: Callable[[pathlib.Path], object], path: pathlib.Path) -> tuple[float, float]:
-    """(the slowest rank's seconds, the seconds of all ranks' processors)."""
+    """Returns (the slowest rank's seconds, the sum of all ranks' processor seconds)."""
     dist.barrier()
     start, used = time.perf_counter(), time.process_time()
     write(path)

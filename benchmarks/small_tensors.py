@@ -1,4 +1,4 @@
-"""What one small tensor costs on the host: ten thousand of them, against torch's own full_tensor().
+"""Measures the host time of one small tensor among ten thousand, compared with torch's own full_tensor().
 
 torchrun --nproc-per-node 2 benchmarks/small_tensors.py [--device cuda] [--tensors 10000]
 """
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def median(run: Callable[[], None], options: argparse.Namespace) -> float:
-    """Seconds; the first run, which warms up, does not count."""
+    """Returns the median in seconds. The first run, which warms up, does not count."""
     times = []
     for _ in range(options.repeat + 1):
         dist.barrier()

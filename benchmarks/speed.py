@@ -1,9 +1,9 @@
-"""How long the program takes: without torch, for one case, for one case more, for the default matrix.
+"""Measures how long the program takes: without torch, for one case, for one more case, for the default matrix.
 
     python benchmarks/speed.py [--repeat 5] [probe options ...]
 
-Whole commands are timed from outside, start-up included. Every figure is from this one run; the
-ratios are what to compare between machines.
+Whole commands are timed from outside, start-up included. All figures come from the same run. To compare machines, use
+the ratios.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ONE_CASE = ["-k", "fsdp2/none/unstaged/weights_info"]
 
 
 def seconds(*arguments: str) -> float:
-    """One run of the program; a bad verdict is a result like any other here."""
+    """Returns the seconds of one run of the program. A bad verdict is a result like any other."""
     start = time.perf_counter()
     done = subprocess.run([sys.executable, ROOT / "fsdp-doctor", *arguments], capture_output=True, text=True, cwd=ROOT)
     if done.returncode not in (0, 1):

@@ -1,4 +1,4 @@
-"""Processor time of starting the program, as multiples of the same for an empty program of typer and rich.
+"""Measures the processor time of starting the program, as a multiple of that of an empty program with typer and rich.
 
 python benchmarks/start.py
 """

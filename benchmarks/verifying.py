@@ -1,10 +1,10 @@
-"""What ``checkpoint verify`` costs beside ``cat`` of the same files, in processor time.
+"""Compares the processor time of ``checkpoint verify`` with that of ``cat`` on the same files.
 
 python benchmarks/verifying.py [--directory /dev/shm --gigabytes 4 --repeat 5]
 
-Files of safetensors with random weights in bfloat16, float32 or float16, and the same as a file of torch.save with its
-checksums. Both programs run by turns; shown is the least of each, with the start of Python and without it (that of a
-checkpoint of one number).
+The files are safetensors with random weights in bfloat16, float32 or float16, and the same weights as a file of
+torch.save with checksums. Both programs take turns. The least time of each is shown, with and without the start of
+Python, which is measured on a checkpoint of one number.
 """
 
 from __future__ import annotations

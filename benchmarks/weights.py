@@ -1,24 +1,25 @@
-"""How fast weights are taken out of a sharded model, or loaded into one, against the bandwidth of the links.
+"""Measures how fast weights are extracted from or loaded into a sharded model, compared with the links' bandwidth.
 
     python benchmarks/weights.py --model qwen3-4b --offload none,policy
     python benchmarks/weights.py --model qwen3-4b --offload policy --dtype fp32:bf16 --method full_tensors
     python benchmarks/weights.py --method mytrainer.sync:weights
     python benchmarks/weights.py --direction in --source files --method load_full_tensors
 
-One run measures what the links can carry (copies between host and device, pinned and pageable, all ranks at once; the
-all-gather), then each method: time, GB/s, ratio to the ceiling, and the peak of additional device memory. The model has
-the named shape and random weights. An option that takes several values has them separated by commas.
+One run first measures the bandwidth of the links: copies between host and device, pinned and pageable, on all ranks at
+once, and the all-gather. Then it measures each method: time, GB/s, ratio to the ceiling, and the peak of additional
+device memory. The model has the named shape and random weights. An option with several values has them separated by
+commas.
 
-- ``first ms`` is the first call, which makes the plan; ``ms`` is the median of those after it.
-- ``of ceiling`` is the least time that the limiting link needs, divided by the time taken. Out, that is the link from
-  the host if the shards are there, otherwise the all-gather; for pageable memory it is what plain copies of it carry,
-  which threads exceed. In, it is the link from the host to the device; for shards on the host, copies within the host;
-  for files, at most what threads read from the page cache.
-- ``x torch`` is the time of torch's broadcast from rank 0 and the same source, divided by the time taken.
-- ``peak extra MiB`` is beyond what there was before, with the one tensor that ``for name, tensor in ...`` holds.
+- ``first ms`` is the first call, which makes the plan; ``ms`` is the median of the later calls.
+- ``of ceiling`` is the least time that the limiting link needs, divided by the measured time. For an extraction, the
+  link is the one from the host if the shards are there, otherwise the all-gather. For pageable memory, its bandwidth is
+  that of plain copies, which threads can exceed. For a load, it is the link from the host to the device; for shards on
+  the host, copies within the host; for files, at most the rate at which threads read from the page cache.
+- ``x torch`` is the time of torch's broadcast from rank 0 with the same source, divided by the measured time.
+- ``peak extra MiB`` is the peak minus the memory before the call; it includes the one tensor that a consumer holds.
 
-The methods run in the benchmark's own processes, so one that hangs makes the benchmark hang: run ``fsdp-doctor probe``
-first. Exit codes: 0 measured; 2 usage; 3 cannot run here, or nothing was measured.
+The methods run in the benchmark's own processes, so that a method that hangs makes the benchmark hang: run
+``fsdp-doctor probe`` first. Exit codes: 0 measured; 2 usage; 3 cannot run here, or nothing was measured.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def main() -> None:
         options = read_options(given)
         if not launch.is_under_torchrun():
             start_ranks(given.ranks or launch.choose_num_ranks(options.device))
-        # Imported here: a wrong option is refused before torch is imported.
+        # Imported here, so that a wrong option is refused before torch is imported.
         from bench.benchmark import run
         from bench.results import render_json, render_text
 
@@ -116,7 +117,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_words(known: Collection[str] = ()) -> Callable[[str], list[str]]:
-    """A reader of words separated by commas, each of them among ``known`` if there are any."""
+    """Returns a parser of words separated by commas, each of which must be in ``known`` unless it is empty."""
 
     def read(text: str) -> list[str]:
         words = list(dict.fromkeys(filter(None, text.split(","))))
@@ -142,7 +143,7 @@ def read_positive(text: str) -> int:
 
 
 def read_options(given: argparse.Namespace) -> BenchOptions:
-    """Raises UsageError for options that do not go together."""
+    """Converts the parsed arguments to options. Raises UsageError for options that cannot be combined."""
     if given.direction == "out" and given.source:
         raise UsageError("--source says where a load is from: use it with --direction in")
     if given.direction == "in" and Staging.STAGED in given.staging:
@@ -191,7 +192,7 @@ def start_ranks(nproc: int) -> None:
 
 
 def report_unmeasured(asked: BenchOptions, result: BenchResult) -> None:
-    """Prints which named methods were not measured. Raises CannotRun if none was."""
+    """Prints the named methods that were not measured. Raises CannotRun if none was."""
     measured = {(row.scenario, row.method) for row in result.measured}
     wanted = itertools.product(asked.scenarios, asked.methods)
     missing = [f"{scenario.id}/{method}" for scenario, method in wanted if (scenario, method) not in measured]

@@ -1,1 +1,2 @@
-"""How fast weights are extracted or loaded, against the bandwidth of the links: what ``benchmarks/weights.py`` runs."""
+"""Measures how fast weights are extracted or loaded, compared with the links' bandwidth. Used by benchmarks/weights.py.
+"""

@@ -1,4 +1,4 @@
-"""Measures the links, then each method over each sharded model, on every rank."""
+"""Measures the links, then each method on each sharded model, on every rank."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from fsdp_doctor.weights.transport.sources import TensorSpec, list_sources, list
 Tensors: TypeAlias = dict[str, torch.Tensor]
 _LINK_BYTES = 1 << 30
 _SMALL_LINK_BYTES = 16 << 20
-# The arguments that a method can ask for: nothing is trained here.
+# The arguments that a method can have. There is no optimizer, because nothing is trained here.
 _GIVEN = ("model", "device")
 _OURS, _BROADCAST, _ = LOADS
 
@@ -52,7 +52,7 @@ _OURS, _BROADCAST, _ = LOADS
 def run(options: BenchOptions) -> BenchResult:
     """Measures everything that the options name. Every rank must call it.
 
-    Raises UsageError for a method that cannot be called with a model and a device.
+    Raises UsageError for a method that needs other arguments than a model and a device.
     """
     here = read_place()
     for method in filter(is_user_method, options.methods):
@@ -99,7 +99,7 @@ def _start(asked: str, here: Place) -> torch.device:
 
 
 def _name_processor() -> str:
-    """The processor's name: how fast a host is decides where a link does not."""
+    """Returns the processor's name, because the speed of the host decides the result where no link does."""
     with contextlib.suppress(OSError):
         for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
             name, _, value = line.partition(":")
@@ -111,7 +111,8 @@ def _name_processor() -> str:
 class _Model:
     """A sharded model of one scenario.
 
-    dtypes: of the shards and the output, as in the options. dtype: of the yielded tensors, None for the shards' dtype.
+    dtypes: the dtypes of the shards and of the output, in the form of the options.
+    dtype: the dtype of the yielded tensors; None for the shards' dtype.
     """
 
     def __init__(self, options: BenchOptions, scenario: Scenario, dtypes: str, clock: Clock) -> None:
@@ -133,7 +134,7 @@ class _Model:
 
 
 def _measure_extractions(sharded: _Model, options: BenchOptions, links: Links) -> Iterator[Measured]:
-    """Every rank must exhaust it."""
+    """Yields the result of each extraction method. Every rank must exhaust it."""
     model, scenario, clock = sharded.model, sharded.scenario, sharded.clock
     arguments = MethodArguments(model=model, device=clock.device)
     there = list_extractions(scenario)
@@ -185,16 +186,17 @@ def _choose_extraction(
 
 
 def _consume(result: Any, dtype: torch.dtype | None) -> None:
-    """Exhausts the result of a method, casts the tensors that it did not cast, and keeps only the last one."""
+    """Exhausts the result of a method, casts tensors that the method did not cast, and keeps only the last tensor."""
     for _, value in result.items() if isinstance(result, Mapping) else result:
         if isinstance(value, torch.Tensor) and dtype is not None:
             value.to(dtype)
 
 
 def _compute_least_extraction_seconds(sharded: _Model, links: Links) -> float | None:
-    """The time that the bounding link needs; None where there is none.
+    """Returns the seconds that the limiting link needs; None if there is no such link.
 
-    The link from the host bounds an extraction if the shards are there, else the one between the ranks.
+    If the shards are on the host, the limit is the link from the host to the device; otherwise it is the link between
+    the ranks.
     """
     size, scenario = dist.get_world_size(), sharded.scenario
     if not scenario.offload or links.h2d_pinned is None or links.h2d_pageable is None:
@@ -206,7 +208,7 @@ def _compute_least_extraction_seconds(sharded: _Model, links: Links) -> float | 
 
 
 def _measure_loads(sharded: _Model, options: BenchOptions, links: Links) -> Iterator[Measured]:
-    """Every rank must exhaust it."""
+    """Yields the result of each load method. Every rank must exhaust it."""
     scenario, clock = sharded.scenario, sharded.clock
     full_bytes = sum(spec.numel * spec.dtype.itemsize for spec in sharded.tensors)
     tensors = _make_full_tensors(sharded.tensors, clock.device)
@@ -218,7 +220,7 @@ def _measure_loads(sharded: _Model, options: BenchOptions, links: Links) -> Iter
                 if not _can_load(name, source, scenario):
                     continue
                 load = _choose_load(name, scenario, options.bucket_bytes[0] or LOAD_BUCKET_BYTES)
-                # A load leaves nothing that has to be undone.
+                # Nothing has to be restored after a load.
                 timing = clock.time_runs(functools.partial(load, sharded.model, given), lambda: None, options.repeat)
                 rows.append(
                     Measured(
@@ -244,9 +246,10 @@ def _compare_with_broadcast(rows: list[Measured]) -> Iterator[Measured]:
 def _compute_least_load_seconds(
     source: BenchSource, scenario: Scenario, links: Links, full: float, shards: float
 ) -> float | None:
-    """The time that the bounding link needs; None where there is none, as between two hosts' memories.
+    """Returns the seconds that the limiting link needs; None if there is none, as between the memories of two hosts.
 
-    full, shards: bytes of all full tensors, and of the shards on the rank that has the most.
+    full: the bytes of all full tensors.
+    shards: the bytes of the shards on the rank that has the most.
     """
     h2d, host, file = links.h2d_pinned, links.host_copy, links.page_cache
     if h2d is None or host is None or file is None:
@@ -254,7 +257,7 @@ def _compute_least_load_seconds(
     is_resident = not scenario.offload
     match source:
         case BenchSource.RANK0:
-            # Rank 0 sends nothing of its own part.
+            # Rank 0 does not send its own part.
             return full / h2d if is_resident else max((full - shards) / h2d, shards / host)
         case BenchSource.FILES:
             return shards / min(h2d, file) if is_resident else shards / file
@@ -265,7 +268,7 @@ def _compute_least_load_seconds(
 
 
 def _make_full_tensors(wanted: Sequence[TensorSpec], device: torch.device) -> Tensors:
-    """Makes full tensors, each once, the same on every rank, in pinned memory where there is a device."""
+    """Makes each full tensor once, with the same values on every rank, in pinned memory if there is a device."""
     torch.manual_seed(0)
     tensors = {}
     for spec in wanted:
@@ -277,7 +280,7 @@ def _make_full_tensors(wanted: Sequence[TensorSpec], device: torch.device) -> Te
 
 @contextlib.contextmanager
 def _give_source(source: BenchSource, tensors: Tensors) -> Iterator[Any]:
-    """Yields the argument of a load: a mapping, a directory of files, or None on ranks that have nothing."""
+    """Yields the argument of a load: a mapping, a directory of files, or None on ranks without tensors."""
     if source is not BenchSource.FILES:
         yield tensors if source is BenchSource.RANKS or dist.get_rank() == 0 else None
         return
@@ -300,7 +303,11 @@ def _give_source(source: BenchSource, tensors: Tensors) -> Iterator[Any]:
 
 
 def _can_load(name: str, source: BenchSource, scenario: Scenario) -> bool:
-    """Whether the method can: torch loads FSDP1 on the device; without a broadcast every rank needs the tensors."""
+    """Returns whether the method supports the source and the scenario.
+
+    torch can load FSDP1 with flat parameters only on the device. A method other than torch's broadcast needs the
+    tensors on every rank.
+    """
     if name == _OURS:
         return True
     is_flat = scenario.version == 1 and not scenario.strategy.uses_original_parameters
@@ -321,7 +328,7 @@ def _choose_load(name: str, scenario: Scenario, bucket_bytes: int) -> Callable[[
         options = StateDictOptions(
             full_state_dict=True, broadcast_from_rank0=is_broadcast, cpu_offload=is_offloaded, strict=False
         )
-        # A copy, because torch changes the dictionary.
+        # The dictionary is copied, because torch changes it.
         set_model_state_dict(model, dict(state or {}), options=options)
 
     return load_by_torch

@@ -20,7 +20,7 @@ from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.weights.fsdp import private
 from fsdp_doctor.weights.transport.host_copies import count_threads
 
-# A method that takes longer than this is not repeated as often as asked for.
+# A method that takes longer than this is repeated fewer times than the user asked for.
 _ENOUGH_SECONDS = 6.0
 _LINK_REPEAT = 5
 _CHUNK_BYTES = 8 << 20
@@ -28,7 +28,12 @@ _CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """seconds: the median of ``times``. first_seconds: of the first call of all. error: why there are none."""
+    """The timing of a method.
+
+    seconds: the median of ``times``.
+    first_seconds: the seconds of the very first call.
+    error: the reason if there are no times; else empty.
+    """
 
     seconds: float = 0.0
     first_seconds: float = 0.0
@@ -38,16 +43,18 @@ class Timing:
 
 
 class Clock:
-    """device: this rank's. Every rank must measure the same things in the same order."""
+    """A clock for all ranks. Every rank must measure the same calls in the same order. device: this rank's device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module: Any = torch.get_device_module(device.type) if device.type != "cpu" else None
-        # What all ranks agree over must not be the link that is measured.
+        # The ranks synchronize over a separate group, because they must not use the link that is measured.
         self._control: Any = dist.new_group(backend="gloo")
 
     def measure_seconds(self, run: Callable[[], object]) -> float:
-        """Measures the seconds from the moment when all ranks are ready until the last rank and its device are done."""
+        """Measures the seconds from the moment when all ranks are ready until the last rank and its device have
+        finished.
+        """
         self._synchronize()
         dist.barrier(group=self._control)
         start = time.perf_counter()
@@ -56,7 +63,9 @@ class Clock:
         return self.find_highest(time.perf_counter() - start)
 
     def measure_peak_bytes(self, run: Callable[[], object]) -> int | None:
-        """Device memory in tensors during it, beyond what there was before; the rank with the most."""
+        """Returns the peak of tensors' device memory during ``run``, minus the memory before it, on the rank with the
+        most.
+        """
         if self._module is None:
             run()
             return None
@@ -68,13 +77,15 @@ class Clock:
         return int(self.find_highest(self._module.max_memory_allocated() - before))
 
     def find_highest(self, value: float) -> float:
-        """The highest value of all ranks."""
+        """Returns the highest value of all ranks."""
         number = torch.tensor([value], dtype=torch.float64)
         dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._control)
         return float(number.item())
 
     def time_runs(self, once: Callable[[], object], restore: Callable[[], object], repeat: int) -> Timing:
-        """Times ``once``: its first run, one whose memory is taken, and those that are timed."""
+        """Times ``once``. The first run is timed separately, a second run measures memory, and the further runs are
+        timed.
+        """
         self._synchronize()
         dist.barrier(group=self._control)
         start = time.perf_counter()
@@ -104,10 +115,11 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """Bytes per second of one rank, while all ranks do the same; None where there is no such link.
+    """The bandwidths of one rank in bytes per second, while all ranks do the same; None if there is no such link.
 
-    all_gather: bytes that a rank receives. host_copy: within the host's memory, by the threads of a load;
-    page_cache: from a file that is there, by the same; both are measured for loads.
+    all_gather: counts the bytes that a rank receives.
+    host_copy: copies within the host's memory, by the threads of a load; measured only for loads.
+    page_cache: reads from a file in the page cache, by the same threads; measured only for loads.
     """
 
     h2d_pinned: float | None = None
@@ -120,7 +132,7 @@ class Links:
 
 
 def measure_links(clock: Clock, nbytes: int, direction: Direction) -> Links:
-    """Every rank must call it. nbytes: of each copy, and of the gathered tensor."""
+    """Measures the links. Every rank must call it. nbytes: the size of each copy, and of the gathered tensor."""
     links = Links(all_gather=_measure_all_gather(clock, nbytes))
     if clock.device.type != "cpu":
         on_device = torch.empty(nbytes, dtype=torch.uint8, device=clock.device).random_()

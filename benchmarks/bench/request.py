@@ -1,4 +1,4 @@
-"""The options of a benchmark, in the words of the matrix. Read without torch."""
+"""The options of a benchmark, with the names of the matrix. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fsdp_doctor.matrix.contracts import Direction
 from fsdp_doctor.matrix.methods import is_user_method, list_methods
 
 STRATEGIES = tuple(AXIS["strategy"].values)
-# An offload of the optimizer makes no difference here: there is none.
+# Offloads of the optimizer are left out, because there is no optimizer.
 OFFLOADS: tuple[str, ...] = tuple(
     map(str, (Offload(), Offload.from_flags(param=True), Offload.from_flags(policy=True)))
 )
-# The methods of the matrix that are compared, and full_state_dict, which is no method of it.
+# The methods of the matrix that are compared, and full_state_dict, which the matrix does not have.
 FULL_STATE_DICT = "fsdp_doctor:full_state_dict"
 EXTRACTIONS = (
     *("full_tensors", FULL_STATE_DICT, "state_dict.to.full_tensor", "unshard"),
@@ -29,7 +29,7 @@ DTYPES = ("bf16", "fp32", "fp32:bf16")
 
 
 class BenchSource(str, Enum):
-    """Where the full tensors of a load are."""
+    """The place of the full tensors of a load."""
 
     RANK0 = "rank0"  # in pinned memory of rank 0 alone
     RANKS = "ranks"  # in pinned memory of each rank
@@ -41,12 +41,14 @@ SOURCES = tuple(source.value for source in BenchSource)
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """A benchmark of each method over each scenario and dtype.
+    """The options of a benchmark, which runs each method on each scenario and dtype.
 
-    model: a named shape, or a directory with a config.json. layers: instead of the model's own number.
-    dtypes: of DTYPES; ``fp32:bf16`` is fp32 shards yielded as bf16. bucket_bytes: each is measured, of a load the
-    first; None for the default. methods: of EXTRACTIONS, or module:function of the user; of a load, of LOADS; empty for
-    all. sources: for a load.
+    model: a named shape, or a directory with a config.json.
+    layers: replaces the model's own number of layers.
+    dtypes: values of DTYPES; ``fp32:bf16`` means fp32 shards that are yielded as bf16.
+    bucket_bytes: extractions are measured with each size, loads only with the first; None means the default.
+    methods: values of EXTRACTIONS or LOADS, or the user's own module:function for an extraction; empty for all.
+    sources: the sources of a load.
     """
 
     direction: Direction
@@ -64,7 +66,7 @@ class BenchOptions:
 def list_scenarios(
     strategies: Iterable[str], offloads: Iterable[str], stagings: Iterable[str], pinnings: Iterable[str]
 ) -> tuple[Scenario, ...]:
-    """Returns the combinations that can be built; of the staged ones, those that have something to move."""
+    """Returns the combinations that can be built. Staged ones are left out if they have nothing to move."""
     names = ("strategy", "offload", "staging", "pinning")
     combined = (
         make_scenario(dict(zip(names, values, strict=True)))
@@ -78,9 +80,9 @@ def list_scenarios(
 
 
 def list_extractions(scenario: Scenario) -> tuple[str, ...]:
-    """Returns the methods that are measured in a scenario, without methods that are known to unshard nothing there.
+    """Returns the methods to measure in a scenario, without those that are known to unshard nothing in it.
 
-    FSDP2 ignores summon_full_params, and torch cannot unshard what a manual offload has moved to the host.
+    FSDP2 ignores summon_full_params, and torch cannot unshard tensors that a manual offload has moved to the host.
     """
     there = {method.name for method in list_methods(scenario, "out")}
     if scenario.version == 2:

@@ -19,12 +19,14 @@ from fsdp_doctor.matrix.cases import Scenario
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One method over one model.
+    """The result of one method on one model.
 
-    timing: of the slowest rank; its peak is of the rank with the highest, None on the CPU. full_bytes: of all full
-    tensors, each once. ratio: the least time in which the bounding link carries the bytes, divided by the seconds.
-    bucket_bytes: the size that it was given, None for the default. source: of a load, where the full tensors are.
-    times_torch: the seconds of torch's broadcast from rank 0 and the same source, divided by its own.
+    timing: of the slowest rank, with the peak of the rank that has the highest; no peak on the CPU.
+    full_bytes: the bytes of all full tensors, each counted once.
+    ratio: the least seconds that the limiting link needs for the bytes, divided by the measured seconds.
+    bucket_bytes: the given size; None for the default.
+    source: the place of the full tensors of a load.
+    times_torch: the seconds of torch's broadcast from rank 0 with the same source, divided by this method's seconds.
     """
 
     scenario: Scenario

@@ -1,4 +1,4 @@
-"""A model of a real shape, sharded and filled with numbers on each rank."""
+"""A model with the shape of a real one, sharded and filled with numbers on each rank."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def shard_model(whole: nn.Module, scenario: Scenario, mesh: DeviceMesh) -> nn.Module:
-    """Shards a model that is on the meta device, fills it with numbers, and offloads it as the scenario says.
+    """Shards a model that is on the meta device, fills it with numbers, and offloads it if the scenario does.
 
-    It is not staged. Every rank must call it.
+    The model is not staged. Every rank must call it.
     """
     device = find_device(mesh.device_type)
     if scenario.version == 2:
@@ -48,7 +48,7 @@ def _shard_by_fsdp2(whole: Any, scenario: Scenario, mesh: DeviceMesh, device: to
 
 
 def _shard_by_fsdp1(whole: Any, scenario: Scenario, mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    # Whole for a moment, because FSDP1 made from the meta device forgets which weights are tied.
+    # The whole model is materialized first, because FSDP1 loses track of tied weights on the meta device.
     whole.to_empty(device=device)
     whole.tie_weights()
     model = shard_fsdp1(
@@ -61,14 +61,14 @@ def _shard_by_fsdp1(whole: Any, scenario: Scenario, mesh: DeviceMesh, device: to
     )
     private.run_fsdp1_lazy_init(model)
     for unit in reader.read(model).fsdp1_units:
-        # Lazy initialization under CPUOffload has pinned a copy, which is used from the first forward on.
+        # Under CPUOffload, lazy initialization pins a copy of the shard, which is used from the first forward on.
         unit.unite_memories()
         fill(unit.shard, device)
     return model
 
 
 def shard_bytes(model: nn.Module) -> float:
-    """Bytes of this rank's shards."""
+    """Returns the bytes of this rank's shards."""
     parts = reader.read(model)
     units = [unit.shard.nbytes for unit in parts.fsdp1_units]
     return sum(units) or sum(private.read_local_tensor(tensor.tensor).nbytes for tensor in parts.list_tensors())
@@ -76,7 +76,9 @@ def shard_bytes(model: nn.Module) -> float:
 
 @torch.no_grad()
 def fill(tensor: torch.Tensor, device: torch.device) -> None:
-    """Fills a tensor with random numbers, made on the device: zeros copy faster than weights."""
+    """Fills a tensor with random numbers that are made on the device. Zeros are not used, because they copy faster than
+    weights.
+    """
     flat = tensor.view(-1)
     for part in flat.split(64 << 20):
         part.copy_(torch.randn(part.numel(), dtype=part.dtype, device=device) * 0.02)
