@@ -56,9 +56,7 @@ def main() -> None:
 
 
 def build(options: argparse.Namespace, policy: OffloadPolicy) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Builds a model of small matrices with 1,000 modules in each FSDP unit, and AdamW with three tensors for each
-    matrix.
-    """
+    """Builds a model of small matrices with 1,000 modules in each FSDP unit, and AdamW with state for each matrix."""
     device = "cpu" if isinstance(policy, CPUOffloadPolicy) else options.device
     model = nn.Sequential()
     for _ in range(options.parameters // options.per_module):

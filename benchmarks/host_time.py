@@ -112,8 +112,9 @@ def sharded(device: str, hidden: int) -> transformers.PreTrainedModel:
 
 
 def medians(run: Callable[[], object], options: argparse.Namespace) -> tuple[float, float]:
-    """Returns (milliseconds of the clock, milliseconds of the processor). The first run, which warms up, does not
-    count.
+    """Returns (milliseconds of the clock, milliseconds of the processor).
+
+    The first run, which warms up, does not count.
     """
     walls, processors = [], []
     for _ in range(options.repeat + 1):

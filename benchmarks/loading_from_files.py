@@ -142,8 +142,9 @@ def view(tensor: torch.Tensor) -> memoryview:
 
 
 def taken(run: Callable[[], object], options: argparse.Namespace) -> tuple[float, float]:
-    """Returns medians in milliseconds of the slowest rank's time and of this rank's processor time; the first run does
-    not count.
+    """Returns the medians in milliseconds of the slowest rank's time and of this rank's processor time.
+
+    The first run does not count.
     """
     times = []
     for _ in range(options.repeat + 1):

@@ -156,8 +156,9 @@ def of_accelerate(shape: str) -> int:
 
 
 def of_fsdp_mem_tracker(trainer: ShapeTrainer) -> dict[str, int]:
-    """Returns the estimate of FSDPMemTracker over two steps, as in its own test. The optimizer state is created in the
-    first step.
+    """Returns the estimate of FSDPMemTracker over two steps, as in its own test.
+
+    The optimizer state is created in the first step.
     """
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 

@@ -1,5 +1,4 @@
-"""Measures how much time the recorder of ``fsdp-doctor resume`` adds to a training step, and the cost of its heap
-search.
+"""Measures the time that the recorder of ``fsdp-doctor resume`` adds to a training step, and that of its heap search.
 
 python benchmarks/resume.py [--device cuda] [--layers 8] [--width 1024]
 """

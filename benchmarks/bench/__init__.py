@@ -1,2 +1,1 @@
-"""Measures how fast weights are extracted or loaded, compared with the links' bandwidth. Used by benchmarks/weights.py.
-"""
+"""Measures how fast weights are extracted or loaded, next to the links' bandwidth. Used by benchmarks/weights.py."""

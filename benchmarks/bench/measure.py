@@ -52,9 +52,7 @@ class Clock:
         self._control: Any = dist.new_group(backend="gloo")
 
     def measure_seconds(self, run: Callable[[], object]) -> float:
-        """Measures the seconds from the moment when all ranks are ready until the last rank and its device have
-        finished.
-        """
+        """Measures the seconds from when all ranks are ready until the last rank and its device have finished."""
         self._synchronize()
         dist.barrier(group=self._control)
         start = time.perf_counter()
@@ -63,9 +61,7 @@ class Clock:
         return self.find_highest(time.perf_counter() - start)
 
     def measure_peak_bytes(self, run: Callable[[], object]) -> int | None:
-        """Returns the peak of tensors' device memory during ``run``, minus the memory before it, on the rank with the
-        most.
-        """
+        """Returns the peak of tensors' device memory during ``run``, minus that before; the highest of all ranks."""
         if self._module is None:
             run()
             return None
@@ -83,8 +79,9 @@ class Clock:
         return float(number.item())
 
     def time_runs(self, once: Callable[[], object], restore: Callable[[], object], repeat: int) -> Timing:
-        """Times ``once``. The first run is timed separately, a second run measures memory, and the further runs are
-        timed.
+        """Times ``once``.
+
+        The first run is timed separately, a second run measures memory, and the further runs are timed.
         """
         self._synchronize()
         dist.barrier(group=self._control)

@@ -76,8 +76,9 @@ def shard_bytes(model: nn.Module) -> float:
 
 @torch.no_grad()
 def fill(tensor: torch.Tensor, device: torch.device) -> None:
-    """Fills a tensor with random numbers that are made on the device. Zeros are not used, because they copy faster than
-    weights.
+    """Fills a tensor with random numbers that are made on the device.
+
+    Zeros are not used, because they copy faster than weights.
     """
     flat = tensor.view(-1)
     for part in flat.split(64 << 20):

@@ -87,8 +87,9 @@ def _find_descendants() -> list[psutil.Process]:
 
 
 def _find_ranks(processes: Sequence[psutil.Process]) -> dict[str, psutil.Process]:
-    """Maps a name to the first process of each rank, which has the variable RANK. If no process has it, returns every
-    Python process.
+    """Maps a name to the first process of each rank, which has the environment variable RANK.
+
+    If no process has it, returns every Python process.
     """
     ranks: dict[int, psutil.Process] = {}
     pythons = {}
@@ -295,9 +296,7 @@ class _Output:
         return time.monotonic() - self._last
 
     def wait_for_end(self, hang_after: float, deadline: float) -> Literal["exited", "hung", "overdue"]:
-        """Shows the output until the command ends, has been silent for ``hang_after`` seconds, or has passed the
-        deadline.
-        """
+        """Shows the output until the command ends, is silent for ``hang_after`` seconds, or passes the deadline."""
         ended_at: float | None = None
         while self._open:
             self._show(self._read(min(0.5, hang_after)))
@@ -346,8 +345,9 @@ class _Output:
 
 @contextlib.contextmanager
 def _turn_signals_into_interrupts() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP end the command as Ctrl-C does: its output is kept, and none of its processes is left
-    running.
+    """Makes SIGTERM and SIGHUP end the command as Ctrl-C does.
+
+    The command's output is kept, and none of its processes is left running.
     """
 
     def interrupt(*_: object) -> None:

@@ -66,8 +66,9 @@ def gather(
     report: Report | None = None,
     run: CommandRun | None = None,
 ) -> FailureEvidence:
-    """Gathers the evidence, and explains the logs and the command's output. Raises UsageError for a log that cannot be
-    read.
+    """Gathers the evidence, and explains the logs and the command's output.
+
+    Raises UsageError for a log that cannot be read.
     """
     if run is not None:
         logs = (*logs, *([run.output] if run.output.stat().st_size else []), *run.dumps)
@@ -117,8 +118,9 @@ def make_readable_file(path: pathlib.Path, directory: pathlib.Path) -> pathlib.P
 
 
 def cut_excerpt(path: pathlib.Path, explanation: Explanation) -> str:
-    """Cuts whole lines out of the log at ``path``: its beginning, the lines around the failure, and its end. Omitted
-    lines are counted.
+    """Cuts whole lines out of the log at ``path``: its beginning, the lines around the failure, and its end.
+
+    Omitted lines are counted.
 
     explanation: the result of ``explain`` on the log.
     """
@@ -174,9 +176,7 @@ class ChosenCase:
 
     @property
     def script_command(self) -> str:
-        """The command that starts the short script, or the full one if there is no short one; read from the script's
-        docstring.
-        """
+        """The command that starts the short script or, without one, the full script. It is read from the docstring."""
         lines = (line.strip() for line in (self.minimal or self.script).splitlines())
         return next((line.partition("  #")[0] for line in lines if line.startswith("torchrun")), "")
 

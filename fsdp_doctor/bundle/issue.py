@@ -132,8 +132,9 @@ def _describe_place(evidence: FailureEvidence, chosen: ChosenCase | None) -> str
 
 
 def _list_failed_ranks(evidence: FailureEvidence) -> list[str]:
-    """Lists the ranks that raised the cause, or the rank that torchrun saw fail first; torchrun ends the other ranks
-    itself.
+    """Lists the ranks that raised the cause; if none did, the rank that torchrun saw fail first.
+
+    The other ranks are not listed, because torchrun itself ends them.
     """
     explanation = evidence.explanation
     if explanation is not None:
@@ -146,8 +147,9 @@ def _list_failed_ranks(evidence: FailureEvidence) -> list[str]:
 
 
 def _describe_versions(evidence: FailureEvidence) -> str:
-    """Describes the versions that the job failed with: from the report, from this machine if it ran the job, or from
-    the log.
+    """Describes the versions that the job failed with.
+
+    They come from the report, from this machine if it ran the job, or from the log.
     """
     explanation = evidence.explanation
     if evidence.report is None and evidence.run is None and explanation is not None:
@@ -214,9 +216,7 @@ def render_issue(head: Head, files: Mapping[str, str], replaced: Counter[str], n
 
 
 def _cut(text: str, most: int) -> str:
-    """Shortens a text to ``most`` lines, which are its beginning and its last lines, and cuts off the ends of long
-    lines.
-    """
+    """Shortens a text to ``most`` lines, its first and its last ones, and cuts off the ends of long lines."""
     lines = [line[:_LONGEST_LINE] for line in text.rstrip("\n").splitlines()]
     if len(lines) > most:
         first = most * 3 // 4

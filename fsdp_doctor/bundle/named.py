@@ -47,8 +47,9 @@ class NamedInLogs:
 
 
 def read_names(logs: Iterable[pathlib.Path]) -> NamedInLogs:
-    """Reads each log once. A process's rank is in the same line as its pid, or in an earlier line where torchrun prints
-    it.
+    """Reads each log once.
+
+    A process's rank is in the same line as its pid, or in an earlier line where torchrun prints it.
     """
     named = NamedInLogs()
     for log in logs:

@@ -54,8 +54,9 @@ Extractor: TypeAlias = Callable[[pathlib.Path], Extracted]
 
 
 class FrameworkSession(abc.ABC):
-    """A model wrapped by the framework's own code, with its optimizer. Every rank must call the same methods in the
-    same order.
+    """A model wrapped by the framework's own code, with its optimizer.
+
+    Every rank must call the same methods in the same order.
 
     A framework that is driven step by step implements :meth:`step`, :meth:`save` and :meth:`load`. A framework that
     owns its training loop overrides :meth:`train` and :meth:`save`, and sets ``goes_on`` to False.
@@ -88,8 +89,9 @@ class FrameworkSession(abc.ABC):
         """Undoes :meth:`offload` before the next training step."""
 
     def save(self, directory: pathlib.Path) -> None:
-        """Saves a checkpoint for a resume, before the next training step at the latest. The directory does not exist
-        yet.
+        """Saves a checkpoint for a resume, before the next training step at the latest.
+
+        The directory does not exist yet.
         """
         raise NotImplementedError
 
@@ -99,8 +101,9 @@ class FrameworkSession(abc.ABC):
 
     @abc.abstractmethod
     def list_extractions(self) -> Mapping[str, Extractor]:
-        """Returns each extraction under the name of its method. An extraction is called with a directory for its files,
-        which does not exist yet.
+        """Returns each extraction under the name of its method.
+
+        An extraction is called with a directory for its files, which does not exist yet.
         """
 
     def train(self, num_steps: int, at: Callable[[int], None], resume_from: pathlib.Path | None = None) -> None:
@@ -142,7 +145,9 @@ class Adapter(abc.ABC):
     def build(self, configuration: Mapping[str, str], plain: PlainModel) -> FrameworkSession:
         """Configures the framework, which makes the process groups itself, and lets it wrap the plain model.
 
-        Called in a separate worker for each configuration. configuration: the value of each of the framework's axes.
+        Called in a separate worker for each configuration.
+
+        configuration: the value of each of the framework's axes.
         """
 
 
@@ -176,9 +181,7 @@ class PlainModel:
         return self.name == "lora"
 
     def build_module(self) -> nn.Module:
-        """Builds the model in float32, on the CPU, in training mode, and with peft's adapters if the model has
-        adapters.
-        """
+        """Builds the model in float32, on the CPU, in training mode, with peft's adapters if it has any."""
         module = self._build(self.weights)
         if not self.has_adapters or self.weights == "own":
             return module
@@ -209,8 +212,9 @@ class PlainModel:
         return directory
 
     def add_buffers(self, module: nn.Module) -> nn.Module:
-        """Adds the model's extra buffers to a module that the framework read from disk. No class of transformers
-        declares them.
+        """Adds the model's extra buffers to a module that the framework read from disk.
+
+        No class of transformers declares them.
         """
         if self.name == "buffers":
             models.add_buffers(module, models.SEED[self.weights])
@@ -240,8 +244,9 @@ class NotInStandInError(AttributeError):
 
 
 class StandIn(types.SimpleNamespace):
-    """Replaces an object of ``kind``, for example vLLM's client. Use of a name that it lacks makes the case
-    unsupported.
+    """Replaces an object of ``kind``, for example vLLM's client.
+
+    Use of a name that it lacks makes the case unsupported.
     """
 
     def __init__(self, kind: str, **names: Any) -> None:

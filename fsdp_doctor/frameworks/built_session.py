@@ -16,8 +16,9 @@ from fsdp_doctor.weights.fsdp import reader
 
 
 def find_mismatches(session: FrameworkSession, builds: Iterable[ConfiguredBuild]) -> Iterator[str]:
-    """Yields a phrase for each property of the wrapped model that differs from the configuration. Local to a rank: no
-    communication.
+    """Yields a phrase for each property of the wrapped model that differs from the configuration.
+
+    Local to a rank: no communication.
     """
     contents = reader.read(session.model)
     strategy = recognize_strategy(contents)

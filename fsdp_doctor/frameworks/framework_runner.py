@@ -14,8 +14,9 @@ from fsdp_doctor.matrix.frameworks.framework_scenarios import FrameworkCase
 class FrameworkRunner:
     """Runs the cases of one configuration on this rank. Each generation of workers makes one session.
 
-    The session is kept for the next case as long as nothing is wrong with it. report: called with the record each time
-    a case reaches another stage.
+    The session is kept for the next case as long as nothing is wrong with it.
+
+    report: called with the record each time a case reaches another stage.
     """
 
     def __init__(self, worker: FrameworkWorker, report: RecordSink) -> None:

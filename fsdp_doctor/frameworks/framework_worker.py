@@ -81,11 +81,11 @@ def explain_unavailable(name: str) -> str:
 
 
 def preload(frameworks: Iterable[str], scratch: pathlib.Path, seconds: float) -> None:
-    """Imports the frameworks in the process from which workers are forked, under the environment variables of the
-    workers.
+    """Imports the frameworks in the process from which workers are forked, with the workers' environment variables.
 
-    :func:`explain_unavailable` returns the reason if an import failed. The output of an import is dropped. seconds: the
-    time limit of each import.
+    The output of an import is dropped. If an import failed, :func:`explain_unavailable` returns the reason.
+
+    seconds: the time limit of each import.
     """
     before = dict(os.environ)
     for framework in frameworks:
@@ -171,8 +171,9 @@ def _explain_impossible(place: Place, device: torch.device) -> str:
 
 
 def _prepare_emulated_device(name: str) -> str:
-    """Makes the framework find the emulated device. Returns the reason if the adapter cannot do so for the installed
-    version; empty otherwise.
+    """Makes the framework find the emulated device.
+
+    Returns the reason if the adapter cannot do so for the installed version; empty otherwise.
     """
     shims = Shims(name, read_matrix(name).shims)
     try:
@@ -188,8 +189,10 @@ def _prepare_emulated_device(name: str) -> str:
 
 
 def _make_environment(scratch: pathlib.Path, framework: str) -> dict[str, str]:
-    """Makes this process's environment variables: without those of networks and of the framework, and with home and
-    caches below ``scratch``.
+    """Makes this process's environment variables.
+
+    Variables of networks and of the framework are removed, and home and caches are set to directories below
+    ``scratch``.
     """
     home = scratch / "home"
     home.mkdir(parents=True, exist_ok=True)

@@ -117,9 +117,7 @@ class LightningSession(FrameworkSession):
 
 
 def _make_module(network: nn.Module, configuration: Mapping[str, str]) -> Any:
-    """Makes a LightningModule that holds the network's submodules under their own names, so that its names match the
-    plain model.
-    """
+    """Makes a LightningModule from the network's submodules, so that its names match the plain model."""
     import lightning.pytorch as pl
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -164,8 +162,9 @@ class LightningAdapter(Adapter):
 
 
 def _make_accelerator_class() -> type:
-    """Makes the class that describes the emulated device to Lightning; a CUDAAccelerator, because FSDPStrategy requires
-    one.
+    """Makes the class that describes the emulated device to Lightning.
+
+    The class is derived from CUDAAccelerator, because FSDPStrategy requires one.
     """
     from lightning.pytorch.accelerators import CUDAAccelerator
 

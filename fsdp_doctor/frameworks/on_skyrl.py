@@ -1,5 +1,6 @@
-"""Adapter for SkyRL. It runs the strategy of SkyRL's policy workers without Ray, with the calls that these workers
-make.
+"""Adapter for SkyRL.
+
+It runs the strategy of SkyRL's policy workers without Ray, with the calls that these workers make.
 """
 
 from __future__ import annotations

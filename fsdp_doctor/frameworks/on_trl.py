@@ -52,8 +52,9 @@ class TrlSession(TrainerSession):
         }
 
     def _sync(self, mode: str) -> dict[str, torch.Tensor]:
-        """Returns copies of the weights that TRL would send to vLLM. They are copied because TRL frees each tensor
-        after the next one.
+        """Returns copies of the weights that TRL would send to vLLM.
+
+        The weights are copied because TRL frees each tensor after the next one.
         """
         from trl.generation.vllm_generation import VLLMGeneration
 

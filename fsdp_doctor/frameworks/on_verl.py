@@ -1,4 +1,7 @@
-"""Adapter for verl. It runs the engine of verl's actor workers without Ray, with the calls that these workers make."""
+"""Adapter for verl.
+
+It runs the engine of verl's actor workers without Ray, with the calls that these workers make.
+"""
 
 from __future__ import annotations
 

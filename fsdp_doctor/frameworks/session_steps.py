@@ -1,5 +1,6 @@
-"""The steps of a framework's cases. The framework's own code builds the session, which is examined between two training
-steps.
+"""The steps of a framework's cases.
+
+The framework's own code builds the session, which is examined between two training steps.
 
 A case of each kind prepares, extracts, rolls back, saves or resumes. After a load, the weights, every value of the
 optimizer and the next two steps must equal those of the run that was not interrupted.
@@ -162,8 +163,9 @@ class SessionSteps(CaseSteps[FrameworkSession]):
             self._check_fixes(applied)
 
     def _enter_fixes(self, stack: contextlib.ExitStack) -> list[AppliedFix]:
-        """Replaces the framework's functions until the stack is closed. Replaces none if the case does not ask for a
-        fix.
+        """Replaces the framework's functions until the stack is closed.
+
+        Replaces none if the case does not ask for a fix.
         """
         applied: list[AppliedFix] = []
         refused: list[CannotRun] = []
@@ -210,8 +212,9 @@ class SessionSteps(CaseSteps[FrameworkSession]):
                 raise
 
     def _name_lacking_package(self, error: BaseException) -> str:
-        """Explains an error that means that the framework or its adapter does not fit the installed packages; empty for
-        any other error.
+        """Explains an error that shows that the framework or its adapter does not fit the installed packages.
+
+        Returns an empty string for any other error.
         """
         framework = describe_version(self.case.scenario.framework)
         if isinstance(error, ModuleNotFoundError) and self.recorder.record.stage == "build":
@@ -247,9 +250,7 @@ class PreparationSteps(SessionSteps):
         self._before = reference.take(trainer.model, None, self.present_runtime)
 
     def run_method(self, trainer: FrameworkSession, call: Callable[[], Any], owned: bool) -> None:
-        """Checks that the wrapped model has the plain model's names and weights, on the device that the configuration
-        promises.
-        """
+        """Checks that the wrapped model has the plain model's names and weights, on the promised device."""
         self._check_fixes(self._fixes_of_session)
         self.recorder.enter("verify")
         plain = trainer.plain.build_module().state_dict()
@@ -336,8 +337,9 @@ class SessionExtractionSteps(SessionSteps):
 
 @dataclass(frozen=True, kw_only=True)
 class SavedState:
-    """The state of a run when it was saved. Tensors are unsharded and on the host. options: one dict for each parameter
-    group of the optimizer.
+    """The state of a run when it was saved. Tensors are unsharded and on the host.
+
+    options: one dict for each parameter group of the optimizer.
     """
 
     weights: Full
@@ -346,8 +348,9 @@ class SavedState:
 
 
 class _LoadSteps(SessionSteps):
-    """The steps of a load into a session. The two steps after the load are compared with those of the run that was not
-    interrupted.
+    """The steps of a load into a session.
+
+    The two steps after the load are compared with those of the run that was not interrupted.
     """
 
     steps_after = _STEPS_AFTER
@@ -388,8 +391,9 @@ class _LoadSteps(SessionSteps):
         self.recorder.add(problems=problems)
 
     def check_trained(self, trainer: FrameworkSession, number: int) -> None:
-        """Compares a step after the load with the same step of the uninterrupted run. Only the first difference is
-        recorded.
+        """Compares a step after the load with the same step of the uninterrupted run.
+
+        Only the first difference is recorded.
         """
         names = find_differences(self._digest_step(trainer), self._outcomes[number])
         if names and not self.recorder.record.problems:
@@ -444,8 +448,9 @@ class ResumeSteps(_LoadSteps):
 
 
 class SavingSteps(_LoadSteps):
-    """The first half of a resume, in its own processes: saves, trains further, and writes the outcomes of these steps
-    to disk.
+    """The first half of a resume, which runs in separate processes.
+
+    It saves, trains further, and writes the outcomes of these steps to disk.
     """
 
     takes_kept = False

@@ -30,8 +30,9 @@ class RunDevice:
 
 
 def resolve(asked: str) -> str:
-    """Resolves ``auto`` to the accelerator that torch finds, or else to the emulated device. Makes no context on a
-    device.
+    """Resolves ``auto`` to the accelerator that torch finds, or else to the emulated device.
+
+    Makes no context on a device.
 
     ``torch.accelerator.is_available`` calls the accelerator's own Python module, which does not initialize CUDA if
     PYTORCH_NVML_BASED_CUDA_CHECK=1 is set.
@@ -47,8 +48,9 @@ def resolve(asked: str) -> str:
 def load(device: RunDevice, asked: str) -> None:
     """Makes the device known to torch. Must be called before any process is forked.
 
-    asked: the device as the user named it, for the message of an error. Raises CannotRun if the emulated device cannot
-        be built, and UsageError if the device does not support a setting.
+    Raises CannotRun if the emulated device cannot be built, and UsageError if the device does not support a setting.
+
+    asked: the device as the user named it, for the message of an error.
     """
     if device.type == "emulated":
         import torch

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def freeze_imports() -> Iterator[None]:
-    """Excludes the objects that imports in this block make from garbage collection, for the life of the process and in
-    forks.
+    """Excludes the objects that imports in this block make from garbage collection, also later and in forks.
 
     Otherwise the garbage collector would traverse all these objects again and again while their number grows.
     """
@@ -29,10 +28,10 @@ def freeze_imports() -> Iterator[None]:
 
 
 def find_source_file(module: str, *directories: pathlib.Path) -> pathlib.Path | None:
-    """Finds a module's source file in the directories and on the path without an import; None if the module has no
-    source file.
+    """Finds a module's source file in the directories and on the path, without an import.
 
-    Raises ModuleNotFoundError if the module, or the package that contains it, is not found.
+    Returns None if the module has no source file. Raises ModuleNotFoundError if the module, or the package that
+    contains it, is not found.
     """
     package, *parts = module.split(".")
     spec = importlib.machinery.PathFinder.find_spec(package, [*map(str, directories), *sys.path])

@@ -52,8 +52,9 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """One of several groups of ranks that run at the same time. store_port: the port of the first group's store on this
-    node.
+    """One of several groups of ranks that run at the same time.
+
+    store_port: the port of the first group's store on this node.
     """
 
     number: int
@@ -122,9 +123,7 @@ def choose_num_ranks(device: str) -> int:
 
 
 def choose_num_groups(device: str, nproc: int) -> int:
-    """Chooses the default number of groups of ranks side by side, from the processors and the free memory of the
-    devices.
-    """
+    """Chooses the default number of groups of ranks, from the processors and the free memory of the devices."""
     by_processors = min(_MOST_GROUPS, (os.cpu_count() or 1) // (_PROCESSORS_OF_A_RANK * nproc))
     if by_processors < 2 or device in _WITHOUT_ACCELERATOR:
         return max(1, by_processors)
@@ -166,12 +165,11 @@ def _measure_free_bytes(num_devices: int) -> int:
 
 
 def start_ranks(arguments: Sequence[str], nproc: int, num_groups: int = 1) -> int:
-    """Runs this program again on ``nproc`` ranks of this node with torchrun's variables, or on several groups of
-    ``nproc`` ranks.
+    """Runs this program again on ``nproc`` ranks of this node, or on several groups of ``nproc`` ranks.
 
-    Each rank is a fork of this process, and does not repeat its imports. Returns the exit code of the first group's
-    rank 0, or DoctorFault's if another rank has failed first. Raises Interrupted after SIGINT, SIGTERM or SIGHUP, which
-    it passes on to the ranks. No rank outlives the call or this process.
+    Each rank has torchrun's variables, is a fork of this process, and does not repeat its imports. Returns the exit
+    code of the first group's rank 0, or DoctorFault's if another rank has failed first. Raises Interrupted after
+    SIGINT, SIGTERM or SIGHUP, which it passes on to the ranks. No rank outlives the call or this process.
     """
     import socket
     from multiprocessing.context import ForkProcess

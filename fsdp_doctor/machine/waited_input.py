@@ -1,5 +1,6 @@
-"""Reads a file, a named pipe or standard input. A wait for data is announced after a second, and given up after a
-minute.
+"""Reads a file, a named pipe or standard input.
+
+A wait for data is announced after a second, and given up after a minute.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ _GIVE_UP_AFTER_S = 60.0
 def read_parts(path: pathlib.Path | None, *, size: int = 1 << 20, patient: bool = False) -> Iterator[bytes]:
     """Yields the content in parts of at most ``size`` bytes. ``None`` means standard input.
 
-    patient: whether to wait without limit for standard input or a device; a named pipe is given up after a minute
-        without data in any case. Raises OSError, and UsageError if standard input is closed or the input is given up.
+    Raises OSError, and UsageError if standard input is closed or the input is given up.
+
+    patient: whether to wait without limit for standard input or a device. A named pipe is given up after a minute
+        without data in any case.
     """
     name = "standard input" if path is None else str(path)
     if path is None:

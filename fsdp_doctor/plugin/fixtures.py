@@ -72,8 +72,7 @@ class KeptScenarios:
 
 
 class FsdpCase:
-    """A sharded model and its optimizer in the state of a scenario: trained, offloaded, and staged if the scenario is
-    staged.
+    """A sharded model and its optimizer in the state of a scenario, for example trained and offloaded.
 
     The case is the same on every rank. Every rank must call :meth:`check`.
     """
@@ -156,7 +155,9 @@ class FsdpCase:
         """Trains a step, after which extractions must return the new weights.
 
         For a test that extracts. Every rank must call it. Before and after the step, the model is in the state of its
-        scenario: offloaded, and staged if the scenario is staged. unstage: the same as for :meth:`check`.
+        scenario, for example offloaded.
+
+        unstage: the same as for :meth:`check`.
         """
         __tracebackhide__ = True
         if self._steps.method.direction == "in":

@@ -16,8 +16,9 @@ _FILE = re.compile(r'\s*File "([^"]+)"')
 
 
 def leave_out_libraries(error: BaseException | None) -> None:
-    """Removes the frames of libraries from the tracebacks of an error and its causes, except the last frame of each
-    traceback.
+    """Removes the frames of libraries from the tracebacks of an error and its causes.
+
+    The last frame of each traceback is kept.
     """
     while error is not None:
         entry = error.__traceback__
@@ -34,8 +35,9 @@ def _skip_libraries(entry: TracebackType | None) -> TracebackType | None:
 
 
 def select_frames(text: str, *, kept: int) -> str:
-    """Removes the frames of libraries from a printed traceback or stack. kept: the index of a frame that is always
-    kept.
+    """Removes the frames of libraries from a printed traceback or stack.
+
+    kept: the index of a frame that is always kept.
     """
     lines = text.splitlines()
     starts = [at for at, line in enumerate(lines) if not line.startswith("    ")]

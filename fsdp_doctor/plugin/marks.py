@@ -68,8 +68,9 @@ def read_contract(function: object) -> Contract:
 
 
 def parametrize_scenarios(metafunc: pytest.Metafunc) -> None:
-    """Makes one test for each scenario. An invalid mark is ignored here, and refused by :func:`read` when its test
-    runs.
+    """Makes one test for each scenario.
+
+    An invalid mark is ignored here, and refused by :func:`read` when its test runs.
     """
     try:
         scenarios = _list_scenarios(metafunc.definition)

@@ -159,8 +159,9 @@ class RankHost:
         )
 
     def ask(self, request: PhaseRequest) -> Answer:
-        """Sends the request, and waits until the phase has ended on every rank. Raises DoctorFault if the process ends
-        instead.
+        """Sends the request, and waits until the phase has ended on every rank.
+
+        Raises DoctorFault if the process ends instead.
         """
         try:
             self._connection.send(request)

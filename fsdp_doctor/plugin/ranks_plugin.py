@@ -274,8 +274,9 @@ def _describe_lost_ranks(reports: list[RankReport], failed: dict[int, str]) -> l
 
 
 def _select_test_frames(stack: str) -> str:
-    """Returns each thread's stack without the frames of libraries, of pytest and of its callers. The innermost frame is
-    kept.
+    """Returns each thread's stack without the frames of libraries, of pytest and of its callers.
+
+    The innermost frame is kept.
     """
     threads = re.split(r"\n(?=Thread |Current thread )", stack)
     shown = []
@@ -288,8 +289,9 @@ def _select_test_frames(stack: str) -> str:
 
 
 def _shorten(sections: Sequence[_Section]) -> tuple[_Section, ...]:
-    """Shortens sections to _MOST_LINES in total: keeps the last lines of each section, and only names ranks that do not
-    fit.
+    """Shortens sections to _MOST_LINES in total.
+
+    The last lines of each section are kept. Ranks whose sections do not fit are only named.
     """
     shown: list[_Section] = []
     left = _MOST_LINES

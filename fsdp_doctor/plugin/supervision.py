@@ -126,8 +126,9 @@ class Supervision:
         rank_session.run(place, start, ends)
 
     def _stop_if_pytest_ended(self) -> None:
-        """Raises Interrupted if pytest has ended. pytest sends nothing while it waits, so any readable data are the end
-        of the connection.
+        """Raises Interrupted if pytest has ended.
+
+        pytest sends nothing while it waits, so any readable data are the end of the connection.
         """
         if self._connection.poll():
             raise Interrupted("pytest has ended")

@@ -44,9 +44,7 @@ class Judgement:
 
     @functools.cached_property
     def differences(self) -> dict[str, str]:
-        """Maps the id of each case that differs from its expectation to a sentence about the difference, bad cases
-        first.
-        """
+        """Maps the id of each case that differs from its expectation to a sentence about it, bad cases first."""
         ordered = sorted(self.report.results, key=lambda result: not result.verdict.bad)
         return {result.id: sentence for result in ordered if (sentence := self._describe_difference(result))}
 
@@ -83,9 +81,7 @@ class Judgement:
         return f"{format_count(len(self.report.results), 'case')}: {', '.join(parts)}"
 
     def _name_subject(self) -> str:
-        """Returns the subject of the sentence about known failures, with its verb: torch, or the frameworks that were
-        run.
-        """
+        """Returns the subject and verb for the sentence about known failures: torch or the frameworks that were run."""
         matrices = [read_matrix(name) for name in list_frameworks(result.case for result in self.report.results)]
         packages = dict.fromkeys(matrix.distributions[0] for matrix in matrices)
         names = [f"{package} {self.report.packages.get(package, '')}".strip() for package in packages]

@@ -1,5 +1,6 @@
-"""The processes that save the checkpoints which other processes load. Each checkpoint is saved by its own generation of
-workers.
+"""The processes that save the checkpoints which other processes load.
+
+Each checkpoint is saved by its own generation of workers.
 
 Rank 0's supervisor supervises all these workers, so that their number may differ from the run's number of ranks.
 """
@@ -64,8 +65,9 @@ class CheckpointWriters:
         self._results: dict[pathlib.Path, CaseResult | None] = {}
 
     def write_for(self, number: int) -> CaseResult | None:
-        """Saves the checkpoint that a case loads, unless it is already saved. Returns the case's result if the save
-        failed, else None.
+        """Saves the checkpoint that a case loads, unless it is already saved.
+
+        Returns the case's result if the save failed, else None.
 
         Raises Interrupted if a signal arrives during the save.
         """

@@ -125,8 +125,9 @@ def follow() -> int:
 
 
 def _join_the_others() -> tuple[launch.Place, dist.Store, Interruption]:
-    """Imports the modules that the workers will need, and connects to the ranks' store. Raises CannotRun if the
-    connection fails.
+    """Imports the modules that the workers will need, and connects to the ranks' store.
+
+    Raises CannotRun if the connection fails.
     """
     from fsdp_doctor.probe import processes, worker
 
@@ -148,8 +149,9 @@ def _join_the_others() -> tuple[launch.Place, dist.Store, Interruption]:
 
 
 def _wait_for_the_others(store: dist.Store, world_size: int) -> None:
-    """Lets the other ranks end before rank 0, whose exit code counts. torchrun ends all ranks as soon as one rank
-    fails.
+    """Lets the other ranks end before rank 0, whose exit code counts.
+
+    torchrun ends all ranks as soon as one rank fails.
     """
     keys = [f"bye/{rank}" for rank in range(1, world_size)]
     end = time.monotonic() + _GOODBYE_SECONDS
@@ -236,8 +238,9 @@ def _explain_unmeasured(report: Report) -> CannotRun | None:
 
 
 def _write_page(page: pathlib.Path, report: Report) -> DoctorFault | None:
-    """Returns the fault if the page cannot be written. For a run without a result, only prints a note and writes no
-    page.
+    """Returns the fault if the page cannot be written.
+
+    For a run without a result, only prints a note and writes no page.
     """
     try:
         write_page(page, merge({page.name: report}), formats.render_memory_picture(report))
@@ -249,8 +252,9 @@ def _write_page(page: pathlib.Path, report: Report) -> DoctorFault | None:
 
 
 def _print(judgement: Judgement, options: ProbeOptions) -> None:
-    """Prints the report to stdout in the chosen format. Prints unexpected cases to stderr before it, and notes and
-    summary after it.
+    """Prints the report to stdout in the chosen format.
+
+    Prints unexpected cases to stderr before it, and notes and summary after it.
     """
     report = judgement.report
     if options.expect != "nothing bad":  # otherwise the report itself lists them

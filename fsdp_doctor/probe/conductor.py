@@ -1,5 +1,4 @@
-"""The run on rank 0: it runs case after case in generations of workers, and replaces a generation that is no longer
-intact.
+"""Conducts the run on rank 0: runs case after case in generations of workers, and replaces broken generations.
 
 The conductor sends instructions over the store: start a generation of workers, run a case, retire the generation, end
 the run.
@@ -208,8 +207,9 @@ class _Examiner:
         return verdict, reports
 
     def _start(self, case: AnyCase, task: Task = "run") -> None:
-        """Starts a generation of workers. If that fails, tries once more, because remains of the last generation may be
-        the reason.
+        """Starts a generation of workers.
+
+        If that fails, tries once more, because remains of the last generation may be the reason.
         """
         try:
             self._conductor.start(case, task)

@@ -1,5 +1,6 @@
-"""Makes the first report of a run, before any case runs: the selected cases and the machine, or the earlier report that
-the run continues.
+"""Makes the report of a run before any case runs.
+
+It has the selected cases and the machine, or it is the earlier report that the run continues.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ EAGER = "Late completion is off: non-blocking copies finished at once, so their 
 def make_first_report(options: ProbeOptions, place: launch.Place, device: RunDevice, saved_by: int) -> Report:
     """Makes the report of a run on ``device`` before any case has run.
 
-    saved_by: the number of ranks that save a checkpoint for a load on another number of ranks. Raises UsageError if the
-        results of the earlier report cannot be combined with those of this run.
+    Raises UsageError if the results of the earlier report cannot be combined with those of this run.
+
+    saved_by: the number of ranks that save a checkpoint for a load on another number of ranks.
     """
     shims = _list_shims(options, device)
     facts = collect_without_torch(options.host_name)

@@ -60,8 +60,9 @@ class SharedCases:
         self._store.set("trouble", sentence)
 
     def gather(self, results: Iterator[CaseResult]) -> Iterator[CaseResult]:
-        """Yields the first group's results and the results that other groups post. Raises DoctorFault if a group
-        reports trouble.
+        """Yields the first group's results and the results that other groups post.
+
+        Raises DoctorFault if a group reports trouble.
         """
         num_own = 0
         for result in results:

@@ -1,5 +1,6 @@
-"""Reads the state of processes from the kernel, to tell a hang from a slow machine, and ends processes that must not
-outlive a worker.
+"""Reads the state of processes from the kernel, and ends processes that must not outlive a worker.
+
+The state distinguishes a hang from a slow machine.
 """
 
 from __future__ import annotations
@@ -65,8 +66,10 @@ class _Thread:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sample:
-    """A sample of a session. processor_seconds: processor time of all its processes so far. threads: the threads by
-    their ids.
+    """A sample of a session.
+
+    processor_seconds: the processor time of all its processes so far.
+    threads: maps ids to threads.
     """
 
     time: float
@@ -99,8 +102,9 @@ class Activity:
         self._idle_since = self._last.time
 
     def measure_idle_seconds(self) -> float:
-        """Returns for how many seconds the session has been idle. Activity is sampled only when this function is
-        called.
+        """Returns for how many seconds the session has been idle.
+
+        Activity is sampled only when this function is called.
         """
         before, self._last = self._last, self._take_sample()
         if self._last.was_active_since(before):

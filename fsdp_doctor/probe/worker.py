@@ -60,8 +60,9 @@ def import_what_cases_need() -> None:
 
 
 def import_frameworks(job: Job, seconds: float) -> None:
-    """Imports the job's frameworks. The supervisor calls it once, before the first fork. seconds: the time limit of
-    each import.
+    """Imports the job's frameworks. The supervisor calls it once, before the first fork.
+
+    seconds: the time limit of each import.
     """
     if not job.frameworks:
         return
@@ -72,8 +73,7 @@ def import_frameworks(job: Job, seconds: float) -> None:
 
 
 def run(place: Place, job: Job, start: StartWorker, ends: WorkerEnds) -> None:
-    """Runs a worker's whole life: it joins the others, sends Ready, and does its task for each case whose number
-    arrives.
+    """Runs a worker's whole life: joins the others, sends Ready, and does its task for each case whose number arrives.
 
     The worker sends Refused if it cannot run here. Any other exception ends it.
     """
@@ -101,8 +101,9 @@ def run(place: Place, job: Job, start: StartWorker, ends: WorkerEnds) -> None:
 def _join(
     place: Place, job: Job, start: StartWorker, send: Callable[[Message], None]
 ) -> tuple[CaseRunner | FrameworkRunner, str]:
-    """Joins the other ranks. Returns the runner of the cases, and the reason why no case of its framework can run, or
-    an empty string.
+    """Joins the other ranks.
+
+    Returns the runner of the cases, and the reason why no case of its framework can run, or an empty string.
     """
     import torch.distributed as dist
 

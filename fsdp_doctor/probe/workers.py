@@ -195,12 +195,11 @@ class WorkerProcess:
             self.stop("memory", f"held {resident >> 20} MiB of host memory, but the limit is {host_bytes >> 20} MiB")
 
     def measure_idle_seconds(self) -> float:
-        """Returns for how long the worker has only waited for other ranks or its device, since the first call for the
-        current case.
+        """Returns for how long the worker has only waited for other ranks or its device.
 
-        A worker that waits for anything else, such as a service or a timer, may continue by itself, and does not count
-        as idle; its stack shows the difference. A suspended worker is not asked for its stack, because the request
-        would wake it.
+        The time begins with the first call for the current case. A worker that waits for anything else, such as a
+        service or a timer, may continue by itself, and does not count as idle; its stack shows the difference. A
+        suspended worker is not asked for its stack, because the request would wake it.
         """
         if self._activity is None:
             self._activity = Activity(session=self.pid)
@@ -382,8 +381,9 @@ def _cut_excerpt(data: bytes) -> str:
 
 
 class WorkerGroup:
-    """Forks a worker for each rank of one node at once, and supervises the workers without a store. :meth:`close` ends
-    them.
+    """Forks a worker for each rank of one node at once, and supervises the workers without a store.
+
+    :meth:`close` ends them.
 
     runs: the function that each rank's fork calls; the worker ends when it returns.
     check: called repeatedly while the group is waited for; an exception that it raises ends the wait.
@@ -412,8 +412,9 @@ class WorkerGroup:
         return self._collect_reports(self._deadlines)
 
     def perform(self, command: str, timeout: float | None = None) -> list[RankReport]:
-        """Sends the command to every worker. Returns the report of every rank once all have finished it or were
-        stopped.
+        """Sends the command to every worker.
+
+        Returns the report of every rank once all have finished it or were stopped.
 
         timeout: seconds without progress that the command's test may take; None for the group's limits.
         """

@@ -54,8 +54,9 @@ def list_differences(left: Report, right: Report, ignore: frozenset[str] = froze
 
 
 def select_common_cases(differing: list[Difference]) -> list[Difference]:
-    """Returns the differences of cases that both reports have. A case of a new method or axis value is in one report
-    only.
+    """Returns the differences of cases that both reports have.
+
+    A case of a new method or axis value is in one report only.
     """
     return [difference for difference in differing if difference.what != "only in one"]
 

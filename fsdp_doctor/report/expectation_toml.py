@@ -1,6 +1,4 @@
-"""Writes the failures of a report as expectations in TOML: a table for each, with its cause, and a link if there is
-one.
-"""
+"""Writes the failures of a report as expectations in TOML, one table for each, with its cause and perhaps a link."""
 
 from __future__ import annotations
 
@@ -28,8 +26,9 @@ _DIMENSIONS = ("offload", "staging", "method", "strategy", "rest")
 
 
 def render_expectation_toml(report: Report) -> str:
-    """Renders the report's failures as a file for ``--expect``. A run with the same results meets every expectation in
-    it.
+    """Renders the report's failures as a file for ``--expect``.
+
+    A run with the same results meets every expectation in it.
     """
     head = (
         f"# What torch {report.packages.get('torch', '')} fails in on {report.device}, {report.world_size} ranks.\n"
@@ -64,8 +63,9 @@ def _render_string(text: str) -> str:
 
 
 def _find_shared_reason(results: Sequence[CaseResult]) -> str:
-    """Returns the common beginning of the reasons of all cases, without ranks and cut at the end of a word; empty if
-    too short.
+    """Returns the common beginning of the reasons of all cases, without ranks and cut at the end of a word.
+
+    Returns an empty string if the common beginning is too short.
     """
     reasons = [_RANKS.sub("", " ".join(result.verdict.reason.split())) for result in results]
     shared = find_common_prefix([make_comparable(reason) for reason in reasons])
@@ -95,8 +95,9 @@ class _Box:
         return _Box({**self.values, dimension: both})
 
     def make_pattern(self, shortened: Mapping[str, str]) -> str:
-        """Makes the pattern that matches the box: dimensions in ``shortened`` use the given text, the others list their
-        values.
+        """Makes the pattern that matches the box.
+
+        A dimension in ``shortened`` uses the given text; any other lists its values.
         """
         words = {name: shortened.get(name) or _list_in_braces(self.values[name]) for name in _DIMENSIONS}
         order = ("strategy", "offload", "staging", "rest", "method")

@@ -1,6 +1,4 @@
-"""Reads the failures that a project expects, from a short TOML file that people review, and compares them with a
-report.
-"""
+"""Reads the failures that a project expects from a short, reviewable TOML file, and compares them with a report."""
 
 from __future__ import annotations
 
@@ -122,8 +120,9 @@ def describe_difference(result: CaseResult, expected: ExpectedFailure | None) ->
 
 
 def make_comparable(text: str) -> str:
-    """Returns ``text`` in its printed form, without the parts that differ between equal reasons: devices, their indices
-    and seconds.
+    """Returns ``text`` in its printed form, without the parts that differ between equal reasons.
+
+    These parts are devices, their indices, and seconds.
     """
     return _DEVICE.sub("device", strip_seconds(fold(" ".join(make_printable(text).split()))))
 

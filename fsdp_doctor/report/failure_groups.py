@@ -93,8 +93,9 @@ def _shorten(reason: str, kind: str) -> str:
 
 
 def _split_problems(reason: str, kind: VerdictKind) -> tuple[str, ...]:
-    """Returns the problems of a reason without the parts that differ between equal failures on other ranks, models and
-    runs.
+    """Returns the problems of a reason without the parts that differ between equal failures.
+
+    Equal failures can occur on different ranks, in different models and in different runs.
     """
     if kind not in _WITH_VALUES:
         return (_fold(reason),)

@@ -20,8 +20,9 @@ _TITLE = "fsdp-doctor"
 
 
 def render_workflow_commands(report: Report, unexpected: Sequence[str]) -> str:
-    """Renders workflow commands: an error for each unexpected verdict, as many as GitHub shows, and a notice with the
-    summary.
+    """Renders an error command for each unexpected verdict, and a notice with the summary.
+
+    There are at most as many errors as GitHub shows.
     """
     errors = list(unexpected)
     if not report.complete:

@@ -1,5 +1,6 @@
-"""Renders a report as a heat map in SVG: rows are methods, columns are strategies, scenarios and offloads, and each
-verdict has a colour.
+"""Renders a report as a heat map in SVG.
+
+Rows are methods, columns are strategies, scenarios and offloads, and each verdict has a colour.
 """
 
 from __future__ import annotations

@@ -79,8 +79,9 @@ def _start_report(path: pathlib.Path, report: Report) -> None:
 
 
 def read_report(path: pathlib.Path) -> Report:
-    """Reads a report, together with the journal if the report is incomplete. A file name that ends in .gz is
-    decompressed.
+    """Reads a report, together with the journal if the report is incomplete.
+
+    A file name that ends in .gz is decompressed.
 
     Raises UsageError for anything else.
     """

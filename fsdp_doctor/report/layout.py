@@ -72,8 +72,9 @@ def find_fixes(report: Report) -> dict[str, CaseResult]:
 
 
 def _find_fixed(case: AnyCase) -> AnyCase | None:
-    """Finds the case of the fix for the method of a case, in the same scenario. Returns the case itself if it is the
-    fix.
+    """Finds the case of the fix for the method of a case, in the same scenario.
+
+    Returns the case itself if it is the fix.
     """
     if isinstance(case, FrameworkCase):
         return case if case.is_fixed else case.make_fixed()

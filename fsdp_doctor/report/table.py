@@ -172,8 +172,9 @@ def _render_failures(report: Report, failures: list[FailureGroup], width: int) -
 
 
 def _render_known(known: list[list[FailureGroup]], width: int) -> RenderableType:
-    """Renders a line for each entry of the catalogue. known: lists of failures with the same entry, which share one
-    number.
+    """Renders a line for each entry of the catalogue.
+
+    known: lists of failures with the same entry, which share one number.
     """
     if not known:
         return Text()

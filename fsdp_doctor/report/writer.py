@@ -25,8 +25,9 @@ _SECONDS_BETWEEN_LINES = 30.0
 
 
 class ReportWriter:
-    """Collects the results of a run, and writes every file at its end. A JSON report gets each result as soon as it is
-    known.
+    """Collects the results of a run, and writes every file at its end.
+
+    A JSON report gets each result as soon as it is known.
 
     report: the report before the run, with the results of an earlier run that this one continues.
     cases: all cases of the run.

@@ -24,8 +24,10 @@ def render_framework_script(
 ) -> str:
     """Renders a script that runs ``case`` on two GPUs, and shows its failure.
 
+    Raises UsageError for an adapter without a template.
+
     as_test: whether the script ends with 1 if it fails, and with 0 if it does not. The script of a case without a known
-        failure always does so. Raises UsageError for an adapter without a template.
+        failure always does so.
     """
     if case.is_fixed:
         raise UsageError(

@@ -1,5 +1,6 @@
-"""Writes a case as a script that a maintainer can read from top to bottom: at most 25 lines, on as few ranks as
-possible.
+"""Writes a case as a script that a maintainer can read from top to bottom.
+
+The script has at most 25 lines, and uses as few ranks as possible.
 """
 
 from __future__ import annotations
@@ -248,9 +249,7 @@ class _Script:
 
     @property
     def _builds_twice(self) -> bool:
-        """Returns whether the script builds one model that trains and saves its moments, and an untrained one that
-        loads them.
-        """
+        """Returns whether the script builds a model that trains and saves its moments, and another that loads them."""
         return self.loads_moments and not self.case.scenario.phase.is_trained
 
     @property
@@ -443,8 +442,9 @@ class _Script:
         yield "model.zero_grad()"
 
     def _move(self, place: str) -> Iterator[str]:
-        """Writes the move of the weights to ``place``, an expression. FSDP1's weights are moved unit by unit, as verl
-        does.
+        """Writes the move of the weights to ``place``, an expression.
+
+        FSDP1's weights are moved unit by unit, as verl does.
         """
         late = "" if self.case.scenario.transfer.is_blocking else ", non_blocking=True"
         if not self.fsdp1:
@@ -550,8 +550,9 @@ class _Script:
         return any("assign=True" in line for line in _inline(self.module, self.function, [], needs_result=False))
 
     def _train_on(self) -> Iterator[str]:
-        """Writes the next training step if it is the step that fails. Everything is brought back to the device before
-        it.
+        """Writes the next training step if it is the step that fails.
+
+        Everything is brought back to the device before it.
         """
         scenario = self.case.scenario
         if self.kind != "poisoned":
@@ -586,8 +587,9 @@ def _list_body_lines(module: str, definition: ast.FunctionDef) -> list[str]:
 
 
 def _inline(module: str, function: str, checks: list[str], *, needs_result: bool) -> list[str]:
-    """Returns the body of a method to use instead of a call. Each entry that it yields, or returns in a mapping, is
-    checked.
+    """Returns the body of a method to use instead of a call.
+
+    Each entry that it yields, or returns in a mapping, is checked.
     """
     definition = _find_function(module, function)
     yields = any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in ast.walk(definition))

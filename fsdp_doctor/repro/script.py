@@ -124,8 +124,9 @@ def read_method_module(method: MatrixMethod) -> str:
 
 
 def choose_mesh(case: Case) -> tuple[int, str]:
-    """Returns the number of ranks, and the arguments of ``init_device_mesh``. Raises UsageError if no template has the
-    mesh.
+    """Returns the number of ranks, and the arguments of ``init_device_mesh``.
+
+    Raises UsageError if no template has the mesh.
     """
     match sharding := case.scenario.sharding:
         case Sharding.FULL:
@@ -198,10 +199,10 @@ def _write_state_keys(optimizer: Optimizer) -> str:
 
 
 def _call(module: str, function: str, direction: Direction, context: Context) -> str:
-    """Writes the expression that loads, or that gives (name, value) pairs, which a method yields or returns in a
-    mapping.
+    """Writes the expression that loads or, for an extraction, the expression that gives (name, value) pairs.
 
-    torch's contexts decorate the method's function. If it is a generator, each of its steps runs in the context.
+    A method yields the pairs, or returns them in a mapping. torch's contexts decorate the method's function. If it is a
+    generator, each of its steps runs in the context.
     """
     definitions = [node for node in ast.parse(module).body if isinstance(node, ast.FunctionDef)]
     definition = next(node for node in definitions if node.name == function)
@@ -220,8 +221,9 @@ def _call(module: str, function: str, direction: Direction, context: Context) ->
 
 
 def _needs_comparison(case: Case, method: MatrixMethod, expectation: Expectation) -> bool:
-    """Returns whether the script compares values with the true ones. It does not if the case raises before there are
-    values.
+    """Returns whether the script compares values with the true ones.
+
+    It does not if the case raises before there are values.
     """
     kind = expectation.kind
     if method.contract.form == "flat":

@@ -118,8 +118,9 @@ class _Event:
 
 
 def classify(reports: Sequence[RankReport], world_size: int) -> Verdict:
-    """Returns the verdict on one case from the reports of all ranks. A ``refused`` verdict must still go through
-    :func:`judge_refusal`.
+    """Returns the verdict on one case from the reports of all ranks.
+
+    A ``refused`` verdict must still go through :func:`judge_refusal`.
     """
     missing = sorted(set(range(world_size)) - {report.rank for report in reports})
     if missing:
@@ -146,8 +147,9 @@ def classify(reports: Sequence[RankReport], world_size: int) -> Verdict:
 
 
 def judge_refusal(refusal: Verdict, exact: Verdict, world_size: int) -> Verdict:
-    """Returns the final verdict on a case that every rank refused. exact: the verdict on the same method with the exact
-    checkpoint.
+    """Returns the final verdict on a case that every rank refused.
+
+    exact: the verdict on the same method with the exact checkpoint.
 
     If the method is bad on the exact checkpoint too, its exception was not a refusal, and the verdict is a crash or the
     verdict of ``exact``.
@@ -160,8 +162,9 @@ def judge_refusal(refusal: Verdict, exact: Verdict, world_size: int) -> Verdict:
 
 
 def are_workers_whole(reports: Sequence[RankReport]) -> bool:
-    """Returns whether all ranks ended the case in the same way with a working process group, so that the workers can
-    run another case.
+    """Returns whether the workers can run another case.
+
+    All ranks must have ended the case in the same way, with a working process group.
     """
     records = [report.record for report in reports]
     if any(record is None or not record.done or not record.healthy or record.retire for record in records):

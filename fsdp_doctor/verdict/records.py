@@ -1,5 +1,6 @@
-"""The records that a worker sends to its supervisor, and the reports that the supervisor makes from them. All are plain
-values that JSON can hold.
+"""The records that a worker sends to its supervisor, and the reports that the supervisor makes from them.
+
+All are plain values that JSON can hold.
 
 A worker sends the whole record of the case each time it reaches another stage. The last record that arrived tells how
 far the rank came. The supervisor wraps it in a :class:`RankReport`, and adds its own observations: a signal, a
@@ -218,9 +219,7 @@ def _make_readable(read: Callable[[], str], what: str) -> str:
 
 
 def shorten_paths(text: str) -> str:
-    """Shortens each file name in ``text`` to a path relative to ``sys.path``: ``torch/distributed/...``,
-    ``fsdp_doctor/...``.
-    """
+    """Shortens each file name in ``text`` to a path relative to ``sys.path``, such as ``torch/nn/functional.py``."""
     for entry in sorted({path.rstrip("/") for path in sys.path if path}, key=len, reverse=True):
         text = text.replace(f'File "{entry}/', 'File "')
     return write_home_as_tilde(text)

@@ -1,6 +1,4 @@
-"""Training steps that raise, as in a job that runs out of memory or finds a NaN, and the expected results of later
-steps.
-"""
+"""Training steps that raise, as when memory runs out or a NaN is found, and the expected results of later steps."""
 
 from __future__ import annotations
 
@@ -33,8 +31,9 @@ class _RaiseInBackward(torch.autograd.Function):
 
 @contextlib.contextmanager
 def raising(module: nn.Module, part: Literal["forward", "backward"]) -> Iterator[None]:
-    """Makes a step raise after the module's forward or at the start of its backward. The error is caught at the end of
-    the block.
+    """Makes a step raise after the module's forward or at the start of its backward.
+
+    The error is caught at the end of the block.
     """
 
     def interrupt(module: nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
@@ -133,9 +132,7 @@ def wrap_fsdp1(net: nn.Sequential, **options: Any) -> nn.Module:
 
 
 def assert_same_steps(job: Job, twin: Job, count: int = 2) -> None:
-    """Asserts that both jobs take the same steps: equal losses, gradients of the same parameters, and the same bits in
-    them.
-    """
+    """Asserts that both jobs take the same steps, with the same bits in losses and gradients."""
     for seed in range(1, 1 + count):
         (loss, found), (right_loss, right) = job.step(seed), twin.step(seed)
         assert loss == right_loss, f"step {seed}: the loss is {loss}, not {right_loss}"

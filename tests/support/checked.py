@@ -22,9 +22,7 @@ FSDP2 = f"{ACTOR}.strategy=fsdp2"
 
 
 def checked(*arguments: str, version: str = "all", world: int | None = None) -> CheckResult:
-    """Checks for every version of torch, and for every version of the framework unless one is given, whatever is
-    installed.
-    """
+    """Checks for every version of torch and, unless one is given, of the framework, whatever is installed."""
     named = [str(CONFIGS / argument) if (CONFIGS / argument).is_file() else argument for argument in arguments]
     return check(named, framework_version=version, world_size=world, torch_version="all")
 

@@ -119,8 +119,9 @@ def assert_same_tensor(here: Tensor, there: Tensor, where: str = "") -> None:
 
 
 def assert_as_on_cpu(op: Op) -> None:
-    """Asserts that every tensor of the result has the same bits, strides and dtype as on the CPU, and that other values
-    are equal.
+    """Asserts that every tensor of the result has the same bits, strides and dtype as on the CPU.
+
+    Other values must be equal.
     """
     here, there = tree_leaves(op(Inputs(DEVICE))), tree_leaves(op(Inputs("cpu")))
     assert len(here) == len(there)

@@ -94,9 +94,7 @@ def verl_buckets() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def sglang(origin: Origin) -> Iterator[SimpleNamespace]:
-    """Yields SGLang's ``deserialize``, and ``load(payload)``, which returns the engine's (name, tensor) pairs of a
-    payload.
-    """
+    """Yields SGLang's ``deserialize``, and ``load(payload)``, which returns (name, tensor) pairs as the engine does."""
     bucket, utils, patch = "sglang.srt.weight_sync.tensor_bucket", "sglang.srt.utils", "sglang.srt.utils.patch_torch"
     if origin == "stand-in":
         modules = {bucket: _sglang_bucket(bucket), utils: _module(utils, MultiprocessingSerializer=_Serializer)}

@@ -56,8 +56,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A model with matrices whose rows do and do not divide by the ranks, a single row, a tied pair, frozen parameters,
-    and all kinds of buffers.
+    """A model with the kinds of tensors that extractions must handle.
+
+    It has matrices whose rows divide by the ranks and others whose rows do not, a single row, a tied pair, frozen
+    parameters, and all kinds of buffers.
     """
 
     def __init__(self, rows: int = 23, hidden: int = 14, large_rows: int = 1031, *, empty: bool = True) -> None:
@@ -84,9 +86,7 @@ class Net(nn.Module):
 
 
 class Many(nn.Module):
-    """A model of many tensors of 25 kB, none much larger than the others, so that an FSDP1 unit fills more than two
-    small buckets.
-    """
+    """A model of many tensors of 25 kB, so that an FSDP1 unit of it fills more than two small buckets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,8 +127,10 @@ def sharded_net(mesh: DeviceMesh | None = None, *, dims: Mapping[str, Any] = UNE
 
 
 def fsdp1(net: nn.Module, *, use_orig_params: bool = True, **options: Any) -> nn.Module:
-    """Wraps a Net with FSDP1. Its integer tensors are buffers, so that they are not in the flat parameter, which holds
-    frozen and trained parameters.
+    """Wraps a Net with FSDP1.
+
+    Its integer tensors are buffers, so that they are not in the flat parameter, which holds frozen and trained
+    parameters.
     """
     every = {"device_id": this_device(), "use_orig_params": use_orig_params, **options}
     for index, layer in enumerate(net.layers):
@@ -181,8 +183,9 @@ def qwen(**options: Any) -> Any:
 
 
 def adapted(model: Any = None, **options: Any) -> Any:
-    """Adds adapters with random factors. With peft's initial values, of which one factor is zero, a merge that does
-    nothing would pass.
+    """Adds adapters with random factors.
+
+    With peft's initial values, of which one factor is zero, a merge that does nothing would pass.
     """
     import peft
 

@@ -95,8 +95,9 @@ def run_script(
 
 @dataclasses.dataclass(frozen=True)
 class DoctorRun:
-    """The result of a run. ``code``: the exit code of rank 0. ``left``: processes of the run that were still alive
-    after it.
+    """The result of a run.
+
+    ``code``: the exit code of rank 0. ``left``: processes of the run that were still alive after it.
     """
 
     code: int

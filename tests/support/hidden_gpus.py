@@ -12,9 +12,7 @@ import torch
 
 
 def hide_gpus(patch: pytest.MonkeyPatch) -> None:
-    """Makes torch name CUDA as its accelerator, and makes each call that needs a GPU raise the error that torch would
-    raise.
-    """
+    """Makes torch name CUDA as its accelerator, and makes each call that needs a GPU raise torch's own error."""
 
     def make_refusal() -> Callable[..., Any]:
         def refuse(*_: Any, **__: Any) -> Any:

@@ -1,6 +1,4 @@
-"""Code that the tests of loading share: other weights than the model has, ways to pass them, checks of what must not
-change.
-"""
+"""Code that the tests of loading share: new weights, ways to pass them, and checks of what must not change."""
 
 from __future__ import annotations
 

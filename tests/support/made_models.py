@@ -1,6 +1,4 @@
-"""Small models that no program of the tests saves: convolutions, recurrent cells, copies in other dtypes, T5, vision
-models.
-"""
+"""Small models that no program of the tests saves: convolutions, recurrent cells, T5, vision models, and others."""
 
 from __future__ import annotations
 
@@ -120,8 +118,9 @@ def transpose(weights: Weights, name: str) -> None:
 
 
 def keep_masters(state: Weights) -> Weights:
-    """Moves the float32 weights into the optimizer, and rounds the model to bfloat16. Returns the optimizer's state by
-    name.
+    """Moves the float32 weights into the optimizer, and rounds the model to bfloat16.
+
+    Returns the optimizer's state by name.
     """
     masters = state["model"]
     state["model"] = {name: tensor.bfloat16() for name, tensor in masters.items()}

@@ -51,8 +51,9 @@ def shard(model: Any) -> Any:
 
 
 def try_family(family: str, directory: pathlib.Path) -> dict[str, str]:
-    """Maps each direction to "yes" or to a description of the error. All ranks must call it; only rank 0's answers
-    count.
+    """Maps each direction to "yes" or to a description of the error.
+
+    All ranks must call it; only rank 0's answers count.
     """
     disk = {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
     plain = new_family(family, seed=_SAVED_SEED)
@@ -106,8 +107,9 @@ def _save(model: nn.Module, kind: Any, config: Any, expected: State) -> str:
 
 
 def _announce(model: nn.Module, disk: State) -> str:
-    """Compares the tensors that engines receive with the files. Tied tensors may have second names that are not on
-    disk.
+    """Compares the tensors that engines receive with the files.
+
+    Tied tensors may have second names that are not on disk.
     """
     announced = fsdp_doctor.weights_info(model, names="auto")
     tensors = dict(fsdp_doctor.engines.verl_weights(model)[0])

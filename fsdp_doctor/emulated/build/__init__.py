@@ -95,8 +95,9 @@ def cache_directory() -> pathlib.Path:
 
 
 def _make_temporary_directory() -> pathlib.Path:
-    """Makes the directory that is used if the cache cannot be. Raises OSError if another user could put a library
-    there.
+    """Makes the directory that is used if the cache cannot be.
+
+    Raises OSError if another user could put a library there.
     """
     directory = pathlib.Path(tempfile.gettempdir()) / f"fsdp-doctor-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
@@ -107,9 +108,7 @@ def _make_temporary_directory() -> pathlib.Path:
 
 
 def _use_writable_directory(key: str, use: Callable[[pathlib.Path], _Result]) -> _Result:
-    """Returns the result of ``use`` for the cache, or for the temporary directory if ``use`` raises OSError for the
-    cache.
-    """
+    """Returns the result of ``use`` for the cache; if it raises OSError, for the temporary directory."""
     reasons = []
     for place in (cache_directory, _make_temporary_directory):
         name = "the directory of temporary files"
@@ -207,8 +206,9 @@ def _print(message: str) -> None:
 
 
 def _compile(compiler: list[str], scratch: pathlib.Path) -> pathlib.Path:
-    """Compiles the library into ``scratch``. Raises OSError if the disk is full, and EmulationUnavailable if a compiler
-    fails.
+    """Compiles the library into ``scratch``.
+
+    Raises OSError if the disk is full, and EmulationUnavailable if a compiler fails.
     """
     sources = []
     for unit in _list_units():

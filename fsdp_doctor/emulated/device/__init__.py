@@ -79,8 +79,9 @@ class device:  # noqa: N801, torch.cuda's name
 
 
 class device_of(device):  # noqa: N801, torch.cuda's name
-    """Context in which the device of ``tensor`` is the current device. A tensor on another type of device changes
-    nothing.
+    """Context in which the device of ``tensor`` is the current device.
+
+    A tensor on another type of device changes nothing.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -270,8 +271,9 @@ def set_late_completion(late: bool) -> None:
 
 
 def use_caching_allocator(use: bool = True) -> None:
-    """Reserves memory in segments that are split and cached by stream, as CUDA's caching allocator does. Off by
-    default.
+    """Reserves memory in segments that are split and cached by stream, as CUDA's caching allocator does.
+
+    Off by default.
 
     ``memory_reserved`` and ``inactive_split_bytes`` are then counted, and a memory limit applies to reserved memory.
     Raises RuntimeError while there are tensors on a device.
@@ -291,8 +293,9 @@ def poison_freed_memory(poison: bool = True) -> None:
 
 @contextlib.contextmanager
 def race_detection() -> Iterator[None]:
-    """Context that raises RuntimeError at its end if threads of the process had data races. The message has a line for
-    each race.
+    """Context that raises RuntimeError at its end if threads of the process had data races.
+
+    The message has a line for each race.
 
     A race is two accesses to the same bytes, at least one of them a write, on streams that are not ordered, or by the
     host in pinned memory that a copy in flight uses. Memory that may be reallocated while another stream still uses it
@@ -318,8 +321,9 @@ def data_races() -> list[str]:
 
 
 def make_backend(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:
-    """Makes a process group of ``size`` ranks over ``store``, the default group or another. Every rank of it must call
-    it.
+    """Makes a process group of ``size`` ranks over ``store``, the default group or another.
+
+    Every rank of it must call it.
     """
     store = dist.PrefixStore("emulated", store)
     host = dist.ProcessGroupGloo(store, rank, size, timeout)
@@ -346,8 +350,7 @@ def note_launch_order(directory: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def find_order_cycle(directory: str | os.PathLike[str]) -> str:
-    """Describes the orders in which two or more devices launch collectives that wait for one another; empty if no
-    devices do.
+    """Describes the launch orders of devices whose collectives wait for one another; empty if there are none.
 
     The result is exact for this model: a device runs one collective at a time, over all groups and processes, in launch
     order, and finishes it when every member has begun it. In this model all collectives end if and only if the orders
@@ -383,8 +386,9 @@ def find_order_cycle(directory: str | os.PathLike[str]) -> str:
 
 
 def _name_launches(launches: Iterable[list[str]], chosen: list[str]) -> dict[str, str]:
-    """Names launches in a way that is the same in every run. Groups are letters, and launches are counted from a
-    group's first.
+    """Names launches in a way that is the same in every run.
+
+    Groups are letters, and launches are counted from a group's first.
     """
     first: dict[str, int] = {}
     for group, number, _ in map(str.split, itertools.chain.from_iterable(launches)):

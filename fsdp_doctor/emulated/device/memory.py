@@ -39,9 +39,7 @@ def memory_stats(device: Device = None) -> dict[str, Any]:
 
 
 def memory_allocated(device: Device = None) -> int:
-    """Returns the bytes that tensors on the device use now, each rounded up to a multiple of 512 as CUDA's allocator
-    does.
-    """
+    """Returns the bytes that tensors on the device use now. As with CUDA, each is rounded up to a multiple of 512."""
     return int(memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"])
 
 
@@ -51,8 +49,9 @@ def max_memory_allocated(device: Device = None) -> int:
 
 
 def memory_reserved(device: Device = None) -> int:
-    """Returns the bytes in the caching allocator's segments; equal to ``memory_allocated`` without
-    ``use_caching_allocator``.
+    """Returns the bytes in the caching allocator's segments.
+
+    Without ``use_caching_allocator``, they are equal to ``memory_allocated``.
     """
     return int(memory_stats_as_nested_dict(device)["reserved_bytes"]["all"]["current"])
 
@@ -67,8 +66,7 @@ max_memory_cached = max_memory_reserved
 
 
 def memory_snapshot() -> list[dict[str, Any]]:
-    """Returns the segments of all devices with their blocks, in the form of ``torch.cuda.memory_snapshot``, without
-    stacks.
+    """Returns the segments of all devices with their blocks, like ``torch.cuda.memory_snapshot``, without stacks.
 
     Without ``use_caching_allocator``, the memory of every tensor is a segment with one block. With it, the addresses
     are those of emulated segments, which contain no memory.
@@ -86,8 +84,7 @@ def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
 
 
 def host_memory_stats() -> dict[str, int]:
-    """Returns the bytes of pinned host memory that CUDA's allocator would have reserved, under the name that
-    ``torch.cuda`` uses.
+    """Returns the bytes of pinned host memory that CUDA's allocator would have reserved, under torch.cuda's name.
 
     CUDA's allocator rounds each tensor up to a power of two, and keeps the memory for reuse when the tensor is freed.
     """

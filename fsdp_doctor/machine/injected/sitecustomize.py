@@ -1,5 +1,6 @@
-"""Executes files of this program in a user's job after modules are imported. Its directory is first on the job's
-PYTHONPATH.
+"""Executes files of this program in a user's job after modules are imported.
+
+Its directory is first on the job's PYTHONPATH.
 
 The variable FSDP_DOCTOR_AFTER_IMPORT, made by :mod:`fsdp_doctor.machine.injection`, is a JSON object that maps the name
 of a module to a file. The file's ``start(module name)`` is called when the module has been executed.
@@ -22,9 +23,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _AfterImports:
-    """A finder that leaves finding modules to the other finders, and starts a module's file when the module has been
-    executed.
-    """
+    """A finder that lets other finders find the modules, and starts a module's file after its execution."""
 
     def __init__(self, files: dict[str, str]) -> None:
         self._files = files

@@ -262,9 +262,7 @@ def render_incomplete(merged: MergedReport) -> Iterator[str]:
 
 
 def render_cases(merged: MergedReport) -> Iterator[str]:
-    """Yields one line for each case: the statements on versions that ran it; without any, the verdict of each
-    environment.
-    """
+    """Yields one line for each case: the statements on versions that ran it, else each environment's verdict."""
     for case in merged.cases:
         parts = [f"{statement.where}: {statement.text}" for statement in case.statements if statement.periods] or [
             f"{environment.name}: {merged.show(case, number)}"

@@ -52,10 +52,12 @@ class _Column:
 
 
 def merge(reports: Mapping[str, Report | MergedReport]) -> MergedReport:
-    """Merges reports. reports: maps names to reports; the merged report uses these names.
+    """Merges reports.
 
     Reports of the same environment with different cases become one. Raises UsageError if two of them have the same
     case, because it would be unclear which result counts.
+
+    reports: maps names, which the merged report uses, to reports.
     """
     columns: dict[tuple[object, ...], _Column] = {}
     for column in itertools.chain.from_iterable(itertools.starmap(_make_columns, reports.items())):
@@ -185,8 +187,9 @@ def _has_method(case: AnyCase) -> bool:
 
 
 def _judge_measured(outcome: Outcome, row: MergedCase, device: str) -> Outcome:
-    """Returns the outcome, changed to "unmeasurable" for an ok on the CPU if the case's offload or staging would move
-    memory on another device.
+    """Returns the outcome, or "unmeasurable" instead of an ok on the CPU that proves nothing.
+
+    It proves nothing if the case's offload or staging moves memory only on other devices.
     """
     moves = row.offload not in ("", str(Offload())) or row.staging == Staging.STAGED
     if device != "cpu" or outcome.kind != "ok" or not moves:

@@ -1,5 +1,6 @@
-"""Runs the probe with each version of torch and of other packages, each in a new environment. Keeps and continues the
-reports.
+"""Runs the probe with each version of torch and of other packages, each in a new environment.
+
+Keeps and continues the reports.
 """
 
 from __future__ import annotations
@@ -339,8 +340,9 @@ def find_uv() -> str:
 
 
 def read_package_requirements() -> list[str]:
-    """Reads the requirements of this package. In a checkout they come from pyproject.toml, because the metadata may be
-    older.
+    """Reads the requirements of this package.
+
+    In a checkout they come from pyproject.toml, because the metadata may be older.
     """
     project = _PACKAGE.parent / "pyproject.toml"
     if project.is_file():
@@ -381,8 +383,10 @@ def _run_child(
 ) -> Iterator[subprocess.Popen[Any]]:
     """Runs a command in a new session, so that signals from the terminal reach only this process.
 
-    end: called if the block raises an exception; afterwards the process is waited for. Signals are blocked while the
-        process is being started; otherwise it could outlive this process. Raises OSError as Popen does.
+    Signals are blocked while the process is being started; otherwise it could outlive this process. Raises OSError as
+    Popen does.
+
+    end: called if the block raises an exception; afterwards the process is waited for.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
     restore = functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)
