@@ -46,7 +46,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Compared:
-    """Predicted and measured bytes of one stage: of the exact classes that it holds, of its peak, and of the host."""
+    """The predicted and measured bytes of one stage: those of the exact classes, those at its peak, and those on the
+    host.
+    """
 
     job: str
     stage: str

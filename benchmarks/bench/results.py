@@ -21,7 +21,7 @@ from fsdp_doctor.matrix.cases import Scenario
 class Measured:
     """The result of one method on one model.
 
-    timing: of the slowest rank, with the peak of the rank that has the highest; no peak on the CPU.
+    timing: the timing of the slowest rank, with the highest peak of all ranks; the CPU has no peak.
     full_bytes: the bytes of all full tensors, each counted once.
     ratio: the least seconds that the limiting link needs for the bytes, divided by the measured seconds.
     bucket_bytes: the given size; None for the default.

@@ -137,8 +137,8 @@ def _send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
 
 CommandEnd: TypeAlias = Literal["exited", "hung", "overdue", "stopped"]
 
-# The variables that switch on the flight recorder and set the path of its dumps, before torch 2.9 and from it on. Each
-# torch warns about the other names.
+# The variables that switch on the flight recorder and set the path of its dumps: those of torch before 2.9, and those
+# of torch 2.9 and later. Each torch warns about the names of the other.
 _RECORDER = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _RECORDER_FROM_2_9 = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
 _MOST_OUTPUT = 512 << 20

@@ -36,15 +36,15 @@ _LONGEST_LINE = 300
 _MOST_RANKS = 8
 MOST_CHARACTERS = 65_536
 # The titles of the parts that are shown, and their maximal numbers of lines. With the head, the versions, a short
-# script and the text in between, an issue has 150 lines. The longest explanation of a known failure, with its remedy,
-# is not cut.
+# script and the text in between, an issue has at most 150 lines. The limit of explain.txt leaves room for the longest
+# explanation of a known failure with its remedy.
 _TITLES = {
     "stacks.txt": "Where each rank was",
     "explain.txt": "What `fsdp-doctor explain` says",
     "check.txt": "What `fsdp-doctor check` says of the configuration",
 }
 _MOST: dict[str, int] = {"stacks.txt": 12, "explain.txt": 64, "check.txt": 24, "environment.txt": 15}
-# A fence must be longer than any run of backticks in its text, so that long runs would make long fences.
+# Longer runs of backticks are shortened, because a fence must be longer than any run in its text.
 _MANY_BACKTICKS = re.compile("`{17,}")
 _LEFT_OUT = "[... the rest is in the bundle ...]"
 _REPLACED = "replaced.txt"

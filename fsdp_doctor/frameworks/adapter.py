@@ -56,16 +56,15 @@ Extractor: TypeAlias = Callable[[pathlib.Path], Extracted]
 class FrameworkSession(abc.ABC):
     """A model wrapped by the framework's own code, with its optimizer.
 
-    Every rank must call the same methods in the same order.
-
-    A framework that is driven step by step implements :meth:`step`, :meth:`save` and :meth:`load`. A framework that
-    owns its training loop overrides :meth:`train` and :meth:`save`, and sets ``goes_on`` to False.
+    Every rank must call the same methods in the same order. A framework that is driven step by step implements
+    :meth:`step`, :meth:`save` and :meth:`load`. A framework that owns its training loop overrides :meth:`train` and
+    :meth:`save`, and sets ``goes_on`` to False.
 
     model: the wrapped model, which contains FSDP's root. It must be set before :meth:`train` calls ``at(0)``.
     optimizer: torch's optimizer, without the framework's wrapper. It must be set before :meth:`train` calls ``at(0)``.
     goes_on: whether :meth:`train` can be called again, to train further.
     shards_on: the device on which the configuration promises the shards between two steps; None if it promises nothing.
-    state_dict_type: the form in which the framework says that it saves; None if it does not say.
+    state_dict_type: the type of state dicts that the framework reports; None if it reports none.
     """
 
     model: nn.Module
@@ -284,7 +283,7 @@ class Shims:
         os.environ[name] = value
 
     def note(self, name: str) -> None:
-        """Marks a shim as made, for a change that the adapter makes itself, such as a plug-in or a stand-in."""
+        """Marks a shim as made. Used for changes that the adapter makes itself, such as a plug-in or a stand-in."""
         if name not in self._missing:
             raise AssertionError(f"{self._framework}: its table does not list {name} as a shim")
         self._missing.remove(name)

@@ -38,7 +38,7 @@ _CACHES = ("HF_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR
 _DIRECTORIES = (*_CACHES, "XDG_CONFIG_HOME", "XDG_DATA_HOME")
 
 _unavailable: dict[str, str] = {}
-# Rank 0's stores, which it serves as long as its worker lives.
+# The stores that rank 0 serves as long as its worker lives.
 _served: list[dist.TCPStore] = []
 
 

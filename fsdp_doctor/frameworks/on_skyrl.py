@@ -92,7 +92,7 @@ class SkyrlSession(FrameworkSession):
 
 
 class SkyrlAdapter(Adapter):
-    # SkyRL itself is imported in a worker, where its stand-ins are.
+    # SkyRL itself is imported in a worker, because the stand-ins for its dependencies exist only there.
     modules = ("transformers.trainer", "transformers.models.qwen3.modeling_qwen3", "peft")
 
     def prepare_emulated_device(self, shims: Shims) -> None:

@@ -89,7 +89,7 @@ def _make_trainer(configuration: Mapping[str, str], plain: PlainModel) -> Any:
 
 
 def _make_job_config(plain: PlainModel) -> Any:
-    """Makes the configuration for torchtitan 0.2, whose registry is given the model."""
+    """Makes the configuration for torchtitan 0.2, and registers the model that it names."""
     from torchtitan.config import JobConfig
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
@@ -115,7 +115,7 @@ def _make_config(plain: PlainModel) -> Any:
     config.model_spec = model_registry("debugmodel_non_fused_qkv")
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
     for layer in config.model_spec.model.layers:
-        # The attention of versions before 0.3. Flex attention would be compiled.
+        # torchtitan before 0.3 used this attention. The default, flex attention, would be compiled.
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     config.tokenizer = config.dataloader = SimpleNamespace(build=lambda **options: _NoData())
     config.dump_folder = config.hf_assets_path = str(plain.workspace)

@@ -22,7 +22,7 @@ class VerlSession(FrameworkSession):
         from verl.utils.device import get_device_name
 
         self._device_name = get_device_name()
-        # As verl's Worker does where Ray shows it every device of the node.
+        # verl's Worker does the same if Ray shows it every device of the node.
         torch.get_device_module(plain.device).set_device(plain.device)
         self._engine = _make_engine(configuration, plain)
         self._engine.initialize()
@@ -34,7 +34,7 @@ class VerlSession(FrameworkSession):
         engine = self._engine
         batch = tokens.to(self._device_name)
         with engine.train_mode(disable_auto_offload=True):
-            # As FSDPEngineWithLMHead.forward_step does.
+            # FSDPEngineWithLMHead.forward_step does the same.
             with torch.autocast(device_type=self._device_name, dtype=torch.bfloat16):
                 loss = engine.module(input_ids=batch, labels=batch, use_cache=False).loss
             loss.backward()

@@ -1,9 +1,8 @@
 """The steps of a framework's cases.
 
-The framework's own code builds the session, which is examined between two training steps.
-
-A case of each kind prepares, extracts, rolls back, saves or resumes. After a load, the weights, every value of the
-optimizer and the next two steps must equal those of the run that was not interrupted.
+The framework's own code builds the session, which is examined between two training steps. A case prepares, extracts,
+rolls back, saves or resumes, according to its kind. After a load, the weights, every value of the optimizer and the
+next two steps must equal those of the run that was not interrupted.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class SessionSteps(CaseSteps[FrameworkSession]):
         self._worker = worker
         if kept is not None:
             self.steps_before = 0
-        # Never closed: the process ends with the case.
+        # The stack is never closed, because the process ends with the case.
         self._lasting = contextlib.ExitStack()
         self._fixes_of_session: list[AppliedFix] = []
 
@@ -138,7 +137,7 @@ class SessionSteps(CaseSteps[FrameworkSession]):
                 except StopIteration as end:
                     results.append(end.value)
             elif not isinstance(error, _AbandonedError):
-                # The ranks have agreed already: the process is not used again.
+                # The ranks have already agreed on the outcome, so the process is not used again.
                 self.recorder.add(healthy=False)
                 with self.record_exceptions():
                     raise

@@ -35,7 +35,7 @@ _DEVICE_BYTES_OF_A_GROUP = 4 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The place of this process in the job, from torchrun's environment variables."""
+    """The rank of this process and the size of the job, from torchrun's environment variables."""
 
     rank: int
     world_size: int

@@ -22,7 +22,7 @@ from fsdp_doctor.plugin.frames import select_frames
 from fsdp_doctor.verdict.classification import are_workers_whole, classify
 from fsdp_doctor.verdict.records import RankReport
 
-# As many as one strategy has offloads, staged and not staged.
+# The number of offloads of one strategy, staged and not staged.
 _MOST_KEPT = 16
 
 

@@ -33,9 +33,8 @@ class Difference:
 def list_differences(left: Report, right: Report, ignore: frozenset[str] = frozenset()) -> list[Difference]:
     """Lists the first difference of each case that differs.
 
-    ignore: "device" treats all devices as equal, whatever their names and indices, and ignores the place in which a
-        rank hangs, because the host of a GPU may run further, to the next synchronization, than the host of another
-        device.
+    ignore: "device" treats all devices as equal, whatever their names and indices. It also ignores the place in which a
+        rank hangs, because the host of a GPU may run ahead to the next synchronization.
     """
     differences = []
     results = {result.id: result for result in left.results}

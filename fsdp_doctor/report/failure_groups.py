@@ -15,8 +15,8 @@ from fsdp_doctor.verdict.classification import VerdictKind, fold, strip_seconds
 _NAMES = re.compile(r": [\w.]+\.[\w.]+(, [\w.]+)*( and \d+ more)?(?=;|$)|: \[\(.*$", re.DOTALL)
 _RANKS = re.compile(r"^ranks? [\d, ]+: ")
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+\b")
-# Verdicts whose reasons contain counts and values, which are ignored. In the message of an exception, a number is kept,
-# because two different exceptions can differ in only that.
+# Verdicts whose reasons contain counts and values, which are ignored. A number in the message of an exception is kept,
+# because two different exceptions may differ only in a number.
 _WITH_VALUES: frozenset[str] = frozenset({"wrong", "race", "incomplete", "misplaced", "leak", "order", "oom"})
 _VALUE = re.compile(r"(?<![\w.])-?(?:\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan|inf|True|False)(?![\w])")
 _SHAPE = re.compile(r"\(#(?:, #)*,?\)")

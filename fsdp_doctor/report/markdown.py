@@ -88,7 +88,7 @@ def _render_cell(result: CaseResult | None, number_of: dict[str, int]) -> str:
 
 
 def _render_comparison(report: Report) -> list[str]:
-    """Renders the result of the fix in each scenario, and how many other methods there were ok or rightly refused."""
+    """Renders the result of the fix in each scenario, and how many of the other methods were ok or rightly refused."""
     fix_of = find_fixes(report)
     if not fix_of:
         return []

@@ -119,10 +119,10 @@ def read_reported(case: AnyCase, report: Report) -> Expectation:
 
 
 def _check_that_a_script_sees(case: AnyCase, kind: VerdictKind) -> None:
-    """Raises UsageError if a script cannot detect the failure, because it has nothing to compare with.
+    """Raises UsageError if a script has nothing with which it can compare the result.
 
-    This concerns the values of an extracted optimizer state, and the effect on the next step of a load that follows a
-    step that raised.
+    A script cannot check the values of an extracted optimizer state. Nor can it check the effect that a load after a
+    step that raised has on the next step.
     """
     goes_wrong_later = isinstance(case, Case) and case.scenario.phase.raised and kind in ("poisoned", "misplaced")
     if isinstance(case, Case) and goes_wrong_later and _find_contract(case).direction == "in":
@@ -174,7 +174,7 @@ def _make_entries_pattern(result: CaseResult, case: Case) -> str:
 
 
 def _generalize(text: str) -> str:
-    """Makes a pattern from the text of an exception that matches it on any device and with any addresses."""
+    """Makes a pattern that matches the text of an exception on any device and with any addresses."""
     pieces = (_escape(piece) for piece in _DEVICE.split(_LIST.sub("", signatures.join_lines(text))))
     pattern = _ADDRESS.sub("0x[0-9a-f]+", signatures.DEVICE.join(pieces))
     return pattern.replace(_CARRIER, f"{_CARRIER}.*", 1) if pattern.startswith(_CARRIER) else pattern

@@ -356,7 +356,9 @@ class _Script:
         return not self._builds_twice and (phase.raised is not None or (phase.is_trained and later))
 
     def _prepare(self) -> Iterator[str]:
-        """Writes the state in which the method is called: trained, after a step that raised, offloaded, staged."""
+        """Writes the code that brings the model into the scenario's state: trained, after a step that raised,
+        offloaded, staged.
+        """
         scenario = self.case.scenario
         if self._builds_twice:
             yield from (*_STEP, *self._save(), f"model, optimizer = build({self._made_as[2]})")

@@ -95,8 +95,7 @@ class Record:
         finished.
     healthy: whether the ranks ended in the same way and the process group still works for a collective.
     refusal: ``failure`` in short, if every rank refused a checkpoint that does not fit; empty otherwise.
-    retire: a change to the process that the method left behind and that could not be undone, so that no other case may
-        run in it; empty if there is none.
+    retire: why no other case may run in this process, because the method changed it irreversibly; empty if it did not.
     ledgers: the memory of each stage of the scenario that was watched and has ended.
     """
 

@@ -173,7 +173,7 @@ def main(what: str, directory: pathlib.Path, names: list[str]) -> None:
             continued = read_states(model, optimizer)
             if RANK == 0:
                 saved, reached = torch.load(directory / "states.pt")
-                # The mean over another number of ranks is rounded otherwise.
+                # With another number of ranks, the mean is rounded differently.
                 is_same = are_equal(continued, reached) or dist.get_world_size() != 2
                 print(f"{name} under {strategy}:", are_equal(loaded, saved) and is_same)
     dist.barrier()

@@ -130,7 +130,7 @@ def _fsdp1() -> nn.Module:
     return FullyShardedDataParallel(model, **options)
 
 
-# Models, each with the dimension of a mesh that tells which part of the experts a rank has.
+# Models, each with the mesh over whose ranks the experts are divided.
 GATHERED: dict[str, tuple[Callable[[], nn.Module], Callable[[], DeviceMesh]]] = {
     "rows": (ON_MESHES["rows of a mesh"][1], lambda: grid("ep", "efsdp")["ep"]),
     "columns": (ON_MESHES["columns of a mesh"][1], lambda: grid("efsdp", "ep")["ep"]),

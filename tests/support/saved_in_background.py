@@ -46,7 +46,7 @@ def main(directory: pathlib.Path, end: str) -> None:
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     store = Store(directory, end)
     if end == "the store is full":
-        # Python ignores the signal, so a write fails, as one to a full disk does.
+        # Python ignores SIGXFSZ, so that a write beyond the limit fails as on a full disk.
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
     saving: Any = dcp.async_save(get_model_state_dict(model), storage_writer=store)
     if end == "the store is full":

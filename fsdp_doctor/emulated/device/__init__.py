@@ -350,7 +350,7 @@ def note_launch_order(directory: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def find_order_cycle(directory: str | os.PathLike[str]) -> str:
-    """Describes the launch orders of devices whose collectives wait for one another; empty if there are none.
+    """Describes launch orders in which devices wait for one another's collectives; empty if no devices do.
 
     The result is exact for this model: a device runs one collective at a time, over all groups and processes, in launch
     order, and finishes it when every member has begun it. In this model all collectives end if and only if the orders
@@ -372,7 +372,7 @@ def find_order_cycle(directory: str | os.PathLike[str]) -> str:
                 waiting[device].popleft()
             may_run.update(done)
     blocked = {device: queue[0] for device, queue in waiting.items() if queue}
-    # Each collective in the chain is queued behind the collective for which its next device waits.
+    # Each device in the chain waits for a collective that is not yet first in the queue of the next device.
     chain = list(itertools.islice(blocked, 1))
     while chain and chain[-1] not in chain[:-1]:
         first = blocked[chain[-1]]

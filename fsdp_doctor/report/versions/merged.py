@@ -113,7 +113,7 @@ class Statement:
 
     package: ``torch`` or another package.
     where: the device, the ranks, and the other facts that all these environments share.
-    periods: in the order of the versions; empty if nothing ran.
+    periods: sorted by version; empty if nothing ran.
     not_run: versions without a result of the case.
     text: the statement as a sentence.
     """
@@ -158,7 +158,7 @@ class MergedReport:
     version: the version of fsdp-doctor that merged the reports.
     environments: sorted by device and version, the oldest first.
     outcomes: distinct outcomes; several cases may share one.
-    cases: in the order in which they ran.
+    cases: sorted as they ran.
     """
 
     version: str
@@ -281,7 +281,7 @@ def render_changed_cases(merged: MergedReport) -> Iterator[str]:
 
 
 def render_changes(merged: MergedReport) -> Iterator[str]:
-    """Yields one line for each way in which cases changed: the first such case, and the number of others."""
+    """Yields one line for each way in which cases changed, with the first case and the number of others."""
     changed: dict[str, dict[str, None]] = {}
     for case in merged.cases:
         for statement in case.statements:

@@ -109,7 +109,7 @@ def _choose_name(file: pathlib.Path, merged: pathlib.Path | None, num_parts: int
     return "/".join(file.parts[-num_parts:])
 
 
-# The columns.
+# Columns
 
 
 def _make_columns(name: str, report: Report | MergedReport) -> list[_Column]:
@@ -276,7 +276,7 @@ def _list_facts(environment: Environment) -> dict[str, str]:
     return {**packages, "python": environment.python, "options": options}
 
 
-# The rows of versions, and the statements on them.
+# Rows of versions, and statements on them
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -245,7 +245,7 @@ def _choose_device_options(options: Sequence[str], program: Program) -> list[str
     return ["--device", "cpu"]
 
 
-# Reads existing reports.
+# Existing reports
 
 
 def _read_existing_report(file: pathlib.Path) -> Report | None:
@@ -312,7 +312,7 @@ def read_exact_versions(requirements: Sequence[str]) -> dict[str, str]:
     return versions
 
 
-# Makes the environments.
+# Environments
 
 
 def make_environment(directory: pathlib.Path, requirements: Sequence[str], log: pathlib.Path) -> pathlib.Path:
