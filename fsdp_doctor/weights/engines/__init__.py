@@ -1,5 +1,6 @@
-"""Weights of a sharded model in the forms that inference engines take. An engine is imported only when a form of it is
-asked for.
+"""Weights of a sharded model in the forms that inference engines take.
+
+An engine is imported only when a form of it is asked for.
 
 interfaces       vllm_weight_source, sglang_buckets, verl_weights and verl_shards
 packed_bucket    packed_buckets, read_bucket: bytes and an index, for any other receiver

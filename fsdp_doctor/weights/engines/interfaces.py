@@ -158,8 +158,9 @@ def _describe_layout(base: Any, place: ShardPlace | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class SglangBucket:
-    """Bucket of tensors for SGLang. The engine reads its memory directly: keep the bucket until the engine has
-    answered.
+    """Bucket of tensors for SGLang.
+
+    The engine reads its memory directly: keep the bucket until the engine has answered.
     """
 
     bucket: PackedBucket

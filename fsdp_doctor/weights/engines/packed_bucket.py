@@ -18,8 +18,9 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """Index entry of one tensor. Its bytes are [start, end) of the bucket; ``dtype`` is torch's name without
-    ``torch.``.
+    """Index entry of one tensor.
+
+    Its bytes are [start, end) of the bucket; ``dtype`` is torch's name without ``torch.``.
     """
 
     name: str

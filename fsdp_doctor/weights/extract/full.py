@@ -440,8 +440,9 @@ class Pipeline:
             loader.spoil()
 
     def _launch_loaded(self) -> None:
-        """Launches all pending buckets. The last is left out while threads still read it; they go on during the gather
-        before it.
+        """Launches all pending buckets.
+
+        The last is left out while threads still read it; they go on during the gather before it.
         """
         reads = self._pending[-1].loader.is_reading
         for pending in list(self._pending)[: -1 if reads else None]:

@@ -75,8 +75,9 @@ class Arguments:
         experts: Experts | None = None,
         in_step: bool = False,
     ) -> Arguments:
-        """Returns the checked arguments. Raises ValueError for a word or number that is not allowed, TypeError for a
-        wrong type.
+        """Returns the checked arguments.
+
+        Raises ValueError for a word or number that is not allowed, TypeError for a wrong type.
         """
         adapters.check(lora)
         check_names(names)
@@ -175,7 +176,7 @@ class _KeptPlan:
     def _read_devices(self) -> list[torch.device]:
         """Reads this rank's current devices, of the types on which shards are gathered or that the caller asked for.
 
-        A thread may change the current device.
+        The current device of a thread may change between calls.
         """
         return [find_device(device_type) for device_type in self._device_types]
 
@@ -277,8 +278,9 @@ def _choose_merged(sources: Sequence[Source], merged: dict[str, list[LoraAdapter
 
 
 def _choose_names(model: nn.Module, sources: Sequence[Source], arguments: Arguments) -> OutputNames:
-    """Chooses the output names. Raises NamesError if the model's tensors cannot be given the names that were
-    asked for.
+    """Chooses the output names.
+
+    Raises NamesError if the model's tensors cannot be given the names that were asked for.
     """
     names = arguments.names
     if arguments.lora == "adapter" and names != "model":

@@ -13,8 +13,9 @@ from fsdp_doctor.weights.fingerprints.keyed_sum import IndexedBlock, WordRun, di
 
 
 class BlockSums:
-    """Sums of blocks of memory on one device. ``add`` may be called repeatedly while the blocks stay at their
-    addresses.
+    """Sums of blocks of memory on one device.
+
+    ``add`` may be called repeatedly while the blocks stay at their addresses.
     """
 
     def __init__(self, blocks: Sequence[IndexedBlock], device: torch.device) -> None:
@@ -34,8 +35,9 @@ class BlockSums:
         return all(tensor.untyped_storage().data_ptr() in storages for tensor in read)
 
     def release_memory(self) -> bool:
-        """Drops the references to the tensors. Returns whether their memory can still be summed, as long as others keep
-        it.
+        """Drops the references to the tensors.
+
+        Returns whether their memory can still be summed, as long as others keep it.
         """
         self._runs, self._grids = [], []
         return self._table is not None

@@ -191,8 +191,9 @@ def _find_hub_parts(
 
 
 def read_fingerprints(path: pathlib.Path, dtype: torch.dtype | None = None, part: str | None = None) -> Fingerprints:
-    """Reads the fingerprints in a JSON file, or computes those of a checkpoint. Raises what
-    :func:`fingerprint_checkpoint` raises.
+    """Reads the fingerprints in a JSON file, or computes those of a checkpoint.
+
+    Raises what :func:`fingerprint_checkpoint` raises.
     """
     return _read(path, _open(path, part), dtype, {})
 

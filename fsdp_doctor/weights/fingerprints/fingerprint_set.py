@@ -92,8 +92,9 @@ class Fingerprints:
 
 @dataclass(frozen=True)
 class _TensorEntry:
-    """Entry of a tensor in a file. summed: the first element, and the number of elements. sum: both lanes in
-    hexadecimal.
+    """Entry of a tensor in a file.
+
+    summed: the first element, and the number of elements. sum: both lanes in hexadecimal.
     """
 
     dtype: str

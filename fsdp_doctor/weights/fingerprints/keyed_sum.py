@@ -78,7 +78,7 @@ def make_range_block(number: int, tensor: torch.Tensor, first: int) -> IndexedBl
 def make_grid_block(number: int, tensor: torch.Tensor, offsets: Sequence[int], strides: Sequence[int]) -> IndexedBlock:
     """Makes a block with the tensor's dims that begins at ``offsets``.
 
-    strides: the distance of neighbours along each dim.
+    strides: for each dim, the distance between neighbours in the numbering of the whole tensor's elements.
     """
     base = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     return IndexedBlock(number, tensor, base, tuple(tensor.shape), tuple(strides))

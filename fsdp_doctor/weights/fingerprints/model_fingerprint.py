@@ -336,8 +336,9 @@ def _list_by_groups(sources: Sequence[Source]) -> list[Source]:
 
 
 class _GatheredSums:
-    """Sums of this rank's shards as an extraction gathers them. The table of each launch is kept by the bucket's
-    number.
+    """Sums of this rank's shards as an extraction gathers them.
+
+    The table of each launch is kept by the bucket's number.
 
     made_for: the plan of the extraction. plan: a copy of it that agrees only with ranks that sum, too.
     """

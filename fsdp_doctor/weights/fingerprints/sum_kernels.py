@@ -133,9 +133,7 @@ def _list_run_programs(runs: Sequence[WordRun], shape: ProgramShape) -> torch.Te
 
 
 def _list_tile_programs(grid: IndexedBlock, shape: ProgramShape) -> torch.Tensor:
-    """Returns one row of arguments for each program, on the host. Each index of the dims before the last two has its
-    own tiles.
-    """
+    """Returns one row of arguments for each program, on the host. Each index of the outer dims has tiles of its own."""
     *outer, num_rows, num_columns = (1, 1, *grid.sizes)
     *outer_strides, row_stride, column_stride = (0, 0, *grid.strides)
     itemsize = grid.tensor.element_size()

@@ -84,8 +84,9 @@ class _SumLaunch:
         self._sums.add(self.rows[:, :2])
 
     def release_unless(self, kept: Collection[int]) -> bool:
-        """Drops the table of memory unless all of that memory lies in the storages at these addresses. Returns whether
-        it is kept.
+        """Drops the table of memory unless all of that memory lies in the storages at these addresses.
+
+        Returns whether it is kept.
         """
         if self._sums is not None and not self._sums.reads_only(kept):
             self._sums = None
@@ -110,12 +111,11 @@ class FingerprintSums:
         self._same_tensor: list[list[str]] = []
 
     def add(self, name: str, tensor: torch.Tensor | TensorPart) -> None:
-        """Adds a whole tensor, this rank's part of a DTensor, or a part. A name may come once for each part of its
-        tensor.
+        """Adds a whole tensor, this rank's part of a DTensor, or a part.
 
-        Raises FingerprintError for a part that does not lie in its tensor and for a tensor that is not dense in memory,
-        LayoutError (RuntimeError) for a DTensor that is not divided into shards, and TypeError unless ``name`` is a
-        string and ``tensor`` a tensor or a part.
+        A name may come once for each part of its tensor. Raises FingerprintError for a part that does not lie in its
+        tensor and for a tensor that is not dense in memory, LayoutError (RuntimeError) for a DTensor that is not
+        divided into shards, and TypeError unless ``name`` is a string and ``tensor`` a tensor or a part.
         """
         self.add_bucket([(name, tensor)])
 
@@ -164,8 +164,9 @@ class FingerprintSums:
 
     @torch.no_grad()
     def repeat(self) -> bool:
-        """Sums the present values of the same memory. Returns False if that is impossible, because copies were
-        summed.
+        """Sums the present values of the same memory again.
+
+        Returns False, without summing, if earlier sums read copies.
         """
         for launch in self._launches if self._repeats else ():
             launch.start()
@@ -200,8 +201,9 @@ class FingerprintSums:
             del tensor
 
     def fingerprints(self) -> Fingerprints:
-        """Returns the fingerprints of all added tensors. Waits for the device. Raises FingerprintError for a name that
-        came twice.
+        """Returns the fingerprints of all added tensors.
+
+        Waits for the device. Raises FingerprintError for a name that came twice.
         """
         self.flush()
         for launch in self._launches:

@@ -156,8 +156,9 @@ def _find_kind_of_bitsandbytes(kind: type) -> str:
 
 
 def _is_weight_of(module: nn.Module, dtype: torch.dtype, shape: torch.Size) -> bool:
-    """Returns whether the tensor is a weight that is not quantized, or not yet. Codes have another shape, or one byte
-    each.
+    """Returns whether the tensor is a weight that is not quantized, or not yet.
+
+    Codes have another shape, or one byte each.
     """
     sides = (("out_features", "in_features"), ("num_embeddings", "embedding_dim"))
     shapes = [tuple(getattr(module, side, None) for side in both) for both in sides]

@@ -84,8 +84,9 @@ def _check_shape(name: str, tensor: torch.Tensor, own: ModelTensor) -> None:
 
 
 def _is_one(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns whether two tensors are the same memory. A state dict has a separate object for each name of a tied
-    tensor.
+    """Returns whether two tensors are the same memory.
+
+    A state dict has a separate object for each name of a tied tensor.
     """
     if one is other:
         return True

@@ -105,8 +105,9 @@ class FromFirstRank:
         self._destinations: dict[int, Destination] = {}
 
     def prepare(self) -> None:
-        """Allocates the memory of all buckets. Every rank must call it; afterwards the ranks must agree that none has
-        failed.
+        """Allocates the memory of all buckets.
+
+        Every rank must call it; afterwards the ranks must agree that none has failed.
         """
         self._lane_bytes, count = json.loads(self._agree(json.dumps(self._plan_lanes())))
         self._free = [self._allocate() for _ in range(count)]

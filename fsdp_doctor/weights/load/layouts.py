@@ -21,8 +21,9 @@ from fsdp_doctor.weights.names.views import Box, TensorView, find_box
 
 @dataclass(frozen=True)
 class Replicas:
-    """Ranks that hold the same part. group: None for all ranks of the model. source: the rank that gets the part
-    first.
+    """Ranks that hold the same part.
+
+    group: None for all ranks of the model. source: the rank that gets the part first.
     """
 
     group: dist.ProcessGroup | None
@@ -89,8 +90,9 @@ class _InBox(Layout):
 
 
 class OnMesh(Layout):
-    """Layout of a DTensor. Raises LoadError for a mesh on which FSDP2 and DTensor disagree about which rank has which
-    shard.
+    """Layout of a DTensor.
+
+    Raises LoadError for a mesh on which FSDP2 and DTensor disagree about which rank has which shard.
     """
 
     def __init__(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
@@ -144,8 +146,9 @@ class Whole(Layout):
 
 
 class Layouts:
-    """Makes each layout of a model once, since there are few and reading a mesh is slow. meshes: the meshes of all
-    ranks.
+    """Makes each layout of a model once, since there are few and reading a mesh is slow.
+
+    meshes: the meshes of all ranks.
     """
 
     def __init__(self, ranks: tuple[int, ...], meshes: Sequence[DeviceMesh]) -> None:

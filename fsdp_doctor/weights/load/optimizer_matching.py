@@ -497,8 +497,9 @@ class StateMatching:
         return next(with_entries, next(listed, ""))
 
     def _match_groups(self, parameters: Sequence[OptimizerParameter]) -> dict[int, dict[str, Any]]:
-        """Returns the checkpoint's options for each group of the optimizer. Raises LoadError if the groups' parameters
-        differ.
+        """Returns the checkpoint's options for each group of the optimizer.
+
+        Raises LoadError if the groups' parameters differ.
         """
         by_ours: dict[int, tuple[int, str]] = {}
         by_theirs: dict[int, tuple[int, str]] = {}

@@ -120,8 +120,9 @@ class Destination:
         return self._filled is self._shard
 
     def complete(self) -> None:
-        """Copies a separate buffer into the shard. Call it when all pieces have arrived, on the stream that
-        wrote them.
+        """Copies a separate buffer into the shard.
+
+        Call it when all pieces have arrived, on the stream that wrote them.
         """
         if not self.is_shard:
             self._shard.copy_(self._filled)

@@ -46,8 +46,9 @@ class SourceNames:
             )
 
     def divide(self, targets: Sequence[Target]) -> list[Target]:
-        """Divides fused targets into the parts that have names in the source. Raises LoadError for a part that is not a
-        range.
+        """Divides fused targets into the parts that have names in the source.
+
+        Raises LoadError for a part that is not a range.
         """
         if self._hub is None:
             return list(targets)

@@ -74,8 +74,9 @@ class ModelPlace:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Process group of the ranks. If no existing group is known, one is made, for which each rank waits for all
-        others.
+        """Process group of the ranks.
+
+        If no existing group is known, one is made, for which each rank waits for all others.
         """
         return self.known_group or _make_group(self.ranks, _find_world())
 

@@ -71,8 +71,9 @@ class Box:
         return (view if self.dims is None else view.permute(self._order)).reshape(self.lengths)
 
     def cut(self, part: LocalPart) -> tuple[LocalPart, Slices]:
-        """Cuts out the part of the box that a rank holds. Returns its indices in the box, and its place in the rank's
-        shard.
+        """Cuts out the part of the box that a rank holds.
+
+        Returns its indices in the box, and its place in the rank's shard.
 
         part: the part of the whole tensor that the rank holds.
         """

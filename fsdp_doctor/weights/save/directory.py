@@ -223,8 +223,9 @@ class SaveDirectory:
         self._remove_lock()
 
     def close(self) -> None:
-        """Removes files without a final name. They disappear at once, also for other ranks that are still writing to
-        them.
+        """Removes files without a final name.
+
+        They disappear at once, also for other ranks that are still writing to them.
         """
         if self._removed_by == "any" or (self._removed_by == "first" and self._rank == self._ranks[0]):
             gone = self.partial.with_name(f"{self.partial.name}-{self._rank}")
@@ -234,8 +235,9 @@ class SaveDirectory:
         self._locks.close()
 
     def _remove_lock(self) -> None:
-        """Removes the lock file, once only, since another save may have made one since. A lock file that stays is
-        unlocked.
+        """Removes the lock file. A second call does nothing, since the file may by then belong to another save.
+
+        A lock file that is left behind is unlocked.
         """
         if self._has_lock_file:
             self._has_lock_file = False
@@ -243,8 +245,9 @@ class SaveDirectory:
                 (self.path / LOCK).unlink()
 
     def _get_lock(self, rank: int) -> pathlib.Path:
-        """Returns the path of a rank's lock. The first rank's lock is the directory's, held until all know how the save
-        ended.
+        """Returns the path of a rank's lock.
+
+        The first rank's lock is the directory's, held until all know how the save ended.
         """
         return self.path / LOCK if rank == self._ranks[0] else self.partial / f"rank-{rank}.lock"
 

@@ -1,5 +1,6 @@
-"""Optimizer state on each rank, and which rank writes each tensor. The ranks compare their state before it is
-written.
+"""Optimizer state on each rank, and which rank writes each tensor.
+
+The ranks compare their state before it is written.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class RankOutline:
 
 
 class SavedEntry(NamedTuple):
-    """Entry of the full state. form: SINGLE, SHARD or WHOLE. writer: the rank that writes an entry that is not
-    divided.
+    """Entry of the full state.
+
+    form: SINGLE, SHARD or WHOLE. writer: the rank that writes an entry that is not divided.
     """
 
     form: StateForm

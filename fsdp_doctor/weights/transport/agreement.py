@@ -73,8 +73,9 @@ _lock = threading.Lock()
 
 
 def count_agreements() -> int:
-    """Returns the number of agreements of this process. Ranks that agree with each other must have made equally
-    many.
+    """Returns the number of agreements of this process.
+
+    Ranks that agree with each other must have made equally many.
     """
     return sum(_num_agreements.values())
 
@@ -87,7 +88,10 @@ class ComparedPlan:
 
     @functools.cached_property
     def number(self) -> int:
-        """Even number of 30 bits. Two different plans have the same number with a probability of one in 500 million."""
+        """Even number of 30 bits, computed from the lines.
+
+        Different plans share it with a probability of one in 500 million.
+        """
         digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") % (1 << _PLAN_BITS) & ~1
 
@@ -215,10 +219,10 @@ class Agreement:
         return self._thread is not threading.current_thread() and self._thread.is_alive()
 
     def _begin(self) -> None:
-        """Registers the agreement. Raises RuntimeError if another thread is in an agreement with some of the same
-        ranks.
+        """Registers the agreement.
 
-        With two threads, the order in which the groups' collectives are launched could differ between ranks.
+        Raises RuntimeError if another thread is in an agreement with some of the same ranks. With two threads, the
+        order in which the groups' collectives are launched could differ between ranks.
         """
         self._thread = threading.current_thread()
         with _lock:
@@ -302,8 +306,10 @@ class Agreement:
         return self._store.compare_set(f"{self._key}/difference", "", sentence).decode()
 
     def _await_answer(self) -> str:
-        """Waits for the stage's answer. An interrupt takes effect once the others know of it, or else at the next
-        stage.
+        """Waits for the stage's answer.
+
+        An interrupt during the wait is raised after the other ranks were told, or at the next stage if they have gone
+        on meanwhile.
         """
         # While one thread waits over the only connection, no other can use it.
         has_one_store = self._store is private.find_default_store()

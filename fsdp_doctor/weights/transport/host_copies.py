@@ -67,8 +67,9 @@ class _Piece:
 
 @dataclass(eq=False, slots=True)
 class _Batch:
-    """Job of a thread: copies to the host, or through a chunk to the device. nbytes: the bytes of the chunk that it
-    uses.
+    """Job of a thread: copies to the host, or through a chunk to the device.
+
+    nbytes: the bytes of the chunk that it uses.
     """
 
     on_host: bool
@@ -241,8 +242,9 @@ class _Readers:
 
 
 class _Chunks:
-    """Chunks of one thread, used in turns. With two, the device may read one during a read into the other; one is
-    waited for.
+    """Chunks of one thread, used in turns.
+
+    With two, the device may read one during a read into the other; one is waited for.
     """
 
     def __init__(self, streams: Streams, nbytes: int) -> None:

@@ -95,12 +95,11 @@ class Loader:
         merged: Collection[str],
         copies: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = (),
     ) -> None:
-        """Launches the copies that can be launched now, after all work in the caller's stream. Does not wait for the
-        device.
+        """Launches the copies that can be launched now, after all work in the caller's stream.
 
-        Threads begin to read pageable memory. The sources are kept as long as the loader; a shard that is not
-        contiguous is first copied on the caller's stream. merged: the tensors to which deltas will be added. copies:
-        (targets, sources) of the same shapes and dtypes, all on the device.
+        Does not wait for the device. Threads begin to read pageable memory. The sources are kept as long as the loader;
+        a shard that is not contiguous is first copied on the caller's stream. merged: the tensors to which deltas will
+        be added. copies: (targets, sources) of the same shapes and dtypes, all on the device.
         """
         turns = _Copies(), _Copies()
         pageable: list[Piece] = []
@@ -150,8 +149,9 @@ class Loader:
         self._missing = []
 
     def spoil(self) -> None:
-        """Fills targets that were not loaded with NaN or 0, after ``begin`` or ``finish`` has failed. It needs no
-        memory.
+        """Fills targets that were not loaded with NaN or 0, after ``begin`` or ``finish`` has failed.
+
+        It needs no memory.
         """
         with self._streams.use_casting_stream():
             for target in self._missing:

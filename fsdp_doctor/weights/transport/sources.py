@@ -18,8 +18,9 @@ from fsdp_doctor.weights.fsdp.reader import FlatSlice, Fsdp1Unit, ModelContents,
 
 @dataclass(slots=True, eq=False)
 class ShardGroup:
-    """Ranks over which tensors are sharded. rank: this rank's index among them. device: the device of the
-    collectives.
+    """Ranks over which tensors are sharded.
+
+    rank: this rank's index among them. device: the device of the collectives.
     """
 
     group: dist.ProcessGroup
@@ -268,8 +269,9 @@ class _ShardGroups:
         return self._known[key]
 
     def find_for_mesh(self, mesh: DeviceMesh) -> ShardGroup:
-        """Makes the group of all ranks of a mesh of several dims. The first dim's process group stands for the backends
-        of all.
+        """Makes the group of all ranks of a mesh of several dims.
+
+        The first dim's process group stands for the backends of all.
         """
         key = id(mesh), -1
         if key not in self._known:

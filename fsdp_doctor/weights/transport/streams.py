@@ -108,8 +108,9 @@ class Streams:
         return self._enter(self._use(self._casting))
 
     def load(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies without waiting. The caller may drop the source at once, but a source in host memory must not
-        change.
+        """Copies without waiting.
+
+        The caller may drop the source at once, but a source in host memory must not change.
         """
         if self._module and source.device.type != "cpu":
             source.record_stream(self._loading)

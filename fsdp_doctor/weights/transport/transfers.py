@@ -305,8 +305,9 @@ class PackedGather(TensorTransfer):
 
 
 class Redistribution(TensorTransfer):
-    """Gather of a DTensor with any other placements, by DTensor's redistribution. Deltas are added to the full
-    tensor.
+    """Gather of a DTensor with any other placements, by DTensor's redistribution.
+
+    Deltas are added to the full tensor.
     """
 
     def __init__(self, order: int, source: Placed, dtype: torch.dtype, *, is_merged: bool) -> None:
@@ -359,8 +360,9 @@ def _count_local(source: Placed) -> int:
 
 
 def _redistribute(local: torch.Tensor, source: Placed) -> torch.Tensor:
-    """Returns the full tensor. A dtype without support is sent as bytes, along an additional dim that is not
-    sharded.
+    """Returns the full tensor.
+
+    A dtype without support is sent as bytes, along an additional dim that is not sharded.
     """
     shape, stride, dtype = source.spec.shape, source.stride, local.dtype
     is_carried = dtype in _CARRIED
@@ -397,8 +399,9 @@ class _Segment:
 
 
 class FlatLayout:
-    """FSDP1 unit with the dtypes in which its tensors are gathered. nbytes, names: the size and first name of each
-    tensor.
+    """FSDP1 unit with the dtypes in which its tensors are gathered.
+
+    nbytes, names: the size and first name of each tensor.
     """
 
     def __init__(self, order: int, source: FlatUnit, dtypes: OutputDtypes) -> None:
@@ -637,8 +640,9 @@ class UnitGather(TensorTransfer):
 
 
 class _CopiedOut:
-    """Tensors of a flat parameter, taken in order. The tensors of a group get memory when the first of them is
-    taken.
+    """Tensors of a flat parameter, taken in order.
+
+    The tensors of a group get memory when the first of them is taken.
     """
 
     def __init__(self, flat: torch.Tensor, spans: Sequence[Span], groups: Sequence[Sequence[int]]) -> None:

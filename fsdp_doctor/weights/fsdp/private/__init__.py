@@ -77,8 +77,9 @@ class GradientSwitches:
 
     @property
     def effects(self) -> tuple[bool, bool, bool, str]:
-        """Describes what a backward does under these switches. A divisor that equals torch's own counts as no
-        change.
+        """Describes what a backward does under these switches.
+
+        A divisor that equals torch's own counts as no change.
         """
         return self.synchronizes, self.all_reduces, self.ends, self.divided_by or str(self.num_ranks)
 
@@ -262,8 +263,9 @@ def list_step_hooks(module: nn.Module) -> list[Any]:
 
 
 def list_optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Lists the hooks that run before a step of the optimizer. ``register_step_pre_hook`` has no public counterpart
-    that lists.
+    """Lists the hooks that run before a step of the optimizer.
+
+    ``register_step_pre_hook`` has no public counterpart that lists.
     """
     return list(get(optimizer, "_optimizer_step_pre_hooks").values())
 
@@ -348,8 +350,9 @@ def count_interleaved(placement: Placement) -> int | None:
 
 
 def make_placement(mesh: DeviceMesh) -> Any:
-    """Makes the ``ShardPlacementResult`` of a parameter with a mesh of its own. It and ``FSDPMeshInfo`` have no public
-    names.
+    """Makes the ``ShardPlacementResult`` of a parameter with a mesh of its own.
+
+    It and ``FSDPMeshInfo`` have no public names.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_common
 

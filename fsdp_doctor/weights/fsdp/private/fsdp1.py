@@ -124,15 +124,17 @@ class Fsdp1Unit:
 
     @property
     def host_gradient(self) -> torch.Tensor | None:
-        """Pinned memory, as large as the shard, in which a unit under CPUOffload keeps its gradient. Private:
-        ``_cpu_grad``.
+        """Pinned memory, as large as the shard, in which a unit under CPUOffload keeps its gradient.
+
+        Private: ``_cpu_grad``.
         """
         return getattr(self.flat_parameter, "_cpu_grad", None)
 
     @property
     def padding(self) -> int:
-        """Number of padding elements at the end of this rank's shard. Private: ``_shard_numel_padded``, which sharded
-        units have.
+        """Number of padding elements at the end of this rank's shard.
+
+        Private: ``_shard_numel_padded``, which sharded units have.
         """
         return int(getattr(self.flat_parameter, "_shard_numel_padded", 0))
 
@@ -156,8 +158,9 @@ class Fsdp1Unit:
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:
-        """Process group of the ranks with the same shard under HYBRID_SHARD. Private: ``_inter_node_pg`` of the
-        module.
+        """Process group of the ranks with the same shard under HYBRID_SHARD.
+
+        Private: ``_inter_node_pg`` of the module.
         """
         return getattr(self.module, "_inter_node_pg", None)
 
@@ -177,8 +180,9 @@ class Fsdp1Unit:
 
     @property
     def switches(self) -> GradientSwitches:
-        """Settings of the gradient reduction. Private: ``_sync_gradients`` of the module, which is False during
-        ``no_sync()``.
+        """Settings of the gradient reduction.
+
+        Private: ``_sync_gradients`` of the module, which is False during ``no_sync()``.
         """
         return GradientSwitches(synchronizes=get(self.module, "_sync_gradients"))
 
@@ -226,15 +230,17 @@ class Fsdp1Unit:
 
     @property
     def offloads(self) -> bool:
-        """True if the unit is under ``CPUOffload(offload_params=True)``. Private:
-        ``FlatParamHandle._offload_params``.
+        """True if the unit is under ``CPUOffload(offload_params=True)``.
+
+        Private: ``FlatParamHandle._offload_params``.
         """
         return bool(get(self._handle, "_offload_params"))
 
     @property
     def keeps_originals(self) -> bool:
-        """True if the optimizer has each original parameter's part of the shard. Private:
-        ``FlatParamHandle._use_orig_params``.
+        """True if the optimizer has each original parameter's part of the shard.
+
+        Private: ``FlatParamHandle._use_orig_params``.
         """
         return bool(get(self._handle, "_use_orig_params"))
 
@@ -326,8 +332,9 @@ def is_flat_parameter(tensor: torch.Tensor) -> bool:
 
 
 def is_flattened(tensor: torch.Tensor) -> bool:
-    """Returns whether a parameter is a piece of a unit's flat parameter. Private:
-    ``_common_utils._is_fsdp_flattened``.
+    """Returns whether a parameter is a piece of a unit's flat parameter.
+
+    Private: ``_common_utils._is_fsdp_flattened``.
     """
     return bool(getattr(tensor, "_fsdp_flattened", False))
 

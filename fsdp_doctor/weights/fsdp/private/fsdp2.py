@@ -46,8 +46,9 @@ class Fsdp2Unit:
 
     @property
     def mixed_precision(self) -> MixedPrecisionPolicy:
-        """Mixed-precision policy; without mixed precision all of its dtypes are None. Private:
-        ``FSDPState._mp_policy``.
+        """Mixed-precision policy; without mixed precision all of its dtypes are None.
+
+        Private: ``FSDPState._mp_policy``.
         """
         policy: MixedPrecisionPolicy = get(self.state, "_mp_policy")
         return policy
@@ -73,10 +74,10 @@ class Fsdp2Unit:
 
     @property
     def tied_places(self) -> list[list[tuple[nn.Module, str]]]:
-        """Lists of (module, name) that were tied before ``fully_shard``, so that the unit has one parameter for each
-        list.
+        """Groups of places, (module, name), that were tied before ``fully_shard``; the unit has one parameter for each
+        group.
 
-        An unshard gives all places of a list the same parameter, whatever they have now. Private:
+        An unshard gives all places of a group this parameter, whatever they have now. Private:
         ``ParamModuleInfo.shared_modules``.
         """
         infos = [get(param, "_module_info") for param in _list_params(self.state)]
@@ -137,10 +138,10 @@ class Fsdp2Unit:
 
     @property
     def has_pending_gather(self) -> bool:
-        """True if a gather was launched whose result no forward has used. Private:
-        ``FSDPParamGroup._all_gather_result``.
+        """True if a gather was launched whose result no forward has used.
 
-        An explicit prefetch, ``unshard(async_op=True)``, or a step that raised leaves such a gather.
+        Private: ``FSDPParamGroup._all_gather_result``. An explicit prefetch, ``unshard(async_op=True)``, or a step that
+        raised leaves such a gather.
         """
         return any(get(group, "_all_gather_result") is not None for group in _list_groups(self.state))
 
@@ -174,8 +175,9 @@ def list_states(model: nn.Module) -> list[Any]:
 
 
 def find_compute_device(module: FSDPModule) -> torch.device | None:
-    """Returns the device on which an FSDP2 module gathers; None if it owns no parameter. Private:
-    ``FSDPParamGroup.device``.
+    """Returns the device on which an FSDP2 module gathers; None if it owns no parameter.
+
+    Private: ``FSDPParamGroup.device``.
     """
     groups = _list_groups(get(module, "_get_fsdp_state")())
     return get(groups[0], "device") if groups else None
@@ -195,12 +197,11 @@ def find_open_step(states: Sequence[Any]) -> OpenStep | None:
 
 
 def close_step(states: Sequence[Any]) -> list[nn.Parameter]:
-    """Puts units whose step was broken off into the state between two steps. Returns the parameters whose gradients it
-    discards.
+    """Puts units whose step was broken off into the state between two steps.
 
-    These are gradients that were not reduced, which no ``zero_grad`` of an optimizer reaches.
-    ``FSDPModule.reset_iter_state``, in torch 2.13 and newer, does the same but keeps these gradients, so that the next
-    backward adds to them. The device must have no work left.
+    Returns the parameters whose gradients it discards. These are gradients that were not reduced, which no
+    ``zero_grad`` of an optimizer reaches. ``FSDPModule.reset_iter_state``, in torch 2.13 and newer, does the same but
+    keeps these gradients, so that the next backward adds to them. The device must have no work left.
     """
     discarded: list[nn.Parameter] = []
     for state in states:
