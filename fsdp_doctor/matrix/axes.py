@@ -1,6 +1,6 @@
-"""The axes of the matrix: their names, their values, and what each value means.
+"""Axes of the matrix: their names, their values, and what each value means.
 
-No value of one axis is also a value of another, so the id of a case can be read back without positions.
+No value belongs to two axes, so the id of a case can be read back without positions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FsdpVersion: TypeAlias = Literal[1, 2]
 
 
 class AxisValue(str, Enum):
-    """A value of an axis, equal to its name in ids and JSON; ``meaning`` explains it to users."""
+    """Value of an axis, equal to its name in ids and JSON; ``meaning`` explains it to users."""
 
     meaning: str
 
@@ -54,7 +54,7 @@ class AxisValue(str, Enum):
 
 
 class Strategy(AxisValue):
-    """Selects which of torch's two FSDPs shards the model."""
+    """FSDP implementation that shards the model."""
 
     FSDP2 = "fsdp2", "fully_shard"
     FSDP1 = "fsdp1", "FullyShardedDataParallel(use_orig_params=False), verl's default"
@@ -62,7 +62,7 @@ class Strategy(AxisValue):
 
     @property
     def version(self) -> FsdpVersion:
-        """1 for FullyShardedDataParallel, 2 for fully_shard."""
+        """Number of the FSDP implementation: 1 for FullyShardedDataParallel, 2 for fully_shard."""
         match self:
             case Strategy.FSDP2:
                 return 2
@@ -73,7 +73,7 @@ class Strategy(AxisValue):
 
     @property
     def uses_original_parameters(self) -> bool:
-        """Returns whether FSDP1 shows the parameters of the wrapped model rather than one flat parameter per unit."""
+        """True if FSDP1 shows the wrapped model's own parameters instead of one flat parameter per unit."""
         match self:
             case Strategy.FSDP1_ORIG:
                 return True
@@ -84,7 +84,7 @@ class Strategy(AxisValue):
 
 
 class OffloadFlag(AxisValue):
-    """One of the three settings with which verl moves memory to the host."""
+    """Setting of verl that moves memory to the host; there are three."""
 
     POLICY = "policy", "offload_policy=true"
     PARAM = "param", "param_offload=true"
@@ -92,7 +92,7 @@ class OffloadFlag(AxisValue):
 
     @property
     def moves(self) -> str:
-        """Names the memory that goes to the host."""
+        """Memory that goes to the host, in words."""
         match self:
             case OffloadFlag.POLICY | OffloadFlag.PARAM:
                 return "shards"
@@ -103,7 +103,7 @@ class OffloadFlag(AxisValue):
 
 
 class OffloadWay(AxisValue):
-    """A way to offload that verl's three settings do not have."""
+    """Way to offload that verl's three settings do not have."""
 
     PARTIAL = "partial", "CPUOffloadPolicy / CPUOffload for every second decoder layer, none for the other units"
     BY_PARAMETER = (
@@ -130,9 +130,9 @@ class OffloadWay(AxisValue):
 @functools.total_ordering
 @dataclass(frozen=True)
 class Offload:
-    """Combination of verl's three offload flags, in the order of :class:`OffloadFlag`, or one other way.
+    """Combination of verl's three offload flags, in the order of :class:`OffloadFlag`, or one other way to offload.
 
-    The policy takes precedence, as in verl: with it, the two manual flags have no effect.
+    As in verl, the policy takes precedence: with it, the two manual flags have no effect.
     """
 
     flags: tuple[OffloadFlag, ...] = ()
@@ -162,12 +162,12 @@ class Offload:
 
     @property
     def policy(self) -> bool:
-        """Returns whether torch owns the placement of every shard, and keeps it in host memory between steps."""
+        """True if torch places every shard, and keeps it in host memory between steps."""
         return OffloadFlag.POLICY in self.flags
 
     @property
     def takes_policy(self) -> bool:
-        """Returns whether at least one unit is under CPUOffloadPolicy or CPUOffload."""
+        """True if at least one unit is under CPUOffloadPolicy or CPUOffload."""
         match self.way:
             case OffloadWay.PARTIAL | OffloadWay.BY_PARAMETER | OffloadWay.BY_PHASE:
                 return True
@@ -178,12 +178,12 @@ class Offload:
 
     @property
     def takes_shards_away(self) -> bool:
-        """Returns whether the framework moves the shards to the host between steps, and back before the next."""
+        """True if the framework moves the shards to the host between steps, and back before the next step."""
         return OffloadFlag.PARAM in self.by_hand or self.way is OffloadWay.MOVED
 
     @property
     def takes_optimizer_away(self) -> bool:
-        """Returns whether the framework keeps the optimizer state on the host between steps."""
+        """True if the framework keeps the optimizer state on the host between steps."""
         return OffloadFlag.OPTIMIZER in self.by_hand or self.way in (OffloadWay.MOVED, OffloadWay.AROUND_STEP)
 
     @property
@@ -206,7 +206,7 @@ class Offload:
 
 
 _MANUAL_FLAGS = tuple(flag for flag in OffloadFlag if flag is not OffloadFlag.POLICY)
-# Every combination: those without the policy first, and of both those of fewer flags first; then the other ways.
+# Every combination of flags, first those without the policy, each by the number of flags; then the other ways.
 OFFLOADS: tuple[Offload, ...] = (
     *(
         Offload((*policy, *manual))
@@ -236,7 +236,7 @@ class Staging(AxisValue):
 
 
 class Model(AxisValue):
-    """Selects the model."""
+    """Model under test."""
 
     QWEN3 = "qwen3", "a dense Qwen3 with two layers"
     QWEN3_TIED = "qwen3-tied", "Qwen3 with lm_head tied to the embedding"
@@ -263,7 +263,7 @@ class Model(AxisValue):
 
     @property
     def is_quantized(self) -> bool:
-        """Returns whether some parameters are codes of a quantization, and not weights."""
+        """True if some parameters are codes of a quantization instead of weights."""
         return self is Model.QWEN3_QLORA
 
     @property
@@ -272,12 +272,12 @@ class Model(AxisValue):
 
     @property
     def is_custom(self) -> bool:
-        """Returns whether the model is the user's; only its configuration is known."""
+        """True for the user's own model, of which only the configuration is known."""
         return self is Model.CUSTOM
 
 
 class Dims(AxisValue):
-    """Selects whether all ranks get shards of one size."""
+    """Selects whether all ranks get shards of the same size."""
 
     EVEN = "even", "every sharded dimension is divisible by 2 and 4"
     UNEVEN = "uneven", "odd vocabulary and intermediate sizes: some shards are shorter"
@@ -294,7 +294,7 @@ class Dims(AxisValue):
 
 
 class Phase(AxisValue):
-    """Selects the point of a training run at which the method is called."""
+    """Point of a training run at which the method is called."""
 
     TRAINED = "trained", "after forward, backward and optimizer step"
     FRESH = "fresh", "before the first forward"
@@ -310,7 +310,7 @@ class Phase(AxisValue):
 
     @property
     def raised(self) -> Literal["forward", "backward"] | None:
-        """The part of a step that raised before the method is called, and was not ended."""
+        """Part of a step that raised before the method is called, so that the step was not ended."""
         match self:
             case Phase.AFTER_RAISED_FORWARD:
                 return "forward"
@@ -323,7 +323,7 @@ class Phase(AxisValue):
 
 
 class Backend(AxisValue):
-    """The backends of the default process group."""
+    """Backends of the default process group."""
 
     MIXED = "mixed", "a backend for each device type: cpu:gloo and the accelerator's default backend"
     DEVICE_ONLY = "device-only", "the accelerator's backend alone, as init_process_group('nccl') gives"
@@ -340,7 +340,7 @@ class Backend(AxisValue):
 
 
 class Sharding(AxisValue):
-    """The mesh over which the model is sharded."""
+    """Mesh over which the model is sharded."""
 
     FULL = "full", "one shard group over all ranks"
     HSDP = "hsdp", "a (world/2, 2) mesh: replicated, and sharded by two"
@@ -366,7 +366,7 @@ class Sharding(AxisValue):
 
     @property
     def divides_experts(self) -> bool:
-        """Returns whether two neighbouring ranks, which compute on one batch, divide the experts before FSDP shards."""
+        """True if two neighbouring ranks, which train on the same batch, divide the experts before FSDP shards them."""
         return self in (Sharding.EXPERTS_2D, Sharding.HIDDEN_EXPERTS)
 
     @property
@@ -375,12 +375,12 @@ class Sharding(AxisValue):
 
     @property
     def has_one_mesh(self) -> bool:
-        """Returns whether every parameter is sharded over one group of all ranks."""
+        """True if every parameter is sharded over one group of all ranks."""
         return self is Sharding.FULL
 
     @property
     def keeps_whole_tensors(self) -> bool:
-        """Returns whether each rank has the whole of every parameter, however many ranks there are."""
+        """True if each rank holds every parameter whole, for any number of ranks."""
         match self:
             case Sharding.REPLICATE | Sharding.SIZE1:
                 return True
@@ -427,7 +427,7 @@ class Transfer(AxisValue):
 
 
 class Precision(AxisValue):
-    """The dtype in which FSDP computes."""
+    """Dtype in which FSDP computes."""
 
     BF16_COMPUTE = (
         "bf16-compute",
@@ -437,7 +437,7 @@ class Precision(AxisValue):
 
     @property
     def casts(self) -> bool:
-        """Returns whether FSDP gathers the parameters in another dtype than the shards have."""
+        """True if FSDP gathers the parameters in another dtype than the shards'."""
         match self:
             case Precision.BF16_COMPUTE:
                 return True
@@ -448,7 +448,7 @@ class Precision(AxisValue):
 
 
 class Optimizer(AxisValue):
-    """Selects the optimizer whose state is made by the steps of a trained model."""
+    """Optimizer whose state the steps of a trained model make."""
 
     ADAMW = "adamw", "AdamW as torch makes it: over lists of tensors, with step counters on the host"
     SGD = "sgd", "SGD with momentum 0.9"
@@ -461,7 +461,7 @@ class Optimizer(AxisValue):
 
     @property
     def has_full_state(self) -> bool:
-        """Returns whether its state has tensors with a value for each element of the parameter, and single values."""
+        """True if the state has only tensors with a value for each element of the parameter, and single values."""
         match self:
             case Optimizer.ADAMW_8BIT:
                 return False
@@ -474,7 +474,7 @@ class Optimizer(AxisValue):
 
 
 class Init(AxisValue):
-    """Selects where the model is before a load."""
+    """Place of the model before a load."""
 
     MATERIALIZED = "materialized", "before a load the model holds other weights than the checkpoint"
     META = "meta", "before a load the model is on the meta device"
@@ -491,7 +491,7 @@ class Init(AxisValue):
 
 
 class CheckpointFit(AxisValue):
-    """Selects how the checkpoint of a load differs from the state dict of the model, and who saved it."""
+    """Relation of a load's checkpoint to the model's state dict: how it differs, and who saved it."""
 
     EXACT = "exact", "the checkpoint fits the model exactly"
     BF16 = "bf16", "a checkpoint in bfloat16 for parameters in float32"
@@ -506,9 +506,9 @@ class CheckpointFit(AxisValue):
 
     @property
     def must_load(self) -> bool:
-        """Returns whether a load of the checkpoint has to succeed: it has the model's names, shapes and dtypes.
+        """True if a load of the checkpoint has to succeed, because it has the model's names, shapes and dtypes.
 
-        A checkpoint of another number of ranks need not load: a file for each rank cannot be cut again.
+        A checkpoint of another number of ranks need not load, since files of one rank each cannot be divided anew.
         """
         match self:
             case CheckpointFit.EXACT | CheckpointFit.TIED_TWICE | CheckpointFit.OTHER_RUN:
@@ -522,17 +522,17 @@ class CheckpointFit(AxisValue):
 
     @property
     def saved_elsewhere(self) -> bool:
-        """Returns whether other processes saved the checkpoint."""
+        """True if other processes saved the checkpoint."""
         return self in (CheckpointFit.OTHER_RUN, CheckpointFit.OTHER_WORLD, CheckpointFit.HUB)
 
     @property
     def is_of_weights_alone(self) -> bool:
-        """Returns whether the checkpoint differs in a way that exists for weights alone, not for an optimizer."""
+        """True if the checkpoint differs in a way that exists only for weights, not for an optimizer."""
         return self in (CheckpointFit.BF16, CheckpointFit.EXTRA_KEY, CheckpointFit.MISSING_KEY, CheckpointFit.HUB)
 
     @property
     def is_of_every_method(self) -> bool:
-        """Returns whether methods that load an optimizer or an adapter are tried with such a checkpoint, too."""
+        """True if methods that load an optimizer or an adapter are also tried with such a checkpoint."""
         return self in (CheckpointFit.EXACT, CheckpointFit.FP32)
 
     @property
@@ -541,7 +541,7 @@ class CheckpointFit(AxisValue):
 
 
 class Context(AxisValue):
-    """The context of autograd in which the method is called."""
+    """Autograd context in which the method is called."""
 
     ORDINARY = "ordinary", "the method is called without a context around it"
     NO_GRAD = "no_grad", "the method is called, and its results are read, inside of torch.no_grad()"
@@ -549,7 +549,7 @@ class Context(AxisValue):
 
 
 class Consumer(AxisValue):
-    """Selects what is done with the entries that a method yields. A receiver is another process."""
+    """Use that is made of the entries that a method yields. A receiver is another process."""
 
     ALONE = "alone", "each entry is read when it comes"
     SECOND_GROUP = "second-group", "rank 0 broadcasts each entry to a receiver, over a second process group"
@@ -577,17 +577,17 @@ class Consumer(AxisValue):
 
     @property
     def needs_sender(self) -> bool:
-        """Returns whether only methods with which a framework sends are tried with the consumer."""
+        """True if the consumer is tried only with methods whose entries a framework sends."""
         return self is not Consumer.ALONE
 
     @property
     def keeps_entries(self) -> bool:
-        """Returns whether the consumer keeps entries while it asks for others."""
+        """True if the consumer keeps entries while it asks for others."""
         return self is Consumer.KEEPS_VIEWS or self in _PACKED
 
     @property
     def changes_streams(self) -> bool:
-        """Returns whether the consumer asks for entries on other streams than the stream of the call."""
+        """True if the consumer asks for entries on other streams than the stream of the call."""
         return self in _PACKED
 
 
@@ -596,7 +596,7 @@ _PACKED = (Consumer.PACKED, Consumer.STEP_IN_FLIGHT)
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One dimension of the matrix or of a framework's matrix: its values with their meanings, the default first."""
+    """Dimension of the matrix, or of a framework's matrix: its values with their meanings, the default first."""
 
     name: str
     values: Mapping[str, str]
@@ -627,7 +627,7 @@ _ENUMS: dict[str, type[AxisValue]] = {
 
 
 def parse_value(axis: str, text: str) -> AxisValue | Offload:
-    """Reads a value of an axis. Raises KeyError for an axis that there is not, ValueError for a value it lacks."""
+    """Reads a value of an axis. Raises KeyError for an unknown axis, ValueError for an unknown value."""
     if text not in AXIS[axis].values:
         raise ValueError(f"{text!r} is not a value of the axis {axis}")
     return Offload.parse(text) if axis == "offload" else _ENUMS[axis](text)
@@ -648,7 +648,7 @@ AXIS_OF_VALUE: dict[str, str] = {value: axis.name for axis in AXES for value in 
 
 
 def check_axis_value(axis: str, value: str) -> str:
-    """Returns ``value`` if the axis has it. Raises UsageError with the nearest ones if not."""
+    """Returns ``value`` if the axis has it. Raises UsageError, with the most similar values, if not."""
     if value not in AXIS[axis].values:
         known = AXIS[axis].values
         raise UsageError(
@@ -658,6 +658,6 @@ def check_axis_value(axis: str, value: str) -> str:
 
 
 def describe_nearest(word: str, known: Iterable[str]) -> str:
-    """The similar ones among ``known``, as a part of a sentence; empty where there are none."""
+    """Returns the words in ``known`` that are similar to ``word``, as a phrase; empty if there are none."""
     close = difflib.get_close_matches(word, list(known), n=3)
     return f" (did you mean {' or '.join(close)}?)" if close else ""

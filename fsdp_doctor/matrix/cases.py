@@ -1,9 +1,9 @@
 """Scenarios and cases, and their ids.
 
-A *scenario* is a point on every axis but the method: a model that is built, sharded, perhaps trained,
-offloaded and perhaps staged; and for a method that loads, a checkpoint. A *case* is a scenario and a method. The id of
-a case spells strategy, offload and staging, then every other axis that is not at its
-default, then the method: ``fsdp2/policy/staged/uneven/state_dict``.
+A *scenario* is a point on every axis except the method: a model that is built, sharded, perhaps trained, offloaded and
+perhaps staged; and, for a method that loads, a checkpoint. A *case* is a scenario and a method. The id of a case lists
+strategy, offload and staging, then every other axis that is not at its default, then the method:
+``fsdp2/policy/staged/uneven/state_dict``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _WAYS_OF_FSDP2 = (OffloadWay.BY_PARAMETER, OffloadWay.BY_PHASE, OffloadWay.MOVED
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Scenario:
-    """A point on every axis except the method; each field has a value of the axis with its name."""
+    """Point on every axis except the method. Each field has a value of the axis with its name."""
 
     strategy: Strategy
     offload: Offload
@@ -69,7 +69,7 @@ class Scenario:
 
     @functools.cached_property
     def values(self) -> Mapping[str, str]:
-        """The name of the value on each axis, as ids and JSON have it."""
+        """Name of the value on each axis, in the form of ids and JSON."""
         return {axis.name: str(getattr(self, axis.name)) for axis in AXES}
 
     def to_json(self) -> dict[str, str]:
@@ -83,21 +83,21 @@ class Scenario:
         )
 
     def change(self, **values: str | Offload) -> Scenario:
-        """Returns the scenario with other values on some axes. Raises as :func:`make_scenario`."""
+        """Returns the scenario with other values on some axes. Raises what :func:`make_scenario` raises."""
         return make_scenario({**self.values, **{axis: str(value) for axis, value in values.items()}})
 
     @property
     def generation(self) -> str:
-        """Names the generation of workers that may run the scenario: their process groups are made with its backend."""
+        """Name of the generation of workers that may run the scenario: the backend of their process groups."""
         return str(self.backend)
 
     def drop_offload(self) -> Scenario:
-        """The scenario that differs from this one by its offload alone, and has the default one."""
+        """Returns the same scenario with the default offload."""
         return dataclasses.replace(self, offload=Offload())
 
     @property
     def policy(self) -> bool:
-        """Returns whether torch owns the placement: the policy overrides the manual offloads, as in verl."""
+        """True if torch places the shards; as in verl, the policy overrides the manual offloads."""
         return self.offload.policy
 
     @property
@@ -110,20 +110,20 @@ class Scenario:
 
     @property
     def version(self) -> FsdpVersion:
-        """1 for FullyShardedDataParallel, 2 for fully_shard."""
+        """Number of the FSDP implementation: 1 for FullyShardedDataParallel, 2 for fully_shard."""
         return self.strategy.version
 
     @property
     def is_of_loading(self) -> bool:
-        """Returns whether some value of the scenario makes sense only for a load."""
+        """True if some value of the scenario makes sense only for a load."""
         return self.init.is_meta or self.checkpoint is not CheckpointFit.EXACT
 
     @property
     def must_load(self) -> bool:
-        """Returns whether a load has to succeed; otherwise every rank may refuse it before anything is changed.
+        """True if a load has to succeed; otherwise every rank may refuse it before anything is changed.
 
-        FSDP1 cannot recover from a backward that raised, and it has lost its shards if a manual offload moved what a
-        step had left unsharded. No loader of weights can repair either.
+        FSDP1 cannot recover from a backward that raised, and it has lost its shards if a manual offload moved
+        parameters that a step had left unsharded. No loader of weights can repair either.
         """
         is_moved = self.offload.takes_shards_away or (self.staging.is_staged and not self.policy)
         is_beyond_repair = self.phase.raised == "backward" or (self.phase.raised is not None and is_moved)
@@ -131,12 +131,12 @@ class Scenario:
 
     @property
     def must_extract(self) -> bool:
-        """Returns whether an extraction has to succeed; otherwise every rank may refuse to yield codes as weights."""
+        """True if an extraction has to succeed; otherwise every rank may refuse to yield codes as weights."""
         return not self.model.is_quantized
 
     @property
     def contradiction(self) -> str:
-        """Explains why no model can have all these values at once; empty if a model can."""
+        """Reason why no model can have all these values at once; empty if a model can."""
         if self.version == 1 and self.offload.way in _WAYS_OF_FSDP2:
             return f"only FSDP2's shards can be offloaded as {self.offload}"
         if not self.pinning.is_pinned and not (self.offload.takes_policy and self.version == 2):
@@ -200,9 +200,9 @@ class Scenario:
 
 @dataclass(frozen=True, order=True)
 class Case:
-    """A scenario and a method.
+    """Scenario and method.
 
-    method: a name of the table of methods, or the user's ``module:function``.
+    method: a name in the table of methods, or the user's ``module:function``.
     """
 
     scenario: Scenario
@@ -214,7 +214,7 @@ class Case:
 
     @property
     def that_must_work(self) -> Case:
-        """Makes the same case with the exact checkpoint, dense weights, and a model whose backward did not raise."""
+        """Same case with the exact checkpoint, dense weights, and a model whose backward did not raise."""
         exact = self.scenario.change(checkpoint=AXIS["checkpoint"].default)
         if exact.model.is_quantized:
             exact = exact.change(model=Model.QWEN3_LORA.value)
@@ -226,21 +226,24 @@ AnyCase: TypeAlias = Case | FrameworkCase
 
 
 def list_frameworks(cases: Iterable[AnyCase]) -> tuple[str, ...]:
-    """Frameworks whose own code the cases run, each once."""
+    """Lists the frameworks whose own code the cases run, each once."""
     return tuple(dict.fromkeys(case.scenario.framework for case in cases if isinstance(case, FrameworkCase)))
 
 
 def read_leading_words(case: AnyCase) -> tuple[str, str, str]:
     """Returns the words for strategy, offload and staging with which the scenario's id begins.
 
-    The strategy of a framework's case has the framework's name before it; it has no staging.
+    For a framework's case, the framework's name precedes the strategy, and the staging is empty.
     """
     words = (*case.scenario.id.split("/"), "", "")
     return (words[0], words[1], "") if isinstance(case, FrameworkCase) else (words[0], words[1], words[2])
 
 
 def make_any_case(scenario: Mapping[str, str], method: str) -> AnyCase:
-    """The case of a scenario that came as JSON. Raises KeyError and ValueError as :func:`make_scenario`."""
+    """Makes the case of a scenario that was read from JSON.
+
+    Raises KeyError and ValueError like :func:`make_scenario`.
+    """
     if "framework" in scenario:
         fields: dict[str, Any] = dict(scenario)
         read = FrameworkScenario(**fields)
@@ -250,7 +253,7 @@ def make_any_case(scenario: Mapping[str, str], method: str) -> AnyCase:
 
 
 def parse_case_id(text: str, known_methods: tuple[str, ...]) -> Case:
-    """Reads an id of the matrix back. Raises UsageError that names the part which is not known."""
+    """Reads an id of the matrix back. Raises UsageError that names the unknown part."""
     *values, method = text.split("/")
     fields: dict[str, str] = {}
     for value in values:
@@ -273,9 +276,9 @@ def parse_case_id(text: str, known_methods: tuple[str, ...]) -> Case:
 
 
 def make_scenario(values: Mapping[str, str]) -> Scenario:
-    """A scenario of values by axis that come from outside; an axis that is left out is at its default.
+    """Makes a scenario from values by axis that come from outside; axes that are left out have their defaults.
 
-    Raises KeyError for an axis that there is not, ValueError for a value that its axis does not have.
+    Raises KeyError for an unknown axis, ValueError for an unknown value.
     """
     fields: dict[str, Any] = {axis: parse_value(axis, value) for axis, value in values.items()}
     return Scenario(**fields)

@@ -1,6 +1,4 @@
-"""The contract of a method: the table of methods has those of the matrix, ``promises`` declares that of a user's
-method.
-"""
+"""Contract of a method. The table of methods has the matrix's contracts, and ``promises`` declares a user's."""
 
 from __future__ import annotations
 
@@ -26,38 +24,39 @@ Loads = Literal["model", "optimizer", "both"]
 class Contract:
     """Promises of a method that extracts or loads.
 
-    direction: ``out`` for a method that extracts. ``case/yielded.py`` holds every yielded tensor against the rest
-        of the contract. ``in`` for one that loads; ``case/loaded_state.py`` holds every shard of the model against
+    direction: ``out`` for a method that extracts: ``case/yielded.py`` compares every yielded tensor with the rest of
+        the contract. ``in`` for a method that loads: ``case/loaded_state.py`` compares every shard of the model with
         the checkpoint.
 
-    Of a method that extracts:
+    For a method that extracts:
 
-    form: ``full`` unsharded tensors; ``sharded`` DTensors or ShardedTensors whose local part is
-        this rank's shard; ``local`` this rank's shard as a plain tensor, and its place; ``flat`` FSDP1's flat
-        shards, and full tensors in a shard group of one, which has none; ``info`` (shape, dtype) pairs and no data;
-        ``optimizer`` unsharded optimizer state, named ``<parameter>.<state>``.
-    device: ``compute`` the rank's accelerator; ``cpu``; ``parameter`` the device that the
-        parameter itself reports when the method starts; ``any``.
-    dtype: ``master`` the parameter's own dtype; ``compute`` FSDP's mixed-precision param dtype;
-        ``any``: compared after the reference is cast to whatever dtype came.
-    ranks: which ranks are given data.
-    keys: ``state_dict`` every name of every parameter, tied ones too, and persistent buffers;
-        ``parameters`` each parameter once, under its first name; ``any name`` the same as ``state_dict``, but a
-        tied parameter under one of its names at least, as files of safetensors hold it.
-    weights: of a model with LoRA adapters, ``own`` its tensors as they are, under their own names;
-        ``merged`` those of the model that peft was given, with the adapters added; ``adapter`` the
-        adapter alone, named as in peft's files.
-    streams: the streams on which entries may be asked for: ``any``, or the ``one`` that is current at the call.
-    keeps: whether a yielded tensor may be kept; otherwise it is to be read before the next one is asked for.
+    form: ``full``: unsharded tensors. ``sharded``: DTensors or ShardedTensors whose local part is this rank's shard.
+        ``local``: this rank's shard as a plain tensor, and its place. ``flat``: FSDP1's flat shards; in a shard group
+        of one rank, which has none, full tensors. ``info``: (shape, dtype) pairs without data. ``optimizer``: unsharded
+        optimizer state, named ``<parameter>.<state>``.
+    device: ``compute``: the rank's accelerator. ``cpu``. ``parameter``: the device that the parameter itself reports
+        when the method starts. ``any``.
+    dtype: ``master``: the parameter's own dtype. ``compute``: FSDP's mixed-precision param dtype. ``any``: the
+        reference is cast to the dtype of the yielded tensor before the comparison.
+    ranks: the ranks that get data.
+    keys: ``state_dict``: every name of every parameter, including tied ones, and persistent buffers. ``parameters``:
+        each parameter once, under its first name. ``any name``: like ``state_dict``, but a tied parameter needs only
+        one of its names, as in safetensors files.
+    weights: for a model with LoRA adapters. ``own``: its tensors unchanged, under their own names. ``merged``: the
+        tensors of the model that peft was given, with the adapters added. ``adapter``: only the adapter, named as in
+        peft's files.
+    streams: the streams on which entries may be asked for: ``any``, or only the ``one`` that is current at the call.
+    keeps: whether a yielded tensor may be kept; otherwise it must be read before the next one is asked for.
 
-    Of a method that loads, ``ranks`` and ``weights`` say what it is given, and:
+    For a method that loads, ``ranks`` and ``weights`` describe what it is given, and:
 
-    given: what its argument ``state`` is. ``full`` unsharded host tensors by name; ``sharded`` tensors as this
-        strategy's sharded state dict has them; ``dcp`` the directory of a distributed checkpoint; ``rank_files`` a
-        directory with a file of ``torch.save`` for each rank.
-    loads: the weights, the optimizer's state, or both: then ``state`` is a mapping with ``model`` and ``optimizer``.
-    strict: whether a checkpoint whose names do not fit is an error. Otherwise what fits is loaded, and the method
-    returns the names that the checkpoint lacks, as ``load_state_dict`` does.
+    given: the form of its argument ``state``. ``full``: unsharded host tensors by name. ``sharded``: tensors in the
+        form of this strategy's sharded state dict. ``dcp``: the directory of a distributed checkpoint. ``rank_files``:
+        a directory with a file of ``torch.save`` for each rank.
+    loads: the weights, the optimizer's state, or both; for both, ``state`` is a mapping with ``model`` and
+        ``optimizer``.
+    strict: whether a checkpoint whose names do not fit is an error. Otherwise the names that fit are loaded, and the
+        method returns the names that the checkpoint lacks, like ``load_state_dict``.
     """
 
     form: PromisedForm = "full"
@@ -76,7 +75,7 @@ class Contract:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method that extracts or loads weights: one of the matrix or of a framework's matrix.
+    """Method that extracts or loads weights, of the matrix or of a framework's matrix.
 
     summary: the method in code. only: by axis, the values with which it makes sense.
     """
@@ -96,7 +95,7 @@ class Method:
 
 
 def allows_values(only: Mapping[str, tuple[str, ...]], values: Mapping[str, str]) -> bool:
-    """Returns whether each axis in ``only`` has one of the values that are allowed there."""
+    """Returns whether each axis in ``only`` has one of its allowed values."""
     return all(values[axis] in allowed for axis, allowed in only.items())
 
 
@@ -104,7 +103,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Promises(TypedDict, total=False):
-    """The keyword arguments with which a user declares a contract; see :class:`Contract`."""
+    """Keyword arguments with which a user declares a contract; see :class:`Contract`."""
 
     device: PromisedDevice
     dtype: PromisedDtype
@@ -137,10 +136,9 @@ _WORDS: dict[str, tuple[Any, ...]] = {
 def promises(**words: Unpack[Promises]) -> Callable[[_Function], _Function]:
     """Declares what your method promises; see :class:`Contract`.
 
-    Without it ``--method module:function`` is held to extract full tensors on the compute device, in the
-    parameters' own dtype, under every name of the state dict, on every rank. A loader says ``direction="in"``.
-
-    Raises TypeError for a name, ValueError for a word that a contract does not have.
+    Without a declaration, ``--method module:function`` is expected to extract full tensors on the compute device, in
+    the parameters' own dtype, under every name of the state dict, on every rank. A loader needs ``direction="in"``.
+    Raises TypeError for an unknown name, ValueError for an unknown word.
     """
     for name, value in words.items():
         if name not in _WORDS:

@@ -1,8 +1,8 @@
-"""The language of ``-k``: words joined by and, or, not and parentheses, matched against case ids.
+"""Language of ``-k``: words joined by and, or, not and parentheses, matched against case ids.
 
-A word is true of an id that has it at the beginning of a word: ``state_dict`` is found in
-``get_model_state_dict``, ``staged`` is not found in ``unstaged``. ``not``, ``and`` and ``or``
-bind in that order, as in Python and in pytest's own ``-k``.
+A word matches an id that has it at the beginning of a word: ``state_dict`` matches ``get_model_state_dict``, but
+``staged`` does not match ``unstaged``. ``not`` binds most tightly, then ``and``, then ``or``, as in Python and in
+pytest's own ``-k``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TOKEN = re.compile(r"[()]|[^\s()]+")
 
 
 def compile_expression(text: str) -> Predicate:
-    """Returns a predicate over case ids. Raises UsageError where the text does not parse."""
+    """Returns a predicate over case ids. Raises UsageError if the text cannot be parsed."""
     tokens = _TOKEN.findall(text)
     try:
         predicate, rest = _parse_disjunction(tokens, text)

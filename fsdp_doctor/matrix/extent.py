@@ -1,11 +1,10 @@
-"""Extent of the matrix in each direction: the default, the part that ``quick`` takes, the cases that ``full`` adds.
+"""Extent of the matrix in each direction: the default, the part for ``quick``, the additional cases for ``full``.
 
-The default matrix answers the first questions: both strategies, all eight of verl's flag combinations, unstaged and
-staged, every method; one or two scenarios of each other way to offload; extractions after a training step, loads before
-the first one, also from the meta device and with checkpoints that do not fit. The level ``full`` adds every other axis
-value, one variant of the default at a time (and two where they are known to act together), each over the offloads that
-behave differently. The level ``quick`` has the scenarios that break most often, with the methods that a framework is
-known to use.
+The default matrix has both strategies, all eight of verl's flag combinations, unstaged and staged, with every method;
+one or two scenarios of each other way to offload; extractions after a training step; and loads before the first step,
+also from the meta device and with checkpoints that do not fit. The level ``full`` adds every other axis value, one
+variant of the default at a time (two if they are known to interact), each with the offloads that behave differently.
+The level ``quick`` has the scenarios that break most often, with the methods that a framework is known to use.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _OPTIMIZERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A part of the matrix: these axis values, everything else at its default."""
+    """Part of the matrix: these axis values, and the defaults on all other axes."""
 
     changes: dict[str, str]
     strategies: tuple[str, ...]
@@ -159,7 +158,7 @@ _FULL_VARIANTS: dict[Direction, tuple[Variant, ...]] = {
         *(_vary_extraction(*where, _UNSTAGED, optimizer=optimizer) for optimizer, where in _OPTIMIZERS.items()),
         _vary_extraction(offloads=_EACH_KIND, context="no_grad"),
         _vary_extraction(offloads=_EACH_KIND, context="inference"),
-        # With these a method of torch's hangs, which takes a deadline each.
+        # With these consumers a method of torch hangs, and each hang takes a whole deadline.
         *(_vary_extraction(_FSDP2, _NONE, _UNSTAGED, consumer=consumer) for consumer in ("stops", "raises", "dies")),
         *(
             _vary_extraction(_BOTH, _EACH_KIND, _UNSTAGED, consumer=consumer)
@@ -261,7 +260,7 @@ _QUICK: dict[Direction, tuple[dict[str, str], ...]] = {
 
 
 def list_quick_scenarios(direction: Direction, model: str) -> Iterable[Scenario]:
-    """The scenarios in which most goes wrong, and a load in which nothing should."""
+    """Lists the scenarios in which most failures occur, and a load in which none should."""
     for values in _QUICK[direction]:
         yield from list_product(direction, {axis: (value,) for axis, value in values.items()} | {"model": (model,)})
 
@@ -272,9 +271,9 @@ def is_sampled(scenario: Scenario) -> bool:
 
 
 def has_methods_in_use_alone(level: Level, scenario: Scenario, asked: bool) -> bool:
-    """Returns whether a level tries in the scenario only the methods that a framework is known to use.
+    """Returns whether a level tries only the methods that a framework is known to use in the scenario.
 
-    asked: whether values of axes were asked for.
+    asked: whether the user asked for values of axes.
     """
     match level:
         case "quick":
@@ -302,7 +301,7 @@ def list_default_variants(direction: Direction) -> Iterable[Scenario]:
 
 
 def list_full_matrix(direction: Direction, model: str) -> Iterable[Scenario]:
-    """The default matrix and every variant of it, with ``model`` wherever a variant names no other."""
+    """Lists the default matrix and every variant of it, with ``model`` unless a variant names another model."""
     yield from list_product(direction, {"model": (model,)})
     for variant in (*_DEFAULT_VARIANTS[direction], *_FULL_VARIANTS[direction]):
         yield from variant.list_scenarios(direction, model)

@@ -1,4 +1,4 @@
-"""The methods under test, extractions and loads; their table is ``methods.toml``.
+"""Methods under test, extractions and loads; their table is ``methods.toml``.
 
 This module imports no torch. The functions behind the names are in ``case/methods``.
 """
@@ -22,20 +22,21 @@ SAVING_OPTIMIZER_FIX, OPTIMIZER_FIX = "save_optimizer_state", "load_optimizer_st
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixMethod(Method):
-    """A method of the matrix.
+    """Method of the matrix.
 
-    function: ``module:name`` in ``fsdp_doctor.case.methods``. used_by: the frameworks that call the method.
+    function: ``module:name`` in ``fsdp_doctor.case.methods``.
+    used_by: the frameworks that call the method.
     is_fix: the method is fsdp-doctor's replacement for the others, and runs with --fix.
-    undoes_staging: the framework moves a staged module back with ``model.to("cpu")`` before training on,
-        which is what a module under CPUOffloadPolicy needs whatever was extracted from it.
+    undoes_staging: the framework moves a staged module back with ``model.to("cpu")`` before it trains on, which a
+        module under CPUOffloadPolicy needs, whatever was extracted from it.
     without_mesh: FSDP1 has the method only for a model that was given no device mesh.
-    offloads: the method moves the shards off the device before it yields, and so promises their memory back.
-    sends: the framework sends what the method yields, so the method is tried with every consumer.
-    optimizer_first: the optimizer is made before the load, also where the model is still on the meta device.
-    since: the oldest torch that has the method; empty if every supported one has it.
+    offloads: the method moves the shards off the device before it yields, and so promises that their memory is free.
+    sends: the framework sends the entries that the method yields, so the method is tried with every consumer.
+    optimizer_first: the optimizer is made before the load, even if the model is still on the meta device.
+    since: the oldest torch that has the method; empty if every supported torch has it.
     trains: a job calls the method right after a step, whose kernels may still be writing the weights, and trains on
         before the method has ended.
-    on_accelerator: torch has the method only where there is an accelerator.
+    on_accelerator: torch has the method only on an accelerator.
     """
 
     fsdp: tuple[FsdpVersion, ...]
@@ -52,7 +53,7 @@ class MatrixMethod(Method):
     on_accelerator: bool = False
 
     def applies(self, scenario: Scenario) -> bool:
-        """Returns whether the method makes sense in the scenario; the probe finds whether it works."""
+        """Returns whether the method makes sense in the scenario; the probe finds out whether it works."""
         suits = self._suits_loading(scenario) if self.direction == "in" else not scenario.is_of_loading
         suits = suits and (self.sends or not scenario.consumer.needs_sender)
         suits = suits and (not self.trains or _is_between_steps(scenario))
@@ -61,12 +62,14 @@ class MatrixMethod(Method):
 
     @property
     def _concerns_optimizers(self) -> bool:
-        """Returns whether the method is tried with every optimizer: it reads or loads a state, or must keep one."""
+        """True if the method is tried with every optimizer, because it reads, loads or must preserve optimizer
+        state.
+        """
         is_of_state = self.contract.form == "optimizer" or self.contract.loads != "model"
         return is_of_state or self.name in (FIX, LOADING_FIX) or is_user_method(self.name)
 
     def _suits_loading(self, scenario: Scenario) -> bool:
-        """Returns whether the method can load a model on meta, and its checkpoint can differ as the scenario says."""
+        """Returns whether the method can load the scenario's model and its kind of checkpoint."""
         contract = self.contract
         if scenario.model.is_quantized or (scenario.init.is_meta and contract.loads != "model"):
             return False
@@ -79,7 +82,7 @@ class MatrixMethod(Method):
 
 
 def _is_between_steps(scenario: Scenario) -> bool:
-    """Returns whether a job may save here and train on: nothing has raised, no context is open, no copy in flight."""
+    """Returns whether a job may save here and train on, with no raised step, open context or copy in flight."""
     plain = scenario.context is Context.ORDINARY and scenario.transfer.is_blocking and not scenario.staging.is_staged
     return plain and scenario.phase is Phase.TRAINED
 
@@ -94,17 +97,20 @@ METHOD_NAMES: tuple[str, ...] = tuple(dict.fromkeys(method.name for method in ME
 
 
 def is_user_method(name: str) -> bool:
-    """Returns whether ``name`` is a ``module:function`` of the user rather than a row of the table."""
+    """Returns whether ``name`` is a user's ``module:function`` instead of a row of the table."""
     return ":" in name
 
 
 def list_methods(scenario: Scenario, direction: Direction | None = None) -> tuple[MatrixMethod, ...]:
-    """The methods that make sense in a scenario, the fixes among them; those of one direction if one is given."""
+    """Lists the methods that make sense in a scenario, including the fixes.
+
+    direction: only the methods of this direction.
+    """
     return tuple(method for method in METHODS if method.applies(scenario) and direction in (None, method.direction))
 
 
 def explain_impossible(method: MatrixMethod, scenario: Scenario) -> str:
-    """Explains why no machine can try the method in the scenario; empty if it can be tried."""
+    """Explains why the method cannot be tried in the scenario on any machine; empty if it can."""
     if method.direction == "out" and method.contract.form == "optimizer" and not scenario.phase.is_trained:
         return "there is no optimizer state before the first step"
     if scenario.consumer.keeps_entries and not method.contract.keeps:
@@ -135,7 +141,7 @@ def find_method(name: str, fsdp: int) -> MatrixMethod:
 
 
 def find_direction(case: AnyCase) -> Direction:
-    """Returns whether the method of a case, of the matrix or of a framework, extracts or loads."""
+    """Returns whether the method of a case, from the matrix or a framework, extracts or loads."""
     if isinstance(case, FrameworkCase):
         return case.definition.direction
     return find_method(case.method, case.scenario.version).direction

@@ -1,4 +1,4 @@
-"""Shapes of models by name, for what needs a model's size and no weights."""
+"""Shapes of models by name, for estimates that need a model's size but no weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selects the cases that a command means: the default matrix, another level, or what the options pick.
+"""Selects the cases that a command runs: the default matrix, another level, or the cases that options name.
 
 Options that name axis values remove from the levels ``quick`` and ``full`` the cases without these values; they never
 add cases.
@@ -36,9 +36,9 @@ from fsdp_doctor.matrix.methods import METHOD_NAMES, is_user_method, list_method
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Request of the user, as the options say it. Empty means: not asked.
+    """Options with which a user selects cases. An empty field means that the option was not given.
 
-    directions: both where none is asked for. frameworks: then their cases and no others.
+    directions: both if empty. frameworks: if given, only their cases are selected.
     """
 
     directions: tuple[Direction, ...] = ()
@@ -53,9 +53,9 @@ class Selection:
 
 
 def select(selection: Selection) -> list[AnyCase]:
-    """The selected cases, in the order in which they run: scenarios one after the other.
+    """Returns the selected cases, in the order in which they run: scenarios one after the other.
 
-    Raises UsageError for a value, id or method that does not exist, CannotRun where nothing is left.
+    Raises UsageError for an unknown value, id or method, CannotRun if no case is left.
     """
     user_methods = tuple(name for name in selection.methods if is_user_method(name))
     cases: list[AnyCase]
@@ -78,7 +78,7 @@ def select(selection: Selection) -> list[AnyCase]:
 
 
 def _parse_named_case(case_id: str, selection: Selection) -> AnyCase:
-    """The case of an id, which says everything: the options that select along axes do not go with it."""
+    """Returns the case of an id. Raises UsageError if options that select along axes are given, too."""
     beside = [f"--{axis}" for axis, values in selection.axes.items() if values != ("custom",)]
     beside += ["--method"] * bool(selection.methods) + [f"--level {selection.level}"] * (selection.level != "default")
     beside += ["--framework"] * bool(selection.frameworks)
@@ -120,7 +120,7 @@ def _list_framework_cases(selection: Selection) -> Iterable[FrameworkCase]:
 
 
 def _list_fixes(case: AnyCase) -> list[AnyCase]:
-    """Lists the cases of the fix in the scenario of a case: for a framework's, the case with its function replaced."""
+    """Lists the fixes for a case: in the matrix, the fixes of its scenario; for a framework, the case with ``+fix``."""
     if isinstance(case, FrameworkCase):
         fixed = case.make_fixed()
         return [fixed] if fixed is not None else []
@@ -133,11 +133,11 @@ def _list_fixes(case: AnyCase) -> list[AnyCase]:
 
 
 def _list_scenarios(selection: Selection, direction: Direction) -> Iterable[Scenario]:
-    """Lists the scenarios with the values asked for: of the level ``quick`` or ``full``, otherwise of their product.
+    """Lists the scenarios with the values asked for: those of the level ``quick`` or ``full``, or else their product.
 
-    A filter with ``full`` leaves cases out and adds none. If the full matrix has no case with all the values asked
-    for, because it varies one axis at a time, the result is the same as without ``full``: these values, and the
-    defaults on every other axis.
+    A filter with ``full`` removes cases and adds none. The full matrix varies one axis at a time, so it may have no
+    case with all the values asked for. In this situation the result is the same as without ``full``: these values, and
+    the defaults on every other axis.
     """
     for axis, values in selection.axes.items():
         for value in values:
@@ -192,9 +192,10 @@ def _list_cases(selection: Selection, user_methods: Sequence[str]) -> Iterable[C
 
 
 def _sort_by_generation(cases: Iterable[AnyCase]) -> list[AnyCase]:
-    """Cases of one scenario together, and scenarios of one backend together: each needs its own workers.
+    """Sorts the cases so that those of one scenario, and scenarios of one backend, are together: each needs its own
+    workers.
 
-    Those of frameworks come last, each framework's together.
+    Cases of frameworks come last, grouped by framework.
     """
     first_seen: dict[AnyScenario, int] = {}
     order = list(AXIS["backend"].values)

@@ -1,4 +1,4 @@
-"""Size of a training step, which decides the memory of its activations."""
+"""Size of a training step, which determines the memory of its activations."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSize:
-    """Sequences of each rank in a step (batch), and tokens of a sequence.
+    """Size of a training step of each rank.
 
-    checkpointing: whether decoder layers keep only their inputs for the backward, and compute the rest anew.
+    batch: the number of sequences. sequence: the number of tokens in each. checkpointing: whether decoder layers keep
+    only their inputs for the backward, and compute the rest again.
     """
 
     batch: int = 2

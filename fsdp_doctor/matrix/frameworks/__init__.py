@@ -1,1 +1,1 @@
-"""The frameworks whose own code can be run, and the cases of each."""
+"""Frameworks whose own code can be run, and the cases of each."""

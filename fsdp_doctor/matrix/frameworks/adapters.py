@@ -1,6 +1,6 @@
-"""Finds adapters: those of this package, and any other that is named as ``module:ATTRIBUTE``.
+"""Finds adapters: those of this package, and others that are named as ``module:ATTRIBUTE``.
 
-An adapter's table lies next to its module, with the same stem. Nothing here imports an adapter.
+An adapter's table lies next to its module, with the same stem. No adapter is imported here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BUILT_IN = tuple(sorted(table.stem.removeprefix("on_") for table in _ROOM.glob("
 
 @dataclass(frozen=True)
 class AdapterPlace:
-    """An adapter: an attribute of a module, and the module's file."""
+    """Adapter: an attribute of a module, and the module's file."""
 
     module: str
     attribute: str
@@ -33,7 +33,7 @@ class AdapterPlace:
 
     @property
     def template(self) -> pathlib.Path:
-        """Template of a case's script; an adapter may have none."""
+        """Template of a case's script. An adapter need not have one."""
         return self.file.with_suffix(".py.jinja")
 
 
@@ -54,7 +54,7 @@ def locate_adapter(name: str) -> AdapterPlace:
 
 
 def _find_file(module: str) -> pathlib.Path | None:
-    """The source of a module, without importing the packages that it is in; None if there is no such module."""
+    """Finds the source of a module without importing its parent packages; None if there is no such module."""
     top, *rest = module.split(".")
     try:
         spec = importlib.util.find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])

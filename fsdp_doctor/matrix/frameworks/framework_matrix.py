@@ -1,4 +1,4 @@
-"""The table of one framework: the configurations and methods that are tried, in its own words; no torch."""
+"""Table of one framework: the configurations and methods that are tried, in the framework's own words; no torch."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ MODELS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class FrameworkMethod(Method):
-    """One of the framework's own methods to extract, save or load.
+    """Method of a framework to extract, save or load.
 
     kind: ``prepare``: the framework wraps a model, which must then have the plain model's weights, and a training step
-        must change every parameter that trains. ``extraction``: it gives weights, in memory or in files, as
-        ``contract`` says. ``rollback``: it saves, trains on, and loads into the same session. ``resume``: it saves,
-        and another process with other weights loads. After both loads the weights, every value of the optimizer and
-        the next two steps must be those of the run that was not interrupted.
-    fix: the ids of the fixes (``fixes``) that replace functions of the method, with spaces; empty without one.
+        must change every trainable parameter. ``extraction``: it delivers weights, in memory or in files, according to
+        ``contract``. ``rollback``: it saves, trains on, and loads into the same session. ``resume``: it saves, and
+        another process with other weights loads. After the load of ``rollback`` and ``resume``, the weights, every
+        value of the optimizer and the next two steps must be those of the run that was not interrupted.
+    fix: the ids, separated by spaces, of the fixes (``fixes``) that replace functions of the method; empty without any.
     """
 
     kind: FrameworkMethodKind
@@ -53,10 +53,10 @@ class FrameworkMethod(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Shim:
-    """A change of the framework that is made only on the emulated device, so that the framework finds it.
+    """Change to the framework, made only on the emulated device, so that the framework recognizes the device.
 
-    name: ``module:qualified.name`` of a function, or the name of an environment variable or of a plug-in.
-    kind: ``stand-in`` replaces something that the framework needs and that is not installed.
+    name: ``module:qualified.name`` of a function, or the name of an environment variable or of a plug-in. kind:
+    ``stand-in`` replaces a dependency of the framework that is not installed.
     """
 
     name: str
@@ -66,10 +66,10 @@ class Shim:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfiguredBuild:
-    """Facts that a configuration must make true of the model; a fact that is left out is not compared.
+    """Facts about the model that a configuration must bring about; a fact that is left out is not compared.
 
-    only: by axis, the values for which the facts hold. strategies: allowed ones. offloads: whether FSDP's own policy
-    is on. state_dict_type: the form in which the framework says that it saves.
+    only: by axis, the values for which the facts hold. strategies: the allowed strategies. offloads: whether FSDP's own
+    policy is on. state_dict_type: the form in which the framework says that it saves.
     """
 
     only: Mapping[str, tuple[str, ...]]
@@ -80,14 +80,15 @@ class ConfiguredBuild:
 
 @dataclass(frozen=True, kw_only=True)
 class FrameworkMatrix:
-    """One framework: its axes, the configurations that are tried, and its methods.
+    """Matrix of one framework: its axes, the configurations that are tried, and its methods.
 
-    name: as a user gives it: an adapter's name, or ``module:ATTRIBUTE``.
+    name: the name that a user gives: an adapter's name, or ``module:ATTRIBUTE``.
     distributions: the packages whose versions a report names, the framework's own first.
-    tried: the versions of packages that the adapter was run with, as in a requirement.
-    axes: ``offload`` is one of them. configurations: values joined by slashes, as in an id.
+    tried: the package versions with which the adapter was run, as in a requirement.
+    axes: the framework's axes; one of them is ``offload``.
+    configurations: values joined by slashes, as in an id.
     quick: the configurations that ``--level quick`` runs.
-    variables: prefixes of the environment variables that configure it; a worker starts without them.
+    variables: prefixes of environment variables that configure the framework; a worker starts without these variables.
     builds: facts that are compared with the model that the framework built.
     """
 
@@ -107,14 +108,14 @@ class FrameworkMatrix:
         return next(axis for axis in self.axes if axis.name == name)
 
     def list_builds(self, values: Mapping[str, str]) -> list[ConfiguredBuild]:
-        """Lists what a configuration with these values by axis must make of the model."""
+        """Lists the facts about the model that a configuration with these values must bring about."""
         return [build for build in self.builds if allows_values(build.only, values)]
 
     def find_method(self, name: str) -> FrameworkMethod:
         return next(method for method in self.methods if method.name == name)
 
     def describe_untried(self, installed: Mapping[str, str]) -> str:
-        """Names the packages whose installed version the adapter was not run with; empty if there is none."""
+        """Names the packages whose installed version was not tried with the adapter; empty if there are none."""
         untried = [
             f"{package} {installed[package]} (tried: {versions})"
             for package, versions in self.tried.items()
@@ -127,10 +128,10 @@ _Products: TypeAlias = tuple[tuple[tuple[str, ...], ...], ...]
 
 
 class _Table(msgspec.Struct, kw_only=True):
-    """The table of an adapter, in a file next to the adapter's module.
+    """Table of an adapter, in a file next to the adapter's module.
 
-    builds_on: the framework whose shims and variables are needed, too. models: the part of MODELS that it can be given.
-    configurations, quick: products of the values of several axes; an empty value is left out.
+    builds_on: another framework whose shims and variables are also needed. models: the entries of MODELS that the
+    framework can be given. configurations, quick: products of the values of several axes; an empty value is left out.
     """
 
     title: str
@@ -151,7 +152,7 @@ class _Table(msgspec.Struct, kw_only=True):
 def read_matrix(name: str) -> FrameworkMatrix:
     """Reads the table of a framework, by the adapter's name or by ``module:ATTRIBUTE``.
 
-    Raises UsageError if there is no such adapter, or if its table is not one.
+    Raises UsageError if there is no such adapter, or if its table is invalid.
     """
     file = locate_adapter(name).table
     try:
@@ -190,7 +191,7 @@ def _multiply(products: _Products) -> tuple[str, ...]:
 
 
 def _list_unread(written: Any, read: Any) -> list[str]:
-    """The keys of a table that its records do not have, which msgspec passes over."""
+    """Lists the keys of a table that are not in its records; msgspec ignores such keys."""
     match written:
         case dict():
             below = [key for name in written.keys() & read.keys() for key in _list_unread(written[name], read[name])]
@@ -202,7 +203,7 @@ def _list_unread(written: Any, read: Any) -> list[str]:
 
 
 def _list_troubles(table: _Table) -> Iterator[str]:
-    """Yields what is wrong with a table although it has the right keys."""
+    """Yields the errors of a table that has the right keys."""
     if unknown := set(table.models) - set(MODELS):
         yield f"models has {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}"
         return

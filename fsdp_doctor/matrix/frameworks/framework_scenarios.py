@@ -1,4 +1,4 @@
-"""Scenarios and cases of frameworks, their ids, and the cases that a selection means."""
+"""Scenarios and cases of frameworks, their ids, and the cases that a selection includes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fsdp_doctor.matrix.frameworks.framework_matrix import FrameworkMatrix, Fram
 
 ALL = "all"
 _OFFLOAD = "offload"
-# What is added to a method's name where the framework's function is replaced.
+# Suffix of a method's name if the framework's function is replaced.
 _FIXED = "+fix"
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class FrameworkScenario:
-    """A configuration of a framework; ``configuration`` has its values as in an id, in the order of the axes."""
+    """Configuration of a framework. ``configuration`` has its values in the form of an id, in the order of the axes."""
 
     framework: str
     configuration: str
@@ -50,49 +50,53 @@ class FrameworkScenario:
         return tuple(self.matrix.find_axis(_OFFLOAD).values)
 
     def list_id_values(self, without: str = "") -> list[str]:
-        """The values in its id, except that of the axis ``without``."""
+        """Lists the values in the scenario's id, except the value of the axis ``without``."""
         axes = (axis for axis in self.matrix.axes if axis.name != without)
         return [self.values[axis.name] for axis in axes if axis.always_in_id or self.values[axis.name] != axis.default]
 
     @property
     def generation(self) -> str:
-        """The generation of workers that may run it: a separate one for each, because frameworks keep singletons."""
+        """Name of the generation of workers that may run the scenario: one for each, because frameworks keep
+        singletons.
+        """
         return self.id
 
     def drop_offload(self) -> FrameworkScenario:
-        """The scenario with the default offload and the same value on every other axis."""
+        """Returns the same scenario with the default offload."""
         default = self.matrix.find_axis(_OFFLOAD).default
         return make_framework_scenario(self.framework, {**self.values, _OFFLOAD: default})
 
     def list_methods(self) -> tuple[FrameworkMethod, ...]:
-        """The methods that make sense in it, in the order in which they run."""
+        """Lists the methods that make sense in the scenario, in the order in which they run."""
         return tuple(method for method in self.matrix.methods if method.has_values(self.values))
 
 
 @dataclass(frozen=True, order=True)
 class FrameworkCase:
-    """A configuration of a framework, and the name of one of its methods, with ``+fix`` where it is replaced."""
+    """Configuration of a framework, and the name of one of its methods, followed by ``+fix`` if a fix replaces it."""
 
     scenario: FrameworkScenario
     method: str
 
     @property
     def is_fixed(self) -> bool:
-        """Returns whether the framework's function is replaced by the fix of its method."""
+        """True if the fix of the method replaces the framework's function."""
         return self.method.endswith(_FIXED)
 
     @property
     def is_built_fixed(self) -> bool:
-        """Returns whether the session is built with the framework's function replaced."""
+        """True if the session is built with the framework's function replaced."""
         return self.is_fixed and self.definition.kind in ("prepare", "resume")
 
     @property
     def plain_method(self) -> str:
-        """The method's name in the framework's table."""
+        """Name of the method in the framework's table."""
         return self.method.removesuffix(_FIXED)
 
     def make_fixed(self) -> FrameworkCase | None:
-        """Makes the same case with the framework's function replaced; None if no fix is for it, or it is that."""
+        """Makes the same case with the framework's function replaced; None if there is no fix, or the case is already
+        fixed.
+        """
         fixable = {method.name for method in self.scenario.matrix.methods if method.fix}
         return FrameworkCase(self.scenario, f"{self.method}{_FIXED}") if self.method in fixable else None
 
@@ -102,12 +106,12 @@ class FrameworkCase:
 
     @property
     def definition(self) -> FrameworkMethod:
-        """The method itself."""
+        """Definition of the method in the framework's table."""
         return self.scenario.matrix.find_method(self.plain_method)
 
 
 def make_framework_scenario(framework: str, values: Mapping[str, str]) -> FrameworkScenario:
-    """Makes the scenario with these values by axis; an axis that is left out is at its default."""
+    """Makes the scenario with these values by axis; axes that are left out have their defaults."""
     words = [
         value
         for axis in read_matrix(framework).axes
@@ -128,7 +132,7 @@ def _map_values_to_axes(framework: str) -> Mapping[str, str]:
 
 
 def find_frameworks(words: Sequence[str]) -> list[str]:
-    """Reads the values of ``--framework``; ``all`` means those that are installed. Returns each framework once.
+    """Reads the values of ``--framework``; ``all`` means all installed frameworks. Returns each framework once.
 
     Raises UsageError for a framework without an adapter, CannotRun if none is installed.
     """
@@ -146,7 +150,7 @@ def find_frameworks(words: Sequence[str]) -> list[str]:
 def parse_framework_id(text: str) -> FrameworkCase:
     """Reads an id such as ``accelerate:fsdp1/offload/sharded/load_state`` back.
 
-    Raises UsageError that names the part which is not known.
+    Raises UsageError that names the unknown part.
     """
     head, *rest = text.split("/")
     framework, _, first = head.rpartition(":")
@@ -171,12 +175,15 @@ def parse_framework_id(text: str) -> FrameworkCase:
 
 
 def is_framework_id(text: str) -> bool:
-    """Returns whether an id names a framework's case: elsewhere a colon can only be in a user's ``module:function``."""
+    """Returns whether an id names a framework's case; other ids have a colon only in a user's ``module:function``."""
     return ":" in text.partition("/")[0]
 
 
 def list_scenarios(framework: str, *, quick: bool = False) -> Iterator[FrameworkScenario]:
-    """Yields the scenarios of a framework that are tried; quick: those of ``--level quick`` alone."""
+    """Yields the scenarios of a framework that are tried.
+
+    quick: only the scenarios of ``--level quick``.
+    """
     matrix = read_matrix(framework)
     for configuration in matrix.quick if quick else matrix.configurations:
         yield FrameworkScenario(framework=framework, configuration=configuration)
